@@ -1,0 +1,36 @@
+# make quickstart   install, then train and evaluate a small detector on the CPU
+# make test         install, then run the tests
+# make check        install, then lint, format and type checks
+# make install      make .venv alone
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: install quickstart test check
+install: $(STAMP)
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "damex needs Python 3.10 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
+	@if command -v uv >/dev/null; then \
+	  uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
+	  uv pip install --quiet --python $(VENV)/bin/python --editable '.[dev]'; \
+	else \
+	  $(PYTHON) -m venv $(VENV) && \
+	  $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'; \
+	fi
+	@$(VENV)/bin/python -m damex.doctor --quiet
+	@touch $@
+
+quickstart: $(STAMP)
+	$(VENV)/bin/python -m damex.datasets.minimix --out data/minimix
+	$(VENV)/bin/python tools/train.py configs/quickstart.py
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy

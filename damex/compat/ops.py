@@ -1,0 +1,84 @@
+"""Makes ``import mmdet.models`` work with and without mmcv's compiled ops."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from typing import Literal
+
+from damex.compat.rebind import rebind_fallbacks
+from damex.compat.stand_in import EXTENSION, PROVIDED, StandInOps
+
+
+@dataclass(frozen=True)
+class OpsReport:
+    """Which mmcv ops are in use.
+
+    Attributes:
+        kind: ``compiled``, ``stand-in``, or ``absent`` where there is no mmcv.
+        reason: Why it is not ``compiled``; empty if it is.
+        rebound: Names in modules imported too early that this call put right.
+    """
+
+    kind: Literal["compiled", "stand-in", "absent"]
+    reason: str = ""
+    rebound: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """Returns one line for the log."""
+        if self.kind == "compiled":
+            return "mmcv ops: compiled"
+        if self.kind == "absent":
+            return f"mmcv ops: absent ({self.reason})"
+        ops = sorted({_family(name) for name in PROVIDED if "_version" not in name})
+        return f"mmcv ops: torch versions of {', '.join(ops)} ({self.reason})"
+
+
+def ensure_ops() -> OpsReport:
+    """Puts the stand-in in place unless the compiled ops can be imported.
+
+    Call it before mmdet is imported; a second call changes nothing. Neither mmcv
+    nor torch is imported where mmcv has no compiled ops.
+
+    Returns:
+        What is in use, and why.
+    """
+    present = sys.modules.get(EXTENSION)
+    if isinstance(present, StandInOps):
+        return OpsReport("stand-in", present.reason)
+    if present is not None:
+        return OpsReport("compiled")
+    try:
+        package = find_spec("mmcv")
+    except ModuleNotFoundError:  # an import hook that forbids mmcv
+        package = None
+    if package is None:
+        return OpsReport("absent", "mmcv is not installed")
+    return _choose(package)
+
+
+def _choose(package: ModuleSpec) -> OpsReport:
+    """Tries the compiled ops of an mmcv that is installed, else the stand-in."""
+    where = package.submodule_search_locations
+    if PathFinder.find_spec("mmcv.ops", where) is None:
+        return OpsReport("absent", "mmcv-lite has no mmcv.ops")
+    # Looking for the file first spares the import of mmcv, and with it of torch.
+    if PathFinder.find_spec(EXTENSION, where) is None:
+        return _use_stand_in("mmcv was installed without compiled ops")
+    try:
+        import_module(EXTENSION)
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        return _use_stand_in(f"mmcv's compiled ops do not load: {error}")
+    return OpsReport("compiled")
+
+
+def _use_stand_in(reason: str) -> OpsReport:
+    sys.modules[EXTENSION] = StandInOps(reason)
+    return OpsReport("stand-in", reason, rebind_fallbacks())
+
+
+def _family(name: str) -> str:
+    return name.removesuffix("_forward").removesuffix("_backward")

@@ -1,0 +1,37 @@
+"""How damex words an error: what, where, what was expected, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "DataError", "did_you_mean"]
+
+
+class ConfigError(ValueError):
+    """A field of a config has a value that cannot work."""
+
+
+class DataError(ValueError):
+    """A file of a dataset does not hold what its config promises."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, limit: int = 20) -> str:
+    """Suggest the nearest known name and list what exists.
+
+    Args:
+        name: The name that was not found.
+        known: The names that exist.
+        limit: How many names are listed at most.
+
+    Returns:
+        A sentence such as ``did you mean 'car'? It has: bus, car.``
+    """
+    names = [str(item) for item in known]
+    near = difflib.get_close_matches(name, names, n=1)
+    lowered = {item.lower(): item for item in names}
+    if not near and name.lower() in lowered:
+        near = [lowered[name.lower()]]
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    shown = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+    return f"{hint}It has: {shown or 'nothing'}."

@@ -1,0 +1,458 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import damex  # noqa: F401 - puts the ops in place
+from damex.compat import OpsReport, ensure_ops
+from damex.compat.rebind import rebind_fallbacks
+from damex.compat.stand_in import EXTENSION, PROVIDED, StandInOps
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def wrapper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Returns one file of mmcv.ops, bound to the stand-in in any environment."""
+    import mmcv.ops  # noqa: F401
+
+    module = sys.modules[f"mmcv.ops.{name}"]
+    monkeypatch.setattr(module, "ext_module", StandInOps("test"))
+    return module
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+# ---- which ops are in use ----
+
+
+def test_second_call_changes_nothing():
+    first, before = ensure_ops(), sys.modules[EXTENSION]
+    assert ensure_ops() == first
+    assert sys.modules[EXTENSION] is before
+
+
+def test_compiled_ops_are_preferred_and_left_alone(monkeypatch):
+    compiled = ModuleType(EXTENSION)
+    monkeypatch.setitem(sys.modules, EXTENSION, compiled)
+    assert ensure_ops() == OpsReport("compiled")
+    assert sys.modules[EXTENSION] is compiled
+
+
+def fake_mmcv(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+    """Puts a package mmcv with these files first on the path."""
+    package = folder / "mmcv"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    for name in [name for name in sys.modules if name.split(".")[0] == "mmcv"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("mmcv", EXTENSION):
+        # Set and taken out, so that the end takes out what ensure_ops puts in.
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture
+def one_early_module(monkeypatch):
+    monkeypatch.setattr("damex.compat.ops.rebind_fallbacks", lambda: ("early.nms",))
+
+
+@pytest.mark.usefixtures("one_early_module")
+def test_compiled_file_is_imported(tmp_path, monkeypatch):
+    fake_mmcv(tmp_path, monkeypatch, ops="", _ext="def nms(): return 'compiled'")
+    assert ensure_ops().kind == "compiled"
+    assert sys.modules[EXTENSION].nms() == "compiled"
+
+
+@pytest.mark.usefixtures("one_early_module")
+def test_compiled_file_that_does_not_load_is_replaced_and_explained(
+    tmp_path, monkeypatch
+):
+    broken = "raise ImportError('undefined symbol: _ZN3c10')"
+    fake_mmcv(tmp_path, monkeypatch, ops="", _ext=broken)
+    report = ensure_ops()
+    assert report.kind == "stand-in"
+    assert "undefined symbol: _ZN3c10" in report.summary()
+    assert isinstance(sys.modules[EXTENSION], StandInOps)
+
+
+@pytest.mark.usefixtures("one_early_module")
+def test_mmcv_without_extension_gets_the_stand_in(tmp_path, monkeypatch):
+    fake_mmcv(tmp_path, monkeypatch, ops="")
+    report = ensure_ops()
+    reason = "mmcv was installed without compiled ops"
+    assert report == OpsReport("stand-in", reason, ("early.nms",))
+    assert ensure_ops() == OpsReport("stand-in", reason)
+    assert "ms_deform_attn, nms, roi_align, sigmoid_focal_loss" in report.summary()
+
+
+def test_mmcv_lite_is_absent_and_named(tmp_path, monkeypatch):
+    fake_mmcv(tmp_path, monkeypatch)
+    assert ensure_ops() == OpsReport("absent", "mmcv-lite has no mmcv.ops")
+    assert EXTENSION not in sys.modules
+
+
+def test_missing_mmcv_is_absent(monkeypatch):
+    monkeypatch.delitem(sys.modules, EXTENSION, raising=False)
+    monkeypatch.setitem(sys.modules, "mmcv", None)
+    assert ensure_ops() == OpsReport("absent", "mmcv is not installed")
+
+
+def test_import_of_damex_is_light_and_lets_mmdet_import():
+    code = """
+import sys, damex
+compiled = not hasattr(sys.modules["mmcv._ext"], "reason")
+assert compiled or "torch" not in sys.modules, "damex imported torch"
+import mmdet.models
+from mmcv.utils.ext_loader import load_ext
+if not compiled:
+    try:
+        load_ext("_ext", ["three_nn_forward"]).three_nn_forward(1, b=2)
+    except RuntimeError as error:
+        assert "'three_nn_forward'" in str(error) and "pip install" in str(error)
+    else:
+        raise SystemExit("a missing op did not raise")
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_damex_imports_without_torch_and_the_mm_packages():
+    blocked = ["torch", "mmcv", "mmdet", "mmengine", "numpy"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import damex"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+# ---- modules imported too early ----
+
+
+def test_fallback_of_an_early_module_is_replaced(tmp_path, monkeypatch):
+    source = (
+        "try:\n"
+        "    from mmcv.ops.nms import batched_nms as suppress, soft_nms\n"
+        "except ImportError:\n"
+        "    suppress = None\n"
+        "try:\n"
+        "    from mmcv.ops import op_of_another_mmcv\n"
+        "except ImportError:\n"
+        "    op_of_another_mmcv = None\n"
+        "from os import path as kept\n"
+    )
+    (tmp_path / "early.py").write_text(source)
+    early = ModuleType("mmdet.early")
+    early.__file__ = str(tmp_path / "early.py")
+    other = object()
+    vars(early).update(suppress=None, op_of_another_mmcv=None, kept=other)
+    monkeypatch.setitem(sys.modules, "mmdet.early", early)
+
+    rebound = rebind_fallbacks()
+
+    import mmcv.ops
+
+    assert early.suppress is mmcv.ops.batched_nms
+    assert early.soft_nms is mmcv.ops.soft_nms
+    assert early.op_of_another_mmcv is None
+    assert early.kept is other
+    assert {"mmdet.early.suppress", "mmdet.early.soft_nms"} <= set(rebound)
+    assert rebind_fallbacks() == ()  # nothing is left to put right
+
+
+# ---- the stand-in as a module ----
+
+
+def test_every_provided_op_has_its_kernel():
+    from importlib import import_module
+
+    for name, file in PROVIDED.items():
+        assert callable(getattr(import_module(f"damex.compat.kernels.{file}"), name))
+
+
+def test_python_itself_finds_no_hidden_names():
+    ops = StandInOps("test")
+    with pytest.raises(AttributeError, match="__path__"):
+        ops.__path__  # noqa: B018
+    assert ops.__spec__.loader is None
+
+
+def test_environment_report_says_not_compiled(monkeypatch):
+    info = wrapper("info", monkeypatch)
+    assert "not compiled" in info.get_compiler_version()
+    assert "not compiled" in info.get_compiling_cuda_version()
+
+
+# ---- deformable attention ----
+
+
+def attention_inputs(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Two images, two levels of 3 x 4 and 2 x 2, 2 heads, 3 channels, 2 points."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(2, 16, 2, 3, generator=generator, dtype=dtype)
+    # Beyond 0..1 on purpose: outside of the image the features are zero.
+    points = torch.rand(2, 5, 2, 2, 2, 2, generator=generator, dtype=dtype) * 1.4 - 0.2
+    weights = torch.rand(2, 5, 2, 2, 2, generator=generator, dtype=dtype)
+    shapes, starts = torch.tensor([[3, 4], [2, 2]]), torch.tensor([0, 12])
+    return [value, shapes, starts, points, weights]
+
+
+def test_deformable_attention_by_hand(monkeypatch):
+    attend = wrapper("multi_scale_deform_attn", monkeypatch)
+    value = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1, 1)
+    shapes, starts = torch.tensor([[2, 2]]), torch.tensor([0])
+    # The centre of the image is the mean of [[1, 2], [3, 4]]: 2.5. The point
+    # x = 0.75, y = 0.25 is the centre of the upper right pixel: 2.
+    points = torch.tensor([[0.5, 0.5], [0.75, 0.25]]).view(1, 1, 1, 1, 2, 2)
+    weights = torch.tensor([0.2, 0.8]).view(1, 1, 1, 1, 2)
+    output = attend.MultiScaleDeformableAttnFunction.apply(
+        value, shapes, starts, points, weights, 64
+    )
+    assert output.item() == pytest.approx(0.2 * 2.5 + 0.8 * 2.0)
+
+
+def test_deformable_attention_gradients_are_those_of_the_reference(monkeypatch):
+    attend = wrapper("multi_scale_deform_attn", monkeypatch)
+    inputs = attention_inputs(torch.float64)
+    floats = [inputs[position].requires_grad_() for position in (0, 3, 4)]
+    args = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], 64)
+    apply = attend.MultiScaleDeformableAttnFunction.apply
+    assert gradcheck(apply, args)
+
+    output = apply(*args)
+    expected = attend.multi_scale_deformable_attn_pytorch(
+        inputs[0], inputs[1], inputs[3], inputs[4]
+    )
+    torch.testing.assert_close(output, expected)
+    upstream = torch.linspace(-1, 1, output.numel()).double().view_as(output)
+    torch.testing.assert_close(
+        torch.autograd.grad(output, floats, upstream),
+        torch.autograd.grad(expected, floats, upstream),
+    )
+
+
+def test_deformable_attention_keeps_half_precision_outside_only(monkeypatch):
+    attend = wrapper("multi_scale_deform_attn", monkeypatch)
+    value, shapes, starts, points, weights = attention_inputs(torch.float32)
+    half = value.half().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = attend.MultiScaleDeformableAttnFunction.apply(
+            half, shapes, starts, points, weights, 64
+        )
+    assert output.dtype == torch.float16
+    exact = attend.multi_scale_deformable_attn_pytorch(
+        half.detach().float(), shapes, points.half().float(), weights.half().float()
+    )
+    # Half an ulp of float16 below 4 is 2 ** -10; bfloat16 inside would miss by 2 ** -7.
+    torch.testing.assert_close(output.float(), exact, rtol=0, atol=2**-10)
+    output.float().sum().backward()
+    assert half.grad.dtype == torch.float16
+    assert half.grad.abs().sum() > 0
+
+
+# ---- focal loss ----
+
+
+def test_focal_loss_by_hand(monkeypatch):
+    focal = wrapper("focal_loss", monkeypatch)
+    logits = torch.zeros(2, 2)
+    loss = focal.sigmoid_focal_loss(
+        logits, torch.tensor([1, 2]), 2.0, 0.25, None, "none"
+    )
+    # p = 1/2, so -log p = ln 2 and the focus is (1/2)^2 = 1/4:
+    # positive 1/4 * 1/4 * ln 2 = ln 2 / 16, negative 3/4 * 1/4 * ln 2 = 3 ln 2 / 16.
+    # Row 1 has class 2 of 0..1, the background: all negative.
+    unit = torch.tensor(2.0).log() / 16
+    torch.testing.assert_close(loss, unit * torch.tensor([[3.0, 1.0], [3.0, 3.0]]))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("gamma", [2.0, 1.5])
+def test_focal_loss_is_that_of_mmdet(monkeypatch, reduction, gamma):
+    from mmdet.models.losses.focal_loss import py_sigmoid_focal_loss
+
+    focal = wrapper("focal_loss", monkeypatch)
+    generator = torch.Generator().manual_seed(1)
+    logits = 8 * torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    target = torch.tensor([0, 1, 2, 3, 0, 3])
+    one_hot = torch.nn.functional.one_hot(target, 4)[:, :3]
+    loss = focal.sigmoid_focal_loss(logits, target, gamma, 0.3, None, reduction)
+    expected = py_sigmoid_focal_loss(
+        logits, one_hot, gamma=gamma, alpha=0.3, reduction="none"
+    )
+    # mmcv's mean is over rows, mmdet's over all entries.
+    if reduction != "none":
+        expected = expected.sum() / (6 if reduction == "mean" else 1)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss.sum(), logits),
+        torch.autograd.grad(expected.sum(), logits),
+    )
+
+
+def test_focal_loss_of_a_sure_mistake_is_its_logit(monkeypatch):
+    focal = wrapper("focal_loss", monkeypatch)
+    logits = torch.tensor([[40.0, -40.0]], requires_grad=True)
+    loss = focal.sigmoid_focal_loss(logits, torch.tensor([1]), 2.0, 0.25, None, "none")
+    # Both are wrong: the losses are 3/4 * 40 and 1/4 * 40, the slopes 3/4 and -1/4.
+    torch.testing.assert_close(loss, torch.tensor([[30.0, 10.0]]))
+    (slope,) = torch.autograd.grad(loss.sum(), logits)
+    torch.testing.assert_close(slope, torch.tensor([[0.75, -0.25]]))
+
+
+def test_focal_loss_weight_is_that_of_the_target_class(monkeypatch):
+    focal = wrapper("focal_loss", monkeypatch)
+    logits = torch.zeros(3, 2, requires_grad=True)
+    target, weight = torch.tensor([1, 0, 2]), torch.tensor([5.0, 7.0])
+    plain = focal.sigmoid_focal_loss(logits, target, 2.0, 0.25, None, "none")
+    loss = focal.sigmoid_focal_loss(logits, target, 2.0, 0.25, weight, "none")
+    rows = torch.tensor([[7.0], [5.0], [1.0]])  # background weighs one
+    torch.testing.assert_close(loss, plain * rows)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss.sum(), logits)[0],
+        torch.autograd.grad(plain.sum(), logits)[0] * rows,
+    )
+
+
+# ---- RoIAlign ----
+
+
+@pytest.mark.parametrize(("aligned", "expected"), [(True, 1.0), (False, 3.0)])
+def test_roi_align_by_hand(monkeypatch, aligned, expected):
+    roi_align = wrapper("roi_align", monkeypatch).roi_align
+    features = torch.arange(9.0).view(1, 1, 3, 3)  # 3 y + x at pixel y, x
+    rois = torch.tensor([[0.0, 0.5, 0.0, 2.5, 3.0]])
+    # At scale 1/2 the region is x 0.25..1.25, y 0..1.5, its middle 0.75, 0.75, where
+    # the ramp is 3 * 0.75 + 0.75 = 3. Aligned, pixel centres lie at half coordinates:
+    # the middle is 0.25, 0.25 in pixels, 3 * 0.25 + 0.25 = 1.
+    output = roi_align(features, rois, (1, 1), 0.5, 1, "avg", aligned)
+    assert output.item() == pytest.approx(expected)
+
+
+def test_roi_align_has_rows_before_columns_and_reads_the_image_index(monkeypatch):
+    roi_align = wrapper("roi_align", monkeypatch).roi_align
+    ramp = torch.arange(48.0).view(1, 1, 6, 8)  # 8 y + x
+    rois = torch.tensor([[1.0, 1.0, 1.0, 7.0, 5.0]])
+    output = roi_align(torch.cat((ramp, 100 + ramp)), rois, (2, 3), 1.0, 0, "avg", True)
+    # Bins are 2 wide and 2 high; their middles are x 2, 4, 6 and y 2, 4, in pixels
+    # 1.5, 3.5, 5.5 and 1.5, 3.5: 8 * 1.5 + 1.5 = 13.5 first, 16 more in row 2.
+    expected = torch.tensor([[113.5, 115.5, 117.5], [129.5, 131.5, 133.5]])
+    torch.testing.assert_close(output[0, 0], expected)
+
+
+@pytest.mark.parametrize("sampling_ratio", [0, 2])
+def test_roi_align_gradient(monkeypatch, sampling_ratio):
+    roi_align = wrapper("roi_align", monkeypatch).roi_align
+    features = torch.randn(2, 2, 5, 6, dtype=torch.float64, requires_grad=True)
+    rois = torch.tensor([[1, 0.3, 0.7, 9.1, 7.9], [0, 2, 2, 5, 9]]).double()
+    assert gradcheck(
+        lambda x: roi_align(x, rois, (2, 3), 0.5, sampling_ratio, "avg", True),
+        features,
+    )
+
+
+def test_roi_align_maximum_is_refused(monkeypatch):
+    roi_align = wrapper("roi_align", monkeypatch).roi_align
+    rois = torch.tensor([[0.0, 0.0, 0.0, 2.0, 2.0]])
+    with pytest.raises(RuntimeError, match=r"pool_mode='max'.*pool_mode='avg'"):
+        roi_align(torch.zeros(1, 1, 3, 3), rois, (1, 1), 1.0, 1, "max", True)
+
+
+# ---- non-maximum suppression ----
+
+
+def test_nms_keeps_the_best_and_orders_by_score(monkeypatch):
+    ops = wrapper("nms", monkeypatch)
+    boxes = torch.tensor(
+        [[0.0, 0, 10, 10], [0, 0, 10, 9], [20, 20, 30, 30], [0, 5, 10, 15]]
+    )
+    scores = torch.tensor([0.8, 0.9, 0.95, 0.1])
+    # Box 1 drops box 0: 90 / 100 > 0.5. Box 3 stays: 40 / 150 with box 1.
+    dets, kept = ops.nms(boxes, scores, iou_threshold=0.5)
+    assert kept.tolist() == [2, 1, 3]
+    assert dets[:, 4].tolist() == pytest.approx([0.95, 0.9, 0.1])
+
+
+@pytest.mark.parametrize(("offset", "kept"), [(0, [0, 1]), (1, [0])])
+def test_nms_offset_counts_the_last_pixel(monkeypatch, offset, kept):
+    ops = wrapper("nms", monkeypatch)
+    boxes = torch.tensor([[0.0, 0, 2, 2], [1, 0, 3, 2]])
+    # Offset 0: 2 / 6 = 0.33. Offset 1, three pixels wide: 6 / 12 = 0.5.
+    result = ops.nms(boxes, torch.tensor([0.9, 0.8]), 0.4, offset=offset)
+    assert result[1].tolist() == kept
+
+
+def test_nms_drops_only_above_the_threshold(monkeypatch):
+    ops = wrapper("nms", monkeypatch)
+    boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 1]])  # 2 / 4, exactly 0.5
+    scores = torch.tensor([0.9, 0.8])
+    assert ops.nms(boxes, scores, 0.5)[1].tolist() == [0, 1]
+    assert ops.nms(boxes, scores, 0.49)[1].tolist() == [0]
+
+
+def test_nms_of_nothing_and_of_half_precision(monkeypatch):
+    ops = wrapper("nms", monkeypatch)
+    dets, kept = ops.nms(torch.zeros(0, 4), torch.zeros(0), 0.5)
+    assert (dets.shape, kept.dtype, len(kept)) == ((0, 5), torch.int64, 0)
+    boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2]]).half()
+    assert ops.nms(boxes, torch.tensor([0.1, 0.2]).half(), 0.5)[1].tolist() == [1]
+
+
+def test_batched_nms_keeps_classes_apart(monkeypatch):
+    ops = wrapper("nms", monkeypatch)
+    boxes = torch.tensor([[0.0, 0, 2, 2]]).repeat(3, 1)
+    scores, classes = torch.tensor([0.7, 0.9, 0.8]), torch.tensor([0, 0, 1])
+    dets, kept = ops.batched_nms(boxes, scores, classes, {"iou_threshold": 0.5})
+    assert kept.tolist() == [1, 2]
+    torch.testing.assert_close(dets[:, :4], boxes[:2])
+
+
+@pytest.mark.parametrize(
+    ("method", "scores", "kept"),
+    [
+        # Boxes 0 and 1 share 2 of 4: 0.5. Box 2 is alone.
+        ("naive", [0.9, 0.4], [0, 2]),
+        ("linear", [0.9, 0.4, 0.8 * (1 - 0.5)], [0, 2, 1]),
+        # exp(-0.5 ** 2 / 0.5) = exp(-0.5) = 0.60653
+        ("gaussian", [0.9, 0.8 * 0.60653, 0.4], [0, 1, 2]),
+    ],
+)
+def test_soft_nms_by_hand(monkeypatch, method, scores, kept):
+    ops = wrapper("nms", monkeypatch)
+    boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 1], [5, 5, 6, 6]])
+    start = torch.tensor([0.9, 0.8, 0.4 + 1e-6])
+    dets, inds = ops.soft_nms(boxes, start, iou_threshold=0.3, sigma=0.5, method=method)
+    assert inds.tolist() == kept
+    assert dets[:, 4].tolist() == pytest.approx(scores, abs=1e-5)
+    torch.testing.assert_close(dets[:, :4], boxes[inds])
+
+
+def test_soft_nms_drops_lowered_scores_below_the_minimum(monkeypatch):
+    ops = wrapper("nms", monkeypatch)
+    boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 1], [5, 5, 6, 6]])
+    scores = torch.tensor([0.9, 0.8, 0.45])
+    # Box 1 falls to 0.8 * (1 - 0.5) = 0.4, box 2 keeps its 0.45.
+    _, inds = ops.soft_nms(boxes, scores, iou_threshold=0.3, min_score=0.42)
+    assert inds.tolist() == [0, 2]
+
+
+def test_soft_nms_example_of_mmcv(monkeypatch):
+    ops = wrapper("nms", monkeypatch)
+    boxes = torch.tensor(
+        [[4.0, 3, 5, 3], [4, 3, 5, 4], [3, 1, 3, 1], [3, 1, 3, 1], [3, 1, 3, 1]]
+    )
+    boxes = torch.cat((boxes, boxes[-1:]))
+    scores = torch.tensor([0.9, 0.9, 0.5, 0.5, 0.4, 0.0])
+    # From mmcv's docstring: boxes without area stay, the score 0 goes.
+    dets, inds = ops.soft_nms(boxes, scores, iou_threshold=0.6, sigma=0.5)
+    assert len(dets) == 5
+    assert sorted(inds.tolist()) == [0, 1, 2, 3, 4]

@@ -1,0 +1,341 @@
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from damex.compat import OpsReport
+from damex.doctor.checks import (
+    TRIALS,
+    TWINS,
+    Finding,
+    check_checkpoints,
+    check_numpy,
+    check_ops,
+    check_python,
+    check_torchvision,
+    check_versions,
+    explain_failure,
+)
+from damex.doctor.requirement import Requirement, declared, release
+from damex.doctor.table import render
+
+ROOT = Path(__file__).resolve().parents[1]
+MMDET = Requirement("onedl-mmdetection", ">=3.5")
+
+
+def run_doctor(*blocked: str) -> subprocess.CompletedProcess[str]:
+    """Runs the doctor where the blocked packages cannot be imported."""
+    code = f"""
+import runpy, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+sys.argv = ["doctor"]
+runpy.run_module("damex.doctor", run_name="__main__")
+"""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def status_of(output: str, name: str) -> str:
+    """Returns the row of that component, with single spaces."""
+    rows = [line for line in output.splitlines() if line.split("  ")[0] == name]
+    assert len(rows) == 1, output
+    return " ".join(rows[0].split())
+
+
+# ---- the whole program ----
+
+
+def test_good_environment_is_well():
+    result = subprocess.run(
+        [sys.executable, "-m", "damex.doctor"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    torch = metadata.version("torch")
+    assert status_of(result.stdout, "torch").startswith(f"torch {torch} >=2.4 ok (C")
+    assert "ok" in status_of(result.stdout, "onedl-mmdetection")
+    assert result.stdout.endswith("All is well.\n")
+
+
+def test_blocked_mmdet_is_mended_by_its_own_command():
+    result = run_doctor("mmdet", "timm")
+    assert result.returncode == 1, result.stderr
+    assert status_of(result.stdout, "onedl-mmdetection").endswith("PROBLEM")
+    assert status_of(result.stdout, "onedl-mmcv").endswith("ok")
+    assert "No module named 'mmdet" in result.stdout
+    assert "pip install --force-reinstall --no-deps" in result.stdout
+
+
+def test_broken_torch_is_reported_once():
+    result = run_doctor("torch", "numpy", "mmcv", "mmengine", "mmdet")
+    assert result.returncode == 1, result.stderr
+    assert status_of(result.stdout, "torch").endswith("PROBLEM")
+    for name in ("torchvision", "onedl-mmengine", "onedl-mmdetection", "timm"):
+        assert status_of(result.stdout, name).endswith("not tried (see above)"), name
+    # Nothing that takes torch or mmcv can be judged.
+    for name in ("numpy and torch", "mmengine checkpoints", "mmcv ops"):
+        assert name not in result.stdout
+
+
+# ---- versions ----
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [
+        ("2.15.0+cu130", (2, 15)),
+        ("2.6.0", (2, 6)),
+        ("0.11.0rc0", (0, 11)),
+        ("10", (10,)),
+        ("0.0", ()),
+    ],
+)
+def test_release(version, numbers):
+    assert release(version) == numbers
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "versions"),
+    [
+        ("torch>=2.4", "torch", ">=2.4"),
+        ("onedl-mmcv[torch] >= 2.0, <3 ; python_version > '3'", "onedl-mmcv", None),
+        ("torch (>=2.14.0)", "torch", ">=2.14.0"),
+        ("numpy  # any", "numpy", ""),
+    ],
+)
+def test_requirement_lines(line, name, versions):
+    expected = ">=2.0,<3" if versions is None else versions
+    assert Requirement.parse(line) == Requirement(name, expected)
+
+
+def test_requirement_without_a_name_says_what_to_do():
+    with pytest.raises(ValueError, match=r"'>=2'.*requirements\.txt"):
+        Requirement.parse(">=2")
+
+
+@pytest.mark.parametrize(
+    ("versions", "version", "allowed"),
+    [
+        (">=2.4", "2.10.0", True),  # ten is more than four
+        (">=2.4", "2.4", True),
+        (">=2.4", "2.3.9", False),
+        (">=2.0,<3", "3.0.0", False),
+        (">=2.0,<3", "2.9", True),
+        ("==2.4.0", "2.4+cpu", True),
+        ("!=2.4", "2.4.0", False),
+        ("", "0.1", True),
+    ],
+)
+def test_requirement_allows(versions, version, allowed):
+    assert Requirement("any", versions).allows(version) is allowed
+
+
+def test_needs_are_those_of_requirements_txt_where_damex_is_not_installed(monkeypatch):
+    def not_installed(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", not_installed)
+    python, needs = declared()
+    lines = (ROOT / "requirements.txt").read_text().split()
+    assert [f"{need.name}{need.versions}" for need in needs] == lines
+    assert python == Requirement("python", ">=3.10")
+
+
+def test_needs_of_an_installed_damex_leave_out_extras(monkeypatch):
+    from email.message import Message
+
+    about = Message()
+    about["Requires-Python"] = ">=3.10"
+    about["Requires-Dist"] = "torch>=2.4"
+    about["Requires-Dist"] = 'pytest>=8; extra == "dev"'
+    monkeypatch.setattr(metadata, "metadata", lambda name: about)
+    assert declared() == (
+        Requirement("python", ">=3.10"),
+        [Requirement("torch", ">=2.4")],
+    )
+
+
+def test_every_trial_is_of_something_needed():
+    names = {need.name for need in declared()[1]} | {"opencv-python"}
+    assert set(TRIALS) <= names
+    assert set(TWINS) <= names
+    order = list(TRIALS)
+    for name, trial in TRIALS.items():
+        assert all(order.index(need) < order.index(name) for need in trial.needs)
+
+
+# ---- checks on made-up versions ----
+
+
+def test_python_too_old():
+    assert check_python(Requirement("python", ">=3.10"), "3.10.2").problem == ""
+    row = check_python(Requirement("python", ">=3.10"), "3.9.18")
+    assert row.problem
+    assert "python=3.11" in row.mend
+
+
+def test_fitting_version_has_no_problem():
+    row = check_versions(MMDET, {"onedl-mmdetection": "3.5.1"})
+    assert row == Finding("onedl-mmdetection", "3.5.1", ">=3.5")
+
+
+def test_missing_distribution():
+    row = check_versions(MMDET, {})
+    assert row.missing
+    assert row.mend == 'pip install --upgrade "onedl-mmdetection>=3.5"'
+
+
+def test_old_distribution():
+    row = check_versions(MMDET, {"onedl-mmdetection": "3.4.1"})
+    assert (row.found, row.problem) == ("3.4.1", "version does not fit")
+    assert not row.missing
+    assert row.mend == 'pip install --upgrade "onedl-mmdetection>=3.5"'
+
+
+def test_twin_will_do_and_is_named():
+    row = check_versions(MMDET, {"mmdet": "3.3.0"})
+    assert (row.found, row.needed) == ("3.3.0", ">=3.3")
+    assert (row.note, row.problem) == ("from mmdet", "")
+
+
+def test_old_twin_makes_way():
+    row = check_versions(MMDET, {"mmdet": "2.28.2"})
+    assert row.mend == (
+        'pip uninstall -y mmdet && pip install --upgrade "onedl-mmdetection>=3.5"'
+    )
+
+
+def test_twins_side_by_side_overwrite_each_other():
+    row = check_versions(MMDET, {"mmdet": "3.3.0", "onedl-mmdetection": "3.5.1"})
+    assert row.problem == "onedl-mmdetection and mmdet overwrite each other"
+    assert row.mend.startswith("pip uninstall -y onedl-mmdetection mmdet && pip")
+
+
+def test_both_opencvs_may_stand_side_by_side():
+    both = {"opencv-python": "4.12.0", "opencv-python-headless": "4.12.0"}
+    assert check_versions(Requirement("opencv-python", ""), both).problem == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "mend"),
+    [
+        (
+            "opencv-python",
+            "ImportError: libGL.so.1: cannot open shared object file",
+            "pip install --force-reinstall --no-deps opencv-python-headless",
+        ),
+        (
+            "torchvision",
+            "RuntimeError: operator torchvision::nms does not exist",
+            "pip install --upgrade --force-reinstall torch torchvision",
+        ),
+        (
+            "timm",
+            "RuntimeError: operator torchvision::nms does not exist",
+            "pip install --upgrade --force-reinstall torch torchvision",
+        ),
+        (
+            "onedl-mmdetection",
+            "ModuleNotFoundError: No module named 'terminaltables'",
+            "pip install terminaltables",
+        ),
+        (
+            "onedl-mmdetection",
+            "ModuleNotFoundError: No module named 'mmdet.models'",
+            'pip install --force-reinstall --no-deps "onedl-mmdetection==1.2"',
+        ),
+        (
+            "pycocotools",
+            "ValueError: numpy.dtype size changed",
+            'pip install --force-reinstall --no-deps "pycocotools==1.2"',
+        ),
+    ],
+)
+def test_failed_import_names_error_and_command(name, error, mend):
+    row = explain_failure(Finding(name, "1.2"), error)
+    assert row.problem == f"import fails: {error}"
+    assert row.mend.endswith(mend)
+
+
+def test_failed_import_of_a_twin_reinstalls_the_twin():
+    row = Finding("onedl-mmdetection", "3.3.0", note="from mmdet")
+    assert '"mmdet==3.3.0"' in explain_failure(row, "AssertionError: old mmcv").mend
+
+
+def test_torchvision_of_another_torch():
+    need = Requirement("torch", "==2.5.1")
+    assert check_torchvision(need, "2.5.1+cu121").problem == ""
+    row = check_torchvision(need, "2.6.0")
+    assert row.problem == "torchvision was built for torch ==2.5.1"
+    assert row.mend.endswith("torch torchvision")
+
+
+def test_numpy_of_another_age():
+    assert check_numpy("").problem == ""
+    row = check_numpy("Numpy is not available")
+    assert "Numpy is not available" in row.problem
+    assert row.mend.startswith('pip install "numpy<2"')
+
+
+@pytest.mark.parametrize(
+    ("torch", "names_weights_only", "well"),
+    [
+        ("2.5.1", False, True),
+        ("2.6.0+cu124", False, False),
+        ("2.10", False, False),
+        ("2.6.0", True, True),
+    ],
+)
+def test_checkpoints(torch, names_weights_only, well):
+    row = check_checkpoints(torch, names_weights_only=names_weights_only)
+    assert (row.problem == "") is well
+    assert ("onedl-mmengine" in row.mend) is not well
+
+
+def test_stand_in_will_do_but_no_ops_will_not():
+    assert check_ops(OpsReport("compiled")).problem == ""
+    stand_in = check_ops(OpsReport("stand-in", "no ops"))
+    assert (stand_in.found, stand_in.note, stand_in.problem) == (
+        "stand-in",
+        "no ops",
+        "",
+    )
+    lite = check_ops(OpsReport("absent", "mmcv-lite has no mmcv.ops"))
+    assert lite.problem == "mmcv-lite has no mmcv.ops"
+    assert "pip install onedl-mmcv" in lite.mend
+
+
+# ---- the table ----
+
+
+def test_table_is_aligned_and_lists_mending_commands_below():
+    rows = [
+        Finding("torch", "2.5", ">=2.4", note="CPU build"),
+        Finding("mmcv", "2.3", untried=True),
+        check_versions(MMDET, {}),
+        check_versions(Requirement("timm", ">=1.0"), {}),
+    ]
+    assert render(rows).splitlines() == [
+        "component          found  needed  status",
+        "-----------------  -----  ------  ------",
+        "torch              2.5    >=2.4   ok (CPU build)",
+        "mmcv               2.3            not tried (see above)",
+        "onedl-mmdetection  -      >=3.5   PROBLEM",
+        "timm               -      >=1.0   PROBLEM",
+        "",
+        "To mend, from the top:",
+        "  onedl-mmdetection: not installed",
+        '      pip install --upgrade "onedl-mmdetection>=3.5"',
+        "  timm: not installed",
+        '      pip install --upgrade "timm>=1.0"',
+        "All that is not installed at once:",
+        '      pip install "onedl-mmdetection>=3.5" "timm>=1.0"',
+    ]
