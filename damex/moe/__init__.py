@@ -1,0 +1,67 @@
+"""The mathematics of mixtures of experts; imports torch and nothing else."""
+
+from damex.moe.assignment import Assignment
+from damex.moe.experts import FFNExperts
+from damex.moe.gates import TopKGate
+from damex.moe.grouped import grouped_linear
+from damex.moe.groups import expert_groups
+from damex.moe.layer import MoELayer, group_experts_mask
+from damex.moe.losses import (
+    DatasetRoutingLoss,
+    ImportanceLoss,
+    LoadBalanceLoss,
+    LoadLoss,
+    RouterZLoss,
+    dataset_routing_loss,
+    importance_loss,
+    load_balance_loss,
+    load_loss,
+    router_z_loss,
+)
+from damex.moe.metrics import (
+    coefficient_of_variation,
+    dispatch_counts,
+    dispatch_entropy,
+    expert_load,
+    heaviest_expert,
+    mutual_information,
+    own_expert_counts,
+    own_expert_share,
+)
+from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
+from damex.moe.record import RoutingRecord
+from damex.moe.routers import LinearRouter
+
+__all__ = [
+    "Assignment",
+    "DatasetRoutingLoss",
+    "Experts",
+    "FFNExperts",
+    "Gate",
+    "ImportanceLoss",
+    "LinearRouter",
+    "LoadBalanceLoss",
+    "LoadLoss",
+    "MoELayer",
+    "Router",
+    "RouterZLoss",
+    "RoutingLoss",
+    "RoutingRecord",
+    "TopKGate",
+    "coefficient_of_variation",
+    "dataset_routing_loss",
+    "dispatch_counts",
+    "dispatch_entropy",
+    "expert_groups",
+    "expert_load",
+    "group_experts_mask",
+    "grouped_linear",
+    "heaviest_expert",
+    "importance_loss",
+    "load_balance_loss",
+    "load_loss",
+    "mutual_information",
+    "own_expert_counts",
+    "own_expert_share",
+    "router_z_loss",
+]

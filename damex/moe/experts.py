@@ -1,0 +1,192 @@
+"""A bank of feed-forward experts in one tensor per parameter.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.moe.grouped import (
+    check_backend,
+    choose_backend,
+    grouped_linear,
+    map_runs,
+)
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "relu": functional.relu,
+        "gelu": functional.gelu,
+        "silu": functional.silu,
+        "tanh": torch.tanh,
+    }
+)
+
+
+class FFNExperts(nn.Module):
+    """E feed-forward networks: linear, activation, dropout, linear, dropout.
+
+    Each expert is what a DETR's FFN is without its identity path, and is initialised
+    as mmdet's DETR detectors initialise that: xavier uniform weights for each expert
+    on its own (so that the number of experts does not change their scale), biases as
+    in `nn.Linear`, uniform in +-1/sqrt(fan_in). Never hand the 3-D tensors to an
+    initialiser as a whole; call `reset_parameters` after one that did.
+
+    Dtype policy: that of `nn.Linear`, autocast included.
+
+    Args:
+        num_experts: E.
+        embed_dims: D.
+        hidden_dims: H.
+        activation: One of `ACTIVATIONS`; released DAMEX uses 'gelu', DETR 'relu'.
+        dropout: Probability, applied at both places where DETR's FFN has it.
+        backend: See `damex.moe.grouped.grouped_linear`.
+
+    Raises:
+        ValueError: If a size is not positive, the dropout is not in [0, 1), or the
+            activation or the back-end is unknown.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        embed_dims: int,
+        hidden_dims: int,
+        *,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if min(num_experts, embed_dims, hidden_dims) < 1:
+            raise ValueError(
+                "FFNExperts: num_experts, embed_dims and hidden_dims must be positive, "
+                f"got {num_experts}, {embed_dims} and {hidden_dims}"
+            )
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"FFNExperts: unknown activation {activation!r}; "
+                f"use one of {sorted(ACTIVATIONS)}"
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"FFNExperts: dropout must be in [0, 1), got {dropout}")
+        check_backend(backend)
+        self.num_experts = num_experts
+        self.embed_dims = embed_dims
+        self.hidden_dims = hidden_dims
+        self.activation = activation
+        self.dropout = dropout
+        self.backend = backend
+        self.w1_EDH = nn.Parameter(torch.empty(num_experts, embed_dims, hidden_dims))
+        self.b1_EH = nn.Parameter(torch.empty(num_experts, hidden_dims))
+        self.w2_EHD = nn.Parameter(torch.empty(num_experts, hidden_dims, embed_dims))
+        self.b2_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all experts anew, each from a stream of its own."""
+        for weight_EIO, bias_EO in (
+            (self.w1_EDH, self.b1_EH),
+            (self.w2_EHD, self.b2_ED),
+        ):
+            for weight_IO in weight_EIO.data:
+                nn.init.xavier_uniform_(weight_IO)
+            bound = weight_EIO.shape[1] ** -0.5
+            nn.init.uniform_(bias_EO, -bound, bound)
+
+    @torch.no_grad()
+    def load_dense(
+        self,
+        w1_HD: Tensor,
+        b1_H: Tensor,
+        w2_DH: Tensor,
+        b2_D: Tensor,
+        *,
+        noise_std: float = 0.0,
+    ) -> None:
+        """Starts every expert from one dense FFN (sparse upcycling).
+
+        Args:
+            w1_HD: Weight of the first `nn.Linear`, (out, in).
+            b1_H: Its bias.
+            w2_DH: Weight of the second `nn.Linear`.
+            b2_D: Its bias.
+            noise_std: Standard deviation of normal noise added to the weights of each
+                expert, to tell the experts apart; 0.0 copies exactly.
+
+        Raises:
+            ValueError: If a shape differs from what the experts hold.
+        """
+        pairs = (
+            ("w1_HD", w1_HD.t(), self.w1_EDH),
+            ("b1_H", b1_H, self.b1_EH),
+            ("w2_DH", w2_DH.t(), self.w2_EHD),
+            ("b2_D", b2_D, self.b2_ED),
+        )
+        for name, source, target in pairs:
+            if source.shape != target.shape[1:]:
+                raise ValueError(
+                    f"FFNExperts.load_dense: {name} must be an nn.Linear tensor for "
+                    f"D={self.embed_dims}, H={self.hidden_dims}; transposed to (in, "
+                    f"out) it is {tuple(source.shape)}, expected "
+                    f"{tuple(target.shape[1:])}"
+                )
+        for _, source, target in pairs:
+            target.copy_(source.expand_as(target))
+            if noise_std > 0.0 and source.dim() == 2:
+                target.add_(torch.randn_like(target), alpha=noise_std)
+
+    def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Applies each expert to its run of rows.
+
+        Args:
+            tokens_RD: Rows sorted by expert.
+            counts_E: Rows of each expert, int64; must sum to R.
+
+        Returns:
+            out_RD: In the order of `tokens_RD`, unweighted.
+        """
+        backend = choose_backend(tokens_RD, self.w1_EDH, backend=self.backend)
+        if backend == "split":
+            # One expert after the other, so that hidden rows, the largest tensor, are
+            # never joined and split again, and a GPU waits for the counts only once.
+            parameters = (self.w1_EDH, self.b1_EH, self.w2_EHD, self.b2_ED)
+            return map_runs(self._one_expert, tokens_RD, parameters, counts_E)
+        hidden_RH = grouped_linear(
+            tokens_RD, self.w1_EDH, self.b1_EH, counts_E, backend=backend
+        )
+        out_RD = grouped_linear(
+            self._activate(hidden_RH),
+            self.w2_EHD,
+            self.b2_ED,
+            counts_E,
+            backend=backend,
+        )
+        return self._drop(out_RD)
+
+    def extra_repr(self) -> str:
+        """Sizes and options, for `print(module)`."""
+        return (
+            f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
+            f"hidden_dims={self.hidden_dims}, activation={self.activation!r}, "
+            f"dropout={self.dropout}, backend={self.backend!r}"
+        )
+
+    def _one_expert(
+        self, rows_RD: Tensor, w1_DH: Tensor, b1_H: Tensor, w2_HD: Tensor, b2_D: Tensor
+    ) -> Tensor:
+        hidden_RH = self._activate(functional.linear(rows_RD, w1_DH.t(), b1_H))
+        return self._drop(functional.linear(hidden_RH, w2_HD.t(), b2_D))
+
+    def _activate(self, hidden_RH: Tensor) -> Tensor:
+        return self._drop(ACTIVATIONS[self.activation](hidden_RH))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.dropout, training=self.training)

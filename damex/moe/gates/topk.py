@@ -1,0 +1,135 @@
+"""Token choice: every token goes to its K best experts.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from damex.moe.assignment import Assignment
+
+NOISES = ("gaussian", "uniform")
+
+
+class TopKGate(nn.Module):
+    """Sends each token to the K experts with the largest logits.
+
+    The weight of a route is the softmax over all E experts, taken at the chosen expert
+    (DAMEX, Switch, V-MoE), so the router learns from the task loss. With `renormalize`
+    the K weights of a token sum to 1; for k=1 the weight is then always 1, and the
+    router learns from the routing losses alone.
+
+    Ties go to the lowest expert id, on every device. Noise is added in training only.
+
+    Args:
+        k: K, experts per token.
+        renormalize: Whether to take the softmax over the K chosen experts instead.
+        noise: What to add to the logits before choosing: 'gaussian' for N(0, 1) (V-MoE,
+            DAMEX), 'uniform' for U[0, 1) (Chen et al. 2022), None for nothing.
+        noise_scale: Factor on the noise; None stands for 1/E (gaussian) or 1 (uniform).
+        noisy_weights: Whether weights come from the noisy logits, as in the released
+            code of DAMEX, rather than from the clean ones.
+
+    Raises:
+        ValueError: If k < 1, the noise is unknown, the scale is negative, or a noise
+            option is set without noise.
+    """
+
+    def __init__(
+        self,
+        k: int = 1,
+        *,
+        renormalize: bool = False,
+        noise: Literal["gaussian", "uniform"] | None = None,
+        noise_scale: float | None = None,
+        noisy_weights: bool = False,
+    ) -> None:
+        super().__init__()
+        if k < 1:
+            raise ValueError(f"TopKGate: k must be at least 1, got {k}")
+        if noise is not None and noise not in NOISES:
+            raise ValueError(
+                f"TopKGate: unknown noise {noise!r}; use one of {NOISES} or None"
+            )
+        if noise is None and (noise_scale is not None or noisy_weights):
+            raise ValueError(
+                "TopKGate: noise_scale and noisy_weights have no effect without "
+                f"noise; set noise to one of {NOISES} or leave them out"
+            )
+        if noise_scale is not None and not noise_scale >= 0.0:
+            raise ValueError(f"TopKGate: noise_scale must be >= 0, got {noise_scale}")
+        self.k = k
+        self.renormalize = renormalize
+        self.noise = noise
+        self.noise_scale = noise_scale
+        self.noisy_weights = noisy_weights
+
+    def forward(
+        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
+    ) -> Assignment:
+        """Chooses experts and weights.
+
+        Args:
+            logits_BNE: Clean router logits.
+            token_mask_BN: True for real tokens; the others get no route.
+
+        Returns:
+            Routes over the flattened T = B*N tokens, K for each real token.
+
+        Raises:
+            ValueError: If there are fewer than k experts.
+        """
+        num_experts = logits_BNE.shape[-1]
+        if self.k > num_experts:
+            raise ValueError(
+                f"TopKGate: k={self.k} experts per token asked for, but there are only "
+                f"{num_experts} experts; lower k or raise num_experts"
+            )
+        clean_TE = logits_BNE.reshape(-1, num_experts)
+        mask_T = None if token_mask_BN is None else token_mask_BN.reshape(-1)
+        noisy_TE = self._add_noise(clean_TE, mask_T)
+        # torch.topk may break ties differently on each device; a stable sort may not.
+        sorted_ids_TE = torch.sort(noisy_TE, dim=-1, descending=True, stable=True)[1]
+        ids_TK = sorted_ids_TE[:, : self.k]
+        scores_TE = noisy_TE if self.noisy_weights else clean_TE
+        return Assignment.from_topk(
+            ids_TK,
+            self._weights(scores_TE, ids_TK),
+            num_experts=num_experts,
+            token_mask_T=mask_T,
+        )
+
+    def extra_repr(self) -> str:
+        """Options, for `print(module)`."""
+        return (
+            f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
+            f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}"
+        )
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        if self.renormalize:
+            # Equal to dividing the K probabilities by their sum, but cannot be 0/0.
+            return torch.softmax(scores_TE.gather(1, ids_TK), dim=-1)
+        return torch.softmax(scores_TE, dim=-1).gather(1, ids_TK)
+
+    def _add_noise(self, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+        if self.noise is None or not self.training:
+            return logits_TE
+        if mask_T is None:
+            return logits_TE + self._draw(logits_TE)
+        # Only real tokens draw, so that padding does not shift the random stream.
+        noise_TE = torch.zeros_like(logits_TE)
+        noise_TE[mask_T] = self._draw(logits_TE[mask_T])
+        return logits_TE + noise_TE
+
+    def _draw(self, like: Tensor) -> Tensor:
+        if self.noise == "uniform":
+            scale = 1.0 if self.noise_scale is None else self.noise_scale
+            return torch.rand_like(like) * scale
+        scale = 1.0 / like.shape[-1] if self.noise_scale is None else self.noise_scale
+        return torch.randn_like(like) * scale

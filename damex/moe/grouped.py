@@ -1,0 +1,232 @@
+"""One linear map per expert over rows sorted by expert, and its back-ends.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+F stands for the output width of one linear map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BACKENDS = ("auto", "split", "loop", "grouped_mm")
+
+
+def grouped_linear(
+    x_RD: Tensor,
+    weight_EDF: Tensor,
+    bias_EF: Tensor,
+    counts_E: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Applies expert e's linear map to the e-th run of rows.
+
+    All back-ends give the same result, run under autocast, and give experts without
+    rows (or all experts, when there are no rows) zero gradients, never None.
+
+    - 'split': one `linear` per run; fastest on the CPU, reads `counts_E` on the host.
+    - 'loop': one `linear` per boolean mask; slow, the reference for tests.
+    - 'grouped_mm': one kernel for all experts, nothing is read on the host.
+    - 'auto': 'grouped_mm' for bfloat16 on CUDA devices that have the fast kernel,
+      else 'split'.
+
+    Args:
+        x_RD: Rows sorted by expert.
+        weight_EDF: One (in, out) matrix per expert.
+        bias_EF: One bias per expert.
+        counts_E: Rows of each expert, int64; must sum to R.
+        backend: One of `BACKENDS`.
+
+    Returns:
+        out_RF: In the order of `x_RD`.
+
+    Raises:
+        ValueError: If the back-end is unknown or cannot do this input.
+    """
+    backend = choose_backend(x_RD, weight_EDF, backend=backend)
+    if backend == "grouped_mm" and x_RD.shape[0] > 0:
+        return _grouped_mm_linear(x_RD, weight_EDF, bias_EF, counts_E)
+    if backend == "loop":
+        return _loop_linear(x_RD, weight_EDF, bias_EF, counts_E)
+    return _split_linear(x_RD, weight_EDF, bias_EF, counts_E)
+
+
+def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -> str:
+    """Resolves 'auto' and checks that the back-end can do this input.
+
+    Args:
+        x_RD: Rows sorted by expert.
+        weight_EDF: One (in, out) matrix per expert.
+        backend: One of `BACKENDS`.
+
+    Returns:
+        'split', 'loop' or 'grouped_mm'.
+
+    Raises:
+        ValueError: If the back-end is unknown or cannot do this input.
+    """
+    check_backend(backend)
+    if backend == "grouped_mm":
+        obstacle = _grouped_mm_obstacle(x_RD, weight_EDF)
+        if obstacle is not None:
+            raise ValueError(
+                f"grouped_linear: backend 'grouped_mm' needs {obstacle}; "
+                "use backend='auto' or 'split'"
+            )
+    if backend != "auto":
+        return backend
+    fast = (
+        x_RD.device.type == "cuda"
+        and _compute_dtype(x_RD) == torch.bfloat16
+        and torch.cuda.get_device_capability(x_RD.device) >= (9, 0)
+        and _grouped_mm_obstacle(x_RD, weight_EDF) is None
+    )
+    return "grouped_mm" if fast else "split"
+
+
+def check_backend(backend: str) -> None:
+    """Raises ValueError if the name is not one of `BACKENDS`."""
+    if backend not in BACKENDS:
+        raise ValueError(f"grouped_linear: unknown backend {backend!r}; {BACKENDS=}")
+
+
+def map_runs(
+    function: Callable[..., Tensor],
+    x_RD: Tensor,
+    parameters: Sequence[Tensor],
+    counts_E: Tensor,
+) -> Tensor:
+    """Applies `function(rows, *parameters_of_e)` to each expert's run of rows.
+
+    Empty runs are skipped, which costs their experts nothing and gives them zero
+    gradients. Reads the counts on the host.
+
+    Args:
+        function: Row-wise map from one run of rows and one expert's parameters.
+        x_RD: Rows sorted by expert.
+        parameters: Tensors whose first axis is E.
+        counts_E: Rows of each expert, int64; must sum to R.
+
+    Returns:
+        The outputs in the order of `x_RD`.
+    """
+    num_experts = counts_E.shape[0]
+    sizes = counts_E.tolist() if x_RD.shape[0] > 0 else [0] * num_experts
+    # Without any row expert 0 maps an empty slice, which ties all parameters to the
+    # graph: unbind gives the experts that are left out zero gradients.
+    used = [e for e, size in enumerate(sizes) if size > 0] or [0]
+    runs = x_RD.split(sizes)
+    unbound = [parameter.unbind() for parameter in parameters]
+    outs = [function(runs[e], *(slices[e] for slices in unbound)) for e in used]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _split_linear(
+    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
+) -> Tensor:
+    def linear(rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor) -> Tensor:
+        return functional.linear(rows_RD, weight_DF.t(), bias_F)
+
+    return map_runs(linear, x_RD, (weight_EDF, bias_EF), counts_E)
+
+
+def _loop_linear(
+    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
+) -> Tensor:
+    num_rows, num_experts = x_RD.shape[0], weight_EDF.shape[0]
+    expert_index_R = _expert_of_row(counts_E, num_rows)
+    out_RF = torch.zeros(
+        num_rows, weight_EDF.shape[2], dtype=_compute_dtype(x_RD), device=x_RD.device
+    )
+    for e in range(num_experts):
+        mine_R = expert_index_R == e
+        out_RF[mine_R] = functional.linear(x_RD[mine_R], weight_EDF[e].t(), bias_EF[e])
+    return out_RF
+
+
+def _grouped_mm_linear(
+    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
+) -> Tensor:
+    """The only caller of `F.grouped_mm`; owns its hazards.
+
+    - It ignores autocast: everything is cast here.
+    - It takes int32 offsets only, and rows past the last offset come out (and get
+      gradients) uninitialised: there are none, since the counts sum to R.
+    - It has no bias: one-hot rows times the biases is deterministic in the backward
+      pass, where a gather would add with atomics.
+    - It crashes on incoming gradients with stride 0, as `out.sum()` makes them.
+    - Its weight gradients of empty groups are not zero on every device
+      (pytorch/pytorch issue 172439).
+    - Zero rows fail under torch.compile (pull 192497): the caller avoids them.
+    """
+    dtype = _compute_dtype(x_RD)
+    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+    weight_EDF = _ZeroGradWhenEmpty.apply(weight_EDF.to(dtype), counts_E)
+    out_RF = _ContiguousGrad.apply(
+        functional.grouped_mm(x_RD.to(dtype).contiguous(), weight_EDF, offs=offsets_E)
+    )
+    expert_index_R = _expert_of_row(counts_E, x_RD.shape[0])
+    one_hot_RE = expert_index_R.unsqueeze(1) == torch.arange(
+        counts_E.shape[0], device=counts_E.device
+    )
+    return out_RF + one_hot_RE.to(dtype) @ bias_EF.to(dtype)
+
+
+def _grouped_mm_obstacle(x_RD: Tensor, weight_EDF: Tensor) -> str | None:
+    """What keeps `F.grouped_mm` from doing this input, or None."""
+    if not hasattr(functional, "grouped_mm"):
+        return f"torch 2.10 or newer (this is {torch.__version__})"
+    dtype = _compute_dtype(x_RD)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"bfloat16, float16 or float32, not {dtype}"
+    if any(width * dtype.itemsize % 16 for width in weight_EDF.shape[1:]):
+        return (
+            "rows that are a multiple of 16 bytes, which widths "
+            f"{tuple(weight_EDF.shape[1:])} in {dtype} are not"
+        )
+    return None
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype `linear` would compute in: autocast's, which leaves float64 alone."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _expert_of_row(counts_E: Tensor, num_rows: int) -> Tensor:
+    experts_E = torch.arange(counts_E.shape[0], device=counts_E.device)
+    # With output_size a GPU need not tell the host how many rows there are.
+    return experts_E.repeat_interleave(counts_E, output_size=num_rows)
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """Identity whose incoming gradient is made contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
+class _ZeroGradWhenEmpty(torch.autograd.Function):
+    """Identity on expert weights; experts without rows get an exact zero gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_E)
+        return weight_EDF.view_as(weight_EDF)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (counts_E,) = ctx.saved_tensors
+        return grads[0].masked_fill((counts_E == 0).view(-1, 1, 1), 0.0), None

@@ -1,0 +1,61 @@
+"""The load balance loss of GShard and Switch Transformer.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from damex.moe.losses.reductions import valid_logits
+from damex.moe.record import RoutingRecord
+
+
+def load_balance_loss(
+    logits_TE: Tensor, counts_E: Tensor, valid_T: Tensor | None = None
+) -> Tensor:
+    """E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6).
+
+    f_e is the share of all routes that go to expert e (no gradient), P_e the mean
+    probability of e. The value is 1 when either of them is uniform, and E when
+    everything goes to one expert. (1 is where descent leads, not a bound: f and P that
+    disagree can give less.)
+
+    Args:
+        logits_TE: Clean router logits.
+        counts_E: Routes of each expert.
+        valid_T: True for tokens that count; None for all of them.
+
+    Returns:
+        A scalar, 0 when there is no valid token.
+    """
+    logits_VE = valid_logits(logits_TE, valid_T)
+    probs_E = torch.softmax(logits_VE, dim=1).sum(0) / max(logits_VE.shape[0], 1)
+    fraction_E = counts_E.to(probs_E.dtype) / counts_E.sum().clamp_min(1)
+    return counts_E.shape[0] * (fraction_E * probs_E).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBalanceLoss:
+    """`load_balance_loss` on the record of a layer.
+
+    Attributes:
+        weight: Factor in the total loss; 0.01 in Switch Transformer.
+        name: Key of the loss.
+    """
+
+    needs_groups: ClassVar[bool] = False
+
+    weight: float = 0.01
+    name: str = "load_balance"
+
+    def __call__(self, record: RoutingRecord) -> Tensor:
+        """Returns the unweighted loss."""
+        return load_balance_loss(
+            record.logits_TE, record.assignment.counts_E, record.token_mask_T
+        )

@@ -1,0 +1,181 @@
+"""Numbers that tell where tokens went: pure functions, nothing is accumulated here.
+
+Counts add up over batches and layers; take entropies and shares of the sums.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from damex.moe.record import RoutingRecord
+
+
+def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> Tensor:
+    """Counts the routes from each dataset group to each expert.
+
+    Args:
+        record: Record of one forward with group ids.
+        num_groups: G; needed only when the layer has no group-expert map.
+
+    Returns:
+        counts_GE: int64. Tokens of unknown group are left out.
+
+    Raises:
+        ValueError: If the record has no group ids, or G is not known.
+    """
+    group_ids_T = _group_ids(record)
+    if num_groups is None:
+        if record.group_experts_GE is None:
+            raise ValueError(
+                "dispatch_counts: the layer has no group_experts; pass num_groups"
+            )
+        num_groups = record.group_experts_GE.shape[0]
+    assignment, num_experts = record.assignment, record.num_experts
+    # Unknown groups (-1) are counted in a row of their own, which is then cut off.
+    row_R = group_ids_T.index_select(0, assignment.token_index_R) + 1
+    cell_R = row_R * num_experts + assignment.expert_index_R
+    counts = cell_R.new_zeros((num_groups + 1) * num_experts)
+    counts = counts.scatter_add(0, cell_R, torch.ones_like(cell_R))
+    return counts.view(num_groups + 1, num_experts)[1:]
+
+
+def dispatch_entropy(counts_GE: Tensor) -> Tensor:
+    """How mixed the groups are within experts, in nats (Chen et al. 2022, eq. 6.1).
+
+    -sum_e (n_e / n) sum_g (n_ge / n_e) log(n_ge / n_e), over experts with tokens: 0
+    when each expert serves one group, log G when every expert sees all alike.
+
+    Args:
+        counts_GE: Routes by group and expert.
+    """
+    counts_GE = counts_GE.double()
+    counts_E = counts_GE.sum(0)
+    # xlogy is 0 at 0, so empty cells and empty experts need no special case.
+    share_GE = counts_GE / counts_E.clamp_min(1)
+    return -torch.xlogy(counts_GE, share_GE).sum() / counts_E.sum().clamp_min(1)
+
+
+def mutual_information(counts_GE: Tensor) -> Tensor:
+    """What the expert tells about the group and vice versa, in nats.
+
+    sum_ge p_ge log(p_ge / (p_g p_e)): 0 when routing ignores the group, at most
+    min(log G, log E).
+
+    Args:
+        counts_GE: Routes by group and expert.
+    """
+    probs_GE = counts_GE.double() / counts_GE.sum().clamp_min(1)
+    outer_GE = probs_GE.sum(1, keepdim=True) * probs_GE.sum(0, keepdim=True)
+    return (torch.xlogy(probs_GE, probs_GE) - torch.xlogy(probs_GE, outer_GE)).sum()
+
+
+def expert_load(record: RoutingRecord) -> Tensor:
+    """Share of the routes that each expert gets.
+
+    Args:
+        record: Record of one forward.
+
+    Returns:
+        load_E: float64, sums to 1 (all zeros without routes).
+    """
+    counts_E = record.assignment.counts_E.double()
+    return counts_E / counts_E.sum().clamp_min(1)
+
+
+def coefficient_of_variation(load_E: Tensor) -> Tensor:
+    """Standard deviation (population) over mean: 0 balanced, sqrt(E - 1) collapsed.
+
+    Args:
+        load_E: Load or counts of each expert.
+
+    Returns:
+        A float64 scalar, 0 when all loads are zero.
+    """
+    load_E = load_E.double()
+    mean, std = load_E.mean(), load_E.std(correction=0)
+    return torch.where(mean > 0, std / mean, torch.zeros_like(mean))
+
+
+def own_expert_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
+    """Counts the tokens whose heaviest route goes to an expert of their own group.
+
+    Ties of weight go to the lowest expert id. A token without routes is no hit.
+
+    Args:
+        record: Record of one forward with group ids and a group-expert map.
+
+    Returns:
+        hits_G: int64, such tokens of each group.
+        tokens_G: int64, all real tokens of each group.
+
+    Raises:
+        ValueError: If the record has no group ids or no group-expert map.
+    """
+    group_ids_T = _group_ids(record)
+    if record.group_experts_GE is None:
+        raise ValueError("own_expert_counts: the layer has no group_experts")
+    num_groups, num_experts = record.group_experts_GE.shape
+    top_T = heaviest_expert(record)
+    row_T = torch.where(record.valid_mask(), group_ids_T + 1, 0)
+    # One more row for unknown or padded, one more column for tokens without a route.
+    own = torch.zeros(
+        num_groups + 1, num_experts + 1, dtype=torch.int64, device=row_T.device
+    )
+    own[1:, :num_experts] = record.group_experts_GE
+    zeros = row_T.new_zeros(num_groups + 1)
+    hits = zeros.scatter_add(0, row_T, own[row_T, top_T])
+    tokens = zeros.scatter_add(0, row_T, torch.ones_like(row_T))
+    return hits[1:], tokens[1:]
+
+
+def own_expert_share(record: RoutingRecord) -> Tensor:
+    """Share of each group's real tokens whose heaviest route stays in the group.
+
+    Args:
+        record: Record of one forward with group ids and a group-expert map.
+
+    Returns:
+        share_G: float64, NaN for groups without tokens.
+
+    Raises:
+        ValueError: If the record has no group ids or no group-expert map.
+    """
+    hits_G, tokens_G = own_expert_counts(record)
+    return hits_G.double() / tokens_G
+
+
+def heaviest_expert(record: RoutingRecord) -> Tensor:
+    """The expert of each token's heaviest route.
+
+    Ties of weight go to the lowest expert id.
+
+    Args:
+        record: Record of one forward.
+
+    Returns:
+        expert_T: int64; E for tokens without a route.
+    """
+    assignment = record.assignment
+    token_index_R, weight_R = assignment.token_index_R, assignment.weight_R.detach()
+    heaviest_T = weight_R.new_zeros(assignment.num_tokens).scatter_reduce(
+        0, token_index_R, weight_R, "amax", include_self=False
+    )
+    is_heaviest_R = weight_R == heaviest_T.index_select(0, token_index_R)
+    none = record.num_experts
+    candidate_R = torch.where(is_heaviest_R, assignment.expert_index_R, none)
+    return candidate_R.new_full((assignment.num_tokens,), none).scatter_reduce(
+        0, token_index_R, candidate_R, "amin"
+    )
+
+
+def _group_ids(record: RoutingRecord) -> Tensor:
+    if record.group_ids_T is None:
+        raise ValueError(
+            "routing metrics: the record has no group ids; pass group_ids_B to the "
+            "forward of the layer"
+        )
+    return record.group_ids_T

@@ -1,0 +1,147 @@
+"""Tests of damex.moe.experts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from damex.moe import FFNExperts
+from damex.moe.experts import ACTIVATIONS
+
+
+def dense_ffn(embed_dims=6, hidden_dims=10, activation=nn.ReLU):
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(embed_dims, hidden_dims),
+        activation(),
+        nn.Linear(hidden_dims, embed_dims),
+    )
+
+
+def load(experts, ffn, **kwargs):
+    first, _, second = ffn
+    experts.load_dense(first.weight, first.bias, second.weight, second.bias, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("relu", nn.ReLU), ("gelu", nn.GELU), ("silu", nn.SiLU), ("tanh", nn.Tanh)],
+)
+def test_loaded_experts_equal_the_dense_ffn(name, module):
+    ffn = dense_ffn(activation=module)
+    experts = FFNExperts(3, 6, 10, activation=name)
+    load(experts, ffn)
+    tokens = torch.randn(7, 6)
+    out = experts(tokens, torch.tensor([2, 0, 5]))
+    torch.testing.assert_close(out, ffn(tokens))
+
+
+def test_every_activation_is_tested_above():
+    assert set(ACTIVATIONS) == {"relu", "gelu", "silu", "tanh"}
+
+
+BACKENDS = [
+    "split",
+    pytest.param(
+        "grouped_mm",
+        marks=pytest.mark.skipif(
+            not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 1, 0], [0, 0, 0]])
+def test_backends_agree_with_the_loop(backend, counts):
+    results = []
+    for name in ("loop", backend):
+        torch.manual_seed(0)
+        experts = FFNExperts(3, 8, 12, activation="gelu", backend=name)
+        tokens = torch.randn(sum(counts), 8, requires_grad=True)
+        out = experts(tokens, torch.tensor(counts))
+        out.square().sum().backward()
+        results.append([out, tokens.grad, *(p.grad for p in experts.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_load_dense_noise_tells_experts_apart():
+    torch.manual_seed(0)
+    ffn = dense_ffn(32, 64)
+    experts = FFNExperts(4, 32, 64)
+    load(experts, ffn, noise_std=0.01)
+    noise = experts.w1_EDH - ffn[0].weight.T
+    assert abs(noise.std().item() - 0.01) < 0.001
+    assert not torch.equal(experts.w1_EDH[0], experts.w1_EDH[1])
+    assert torch.equal(experts.b1_EH, ffn[0].bias.expand(4, 64))
+
+
+def test_load_dense_copies_and_does_not_alias():
+    ffn = dense_ffn()
+    experts = FFNExperts(2, 6, 10)
+    load(experts, ffn)
+    with torch.no_grad():
+        experts.w1_EDH[0].zero_()
+    assert ffn[0].weight.abs().sum() > 0
+    assert torch.equal(experts.w1_EDH[1], ffn[0].weight.T)
+
+
+@pytest.mark.parametrize("num_experts", [1, 16])
+def test_initial_scale_does_not_depend_on_the_number_of_experts(num_experts):
+    torch.manual_seed(0)
+    experts = FFNExperts(num_experts, 64, 256)
+    # xavier uniform: bound sqrt(6 / (fan_in + fan_out)) = sqrt(6 / 320) = 0.13693
+    bound = math.sqrt(6 / 320)
+    for weight in (experts.w1_EDH, experts.w2_EHD):
+        assert 0.99 * bound < weight.abs().max() <= bound
+    # biases of nn.Linear: 1 / sqrt(fan_in) = 1/8 and 1/16
+    assert 0.9 / 8 < experts.b1_EH.abs().max() <= 1 / 8
+    assert 0.7 / 16 < experts.b2_ED.abs().max() <= 1 / 16
+
+
+def test_experts_start_different_from_each_other():
+    experts = FFNExperts(2, 8, 8)
+    assert not torch.equal(experts.w1_EDH[0], experts.w1_EDH[1])
+
+
+def test_each_run_of_rows_sees_its_own_expert_only():
+    experts = FFNExperts(3, 6, 10)
+    tokens, counts = torch.randn(6, 6), torch.tensor([1, 2, 3])
+    before = experts(tokens, counts)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter[1] += 1.0
+    changed = (experts(tokens, counts) != before).any(dim=1)
+    assert changed.tolist() == [False, True, True, False, False, False]
+
+
+def test_dropout_acts_in_training_only_and_at_both_places():
+    torch.manual_seed(0)
+    experts = FFNExperts(1, 64, 128, dropout=0.5)
+    tokens, counts = torch.randn(100, 64), torch.tensor([100])
+    dropped = experts(tokens, counts)
+    # the last dropout zeroes half of the outputs
+    assert abs((dropped == 0).float().mean().item() - 0.5) < 0.05
+    kept = dropped != 0
+    experts.eval()
+    clean = experts(tokens, counts)
+    assert torch.equal(clean, experts(tokens, counts))
+    # were it the only one, the rest would be exactly twice the clean output
+    assert not torch.allclose(dropped[kept], 2 * clean[kept])
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="positive, got 0, 4 and 8"):
+        FFNExperts(0, 4, 8)
+    with pytest.raises(ValueError, match=r"unknown activation 'swish'.*'silu'"):
+        FFNExperts(2, 4, 8, activation="swish")
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1.0"):
+        FFNExperts(2, 4, 8, dropout=1.0)
+    with pytest.raises(ValueError, match="unknown backend"):
+        FFNExperts(2, 4, 8, backend="cutlass")
+    with pytest.raises(ValueError, match=r"w1_HD .* is \(6, 10\), expected \(6, 12\)"):
+        load(FFNExperts(2, 6, 12), dense_ffn())

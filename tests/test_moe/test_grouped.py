@@ -1,0 +1,151 @@
+"""Tests of damex.moe.grouped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from damex.moe.grouped import choose_backend, grouped_linear
+
+HAS_GROUPED_MM = hasattr(functional, "grouped_mm")
+needs_grouped_mm = pytest.mark.skipif(
+    not HAS_GROUPED_MM, reason="this torch has no grouped_mm"
+)
+BACKENDS = [
+    "auto",
+    "split",
+    pytest.param("grouped_mm", marks=needs_grouped_mm),
+]
+COUNTS = {
+    "odd sizes": [3, 5, 1],
+    "empty in the middle": [4, 0, 3],
+    "empty first and last": [0, 7, 0],
+    "one token": [0, 0, 1],
+    "no tokens": [0, 0, 0],
+}
+
+
+def inputs(counts, *, dtype=torch.float32, width=8, out=16):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return x.requires_grad_()
+
+    num_experts = len(counts)
+    leaves = (
+        draw(sum(counts), width),
+        draw(num_experts, width, out),
+        draw(num_experts, out),
+    )
+    return leaves, torch.tensor(counts)
+
+
+def run(counts, backend, **kwargs):
+    leaves, counts_E = inputs(counts, **kwargs)
+    out = grouped_linear(*leaves, counts_E, backend=backend)
+    (out * torch.linspace(-1, 1, out.shape[1], dtype=out.dtype)).sum().backward()
+    return out, [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_loop_equals_the_definition(counts):
+    (x, weight, bias), counts_E = inputs(counts)
+    out = grouped_linear(x, weight, bias, counts_E, backend="loop")
+    experts = [e for e, count in enumerate(counts) for _ in range(count)]
+    rows = [x[r] @ weight[e] + bias[e] for r, e in enumerate(experts)]
+    expected = torch.stack(rows) if rows else torch.zeros(0, 16)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_backends_agree_with_the_loop(counts, backend):
+    expected, expected_grads = run(counts, "loop")
+    out, grads = run(counts, backend)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("backend", ["loop", *BACKENDS])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_empty_experts_get_zero_gradients(counts, backend):
+    _, (_, weight_grad, bias_grad) = run(counts, backend)
+    empty = torch.tensor(counts) == 0
+    assert (weight_grad[empty] == 0).all()
+    assert (bias_grad[empty] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["loop", *BACKENDS])
+def test_backward_of_a_plain_sum(backend):
+    # sum() hands back a gradient with stride 0, which crashes a bare grouped_mm
+    leaves, counts_E = inputs([2, 0, 3])
+    grouped_linear(*leaves, counts_E, backend=backend).sum().backward()
+    assert leaves[2].grad[:, 0].tolist() == [2.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("backend", ["loop", *BACKENDS])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_autocast_computes_in_bfloat16(counts, backend):
+    leaves, counts_E = inputs(counts)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = grouped_linear(*leaves, counts_E, backend=backend)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    expected, _ = run(counts, "loop")
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves)
+
+
+@pytest.mark.parametrize("backend", ["auto", "split", "loop"])
+@pytest.mark.parametrize("counts", [[2, 0, 1], [0, 3, 0], [1, 1, 1]])
+def test_gradcheck(counts, backend):
+    leaves, counts_E = inputs(counts, dtype=torch.float64, width=2, out=3)
+    assert torch.autograd.gradcheck(
+        lambda *args: grouped_linear(*args, counts_E, backend=backend), leaves
+    )
+
+
+def test_autocast_leaves_float64_alone():
+    leaves, counts_E = inputs([2, 1], dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outs = [
+            grouped_linear(*leaves, counts_E, backend=backend)
+            for backend in ("loop", "split")
+        ]
+    assert [out.dtype for out in outs] == [torch.float64, torch.float64]
+
+
+def test_auto_is_split_on_the_cpu():
+    (x, weight, _), _ = inputs([2, 1], dtype=torch.bfloat16)
+    assert choose_backend(x, weight) == "split"
+
+
+def test_errors():
+    leaves, counts_E = inputs([2, 1])
+    with pytest.raises(ValueError, match=r"unknown backend 'fast'.*'split'"):
+        grouped_linear(*leaves, counts_E, backend="fast")
+
+
+@needs_grouped_mm
+def test_grouped_mm_says_what_it_cannot_do():
+    leaves, counts_E = inputs([2, 1], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"not torch.float64; use backend='auto'"):
+        grouped_linear(*leaves, counts_E, backend="grouped_mm")
+    leaves, counts_E = inputs([2, 1], width=30)
+    with pytest.raises(ValueError, match=r"16 bytes, which widths \(30, 16\)"):
+        grouped_linear(*leaves, counts_E, backend="grouped_mm")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_cuda_bfloat16_agrees_with_the_loop(counts):
+    results = []
+    for backend in ("loop", "auto"):
+        leaves, counts_E = inputs(counts, dtype=torch.bfloat16, width=16, out=24)
+        leaves = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
+        out = grouped_linear(*leaves, counts_E.cuda(), backend=backend)
+        out.sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)

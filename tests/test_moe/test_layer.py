@@ -1,0 +1,481 @@
+"""Property tests of damex.moe.layer; a new gate joins by a row in GATES."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from damex.moe import (
+    DatasetRoutingLoss,
+    FFNExperts,
+    ImportanceLoss,
+    LinearRouter,
+    LoadBalanceLoss,
+    MoELayer,
+    RouterZLoss,
+    TopKGate,
+    group_experts_mask,
+)
+
+D, H, E = 8, 12, 4
+GROUP_EXPERTS = [[0], [1, 2], [3]]
+
+# Gates whose answer for a token depends on that token alone.
+GATES = {
+    "top1": lambda: TopKGate(1),
+    "top2": lambda: TopKGate(2),
+    "top3 renormalised": lambda: TopKGate(3, renormalize=True),
+    "top2 noisy": lambda: TopKGate(2, noise="gaussian", noisy_weights=True),
+}
+every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
+
+
+def make_layer(gate=GATES["top1"], *, num_experts=E, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    kwargs.setdefault("group_experts", GROUP_EXPERTS)
+    kwargs.setdefault(
+        "losses",
+        [DatasetRoutingLoss(), LoadBalanceLoss(), ImportanceLoss(), RouterZLoss()],
+    )
+    return MoELayer(
+        router=LinearRouter(D, num_experts, bias=True, init_std=1.0),
+        gate=gate(),
+        experts=FFNExperts(num_experts, D, H),
+        **kwargs,
+    )
+
+
+def make_batch(num_images=2, num_tokens=7, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(num_images, num_tokens, D, generator=generator)
+    return tokens, torch.arange(num_images) % len(GROUP_EXPERTS)
+
+
+def train_step(layer, tokens, **kwargs):
+    """Outputs, losses and all gradients of one step with fixed noise."""
+    layer.train().zero_grad()
+    torch.manual_seed(3)
+    out, record = layer(tokens, **kwargs)
+    (out.square().sum() + sum(record.losses.values())).backward()
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    return out.detach(), record.detached().losses, grads
+
+
+def set_router(layer, weight_ED, bias_E=None):
+    with torch.no_grad():
+        layer.router.weight_ED.copy_(weight_ED)
+        layer.router.bias_E.copy_(torch.zeros(E) if bias_E is None else bias_E)
+
+
+def test_one_expert_equals_the_dense_ffn_in_outputs_and_gradients():
+    ffn = nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D))
+    layer = make_layer(num_experts=1, group_experts=None, losses=())
+    first, _, second = ffn
+    layer.experts.load_dense(first.weight, first.bias, second.weight, second.bias)
+    inputs = [make_batch()[0].requires_grad_() for _ in range(2)]
+    outs = [layer(inputs[0])[0], ffn(inputs[1])]
+    torch.testing.assert_close(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    experts = layer.experts
+    torch.testing.assert_close(experts.w1_EDH.grad[0].T, first.weight.grad)
+    torch.testing.assert_close(experts.b1_EH.grad[0], first.bias.grad)
+    torch.testing.assert_close(experts.w2_EHD.grad[0].T, second.weight.grad)
+    torch.testing.assert_close(experts.b2_ED.grad[0], second.bias.grad)
+
+
+def test_output_is_the_weighted_sum_over_chosen_experts():
+    layer = make_layer(GATES["top2"]).eval()
+    tokens, _ = make_batch(1, 5)
+    out, _ = layer(tokens)
+    experts = layer.experts
+    for token, row in zip(tokens[0], out[0], strict=True):
+        logits = layer.router.weight_ED @ token + layer.router.bias_E
+        probs = logits.softmax(0)
+        expected = torch.zeros(D)
+        for e in probs.topk(2).indices:
+            hidden = (token @ experts.w1_EDH[e] + experts.b1_EH[e]).relu()
+            expected += probs[e] * (hidden @ experts.w2_EHD[e] + experts.b2_ED[e])
+        torch.testing.assert_close(row, expected)
+
+
+@every_gate
+def test_permuting_tokens_permutes_outputs(gate):
+    layer = make_layer(gate).eval()
+    tokens, _ = make_batch()
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    out, _ = layer(tokens)
+    shuffled, _ = layer(tokens[:, order])
+    torch.testing.assert_close(shuffled, out[:, order])
+
+
+@every_gate
+def test_permuting_experts_changes_nothing(gate):
+    layer = make_layer(gate).eval()
+    tokens, _ = make_batch()
+    out, _ = layer(tokens)
+    order = torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(parameter[order].clone())
+    permuted, _ = layer(tokens)
+    torch.testing.assert_close(permuted, out)
+
+
+@every_gate
+@pytest.mark.parametrize("content", [0.0, 100.0, torch.nan])
+@pytest.mark.parametrize("amount", [1, 6])
+def test_padding_changes_no_output_loss_or_gradient(gate, content, amount):
+    layer = make_layer(gate)
+    tokens, group_ids = make_batch()
+    padding = torch.full((2, amount, D), content)
+    padded = torch.cat([tokens, padding], dim=1)
+    mask = torch.arange(7 + amount).expand(2, -1) < 7
+    plain = train_step(layer, tokens, group_ids_B=group_ids)
+    out, losses, grads = train_step(
+        layer, padded, group_ids_B=group_ids, token_mask_BN=mask
+    )
+    assert torch.equal(out[:, :7], plain[0])
+    assert torch.equal(out[:, 7:], torch.zeros(2, amount, D))
+    assert losses.keys() == plain[1].keys()
+    for name, loss in losses.items():
+        assert torch.equal(loss, plain[1][name]), name
+    for name, grad in grads.items():
+        assert torch.equal(grad, plain[2][name]), name
+
+
+def test_padded_tokens_get_zero_gradients_even_if_nan():
+    layer = make_layer(GATES["top2"])
+    tokens, group_ids = make_batch()
+    tokens[0, 2:] = torch.nan
+    tokens.requires_grad_()
+    mask = ~tokens.isnan().any(dim=2)
+    train_step(layer, tokens, group_ids_B=group_ids, token_mask_BN=mask)
+    assert torch.equal(tokens.grad[~mask], torch.zeros(5, D))
+    assert (tokens.grad[mask] != 0).any(dim=1).all()
+
+
+@every_gate
+def test_evaluation_is_deterministic_and_ignores_groups(gate):
+    layer = make_layer(gate).eval()
+    tokens, group_ids = make_batch()
+    out, record = layer(tokens)
+    again, _ = layer(tokens)
+    with_ids, record_with_ids = layer(tokens, group_ids_B=group_ids)
+    assert torch.equal(out, again)
+    assert torch.equal(out, with_ids)
+    assert record.losses == record_with_ids.losses == {}
+    assert record.group_ids_T is None
+    assert record_with_ids.group_ids_T.tolist() == [0] * 7 + [1] * 7
+
+
+def test_noise_moves_training_outputs_only():
+    noisy = make_layer(lambda: TopKGate(1, noise="gaussian", noise_scale=5.0))
+    tokens, group_ids = make_batch()
+    clean_out, _ = make_layer(GATES["top1"]).eval()(tokens)
+    assert not torch.equal(noisy(tokens, group_ids_B=group_ids)[0], clean_out)
+    assert torch.equal(noisy.eval()(tokens)[0], clean_out)
+
+
+@every_gate
+def test_images_of_a_batch_are_independent_in_evaluation(gate):
+    layer = make_layer(gate).eval()
+    tokens, _ = make_batch(3)
+    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [True] * 7])
+    together, _ = layer(tokens, token_mask_BN=mask)
+    for image in range(3):
+        alone, _ = layer(
+            tokens[image : image + 1], token_mask_BN=mask[image : image + 1]
+        )
+        torch.testing.assert_close(together[image], alone[0])
+
+
+@every_gate
+def test_gradients_exist_without_any_valid_token(gate):
+    layer = make_layer(gate)
+    tokens, group_ids = make_batch()
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    out, losses, grads = train_step(
+        layer, tokens, group_ids_B=group_ids, token_mask_BN=mask
+    )
+    assert torch.equal(out, torch.zeros(2, 7, D))
+    assert {loss.item() for loss in losses.values()} == {0.0}
+    for name, grad in grads.items():
+        assert torch.equal(grad, torch.zeros_like(grad)), name
+
+
+def test_an_expert_without_tokens_gets_zero_gradients():
+    layer = make_layer(GATES["top1"])
+    tokens, group_ids = make_batch()
+    set_router(layer, torch.zeros(E, D), torch.tensor([0.0, 9.0, 0.0, 8.0]))
+    _, _, grads = train_step(layer, tokens, group_ids_B=group_ids)
+    for name, grad in grads.items():
+        if name.startswith("experts."):
+            assert (grad[[0, 2, 3]] == 0).all(), name
+            assert (grad[1] != 0).any(), name
+    assert (grads["router.weight_ED"] != 0).any()
+
+
+def test_no_tokens_at_all():
+    layer = make_layer(GATES["top2"])
+    out, losses, grads = train_step(
+        layer, torch.zeros(2, 0, D), group_ids_B=torch.tensor([0, 1])
+    )
+    assert out.shape == (2, 0, D)
+    assert {loss.item() for loss in losses.values()} == {0.0}
+    assert all((grad == 0).all() for grad in grads.values())
+
+
+def test_dataset_loss_targets_each_images_own_expert():
+    # Released DAMEX flattens logits (query, image) and targets (image, query), which
+    # mixes the targets of a batch of two images.
+    layer = make_layer(group_experts=[[0], [3]], losses=[DatasetRoutingLoss(weight=1)])
+    set_router(layer, torch.eye(E, D))
+    tokens = torch.zeros(2, 3, D)
+    tokens[0, :, 0] = 2.0  # image 0 leans to expert 0
+    tokens[1, :, 3] = 2.0  # image 1 leans to expert 3
+    _, record = layer(tokens, group_ids_B=torch.tensor([0, 1]))
+    # every token: -log(e^2 / (e^2 + 3)) = 0.340753
+    right = record.losses["dataset_routing"].item()
+    assert right == pytest.approx(0.340753, abs=1e-5)
+    _, record = layer(tokens, group_ids_B=torch.tensor([1, 0]))
+    # every token: -log(1 / (e^2 + 3)) = 2.340753
+    wrong = record.losses["dataset_routing"].item()
+    assert wrong == pytest.approx(2.340753, abs=1e-5)
+
+
+def test_dataset_loss_is_the_same_for_any_order_of_images():
+    layer = make_layer()
+    tokens, group_ids = make_batch(3)
+    order = torch.tensor([2, 0, 1])
+    _, record = layer(tokens, group_ids_B=group_ids)
+    _, shuffled = layer(tokens[order], group_ids_B=group_ids[order])
+    key = "dataset_routing"
+    torch.testing.assert_close(record.losses[key], shuffled.losses[key])
+    # and it is the cross-entropy of each token against its own image's experts
+    log_probs = torch.log_softmax(record.logits_TE, dim=1).view(3, 7, E)
+    per_image = [
+        -torch.logsumexp(log_probs[image][:, GROUP_EXPERTS[image]], dim=1)
+        for image in range(3)
+    ]
+    torch.testing.assert_close(record.losses[key], 0.1 * torch.cat(per_image).mean())
+
+
+def test_images_of_unknown_dataset_are_left_out_of_the_dataset_loss():
+    layer = make_layer(losses=[DatasetRoutingLoss()])
+    tokens, _ = make_batch()
+    _, both = layer(tokens, group_ids_B=torch.tensor([2, -1]))
+    _, first = layer(tokens[:1], group_ids_B=torch.tensor([2]))
+    key = "dataset_routing"
+    torch.testing.assert_close(both.losses[key], first.losses[key])
+
+
+def test_loss_weights_and_names():
+    losses = [LoadBalanceLoss(weight=2.0, name="a"), LoadBalanceLoss(name="b")]
+    _, record = make_layer(losses=losses)(make_batch()[0])
+    assert record.losses["a"].item() == pytest.approx(200 * record.losses["b"].item())
+
+
+def test_dataset_loss_teaches_the_router_its_datasets():
+    torch.manual_seed(0)
+    layer = make_layer(group_experts=[[2], [0]], losses=[DatasetRoutingLoss(weight=1)])
+    layer.router.reset_parameters()
+    group_ids = torch.tensor([0, 1, 0, 1])
+    shift = torch.where(group_ids == 0, 1.5, -1.5).view(4, 1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    for _ in range(60):
+        _, record = layer(torch.randn(4, 16, D) + shift, group_ids_B=group_ids)
+        optimizer.zero_grad()
+        sum(record.losses.values()).backward()
+        optimizer.step()
+    _, record = layer.eval()(torch.randn(4, 16, D) + shift)
+    chosen = record.logits_TE.argmax(1).view(4, 16)
+    wanted = torch.tensor([2, 0, 2, 0]).view(4, 1)
+    assert (chosen == wanted).float().mean() > 0.95
+
+
+@every_gate
+def test_copies_after_a_forward(gate):
+    layer = make_layer(gate)
+    tokens, group_ids = make_batch()
+    layer(tokens, group_ids_B=group_ids)
+    layer.eval()
+    out, _ = layer(tokens)
+    fresh = make_layer(gate, seed=9).eval()
+    assert not torch.equal(fresh(tokens)[0], out)
+    fresh.load_state_dict(layer.state_dict())
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
+        assert torch.equal(copied(tokens)[0], out)
+
+
+def test_state_dict_holds_full_experts_and_the_group_map():
+    state = make_layer().state_dict()
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        "group_experts_GE": (3, E),
+        "router.weight_ED": (E, D),
+        "router.bias_E": (E,),
+        "experts.w1_EDH": (E, D, H),
+        "experts.b1_EH": (E, H),
+        "experts.w2_EHD": (E, H, D),
+        "experts.b2_ED": (E, D),
+    }
+
+
+@every_gate
+def test_autocast_keeps_float32_routing_and_the_same_choices(gate):
+    layer = make_layer(gate).eval()
+    tokens, _ = make_batch(4, 50)
+    out, record = layer(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half_out, half_record = layer(tokens)
+    assert half_record.logits_TE.dtype == torch.float32
+    assert torch.equal(half_record.logits_TE, record.logits_TE)
+    assert torch.equal(
+        half_record.assignment.expert_index_R, record.assignment.expert_index_R
+    )
+    assert half_out.dtype == torch.float32
+    assert not torch.equal(half_out, out)
+    torch.testing.assert_close(half_out, out, rtol=0.05, atol=0.05)
+
+
+def test_training_under_autocast_gives_every_parameter_a_float32_gradient():
+    layer = make_layer(GATES["top2"])
+    tokens, group_ids = make_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, losses, grads = train_step(layer, tokens, group_ids_B=group_ids)
+    assert {loss.dtype for loss in losses.values()} == {torch.float32}
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+
+
+def test_bfloat16_tokens_come_back_as_bfloat16():
+    layer = make_layer(GATES["top2"]).to(torch.bfloat16).eval()
+    out, record = layer(make_batch()[0].to(torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    assert record.logits_TE.dtype == torch.float32
+
+
+@pytest.mark.parametrize("gate", ["top1", "top2", "top3 renormalised"])
+def test_float64_gradcheck_of_the_whole_layer(gate):
+    layer = make_layer(GATES[gate]).double()
+    tokens = make_batch(2, 3)[0].double().requires_grad_()
+    group_ids = torch.tensor([0, 1])
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+
+    def step(tokens_BND, *_):
+        out, record = layer(tokens_BND, token_mask_BN=mask, group_ids_B=group_ids)
+        return out, *record.losses.values()
+
+    assert torch.autograd.gradcheck(step, (tokens, *layer.parameters()))
+
+
+def test_gradient_checkpointing_gives_the_same_losses_and_gradients():
+    layer = make_layer(GATES["top2 noisy"])
+    tokens, group_ids = make_batch()
+    plain = train_step(layer, tokens, group_ids_B=group_ids)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = layer
+
+        def forward(self, x, **kwargs):
+            return checkpoint(self.inner, x, use_reentrant=False, **kwargs)
+
+    out, losses, grads = train_step(Checkpointed(), tokens, group_ids_B=group_ids)
+    assert torch.equal(out, plain[0])
+    assert all(torch.equal(losses[name], plain[1][name]) for name in losses)
+    for name, grad in plain[2].items():
+        assert torch.equal(grads[f"inner.{name}"], grad), name
+
+
+def test_reset_parameters_repairs_a_blanket_initialisation():
+    layer = make_layer()
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, 7.0)
+    layer.reset_parameters()
+    assert all((parameter != 7.0).all() for parameter in layer.parameters())
+
+
+def test_group_experts_mask():
+    mask = group_experts_mask([[0, 2], [1], [1]], num_experts=3)
+    assert mask.tolist() == [[1, 0, 1], [0, 1, 0], [0, 1, 0]]
+    assert mask.dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    ("group_experts", "message"),
+    [
+        ([], "at least one dataset group"),
+        ([[0], []], "group 1 has no expert"),
+        ([[0], [4]], r"group 1 names expert 4, .* \[0, 4\)"),
+        ([[-1]], "group 0 names expert -1"),
+    ],
+)
+def test_bad_group_experts(group_experts, message):
+    with pytest.raises(ValueError, match=message):
+        make_layer(group_experts=group_experts)
+
+
+def test_parts_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"scores 3 experts, but there are 4"):
+        MoELayer(
+            router=LinearRouter(D, 3), gate=TopKGate(1), experts=FFNExperts(4, D, H)
+        )
+    with pytest.raises(ValueError, match=r"'dataset_routing' needs group_experts"):
+        make_layer(group_experts=None)
+    with pytest.raises(ValueError, match="two losses share a name"):
+        make_layer(losses=[RouterZLoss(), RouterZLoss(weight=1.0)])
+    with pytest.raises(ValueError, match=r"'router_z' must be >= 0, got -1.0"):
+        make_layer(losses=[RouterZLoss(weight=-1.0)])
+
+
+def test_bad_inputs():
+    layer, (tokens, group_ids) = make_layer(), make_batch()
+    with pytest.raises(ValueError, match=r"\['dataset_routing'\] need group_ids_B"):
+        layer(tokens)
+    with pytest.raises(ValueError, match=r"\(B, N, D\), got shape \(7, 8\)"):
+        layer(tokens[0], group_ids_B=group_ids)
+    mask = torch.ones(7, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"bool of shape \(2, 7\), got torch.bool"):
+        layer(tokens, token_mask_BN=mask, group_ids_B=group_ids)
+    with pytest.raises(ValueError, match=r"int64 of shape \(2,\).* shape \(1,\)"):
+        layer(tokens, group_ids_B=group_ids[:1])
+    with pytest.raises(ValueError, match=r"lie in \[-1, 3\).* got \[0, 3\]"):
+        layer(tokens, group_ids_B=torch.tensor([0, 3]))
+
+
+def test_groups_without_a_dataset_loss_need_no_ids():
+    layer = make_layer(losses=[LoadBalanceLoss()])
+    _, record = layer(make_batch()[0])
+    assert set(record.losses) == {"load_balance"}
+
+
+def test_router_learns_from_the_task_loss_alone():
+    layer = make_layer(losses=(), group_experts=None)
+    _, _, grads = train_step(layer, make_batch()[0])
+    assert (grads["router.weight_ED"] != 0).any()
+
+
+@pytest.mark.skipif(
+    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
+)
+def test_compiles_into_one_graph_with_grouped_mm():
+    # 'split' reads the counts on the host, which breaks the graph but not the result
+    layer = make_layer(GATES["top2"], losses=[LoadBalanceLoss(), RouterZLoss()])
+    layer.experts.backend = "grouped_mm"
+    tokens, _ = make_batch()
+    expected = train_step(layer, tokens)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    layer.zero_grad()
+    out, record = compiled(tokens)
+    (out.square().sum() + sum(record.losses.values())).backward()
+    torch.testing.assert_close(out, expected[0])
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[2][name])

@@ -1,0 +1,145 @@
+"""Tests of damex.moe.metrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from damex.moe import (
+    Assignment,
+    RoutingRecord,
+    TopKGate,
+    coefficient_of_variation,
+    dispatch_counts,
+    dispatch_entropy,
+    expert_load,
+    mutual_information,
+    own_expert_counts,
+    own_expert_share,
+)
+
+
+def make_record(experts, group_ids, *, mask=None, group_experts=None, num_experts=3):
+    """One token per entry, sent to the given expert."""
+    logits = 5.0 * torch.nn.functional.one_hot(torch.tensor(experts), num_experts)
+    mask_T = None if mask is None else torch.tensor(mask)
+    mask_BN = None if mask is None else mask_T.unsqueeze(0)
+    return RoutingRecord(
+        logits_TE=logits,
+        token_mask_T=mask_T,
+        group_ids_T=None if group_ids is None else torch.tensor(group_ids),
+        assignment=TopKGate(1)(logits.unsqueeze(0), mask_BN),
+        group_experts_GE=None if group_experts is None else torch.tensor(group_experts),
+    )
+
+
+def test_dispatch_counts_leave_out_padded_tokens_and_unknown_groups():
+    record = make_record(
+        [0, 0, 2, 2, 1, 1, 0],
+        [0, 1, 1, 1, -1, 0, 0],
+        mask=[True, True, True, True, True, True, False],
+    )
+    counts = dispatch_counts(record, num_groups=3)
+    assert counts.tolist() == [[1, 1, 0], [1, 0, 2], [0, 0, 0]]
+
+
+def test_dispatch_counts_know_the_groups_from_the_map_and_count_all_k():
+    logits = torch.tensor([[[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]]])
+    record = RoutingRecord(
+        logits_TE=logits[0],
+        token_mask_T=None,
+        group_ids_T=torch.tensor([0, 1]),
+        assignment=TopKGate(2)(logits),
+        group_experts_GE=torch.eye(2, 3).bool(),
+    )
+    assert dispatch_counts(record).tolist() == [[0, 1, 1], [1, 1, 0]]
+
+
+def test_dispatch_entropy_extremes():
+    # every expert sees all four groups alike: log 4
+    uniform = torch.full((4, 3), 5)
+    assert dispatch_entropy(uniform).item() == pytest.approx(math.log(4))
+    # one group per expert; the third expert is empty and skipped
+    pure = torch.tensor([[7, 0, 0], [0, 3, 0]])
+    assert dispatch_entropy(pure).item() == 0.0
+    assert dispatch_entropy(torch.zeros(2, 3, dtype=torch.int64)).item() == 0.0
+
+
+def test_dispatch_entropy_by_hand():
+    # expert 0: (1, 3) of 8 routes, entropy H(1/4); expert 1: (2, 2), entropy log 2
+    h_quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    expected = 0.5 * h_quarter + 0.5 * math.log(2)
+    entropy = dispatch_entropy(torch.tensor([[1, 2], [3, 2]]))
+    assert entropy.item() == pytest.approx(expected)
+
+
+def test_mutual_information():
+    assert mutual_information(torch.eye(3) * 4).item() == pytest.approx(math.log(3))
+    # rows in proportion: routing ignores the group
+    independent = mutual_information(torch.tensor([[1, 2], [3, 6]])).item()
+    assert independent == pytest.approx(0.0, abs=1e-12)
+    # p = (1/2, 1/4; 0, 1/4), p_g = (3/4, 1/4), p_e = (1/2, 1/2):
+    # 1/2 log(4/3) + 1/4 log(2/3) + 1/4 log 2
+    expected = 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3) + 0.25 * math.log(2)
+    value = mutual_information(torch.tensor([[2, 1], [0, 1]])).item()
+    assert value == pytest.approx(expected)
+    assert mutual_information(torch.zeros(2, 2)).item() == 0.0
+
+
+def test_load_and_its_variation():
+    record = make_record([0, 0, 0, 1], None, num_experts=2)
+    assert expert_load(record).tolist() == [0.75, 0.25]
+    # mean 0.5, deviation 0.25
+    assert coefficient_of_variation(expert_load(record)).item() == 0.5
+    # collapsed onto one of 5: sqrt(E - 1)
+    collapsed = coefficient_of_variation(torch.tensor([0, 9, 0, 0, 0]))
+    assert collapsed.item() == pytest.approx(2.0)
+    assert coefficient_of_variation(torch.zeros(4)).item() == 0.0
+
+
+def test_own_expert_share():
+    record = make_record(
+        [0, 1, 2, 2, 0, 1],
+        [0, 0, 1, 1, -1, 1],
+        mask=[True, True, True, True, True, False],
+        group_experts=[[True, False, False], [False, True, True], [True, True, True]],
+    )
+    # group 0: expert 0 is its own, 1 is not; group 1: both on expert 2, its third
+    # token is padded; group 2 has no token
+    hits, tokens = own_expert_counts(record)
+    assert (hits.tolist(), tokens.tolist()) == ([1, 2, 0], [2, 2, 0])
+    share = own_expert_share(record)
+    assert share[:2].tolist() == [0.5, 1.0]
+    assert share[2].isnan()
+
+
+def test_own_expert_share_looks_at_the_heaviest_route():
+    # token 0: experts 0 (.9) and 1 (.1); token 1: 0 (.4) and 1 (.6);
+    # token 2: 0 and 1 tie, so expert 0; token 3 has no route
+    assignment = Assignment.from_pairs(
+        torch.tensor([0, 0, 1, 1, 2, 2]),
+        torch.tensor([1, 0, 1, 0, 1, 0]),
+        torch.tensor([0.1, 0.9, 0.6, 0.4, 0.5, 0.5]),
+        num_tokens=4,
+        num_experts=2,
+    )
+    record = RoutingRecord(
+        logits_TE=torch.zeros(4, 2),
+        token_mask_T=None,
+        group_ids_T=torch.zeros(4, dtype=torch.int64),
+        assignment=assignment,
+        group_experts_GE=torch.tensor([[True, False]]),
+    )
+    hits, tokens = own_expert_counts(record)
+    assert (hits.tolist(), tokens.tolist()) == ([2], [4])
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="pass group_ids_B"):
+        dispatch_counts(make_record([0], None))
+    with pytest.raises(ValueError, match="pass num_groups"):
+        dispatch_counts(make_record([0], [0]))
+    with pytest.raises(ValueError, match="no group_experts"):
+        own_expert_share(make_record([0], [0]))
