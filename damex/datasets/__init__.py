@@ -1,0 +1,1 @@
+"""Mixtures of detection datasets: one label space, one sampler, checked files."""

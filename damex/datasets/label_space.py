@@ -1,0 +1,142 @@
+"""LabelSpace: one list of classes for all datasets of a mixture, mapped by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from damex.datasets.spec import DatasetSpec
+from damex.errors import ConfigError, did_you_mean
+
+__all__ = ["LABEL_SPACE_MODES", "LabelSpace"]
+
+LABEL_SPACE_MODES = ("union", "partitioned")
+
+
+@dataclass(frozen=True)
+class LabelSpace:
+    """The classes of a mixture and which of them each dataset annotates.
+
+    Labels of the detector are positions in ``classes``. Nothing depends on the order
+    of categories in any file.
+
+    Args:
+        classes: All class names.
+        dataset_names: The datasets, in the order of the mixture.
+        dataset_classes: Per dataset: own class name -> name in ``classes``.
+        groups: Per dataset: name of the group that shares experts.
+    """
+
+    classes: tuple[str, ...]
+    dataset_names: tuple[str, ...]
+    dataset_classes: tuple[Mapping[str, str], ...]
+    groups: tuple[str, ...]
+
+    @classmethod
+    def from_specs(
+        cls, specs: Sequence[DatasetSpec], *, mode: str = "union"
+    ) -> LabelSpace:
+        """Build the label space of a mixture.
+
+        Args:
+            specs: The datasets.
+            mode: ``union``: classes with the same name are the same class.
+                ``partitioned``: every dataset keeps its own classes, as
+                ``dataset/class``.
+
+        Raises:
+            ConfigError: If the mode is unknown.
+        """
+        if mode not in LABEL_SPACE_MODES:
+            raise ConfigError(
+                f"label_space must be one of {LABEL_SPACE_MODES}, got {mode!r}."
+            )
+        mappings = []
+        for spec in specs:
+            names = spec.mixture_classes()
+            if mode == "partitioned":
+                names = tuple(f"{spec.name}/{name}" for name in names)
+            mappings.append(dict(zip(spec.own_classes, names, strict=True)))
+        classes = dict.fromkeys(name for m in mappings for name in m.values())
+        return cls(
+            classes=tuple(classes),
+            dataset_names=tuple(spec.name for spec in specs),
+            dataset_classes=tuple(mappings),
+            groups=tuple(spec.group_name for spec in specs),
+        )
+
+    @classmethod
+    def from_metainfo(cls, metainfo: Mapping[str, Any]) -> LabelSpace:
+        """Read what :meth:`to_metainfo` wrote, for instance from a checkpoint."""
+        datasets = metainfo["datasets"]
+        return cls(
+            classes=tuple(metainfo["classes"]),
+            dataset_names=tuple(entry["name"] for entry in datasets),
+            dataset_classes=tuple(dict(entry["classes"]) for entry in datasets),
+            groups=tuple(entry["group"] for entry in datasets),
+        )
+
+    def to_metainfo(self) -> dict[str, Any]:
+        """One dict of plain values: mmdet's ``metainfo``, kept in the checkpoint."""
+        rows = zip(self.dataset_names, self.dataset_classes, self.groups, strict=True)
+        return dict(
+            classes=self.classes,
+            datasets=[
+                dict(name=name, classes=dict(mapping), group=group)
+                for name, mapping, group in rows
+            ],
+        )
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """The groups, numbered by their first dataset."""
+        return tuple(dict.fromkeys(self.groups))
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the detector."""
+        return len(self.classes)
+
+    def dataset_id(self, name: str) -> int:
+        """Position of a dataset.
+
+        Raises:
+            ConfigError: If the mixture has no such dataset.
+        """
+        if name not in self.dataset_names:
+            raise ConfigError(
+                f"the mixture has no dataset {name!r}; "
+                f"{did_you_mean(name, self.dataset_names)}"
+            )
+        return self.dataset_names.index(name)
+
+    def group_id(self, dataset_id: int) -> int:
+        """Number of the group of a dataset."""
+        return self.group_names.index(self.groups[dataset_id])
+
+    def local_to_global(self, dataset_id: int, own: Sequence[str]) -> list[int]:
+        """Mixture label of every own label of a dataset.
+
+        Args:
+            dataset_id: Position of the dataset in the mixture.
+            own: The dataset's class names in the order of its own labels.
+
+        Raises:
+            ConfigError: If a name is not among the dataset's classes.
+        """
+        mapping = self.dataset_classes[dataset_id]
+        labels = []
+        for name in own:
+            if name not in mapping:
+                raise ConfigError(
+                    f"dataset {self.dataset_names[dataset_id]!r}: class {name!r} is "
+                    f"not in the label space; {did_you_mean(name, mapping)}"
+                )
+            labels.append(self.classes.index(mapping[name]))
+        return labels
+
+    def valid_labels(self, dataset_id: int) -> list[int]:
+        """Sorted mixture labels that a dataset annotates."""
+        names = self.dataset_classes[dataset_id].values()
+        return sorted({self.classes.index(name) for name in names})

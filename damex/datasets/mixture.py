@@ -1,0 +1,263 @@
+"""MixtureDataset: several detection datasets as one, with one label space."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import mmcv
+from mmdet.registry import DATASETS
+from mmengine.dataset import BaseDataset, Compose
+from mmengine.logging import print_log
+from torch.utils.data import Dataset
+
+from damex.datasets.label_space import LabelSpace
+from damex.datasets.seeded_index import SeededIndex, local_seed
+from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.errors import DataError
+
+__all__ = ["MixtureDataset"]
+
+
+@DATASETS.register_module()
+class MixtureDataset(Dataset):
+    """Named datasets behind one list of images and one list of classes.
+
+    Every sample carries ``dataset_id``, ``dataset_name`` and ``group_id`` in the
+    metainfo of its data sample, without any change to the pipeline. Labels are mapped
+    by name. ``metainfo`` is one dict, and goes into the checkpoint.
+
+    Args:
+        datasets: The entries of ``mixture``; see ``DatasetSpec``.
+        split: ``train``, ``val`` or ``test``.
+        pipeline: mmdet transforms, used for every dataset.
+        label_space: ``union``, ``partitioned``, or the metainfo of the mixture that
+            the detector was trained on.
+        filter_empty: Leave images without boxes out of training.
+        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image.
+        max_refetch: How many other images are tried when the pipeline refuses one.
+        test_mode: Whether samples are for evaluation; follows ``split`` by default.
+        lazy_init: Accepted for mmdet's tools; loading happens at construction.
+
+    Raises:
+        ConfigError: If the mixture or an option cannot work.
+        DataError: If a file does not hold what the config promises.
+    """
+
+    def __init__(
+        self,
+        *,
+        datasets: Sequence[Mapping[str, Any]] = (),
+        split: str = "train",
+        pipeline: Sequence[dict | Callable] = (),
+        label_space: str | Mapping[str, Any] = "union",
+        filter_empty: bool = True,
+        on_bad_box: str = "error",
+        max_refetch: int = 100,
+        test_mode: bool | None = None,
+        lazy_init: bool = False,
+    ) -> None:
+        del lazy_init
+        self.specs = parse_mixture(datasets)
+        self.split = split
+        self.test_mode = split != "train" if test_mode is None else test_mode
+        self.max_refetch = max_refetch
+        self.label_space = (
+            LabelSpace.from_specs(self.specs, mode=label_space)
+            if isinstance(label_space, str)
+            else LabelSpace.from_metainfo(label_space)
+        )
+        self.dataset_ids = [self.label_space.dataset_id(s.name) for s in self.specs]
+        self.parts = [self._build(s, filter_empty, on_bad_box) for s in self.specs]
+        self._ends = list(accumulate(len(part) for part in self.parts))
+        self._labels = [
+            self.label_space.local_to_global(dataset_id, part.metainfo["classes"])
+            for dataset_id, part in zip(self.dataset_ids, self.parts, strict=True)
+        ]
+        self.pipeline = Compose(pipeline)
+
+    @property
+    def metainfo(self) -> dict[str, Any]:
+        """Classes, datasets and groups, as plain values."""
+        return self.label_space.to_metainfo()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of images per dataset."""
+        return [len(part) for part in self.parts]
+
+    def full_init(self) -> None:
+        """Part of mmengine's dataset protocol; everything is loaded already."""
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Part of the mixture and index inside of it.
+
+        Raises:
+            IndexError: If the index is not below ``len(self)``.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {int(index)} of a mixture of {len(self)} images.")
+        part = bisect.bisect_right(self._ends, index)
+        return part, int(index) - (self._ends[part - 1] if part else 0)
+
+    def get_data_info(self, index: int) -> dict[str, Any]:
+        """Annotation of one image with mixture labels and its dataset's identity."""
+        part, inner = self.locate(index)
+        info = self.parts[part].get_data_info(inner)
+        labels = self._labels[part]
+        for key in ("instances", "ground_truth"):
+            for instance in info.get(key, ()):
+                field = "label" if key == "ground_truth" else "bbox_label"
+                instance[field] = labels[instance[field]]
+        info.update(self._identity(part), sample_idx=int(index))
+        return info
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not isinstance(index, SeededIndex):
+            return self._fetch(index)
+        with local_seed(index.seed):
+            return self._fetch(index)
+
+    def _fetch(self, index: int) -> dict[str, Any]:
+        """Run the pipeline; in training, pass on to the next image when it refuses."""
+        for attempt in range(1 if self.test_mode else self.max_refetch + 1):
+            info = self.get_data_info((index + attempt) % len(self))
+            packed = self._run_pipeline(info)
+            if packed is not None:
+                return packed
+        raise DataError(
+            f"the {self.split} pipeline refused {info['img_path']} of dataset "
+            f"{info['dataset_name']!r}"
+            + ("." if self.test_mode else f" and the {self.max_refetch} images after.")
+        )
+
+    def _run_pipeline(self, info: dict[str, Any]) -> dict[str, Any] | None:
+        identity = {
+            k: info[k] for k in ("dataset_id", "dataset_name", "group_id", "sample_idx")
+        }
+        if self.test_mode:
+            identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(
+                info["instances"]
+            )
+        path, name = info["img_path"], info["dataset_name"]
+        try:
+            packed = self.pipeline(info)
+        except Exception as error:
+            _check_image(path, name, self.split)
+            raise DataError(
+                f"dataset {name!r}: the {self.split} pipeline failed on {path}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if packed is not None and "data_samples" in packed:
+            packed["data_samples"].set_metainfo(identity)
+        return packed
+
+    def _identity(self, part: int) -> dict[str, Any]:
+        dataset_id = self.dataset_ids[part]
+        return dict(
+            dataset_id=dataset_id,
+            dataset_name=self.label_space.dataset_names[dataset_id],
+            group_id=self.label_space.group_id(dataset_id),
+        )
+
+    def _build(
+        self, spec: DatasetSpec, filter_empty: bool, on_bad_box: str
+    ) -> BaseDataset:
+        """Build and load one dataset of the mixture."""
+        common: dict[str, Any] = dict(test_mode=self.test_mode)
+        if filter_empty and not self.test_mode:
+            common["filter_cfg"] = dict(filter_empty_gt=True)
+        dataset_id = self.label_space.dataset_id(spec.name)
+        own = tuple(self.label_space.dataset_classes[dataset_id])
+        named = dict(name=spec.name, on_bad_box=on_bad_box, metainfo=dict(classes=own))
+        if spec.classes is not None:
+            common["metainfo"] = dict(classes=own)
+        dataset = DATASETS.build(
+            _completed(spec.dataset_config(self.split), common=common, named=named)
+        )
+        dataset.full_init()
+        if len(dataset) == 0:
+            raise DataError(
+                f"dataset {spec.name!r}: no image of {spec.source(self.split)} is left "
+                f"for {self.split}: "
+                + ("every image is without boxes of " if filter_empty else "it names ")
+                + f"the classes {list(dataset.metainfo['classes'])}. Check 'classes' "
+                "and the file."
+            )
+        print_log(
+            f"{self.split}: {spec.name}: {len(dataset)} images",
+            logger="current",
+            level=logging.INFO,
+        )
+        return dataset
+
+
+def _completed(
+    config: Mapping[str, Any], *, common: Mapping[str, Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A dataset config with what the mixture decides, set inside wrappers.
+
+    Args:
+        config: Config of an mmdet dataset, or of a wrapper around some.
+        common: Settings for every class; ``filter_cfg`` of the config goes first.
+        named: Further settings for ``NamedCocoDataset``.
+    """
+    if "datasets" in config:
+        inner = [_completed(c, common=common, named=named) for c in config["datasets"]]
+        return {**config, "datasets": inner}
+    if "dataset" in config:
+        inner_one = _completed(config["dataset"], common=common, named=named)
+        return {**config, "dataset": inner_one}
+    result = {"pipeline": [], **config, **common}
+    if config.get("filter_cfg") is not None:
+        result["filter_cfg"] = config["filter_cfg"]
+    if config["type"] == "NamedCocoDataset":
+        result.update(named)
+    return result
+
+
+def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ground truth in COCO's terms for datasets that have only mmdet's instances."""
+    rows = []
+    for instance in instances:
+        x1, y1, x2, y2 = (float(value) for value in instance["bbox"])
+        rows.append(
+            dict(
+                bbox=[x1, y1, x2 - x1, y2 - y1],
+                label=instance["bbox_label"],
+                area=(x2 - x1) * (y2 - y1),
+                iscrowd=int(instance.get("ignore_flag", 0)),
+            )
+        )
+    return rows
+
+
+def _check_image(path: str, dataset: str, split: str) -> None:
+    """Name the fault of an image file that could not be read.
+
+    Raises:
+        DataError: If the file is missing or cannot be decoded.
+    """
+    if "://" in path:
+        return
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(
+            f"dataset {dataset!r}: the {split} image {file} does not exist (seen from "
+            f"{Path.cwd()}). Correct data_root or img in its mixture entry, or "
+            "'file_name' in the annotation file."
+        )
+    content = file.read_bytes()  # OpenCV refuses to look at no bytes at all
+    if not content or mmcv.imfrombytes(content) is None:
+        raise DataError(
+            f"dataset {dataset!r}: the {split} image {file} ({len(content)} "
+            "bytes) cannot be decoded. Replace the file, or take it out of the "
+            "annotation file."
+        )

@@ -1,0 +1,204 @@
+"""NamedCocoDataset: COCO files with labels by class name, and checked boxes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from mmdet.datasets import CocoDataset
+from mmdet.datasets.api_wrappers import COCO
+from mmdet.registry import DATASETS
+from mmengine.logging import print_log
+
+from damex.datasets.spec import read_coco
+from damex.errors import DataError, did_you_mean
+
+__all__ = ["BAD_BOX_POLICIES", "NamedCocoDataset"]
+
+BAD_BOX_POLICIES = ("error", "drop")
+
+
+class _NamedCoco(COCO):
+    """COCO index that answers category ids in the order of the names asked for.
+
+    mmdet numbers labels by the order of ``get_cat_ids``; pycocotools answers in file
+    order, so that a union class list mislabels without a word.
+    """
+
+    def __init__(self, document: dict[str, Any], dataset: str, path: Path) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
+            super().__init__()
+            self.dataset = document
+            self.createIndex()
+        self.cat_img_map, self.img_ann_map = self.catToImgs, self.imgToAnns
+        self._where = f"dataset {dataset!r}: {path}"
+
+    def get_cat_ids(
+        self, cat_names: Any = (), sup_names: Any = (), cat_ids: Any = ()
+    ) -> list[int]:
+        ids = {str(c["name"]): c["id"] for c in self.dataset["categories"]}
+        for name in cat_names:
+            if name not in ids:
+                raise DataError(
+                    f"{self._where} has no class {name!r}; {did_you_mean(name, ids)} "
+                    "Correct 'classes' in the mixture entry, or the file."
+                )
+        return [ids[name] for name in cat_names]
+
+
+@DATASETS.register_module()
+class NamedCocoDataset(CocoDataset):
+    """mmdet's ``CocoDataset`` with labels by name and with every box accounted for.
+
+    Label ``i`` is ``metainfo['classes'][i]``, whatever the order of categories in the
+    file. Boxes are looked at while they are read: boxes that reach over the border are
+    clipped, boxes thinner than one pixel are left out of training, and one line per
+    file says how many. A box that lies wholly outside its image is an error, since it
+    usually means another box format or other image sizes.
+
+    Args:
+        name: Name of the dataset in messages.
+        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image.
+        **kwargs: As for ``CocoDataset``.
+    """
+
+    def __init__(
+        self, *, name: str = "", on_bad_box: str = "error", **kwargs: Any
+    ) -> None:
+        if on_bad_box not in BAD_BOX_POLICIES:
+            raise ValueError(
+                f"on_bad_box must be one of {BAD_BOX_POLICIES}, got {on_bad_box!r}."
+            )
+        self.name = name
+        self.on_bad_box = on_bad_box
+        self._counts: Counter[str] = Counter()
+        super().__init__(**kwargs)
+
+    def COCOAPI(self, path: str) -> COCO:
+        """Open an annotation file; called by ``CocoDataset.load_data_list``."""
+        document = read_coco(Path(path), self.name)
+        _check_ids(document, f"dataset {self.name!r}: {path}")
+        image_ids = {image["id"] for image in document["images"]}
+        lost = sum(a.get("image_id") not in image_ids for a in document["annotations"])
+        if lost:
+            self._counts["annotations of images that the file does not list"] += lost
+        return _NamedCoco(document, self.name, Path(path))
+
+    def load_data_list(self) -> list[dict]:
+        """Load the annotations and say in one line what was clipped or left out.
+
+        Raises:
+            DataError: If the file is missing or a box lies outside of its image.
+        """
+        if not Path(self.ann_file).is_file():
+            read_coco(Path(self.ann_file), self.name)  # words the error
+        data_list = super().load_data_list()
+        counts = ", ".join(f"{n} {what}" for what, n in sorted(self._counts.items()))
+        if counts:
+            message = f"dataset {self.name!r}: {self.ann_file}: {counts}."
+            print_log(message, logger="current", level=logging.WARNING)
+        return data_list
+
+    def parse_data_info(self, raw_data_info: dict) -> dict:
+        """Parse one image; adds ``ground_truth`` in COCO's own terms for evaluation.
+
+        Raises:
+            DataError: If a record is incomplete or its box is outside of the image.
+        """
+        image = raw_data_info["raw_img_info"]
+        for key in ("file_name", "width", "height"):
+            if key not in image:
+                raise DataError(
+                    f"dataset {self.name!r}: {self.ann_file}: image {image['id']!r} "
+                    f"has no {key!r}; add it to the file."
+                )
+        records = [
+            record
+            for record in raw_data_info["raw_ann_info"]
+            if self._box_is_usable(record, image)
+        ]
+        info = super().parse_data_info({**raw_data_info, "raw_ann_info": records})
+        for instance in info["instances"]:
+            instance["bbox"] = self._clip(instance["bbox"], image)
+        if self.test_mode:
+            info["ground_truth"] = [
+                dict(
+                    bbox=[float(v) for v in record["bbox"]],
+                    label=self.cat2label[record["category_id"]],
+                    area=float(record["area"]),
+                    iscrowd=int(record.get("iscrowd", 0)),
+                )
+                for record in records
+                if record["category_id"] in self.cat2label
+            ]
+        return info
+
+    def _box_is_usable(self, record: dict, image: dict) -> bool:
+        """Whether a record stays; sorts the others out by reason."""
+        where = (
+            f"dataset {self.name!r}: {self.ann_file}: annotation {record.get('id')} of "
+            f"image {image['file_name']!r}"
+        )
+        box = record.get("bbox")
+        if not isinstance(box, list) or len(box) != 4:
+            raise DataError(
+                f"{where}: bbox must be [x, y, width, height], got {box!r}."
+            )
+        x, y, w, h = box
+        record.setdefault("area", w * h)
+        beyond = x >= image["width"] or y >= image["height"]
+        # A box without a side at the corner (0, 0) is thin and not outside.
+        outside = beyond or x + max(w, 1) <= 0 or y + max(h, 1) <= 0
+        if not outside:
+            if w < 1 or h < 1:
+                self._counts["boxes thinner than 1 px left out of training"] += 1
+            elif record["area"] <= 0:
+                self._counts["boxes with area 0 left out of training"] += 1
+            elif record.get("ignore"):
+                self._counts["boxes marked 'ignore' left out of training"] += 1
+            return True
+        if self.on_bad_box == "error":
+            raise DataError(
+                f"{where}: the box [x, y, width, height] = {box} lies outside of the "
+                f"image ({image['width']} x {image['height']} px). Correct the file "
+                "(is it [x1, y1, x2, y2], or made for another image size?), or set "
+                "on_bad_box='drop' in the MixtureDataset to go on without such boxes."
+            )
+        self._counts["boxes outside of their image dropped"] += 1
+        return False
+
+    def _clip(self, box: list[float], image: dict) -> list[float]:
+        """An (x1, y1, x2, y2) box cut off at the image border."""
+        x1, y1, x2, y2 = box
+        clipped = [
+            max(x1, 0.0),
+            max(y1, 0.0),
+            min(x2, float(image["width"])),
+            min(y2, float(image["height"])),
+        ]
+        if max(abs(a - b) for a, b in zip(box, clipped, strict=True)) > 1.0:
+            self._counts["boxes clipped at the image border"] += 1
+        return clipped
+
+
+def _check_ids(document: dict[str, Any], where: str) -> None:
+    """Refuse ids that would make one record of the file replace another.
+
+    Raises:
+        DataError: If an image, annotation or category has no id, or one in use.
+    """
+    for key in ("images", "annotations", "categories"):
+        seen: set[Any] = set()
+        for record in document[key]:
+            found = record.get("id")
+            if found is None or found in seen:
+                fault = "no id" if found is None else f"id {found!r}, already in use"
+                raise DataError(
+                    f"{where}: a record of {key!r} has {fault}: {record}. Give every "
+                    "record its own id."
+                )
+            seen.add(found)

@@ -1,0 +1,170 @@
+"""MixtureSampler: how often each dataset is seen, exactly and resumably."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from mmdet.registry import DATA_SAMPLERS
+from mmengine.dist import get_dist_info, sync_random_seed
+from mmengine.logging import print_log
+from torch.utils.data import Sampler
+
+from damex.datasets.mixture import MixtureDataset
+from damex.datasets.seeded_index import SeededIndex, mix_seed
+
+__all__ = ["MixtureSampler"]
+
+
+@DATA_SAMPLERS.register_module()
+class MixtureSampler(Sampler[SeededIndex]):
+    """Samples datasets by weight; a pure function of seed, epoch and position.
+
+    Dataset i gets the share ``w_i / sum(w)`` of all samples. Shares are rounded over
+    the whole run and not per batch or epoch, so that a small share comes late but
+    always comes. Each dataset is read as an endless row of its own permutations, so
+    that every image of it is seen once before any is seen twice, also across epochs.
+
+    Nothing is stored while it runs: a resumed run continues with the same samples,
+    and any number of processes or workers sees the same global order.
+
+    Args:
+        dataset: The mixture.
+        seed: Same on all processes; drawn once and shared when None.
+        samples_per_epoch: Samples of one epoch over all processes; by default the
+            number of images in the mixture.
+        shuffle: False keeps the order of files (datasets still follow the weights).
+        infinite: Iterate over epochs without end, for iteration-based loops.
+
+    Raises:
+        ValueError: If ``samples_per_epoch`` is too small for the number of datasets.
+    """
+
+    def __init__(
+        self,
+        dataset: MixtureDataset,
+        *,
+        seed: int | None = None,
+        samples_per_epoch: int | None = None,
+        shuffle: bool = True,
+        infinite: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.seed = sync_random_seed() if seed is None else seed
+        self.rank, self.world_size = get_dist_info()
+        self.shuffle = shuffle
+        self.infinite = infinite
+        self.epoch = 0
+        self._skipped = 0
+        total = len(dataset) if samples_per_epoch is None else samples_per_epoch
+        if total < 1:
+            raise ValueError(f"samples_per_epoch must be 1 or more, got {total}.")
+        self.per_rank = math.ceil(total / self.world_size)
+        self.total = self.per_rank * self.world_size
+        weights = np.array(
+            [
+                size if spec.weight is None else spec.weight
+                for spec, size in zip(dataset.specs, dataset.sizes, strict=True)
+            ],
+            dtype=np.float64,
+        )
+        self.shares = weights / weights.sum()
+        if self.shares.max() * self.total < len(weights) - 1:
+            raise ValueError(
+                f"samples_per_epoch={total} is too small to share among "
+                f"{len(weights)} datasets; set it to {len(weights) ** 2} or more."
+            )
+        print_log(self.describe(), logger="current", level=logging.INFO)
+
+    def describe(self) -> str:
+        """What one epoch is made of, in a line per dataset."""
+        lines = [f"one epoch: {self.total} samples"]
+        rows = zip(self.dataset.specs, self.shares, self.dataset.sizes, strict=True)
+        for spec, share, size in rows:
+            samples = share * self.total
+            lines.append(
+                f"  {spec.name}: {share:.1%}, {samples:.1f} samples of {size} images, "
+                f"{samples / size:.2f} passes"
+            )
+        return "\n".join(lines)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration yields."""
+        self.epoch = epoch
+
+    def skip(self, num_samples: int) -> None:
+        """Leave out samples of this process, as mmengine asks when it resumes.
+
+        Args:
+            num_samples: Samples per process that were used before.
+        """
+        self._skipped += num_samples
+
+    def __len__(self) -> int:
+        return self.per_rank
+
+    def __iter__(self) -> Iterator[SeededIndex]:
+        skipped, self._skipped = self._skipped, 0
+        epoch = self.epoch + skipped // self.per_rank
+        start = skipped % self.per_rank
+        while True:
+            order = self.epoch_indices(epoch)
+            for position in range(start, self.per_rank):
+                place = position * self.world_size + self.rank
+                yield SeededIndex(order[place], mix_seed(self.seed, epoch, place))
+            if not self.infinite:
+                return
+            epoch, start = epoch + 1, 0
+
+    def epoch_indices(self, epoch: int) -> list[int]:
+        """Indices of one epoch in the order in which all processes together read it.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Returns:
+            ``total`` indices; process r reads every ``world_size``-th from r.
+        """
+        begins, ends = self._drawn_before(epoch), self._drawn_before(epoch + 1)
+        offsets = np.cumsum([0, *self.dataset.sizes[:-1]])
+        parts = [
+            self._stream(part, int(begin), int(end)) + offset
+            for part, (begin, end, offset) in enumerate(
+                zip(begins, ends, offsets, strict=True)
+            )
+        ]
+        indices = np.concatenate(parts)
+        if self.shuffle:
+            rng = np.random.default_rng([self.seed, 0, epoch])
+            indices = rng.permutation(indices)
+        return [int(index) for index in indices]
+
+    def _drawn_before(self, epoch: int) -> np.ndarray:
+        """Samples drawn per dataset before an epoch; sums to ``epoch * total``.
+
+        Every cumulative share is rounded on its own, which keeps it growing with the
+        epoch and within half a sample of the truth; the largest dataset takes up what
+        rounding leaves.
+        """
+        drawn = np.rint(self.shares * (epoch * self.total)).astype(np.int64)
+        largest = int(self.shares.argmax())
+        drawn[largest] += epoch * self.total - drawn.sum()
+        return drawn
+
+    def _stream(self, part: int, begin: int, end: int) -> np.ndarray:
+        """Entries ``begin`` to ``end`` of the endless permutations of one dataset."""
+        size = self.dataset.sizes[part]
+        if begin == end:
+            return np.zeros(0, dtype=np.int64)
+        cycles = range(begin // size, (end - 1) // size + 1)
+        row = np.concatenate([self._permutation(part, cycle) for cycle in cycles])
+        first = begin - cycles[0] * size
+        return row[first : first + end - begin]
+
+    def _permutation(self, part: int, cycle: int) -> np.ndarray:
+        size = self.dataset.sizes[part]
+        if not self.shuffle:
+            return np.arange(size)
+        return np.random.default_rng([self.seed, 1, part, cycle]).permutation(size)

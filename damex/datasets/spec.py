@@ -1,0 +1,307 @@
+"""DatasetSpec: one line of a mixture, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmdet.registry import DATASETS
+
+from damex.errors import ConfigError, DataError, did_you_mean
+
+__all__ = ["DatasetSpec", "parse_mixture"]
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """One dataset of a mixture.
+
+    Args:
+        name: Short unique name; it appears in tables, losses and checkpoints.
+        data_root: Folder that the other paths are relative to.
+        train: Annotation file in COCO format, or the config of any mmdet dataset.
+        val: Same for evaluation.
+        test: Same for ``tools/test.py``; ``val`` where it is not given.
+        img: Image folder, relative to ``data_root``; or one per split.
+        classes: Class names to use; all classes of the training set by default.
+        rename: Dataset's own class name -> name in the mixture, to merge classes
+            that two datasets call differently.
+        weight: Relative share of the training samples, given for all datasets of the
+            mixture or for none. None means the number of images, so that without any
+            weight every image is seen equally often.
+        group: Datasets of one group share their experts; the name by default.
+    """
+
+    name: str
+    data_root: str = ""
+    train: str | Mapping[str, Any] | None = None
+    val: str | Mapping[str, Any] | None = None
+    test: str | Mapping[str, Any] | None = None
+    img: str | Mapping[str, str] = ""
+    classes: tuple[str, ...] | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
+    weight: float | None = None
+    group: str | None = None
+
+    @classmethod
+    def from_config(cls, entry: Mapping[str, Any], position: int) -> DatasetSpec:
+        """Read one entry of ``mixture``.
+
+        Raises:
+            ConfigError: If a key is unknown, or a value cannot work.
+        """
+        where = f"mixture[{position}]"
+        known = tuple(cls.__dataclass_fields__)
+        for key in entry:
+            if key not in known:
+                raise ConfigError(
+                    f"{where} has the unknown key {key!r}; {did_you_mean(key, known)}"
+                )
+        name = entry.get("name")
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError(
+                f"{where}.name must be a non-empty string without '/', got {name!r}."
+            )
+        weight = entry.get("weight")
+        is_number = isinstance(weight, (int, float)) and math.isfinite(weight)
+        if weight is not None and not (is_number and weight > 0):
+            raise ConfigError(
+                f"{where} ({name!r}): weight must be a number above 0, got {weight!r}; "
+                "to leave a dataset out, remove its entry."
+            )
+        values = dict(entry)
+        if values.get("classes") is not None:
+            values["classes"] = tuple(values["classes"])
+        return cls(**values)
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group of datasets that share experts with this one."""
+        return self.group or self.name
+
+    def source(self, split: str) -> str | Mapping[str, Any] | None:
+        """Annotation file or dataset config of a split (``test`` falls to ``val``)."""
+        if split not in SPLITS:
+            raise ConfigError(f"split must be one of {SPLITS}, got {split!r}.")
+        if split == "test":
+            return self.test or self.val
+        return self.train if split == "train" else self.val
+
+    def dataset_config(self, split: str) -> dict[str, Any]:
+        """Config of the mmdet dataset behind a split.
+
+        Raises:
+            ConfigError: If the spec does not name this split.
+        """
+        source = self.source(split)
+        if source is None:
+            raise ConfigError(
+                f"dataset {self.name!r} has no {split!r} entry; add "
+                f"{split}='<annotation file>' (COCO format, relative to data_root) or "
+                f"{split}=dict(type='<mmdet dataset>', ...)."
+            )
+        if isinstance(source, str):
+            return dict(
+                type="NamedCocoDataset",
+                data_root=self.data_root,
+                ann_file=source,
+                data_prefix=dict(img=self._image_folder(split)),
+            )
+        if "type" not in source:
+            raise ConfigError(
+                f"dataset {self.name!r}: {split} is a dict without 'type'; name the "
+                f"mmdet dataset class, as in {split}=dict(type='VOCDataset', ...)."
+            )
+        return _with_named_labels(source)
+
+    def _image_folder(self, split: str) -> str:
+        if isinstance(self.img, str):
+            return self.img
+        if split == "test" and not self.test:
+            split = "val"
+        if split not in self.img:
+            raise ConfigError(
+                f"dataset {self.name!r}: img names no folder for {split!r}, only for "
+                f"{', '.join(self.img)}."
+            )
+        return self.img[split]
+
+    @cached_property
+    def own_classes(self) -> tuple[str, ...]:
+        """Class names of the training set in the dataset's own words.
+
+        Taken from ``classes``, else from the categories of the COCO file, else from
+        the metainfo of the mmdet dataset class.
+
+        Raises:
+            ConfigError: If none of these names any class.
+        """
+        if self.classes is not None:
+            return self.classes
+        source = self.train if self.train is not None else self.val
+        if isinstance(source, str):
+            return read_class_names(Path(self.data_root) / source, self.name)
+        classes = _metainfo_classes(source or {})
+        if not classes:
+            raise ConfigError(
+                f"dataset {self.name!r} names no classes; add classes=['...'] to its "
+                "mixture entry."
+            )
+        return classes
+
+    def mixture_classes(self) -> tuple[str, ...]:
+        """Class names after ``rename``, in the dataset's own order.
+
+        Raises:
+            ConfigError: If ``rename`` names a class that the dataset does not have.
+        """
+        own = self.own_classes
+        for name in self.rename:
+            if name not in own:
+                raise ConfigError(
+                    f"dataset {self.name!r}: rename names the class {name!r}; "
+                    f"{did_you_mean(name, own)}"
+                )
+        return tuple(self.rename.get(name, name) for name in own)
+
+
+def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ...]:
+    """Read and cross-check the entries of ``mixture``.
+
+    Raises:
+        ConfigError: If the mixture is empty, holds a dataset twice, or gives weights to
+            some datasets only.
+    """
+    if not entries:
+        raise ConfigError(
+            "mixture is empty; add one dict(name=..., data_root=..., train=..., "
+            "val=..., img=...) per dataset."
+        )
+    specs = tuple(DatasetSpec.from_config(e, i) for i, e in enumerate(entries))
+    _check_weights(specs)
+    names: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    for position, spec in enumerate(specs):
+        if spec.name in names:
+            raise ConfigError(
+                f"mixture[{position}] and mixture[{names[spec.name]}] are both called "
+                f"{spec.name!r}; remove one entry, or give it another name."
+            )
+        names[spec.name] = position
+        key = _source_key(spec)
+        if key is not None and key in sources:
+            raise ConfigError(
+                f"mixture[{position}] ({spec.name!r}) trains on the same annotation "
+                f"file as mixture[{sources[key]}]: {key}. Remove one entry; to see a "
+                "dataset more often, set its weight."
+            )
+        if key is not None:
+            sources[key] = position
+    return specs
+
+
+def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
+    """Names of the categories of a COCO file, in file order.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or has no categories.
+    """
+    document = read_coco(path, dataset)
+    names = tuple(str(category["name"]) for category in document["categories"])
+    if len(set(names)) != len(names):
+        double = sorted({name for name in names if names.count(name) > 1})
+        raise DataError(
+            f"dataset {dataset!r}: {path} has the category names {double} twice; "
+            "every name must belong to one category id."
+        )
+    return names
+
+
+def read_coco(path: Path, dataset: str) -> dict[str, Any]:
+    """Load a COCO file and check that it has the three lists that COCO promises.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or lacks a list.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"dataset {dataset!r}: there is no annotation file {path} (seen from "
+            f"{Path.cwd()}). Correct data_root, train or val in its mixture entry."
+        )
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(
+            f"dataset {dataset!r}: {path} is not a JSON file ({error})."
+        ) from error
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(document, dict) or not isinstance(document.get(key), list):
+            raise DataError(
+                f"dataset {dataset!r}: {path} has no list {key!r}; a COCO file has "
+                "'images', 'annotations' and 'categories'."
+            )
+    return document
+
+
+def _check_weights(specs: Sequence[DatasetSpec]) -> None:
+    """Refuse weights beside image counts: the two have no common unit.
+
+    Raises:
+        ConfigError: If some datasets have a weight and others have none.
+    """
+    without = [spec.name for spec in specs if spec.weight is None]
+    if without and len(without) < len(specs):
+        given = ", ".join(f"{s.name}={s.weight}" for s in specs if s.weight is not None)
+        raise ConfigError(
+            f"mixture: weight is given for some datasets ({given}) but not for "
+            f"{', '.join(without)}; give every dataset a weight, or none (then every "
+            "image is seen equally often)."
+        )
+
+
+def _with_named_labels(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with damex's COCO class in place of mmdet's, inside wrappers too.
+
+    mmdet's own class numbers labels in file order; ours goes by name.
+    """
+    config = dict(config)
+    kind = config.get("type")
+    class_name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    if class_name.removeprefix("mmdet.") == "CocoDataset":
+        config["type"] = "NamedCocoDataset"
+    if "datasets" in config:
+        config["datasets"] = [_with_named_labels(c) for c in config["datasets"]]
+    if "dataset" in config:
+        config["dataset"] = _with_named_labels(config["dataset"])
+    return config
+
+
+def _metainfo_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Classes that a dataset config or its class declares; wrappers are opened."""
+    declared = dict(config.get("metainfo") or {}).get("classes")
+    if declared:
+        return tuple(declared)
+    inner = [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
+    if inner:
+        return _metainfo_classes(inner[0])
+    kind = config.get("type")
+    dataset_class = DATASETS.get(kind) if isinstance(kind, str) else kind
+    return tuple(getattr(dataset_class, "METAINFO", {}).get("classes", ()))
+
+
+def _source_key(spec: DatasetSpec) -> str | None:
+    """Resolved path of the training annotations, where they are one file."""
+    source = spec.train
+    if isinstance(source, str):
+        return str((Path(spec.data_root) / source).resolve())
+    if source and isinstance(source.get("ann_file"), str):
+        root = Path(source.get("data_root") or "")
+        return str((root / source["ann_file"]).resolve())
+    return None

@@ -1,0 +1,526 @@
+"""The bundled mixture: true boxes, promised traits, and a generation in one step."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from damex.datasets.minimix import (
+    DATASETS,
+    contact_sheet,
+    digits,
+    generate,
+    generate_minimix,
+    photos,
+    sprites,
+)
+from damex.datasets.minimix.__main__ import main
+from damex.datasets.minimix.canvas import Box, Canvas, Sprite
+from damex.datasets.minimix.spec import SPLITS
+from damex.datasets.minimix.tokens import draw_token
+from damex.datasets.minimix.writer import render_image
+
+NAMES = ["shapes", "digits", "playroom", "photos", "arcade"]
+SMALL = tuple(
+    replace(spec, num_train=8 - index, num_val=3) for index, spec in enumerate(DATASETS)
+)
+
+
+@pytest.fixture(scope="module")
+def small_root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("minimix") / "small"
+    generate_minimix(root, specs=SMALL)
+    return root
+
+
+def read(root, name, split):
+    return json.loads((root / name / f"{split}.json").read_text(encoding="utf-8"))
+
+
+def files_of(root):
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def solid(height, width, *, alpha=1.0):
+    return Sprite(np.zeros((height, width, 3)), np.full((height, width), alpha))
+
+
+class TestCanvas:
+    def test_box_is_tight_around_half_covered_pixels(self):
+        alpha = np.zeros((6, 8))
+        alpha[2:5, 3:7] = 0.5
+        alpha[1, 3:7] = 0.49  # a soft edge, less than half covered
+        canvas = Canvas(np.ones((20, 30, 3)))
+        assert canvas.paste(Sprite(np.zeros((6, 8, 3)), alpha), 10, 5, name="a")
+        # x = 10 + 3, y = 5 + 2, columns 3..6 and rows 2..4
+        assert canvas.boxes() == [Box("a", 13, 7, 4, 3)]
+
+    def test_box_shrinks_to_what_stays_visible(self):
+        canvas = Canvas(np.ones((20, 30, 3)))
+        canvas.paste(solid(10, 10), 0, 0, name="below")
+        assert canvas.paste(solid(20, 10), 7, 0, name="above")
+        # columns 7..9 of the lower one are hidden: 70 % is left, 7 columns wide
+        assert canvas.boxes() == [Box("below", 0, 0, 7, 10), Box("above", 7, 0, 10, 20)]
+
+    def test_hiding_more_than_40_percent_is_refused_and_changes_nothing(self):
+        canvas = Canvas(np.ones((20, 30, 3)))
+        canvas.paste(solid(10, 10), 0, 0, name="below")
+        before = canvas.pixels.copy()
+        # columns 5..9 would be hidden: 50 % left
+        assert not canvas.paste(solid(20, 20), 5, 0, name=None)
+        np.testing.assert_array_equal(canvas.pixels, before)
+        assert canvas.boxes() == [Box("below", 0, 0, 10, 10)]
+
+    def test_hiding_adds_up_over_several_sprites(self):
+        canvas = Canvas(np.ones((20, 30, 3)))
+        canvas.paste(solid(10, 10), 5, 0, name="below")
+        assert canvas.paste(solid(10, 3), 5, 0, name=None)  # 70 % left
+        assert not canvas.paste(solid(10, 3), 12, 0, name=None)  # 40 % would be
+
+    def test_thin_objects_do_not_pile_up(self):
+        frame = np.ones((20, 20))
+        frame[2:18, 2:18] = 0
+        canvas = Canvas(np.ones((30, 30, 3)))
+        canvas.paste(Sprite(np.zeros((20, 20, 3)), frame), 0, 0, name="frame")
+        # no pixel of the frame is hidden, but its box holds the whole of the other
+        assert not canvas.paste(solid(8, 8), 6, 6, name="inner")
+        assert canvas.paste(solid(8, 8), 6, 6, name=None)
+
+    def test_overlap_is_a_part_of_the_smaller_box(self):
+        large, small = Box("a", 0, 0, 10, 10), Box("b", 8, 6, 4, 5)
+        # shared: 2 columns x 4 rows = 8 of 4 * 5 = 20
+        assert large.overlap(small) == small.overlap(large) == 8 / 20
+        assert large.overlap(Box("c", 10, 0, 5, 5)) == 0
+
+
+class TestSprites:
+    @pytest.mark.parametrize("size", [12, 31, 56])
+    @pytest.mark.parametrize("angle", [0.0, 0.7, 2.0])
+    @pytest.mark.parametrize(
+        "drawing",
+        [
+            sprites.disc,
+            sprites.ring,
+            sprites.square,
+            sprites.triangle,
+            sprites.star,
+            sprites.shiny_disc,
+            sprites.framed_box,
+            sprites.split_wedge,
+            sprites.car,
+            sprites.kite,
+            sprites.leaf,
+        ],
+    )
+    def test_drawing_fits_its_size_without_empty_border(self, drawing, size, angle):
+        sprite = sprites.draw(drawing((0.8, 0.2, 0.2)), size=size, angle=angle)
+        alpha = sprite.alpha
+        assert 0.55 * size < max(alpha.shape) <= size
+        assert alpha[0].any()
+        assert alpha[-1].any()
+        assert alpha[:, 0].any()
+        assert alpha[:, -1].any()
+
+    def test_ring_has_a_hole_and_a_disc_has_none(self):
+        color = (0.8, 0.2, 0.2)
+        assert sprites.draw(sprites.ring(color), size=40).alpha[20, 20] == 0
+        assert sprites.draw(sprites.disc(color), size=40).alpha[20, 20] == 1
+
+    def test_angle_turns_clockwise(self):
+        wedge = [sprites.Layer(np.array([(0, 0), (0.9, -0.1), (0.9, 0.1)]), (1, 1, 1))]
+        right = sprites.draw(wedge, size=40)
+        down = sprites.draw(wedge, size=40, angle=np.pi / 2)
+        assert right.alpha.shape[1] > 3 * right.alpha.shape[0]
+        # the point is at the start, the wide end where the wedge points to
+        assert down.alpha.shape[0] > 3 * down.alpha.shape[1]
+        assert down.alpha[-2].sum() > down.alpha[1].sum()
+
+
+class TestContent:
+    @pytest.mark.parametrize("split", SPLITS)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_json_is_valid_coco(self, small_root, name, split):
+        content = read(small_root, name, split)
+        images = {image["id"]: image for image in content["images"]}
+        category_ids = [category["id"] for category in content["categories"]]
+        assert sorted(images) == list(range(1, len(content["images"]) + 1))
+        assert category_ids == list(range(1, len(category_ids) + 1))
+        annotation_ids = [entry["id"] for entry in content["annotations"]]
+        assert annotation_ids == list(range(1, len(annotation_ids) + 1))
+        for entry in content["annotations"]:
+            image = images[entry["image_id"]]
+            x, y, width, height = entry["bbox"]
+            assert min(x, y) >= 0
+            assert min(width, height) >= 2
+            assert x + width <= image["width"]
+            assert y + height <= image["height"]
+            assert entry["area"] == width * height
+            assert entry["iscrowd"] == 0
+            assert entry["category_id"] in category_ids
+        with_boxes = {entry["image_id"] for entry in content["annotations"]}
+        assert with_boxes == set(images)
+        for image in images.values():
+            path = small_root / name / "images" / image["file_name"]
+            with Image.open(path) as picture:
+                assert picture.size == (image["width"], image["height"])
+
+    def test_info_names_version_seed_and_licence(self, small_root):
+        info = read(small_root, "digits", "val")["info"]
+        assert info["version"] == "1.1"
+        assert info["seed"] == 0
+        assert "CC BY 4.0" in info["license"]
+
+    def test_some_images_are_not_square(self, small_root):
+        sizes = {
+            (image["height"], image["width"])
+            for name in NAMES
+            for image in read(small_root, name, "train")["images"]
+        }
+        assert sizes == {(128, 128), (96, 128), (128, 96)}
+
+    @pytest.mark.parametrize("spec", DATASETS, ids=NAMES)
+    def test_every_class_occurs_and_numbers_of_objects_vary(self, spec):
+        renderer = spec.build_renderer("train")
+        counts: Counter[str] = Counter()
+        per_image = set()
+        for index in range(40):
+            canvas = render_image(spec, "train", index, seed=0, renderer=renderer)
+            names = [box.name for box in canvas.boxes()]
+            counts.update(names)
+            per_image.add(len(names))
+        assert set(counts) == set(spec.classes)
+        assert min(per_image) >= 1
+        assert max(per_image) <= 8
+        assert len(per_image) >= 4
+
+    @pytest.mark.parametrize("spec", DATASETS, ids=NAMES)
+    def test_new_boxes_hold_the_pixels_that_changed(self, spec, monkeypatch):
+        scatter, gaps = Canvas.scatter, []
+
+        def watch(canvas, sprite, rng, *, name):
+            before = canvas.pixels.copy()
+            pasted = scatter(canvas, sprite, rng, name=name)
+            if pasted and name is not None:
+                changed = (np.abs(canvas.pixels - before) > 1e-9).any(axis=2)
+                rows = np.flatnonzero(changed.any(axis=1))
+                columns = np.flatnonzero(changed.any(axis=0))
+                box = canvas.boxes()[-1]
+                assert box.name == name
+                gaps.append(box.x - columns[0])
+                gaps.append(box.y - rows[0])
+                gaps.append(columns[-1] - (box.x + box.width - 1))
+                gaps.append(rows[-1] - (box.y + box.height - 1))
+            return pasted
+
+        monkeypatch.setattr(Canvas, "scatter", watch)
+        renderer = spec.build_renderer("val")
+        for index in range(10):
+            render_image(spec, "val", index, seed=0, renderer=renderer)
+        # A soft edge lies outside the box, an object's colour may equal the
+        # background's by chance; the pen of an enlarged digit has the widest edge.
+        assert len(gaps) > 80
+        assert min(gaps) >= -1
+        assert np.mean(gaps) < 1.5
+        assert np.mean(np.array(gaps) <= 3) > 0.95
+
+    def test_json_holds_the_rendered_boxes(self, small_root):
+        spec = SMALL[3]
+        content = read(small_root, spec.name, "val")
+        names = {entry["id"]: entry["name"] for entry in content["categories"]}
+        renderer = spec.build_renderer("val")
+        canvas = render_image(spec, "val", 2, seed=0, renderer=renderer)
+        written = [
+            Box(names[entry["category_id"]], *entry["bbox"])
+            for entry in content["annotations"]
+            if entry["image_id"] == 3
+        ]
+        assert written == canvas.boxes()
+
+
+def names_of_tokens(spec, monkeypatch):
+    """Record under which names a dataset pastes each of the shared drawings."""
+    scatter, drawn, names = Canvas.scatter, {}, {}
+
+    def draw(kind, rng):
+        sprite = draw_token(kind, rng)
+        drawn[id(sprite)] = (kind, sprite)
+        return sprite
+
+    def record(canvas, sprite, rng, *, name):
+        if id(sprite) in drawn:
+            names.setdefault(drawn[id(sprite)][0], set()).add(name)
+        return scatter(canvas, sprite, rng, name=name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"damex.datasets.minimix.{spec.name}.draw_token", draw)
+        patch.setattr(Canvas, "scatter", record)
+        renderer = spec.build_renderer("train")
+        for index in range(20):
+            render_image(spec, "train", index, seed=0, renderer=renderer)
+    return names
+
+
+class TestPromises:
+    def test_names_overlap_under_different_ids(self):
+        ids = {
+            spec.name: {name: i for i, name in enumerate(spec.classes, start=1)}
+            for spec in DATASETS
+        }
+        counts = Counter(name for spec in DATASETS for name in spec.classes)
+        shared = {name for name, count in counts.items() if count > 1}
+        assert shared == {"circle", "star", "car"}
+        assert len(counts) == 24
+        assert ids["shapes"]["circle"] != ids["photos"]["circle"]
+        assert ids["shapes"]["star"] != ids["arcade"]["star"]
+        assert ids["playroom"]["car"] != ids["photos"]["car"]
+        for spec in DATASETS:
+            assert len(set(spec.classes)) == len(spec.classes)
+            assert list(spec.classes) != sorted(spec.classes)
+
+    def test_sizes_are_very_uneven(self):
+        sizes = [spec.num_train for spec in DATASETS]
+        assert sizes == [900, 500, 250, 120, 60]
+        assert {spec.num_val for spec in DATASETS} == {60}
+
+    def test_playroom_and_arcade_names_mean_the_same_drawings(self, monkeypatch):
+        assert names_of_tokens(DATASETS[2], monkeypatch) == {
+            0: {"ball"},
+            1: {"crate"},
+            2: {"roof"},
+        }
+        assert names_of_tokens(DATASETS[4], monkeypatch) == {
+            0: {"coin"},
+            1: {"chip"},
+            2: {"ship"},
+        }
+
+    def test_small_parts_of_an_image_tell_the_dataset(self):
+        # Nearest mean of (mean, spread) of the colour channels of 16 px patches,
+        # fitted on train images, tried on val images. Chance is 0.2.
+        def patches(spec, split):
+            renderer = spec.build_renderer(split)
+            rows = []
+            for index in range(12):
+                canvas = render_image(spec, split, index, seed=0, renderer=renderer)
+                pixels = np.asarray(canvas.image()) / 255
+                for y in range(0, 96, 16):
+                    for x in range(0, 96, 16):
+                        patch = pixels[y : y + 16, x : x + 16].reshape(-1, 3)
+                        rows.append([*patch.mean(axis=0), *patch.std(axis=0)])
+            return np.array(rows)
+
+        means = np.stack([patches(spec, "train").mean(axis=0) for spec in DATASETS])
+        rates = []
+        for label, spec in enumerate(DATASETS):
+            rows = patches(spec, "val")
+            distances = np.linalg.norm(rows[:, None] - means[None], axis=2)
+            rates.append((distances.argmin(axis=1) == label).mean())
+        assert np.mean(rates) > 0.5
+
+    def test_splits_use_different_digits(self):
+        train, val = (digits.source_indices(split) for split in SPLITS)
+        assert not set(train) & set(val)
+        assert len(train) + len(val) == 1797  # all of load_digits
+        assert len(val) == 359  # 1797 - round(1797 * 0.8)
+
+    def test_splits_use_different_columns_of_the_photographs(self):
+        train, val = (photos.source_columns(split, width=640) for split in SPLITS)
+        assert train == (0, 416)  # 0.65 * 640
+        assert val == (416, 640)
+
+
+class TestGeneration:
+    def test_same_seed_gives_the_same_bytes(self, small_root, tmp_path):
+        np.random.seed(123)
+        state = np.random.get_state()[1].copy()
+        generate_minimix(tmp_path / "again", specs=SMALL)
+        assert files_of(tmp_path / "again") == files_of(small_root)
+        np.testing.assert_array_equal(np.random.get_state()[1], state)
+
+    def test_another_seed_gives_other_images(self, small_root, tmp_path):
+        generate_minimix(tmp_path / "other", seed=1, specs=SMALL)
+        first, other = files_of(small_root), files_of(tmp_path / "other")
+        assert first.keys() == other.keys()
+        assert not set(first.values()) & set(other.values())
+
+    def test_train_and_val_share_no_image(self, small_root):
+        hashes = Counter(files_of(small_root).values())
+        assert max(hashes.values()) == 1
+
+    def test_an_image_does_not_depend_on_how_many_there_are(self, small_root, tmp_path):
+        shapes = replace(SMALL[0], num_train=2)
+        generate_minimix(tmp_path / "one", specs=[shapes])
+        name = "shapes/images/train_00001.jpg"
+        assert files_of(tmp_path / "one")[name] == files_of(small_root)[name]
+
+    def test_report_counts_what_was_written(self, small_root):
+        report = generate_minimix(small_root, specs=SMALL)
+        assert not report.created
+        for entry, spec in zip(report.datasets, SMALL, strict=True):
+            assert entry.num_images == {"train": spec.num_train, "val": 3}
+            for split in SPLITS:
+                content = read(small_root, entry.name, split)
+                assert entry.num_boxes[split] == len(content["annotations"])
+        assert "24 distinct class names" in report.table()
+
+    def test_second_call_leaves_every_file_alone(self, small_root):
+        times = {path: path.stat().st_mtime_ns for path in small_root.rglob("*")}
+        generate_minimix(small_root, specs=SMALL)
+        after = {path: path.stat().st_mtime_ns for path in small_root.rglob("*")}
+        assert after == times
+
+    def test_interrupted_generation_leaves_nothing(self, tmp_path, monkeypatch):
+        write, calls = generate.write_dataset, []
+
+        def interrupted(root, spec, *, seed):
+            calls.append(spec.name)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return write(root, spec, seed=seed)
+
+        monkeypatch.setattr(generate, "write_dataset", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate_minimix(tmp_path / "out", specs=SMALL)
+        assert calls == ["shapes", "digits", "playroom"]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_interrupted_replacement_keeps_the_old_one(self, tmp_path, monkeypatch):
+        out = tmp_path / "out"
+        generate_minimix(out, specs=SMALL[4:])
+        before = files_of(out)
+
+        def interrupted(root, spec, *, seed):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(generate, "write_dataset", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate_minimix(out, seed=1, specs=SMALL[4:], force=True)
+        assert files_of(out) == before
+
+    def test_foreign_content_is_refused(self, tmp_path):
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(ValueError, match=r"other content \(notes.txt\)"):
+            generate_minimix(tmp_path, specs=SMALL)
+        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+    def test_another_seed_in_the_folder_is_refused(self, small_root):
+        before = files_of(small_root)
+        with pytest.raises(ValueError, match=r"'seed': 0.*--force"):
+            generate_minimix(small_root, seed=1, specs=SMALL)
+        assert files_of(small_root) == before
+
+    def test_force_replaces_its_own_files_only(self, tmp_path):
+        out = tmp_path / "out"
+        generate_minimix(out, specs=SMALL[3:])
+        (out / "photos" / "mine.txt").write_text("mine")
+        report = generate_minimix(out, seed=1, specs=SMALL[4:], force=True)
+        assert report.created
+        left = [path.name for path in (out / "photos").rglob("*")]
+        assert left == ["mine.txt"]
+        assert read(out, "arcade", "train")["info"]["seed"] == 1
+        generate_minimix(tmp_path / "fresh", seed=1, specs=SMALL[4:])
+        mine = files_of(out).keys() - files_of(tmp_path / "fresh").keys()
+        assert mine == {"photos/mine.txt"}
+
+    def test_force_never_overwrites_a_foreign_file(self, tmp_path):
+        (tmp_path / "arcade").mkdir()
+        (tmp_path / "arcade" / "train.json").write_text("mine")
+        with pytest.raises(ValueError, match=r"in the way.*'arcade/train.json'"):
+            generate_minimix(tmp_path, specs=SMALL, force=True)
+        assert (tmp_path / "arcade" / "train.json").read_text() == "mine"
+
+    def test_a_damaged_stamp_counts_as_foreign(self, tmp_path):
+        (tmp_path / "minimix.json").write_text("{")
+        with pytest.raises(ValueError, match="other content"):
+            generate_minimix(tmp_path, specs=SMALL)
+
+    def test_a_file_in_the_place_of_the_folder_is_refused(self, tmp_path):
+        (tmp_path / "out").write_text("mine")
+        with pytest.raises(ValueError, match="is a file"):
+            generate_minimix(tmp_path / "out", specs=SMALL, force=True)
+        assert (tmp_path / "out").read_text() == "mine"
+
+    @pytest.mark.parametrize("twin_seed", [0, 1])
+    def test_the_first_of_two_processes_wins(self, tmp_path, monkeypatch, twin_seed):
+        out, write, times = tmp_path / "out", generate.write_dataset, {}
+
+        def overtaken(root, spec, *, seed):
+            with monkeypatch.context() as patch:
+                patch.setattr(generate, "write_dataset", write)
+                generate_minimix(out, seed=twin_seed, specs=SMALL[4:])
+            times.update({path: path.stat().st_mtime_ns for path in out.rglob("*")})
+            return write(root, spec, seed=seed)
+
+        monkeypatch.setattr(generate, "write_dataset", overtaken)
+        if twin_seed == 0:
+            generate_minimix(out, specs=SMALL[4:])
+        else:
+            with pytest.raises(OSError, match="out"):
+                generate_minimix(out, specs=SMALL[4:])
+        assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def test_an_empty_folder_is_filled(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        assert generate_minimix(tmp_path / "out", specs=SMALL[4:]).created
+        assert (tmp_path / "out" / "minimix.json").is_file()
+
+    @pytest.mark.parametrize("file", ["../mine.txt", "arcade/mine.txt", "/etc/mine"])
+    def test_a_stamp_that_lists_foreign_files_is_not_trusted(self, tmp_path, file):
+        out = tmp_path / "out"
+        generate_minimix(out, specs=SMALL[4:])
+        (tmp_path / "mine.txt").write_text("mine")
+        (out / "arcade" / "mine.txt").write_text("mine")
+        stamp = json.loads((out / "minimix.json").read_text())
+        stamp["files"].append(file)
+        (out / "minimix.json").write_text(json.dumps(stamp))
+        with pytest.raises(ValueError, match="in the way"):
+            generate_minimix(out, seed=1, specs=SMALL[4:], force=True)
+        assert (tmp_path / "mine.txt").exists()
+        assert (out / "arcade" / "mine.txt").exists()
+
+    def test_negative_seed_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="got -1"):
+            generate_minimix(tmp_path / "out", seed=-1)
+
+    def test_command_refuses_with_a_message(self, tmp_path, capsys):
+        (tmp_path / "notes.txt").write_text("mine")
+        assert main(["--out", str(tmp_path)]) == 2
+        assert "notes.txt" in capsys.readouterr().err
+
+
+def test_package_needs_neither_torch_nor_mmdet():
+    imported = set()
+    for path in Path(generate.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module))
+            elif isinstance(node, ast.Import):
+                imported.update(alias.name for alias in node.names)
+    own = "damex.datasets.minimix"
+    roots = {name.split(".")[0] for name in imported if not name.startswith(own)}
+    assert roots - sys.stdlib_module_names == {"numpy", "PIL", "sklearn"}
+
+
+class TestContactSheet:
+    def test_one_row_per_dataset_with_drawn_boxes(self, small_root):
+        sheet = contact_sheet(small_root, num_columns=2)
+        # 150 + 2 * (256 + 6) wide, 5 * (256 + 6) + 6 high
+        assert sheet.size == (674, 1316)
+
+    def test_folder_without_the_mixture_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="no dataset of minimix"):
+            contact_sheet(tmp_path)
