@@ -1,0 +1,35 @@
+# What every damex config shares: registration, runner, hooks, the screen.
+custom_imports = dict(imports=["damex.registration"], allow_failed_imports=False)
+default_scope = "mmdet"
+runner_type = "MixtureRunner"
+
+default_hooks = dict(
+    timer=dict(type="IterTimerHook"),
+    logger=dict(type="LoggerHook", interval=50),
+    param_scheduler=dict(type="ParamSchedulerHook"),
+    # Two checkpoints: the older one is removed before the newer one is written.
+    checkpoint=dict(type="CheckpointHook", interval=1, max_keep_ckpts=2),
+    sampler_seed=dict(type="DistSamplerSeedHook"),
+    visualization=dict(type="DetVisualizationHook"),
+)
+custom_hooks = [
+    dict(type="IterationSeedHook"),
+    dict(type="ProgressHook"),
+    dict(type="RunSummaryHook"),
+]
+randomness = dict(seed=0)
+
+env_cfg = dict(
+    cudnn_benchmark=False,
+    mp_cfg=dict(mp_start_method="fork", opencv_num_threads=0),
+    dist_cfg=dict(backend="nccl"),
+)
+vis_backends = [dict(type="LocalVisBackend")]
+visualizer = dict(
+    type="DetLocalVisualizer", vis_backends=vis_backends, name="visualizer"
+)
+log_processor = dict(type="LogProcessor", window_size=50, by_epoch=True)
+log_level = "INFO"
+console = "progress"  # "full" shows every log line on the screen too
+load_from = None
+resume = False

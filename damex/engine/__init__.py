@@ -1,0 +1,1 @@
+"""Runner, hooks and checkpoints around mmengine."""

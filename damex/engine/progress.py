@@ -1,0 +1,189 @@
+"""ProgressHook: what a person sees while a detector trains and is evaluated."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from mmdet.registry import HOOKS
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.runner import Runner
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from damex.datasets.mixture import MixtureDataset
+from damex.models.insertion import moe_blocks
+
+__all__ = ["ProgressHook"]
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """One live line with time left, loss, and where tokens go.
+
+    On a terminal it is a bar; in a pipe or a file it is a plain line now and then.
+
+    Args:
+        every_seconds: Seconds between plain lines.
+        smoothing: Weight of the past in the shown running means, in [0, 1).
+    """
+
+    priority = "LOW"
+
+    def __init__(self, *, every_seconds: float = 15.0, smoothing: float = 0.9) -> None:
+        self.every_seconds = every_seconds
+        self.smoothing = smoothing
+        self._console = Console(file=sys.stdout)
+        self._progress: Progress | None = None
+        self._means: dict[str, float] = {}
+        self._started = self._last_line = 0.0
+        self._first_iter = 0
+
+    def before_train(self, runner: Runner) -> None:
+        """Say what is trained."""
+        if runner.rank != 0:
+            return
+        self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
+        self._started = self._last_line = time.monotonic()
+        self._first_iter = runner.iter
+        self._open("train", runner.max_iters, runner.iter)
+
+    def after_train_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Update the line."""
+        if runner.rank != 0:
+            return
+        for key in ("loss", "moe_own_share"):
+            if outputs and key in outputs:
+                value = float(torch.as_tensor(outputs[key]).detach())
+                old = self._means.get(key, value)
+                self._means[key] = self.smoothing * old + (1 - self.smoothing) * value
+        self._advance(runner.iter + 1, runner.max_iters, self._status())
+
+    def after_train(self, runner: Runner) -> None:
+        """Close the bar."""
+        self._close()
+
+    def before_val(self, runner: Runner) -> None:
+        """Show a bar for the evaluation."""
+        self._begin_evaluation(runner, "evaluate", runner.val_dataloader)
+
+    def before_test(self, runner: Runner) -> None:
+        """Show a bar for the test."""
+        if runner.rank == 0:
+            self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
+        self._begin_evaluation(runner, "test", runner.test_dataloader)
+
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, *_: Any, **__: Any
+    ) -> None:
+        """Advance the evaluation's bar."""
+        if runner.rank == 0:
+            self._advance(batch_idx + 1, len(runner.val_dataloader), "")
+
+    def after_test_iter(
+        self, runner: Runner, batch_idx: int, *_: Any, **__: Any
+    ) -> None:
+        """Advance the test's bar."""
+        if runner.rank == 0:
+            self._advance(batch_idx + 1, len(runner.test_dataloader), "")
+
+    def after_val(self, runner: Runner) -> None:
+        """Go back to the training's bar."""
+        self._close()
+        training = runner._train_loop is not None and runner.iter < runner.max_iters
+        if runner.rank == 0 and training:
+            self._open("train", runner.max_iters, runner.iter)
+
+    def after_test(self, runner: Runner) -> None:
+        """Close the bar."""
+        self._close()
+
+    def _begin_evaluation(self, runner: Runner, label: str, loader: Any) -> None:
+        if runner.rank != 0:
+            return
+        self._close()
+        self._started, self._first_iter = time.monotonic(), 0
+        self._open(label, len(loader), 0)
+
+    def _open(self, label: str, total: int, done: int) -> None:
+        self._label = label
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description:>8}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left  {task.fields[status]}"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(
+            label, total=total, completed=done, status=""
+        )
+        self._progress.start()
+
+    def _advance(self, done: int, total: int, status: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, status=status)
+            return
+        now = time.monotonic()
+        if now - self._last_line < self.every_seconds and done < total:
+            return
+        self._last_line = now
+        per_step = (now - self._started) / max(done - self._first_iter, 1)
+        left = time.strftime("%H:%M:%S", time.gmtime(per_step * (total - done)))
+        self._console.print(
+            f"{self._label:>8} {done}/{total}  {left} left  {status}", highlight=False
+        )
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _status(self) -> str:
+        parts = []
+        if "loss" in self._means:
+            parts.append(f"loss {self._means['loss']:.2f}")
+        if "moe_own_share" in self._means:
+            parts.append(f"tokens to own expert {self._means['moe_own_share']:.1%}")
+        return "  ".join(parts)
+
+
+def describe_run(runner: Runner) -> str:
+    """A few lines: the model, its experts, the data, and where the log is."""
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    blocks = moe_blocks(model)
+    experts = "dense"
+    if blocks:
+        experts = f"{blocks[0].moe.num_experts} experts in " + ", ".join(
+            block.name for block in blocks
+        )
+    lines = [f"{type(model).__name__}: {millions:.2f} M parameters, {experts}"]
+    dataset: Any = None
+    if runner._train_loop is not None:
+        dataset = getattr(runner.train_dataloader, "dataset", None)
+    if isinstance(dataset, MixtureDataset):
+        rows = zip(dataset.specs, dataset.sizes, strict=True)
+        names = ", ".join(f"{spec.name} ({size})" for spec, size in rows)
+        classes = len(dataset.metainfo["classes"])
+        lines.append(f"trained on {names}: {classes} classes")
+    lines.append(f"details in {runner.logger.log_file or runner.log_dir}")
+    return "\n".join(lines)

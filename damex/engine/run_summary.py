@@ -1,0 +1,259 @@
+"""RunSummaryHook: what a run ends with: a table, a JSON file and a picture."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmdet.registry import HOOKS
+from mmengine.hooks import Hook
+from mmengine.runner import Runner
+from rich.console import Console
+from rich.table import Table
+
+from damex.visualization.detections import Panel, draw_panels
+
+__all__ = ["RunSummaryHook", "score_table", "summarise"]
+
+PACKAGES = (
+    "damex",
+    "torch",
+    "torchvision",
+    "onedl-mmdetection",
+    "onedl-mmengine",
+    "onedl-mmcv",
+)
+PREFIX = "mixture/"
+
+
+@HOOKS.register_module()
+class RunSummaryHook(Hook):
+    """Prints the scores per dataset and writes ``summary.json`` and a picture.
+
+    Args:
+        images_per_dataset: Images of each dataset in ``detections.png``; 0 for none.
+        min_score: Detections below this confidence are not drawn.
+    """
+
+    priority = "VERY_LOW"
+
+    def __init__(self, *, images_per_dataset: int = 2, min_score: float = 0.3) -> None:
+        self.images_per_dataset = images_per_dataset
+        self.min_score = min_score
+        self._console = Console(file=sys.stdout)
+        self._created = time.monotonic()
+        self._train_seconds = 0.0
+        self._train_started: float | None = None
+        self._val_started = 0.0
+        self._val_seconds = 0.0
+        self._samples: dict[str, list[Any]] = defaultdict(list)
+        self._scores: dict[str, float] = {}
+
+    def before_train(self, runner: Runner) -> None:
+        """Start the clock."""
+        self._train_started = time.monotonic()
+
+    def before_val_epoch(self, runner: Runner) -> None:
+        """Forget the images of the evaluation before."""
+        self._samples.clear()
+        self._val_started = time.monotonic()
+
+    before_test_epoch = before_val_epoch
+
+    def after_val_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Sequence[Any] | None = None,
+    ) -> None:
+        """Keep the first images of every dataset for the picture."""
+        for sample in outputs or ():
+            kept = self._samples[sample.metainfo.get("dataset_name", "")]
+            if len(kept) < self.images_per_dataset:
+                kept.append(sample)
+
+    after_test_iter = after_val_iter
+
+    def after_val_epoch(
+        self, runner: Runner, metrics: dict[str, float] | None = None
+    ) -> None:
+        """Print the table of one evaluation."""
+        self._val_seconds += time.monotonic() - self._val_started
+        self._report(runner, metrics or {})
+
+    def after_test_epoch(
+        self, runner: Runner, metrics: dict[str, float] | None = None
+    ) -> None:
+        """Print the table and write the summary of a test."""
+        self._report(runner, metrics or {})
+        self._write(runner)
+
+    def after_train(self, runner: Runner) -> None:
+        """Write the summary of the whole run."""
+        if self._train_started is not None:
+            elapsed = time.monotonic() - self._train_started
+            self._train_seconds = elapsed - self._val_seconds
+        self._write(runner)
+
+    def _report(self, runner: Runner, metrics: Mapping[str, float]) -> None:
+        self._scores = {
+            key.removeprefix(PREFIX): value
+            for key, value in metrics.items()
+            if key.startswith(PREFIX)
+        }
+        if runner.rank == 0 and self._scores:
+            self._console.print(score_table(self._scores))
+
+    def _write(self, runner: Runner) -> None:
+        if runner.rank != 0 or not self._scores:
+            return
+        folder = Path(runner.work_dir)
+        summary = summarise(self._scores)
+        summary.update(
+            train_seconds=round(self._train_seconds, 1),
+            total_seconds=round(time.monotonic() - self._created, 1),
+            iterations=runner.iter,
+            versions=_versions(),
+            command=shlex.join(sys.argv),
+        )
+        path = folder / "summary.json"
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        found = dict(
+            checkpoint=_last_checkpoint(folder),
+            log=runner.logger.log_file,
+            summary=str(path),
+            picture=self._draw(runner, folder),
+        )
+        for name, value in found.items():
+            if value:
+                self._console.print(f"{name:>10}: {value}", soft_wrap=True)
+
+    def _draw(self, runner: Runner, folder: Path) -> str | None:
+        """Write ``detections.png``; None when there is nothing to draw."""
+        classes = runner.visualizer.dataset_meta["classes"]
+        rows = {
+            name: [self._panel(sample, classes) for sample in samples]
+            for name, samples in self._samples.items()
+            if samples
+        }
+        if not rows:
+            return None
+        path = folder / "detections.png"
+        draw_panels(rows).save(path)
+        return str(path)
+
+    def _panel(self, sample: Any, classes: Sequence[str]) -> Panel:
+        truth = []
+        for record in sample.metainfo.get("ground_truth", ()):
+            x, y, w, h = record["bbox"]
+            truth.append((classes[record["label"]], (x, y, x + w, y + h)))
+        predicted = sample.pred_instances.cpu().numpy()
+        found = [
+            (classes[label], float(score), box)
+            for label, score, box in zip(
+                predicted.labels, predicted.scores, predicted.bboxes, strict=True
+            )
+            if score >= self.min_score
+        ]
+        return Panel(sample.img_path, truth, found)
+
+
+def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
+    """Arrange the metric's flat keys as ``summary.json`` has them.
+
+    Args:
+        scores: ``<dataset>/<score>`` -> value, as MixtureMetric returns them.
+
+    Returns:
+        ``mean_ap50``, ``mean_ap``, ``datasets`` and, with experts,
+        ``own_expert_share``.
+    """
+    datasets: dict[str, dict[str, Any]] = {}
+    for key, value in scores.items():
+        name, score = key.rsplit("/", 1)
+        datasets.setdefault(name, {})[score] = _plain(value)
+    mean = datasets.pop("mean", {})
+    summary: dict[str, Any] = dict(
+        mean_ap50=mean.get("AP50"),
+        mean_ap=mean.get("AP"),
+        datasets={
+            name: dict(
+                ap=row["AP"],
+                ap50=row["AP50"],
+                images=int(row["images"]),
+                boxes=int(row["boxes"]),
+            )
+            for name, row in datasets.items()
+        },
+    )
+    shares = {n: row["own_share"] for n, row in datasets.items() if "own_share" in row}
+    if shares:
+        summary["own_expert_share"] = {**shares, "mean": mean.get("own_share")}
+    return summary
+
+
+def score_table(scores: Mapping[str, float]) -> Table:
+    """The scores per dataset as a table for the screen."""
+    summary = summarise(scores)
+    shares = summary.get("own_expert_share", {})
+    table = Table(title="evaluation per dataset", title_justify="left")
+    table.add_column("dataset")
+    for column in ("images", "boxes", "AP", "AP50", "tokens to own expert"):
+        table.add_column(column, justify="right")
+    for name, row in summary["datasets"].items():
+        table.add_row(
+            name,
+            str(row["images"]),
+            str(row["boxes"]),
+            _number(row["ap"]),
+            _number(row["ap50"]),
+            _percent(shares.get(name)),
+        )
+    table.add_section()
+    table.add_row(
+        "mean",
+        "",
+        "",
+        _number(summary["mean_ap"]),
+        _number(summary["mean_ap50"]),
+        _percent(shares.get("mean")),
+    )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _plain(value: float) -> float | None:
+    """A float that JSON can hold; None for nan."""
+    return None if np.isnan(value) else round(float(value), 6)
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that numbers depend on."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    marker = folder / "last_checkpoint"
+    return marker.read_text(encoding="utf-8").strip() if marker.is_file() else None

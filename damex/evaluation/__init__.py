@@ -1,0 +1,1 @@
+"""Metrics per dataset, in one pass over the data."""

@@ -1,0 +1,1 @@
+"""Glue between the experts of ``damex.moe`` and the detectors of mmdet."""

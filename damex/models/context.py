@@ -1,0 +1,82 @@
+"""RoutingContext: how dataset ids and token masks reach MoE layers inside mmdet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from damex.moe import RoutingRecord
+
+__all__ = ["RoutingContext"]
+
+
+class RoutingContext:
+    """What the MoE layers of one detector share during one forward pass.
+
+    mmdet calls ``self.ffn(query)`` and hands over nothing else. So the detector opens
+    a :meth:`step`, in it a :meth:`part` per transformer half, and the layers read the
+    group ids and the token mask here and leave their records here. Outside of a step
+    the context is empty: nothing is left over for the next one.
+
+    Shapes: B images, N tokens per image.
+    """
+
+    def __init__(self) -> None:
+        self._group_ids_B: Tensor | None = None
+        self._token_mask_BN: Tensor | None = None
+        self._records: dict[str, RoutingRecord] = {}
+        self._open = False
+
+    @property
+    def group_ids_B(self) -> Tensor | None:
+        """Dataset group of every image, -1 where unknown; None at inference."""
+        return self._group_ids_B
+
+    @property
+    def token_mask_BN(self) -> Tensor | None:
+        """True for real tokens; None where all are real."""
+        return self._token_mask_BN
+
+    @property
+    def records(self) -> dict[str, RoutingRecord]:
+        """Records of the current step by layer name, in the order of computation."""
+        return self._records
+
+    @contextmanager
+    def step(self, group_ids_B: Tensor | None = None) -> Iterator[RoutingContext]:
+        """Open one forward pass.
+
+        Args:
+            group_ids_B: Dataset group of every image; None at inference.
+
+        Raises:
+            RuntimeError: If a step is open already.
+        """
+        if self._open:
+            raise RuntimeError("a routing step is open already; steps do not nest.")
+        self._open, self._group_ids_B, self._records = True, group_ids_B, {}
+        try:
+            yield self
+        finally:
+            self._open, self._group_ids_B, self._records = False, None, {}
+            self._token_mask_BN = None
+
+    @contextmanager
+    def part(self, token_mask_BN: Tensor | None) -> Iterator[None]:
+        """Set the token mask for the encoder or the decoder."""
+        self._token_mask_BN = token_mask_BN
+        try:
+            yield
+        finally:
+            self._token_mask_BN = None
+
+    def add(self, name: str, record: RoutingRecord) -> None:
+        """Keep the record of a layer for the rest of the step.
+
+        A layer that runs outside of a step (a plain ``forward`` call, an export) has
+        nobody to read its record, which is then not kept.
+        """
+        if self._open:
+            self._records[name] = record

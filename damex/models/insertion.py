@@ -1,0 +1,231 @@
+"""Insertion: replace feed-forward blocks of a built mmdet detector by experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmcv.cnn.bricks.transformer import FFN
+from mmdet.registry import MODELS
+from torch import nn
+
+from damex.errors import ConfigError, did_you_mean
+from damex.models.context import RoutingContext
+from damex.models.moe_ffn import MoEFFN
+from damex.moe import MoELayer, expert_groups
+
+__all__ = ["InsertedLayer", "InsertionReport", "insert_moe", "moe_blocks"]
+
+PARTS = ("encoder", "decoder")
+MOE_FIELDS = ("layers", "num_experts", "router", "gate", "experts", "losses")
+
+
+@dataclass(frozen=True)
+class InsertedLayer:
+    """One replaced feed-forward block: where it was, and what it costs now."""
+
+    name: str
+    embed_dims: int
+    hidden_dims: int
+    num_experts: int
+    dense_parameters: int
+    moe_parameters: int
+
+
+@dataclass(frozen=True)
+class InsertionReport:
+    """Every replaced block."""
+
+    layers: tuple[InsertedLayer, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {row.name}: FFN {row.embed_dims}-{row.hidden_dims}-{row.embed_dims} "
+            f"({row.dense_parameters:,} parameters) -> {row.num_experts} experts "
+            f"({row.moe_parameters:,})"
+            for row in self.layers
+        ]
+        return "\n".join([f"experts in {len(rows)} layers:", *rows])
+
+
+def insert_moe(
+    detector: nn.Module,
+    moe: Mapping[str, Any],
+    *,
+    context: RoutingContext,
+    num_groups: int | None,
+) -> InsertionReport:
+    """Replace the FFNs of chosen transformer layers by MoE blocks.
+
+    Args:
+        detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
+        moe: ``layers=dict(decoder=[0, 2, 4])`` (a list of layer numbers, ``'all'``, or
+            ``'even'`` for 0, 2, 4 and so on; for ``encoder`` and ``decoder``),
+            ``num_experts`` (the number of dataset groups by default), and the parts
+            ``router``, ``gate``, ``experts`` and ``losses``, each a dict with a
+            ``type``. It is not changed.
+        context: What the blocks read and write during a forward pass.
+        num_groups: Number of dataset groups; None outside of a mixture.
+
+    Returns:
+        What was replaced.
+
+    Raises:
+        ConfigError: If a field is unknown, a layer does not exist or has no FFN,
+            nothing is chosen, or there are more groups than experts.
+    """
+    for key in moe:
+        if key not in MOE_FIELDS:
+            raise ConfigError(
+                f"moe has the unknown key {key!r}; {did_you_mean(key, MOE_FIELDS)}"
+            )
+    num_experts = _num_experts(moe.get("num_experts"), num_groups)
+    groups = expert_groups(num_groups, num_experts) if num_groups else None
+    rows = []
+    for name, layer in _chosen_layers(detector, moe.get("layers") or {}):
+        dense = layer.ffn
+        block = MoEFFN(
+            _build_layer(moe, dense, num_experts, groups), name=name, context=context
+        )
+        layer.ffn = block
+        rows.append(
+            InsertedLayer(
+                name=name,
+                embed_dims=dense.embed_dims,
+                hidden_dims=dense.feedforward_channels,
+                num_experts=num_experts,
+                dense_parameters=_count(dense),
+                moe_parameters=_count(block),
+            )
+        )
+    return InsertionReport(tuple(rows))
+
+
+def moe_blocks(detector: nn.Module) -> list[MoEFFN]:
+    """The MoE blocks of a detector in the order of computation."""
+    return [m for m in detector.modules() if isinstance(m, MoEFFN)]
+
+
+def _num_experts(num_experts: int | None, num_groups: int | None) -> int:
+    if num_experts is None:
+        if num_groups is None:
+            raise ConfigError(
+                "moe.num_experts is not set and there is no mixture to take it "
+                "from; set num_experts, or train on a MixtureDataset."
+            )
+        return num_groups
+    if not isinstance(num_experts, int) or num_experts < 1:
+        raise ConfigError(
+            f"moe.num_experts must be an integer of 1 or more, got {num_experts!r}."
+        )
+    if num_groups is not None and num_groups > num_experts:
+        raise ConfigError(
+            f"the mixture has {num_groups} dataset groups but moe.num_experts is "
+            f"{num_experts}; set num_experts={num_groups} or more, or let datasets "
+            "share experts by giving their mixture entries the same group='...'."
+        )
+    return num_experts
+
+
+def _chosen_layers(
+    detector: nn.Module, layers: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Name and module of every transformer layer that the config chooses."""
+    if not any(layers.get(part) not in (None, [], ()) for part in PARTS):
+        raise ConfigError(
+            "moe.layers chooses no layer, so the detector would stay dense; set "
+            "layers=dict(decoder=[0, 2, 4]), or moe=None for a dense detector."
+        )
+    for part in layers:
+        if part not in PARTS:
+            raise ConfigError(
+                f"moe.layers has the unknown part {part!r}; {did_you_mean(part, PARTS)}"
+            )
+    for part in PARTS:
+        chosen = layers.get(part) or []
+        existing = getattr(getattr(detector, part, None), "layers", [])
+        for number in _numbers(chosen, len(existing), part):
+            yield f"{part}.{number}", _layer(existing, part, number)
+
+
+def _numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
+    """Layer numbers behind a choice."""
+    if chosen == "all":
+        return range(count)
+    if chosen == "even":
+        return range(0, count, 2)
+    if isinstance(chosen, str):
+        raise ConfigError(
+            f"moe.layers.{part} must be a list of layer numbers, 'all' or 'even', "
+            f"got {chosen!r}."
+        )
+    return chosen
+
+
+def _layer(existing: Sequence[Any], part: str, number: Any) -> Any:
+    if not isinstance(number, int) or not 0 <= number < len(existing):
+        raise ConfigError(
+            f"moe.layers.{part} names layer {number!r}, but the {part} has "
+            f"{len(existing)} layers: 0 to {len(existing) - 1}."
+        )
+    layer = existing[number]
+    if not isinstance(getattr(layer, "ffn", None), FFN):
+        raise ConfigError(
+            f"moe.layers.{part}: layer {number} ({type(layer).__name__}) has no "
+            "mmcv FFN in its attribute 'ffn' (listed twice, or replaced already?)."
+        )
+    return layer
+
+
+def _build_layer(
+    moe: Mapping[str, Any],
+    dense: FFN,
+    num_experts: int,
+    groups: Sequence[Sequence[int]] | None,
+) -> MoELayer:
+    """One MoE layer with the width, activation and dropout of the FFN it replaces."""
+    if dense.num_fcs != 2 or not dense.add_identity:
+        raise ConfigError(
+            "experts can replace mmcv FFNs with num_fcs=2 and add_identity=True only, "
+            f"got num_fcs={dense.num_fcs}, add_identity={dense.add_identity}."
+        )
+    activation, dropout = dense.layers[0][1], dense.layers[0][2]
+    shape = dict(num_experts=num_experts, embed_dims=dense.embed_dims)
+    ffn = dict(
+        hidden_dims=dense.feedforward_channels,
+        activation=type(activation).__name__.lower(),
+        dropout=dropout.p,
+    )
+    return MoELayer(
+        router=_build(moe.get("router"), "LinearRouter", "router", **shape),
+        gate=_build(moe.get("gate"), "TopKGate", "gate"),
+        experts=_build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn),
+        losses=[_build(cfg, None, "losses") for cfg in moe.get("losses") or ()],
+        group_experts=groups,
+    )
+
+
+def _build(
+    config: Mapping[str, Any] | None, default: str | None, field: str, **values: Any
+) -> Any:
+    """Build one part; values of the config win over the defaults."""
+    merged = {"type": default, **values, **(config or {})}
+    kind = merged["type"]
+    if isinstance(kind, str) and MODELS.get(kind) is None:
+        known = sorted(n for n, m in MODELS.module_dict.items() if _is_moe_part(m))
+        raise ConfigError(
+            f"moe.{field} has the unknown type {kind!r}; {did_you_mean(kind, known)}"
+        )
+    try:
+        return MODELS.build(merged)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"moe.{field} = {dict(config or {})}: {error}") from error
+
+
+def _is_moe_part(module: type) -> bool:
+    return module.__module__.startswith("damex.moe")
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

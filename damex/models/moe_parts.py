@@ -1,0 +1,25 @@
+"""The parts of ``damex.moe`` under their names in mmdet's registry.
+
+The core knows no registry; a part of a user's own is added the same way, with
+``MODELS.register_module()``.
+"""
+
+from __future__ import annotations
+
+from mmdet.registry import MODELS
+
+from damex import moe
+
+MOE_PARTS = (
+    moe.LinearRouter,
+    moe.TopKGate,
+    moe.FFNExperts,
+    moe.DatasetRoutingLoss,
+    moe.LoadBalanceLoss,
+    moe.ImportanceLoss,
+    moe.LoadLoss,
+    moe.RouterZLoss,
+)
+
+for part in MOE_PARTS:
+    MODELS.register_module(module=part)

@@ -1,0 +1,82 @@
+"""What the records of one step tell: losses in training, token counts after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from damex.moe import RoutingRecord, heaviest_expert, own_expert_counts
+
+__all__ = ["attach_routing", "count_tokens_BE", "routing_losses"]
+
+
+def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
+    """Losses of all MoE layers for mmdet's loss dict.
+
+    Args:
+        records: Records of a training step by layer name.
+
+    Returns:
+        ``loss_moe_<name>``: the weighted loss, mean over the layers that have it
+        (DAMEX: 1/|L| sum over L). ``moe_own_share``: share of tokens whose first expert
+        belongs to their dataset's group, in [0, 1], where groups are known.
+    """
+    collected: dict[str, list[Tensor]] = {}
+    hits, tokens = [], []
+    for record in records.values():
+        for name, value in record.losses.items():
+            collected.setdefault(f"loss_moe_{name}", []).append(value)
+        if record.group_ids_T is not None and record.group_experts_GE is not None:
+            hits_G, tokens_G = own_expert_counts(record)
+            hits.append(hits_G.sum())
+            tokens.append(tokens_G.sum())
+    result = {name: torch.stack(v).mean() for name, v in collected.items()}
+    if hits:
+        result["moe_own_share"] = torch.stack(hits).sum() / torch.stack(tokens).sum()
+    return result
+
+
+def count_tokens_BE(record: RoutingRecord, num_images: int) -> Tensor:
+    """Number of tokens of each image that have each expert as their first one.
+
+    Args:
+        record: Record of one layer.
+        num_images: Images in the batch (B).
+
+    Returns:
+        Integer tensor (B, E).
+    """
+    num_experts = record.num_experts
+    expert_T = heaviest_expert(record)
+    image_T = torch.arange(num_images, device=expert_T.device).repeat_interleave(
+        len(expert_T) // num_images
+    )
+    routed_T = expert_T < num_experts
+    cells = image_T[routed_T] * num_experts + expert_T[routed_T]
+    counts = torch.bincount(cells, minlength=num_images * num_experts)
+    return counts.view(num_images, num_experts)
+
+
+def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
+    """Write ``routing_counts`` into the metainfo of every data sample.
+
+    Args:
+        samples: Predicted data samples of a batch.
+        records: Records of the step by layer name; none for a dense detector.
+
+    Returns:
+        The same samples. ``routing_counts`` maps layer names to E token counts.
+    """
+    if not records:
+        return samples
+    counts = {
+        name: count_tokens_BE(record, len(samples)).tolist()
+        for name, record in records.items()
+    }
+    for image, sample in enumerate(samples):
+        sample.set_metainfo(
+            dict(routing_counts={name: rows[image] for name, rows in counts.items()})
+        )
+    return samples

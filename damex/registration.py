@@ -1,0 +1,19 @@
+"""Importing this module adds everything of damex to mmdet's registries."""
+
+from damex.datasets import mixture, named_coco, sampler
+from damex.engine import progress, reproducibility, run_summary, runner
+from damex.evaluation import mixture_metric
+from damex.models import detectors, moe_parts
+
+__all__ = [
+    "detectors",
+    "mixture",
+    "mixture_metric",
+    "moe_parts",
+    "named_coco",
+    "progress",
+    "reproducibility",
+    "run_summary",
+    "runner",
+    "sampler",
+]

@@ -1,0 +1,87 @@
+"""Small real runs: a config of two datasets for the shipped tiny detector."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = """
+_base_ = [
+    "{configs}/_base_/models/moe-dino_tiny.py",
+    "{configs}/_base_/moe/damex.py",
+    "{configs}/_base_/datasets/detr_pipeline.py",
+    "{configs}/_base_/schedules/adamw_tiny.py",
+    "{configs}/_base_/runtime.py",
+]
+mixture = {mixture!r}
+train_pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="LoadAnnotations", with_bbox=True),
+    dict(type="Resize", scale=(64, 64), keep_ratio=True),
+    dict(type="RandomFlip", prob=0.5),
+    dict(type="PackDetInputs"),
+]
+test_pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="Resize", scale=(64, 64), keep_ratio=True),
+    dict(type="PackDetInputs"),
+]
+train_dataloader = dict(
+    batch_size=2,
+    num_workers=0,
+    persistent_workers=False,
+    batch_sampler=None,
+    sampler=dict(samples_per_epoch=12),
+    dataset=dict(pipeline=train_pipeline),
+)
+val_dataloader = dict(
+    num_workers=0, persistent_workers=False, dataset=dict(pipeline=test_pipeline)
+)
+test_dataloader = val_dataloader
+train_cfg = dict(max_epochs=2, val_interval=2)
+work_dir = {work_dir!r}
+"""
+
+
+@pytest.fixture
+def write_config(tmp_path, two_datasets):
+    """Write a config for two small datasets; extra lines come last and win."""
+
+    def make(*, mixture=None, extra="", name="config"):
+        path = tmp_path / f"{name}.py"
+        text = CONFIG.format(
+            configs=ROOT / "configs",
+            mixture=[dict(entry) for entry in mixture or two_datasets],
+            work_dir=str(tmp_path / "work"),
+        )
+        path.write_text(text + extra + "\n", encoding="utf-8")
+        return path
+
+    return make
+
+
+@pytest.fixture
+def run_tool():
+    """Run a script of ``tools/`` in a process of its own, on one thread."""
+
+    def run(tool, *arguments, launcher=(), **kwargs):
+        return subprocess.run(
+            [
+                sys.executable,
+                *launcher,
+                str(ROOT / "tools" / tool),
+                *map(str, arguments),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            **kwargs,
+        )
+
+    return run

@@ -1,0 +1,128 @@
+"""The tools as a user runs them: processes of their own, real files, real output."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def weights(path):
+    return torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
+
+
+def assert_same_weights(first, second):
+    ours, theirs = weights(first), weights(second)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert different == []
+
+
+def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path):
+    config = write_config()
+    trained = run_tool("train.py", config)
+    assert trained.returncode == 0, trained.stderr
+    work = tmp_path / "work"
+    summary = json.loads((work / "summary.json").read_text())
+    assert set(summary["datasets"]) == {entry["name"] for entry in _mixture(config)}
+    assert 0 <= summary["mean_ap"] <= summary["mean_ap50"] <= 1
+    assert set(summary["own_expert_share"]) == {*summary["datasets"], "mean"}
+    assert summary["iterations"] == 12
+    assert (work / "detections.png").is_file()
+    assert len(trained.stdout.splitlines()) < 40, trained.stdout
+    tested = run_tool(
+        "test.py", config, work / "epoch_2.pth", "--work-dir", tmp_path / "again"
+    )
+    assert tested.returncode == 0, tested.stderr
+    again = json.loads((tmp_path / "again" / "summary.json").read_text())
+    for key in ("mean_ap", "mean_ap50", "datasets", "own_expert_share"):
+        assert again[key] == summary[key]
+
+
+def test_a_killed_run_resumes_to_the_same_weights(write_config, run_tool, tmp_path):
+    """SIGKILL in the middle of the second epoch, on the CPU."""
+    config = write_config(extra="train_cfg = dict(val_interval=9)")
+    whole = run_tool("train.py", config, "--work-dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    _train_and_kill(config, tmp_path / "killed")
+    assert not (tmp_path / "killed" / "epoch_2.pth").exists()
+    resumed = run_tool(
+        "train.py", config, "--work-dir", tmp_path / "killed", "--resume"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_weights(
+        tmp_path / "whole" / "epoch_2.pth", tmp_path / "killed" / "epoch_2.pth"
+    )
+
+
+def _train_and_kill(config, work_dir):
+    """Stop a training without warning once it is inside of its second epoch."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(ROOT / "tools" / "train.py"), str(config)),
+            *("--work-dir", str(work_dir), "--cfg-options"),
+            *("default_hooks.logger.interval=1", "custom_hooks.1.every_seconds=0"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    for line in process.stdout:
+        assert time.monotonic() < deadline
+        if "train 9/12" in line:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_two_processes_train_and_evaluate(write_config, run_tool, tmp_path):
+    """One dataset has its own expert and comes so seldom that a rank lacks it."""
+    config = write_config()
+    result = run_tool(
+        "train.py",
+        *(config, "--launcher", "pytorch"),
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    )
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "work" / "summary.json").read_text())
+    # 12 samples per epoch over two processes of batch 2: 3 iterations, 2 epochs.
+    assert summary["iterations"] == 6
+    images = {name: row["images"] for name, row in summary["datasets"].items()}
+    assert images == {e["name"]: _num_val_images(e) for e in _mixture(config)}
+
+
+def test_resume_without_a_run_says_so(write_config, run_tool):
+    result = run_tool("train.py", write_config(), "--resume")
+    assert result.returncode == 2
+    assert "holds no checkpoint of an earlier run" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("moe", ["None", str(ROOT / "configs/_base_/moe/vanilla.py")])
+def test_one_word_changes_the_mixture_of_experts(write_config, run_tool, tmp_path, moe):
+    options = ("train_cfg.max_epochs=1", "train_cfg.val_interval=1")
+    result = run_tool(
+        "train.py", write_config(), "--cfg-options", f"moe={moe}", *options
+    )
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "work" / "summary.json").read_text())
+    assert ("own_expert_share" in summary) == (moe != "None")
+
+
+def _mixture(config):
+    from mmengine.config import Config
+
+    return Config.fromfile(config).mixture
+
+
+def _num_val_images(entry):
+    path = Path(entry["data_root"]) / entry["val"]
+    return len(json.loads(path.read_text())["images"])
