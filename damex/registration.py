@@ -1,5 +1,12 @@
 """Importing this module adds everything of damex to mmdet's registries."""
 
+import contextlib
+import io
+
+with contextlib.redirect_stdout(io.StringIO()):
+    # mmdet prints, twice, that an optional package of its fork is not there.
+    import mmdet.datasets  # noqa: F401
+
 from damex.datasets import mixture, named_coco, sampler
 from damex.engine import progress, reproducibility, run_summary, runner
 from damex.evaluation import mixture_metric

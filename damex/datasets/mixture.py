@@ -179,17 +179,22 @@ class MixtureDataset(Dataset):
         named = dict(name=spec.name, on_bad_box=on_bad_box, metainfo=dict(classes=own))
         if spec.classes is not None:
             common["metainfo"] = dict(classes=own)
-        dataset = DATASETS.build(
-            _completed(spec.dataset_config(self.split), common=common, named=named)
-        )
-        dataset.full_init()
-        if len(dataset) == 0:
+        config = _completed(spec.dataset_config(self.split), common=common, named=named)
+        try:
+            dataset = DATASETS.build(config)
+            dataset.full_init()
+            empty = len(dataset) == 0
+        except ValueError as error:
+            # mmengine joins the records of a dataset; none at all end like this.
+            if "need at least one array" not in str(error):
+                raise
+            empty = True
+        if empty:
+            filtered = "filter_cfg" in common
+            why = f"no image has a box of {list(own)}" if filtered else "it lists none"
             raise DataError(
                 f"dataset {spec.name!r}: no image of {spec.source(self.split)} is left "
-                f"for {self.split}: "
-                + ("every image is without boxes of " if filter_empty else "it names ")
-                + f"the classes {list(dataset.metainfo['classes'])}. Check 'classes' "
-                "and the file."
+                f"for {self.split}: {why}. Check 'classes' and the file."
             )
         print_log(
             f"{self.split}: {spec.name}: {len(dataset)} images",

@@ -17,6 +17,17 @@ from damex.errors import ConfigError, DataError
 __all__ = ["check_label_space", "load_checkpoint_safely"]
 
 
+def _history_method(owner: Any, name: str) -> Any:
+    """What ``getattr`` may fetch: the statistics of mmengine's ``HistoryBuffer``.
+
+    mmengine pickles them as ``getattr(HistoryBuffer, 'min')``. The real ``getattr``
+    would hand a stranger's file every attribute of every allowed class.
+    """
+    if owner is not HistoryBuffer or name not in ("min", "max", "mean", "current"):
+        raise pickle.UnpicklingError(f"the file asks for {owner!r}.{name}.")
+    return getattr(owner, name)
+
+
 def _allowed() -> list[Any]:
     """Classes that mmengine writes into a checkpoint and that only hold data."""
     core = getattr(np, "_core", None) or np.core
@@ -30,6 +41,7 @@ def _allowed() -> list[Any]:
         core.multiarray._reconstruct,
         core.multiarray.scalar,
         *dtypes,
+        (_history_method, "builtins.getattr"),
     ]
 
 

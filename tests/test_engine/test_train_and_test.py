@@ -48,7 +48,7 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
 
 def test_a_killed_run_resumes_to_the_same_weights(write_config, run_tool, tmp_path):
     """SIGKILL in the middle of the second epoch, on the CPU."""
-    config = write_config(extra="train_cfg = dict(val_interval=9)")
+    config = write_config(extra="train_cfg = dict(max_epochs=2, val_interval=9)")
     whole = run_tool("train.py", config, "--work-dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
     _train_and_kill(config, tmp_path / "killed")

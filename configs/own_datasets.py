@@ -1,13 +1,13 @@
-# Template: your own datasets in one detector. Copy this file into configs/, change the
-# lines marked with (1) to (4), and run
+# Template: your own datasets in one detector. Copy this file inside of configs/, change
+# the lines marked with (1) to (4), and run
 #   python tools/train.py configs/<your file>.py
 # Start without a GPU and with a small image_size to see that everything is found; then
 # take the full-size model as shown in (3).
 _base_ = [
-    "../_base_/models/moe-dino_tiny.py",  # (3) ../_base_/models/moe-dino-4scale_r50.py
-    "../_base_/moe/damex.py",  # (4) any file of _base_/moe; dense.py for no experts
-    "../_base_/schedules/adamw_tiny.py",  # (3) ../_base_/schedules/adamw_12e.py
-    "../_base_/runtime.py",
+    "_base_/models/moe-dino_tiny.py",  # (3) _base_/models/moe-dino-4scale_r50.py
+    "_base_/moe/damex.py",  # (4) any file of _base_/moe; dense.py for no experts
+    "_base_/schedules/adamw_tiny.py",  # (3) _base_/schedules/adamw_12e.py
+    "_base_/runtime.py",
 ]
 
 # (1) One entry per dataset. Paths are relative to data_root; annotations are COCO json.

@@ -1,0 +1,92 @@
+"""Every shipped config can be read, and the full-size one builds and trains a step."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.structures import InstanceData
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+COMPLETE = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
+
+
+@pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)
+def test_complete_configs_name_a_mixture_a_runner_and_the_registration(path):
+    cfg = Config.fromfile(path)
+    assert cfg.runner_type == "MixtureRunner"
+    assert cfg.custom_imports.imports == ["damex.registration"]
+    assert len(cfg.mixture) >= 2
+    assert cfg.model.bbox_head.num_classes is None
+    assert cfg.train_dataloader.dataset.type == "MixtureDataset"
+    assert cfg.test_dataloader == cfg.val_dataloader
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((CONFIGS / "_base_" / "moe").glob("*.py")),
+    ids=lambda path: path.stem,
+)
+def test_every_mixture_of_experts_opens_with_its_idea(path):
+    assert "moe" in Config.fromfile(path)
+    assert path.read_text().startswith("# ")
+
+
+@pytest.fixture(scope="module")
+def full_size():
+    """DAMEX-DINO on a ResNet-50 as the config has it, with random weights."""
+    path = CONFIGS / "damex_dino" / "damex-dino-4scale_r50_8xb2-12e_coco-voc.py"
+    model = copy.deepcopy(Config.fromfile(path).model)
+    model.backbone.init_cfg = None  # the pretrained weights are a download
+    model.bbox_head.num_classes = 80
+    model.update(moe=Config.fromfile(path).moe, num_groups=2)
+    torch.manual_seed(0)
+    detector = MODELS.build(model)
+    detector.init_weights()
+    return detector
+
+
+def sample(group, height, width):
+    shape = (height, width)
+    data = DetDataSample(metainfo=dict(img_shape=shape, ori_shape=shape))
+    data.set_metainfo(dict(scale_factor=(1.0, 1.0), group_id=group, dataset_id=group))
+    data.gt_instances = InstanceData(
+        bboxes=torch.tensor([[10.0, 10.0, 50.0, 60.0]]), labels=torch.tensor([3])
+    )
+    return data
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(256, 320), (320, 256)]  # 900 queries need as many features
+    images = [torch.rand(3, h, w, generator=generator) * 255 for h, w in sizes]
+    samples = [sample(group, *size) for group, size in enumerate(sizes)]
+    return dict(inputs=images, data_samples=samples)
+
+
+def test_full_size_dino_has_experts_in_layers_0_2_and_4(full_size, batch):
+    full_size.train()
+    losses = full_size(**full_size.data_preprocessor(batch, True), mode="loss")
+    losses = {k: v for k, v in losses.items() if "loss" in k}
+    total = sum(losses.values())
+    total.backward()
+    assert torch.isfinite(total)
+    # Untrained: -log(1/2) for two experts, times 0.1.
+    assert losses["loss_moe_dataset_routing"].item() == pytest.approx(0.069, abs=0.02)
+    frozen = ("backbone.conv1", "backbone.bn1", "backbone.layer1")
+    for name, parameter in full_size.named_parameters():
+        if not name.startswith(frozen) and ".bn" not in name and "downs" not in name:
+            assert parameter.grad is not None, name
+
+
+def test_full_size_dino_predicts(full_size, batch):
+    full_size.eval()
+    with torch.no_grad():
+        found = full_size(**full_size.data_preprocessor(batch), mode="predict")
+    assert [len(s.pred_instances) for s in found] == [300, 300]
+    assert set(found[0].routing_counts) == {"decoder.0", "decoder.2", "decoder.4"}
+    assert sum(found[0].routing_counts["decoder.0"]) == 900

@@ -1,0 +1,463 @@
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmcv.transforms import BaseTransform
+from mmengine.dataset import pseudo_collate
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from damex.datasets.mixture import MixtureDataset
+from damex.datasets.sampler import MixtureSampler
+from damex.errors import ConfigError, DataError
+
+LOAD = [
+    dict(type="LoadImageFromFile"),
+    dict(type="LoadAnnotations", with_bbox=True),
+]
+PIPELINE = [*LOAD, dict(type="PackDetInputs")]
+FLIP = [*LOAD, dict(type="RandomFlip", prob=0.5), dict(type="PackDetInputs")]
+
+
+class Refuse(BaseTransform):
+    """Refuses the images at the given places of the mixture."""
+
+    def __init__(self, places):
+        self.places = places
+
+    def transform(self, results):
+        return None if results["sample_idx"] in self.places else results
+
+
+def file_truth(entry, image_number):
+    """(class name, box) of one image, read without any COCO library."""
+    document = json.loads((Path(entry["data_root"]) / "train.json").read_text())
+    category = {c["id"]: c["name"] for c in document["categories"]}
+    image_id = document["images"][image_number]["id"]
+    return [
+        (category[a["category_id"]], a["bbox"])
+        for a in document["annotations"]
+        if a["image_id"] == image_id
+    ]
+
+
+def packed_truth(dataset, index):
+    """(class name, box) of one sample after the pipeline."""
+    truth = dataset[index]["data_samples"].gt_instances
+    names = [dataset.metainfo["classes"][label] for label in truth.labels]
+    boxes = truth.bboxes.tensor.clone()
+    boxes[:, 2:] -= boxes[:, :2]
+    return list(zip(names, boxes.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("classes", list(itertools.permutations(["car", "dog"])))
+@pytest.mark.parametrize("swap", [False, True])
+def test_every_box_keeps_its_name_and_its_dataset(two_datasets, classes, swap):
+    # Ids, file names and some classes are the same in both datasets.
+    two_datasets[1]["classes"] = ["person", *classes]
+    entries = two_datasets[::-1] if swap else two_datasets
+    dataset = MixtureDataset(datasets=entries, pipeline=PIPELINE)
+    sizes = [3, 5] if swap else [5, 3]
+    assert dataset.sizes == sizes
+    assert len(dataset) == 8
+    places = [(part, i) for part in range(2) for i in range(sizes[part])]
+    for index, (part, number) in enumerate(places):
+        assert packed_truth(dataset, index) == file_truth(entries[part], number)
+        sample = dataset[index]["data_samples"]
+        assert sample.dataset_id == part
+        assert sample.dataset_name == entries[part]["name"]
+        assert sample.group_id == part
+        assert sample.sample_idx == index
+        expected = Path(entries[part]["data_root"], "images", f"{number}.png")
+        assert Path(sample.img_path) == expected
+
+
+def test_rename_and_partitioned_reach_the_labels(two_datasets):
+    two_datasets[1]["rename"] = dict(dog="bus")
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    assert dataset.metainfo["classes"] == ("car", "person", "bus")
+    # The first image of park has a person and a dog.
+    assert [name for name, _ in packed_truth(dataset, 5)] == ["person", "bus"]
+    dataset = MixtureDataset(
+        datasets=two_datasets, pipeline=PIPELINE, label_space="partitioned"
+    )
+    names = [name for name, _ in packed_truth(dataset, 5)]
+    assert names == ["park/person", "park/bus"]
+
+
+def test_datasets_of_one_group_carry_its_number(two_datasets):
+    for entry in two_datasets:
+        entry["group"] = "outdoor"
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    samples = [dataset[index]["data_samples"] for index in (0, 5)]
+    assert [sample.group_id for sample in samples] == [0, 0]
+    assert [sample.dataset_id for sample in samples] == [0, 1]
+
+
+def test_class_subset_leaves_out_images_in_training_only(two_datasets):
+    # Of park's images (person dog | dog car | car person) two have a dog.
+    two_datasets[1]["classes"] = ["dog"]
+    assert MixtureDataset(datasets=two_datasets).sizes == [5, 2]
+    assert MixtureDataset(datasets=two_datasets, filter_empty=False).sizes == [5, 3]
+    assert MixtureDataset(datasets=two_datasets, split="val").sizes == [5, 3]
+
+
+def test_part_of_a_mixture_keeps_the_labels_of_the_whole(two_datasets):
+    whole = MixtureDataset(datasets=two_datasets)
+    part = MixtureDataset(
+        datasets=two_datasets[1:], label_space=whole.metainfo, pipeline=PIPELINE
+    )
+    assert part.metainfo == whole.metainfo
+    sample = part[0]["data_samples"]
+    assert sample.dataset_id == 1
+    # person and dog: 1 and 3 of car, person, bus, dog
+    assert sample.gt_instances.labels.tolist() == [1, 3]
+
+
+def test_reading_twice_gives_the_same_labels(two_datasets):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    first, second = (packed_truth(dataset, 5) for _ in range(2))
+    assert first == second
+
+
+def test_the_entries_are_not_changed(two_datasets):
+    before = json.dumps(two_datasets)
+    MixtureDataset(datasets=two_datasets)
+    assert json.dumps(two_datasets) == before
+
+
+def test_metainfo_holds_plain_values(two_datasets):
+    metainfo = MixtureDataset(datasets=two_datasets).metainfo
+    assert json.loads(json.dumps(metainfo))["datasets"][1]["name"] == "park"
+
+
+@pytest.mark.parametrize("index", [-1, 8, 100])
+def test_index_outside_of_the_mixture(two_datasets, index):
+    dataset = MixtureDataset(datasets=two_datasets)
+    with pytest.raises(IndexError, match=f"index {index} of a mixture of 8 images"):
+        dataset.get_data_info(index)
+
+
+def test_ground_truth_is_the_file_before_the_pipeline(two_datasets, edit_json):
+    path = Path(two_datasets[1]["data_root"]) / "val.json"
+    edit_json(path, lambda d: d["annotations"][0].update(iscrowd=1, area=7.5))
+    halve = dict(type="Resize", scale=(24, 16))
+    dataset = MixtureDataset(
+        datasets=two_datasets,
+        split="val",
+        pipeline=[LOAD[0], halve, LOAD[1], dict(type="PackDetInputs")],
+    )
+    sample = dataset[5]["data_samples"]
+    records = json.loads(path.read_text())["annotations"][:2]
+    assert sample.img_shape == (16, 24)
+    # person and dog: labels 1 and 3 of car, person, bus, dog
+    expected = [
+        dict(bbox=r["bbox"], label=label, area=r["area"], iscrowd=r["iscrowd"])
+        for r, label in zip(records, [1, 3], strict=True)
+    ]
+    assert expected[0]["iscrowd"] == 1
+    assert sample.ground_truth == expected
+
+
+def test_training_samples_carry_no_ground_truth(two_datasets):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    assert "ground_truth" not in dataset[0]["data_samples"]
+
+
+# --- any mmdet dataset class as a part ------------------------------------------------
+
+
+@pytest.fixture
+def voc_entry(tmp_path):
+    """A VOC dataset: image a has a sofa and a difficult cat, image b nothing."""
+    root = tmp_path / "VOC2007"
+    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True)
+    objects = dict(
+        a="<object><name>sofa</name><difficult>0</difficult><bndbox><xmin>11</xmin>"
+        "<ymin>6</ymin><xmax>31</xmax><ymax>26</ymax></bndbox></object>"
+        "<object><name>cat</name><difficult>1</difficult><bndbox><xmin>1</xmin>"
+        "<ymin>1</ymin><xmax>9</xmax><ymax>5</ymax></bndbox></object>",
+        b="",
+    )
+    for name, text in objects.items():
+        Image.new("RGB", (40, 30)).save(root / "JPEGImages" / f"{name}.jpg")
+        (root / "Annotations" / f"{name}.xml").write_text(
+            "<annotation><size><width>40</width><height>30</height></size>"
+            f"{text}</annotation>"
+        )
+    (root / "ImageSets/Main/all.txt").write_text("a\nb\n")
+    part = dict(
+        type="VOCDataset",
+        data_root=f"{tmp_path}/",
+        ann_file="VOC2007/ImageSets/Main/all.txt",
+        data_prefix=dict(sub_data_root="VOC2007/"),
+    )
+    return dict(name="voc", train=part, val=part, rename=dict(sofa="couch"))
+
+
+def test_voc_as_a_part(two_datasets, voc_entry):
+    entries = [*two_datasets, voc_entry]
+    dataset = MixtureDataset(datasets=entries, pipeline=PIPELINE)
+    assert dataset.sizes == [5, 3, 1]  # image b is empty
+    # VOC counts pixels from 1: 11, 6, 31, 26 -> 10, 5, 30, 25.
+    assert packed_truth(dataset, 8) == [("couch", [10, 5, 20, 20])]
+    val = MixtureDataset(datasets=entries, split="val", pipeline=PIPELINE)
+    assert val.sizes == [5, 3, 2]
+    label = val.metainfo["classes"].index
+    assert val[8]["data_samples"].ground_truth == [
+        dict(bbox=[10, 5, 20, 20], label=label("couch"), area=400, iscrowd=0),
+        dict(bbox=[0, 0, 8, 4], label=label("cat"), area=32, iscrowd=1),
+    ]
+
+
+def test_class_subset_of_voc(voc_entry):
+    voc_entry["classes"] = ["sofa"]
+    dataset = MixtureDataset(datasets=[voc_entry], split="val")
+    assert dataset.metainfo["classes"] == ("couch",)
+    assert [k["label"] for k in _ground_truth(dataset, 0)] == [0]
+
+
+def _ground_truth(dataset, index):
+    dataset.pipeline = lambda info: dict(data_samples=_Sample())
+    return dataset[index]["data_samples"].metainfo["ground_truth"]
+
+
+class _Sample:
+    def set_metainfo(self, metainfo):
+        self.metainfo = metainfo
+
+
+@pytest.fixture
+def concat_entry(make_coco_dataset, tmp_path):
+    """Two COCO files with the same classes in opposite orders as one dataset."""
+    one = make_coco_dataset(tmp_path / "one", classes=["dog", "cat"], num_images=2)
+    two = make_coco_dataset(tmp_path / "two", classes=["cat", "dog"], num_images=3)
+    parts = [
+        dict(
+            type="CocoDataset",
+            data_root=entry["data_root"],
+            ann_file="train.json",
+            data_prefix=dict(img="images/"),
+            metainfo=dict(classes=("cat", "dog")),
+        )
+        for entry in (one, two)
+    ]
+    concat = dict(type="ConcatDataset", datasets=parts)
+    return dict(name="pets", train=concat, val=concat), [one, two]
+
+
+def test_concat_of_two_coco_files_labels_by_name(two_datasets, concat_entry):
+    pets, files = concat_entry
+    dataset = MixtureDataset(datasets=[two_datasets[0], pets], pipeline=PIPELINE)
+    assert dataset.sizes == [5, 5]
+    found = [packed_truth(dataset, index) for index in range(5, 10)]
+    assert found[:2] == [file_truth(files[0], i) for i in range(2)]
+    assert found[2:] == [file_truth(files[1], i) for i in range(3)]
+    assert dataset[9]["data_samples"].dataset_name == "pets"
+
+
+def test_parts_of_a_concat_follow_the_split(concat_entry, edit_json):
+    pets, files = concat_entry
+
+    def change(document):
+        document["annotations"][0].update(iscrowd=1, area=3)
+        document["images"].append(
+            dict(id=9, file_name="0.png", width=48, height=32)  # without boxes
+        )
+
+    edit_json(files[0]["data_root"] + "train.json", change)
+    assert MixtureDataset(datasets=[pets]).sizes == [5]
+    val = MixtureDataset(datasets=[pets], split="val", pipeline=PIPELINE)
+    assert val.sizes == [6]
+    first = val[0]["data_samples"].ground_truth[0]
+    assert (first["iscrowd"], first["area"]) == (1, 3)
+
+
+def test_bad_box_in_a_concat_names_the_dataset(concat_entry, edit_json):
+    pets, files = concat_entry
+    edit_json(
+        files[1]["data_root"] + "train.json",
+        lambda d: d["annotations"][0].update(bbox=[90, 0, 5, 5]),
+    )
+    with pytest.raises(
+        DataError, match=r"dataset 'pets': .*two/train\.json: annotation"
+    ):
+        MixtureDataset(datasets=[pets])
+    MixtureDataset(datasets=[pets], on_bad_box="drop")
+
+
+# --- faults ---------------------------------------------------------------------------
+
+
+def test_missing_image(two_datasets):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    path = Path(two_datasets[1]["data_root"]) / "images" / "2.png"
+    path.unlink()
+    with pytest.raises(DataError) as caught:
+        dataset[7]
+    text = str(caught.value)
+    assert f"dataset 'park': the train image {path} does not exist" in text
+    assert "Correct data_root or img in its mixture entry" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n"])
+def test_undecodable_image(two_datasets, content):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE, split="val")
+    path = Path(two_datasets[0]["data_root"]) / "images" / "0.png"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        dataset[0]
+    text = str(caught.value)
+    assert f"dataset 'street': the val image {path} ({len(content)} bytes)" in text
+    assert "cannot be decoded. Replace the file" in text
+
+
+def test_fault_of_the_pipeline_is_not_blamed_on_the_image(two_datasets):
+    broken = [LOAD[0], lambda results: results["no such key"]]
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=broken)
+    with pytest.raises(
+        DataError, match=r"'street': the train pipeline failed on .*0\.p"
+    ):
+        dataset[0]
+
+
+def test_refused_image_gives_way_to_the_next_in_training(two_datasets):
+    dataset = MixtureDataset(
+        datasets=two_datasets, pipeline=[Refuse({4, 7}), *PIPELINE]
+    )
+    # 4 is the last image of street, 7 the last one of park.
+    assert dataset[4]["data_samples"].sample_idx == 5
+    assert dataset[4]["data_samples"].dataset_name == "park"
+    assert dataset[7]["data_samples"].sample_idx == 0
+
+
+def test_refusing_every_image_is_an_error(two_datasets):
+    pipeline = [Refuse(set(range(8))), *PIPELINE]
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=pipeline, max_refetch=3)
+    with pytest.raises(DataError, match=r"refused .* and the 3 images after\."):
+        dataset[0]
+
+
+def test_evaluation_never_swaps_an_image(two_datasets):
+    dataset = MixtureDataset(
+        datasets=two_datasets, split="val", pipeline=[Refuse({0}), *PIPELINE]
+    )
+    with pytest.raises(DataError, match=r"the val pipeline refused .*0\.png of .*'str"):
+        dataset[0]
+
+
+def test_nothing_left_to_train_on(two_datasets, edit_json):
+    path = two_datasets[1]["data_root"] + "train.json"
+    edit_json(path, lambda d: d.update(annotations=d["annotations"][:1]))
+    two_datasets[1]["classes"] = ["dog"]
+    with pytest.raises(DataError) as caught:
+        MixtureDataset(datasets=two_datasets)
+    text = str(caught.value)
+    assert "dataset 'park': no image of train.json is left for train: no image has" in (
+        text
+    )
+    assert "a box of ['dog']. Check 'classes' and the file." in text
+
+
+def test_file_without_images(two_datasets, edit_json):
+    edit_json(
+        two_datasets[1]["data_root"] + "val.json",
+        lambda d: d.update(images=[], annotations=[]),
+    )
+    with pytest.raises(
+        DataError, match=r"'park': .* of val\.json is left .* lists none"
+    ):
+        MixtureDataset(datasets=two_datasets, split="val")
+
+
+def test_voc_without_any_of_the_classes(voc_entry):
+    voc_entry["classes"] = ["dog"]
+    with pytest.raises(DataError, match=r"'voc': no image .* has a box of \['dog'\]"):
+        MixtureDataset(datasets=[{**voc_entry, "rename": {}}])
+
+
+def test_class_typo_reaches_the_user(two_datasets):
+    two_datasets[1]["classes"] = ["person", "dgo"]
+    with pytest.raises(
+        DataError, match=r"'park': .*park/train\.json has no .*mean 'dog"
+    ):
+        MixtureDataset(datasets=two_datasets)
+
+
+def test_dataset_outside_of_the_trained_mixture(two_datasets):
+    trained = MixtureDataset(datasets=two_datasets).metainfo
+    two_datasets[0]["name"] = "streets"
+    with pytest.raises(
+        ConfigError, match="no dataset 'streets'; did you mean 'street'"
+    ):
+        MixtureDataset(datasets=two_datasets, label_space=trained)
+
+
+# --- augmentation is a function of the place in the run -------------------------------
+
+
+def batches(entries, num_workers, *, disturb=0, epoch=0):
+    """Pixels and boxes of one epoch, as nested lists of tensors."""
+    dataset = MixtureDataset(datasets=entries, pipeline=FLIP)
+    sampler = MixtureSampler(dataset, seed=0, samples_per_epoch=24)
+    sampler.set_epoch(epoch)
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=pseudo_collate,
+    )
+    np.random.seed(disturb)
+    torch.manual_seed(disturb)
+    return [
+        (pixels, sample.gt_instances.bboxes.tensor.clone(), sample.flip)
+        for batch in loader
+        for pixels, sample in zip(batch["inputs"], batch["data_samples"], strict=True)
+    ]
+
+
+def test_augmentation_does_not_depend_on_workers_or_global_seeds(two_datasets):
+    alone = batches(two_datasets, 0)
+    assert {flip for _, _, flip in alone} == {False, True}
+    for other in (
+        batches(two_datasets, 0, disturb=1),
+        batches(two_datasets, 2, disturb=2),
+    ):
+        assert len(other) == len(alone) == 24
+        for (pixels, boxes, flip), (pixels_2, boxes_2, flip_2) in zip(
+            alone, other, strict=True
+        ):
+            assert flip == flip_2
+            assert torch.equal(pixels, pixels_2)
+            assert torch.equal(boxes, boxes_2)
+
+
+def test_augmentation_changes_with_the_epoch(two_datasets):
+    first, second = (
+        [flip for _, _, flip in batches(two_datasets, 0, epoch=epoch)]
+        for epoch in range(2)
+    )
+    assert first != second
+
+
+def test_sampling_leaves_the_global_random_state_alone(two_datasets):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=FLIP)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    for index in MixtureSampler(dataset, seed=0):
+        dataset[index]
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+
+
+def test_mixture_pickles(two_datasets):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    clone = pickle.loads(pickle.dumps(dataset))
+    assert packed_truth(clone, 6) == packed_truth(dataset, 6)

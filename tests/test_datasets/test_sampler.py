@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from damex.datasets.sampler import MixtureSampler
+from damex.datasets.spec import DatasetSpec
+
+
+@dataclass
+class Mixture:
+    """What the sampler needs to know of a MixtureDataset."""
+
+    sizes: list[int]
+    weights: list[float | None]
+
+    @property
+    def specs(self):
+        return [DatasetSpec(f"d{i}", weight=w) for i, w in enumerate(self.weights)]
+
+    def __len__(self):
+        return sum(self.sizes)
+
+    def part(self, index):
+        return int(np.searchsorted(np.cumsum(self.sizes), index, side="right"))
+
+
+SMALL = Mixture([7, 3, 12], [5.0, 1.0, 2.5])
+CASES = [
+    pytest.param(SMALL, 11, id="three datasets"),
+    pytest.param(Mixture([5, 40], [None, None]), None, id="by number of images"),
+    pytest.param(Mixture([100, 4], [1000.0, 1.0]), 10, id="a share of 1/1001"),
+    pytest.param(Mixture([3], [2.0]), 8, id="one dataset"),
+]
+
+
+def stream(sampler):
+    """(index, seed) of one pass over the sampler."""
+    return [(int(index), index.seed) for index in sampler]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("mixture", "samples"), CASES)
+def test_shares_are_exact_and_images_are_seen_in_turn(mixture, samples, shuffle):
+    sampler = MixtureSampler(
+        mixture, seed=3, samples_per_epoch=samples, shuffle=shuffle
+    )
+    weights = np.array(
+        [s if w is None else w for s, w in zip(*vars(mixture).values(), strict=True)]
+    )
+    shares = weights / weights.sum()
+    seen = np.zeros(len(mixture), dtype=int)
+    for epoch in range(150):
+        order = sampler.epoch_indices(epoch)
+        assert len(order) == len(sampler) == sampler.total
+        seen += np.bincount(order, minlength=len(mixture))
+        per_dataset = np.split(seen, np.cumsum(mixture.sizes)[:-1])
+        expected = shares * (epoch + 1) * sampler.total
+        for counts, share in zip(per_dataset, expected, strict=True):
+            assert abs(counts.sum() - share) <= 1
+            assert counts.max() - counts.min() <= 1
+
+
+def test_a_tiny_share_comes_late_but_comes():
+    # 1 of 1001 samples and 10 samples per epoch: rounded per batch or per epoch, the
+    # second dataset would get nothing (mmdet's MultiSourceSampler waits for ever).
+    sampler = MixtureSampler(
+        Mixture([100, 4], [1000.0, 1.0]), seed=0, samples_per_epoch=10
+    )
+    orders = [sampler.epoch_indices(epoch) for epoch in range(1001)]
+    seen = Counter(i for order in orders for i in order if i >= 100)
+    # 1001 epochs x 10 samples / 1001 = 10 draws from 4 images: 3, 3, 2 and 2.
+    assert sorted(seen.values()) == [2, 2, 3, 3]
+    assert set(seen) == {100, 101, 102, 103}
+
+
+def test_without_weights_an_epoch_is_every_image_once():
+    sampler = MixtureSampler(Mixture([5, 1, 9], [None] * 3), seed=0)
+    for epoch in range(3):
+        assert sorted(sampler.epoch_indices(epoch)) == list(range(15))
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    one = MixtureSampler(SMALL, seed=3, samples_per_epoch=20)
+    two = MixtureSampler(SMALL, seed=3, samples_per_epoch=20)
+    other = MixtureSampler(SMALL, seed=4, samples_per_epoch=20)
+    first = stream(one)
+    assert first == stream(two) == stream(one)
+    assert first != stream(other)
+    one.set_epoch(1)
+    second = stream(one)
+    assert [i for i, _ in second] != [i for i, _ in first]
+    assert not {seed for _, seed in second} & {seed for _, seed in first}
+
+
+def test_seeds_differ_within_an_epoch():
+    seeds = [seed for _, seed in stream(MixtureSampler(SMALL, seed=0))]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_every_pass_has_a_permutation_of_its_own():
+    # An epoch is half a pass; epochs 0 and 2 are the first halves of two passes.
+    sampler = MixtureSampler(Mixture([40], [None]), seed=0, samples_per_epoch=20)
+    assert set(sampler.epoch_indices(0)) != set(sampler.epoch_indices(2))
+
+
+def test_datasets_are_interleaved():
+    sampler = MixtureSampler(Mixture([50, 50], [None, None]), seed=0)
+    parts = [index >= 50 for index in sampler.epoch_indices(0)]
+    changes = sum(a != b for a, b in itertools.pairwise(parts))
+    # 99 neighbours that differ with probability 1/2: 50 on average, 5 deviation.
+    assert 25 < changes < 75
+
+
+def test_without_shuffle_files_keep_their_order():
+    sampler = MixtureSampler(
+        Mixture([3, 2], [1.0, 1.0]), seed=0, samples_per_epoch=4, shuffle=False
+    )
+    assert sampler.epoch_indices(0) == [0, 1, 3, 4]
+    assert sampler.epoch_indices(1) == [2, 0, 3, 4]
+
+
+def ranks(monkeypatch, world_size, **options):
+    """One sampler per process of a run."""
+    samplers = []
+    for rank in range(world_size):
+        monkeypatch.setattr(
+            "damex.datasets.sampler.get_dist_info", lambda r=rank: (r, world_size)
+        )
+        samplers.append(MixtureSampler(SMALL, seed=3, **options))
+    return samplers
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_the_order_of_a_single_process(monkeypatch, world_size):
+    samplers = ranks(monkeypatch, world_size, samples_per_epoch=20)
+    streams = [stream(sampler) for sampler in samplers]
+    assert [len(s) for s in streams] == [len(samplers[0])] * world_size
+    together = [sample for step in zip(*streams, strict=True) for sample in step]
+    (single,) = ranks(monkeypatch, 1, samples_per_epoch=20)
+    # Equal seeds too: augmentation does not depend on the number of processes.
+    assert together == stream(single)
+
+
+def test_ranks_are_filled_up_to_equal_lengths(monkeypatch):
+    samplers = ranks(monkeypatch, 4, samples_per_epoch=18)
+    assert [len(stream(sampler)) for sampler in samplers] == [5, 5, 5, 5]
+    assert samplers[0].total == 20
+
+
+@pytest.mark.parametrize("used", [1, 19, 20, 45])
+def test_skip_continues_the_infinite_stream(used):
+    def fresh():
+        return MixtureSampler(SMALL, seed=3, samples_per_epoch=20, infinite=True)
+
+    def take(sampler, number):
+        return [(int(i), i.seed) for i in itertools.islice(sampler, number)]
+
+    whole = take(fresh(), 100)
+    resumed = fresh()
+    resumed.skip(used)
+    assert take(resumed, 100 - used) == whole[used:]
+    assert take(resumed, 30) == whole[:30]  # skipped once, not for ever
+
+
+def test_skip_counts_samples_of_one_process(monkeypatch):
+    whole = ranks(monkeypatch, 2, samples_per_epoch=20, infinite=True)[1]
+    resumed = ranks(monkeypatch, 2, samples_per_epoch=20, infinite=True)[1]
+    resumed.skip(13)
+    expected = list(itertools.islice(whole, 13, 30))
+    found = list(itertools.islice(resumed, 17))
+    assert [(i, i.seed) for i in found] == [(i, i.seed) for i in expected]
+
+
+def test_skips_add_up():
+    once, twice = (MixtureSampler(SMALL, seed=3) for _ in range(2))
+    once.skip(7)
+    twice.skip(3)
+    twice.skip(4)
+    assert stream(once) == stream(twice)
+
+
+def test_infinite_stream_is_the_row_of_epochs():
+    endless = MixtureSampler(SMALL, seed=3, samples_per_epoch=9, infinite=True)
+    found = [int(index) for index in itertools.islice(endless, 27)]
+    assert found == [i for epoch in range(3) for i in endless.epoch_indices(epoch)]
+
+
+@pytest.mark.parametrize("samples", [0, -5])
+def test_empty_epoch_is_refused(samples):
+    with pytest.raises(ValueError, match=f"must be 1 or more, got {samples}"):
+        MixtureSampler(SMALL, seed=0, samples_per_epoch=samples)
+
+
+def test_too_small_epoch_names_a_size_that_works():
+    ten = Mixture([4] * 10, [1.0] * 10)
+    with pytest.raises(ValueError, match=r"=5 is too small .* 10 datasets; .* 100 or"):
+        MixtureSampler(ten, seed=0, samples_per_epoch=5)
+    sampler = MixtureSampler(ten, seed=0, samples_per_epoch=100)
+    assert all(len(sampler.epoch_indices(epoch)) == 100 for epoch in range(20))
+
+
+@pytest.mark.parametrize("samples", [6, 7, 13])
+def test_smallest_epoch_that_is_accepted_never_breaks(samples):
+    # Three equal shares of 6 samples: 2 = 3 datasets - 1, which is the bound.
+    sampler = MixtureSampler(
+        Mixture([4, 4, 4], [1.0] * 3), seed=0, samples_per_epoch=samples
+    )
+    assert {len(sampler.epoch_indices(epoch)) for epoch in range(200)} == {samples}
+
+
+def test_describe_tells_samples_and_passes():
+    sampler = MixtureSampler(
+        Mixture([50, 10], [3.0, 1.0]), seed=0, samples_per_epoch=100
+    )
+    assert sampler.describe().splitlines() == [
+        "one epoch: 100 samples",
+        "  d0: 75.0%, 75.0 samples of 50 images, 1.50 passes",
+        "  d1: 25.0%, 25.0 samples of 10 images, 2.50 passes",
+    ]

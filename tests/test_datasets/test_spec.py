@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from mmdet.datasets import CocoDataset, VOCDataset
+
+from damex.datasets.spec import DatasetSpec, parse_mixture, read_coco
+from damex.errors import ConfigError, DataError
+
+
+def entry(name: str = "a", **changes):
+    return dict(name=name, data_root=f"data/{name}/", train="t.json", **changes)
+
+
+def message(entries, error=ConfigError) -> str:
+    with pytest.raises(error) as caught:
+        parse_mixture(entries)
+    return str(caught.value)
+
+
+def test_parse_keeps_the_order_and_the_values():
+    specs = parse_mixture([entry("b", weight=2, group="g"), entry("a", weight=0.5)])
+    assert [spec.name for spec in specs] == ["b", "a"]
+    assert [spec.weight for spec in specs] == [2, 0.5]
+    assert [spec.group_name for spec in specs] == ["g", "a"]
+
+
+def test_unknown_key_is_refused_with_a_suggestion():
+    text = message([entry(), entry("b", wieght=1)])
+    assert "mixture[1] has the unknown key 'wieght'" in text
+    assert "did you mean 'weight'?" in text
+
+
+@pytest.mark.parametrize("name", [None, "", "a/b", 3])
+def test_name_must_be_usable_in_score_keys(name):
+    text = message([dict(name=name, train="t.json")])
+    assert "mixture[0].name must be a non-empty string without '/'" in text
+    assert repr(name) in text
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "2"])
+def test_weight_must_be_a_positive_number(weight):
+    text = message([entry("cars", weight=weight)])
+    assert "mixture[0] ('cars'): weight must be a number above 0" in text
+    assert f"got {weight!r}" in text
+
+
+def test_weights_for_some_datasets_only_are_refused():
+    text = message([entry("a", weight=2.0), entry("b"), entry("c")])
+    assert "a=2.0" in text
+    assert "but not for b, c" in text
+    assert "give every dataset a weight, or none" in text
+
+
+def test_empty_mixture_is_refused():
+    assert "mixture is empty; add one dict(name=" in message([])
+
+
+def test_a_name_may_occur_once():
+    text = message([entry("a"), entry("b"), dict(name="a", train="other.json")])
+    assert "mixture[2] and mixture[0] are both called 'a'" in text
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        "../a/t.json",
+        dict(type="CocoDataset", data_root="data/a", ann_file="t.json"),
+    ],
+    ids=["other spelling of the path", "as a dataset config"],
+)
+def test_a_training_file_may_occur_once(train):
+    text = message([entry("a"), dict(name="b", data_root="data/b/", train=train)])
+    assert "mixture[1] ('b') trains on the same annotation file as mixture[0]" in text
+    assert "set its weight" in text
+
+
+def test_test_split_falls_back_to_val_with_its_image_folder():
+    spec = DatasetSpec("a", "r/", val="v.json", img=dict(train="tr/", val="va/"))
+    config = spec.dataset_config("test")
+    assert config["ann_file"] == "v.json"
+    assert config["data_prefix"] == dict(img="va/")
+
+
+def test_image_folder_missing_for_a_split():
+    spec = DatasetSpec("a", train="t.json", img=dict(val="va/"))
+    with pytest.raises(ConfigError, match="'a': img names no folder for 'train', only"):
+        spec.dataset_config("train")
+
+
+def test_split_without_entry_says_what_to_add():
+    with pytest.raises(ConfigError, match=r"'a' has no 'val' entry; add val='<ann"):
+        DatasetSpec("a", train="t.json").dataset_config("val")
+
+
+def test_unknown_split():
+    with pytest.raises(ConfigError, match=r"split must be one of .* got 'valid'"):
+        DatasetSpec("a", train="t.json").source("valid")
+
+
+def test_dataset_config_without_type():
+    with pytest.raises(ConfigError, match="'a': train is a dict without 'type'"):
+        DatasetSpec("a", train=dict(ann_file="t.json")).dataset_config("train")
+
+
+@pytest.mark.parametrize("kind", ["CocoDataset", "mmdet.CocoDataset", CocoDataset])
+def test_mmdets_coco_class_is_replaced_also_inside_wrappers(kind):
+    part = dict(type=kind, ann_file="t.json")
+    concat = dict(type="ConcatDataset", datasets=[part, dict(type="VOCDataset")])
+    train = dict(type="RepeatDataset", times=2, dataset=concat)
+    before = copy.deepcopy(train)
+    config = DatasetSpec("a", train=train).dataset_config("train")
+    inner = config["dataset"]["datasets"]
+    assert [c["type"] for c in inner] == ["NamedCocoDataset", "VOCDataset"]
+    assert train == before
+
+
+def test_own_classes_are_the_categories_in_file_order(two_datasets):
+    specs = parse_mixture(two_datasets)
+    assert specs[0].own_classes == ("car", "person", "bus")
+    assert specs[1].own_classes == ("person", "dog", "car")
+
+
+def test_own_classes_follow_the_entry_before_the_file(two_datasets):
+    spec = DatasetSpec.from_config({**two_datasets[0], "classes": ["bus", "car"]}, 0)
+    assert spec.own_classes == ("bus", "car")
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        dict(type="VOCDataset"),
+        dict(type=VOCDataset),
+        dict(type="ConcatDataset", datasets=[dict(type="VOCDataset")]),
+        dict(type="RepeatDataset", dataset=dict(type="VOCDataset")),
+    ],
+)
+def test_own_classes_of_an_mmdet_class_are_its_metainfo(train):
+    spec = DatasetSpec("voc", train=train)
+    assert spec.own_classes == VOCDataset.METAINFO["classes"]
+
+
+def test_metainfo_of_a_dataset_config_names_the_classes():
+    train = dict(type="XMLDataset", metainfo=dict(classes=["x", "y"]))
+    assert DatasetSpec("a", train=train).own_classes == ("x", "y")
+
+
+def test_dataset_that_names_no_classes():
+    with pytest.raises(ConfigError, match=r"'a' names no classes; add classes=\["):
+        _ = DatasetSpec("a", train=dict(type="XMLDataset")).own_classes
+
+
+def test_rename_gives_the_mixtures_words_in_own_order():
+    spec = DatasetSpec("a", classes=("auto", "bus"), rename=dict(auto="car"))
+    assert spec.mixture_classes() == ("car", "bus")
+
+
+def test_rename_of_an_unknown_class_is_refused_with_a_suggestion():
+    spec = DatasetSpec("a", classes=("person", "bus"), rename=dict(persn="human"))
+    with pytest.raises(ConfigError, match="'a': rename names the class 'persn'; did y"):
+        spec.mixture_classes()
+
+
+def test_wrong_annotation_path_names_dataset_path_and_mend(tmp_path):
+    spec = DatasetSpec("cars", f"{tmp_path}/", train="typo.json")
+    with pytest.raises(DataError) as caught:
+        _ = spec.own_classes
+    text = str(caught.value)
+    assert "dataset 'cars': there is no annotation file" in text
+    assert str(tmp_path / "typo.json") in text
+    assert "Correct data_root, train or val" in text
+
+
+@pytest.mark.parametrize("content", [b"images: []", b"\xff\xfe\x00"])
+def test_file_that_is_not_json(tmp_path, content):
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"'cars': .*t\.json is not a JSON file"):
+        read_coco(tmp_path / "t.json", "cars")
+
+
+@pytest.mark.parametrize("document", [dict(images=[], annotations=[]), [1, 2]])
+def test_file_that_is_not_coco(tmp_path, document):
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    with pytest.raises(DataError, match=r"'cars': .*t\.json has no list '(cat|im)"):
+        read_coco(tmp_path / "t.json", "cars")
+
+
+def test_category_name_given_twice(two_datasets, edit_json):
+    path = two_datasets[0]["data_root"] + "train.json"
+    edit_json(path, lambda d: d["categories"].append(dict(id=9, name="bus")))
+    with pytest.raises(DataError, match=r"'street': .* category names \['bus'\] twice"):
+        _ = parse_mixture(two_datasets)[0].own_classes

@@ -1,0 +1,127 @@
+"""Mistakes of a user: one clear line, exit status 2, nothing overwritten."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from damex.engine import cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command in this process; returns its exit status and what it said."""
+
+    def call(command, *arguments):
+        monkeypatch.setattr("sys.argv", ["tool", *map(str, arguments)])
+        status = cli.run_command(command)
+        return status, capsys.readouterr().err
+
+    return call
+
+
+def edit(path, change):
+    document = json.loads(Path(path).read_text())
+    change(document)
+    Path(path).write_text(json.dumps(document))
+
+
+def wrong_annotation_path(entries):
+    entries[0]["train"] = "trian.json"
+
+
+def class_with_a_typo(entries):
+    entries[0]["classes"] = ["car", "persom"]
+
+
+def box_outside_of_its_image(entries):
+    path = Path(entries[1]["data_root"]) / "train.json"
+    edit(path, lambda d: d["annotations"][0].update(bbox=[500, 2, 10, 10]))
+
+
+def missing_image(entries):
+    (Path(entries[0]["data_root"]) / "images" / "0.png").unlink()
+
+
+def image_that_is_text(entries):
+    (Path(entries[0]["data_root"]) / "images" / "0.png").write_text("not an image")
+
+
+def dataset_listed_twice(entries):
+    entries.append(dict(entries[0]))
+
+
+MISTAKES = {
+    wrong_annotation_path: ("dataset 'street'", "trian.json", "Correct data_root"),
+    class_with_a_typo: ("dataset 'street'", "'persom'", "did you mean 'person'?"),
+    box_outside_of_its_image: (
+        "dataset 'park'",
+        "annotation 1 of image '0.png'",
+        "[500, 2, 10, 10]",
+        "on_bad_box='drop'",
+    ),
+    missing_image: ("dataset 'street'", "images/0.png does not exist", "Correct"),
+    image_that_is_text: ("images/0.png (12 bytes) cannot be decoded", "Replace the"),
+    dataset_listed_twice: ("mixture[2] and mixture[0]", "'street'", "remove one"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.__name__)
+def test_mistakes_in_the_data(write_config, two_datasets, run, tmp_path, mistake):
+    mistake(two_datasets)
+    status, said = run(cli.train, write_config(mixture=two_datasets))
+    assert status == 2
+    for part in MISTAKES[mistake]:
+        assert part in said
+    assert said.strip().startswith("error: ")
+    assert len(said.strip().splitlines()) == 1
+    assert not list(tmp_path.rglob("*.pth"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        ("moe = dict(layers=dict(decoder=[7]))", ["layer 7", "3 layers: 0 to 2"]),
+        ("moe = dict(num_experts=1)", ["2 dataset groups", "set num_experts=2"]),
+        ("moe = 'moe/none.py'", ["'moe/none.py'", "does not exist"]),
+        (
+            "model = dict(bbox_head=dict(num_classes=80))",
+            ["num_classes is 80", "has 4 classes", "leave num_classes out"],
+        ),
+        ("label_space = 'intersection'", ["'intersection'", "union"]),
+    ],
+)
+def test_mistakes_in_the_config(write_config, run, extra, parts):
+    status, said = run(cli.train, write_config(extra=extra))
+    assert status == 2
+    for part in parts:
+        assert part in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_missing_image_in_a_worker_is_one_line_too(write_config, two_datasets, run):
+    missing_image(two_datasets)
+    config = write_config(extra="train_dataloader['num_workers'] = 1")
+    status, said = run(cli.train, config)
+    assert status == 2
+    assert "images/0.png does not exist" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_missing_config_is_named(run, tmp_path):
+    status, said = run(cli.train, tmp_path / "none.py")
+    assert status == 2
+    assert "there is no config file" in said
+
+
+def test_a_missing_checkpoint_is_named(write_config, run, tmp_path):
+    status, said = run(cli.test, write_config(), tmp_path / "none.pth")
+    assert status == 2
+    assert "there is no checkpoint" in said
+
+
+def test_auto_scale_lr_without_a_base_batch_says_what_to_set(write_config, run):
+    config = write_config(extra="auto_scale_lr = None")
+    status, said = run(cli.train, config, "--auto-scale-lr")
+    assert status == 2
+    assert "base_batch_size" in said
