@@ -47,7 +47,8 @@ def local_seed(seed: int) -> Iterator[None]:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    # torch.manual_seed would also reseed every GPU, whose states are not put back.
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:

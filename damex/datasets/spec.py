@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 
 from damex.errors import ConfigError, DataError, did_you_mean
@@ -119,7 +120,32 @@ class DatasetSpec:
                 f"dataset {self.name!r}: {split} is a dict without 'type'; name the "
                 f"mmdet dataset class, as in {split}=dict(type='VOCDataset', ...)."
             )
-        return _with_named_labels(source)
+        config = _with_named_labels(source)
+        self._check_class(config)
+        return config
+
+    def _check_class(self, config: Mapping[str, Any]) -> None:
+        """Refuse dataset classes that do not exist, or that would mislabel.
+
+        Subclasses of mmdet's CocoDataset number a choice of classes in file order.
+        """
+        for inner in (*config.get("datasets", ()), config.get("dataset")):
+            if inner is not None:
+                self._check_class(inner)
+        kind = config["type"]
+        dataset_class = DATASETS.get(kind) if isinstance(kind, str) else kind
+        if dataset_class is None:
+            raise ConfigError(
+                f"dataset {self.name!r}: mmdet has no dataset class {kind!r}; "
+                f"{did_you_mean(str(kind), sorted(DATASETS.module_dict))}"
+            )
+        by_file = issubclass(dataset_class, CocoDataset) and kind != "NamedCocoDataset"
+        if by_file and self.classes is not None:
+            raise ConfigError(
+                f"dataset {self.name!r}: classes=[...] cannot be used with "
+                f"{dataset_class.__name__}, which numbers them in file order; give the "
+                "annotation file itself (train='file.json'), or leave classes out."
+            )
 
     def _image_folder(self, split: str) -> str:
         if isinstance(self.img, str):

@@ -192,3 +192,16 @@ def test_category_name_given_twice(two_datasets, edit_json):
     edit_json(path, lambda d: d["categories"].append(dict(id=9, name="bus")))
     with pytest.raises(DataError, match=r"'street': .* category names \['bus'\] twice"):
         _ = parse_mixture(two_datasets)[0].own_classes
+
+
+def test_an_unknown_dataset_class_is_named_with_the_nearest_one():
+    spec = DatasetSpec(name="a", train=dict(type="VOCDatset", ann_file="x"))
+    with pytest.raises(ConfigError, match=r"'VOCDatset'; did you mean 'VOCDataset'\?"):
+        spec.dataset_config("train")
+
+
+def test_a_choice_of_classes_that_mmdet_would_number_by_file_is_refused():
+    source = dict(type="RepeatDataset", dataset=dict(type="LVISV1Dataset"))
+    spec = DatasetSpec(name="lvis", train=source, classes=("car",))
+    with pytest.raises(ConfigError, match="LVISV1Dataset, which numbers them in file"):
+        spec.dataset_config("train")
