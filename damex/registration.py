@@ -8,7 +8,13 @@ with contextlib.redirect_stdout(io.StringIO()):
     import mmdet.datasets  # noqa: F401
 
 from damex.datasets import mixture, named_coco, sampler
-from damex.engine import progress, reproducibility, run_summary, runner
+from damex.engine import (
+    painted_images,
+    progress,
+    reproducibility,
+    run_summary,
+    runner,
+)
 from damex.evaluation import mixture_metric
 from damex.models import detectors, moe_parts
 
@@ -18,6 +24,7 @@ __all__ = [
     "mixture_metric",
     "moe_parts",
     "named_coco",
+    "painted_images",
     "progress",
     "reproducibility",
     "run_summary",

@@ -3,5 +3,5 @@
 set -euo pipefail
 config=$1 checkpoint=$2 processes=$3
 shift 3
-exec torchrun --standalone --nproc_per_node="$processes" \
+exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc_per_node="$processes" \
   "$(dirname "$0")/test.py" "$config" "$checkpoint" --launcher pytorch "$@"

@@ -3,5 +3,5 @@
 set -euo pipefail
 config=$1 processes=$2
 shift 2
-exec torchrun --standalone --nproc_per_node="$processes" \
+exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc_per_node="$processes" \
   "$(dirname "$0")/train.py" "$config" --launcher pytorch "$@"

@@ -8,9 +8,15 @@ default_hooks = dict(
     logger=dict(type="LoggerHook", interval=50),
     param_scheduler=dict(type="ParamSchedulerHook"),
     # Two checkpoints: the older one is removed before the newer one is written.
-    checkpoint=dict(type="CheckpointHook", interval=1, max_keep_ckpts=2),
+    checkpoint=dict(
+        type="CheckpointHook",
+        interval=1,
+        max_keep_ckpts=2,
+        save_best="mixture/mean/AP",
+        rule="greater",
+    ),
     sampler_seed=dict(type="DistSamplerSeedHook"),
-    visualization=dict(type="DetVisualizationHook"),
+    visualization=dict(type="PaintedImagesHook"),
 )
 custom_hooks = [
     dict(type="IterationSeedHook"),

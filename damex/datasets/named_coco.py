@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
 from damex.datasets.spec import read_coco
-from damex.errors import DataError, did_you_mean
+from damex.errors import ConfigError, DataError, did_you_mean
 
 __all__ = ["BAD_BOX_POLICIES", "NamedCocoDataset"]
 
@@ -70,7 +71,7 @@ class NamedCocoDataset(CocoDataset):
         self, *, name: str = "", on_bad_box: str = "error", **kwargs: Any
     ) -> None:
         if on_bad_box not in BAD_BOX_POLICIES:
-            raise ValueError(
+            raise ConfigError(
                 f"on_bad_box must be one of {BAD_BOX_POLICIES}, got {on_bad_box!r}."
             )
         self.name = name
@@ -82,6 +83,7 @@ class NamedCocoDataset(CocoDataset):
         """Open an annotation file; called by ``CocoDataset.load_data_list``."""
         document = read_coco(Path(path), self.name)
         _check_ids(document, f"dataset {self.name!r}: {path}")
+        self._names = {c["id"]: str(c["name"]) for c in document["categories"]}
         image_ids = {image["id"] for image in document["images"]}
         lost = sum(a.get("image_id") not in image_ids for a in document["annotations"])
         if lost:
@@ -89,19 +91,26 @@ class NamedCocoDataset(CocoDataset):
         return _NamedCoco(document, self.name, Path(path))
 
     def load_data_list(self) -> list[dict]:
-        """Load the annotations and say in one line what was clipped or left out.
+        """Load the annotations.
 
         Raises:
             DataError: If the file is missing or a box lies outside of its image.
         """
         if not Path(self.ann_file).is_file():
             read_coco(Path(self.ann_file), self.name)  # words the error
-        data_list = super().load_data_list()
+        return super().load_data_list()
+
+    def filter_data(self) -> list[dict]:
+        """Filter as mmdet does, then report everything that was left out or changed."""
+        kept = super().filter_data()
+        if len(kept) < len(self.data_list):
+            lost = len(self.data_list) - len(kept)
+            self._counts["images without boxes left out of training"] = lost
         counts = ", ".join(f"{n} {what}" for what, n in sorted(self._counts.items()))
         if counts:
             message = f"dataset {self.name!r}: {self.ann_file}: {counts}."
             print_log(message, logger="current", level=logging.WARNING)
-        return data_list
+        return kept
 
     def parse_data_info(self, raw_data_info: dict) -> dict:
         """Parse one image; adds ``ground_truth`` in COCO's own terms for evaluation.
@@ -119,7 +128,7 @@ class NamedCocoDataset(CocoDataset):
         records = [
             record
             for record in raw_data_info["raw_ann_info"]
-            if self._box_is_usable(record, image)
+            if self._is_wanted(record) and self._box_is_usable(record, image)
         ]
         info = super().parse_data_info({**raw_data_info, "raw_ann_info": records})
         for instance in info["instances"]:
@@ -133,9 +142,20 @@ class NamedCocoDataset(CocoDataset):
                     iscrowd=int(record.get("iscrowd", 0)),
                 )
                 for record in records
-                if record["category_id"] in self.cat2label
             ]
         return info
+
+    def _is_wanted(self, record: dict) -> bool:
+        """Whether a record is of a class in use; counts the others by class."""
+        category = record.get("category_id")
+        if category in self.cat2label:
+            return True
+        if category in self._names:
+            what = f"boxes of {self._names[category]!r}, which is not in use"
+        else:
+            what = "boxes of a category that the file does not list"
+        self._counts[what] += 1
+        return False
 
     def _box_is_usable(self, record: dict, image: dict) -> bool:
         """Whether a record stays; sorts the others out by reason."""
@@ -144,9 +164,13 @@ class NamedCocoDataset(CocoDataset):
             f"image {image['file_name']!r}"
         )
         box = record.get("bbox")
-        if not isinstance(box, list) or len(box) != 4:
+        if (
+            not isinstance(box, list)
+            or len(box) != 4
+            or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in box)
+        ):
             raise DataError(
-                f"{where}: bbox must be [x, y, width, height], got {box!r}."
+                f"{where}: bbox must be [x, y, width, height] in pixels, got {box!r}."
             )
         x, y, w, h = box
         record.setdefault("area", w * h)
@@ -202,3 +226,6 @@ def _check_ids(document: dict[str, Any], where: str) -> None:
                     "record its own id."
                 )
             seen.add(found)
+    for category in document["categories"]:
+        if "name" not in category:
+            raise DataError(f"{where}: a category has no 'name': {category}.")

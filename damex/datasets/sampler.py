@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.seeded_index import SeededIndex, mix_seed
+from damex.errors import ConfigError
 
 __all__ = ["MixtureSampler"]
 
@@ -36,10 +37,11 @@ class MixtureSampler(Sampler[SeededIndex]):
         samples_per_epoch: Samples of one epoch over all processes; by default the
             number of images in the mixture.
         shuffle: False keeps the order of files (datasets still follow the weights).
-        infinite: Iterate over epochs without end, for iteration-based loops.
+        infinite: Iterate over epochs without end; set it for IterBasedTrainLoop, whose
+            resumption then is exact for any batch size.
 
     Raises:
-        ValueError: If ``samples_per_epoch`` is too small for the number of datasets.
+        ConfigError: If ``samples_per_epoch`` is too small for the number of datasets.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class MixtureSampler(Sampler[SeededIndex]):
         self.shuffle = shuffle
         self.infinite = infinite
         self.epoch = 0
+        self._first_epoch = 0
         self._skipped = 0
         total = len(dataset) if samples_per_epoch is None else samples_per_epoch
         if total < 1:
-            raise ValueError(f"samples_per_epoch must be 1 or more, got {total}.")
+            raise ConfigError(f"samples_per_epoch must be 1 or more, got {total}.")
         self.per_rank = math.ceil(total / self.world_size)
         self.total = self.per_rank * self.world_size
         weights = np.array(
@@ -72,7 +75,7 @@ class MixtureSampler(Sampler[SeededIndex]):
         )
         self.shares = weights / weights.sum()
         if self.shares.max() * self.total < len(weights) - 1:
-            raise ValueError(
+            raise ConfigError(
                 f"samples_per_epoch={total} is too small to share among "
                 f"{len(weights)} datasets; set it to {len(weights) ** 2} or more."
             )
@@ -100,15 +103,16 @@ class MixtureSampler(Sampler[SeededIndex]):
         Args:
             num_samples: Samples per process that were used before.
         """
-        self._skipped += num_samples
+        epochs, self._skipped = divmod(self._skipped + num_samples, self.per_rank)
+        # mmengine's loop counts epochs from 0 after it has skipped.
+        self._first_epoch += epochs
 
     def __len__(self) -> int:
         return self.per_rank
 
     def __iter__(self) -> Iterator[SeededIndex]:
-        skipped, self._skipped = self._skipped, 0
-        epoch = self.epoch + skipped // self.per_rank
-        start = skipped % self.per_rank
+        start, self._skipped = self._skipped, 0
+        epoch = self.epoch + self._first_epoch
         while True:
             order = self.epoch_indices(epoch)
             for position in range(start, self.per_rank):

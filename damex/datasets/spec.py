@@ -70,6 +70,16 @@ class DatasetSpec:
             raise ConfigError(
                 f"{where}.name must be a non-empty string without '/', got {name!r}."
             )
+        if name == "mean":
+            raise ConfigError(
+                f"{where}.name: 'mean' is the row of the mean over datasets; choose "
+                "another name."
+            )
+        if isinstance(entry.get("classes"), str):
+            raise ConfigError(
+                f"{where} ({name!r}): classes must be a list of names, got "
+                f"{entry['classes']!r}; write classes=[{entry['classes']!r}]."
+            )
         weight = entry.get("weight")
         is_number = isinstance(weight, (int, float)) and math.isfinite(weight)
         if weight is not None and not (is_number and weight > 0):

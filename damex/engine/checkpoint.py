@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
+from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 
-__all__ = ["check_label_space", "load_checkpoint_safely"]
+__all__ = ["check_label_space", "check_tensors", "load_checkpoint_safely"]
 
 
 def _history_method(owner: Any, name: str) -> Any:
@@ -49,20 +51,21 @@ def load_checkpoint_safely(path: str | Path, *, map_location: Any = "cpu") -> di
     """Load a checkpoint of mmengine without running anything that it contains.
 
     Args:
-        path: A local file.
+        path: A local file, or an http(s) address, which is downloaded once.
         map_location: As for ``torch.load``.
 
     Returns:
         The checkpoint.
 
     Raises:
-        DataError: If the file is missing, is damaged, or holds more than data.
+        DataError: If the file is missing, is no checkpoint, is damaged, or holds more
+            than data.
     """
-    file = Path(path)
-    if not file.is_file():
+    file = _local_file(str(path))
+    if not zipfile.is_zipfile(file):
         raise DataError(
-            f"there is no checkpoint {file} (seen from {Path.cwd()}); look into the "
-            "work directory for *.pth files."
+            f"{file} ({file.stat().st_size} bytes) is not a checkpoint of torch, or is "
+            "cut off. Use an earlier one, or fetch it again."
         )
     try:
         with torch.serialization.safe_globals(_allowed()):
@@ -70,15 +73,63 @@ def load_checkpoint_safely(path: str | Path, *, map_location: Any = "cpu") -> di
     except pickle.UnpicklingError as error:
         raise DataError(
             f"the checkpoint {file} holds more than tensors and plain values, and was "
-            f"not loaded: {str(error).splitlines()[0]} If you trust where it comes "
-            "from, load it yourself and save its 'state_dict' with torch.save."
+            "not loaded: it could run code. If you trust where it comes from, load it "
+            "yourself and save its 'state_dict' with torch.save."
         ) from error
     except (EOFError, RuntimeError) as error:
         raise DataError(
             f"the checkpoint {file} ({file.stat().st_size} bytes) cannot be read: "
-            f"{str(error).splitlines()[0]} It may be cut off; use an earlier one."
+            f"{str(error).splitlines()[0]} Use an earlier one, or fetch it again."
         ) from error
+    if not isinstance(checkpoint, dict):
+        raise DataError(
+            f"the checkpoint {file} holds a {type(checkpoint).__name__}, not the dict "
+            "of tensors that a detector needs."
+        )
     return checkpoint
+
+
+def _local_file(path: str) -> Path:
+    """The file itself, or the local copy of an address."""
+    if path.startswith(("http://", "https://")):
+        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        copy = folder / path.rsplit("/", 1)[-1]
+        if not copy.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(path, str(copy))
+        return copy
+    if not Path(path).is_file():
+        raise DataError(
+            f"there is no checkpoint {path} (seen from {Path.cwd()}); look into the "
+            "work directory for *.pth files."
+        )
+    return Path(path)
+
+
+def check_tensors(
+    checkpoint: Mapping[str, Any], model: nn.Module, *, path: str
+) -> None:
+    """Refuse a checkpoint that does not hold exactly the tensors of a model.
+
+    Args:
+        checkpoint: A checkpoint, or a state dict alone.
+        model: The detector that the config builds.
+        path: The checkpoint, for the message.
+
+    Raises:
+        ConfigError: If tensors are missing or too many.
+    """
+    stored = checkpoint.get("state_dict", checkpoint)
+    found = {key.removeprefix("module.") for key in stored}
+    needed = set(model.state_dict())
+    missing, surplus = sorted(needed - found), sorted(found - needed)
+    if missing or surplus:
+        raise ConfigError(
+            f"the checkpoint {path} is of another detector than the config: "
+            f"{len(missing)} tensors are missing (such as {missing[:1]}), "
+            f"{len(surplus)} are too many (such as {surplus[:1]}). Use the config that "
+            "lies beside the checkpoint, with the same moe=..."
+        )
 
 
 def check_label_space(meta: Mapping[str, Any], space: LabelSpace, *, path: str) -> None:

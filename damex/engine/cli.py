@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmengine.config import Config, DictAction
+from mmengine.device import get_device
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
@@ -45,6 +46,8 @@ def train(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     cfg = load_config(args)
     if args.amp:
+        if get_device() == "cpu":
+            raise ConfigError("--amp needs a GPU, and none is seen here; leave it out.")
         cfg.optim_wrapper.type = "AmpOptimWrapper"
         cfg.optim_wrapper.setdefault("loss_scale", "dynamic")
     if args.auto_scale_lr:
@@ -75,6 +78,8 @@ def test(arguments: Sequence[str]) -> None:
         "--wait-time", type=float, default=2, help="seconds per shown image"
     )
     args = parser.parse_args(arguments)
+    if args.out and not args.out.endswith((".pkl", ".pickle")):
+        raise ConfigError(f"--out must end in .pkl or .pickle, got {args.out!r}.")
     cfg = load_config(args)
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
@@ -83,8 +88,6 @@ def test(arguments: Sequence[str]) -> None:
         cfg = trigger_visualization_hook(cfg, args)
     runner = build_runner(cfg)
     if args.out:
-        if not args.out.endswith((".pkl", ".pickle")):
-            raise ConfigError(f"--out must end in .pkl or .pickle, got {args.out!r}.")
         from mmdet.evaluation import DumpDetResults
 
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))
@@ -129,8 +132,11 @@ def run_command(command: Callable[[Sequence[str]], None]) -> int:
     try:
         command(sys.argv[1:])
     except (ConfigError, DataError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"\nerror: {_message(error)}\n")
+        rank = os.environ.get("RANK", "0")
+        # A config is wrong on every process, a record or image perhaps on one only.
+        if rank == "0" or isinstance(error, DataError):
+            where = "" if "RANK" not in os.environ else f" (process {rank})"
+            sys.stderr.write(f"\nerror{where}: {_message(error)}\n")
         return 2
     return 0
 

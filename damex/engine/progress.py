@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, Runner
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -46,16 +47,15 @@ class ProgressHook(Hook):
         self._console = Console(file=sys.stdout)
         self._progress: Progress | None = None
         self._means: dict[str, float] = {}
+        self._label = ""
         self._started = self._last_line = 0.0
-        self._first_iter = 0
+        self._first = 0
 
     def before_train(self, runner: Runner) -> None:
         """Say what is trained."""
         if runner.rank != 0:
             return
         self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
-        self._started = self._last_line = time.monotonic()
-        self._first_iter = runner.iter
         self._open("train", runner.max_iters, runner.iter)
 
     def after_train_iter(
@@ -106,8 +106,8 @@ class ProgressHook(Hook):
     def after_val(self, runner: Runner) -> None:
         """Go back to the training's bar."""
         self._close()
-        training = runner._train_loop is not None and runner.iter < runner.max_iters
-        if runner.rank == 0 and training:
+        training = isinstance(runner._train_loop, BaseLoop)
+        if runner.rank == 0 and training and runner.iter < runner.max_iters:
             self._open("train", runner.max_iters, runner.iter)
 
     def after_test(self, runner: Runner) -> None:
@@ -118,11 +118,11 @@ class ProgressHook(Hook):
         if runner.rank != 0:
             return
         self._close()
-        self._started, self._first_iter = time.monotonic(), 0
         self._open(label, len(loader), 0)
 
     def _open(self, label: str, total: int, done: int) -> None:
-        self._label = label
+        self._label, self._first = label, done
+        self._started = self._last_line = time.monotonic()
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -146,8 +146,8 @@ class ProgressHook(Hook):
         if now - self._last_line < self.every_seconds and done < total:
             return
         self._last_line = now
-        per_step = (now - self._started) / max(done - self._first_iter, 1)
-        left = time.strftime("%H:%M:%S", time.gmtime(per_step * (total - done)))
+        per_step = (now - self._started) / max(done - self._first, 1)
+        left = timedelta(seconds=round(per_step * (total - done)))
         self._console.print(
             f"{self._label:>8} {done}/{total}  {left} left  {status}", highlight=False
         )
@@ -177,13 +177,15 @@ def describe_run(runner: Runner) -> str:
             block.name for block in blocks
         )
     lines = [f"{type(model).__name__}: {millions:.2f} M parameters, {experts}"]
-    dataset: Any = None
-    if runner._train_loop is not None:
-        dataset = getattr(runner.train_dataloader, "dataset", None)
+    # Asking for the other loop's data would load it.
+    training = isinstance(runner._train_loop, BaseLoop)
+    loader = runner.train_dataloader if training else runner.test_dataloader
+    dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, MixtureDataset):
         rows = zip(dataset.specs, dataset.sizes, strict=True)
         names = ", ".join(f"{spec.name} ({size})" for spec, size in rows)
         classes = len(dataset.metainfo["classes"])
-        lines.append(f"trained on {names}: {classes} classes")
+        verb = "trained" if training else "tested"
+        lines.append(f"{verb} on {names}: {classes} classes")
     lines.append(f"details in {runner.logger.log_file or runner.log_dir}")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["resolve_config"]
+__all__ = ["label_space_of", "resolve_config"]
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
@@ -56,6 +56,15 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     if cfg["model"].get("moe") is not None:
         cfg["model"]["num_groups"] = len(space.group_names)
     return cfg
+
+
+def label_space_of(cfg: Config | ConfigDict) -> LabelSpace | None:
+    """The label space of a resolved config; None without a mixture."""
+    for loader in LOADERS:
+        for dataset in _mixtures((cfg.get(loader) or {}).get("dataset")):
+            if isinstance(dataset.get("label_space"), Mapping):
+                return LabelSpace.from_metainfo(dataset["label_space"])
+    return None
 
 
 def _set_moe(cfg: Config | ConfigDict) -> None:

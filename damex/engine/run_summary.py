@@ -93,16 +93,17 @@ class RunSummaryHook(Hook):
     def after_test_epoch(
         self, runner: Runner, metrics: dict[str, float] | None = None
     ) -> None:
-        """Print the table and write the summary of a test."""
+        """Print the table and write ``test_summary.json`` and its picture."""
         self._report(runner, metrics or {})
-        self._write(runner)
+        self._write(runner, prefix="test_", checkpoint=runner._load_from)
 
     def after_train(self, runner: Runner) -> None:
         """Write the summary of the whole run."""
         if self._train_started is not None:
             elapsed = time.monotonic() - self._train_started
             self._train_seconds = elapsed - self._val_seconds
-        self._write(runner)
+        last = _last_checkpoint(Path(runner.work_dir))
+        self._write(runner, prefix="", checkpoint=last)
 
     def _report(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         self._scores = {
@@ -110,35 +111,45 @@ class RunSummaryHook(Hook):
             for key, value in metrics.items()
             if key.startswith(PREFIX)
         }
-        if runner.rank == 0 and self._scores:
+        if runner.rank != 0:
+            return
+        if self._scores:
             self._console.print(score_table(self._scores))
+        for key, value in metrics.items():
+            if not key.startswith(PREFIX):
+                self._console.print(f"{key}: {value}", highlight=False)
 
-    def _write(self, runner: Runner) -> None:
-        if runner.rank != 0 or not self._scores:
+    def _write(self, runner: Runner, *, prefix: str, checkpoint: str | None) -> None:
+        """Write the files of a run and say where they are."""
+        if runner.rank != 0:
             return
         folder = Path(runner.work_dir)
-        summary = summarise(self._scores)
-        summary.update(
-            train_seconds=round(self._train_seconds, 1),
-            total_seconds=round(time.monotonic() - self._created, 1),
-            iterations=runner.iter,
-            versions=_versions(),
-            command=shlex.join(sys.argv),
+        found: dict[str, str | None] = dict(
+            checkpoint=checkpoint, log=runner.logger.log_file
         )
-        path = folder / "summary.json"
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        found = dict(
-            checkpoint=_last_checkpoint(folder),
-            log=runner.logger.log_file,
-            summary=str(path),
-            picture=self._draw(runner, folder),
-        )
+        if self._scores:
+            found["summary"] = self._write_summary(runner, folder, prefix)
+            found["picture"] = self._draw(runner, folder / f"{prefix}detections.png")
         for name, value in found.items():
             if value:
                 self._console.print(f"{name:>10}: {value}", soft_wrap=True)
 
-    def _draw(self, runner: Runner, folder: Path) -> str | None:
-        """Write ``detections.png``; None when there is nothing to draw."""
+    def _write_summary(self, runner: Runner, folder: Path, prefix: str) -> str:
+        summary = summarise(self._scores)
+        if self._train_started is not None:
+            summary["train_seconds"] = round(self._train_seconds, 1)
+            summary["iterations"] = runner.iter
+        summary.update(
+            total_seconds=round(time.monotonic() - self._created, 1),
+            versions=_versions(),
+            command=shlex.join(sys.argv),
+        )
+        path = folder / f"{prefix}summary.json"
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        return str(path)
+
+    def _draw(self, runner: Runner, path: Path) -> str | None:
+        """Write the picture of detections; None when there is nothing to draw."""
         classes = runner.visualizer.dataset_meta["classes"]
         rows = {
             name: [self._panel(sample, classes) for sample in samples]
@@ -147,7 +158,6 @@ class RunSummaryHook(Hook):
         }
         if not rows:
             return None
-        path = folder / "detections.png"
         draw_panels(rows).save(path)
         return str(path)
 

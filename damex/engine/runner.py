@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,12 @@ from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
 from damex.compat import ensure_ops
-from damex.datasets.label_space import LabelSpace
-from damex.datasets.spec import parse_mixture
-from damex.engine.checkpoint import check_label_space, load_checkpoint_safely
-from damex.engine.resolve import resolve_config
+from damex.engine.checkpoint import (
+    check_label_space,
+    check_tensors,
+    load_checkpoint_safely,
+)
+from damex.engine.resolve import label_space_of, resolve_config
 from damex.engine.screen import quiet_screen
 from damex.errors import ConfigError
 
@@ -39,6 +40,8 @@ class MixtureRunner(Runner):
     several processes also run without a GPU; and ``--resume`` without anything to
     resume says so.
     """
+
+    _evaluating = False
 
     @classmethod
     def from_cfg(cls, cfg: Config | ConfigDict) -> Runner:
@@ -89,6 +92,16 @@ class MixtureRunner(Runner):
             )
         super().load_or_resume()
 
+    def val(self) -> dict:
+        """Evaluate on the validation data; see mmengine."""
+        self._evaluating = True
+        return super().val()
+
+    def test(self) -> dict:
+        """Evaluate on the test data; see mmengine."""
+        self._evaluating = True
+        return super().test()
+
     def load_checkpoint(
         self,
         filename: str,
@@ -96,26 +109,26 @@ class MixtureRunner(Runner):
         strict: bool = False,
         revise_keys: list | None = None,
     ) -> dict:
-        """Load a local checkpoint as data, and check that its classes fit.
+        """Load a checkpoint as data; to resume or evaluate, it has to fit exactly.
+
+        As a start for training, other shapes and missing tensors are let through, as
+        mmengine does: the weights of a dense detector become those of every expert.
 
         Raises:
             DataError: If the file is missing, damaged, or holds more than data.
-            ConfigError: If it was trained on another label space.
+            ConfigError: If it shall be resumed or evaluated and belongs to another
+                label space or another detector.
         """
-        if re.match(r"^[a-z0-9-]+://", filename):
-            return super().load_checkpoint(filename, map_location, strict)
         checkpoint = load_checkpoint_safely(filename, map_location=map_location)
-        meta = checkpoint.setdefault("meta", {})
         # mmengine's resume would run this text as Python to read one field of it.
-        meta.pop("config", None)
-        if self.cfg.get("mixture") is not None and self._resume_or_test():
-            specs = parse_mixture([dict(entry) for entry in self.cfg["mixture"]])
-            space = LabelSpace.from_specs(
-                specs, mode=self.cfg.get("label_space") or "union"
-            )
-            check_label_space(meta, space, path=filename)
-        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+        checkpoint.get("meta", {}).pop("config", None)
         model = self.model.module if is_model_wrapper(self.model) else self.model
+        if self._resume or self._evaluating:
+            space = label_space_of(self.cfg)
+            if space is not None:
+                check_label_space(checkpoint.get("meta", {}), space, path=filename)
+            check_tensors(checkpoint, model, path=filename)
+        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         checkpoint = _load_checkpoint_to_model(
             model,
             checkpoint,
@@ -125,7 +138,3 @@ class MixtureRunner(Runner):
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
         return checkpoint
-
-    def _resume_or_test(self) -> bool:
-        """Whether the loaded weights are used as they are, and not as a start."""
-        return bool(self._resume) or self._train_loop is None

@@ -18,7 +18,15 @@ from damex.moe import MoELayer, expert_groups
 __all__ = ["InsertedLayer", "InsertionReport", "insert_moe", "moe_blocks"]
 
 PARTS = ("encoder", "decoder")
-MOE_FIELDS = ("layers", "num_experts", "router", "gate", "experts", "losses")
+MOE_FIELDS = (
+    "layers",
+    "num_experts",
+    "router",
+    "gate",
+    "experts",
+    "losses",
+    "with_cp",
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,8 @@ def insert_moe(
             ``'even'`` for 0, 2, 4 and so on; for ``encoder`` and ``decoder``),
             ``num_experts`` (the number of dataset groups by default), and the parts
             ``router``, ``gate``, ``experts`` and ``losses``, each a dict with a
-            ``type``. It is not changed.
+            ``type``. ``with_cp=True`` recomputes experts in the backward pass to save
+            memory. It is not changed.
         context: What the blocks read and write during a forward pass.
         num_groups: Number of dataset groups; None outside of a mixture.
 
@@ -86,7 +95,10 @@ def insert_moe(
     for name, layer in _chosen_layers(detector, moe.get("layers") or {}):
         dense = layer.ffn
         block = MoEFFN(
-            _build_layer(moe, dense, num_experts, groups), name=name, context=context
+            _build_layer(moe, dense, num_experts, groups),
+            name=name,
+            context=context,
+            with_cp=bool(moe.get("with_cp")),
         )
         layer.ffn = block
         rows.append(
@@ -143,7 +155,9 @@ def _chosen_layers(
                 f"moe.layers has the unknown part {part!r}; {did_you_mean(part, PARTS)}"
             )
     for part in PARTS:
-        chosen = layers.get(part) or []
+        chosen = layers.get(part)
+        if chosen is None:
+            continue
         existing = getattr(getattr(detector, part, None), "layers", [])
         for number in _numbers(chosen, len(existing), part):
             yield f"{part}.{number}", _layer(existing, part, number)
@@ -155,7 +169,7 @@ def _numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
         return range(count)
     if chosen == "even":
         return range(0, count, 2)
-    if isinstance(chosen, str):
+    if not isinstance(chosen, (list, tuple)):
         raise ConfigError(
             f"moe.layers.{part} must be a list of layer numbers, 'all' or 'even', "
             f"got {chosen!r}."
@@ -164,12 +178,17 @@ def _numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
 
 
 def _layer(existing: Sequence[Any], part: str, number: Any) -> Any:
-    if not isinstance(number, int) or not 0 <= number < len(existing):
+    if type(number) is not int or not 0 <= number < len(existing):
         raise ConfigError(
             f"moe.layers.{part} names layer {number!r}, but the {part} has "
             f"{len(existing)} layers: 0 to {len(existing) - 1}."
         )
     layer = existing[number]
+    if "forward" in vars(layer):
+        raise ConfigError(
+            f"model.{part}.num_cp wraps layer {number}, which would run its experts a "
+            "second time without what they need; set num_cp=0 and moe.with_cp=True."
+        )
     if not isinstance(getattr(layer, "ffn", None), FFN):
         raise ConfigError(
             f"moe.layers.{part}: layer {number} ({type(layer).__name__}) has no "
@@ -197,13 +216,27 @@ def _build_layer(
         activation=type(activation).__name__.lower(),
         dropout=dropout.p,
     )
-    return MoELayer(
-        router=_build(moe.get("router"), "LinearRouter", "router", **shape),
-        gate=_build(moe.get("gate"), "TopKGate", "gate"),
-        experts=_build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn),
-        losses=[_build(cfg, None, "losses") for cfg in moe.get("losses") or ()],
-        group_experts=groups,
-    )
+    losses = moe.get("losses") or []
+    if not isinstance(losses, (list, tuple)):
+        raise ConfigError(f"moe.losses must be a list of dicts, got {losses!r}.")
+    gate = _build(moe.get("gate"), "TopKGate", "gate")
+    if getattr(gate, "k", 1) > num_experts:
+        raise ConfigError(
+            f"moe.gate.k is {gate.k}, but there are {num_experts} experts; set k to "
+            f"{num_experts} or less."
+        )
+    try:
+        return MoELayer(
+            router=_build(moe.get("router"), "LinearRouter", "router", **shape),
+            gate=gate,
+            experts=_build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn),
+            losses=[_build(cfg, None, "losses") for cfg in losses],
+            group_experts=groups,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"moe: {error}") from error
 
 
 def _build(

@@ -27,7 +27,7 @@ from damex.datasets.minimix.__main__ import main
 from damex.datasets.minimix.canvas import Box, Canvas, Sprite
 from damex.datasets.minimix.spec import SPLITS
 from damex.datasets.minimix.tokens import draw_token
-from damex.datasets.minimix.writer import render_image
+from damex.datasets.minimix.writer import VERSION, render_image
 
 NAMES = ["shapes", "digits", "playroom", "photos", "arcade"]
 SMALL = tuple(
@@ -179,7 +179,7 @@ class TestContent:
 
     def test_info_names_version_seed_and_licence(self, small_root):
         info = read(small_root, "digits", "val")["info"]
-        assert info["version"] == "1.1"
+        assert info["version"] == VERSION
         assert info["seed"] == 0
         assert "CC BY 4.0" in info["license"]
 
@@ -338,8 +338,9 @@ class TestPromises:
 
     def test_splits_use_different_columns_of_the_photographs(self):
         train, val = (photos.source_columns(split, width=640) for split in SPLITS)
-        assert train == (0, 416)  # 0.65 * 640
-        assert val == (416, 640)
+        # five strips of 640 / 5 = 128 columns that take turns
+        assert train == ((0, 128), (256, 384), (512, 640))
+        assert val == ((128, 256), (384, 512))
 
 
 class TestGeneration:

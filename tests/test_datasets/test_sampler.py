@@ -164,7 +164,18 @@ def test_skip_continues_the_infinite_stream(used):
     resumed = fresh()
     resumed.skip(used)
     assert take(resumed, 100 - used) == whole[used:]
-    assert take(resumed, 30) == whole[:30]  # skipped once, not for ever
+    # The place inside of an epoch is skipped once, whole epochs for good.
+    epoch = used - used % 20
+    assert take(resumed, 30) == whole[epoch : epoch + 30]
+
+
+def test_a_resumed_finite_stream_goes_on_with_later_epochs():
+    """mmengine's iteration loop counts epochs from 0 again after it has skipped."""
+    sampler = MixtureSampler(SMALL, seed=3, samples_per_epoch=20)
+    sampler.skip(5 * 20)
+    assert [int(i) for i in sampler] == sampler.epoch_indices(5)
+    sampler.set_epoch(1)
+    assert [int(i) for i in sampler] == sampler.epoch_indices(6)
 
 
 def test_skip_counts_samples_of_one_process(monkeypatch):

@@ -6,7 +6,11 @@ import torch
 from mmengine.logging import HistoryBuffer
 
 from damex.datasets.label_space import LabelSpace
-from damex.engine.checkpoint import check_label_space, load_checkpoint_safely
+from damex.engine.checkpoint import (
+    check_label_space,
+    check_tensors,
+    load_checkpoint_safely,
+)
 from damex.errors import ConfigError, DataError
 
 
@@ -49,7 +53,9 @@ def test_what_mmengine_saves_comes_back(tmp_path):
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
     marker = tmp_path / "owned"
     torch.save(dict(state_dict=Payload(f"touch {marker}")), tmp_path / "evil.pth")
-    with pytest.raises(DataError, match="holds more than tensors and plain values"):
+    with pytest.raises(
+        DataError, match="holds more than tensors and plain values, and"
+    ):
         load_checkpoint_safely(tmp_path / "evil.pth")
     assert not marker.exists()
 
@@ -64,8 +70,35 @@ def test_a_cut_off_checkpoint_names_the_file_and_its_size(tmp_path):
     path = tmp_path / "epoch_1.pth"
     torch.save(dict(state_dict={"weight": torch.zeros(1000)}), path)
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(DataError, match=r"epoch_1\.pth \(2000 bytes\) cannot be read"):
+    with pytest.raises(
+        DataError, match=r"epoch_1\.pth \(2000 bytes\) is not a checkpoint of torch, or"
+    ):
         load_checkpoint_safely(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com"])
+def test_a_file_that_is_no_checkpoint_says_so(tmp_path, content):
+    (tmp_path / "x.pth").write_bytes(content)
+    with pytest.raises(DataError, match="is not a checkpoint of torch"):
+        load_checkpoint_safely(tmp_path / "x.pth")
+
+
+def test_a_checkpoint_that_is_no_dict_is_refused(tmp_path):
+    torch.save([1, 2], tmp_path / "x.pth")
+    with pytest.raises(DataError, match="holds a list"):
+        load_checkpoint_safely(tmp_path / "x.pth")
+
+
+def test_tensors_have_to_fit_exactly():
+    model = torch.nn.Linear(2, 1)
+    state = {f"module.{k}": v for k, v in model.state_dict().items()}
+    check_tensors(dict(state_dict=state), model, path="x.pth")
+    del state["module.bias"]
+    state["scale"] = torch.ones(1)
+    with pytest.raises(
+        ConfigError, match=r"1 tensors are missing .*'bias'.*1 are too many .*'scale'"
+    ):
+        check_tensors(state, model, path="x.pth")
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
 
 from damex.engine import cli
+from damex.engine.resolve import label_space_of, resolve_config
 
 
 @pytest.fixture
@@ -125,3 +129,63 @@ def test_auto_scale_lr_without_a_base_batch_says_what_to_set(write_config, run):
     status, said = run(cli.train, config, "--auto-scale-lr")
     assert status == 2
     assert "base_batch_size" in said
+
+
+@pytest.fixture
+def untrained(tmp_path):
+    """Save a checkpoint of a config's detector as training would, without training."""
+
+    def save(config):
+        cfg = resolve_config(Config.fromfile(config))
+        path = tmp_path / "untrained.pth"
+        meta = dict(dataset_meta=label_space_of(cfg).to_metainfo())
+        state = MODELS.build(cfg.model).state_dict()
+        torch.save(dict(meta=meta, state_dict=state), path)
+        return path
+
+    return save
+
+
+def test_a_checkpoint_of_another_label_space_is_not_evaluated(
+    write_config, two_datasets, untrained, run
+):
+    checkpoint = untrained(write_config())
+    other = write_config(mixture=two_datasets[::-1], name="other")
+    status, said = run(cli.test, other, checkpoint)
+    assert status == 2
+    assert "was trained on 4 classes of street, park" in said
+
+
+def test_a_dense_checkpoint_is_not_evaluated_with_experts(write_config, untrained, run):
+    checkpoint = untrained(write_config(extra="moe = None", name="dense"))
+    status, said = run(cli.test, write_config(), checkpoint)
+    assert status == 2
+    assert "of another detector" in said
+
+
+def test_one_dataset_of_the_mixture_can_be_evaluated(
+    write_config, two_datasets, untrained, run, tmp_path
+):
+    """Labels keep the meaning that they have in the whole mixture."""
+    config = write_config()
+    extra = f"test_dataloader = dict(dataset=dict(datasets={two_datasets[1:]!r}))"
+    one = write_config(extra=extra, name="one")
+    status, said = run(cli.test, one, untrained(config))
+    assert (status, said) == (0, "")
+    summary = json.loads((tmp_path / "work" / "test_summary.json").read_text())
+    assert list(summary["datasets"]) == ["park"]
+
+
+def test_painted_images_of_datasets_do_not_replace_each_other(
+    write_config, untrained, run, tmp_path
+):
+    config = write_config()
+    folder, dump = tmp_path / "painted", tmp_path / "found.pkl"
+    status, _ = run(
+        cli.test,
+        *(config, untrained(config), "--show-dir", folder, "--out", dump),
+    )
+    assert status == 0
+    assert len(list(folder.rglob("street/*.png"))) == 5
+    assert len(list(folder.rglob("park/*.png"))) == 3
+    assert dump.is_file()

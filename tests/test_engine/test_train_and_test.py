@@ -41,7 +41,7 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
         "test.py", config, work / "epoch_2.pth", "--work-dir", tmp_path / "again"
     )
     assert tested.returncode == 0, tested.stderr
-    again = json.loads((tmp_path / "again" / "summary.json").read_text())
+    again = json.loads((tmp_path / "again" / "test_summary.json").read_text())
     for key in ("mean_ap", "mean_ap50", "datasets", "own_expert_share"):
         assert again[key] == summary[key]
 

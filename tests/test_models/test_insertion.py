@@ -19,8 +19,8 @@ DAMEX = dict(
     [
         (dict(decoder="even"), ["decoder.0", "decoder.2"]),
         (dict(decoder=[1]), ["decoder.1"]),
-        (dict(encoder="all"), ["encoder.0", "encoder.1", "encoder.2"]),
-        (dict(encoder=[2], decoder=[0]), ["encoder.2", "decoder.0"]),
+        (dict(encoder="all"), ["encoder.0", "encoder.1"]),
+        (dict(encoder=[1], decoder=[0]), ["encoder.1", "decoder.0"]),
     ],
 )
 def test_chosen_layers_and_no_others_become_experts(build, layers, names):
@@ -88,6 +88,11 @@ def test_the_report_names_every_layer(build):
         (dict(layers=dict(decoder=[0], neck=[1])), "unknown part 'neck'"),
         (dict(layers=dict(decoder="odd")), "'all' or 'even'"),
         (dict(layers=dict(decoder=[])), "chooses no layer"),
+        (dict(layers=dict(decoder=0)), "must be a list of layer numbers"),
+        (dict(layers=dict(decoder=[True])), "names layer True"),
+        (dict(gate=dict(type="TopKGate", k=4)), "k is 4, but there are 3 experts"),
+        (dict(losses=dict(type="RouterZLoss")), "must be a list of dicts"),
+        (dict(experts=dict(num_experts=2)), "moe: .*3 experts, but there are 2"),
         (dict(num_experts=2), "3 dataset groups but moe.num_experts is 2"),
         (dict(num_experts=0), "must be an integer of 1 or more, got 0"),
         (dict(gate=dict(type="TopKGat")), "unknown type 'TopKGat'; did you mean 'TopK"),

@@ -1,6 +1,6 @@
 # The bundled mixture at its own size; made by: python -m damex.datasets.minimix
 data_root = "data/minimix/"
-# Weights are square roots of the sizes, so that 60 images are not drowned by 900.
+# Equal weights: 60 images are seen as often as 900.
 mixture = [
     dict(
         name="shapes",
@@ -8,7 +8,7 @@ mixture = [
         train="train.json",
         val="val.json",
         img="images/",
-        weight=30.0,
+        weight=1.0,
     ),
     dict(
         name="digits",
@@ -16,15 +16,7 @@ mixture = [
         train="train.json",
         val="val.json",
         img="images/",
-        weight=22.0,
-    ),
-    dict(
-        name="playroom",
-        data_root=data_root + "playroom/",
-        train="train.json",
-        val="val.json",
-        img="images/",
-        weight=16.0,
+        weight=1.0,
     ),
     dict(
         name="photos",
@@ -32,7 +24,15 @@ mixture = [
         train="train.json",
         val="val.json",
         img="images/",
-        weight=11.0,
+        weight=1.0,
+    ),
+    dict(
+        name="playroom",
+        data_root=data_root + "playroom/",
+        train="train.json",
+        val="val.json",
+        img="images/",
+        weight=1.0,
     ),
     dict(
         name="arcade",
@@ -40,7 +40,7 @@ mixture = [
         train="train.json",
         val="val.json",
         img="images/",
-        weight=8.0,
+        weight=1.0,
     ),
 ]
 
@@ -59,8 +59,9 @@ test_pipeline = [
 
 train_dataloader = dict(
     batch_size=8,
-    num_workers=0,
-    sampler=dict(type="MixtureSampler", samples_per_epoch=2400),
+    num_workers=1,
+    persistent_workers=True,
+    sampler=dict(type="MixtureSampler", samples_per_epoch=2600),
     dataset=dict(type="MixtureDataset", split="train", pipeline=train_pipeline),
 )
 val_dataloader = dict(

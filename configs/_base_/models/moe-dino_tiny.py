@@ -1,4 +1,4 @@
-# A DINO small enough for a CPU: half-width ResNet-18, 64 channels, 3 + 3 layers, 50
+# A DINO small enough for a CPU: half-width ResNet-18, 64 channels, 2 + 3 layers, 50
 # queries. Trained from scratch, so its batch norms learn.
 model = dict(
     type="MoEDINO",
@@ -35,7 +35,7 @@ model = dict(
         num_outs=3,
     ),
     encoder=dict(
-        num_layers=3,
+        num_layers=2,
         layer_cfg=dict(
             self_attn_cfg=dict(embed_dims=64, num_heads=4, num_levels=3, dropout=0.0),
             ffn_cfg=dict(embed_dims=64, feedforward_channels=256, ffn_drop=0.0),
@@ -66,7 +66,7 @@ model = dict(
     dn_cfg=dict(
         label_noise_scale=0.5,
         box_noise_scale=1.0,
-        group_cfg=dict(dynamic=True, num_groups=None, num_dn_queries=30),
+        group_cfg=dict(dynamic=True, num_groups=None, num_dn_queries=50),
     ),
     train_cfg=dict(
         assigner=dict(

@@ -1,4 +1,5 @@
-# 1,200 iterations of batch 8 from scratch: about five minutes on two cores.
+# Four epochs from scratch. With 2,600 samples each and batch 8 that is 1,300
+# iterations, about five minutes on two cores.
 max_epochs = 4
 train_cfg = dict(
     type="EpochBasedTrainLoop", max_epochs=max_epochs, val_interval=max_epochs
@@ -7,7 +8,7 @@ val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 optim_wrapper = dict(
     type="OptimWrapper",
-    optimizer=dict(type="AdamW", lr=0.0008, weight_decay=0.0001),
+    optimizer=dict(type="AdamW", lr=0.0012, weight_decay=0.0001, fused=True),
     clip_grad=dict(max_norm=0.1, norm_type=2),
 )
 param_scheduler = [

@@ -9,12 +9,13 @@ about 6 MB, 128 px, and a tiny DETR learns a part of it in minutes on a CPU.
 |----------|-----------|------------------------------------------|-------------------|
 | shapes   | 900/60    | flat shapes on noisy pastel fades        | star, square, ... |
 | digits   | 500/60    | handwritten digits (real) on ruled paper | zero ... nine     |
-| playroom | 250/60    | toys on a wooden floor                   | ball, crate, ...  |
-| photos   | 120/60    | stickers on photographs (real)           | leaf, circle, ... |
+| photos   | 250/60    | stickers on printed photographs (real)   | leaf, circle, ... |
+| playroom | 120/60    | toys on a wooden floor                   | ball, crate, ...  |
 | arcade   | 60/60     | a dark screen with a grid                | coin, chip, ...   |
 
-What was chosen, and why. Each point is a trait of real mixtures; none was tuned on
-the results of a method.
+What was chosen, and why. Each point is a trait of real mixtures. Difficulty was set by
+short trainings of a detector without experts; no choice looked at which mixture of
+experts gains from it.
 
 - Each dataset has its own palette, background and noise: parts of an image can tell
   which dataset it is from.

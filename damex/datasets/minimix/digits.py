@@ -61,7 +61,7 @@ def build_renderer(split: str) -> Renderer:
             stroke = sprites.stick(_ink(rng))
             size, angle = sprites.random_size(rng, high=44), rng.uniform(0, np.pi)
             canvas.scatter(sprites.draw(stroke, size=size, angle=angle), rng, name=None)
-        for _ in range(rng.integers(1, 9)):
+        for _ in range(rng.integers(1, 8)):
             index = rng.integers(len(labels))
             sprite = _digit(bitmaps[index], rng)
             canvas.scatter(sprite, rng, name=_WORDS[labels[index]])
@@ -85,7 +85,7 @@ def _ink(rng: np.random.Generator) -> sprites.Color:
 
 
 def _digit(bitmap: np.ndarray, rng: np.random.Generator) -> Sprite:
-    size = sprites.random_size(rng, low=26, high=56)
+    size = sprites.random_size(rng, low=32, high=56)
     bordered = np.pad(bitmap / 16 * 255, 1).astype(np.uint8)
     image = Image.fromarray(bordered).resize((size, size), Image.Resampling.BICUBIC)
     image = image.rotate(rng.uniform(-12, 12), Image.Resampling.BILINEAR)

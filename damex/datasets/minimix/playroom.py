@@ -34,7 +34,7 @@ def _render(size_hw: tuple[int, int], rng: np.random.Generator) -> Canvas:
             canvas.scatter(draw_token(kind, rng), rng, name=_TOKENS[kind])
         else:
             color = sprites.random_color(rng)
-            size, angle = sprites.random_size(rng, low=24), rng.uniform(-0.3, 0.3)
+            size, angle = sprites.random_size(rng, low=30), rng.uniform(-0.3, 0.3)
             toy = sprites.draw(sprites.car(color), size=size, angle=angle)
             canvas.scatter(toy, rng, name="car")
     canvas.pixels += textures.grain(size_hw, rng, sigma=0.015)

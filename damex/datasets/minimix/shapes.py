@@ -38,7 +38,7 @@ def _render(size_hw: tuple[int, int], rng: np.random.Generator) -> Canvas:
     for _ in range(rng.integers(2, 7)):
         drawing = (sprites.stick, sprites.cross)[rng.integers(2)]
         _scatter(canvas, drawing, rng, high=40, name=None)
-    for _ in range(rng.integers(1, 9)):
+    for _ in range(rng.integers(1, 8)):
         name = CLASSES[rng.integers(len(CLASSES))]
         _scatter(canvas, _DRAWINGS[name], rng, high=60, name=name)
     canvas.pixels += textures.grain(size_hw, rng, sigma=0.02)

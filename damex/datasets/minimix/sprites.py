@@ -88,7 +88,7 @@ def random_color(
     )
 
 
-def random_size(rng: np.random.Generator, *, low: int = 20, high: int = 60) -> int:
+def random_size(rng: np.random.Generator, *, low: int = 26, high: int = 60) -> int:
     """Return a side in pixels, log-uniform, so that small ones are not rare."""
     return round(float(np.exp(rng.uniform(np.log(low), np.log(high)))))
 

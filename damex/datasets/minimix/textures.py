@@ -53,3 +53,16 @@ def grain(
 ) -> np.ndarray:
     """Return Gaussian pixel noise that is equal in all channels, shape (H, W, 1)."""
     return rng.normal(0.0, sigma, (*size_hw, 1))
+
+
+def print_screen(size_hw: tuple[int, int], *, period: float) -> np.ndarray:
+    """Return the dots of a printed photograph in [-1, 1], shape (H, W, 1).
+
+    Args:
+        size_hw: Height and width.
+        period: Pixels from dot to dot along a diagonal line of the screen.
+    """
+    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+    falling = np.cos(2 * np.pi * (columns + rows) / period)
+    rising = np.cos(2 * np.pi * (columns - rows) / period)
+    return ((falling + rising) / 2)[:, :, None]

@@ -13,7 +13,7 @@ from damex.datasets.minimix.canvas import Box, Canvas
 from damex.datasets.minimix.report import DatasetReport
 from damex.datasets.minimix.spec import SPLITS, DatasetSpec, Renderer
 
-VERSION = "1.1"
+VERSION = "1.2"
 
 _LICENSE = "Apache-2.0; digits: CC BY 4.0; photographs: CC BY 2.0 (see data/README.md)"
 # Most images are square; the others make a batch need padding.
