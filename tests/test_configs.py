@@ -1,14 +1,18 @@
 """Every shipped config can be read, and the full-size one builds and trains a step."""
 
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from mmdet.registry import MODELS
+from mmdet.registry import DATASETS, MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.structures import InstanceData
+from PIL import Image
+
+from damex.engine.resolve import resolve_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 COMPLETE = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
@@ -32,7 +36,11 @@ def test_complete_configs_name_a_mixture_a_runner_and_the_registration(path):
 )
 def test_every_mixture_of_experts_opens_with_its_idea(path):
     assert "moe" in Config.fromfile(path)
-    assert path.read_text().startswith("# ")
+    opening = path.read_text().split("moe =")[0].splitlines()
+    assert all(line.startswith("# ") for line in opening)
+    if Config.fromfile(path).moe is not None:
+        assert any(line.startswith(("# Paper: ", "# Papers: ")) for line in opening)
+        assert any(line.startswith("# Cost: ") for line in opening)
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +98,55 @@ def test_full_size_dino_predicts(full_size, batch):
     assert [len(s.pred_instances) for s in found] == [300, 300]
     assert set(found[0].routing_counts) == {"decoder.0", "decoder.2", "decoder.4"}
     assert sum(found[0].routing_counts["decoder.0"]) == 900
+
+
+VOC_XML = """<annotation><size><width>48</width><height>32</height><depth>3</depth></size>
+<object><name>{name}</name><difficult>0</difficult><bndbox><xmin>5</xmin><ymin>5</ymin>
+<xmax>20</xmax><ymax>20</ymax></bndbox></object></annotation>"""
+
+
+@pytest.fixture
+def fake_coco_and_voc(make_coco_dataset, tmp_path, monkeypatch):
+    """The folders of data/README.md with a few images each."""
+    entry = make_coco_dataset(
+        tmp_path / "coco", classes=["couch", "airplane"], num_images=2
+    )
+    coco, source = tmp_path / "data" / "coco", Path(entry["data_root"])
+    (coco / "annotations").mkdir(parents=True)
+    for split in ("train", "val"):
+        target = coco / "annotations" / f"instances_{split}2017.json"
+        target.write_bytes((source / f"{split}.json").read_bytes())
+        shutil.copytree(source / "images", coco / f"{split}2017")
+    for year, image_set, name in (
+        (2007, "trainval", "sofa"),
+        (2012, "trainval", "cow"),
+        (2007, "test", "aeroplane"),
+    ):
+        root = tmp_path / "data" / "VOCdevkit" / f"VOC{year}"
+        for folder in ("ImageSets/Main", "Annotations", "JPEGImages"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        stem = f"{year}_{image_set}"
+        (root / "ImageSets" / "Main" / f"{image_set}.txt").write_text(f"{stem}\n")
+        (root / "Annotations" / f"{stem}.xml").write_text(VOC_XML.format(name=name))
+        Image.new("RGB", (48, 32)).save(root / "JPEGImages" / f"{stem}.jpg")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_coco_and_voc_merge_by_name(fake_coco_and_voc):
+    path = CONFIGS / "damex_dino" / "damex-dino-4scale_r50_8xb2-12e_coco-voc.py"
+    cfg = resolve_config(Config.fromfile(path))
+    train = DATASETS.build(cfg.train_dataloader.dataset)
+    assert train.sizes == [2, 2]  # VOC: one image of each year
+    classes = train.metainfo["classes"]
+    # COCO's two and VOC's twenty, of which sofa and aeroplane are COCO's two.
+    assert len(classes) == cfg.model.bbox_head.num_classes == 20
+    assert "sofa" not in classes
+    assert cfg.model.num_groups == 2
+    labels = [
+        i["bbox_label"] for k in (2, 3) for i in train.get_data_info(k)["instances"]
+    ]
+    assert [classes[label] for label in labels] == ["couch", "cow"]
+    val = DATASETS.build(cfg.val_dataloader.dataset)
+    assert val.metainfo == train.metainfo
+    assert classes[val.get_data_info(2)["instances"][0]["bbox_label"]] == "airplane"
+    assert val[2]["data_samples"].dataset_name == "voc"

@@ -27,7 +27,7 @@ experts gains from it.
   surroundings tell which name is right.
 - Image, annotation and category ids start at 1 in every dataset and so collide; the
   same name has another id elsewhere, and no category list is in alphabetical order.
-- Objects are about 15 to 60 px long, may hide up to 40 % of an earlier one, and
+- Objects are about 20 to 60 px long, may hide up to 40 % of an earlier one, and
   lie among distractors without a box; some hardly differ from what is behind them.
 - Boxes are tight around the visible pixels. Train and val share no handwritten
   digit and no column of a photograph.
