@@ -6,6 +6,7 @@
 _base_ = [
     "_base_/models/moe-dino_tiny.py",  # (3) _base_/models/moe-dino-4scale_r50.py
     "_base_/moe/damex.py",  # (4) any file of _base_/moe; dense.py for no experts
+    "_base_/datasets/mixture.py",
     "_base_/schedules/adamw_tiny.py",  # (3) _base_/schedules/adamw_12e.py
     "_base_/runtime.py",
 ]
@@ -57,18 +58,10 @@ test_pipeline = [
 train_dataloader = dict(
     batch_size=batch_size,
     num_workers=1,
-    persistent_workers=True,
-    sampler=dict(type="MixtureSampler", samples_per_epoch=samples_per_epoch),
-    dataset=dict(type="MixtureDataset", split="train", pipeline=train_pipeline),
+    sampler=dict(samples_per_epoch=samples_per_epoch),
+    dataset=dict(pipeline=train_pipeline),
 )
 val_dataloader = dict(
-    batch_size=batch_size,
-    num_workers=1,
-    persistent_workers=True,
-    drop_last=False,
-    sampler=dict(type="DefaultSampler", shuffle=False),
-    dataset=dict(type="MixtureDataset", split="val", pipeline=test_pipeline),
+    batch_size=batch_size, num_workers=1, dataset=dict(pipeline=test_pipeline)
 )
 test_dataloader = val_dataloader
-val_evaluator = dict(type="MixtureMetric")
-test_evaluator = val_evaluator

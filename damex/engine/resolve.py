@@ -97,10 +97,10 @@ def _moe_of_file(path: str) -> Any:
 
 def _mixtures(dataset: Any) -> list[dict]:
     """The MixtureDataset configs in a dataset config, wrappers opened."""
-    if not isinstance(dataset, Mapping):
+    if not isinstance(dataset, dict):
         return []
     if dataset.get("type") == "MixtureDataset":
-        return [dataset]  # type: ignore[list-item]
+        return [dataset]
     return _mixtures(dataset.get("dataset"))
 
 

@@ -1,4 +1,5 @@
 # DETR's multi-scale training and single-scale testing, for any `mixture`.
+_base_ = ["./mixture.py"]
 short_sides = [480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800]
 scales = [(side, 1333) for side in short_sides]
 train_pipeline = [
@@ -34,21 +35,8 @@ test_pipeline = [
     dict(type="PackDetInputs"),
 ]
 train_dataloader = dict(
-    batch_size=2,
-    num_workers=2,
-    persistent_workers=True,
-    sampler=dict(type="MixtureSampler"),
     batch_sampler=dict(type="AspectRatioBatchSampler"),
-    dataset=dict(type="MixtureDataset", split="train", pipeline=train_pipeline),
+    dataset=dict(pipeline=train_pipeline),
 )
-val_dataloader = dict(
-    batch_size=1,
-    num_workers=2,
-    persistent_workers=True,
-    drop_last=False,
-    sampler=dict(type="DefaultSampler", shuffle=False),
-    dataset=dict(type="MixtureDataset", split="val", pipeline=test_pipeline),
-)
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
-val_evaluator = dict(type="MixtureMetric")
-test_evaluator = val_evaluator
