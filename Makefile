@@ -18,7 +18,7 @@ $(STAMP): requirements.txt pyproject.toml
 	  uv pip install --quiet --python $(VENV)/bin/python --editable '.[dev]'; \
 	else \
 	  $(PYTHON) -m venv $(VENV) && \
-	  $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'; \
+	  $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev]'; \
 	fi
 	@$(VENV)/bin/python -m damex.doctor --quiet
 	@touch $@
