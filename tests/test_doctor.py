@@ -60,7 +60,7 @@ def test_good_environment_is_well():
     )
     assert result.returncode == 0, result.stdout + result.stderr
     torch = metadata.version("torch")
-    assert status_of(result.stdout, "torch").startswith(f"torch {torch} >=2.4 ok (C")
+    assert status_of(result.stdout, "torch").startswith(f"torch {torch} >=2.6 ok (C")
     assert "ok" in status_of(result.stdout, "onedl-mmdetection")
     assert result.stdout.endswith("All is well.\n")
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from mmdet.registry import METRICS
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
 from damex.datasets.label_space import LabelSpace
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
 from damex.evaluation.coco_scores import ImageResult, coco_scores
 from damex.moe import expert_groups
 
@@ -52,6 +53,7 @@ class MixtureMetric(BaseMetric):
 
         Raises:
             ConfigError: If a sample does not come from a MixtureDataset.
+            DataError: If the detector gives scores that are not finite.
         """
         for sample in data_samples:
             if "dataset_id" not in sample:
@@ -61,6 +63,12 @@ class MixtureMetric(BaseMetric):
                     "test_dataloader."
                 )
             predicted = sample["pred_instances"]
+            if not torch.isfinite(predicted["scores"]).all():
+                raise DataError(
+                    f"the detector gives scores that are not numbers on an image of "
+                    f"dataset {sample['dataset_name']!r}; did the training diverge? "
+                    "Look at the loss in the log, and try a lower learning rate."
+                )
             height, width = sample["ori_shape"][:2]
             result = ImageResult(
                 width=int(width),

@@ -29,7 +29,7 @@ from damex.datasets.minimix.spec import SPLITS
 from damex.datasets.minimix.tokens import draw_token
 from damex.datasets.minimix.writer import VERSION, render_image
 
-NAMES = ["shapes", "digits", "playroom", "photos", "arcade"]
+NAMES = ["shapes", "digits", "photos", "playroom", "arcade"]
 SMALL = tuple(
     replace(spec, num_train=8 - index, num_val=3) for index, spec in enumerate(DATASETS)
 )
@@ -296,7 +296,7 @@ class TestPromises:
         assert {spec.num_val for spec in DATASETS} == {60}
 
     def test_playroom_and_arcade_names_mean_the_same_drawings(self, monkeypatch):
-        assert names_of_tokens(DATASETS[2], monkeypatch) == {
+        assert names_of_tokens(DATASETS[3], monkeypatch) == {
             0: {"ball"},
             1: {"crate"},
             2: {"roof"},
@@ -395,7 +395,7 @@ class TestGeneration:
         monkeypatch.setattr(generate, "write_dataset", interrupted)
         with pytest.raises(KeyboardInterrupt):
             generate_minimix(tmp_path / "out", specs=SMALL)
-        assert calls == ["shapes", "digits", "playroom"]
+        assert calls == ["shapes", "digits", "photos"]
         assert list(tmp_path.iterdir()) == []
 
     def test_interrupted_replacement_keeps_the_old_one(self, tmp_path, monkeypatch):
@@ -426,15 +426,15 @@ class TestGeneration:
     def test_force_replaces_its_own_files_only(self, tmp_path):
         out = tmp_path / "out"
         generate_minimix(out, specs=SMALL[3:])
-        (out / "photos" / "mine.txt").write_text("mine")
+        (out / "playroom" / "mine.txt").write_text("mine")
         report = generate_minimix(out, seed=1, specs=SMALL[4:], force=True)
         assert report.created
-        left = [path.name for path in (out / "photos").rglob("*")]
+        left = [path.name for path in (out / "playroom").rglob("*")]
         assert left == ["mine.txt"]
         assert read(out, "arcade", "train")["info"]["seed"] == 1
         generate_minimix(tmp_path / "fresh", seed=1, specs=SMALL[4:])
         mine = files_of(out).keys() - files_of(tmp_path / "fresh").keys()
-        assert mine == {"photos/mine.txt"}
+        assert mine == {"playroom/mine.txt"}
 
     def test_force_never_overwrites_a_foreign_file(self, tmp_path):
         (tmp_path / "arcade").mkdir()

@@ -139,8 +139,9 @@ def untrained(tmp_path):
         cfg = resolve_config(Config.fromfile(config))
         path = tmp_path / "untrained.pth"
         meta = dict(dataset_meta=label_space_of(cfg).to_metainfo())
-        state = MODELS.build(cfg.model).state_dict()
-        torch.save(dict(meta=meta, state_dict=state), path)
+        detector = MODELS.build(cfg.model)
+        detector.init_weights()
+        torch.save(dict(meta=meta, state_dict=detector.state_dict()), path)
         return path
 
     return save

@@ -8,7 +8,7 @@ import torch
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import DatasetSpec
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
 from damex.evaluation.mixture_metric import MixtureMetric
 
 # Labels: car 0, person 1, dog 2; street annotates car and person, park person and dog.
@@ -33,6 +33,7 @@ def sample(dataset_id, found=(), truth=(), *, counts=None):
     result = dict(
         img_id=1,
         dataset_id=dataset_id,
+        dataset_name=f"dataset {dataset_id}",
         ori_shape=(200, 300),
         pred_instances=dict(
             bboxes=torch.tensor([f[0] for f in found], dtype=torch.float).view(-1, 4),
@@ -221,3 +222,10 @@ def test_predicting_the_annotations_of_real_files_scores_one(two_datasets, edit_
     assert scores["street/AP"] == pytest.approx(1.0)
     assert scores["park/AP"] == pytest.approx(1.0)
     assert (scores["street/boxes"], scores["park/boxes"]) == (10, 6)
+
+
+def test_scores_that_are_no_numbers_name_the_dataset_and_the_likely_cause():
+    with pytest.raises(
+        DataError, match=r"dataset 'dataset 1'; did the training diverge\?"
+    ):
+        evaluate([sample(PARK, [(BOX, math.nan, DOG)], [(BOX, DOG)])])
