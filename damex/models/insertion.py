@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mmcv.cnn.bricks.transformer import FFN
@@ -227,7 +229,13 @@ def _build_layer(
         )
     try:
         return MoELayer(
-            router=_build(moe.get("router"), "LinearRouter", "router", **shape),
+            router=_build(
+                moe.get("router"),
+                "LinearRouter",
+                "router",
+                offer=dict(num_groups=len(groups)) if groups else {},
+                **shape,
+            ),
             gate=gate,
             experts=_build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn),
             losses=[_build(cfg, None, "losses") for cfg in losses],
@@ -240,18 +248,28 @@ def _build_layer(
 
 
 def _build(
-    config: Mapping[str, Any] | None, default: str | None, field: str, **values: Any
+    config: Mapping[str, Any] | None,
+    default: str | None,
+    field: str,
+    *,
+    offer: Mapping[str, Any] = MappingProxyType({}),
+    **values: Any,
 ) -> Any:
-    """Build one part; values of the config win over the defaults."""
-    merged = {"type": default, **values, **(config or {})}
-    kind = merged["type"]
-    if isinstance(kind, str) and MODELS.get(kind) is None:
+    """Build one part; values of the config win over the defaults.
+
+    What is in ``offer`` is handed only to a part whose ``__init__`` names it.
+    """
+    kind = (config or {}).get("type", default)
+    part = MODELS.get(kind) if isinstance(kind, str) else kind
+    if part is None:
         known = sorted(n for n, m in MODELS.module_dict.items() if _is_moe_part(m))
         raise ConfigError(
-            f"moe.{field} has the unknown type {kind!r}; {did_you_mean(kind, known)}"
+            f"moe.{field} has the unknown type {str(kind)!r}; {did_you_mean(str(kind), known)}"
         )
+    named = inspect.signature(part).parameters
+    wanted = {name: value for name, value in offer.items() if name in named}
     try:
-        return MODELS.build(merged)
+        return MODELS.build({"type": kind, **values, **wanted, **(config or {})})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"moe.{field} = {dict(config or {})}: {error}") from error
 

@@ -12,6 +12,9 @@ from damex import moe
 
 MOE_PARTS = (
     moe.LinearRouter,
+    moe.MLPRouter,
+    moe.CosineRouter,
+    moe.HierarchicalRouter,
     moe.TopKGate,
     moe.FFNExperts,
     moe.DatasetRoutingLoss,

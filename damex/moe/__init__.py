@@ -30,18 +30,26 @@ from damex.moe.metrics import (
 )
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
 from damex.moe.record import RoutingRecord
-from damex.moe.routers import LinearRouter
+from damex.moe.routers import (
+    CosineRouter,
+    HierarchicalRouter,
+    LinearRouter,
+    MLPRouter,
+)
 
 __all__ = [
     "Assignment",
+    "CosineRouter",
     "DatasetRoutingLoss",
     "Experts",
     "FFNExperts",
     "Gate",
+    "HierarchicalRouter",
     "ImportanceLoss",
     "LinearRouter",
     "LoadBalanceLoss",
     "LoadLoss",
+    "MLPRouter",
     "MoELayer",
     "Router",
     "RouterZLoss",
