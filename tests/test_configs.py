@@ -100,8 +100,8 @@ def test_full_size_dino_predicts(full_size, batch):
     assert sum(found[0].routing_counts["decoder.0"]) == 900
 
 
-VOC_XML = """<annotation><size><width>48</width><height>32</height><depth>3</depth></size>
-<object><name>{name}</name><difficult>0</difficult><bndbox><xmin>5</xmin><ymin>5</ymin>
+VOC_XML = """<annotation><size><width>48</width><height>32</height><depth>3</depth>
+</size><object><name>{name}</name><difficult>0</difficult><bndbox><xmin>5</xmin><ymin>5</ymin>
 <xmax>20</xmax><ymax>20</ymax></bndbox></object></annotation>"""
 
 

@@ -264,7 +264,8 @@ def _build(
     if part is None:
         known = sorted(n for n, m in MODELS.module_dict.items() if _is_moe_part(m))
         raise ConfigError(
-            f"moe.{field} has the unknown type {str(kind)!r}; {did_you_mean(str(kind), known)}"
+            f"moe.{field} has the unknown type {str(kind)!r}; "
+            f"{did_you_mean(str(kind), known)}"
         )
     named = inspect.signature(part).parameters
     wanted = {name: value for name, value in offer.items() if name in named}

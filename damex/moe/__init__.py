@@ -2,7 +2,12 @@
 
 from damex.moe.assignment import Assignment
 from damex.moe.experts import FFNExperts
-from damex.moe.gates import TopKGate
+from damex.moe.gates import (
+    DenseSoftmaxGate,
+    DenseToSparseGate,
+    ExpertChoiceGate,
+    TopKGate,
+)
 from damex.moe.grouped import grouped_linear
 from damex.moe.groups import expert_groups
 from damex.moe.layer import MoELayer, group_experts_mask
@@ -41,6 +46,9 @@ __all__ = [
     "Assignment",
     "CosineRouter",
     "DatasetRoutingLoss",
+    "DenseSoftmaxGate",
+    "DenseToSparseGate",
+    "ExpertChoiceGate",
     "Experts",
     "FFNExperts",
     "Gate",

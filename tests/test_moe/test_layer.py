@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from damex.moe import (
     CosineRouter,
     DatasetRoutingLoss,
+    DenseSoftmaxGate,
+    DenseToSparseGate,
+    ExpertChoiceGate,
     FFNExperts,
     HierarchicalRouter,
     ImportanceLoss,
@@ -30,6 +33,12 @@ from damex.moe import (
 D, H, E = 8, 12, 4
 GROUP_EXPERTS = [[0], [1, 2], [3]]
 
+
+def halfway(gate):
+    gate.set_progress(0.5)
+    return gate
+
+
 ROUTERS = {
     "linear": lambda e: LinearRouter(D, e, bias=True, init_std=1.0),
     "mlp": lambda e: MLPRouter(D, e, hidden_dims=5, init_std=1.0),
@@ -43,6 +52,10 @@ GATES = {
     "top2": lambda: TopKGate(2),
     "top3 renormalised": lambda: TopKGate(3, renormalize=True),
     "top2 noisy": lambda: TopKGate(2, noise="gaussian", noisy_weights=True),
+    "dense": DenseSoftmaxGate,
+    "dense to sparse": lambda: halfway(DenseToSparseGate(threshold=0.2)),
+    "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
+    "expert choice all": lambda: ExpertChoiceGate(share=0.4, weights="all"),
 }
 # Every gate behind the linear router, every other router before top-2.
 LAYERS = {
@@ -54,7 +67,7 @@ LAYERS = {
     },
 }
 # Gates that must count on the host how many routes there are break the graph.
-COUNTED = ()
+COUNTED = ("dense to sparse", "expert choice", "expert choice all")
 every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
 
 
