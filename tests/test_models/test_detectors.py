@@ -247,9 +247,7 @@ def test_every_detr_of_mmdet_takes_experts(name, config, make_batch):
 
     model = _mmdet_config(config).model
     model.backbone.init_cfg = None
-    # DAB-DETR's own activation has a learned slope, which experts do not have.
-    moe = {**ENCODER_AND_DECODER, "experts": dict(activation="relu")}
-    model.update(type=name, num_groups=2, moe=moe)
+    model.update(type=name, num_groups=2, moe=ENCODER_AND_DECODER)
     _shrink(model)
     torch.manual_seed(0)
     detector = MODELS.build(model)
