@@ -1,4 +1,7 @@
-"""What gates are told at the start of a training step: how far the training is."""
+"""What gates are told at the start of a training step.
+
+That a new step begins, which balancing waits for, and how far the training is.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def training_progress() -> float | None:
 
 
 def prepare_gates(blocks: Iterable[MoEFFN], progress: float | None) -> None:
-    """Tell every gate that has ``set_progress`` how far the training is.
+    """Tell gates with a ``balance`` or ``set_progress`` that a step begins.
+
+    A balance takes in the load of the step before; ``set_progress`` hears how far the
+    training is.
 
     Args:
         blocks: The MoE blocks of a detector.
@@ -34,5 +40,8 @@ def prepare_gates(blocks: Iterable[MoEFFN], progress: float | None) -> None:
     """
     for block in blocks:
         gate = block.moe.gate
+        balance = getattr(gate, "balance", None)
+        if balance is not None:
+            balance.step()
         if progress is not None and hasattr(gate, "set_progress"):
             gate.set_progress(progress)

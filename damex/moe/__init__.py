@@ -3,6 +3,7 @@
 from damex.moe.assignment import Assignment
 from damex.moe.experts import FFNExperts
 from damex.moe.gates import (
+    BiasBalancer,
     DenseSoftmaxGate,
     DenseToSparseGate,
     ExpertChoiceGate,
@@ -41,9 +42,11 @@ from damex.moe.routers import (
     LinearRouter,
     MLPRouter,
 )
+from damex.moe.shared_expert import SharedExpert
 
 __all__ = [
     "Assignment",
+    "BiasBalancer",
     "CosineRouter",
     "DatasetRoutingLoss",
     "DenseSoftmaxGate",
@@ -63,6 +66,7 @@ __all__ = [
     "RouterZLoss",
     "RoutingLoss",
     "RoutingRecord",
+    "SharedExpert",
     "TopKGate",
     "coefficient_of_variation",
     "dataset_routing_loss",

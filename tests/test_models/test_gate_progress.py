@@ -81,6 +81,32 @@ def test_a_loaded_detector_predicts_at_the_temperature_it_was_trained_at(
     assert [b.moe.gate.temperature.item() for b in moe_blocks(loaded)] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("with_cp", [False, True])
+def test_a_balance_moves_once_per_step(build, make_batch, set_hub, with_cp):
+    """Also when experts are recomputed, which must choose as the forward did."""
+    set_hub()
+    balance = dict(type="BiasBalancer", rate=0.125)
+    moe = dict(
+        layers=dict(decoder=[0]),
+        gate=dict(type="TopKGate", k=1, balance=balance),
+        shared_expert=dict(type="SharedExpert", hidden_dims=16),
+        with_cp=with_cp,
+    )
+    detector = build(moe=moe)
+    (block,) = moe_blocks(detector)
+    assert block.moe.shared_expert.expert.w1_EDH.shape == (1, 64, 16)
+    balance = block.moe.gate.balance
+    for step in range(3):
+        counts_E = balance.counts_E.clone()
+        before_E = balance.bias_E.clone()
+        losses = train_step(detector, make_batch([0, 1, 2]))
+        expected_E = before_E + 0.125 * torch.sign(counts_E.sum() / 3 - counts_E)
+        torch.testing.assert_close(balance.bias_E, expected_E)
+        assert (counts_E.sum() > 0) == (step > 0)
+        losses["loss_cls"].backward()
+        assert block.moe.shared_expert.expert.w1_EDH.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize(
     "gate",
     [dict(type="ExpertChoiceGate", share=0.25), dict(type="DenseSoftmaxGate")],

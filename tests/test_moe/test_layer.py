@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from damex.moe import (
+    BiasBalancer,
     CosineRouter,
     DatasetRoutingLoss,
     DenseSoftmaxGate,
@@ -26,12 +27,18 @@ from damex.moe import (
     MLPRouter,
     MoELayer,
     RouterZLoss,
+    SharedExpert,
     TopKGate,
     group_experts_mask,
 )
 
 D, H, E = 8, 12, 4
 GROUP_EXPERTS = [[0], [1, 2], [3]]
+
+
+def biased(gate):
+    gate.balance.bias_E += torch.tensor([0.3, 0.0, -0.3, 0.1])
+    return gate
 
 
 def halfway(gate):
@@ -52,14 +59,16 @@ GATES = {
     "top2": lambda: TopKGate(2),
     "top3 renormalised": lambda: TopKGate(3, renormalize=True),
     "top2 noisy": lambda: TopKGate(2, noise="gaussian", noisy_weights=True),
+    "top2 balanced": lambda: biased(TopKGate(2, balance=BiasBalancer(E))),
     "dense": DenseSoftmaxGate,
     "dense to sparse": lambda: halfway(DenseToSparseGate(threshold=0.2)),
     "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
     "expert choice all": lambda: ExpertChoiceGate(share=0.4, weights="all"),
 }
-# Every gate behind the linear router, every other router before top-2.
+# Every gate and a shared expert behind the linear router, other routers before top-2.
 LAYERS = {
     **{name: dict(gate=gate) for name, gate in GATES.items()},
+    "shared expert": dict(gate=GATES["top1"], shared=True),
     **{
         name: dict(gate=GATES["top2"], router=router)
         for name, router in ROUTERS.items()
@@ -67,12 +76,18 @@ LAYERS = {
     },
 }
 # Gates that must count on the host how many routes there are break the graph.
-COUNTED = ("dense to sparse", "expert choice", "expert choice all")
+COUNTED = ("shared expert", "dense to sparse", "expert choice", "expert choice all")
 every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
 
 
 def make_layer(
-    gate=GATES["top1"], *, router=ROUTERS["linear"], num_experts=E, seed=0, **kwargs
+    gate=GATES["top1"],
+    *,
+    router=ROUTERS["linear"],
+    num_experts=E,
+    shared=False,
+    seed=0,
+    **kwargs,
 ):
     torch.manual_seed(seed)
     kwargs.setdefault("group_experts", GROUP_EXPERTS)
@@ -84,6 +99,7 @@ def make_layer(
         router=router(num_experts),
         gate=gate(),
         experts=FFNExperts(num_experts, D, H),
+        shared_expert=SharedExpert(D, H) if shared else None,
         **kwargs,
     )
 
@@ -174,6 +190,8 @@ def test_permuting_experts_changes_nothing(parts):
         for parameter in layer.experts.parameters():
             parameter.copy_(parameter[order].clone())
     layer.router = Reordered(layer.router, order)
+    if getattr(layer.gate, "balance", None) is not None:
+        layer.gate.balance.bias_E = layer.gate.balance.bias_E[order]
     permuted, _ = layer(tokens)
     torch.testing.assert_close(permuted, out)
 
@@ -525,6 +543,7 @@ def test_router_learns_from_the_task_loss_alone():
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in COUNTED])
 def test_compiles_into_one_graph_with_grouped_mm(name):
     # 'split' reads the counts on the host, which breaks the graph but not the result
+    torch.compiler.reset()
     layer = make_layer(**LAYERS[name], losses=[LoadBalanceLoss(), RouterZLoss()])
     layer.experts.backend = "grouped_mm"
     tokens, _ = make_batch()
