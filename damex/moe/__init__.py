@@ -34,6 +34,7 @@ from damex.moe.metrics import (
     own_expert_counts,
     own_expert_share,
 )
+from damex.moe.optim import NormalizedGD, expert_parameters
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
 from damex.moe.record import RoutingRecord
 from damex.moe.routers import (
@@ -43,6 +44,11 @@ from damex.moe.routers import (
     MLPRouter,
 )
 from damex.moe.shared_expert import SharedExpert
+from damex.moe.split import (
+    load_dense_split,
+    repeat_router_rows,
+    split_hidden_dims,
+)
 
 __all__ = [
     "Assignment",
@@ -62,6 +68,7 @@ __all__ = [
     "LoadLoss",
     "MLPRouter",
     "MoELayer",
+    "NormalizedGD",
     "Router",
     "RouterZLoss",
     "RoutingLoss",
@@ -74,14 +81,18 @@ __all__ = [
     "dispatch_entropy",
     "expert_groups",
     "expert_load",
+    "expert_parameters",
     "group_experts_mask",
     "grouped_linear",
     "heaviest_expert",
     "importance_loss",
     "load_balance_loss",
+    "load_dense_split",
     "load_loss",
     "mutual_information",
     "own_expert_counts",
     "own_expert_share",
+    "repeat_router_rows",
     "router_z_loss",
+    "split_hidden_dims",
 ]

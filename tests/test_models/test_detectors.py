@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,26 @@ def assert_same(first, second, **tolerance):
                 **tolerance,
             )
         assert torch.equal(a.pred_instances.labels, b.pred_instances.labels)
+
+
+MIXTURES = sorted(
+    path.stem
+    for path in (Path(__file__).parents[2] / "configs/_base_/moe").glob("*.py")
+    if path.stem != "dense"
+)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_shipped_mixture_trains_and_predicts(name, build, make_batch):
+    detector = build(moe=name)
+    batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+    total(run_loss(detector, batch)).backward()
+    for block in moe_blocks(detector):
+        for key, parameter in block.named_parameters():
+            assert parameter.grad is not None, key
+    assert_same(
+        run_predict(detector, batch), run_predict(detector, batch), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2], [1, 1]], ids=["all", "one"])
