@@ -43,8 +43,8 @@ class BiasBalancer(nn.Module):
             )
         self.rate = rate
         self.register_buffer("bias_E", torch.zeros(num_experts))
-        counts_E = torch.zeros(num_experts, dtype=torch.int64)
-        self.register_buffer("counts_E", counts_E, persistent=False)
+        # Both in the checkpoint, so that a resumed run goes on as if never stopped.
+        self.register_buffer("counts_E", torch.zeros(num_experts, dtype=torch.int64))
 
     @torch.no_grad()
     def forward(self, logits_TE: Tensor) -> Tensor:

@@ -63,8 +63,14 @@ def test_a_collapsed_router_becomes_balanced():
     assert gate(logits).counts_E.max() < 120  # 100 each would be even
 
 
-def test_bias_is_part_of_the_checkpoint_and_counts_are_not():
-    assert set(BiasBalancer(2).state_dict()) == {"bias_E"}
+def test_a_resumed_balance_goes_on_with_the_load_it_had_seen():
+    balance, resumed = BiasBalancer(2), BiasBalancer(2)
+    balance.observe(torch.tensor([5, 1]))
+    resumed.load_state_dict(balance.state_dict())
+    for one in (balance, resumed):
+        one.step()
+    assert torch.equal(resumed.bias_E, balance.bias_E)
+    assert resumed.bias_E[1] > 0
 
 
 def test_errors():
