@@ -57,6 +57,20 @@ def test_share_counts_real_tokens_of_each_image():
     assert mask.flatten()[assignment.token_index_R].all()
 
 
+@pytest.mark.parametrize("padding", [0, 1, 28])
+def test_padding_changes_neither_the_share_nor_the_weights(padding):
+    # 0.07 * 100 in float64 is a hair above 7
+    logits = torch.randn(1, 100, 3, generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([logits, torch.full((1, padding, 3), 9.0)], dim=1)
+    mask = torch.arange(100 + padding).unsqueeze(0) < 100
+    for weights in ("selected", "all"):
+        gate = ExpertChoiceGate(share=0.07, weights=weights)
+        plain, found = gate(logits), gate(padded, mask)
+        assert found.counts_E.tolist() == [7, 7, 7]
+        assert torch.equal(found.token_index_R, plain.token_index_R)
+        torch.testing.assert_close(found.weight_R, plain.weight_R)
+
+
 def test_an_image_with_fewer_tokens_gives_all_of_them():
     mask = torch.tensor([[True, True, False]])
     for weights in ("selected", "all"):
@@ -81,12 +95,14 @@ def test_images_are_independent(weights):
         torch.testing.assert_close(together.weight_R[mine_R], alone.weight_R)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("weights", ["selected", "all"])
 def test_an_image_of_padding_alone_gives_no_nan_gradient(weights):
     logits = torch.zeros(2, 4, 3, requires_grad=True)
     mask = torch.tensor([[False] * 4, [True] * 4])
-    assignment = ExpertChoiceGate(num_tokens=2, weights=weights)(logits, mask)
-    (assignment.weight_R * torch.randn(6)).sum().backward()
+    with torch.autograd.detect_anomaly():  # a NaN on the way is one, too
+        assignment = ExpertChoiceGate(num_tokens=2, weights=weights)(logits, mask)
+        (assignment.weight_R * torch.randn(6)).sum().backward()
     assert torch.equal(logits.grad[0], torch.zeros(4, 3))
     assert logits.grad.isfinite().all()
     assert (logits.grad[1] != 0).any()
