@@ -21,6 +21,7 @@ from torch import Tensor
 
 from damex.models.context import RoutingContext
 from damex.models.denoising import denoising_query_mask
+from damex.models.gate_progress import prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
 from damex.models.routing_summary import attach_routing, routing_losses
 
@@ -80,6 +81,8 @@ class RoutedDetector(_Detector):
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
+        if self.training:
+            prepare_gates(moe_blocks(self), training_progress())
         with self.routing.step(_group_ids(batch_data_samples, batch_inputs.device)):
             losses = super().loss(batch_inputs, batch_data_samples)
             return {**losses, **routing_losses(self.routing.records)}

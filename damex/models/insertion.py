@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mmcv.cnn.bricks.transformer import FFN
@@ -24,6 +26,7 @@ MOE_FIELDS = (
     "router",
     "gate",
     "experts",
+    "shared_expert",
     "losses",
     "with_cp",
 )
@@ -72,7 +75,8 @@ def insert_moe(
             ``'even'`` for 0, 2, 4 and so on; for ``encoder`` and ``decoder``),
             ``num_experts`` (the number of dataset groups by default), and the parts
             ``router``, ``gate``, ``experts`` and ``losses``, each a dict with a
-            ``type``. ``with_cp=True`` recomputes experts in the backward pass to save
+            ``type``. ``shared_expert=dict(type='SharedExpert')`` adds an expert for
+            all tokens. ``with_cp=True`` recomputes experts in the backward pass to save
             memory. It is not changed.
         context: What the blocks read and write during a forward pass.
         num_groups: Number of dataset groups; None outside of a mixture.
@@ -219,7 +223,9 @@ def _build_layer(
     losses = moe.get("losses") or []
     if not isinstance(losses, (list, tuple)):
         raise ConfigError(f"moe.losses must be a list of dicts, got {losses!r}.")
-    gate = _build(moe.get("gate"), "TopKGate", "gate")
+    gate = _build(
+        moe.get("gate"), "TopKGate", "gate", offer=dict(num_experts=num_experts)
+    )
     if getattr(gate, "k", 1) > num_experts:
         raise ConfigError(
             f"moe.gate.k is {gate.k}, but there are {num_experts} experts; set k to "
@@ -227,9 +233,16 @@ def _build_layer(
         )
     try:
         return MoELayer(
-            router=_build(moe.get("router"), "LinearRouter", "router", **shape),
+            router=_build(
+                moe.get("router"),
+                "LinearRouter",
+                "router",
+                offer=dict(num_groups=len(groups)) if groups else {},
+                **shape,
+            ),
             gate=gate,
             experts=_build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn),
+            shared_expert=_shared_expert(moe, embed_dims=dense.embed_dims, **ffn),
             losses=[_build(cfg, None, "losses") for cfg in losses],
             group_experts=groups,
         )
@@ -239,19 +252,44 @@ def _build_layer(
         raise ConfigError(f"moe: {error}") from error
 
 
+def _shared_expert(moe: Mapping[str, Any], **values: Any) -> Any:
+    config = moe.get("shared_expert")
+    if config is None:
+        return None
+    return _build(config, "SharedExpert", "shared_expert", **values)
+
+
 def _build(
-    config: Mapping[str, Any] | None, default: str | None, field: str, **values: Any
+    config: Mapping[str, Any] | None,
+    default: str | None,
+    field: str,
+    *,
+    offer: Mapping[str, Any] = MappingProxyType({}),
+    **values: Any,
 ) -> Any:
-    """Build one part; values of the config win over the defaults."""
-    merged = {"type": default, **values, **(config or {})}
-    kind = merged["type"]
-    if isinstance(kind, str) and MODELS.get(kind) is None:
+    """Build one part; values of the config win over the defaults.
+
+    What is in ``offer`` is handed only to a part whose ``__init__`` names it. A value
+    that is a dict with a ``type`` is a part, too.
+    """
+    own = {
+        name: _build(value, None, f"{field}.{name}", offer=offer)
+        if isinstance(value, Mapping) and "type" in value
+        else value
+        for name, value in (config or {}).items()
+    }
+    kind = own.pop("type", default)
+    part = MODELS.get(kind) if isinstance(kind, str) else kind
+    if part is None:
         known = sorted(n for n, m in MODELS.module_dict.items() if _is_moe_part(m))
         raise ConfigError(
-            f"moe.{field} has the unknown type {kind!r}; {did_you_mean(kind, known)}"
+            f"moe.{field} has the unknown type {str(kind)!r}; "
+            f"{did_you_mean(str(kind), known)}"
         )
+    named = inspect.signature(part).parameters
+    wanted = {name: value for name, value in offer.items() if name in named}
     try:
-        return MODELS.build(merged)
+        return MODELS.build({"type": kind, **values, **wanted, **own})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"moe.{field} = {dict(config or {})}: {error}") from error
 

@@ -12,8 +12,16 @@ from damex import moe
 
 MOE_PARTS = (
     moe.LinearRouter,
+    moe.MLPRouter,
+    moe.CosineRouter,
+    moe.HierarchicalRouter,
     moe.TopKGate,
+    moe.DenseSoftmaxGate,
+    moe.DenseToSparseGate,
+    moe.ExpertChoiceGate,
+    moe.BiasBalancer,
     moe.FFNExperts,
+    moe.SharedExpert,
     moe.DatasetRoutingLoss,
     moe.LoadBalanceLoss,
     moe.ImportanceLoss,

@@ -2,7 +2,13 @@
 
 from damex.moe.assignment import Assignment
 from damex.moe.experts import FFNExperts
-from damex.moe.gates import TopKGate
+from damex.moe.gates import (
+    BiasBalancer,
+    DenseSoftmaxGate,
+    DenseToSparseGate,
+    ExpertChoiceGate,
+    TopKGate,
+)
 from damex.moe.grouped import grouped_linear
 from damex.moe.groups import expert_groups
 from damex.moe.layer import MoELayer, group_experts_mask
@@ -28,25 +34,46 @@ from damex.moe.metrics import (
     own_expert_counts,
     own_expert_share,
 )
+from damex.moe.optim import NormalizedGD, expert_parameters
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
 from damex.moe.record import RoutingRecord
-from damex.moe.routers import LinearRouter
+from damex.moe.routers import (
+    CosineRouter,
+    HierarchicalRouter,
+    LinearRouter,
+    MLPRouter,
+)
+from damex.moe.shared_expert import SharedExpert
+from damex.moe.split import (
+    load_dense_split,
+    repeat_router_rows,
+    split_hidden_dims,
+)
 
 __all__ = [
     "Assignment",
+    "BiasBalancer",
+    "CosineRouter",
     "DatasetRoutingLoss",
+    "DenseSoftmaxGate",
+    "DenseToSparseGate",
+    "ExpertChoiceGate",
     "Experts",
     "FFNExperts",
     "Gate",
+    "HierarchicalRouter",
     "ImportanceLoss",
     "LinearRouter",
     "LoadBalanceLoss",
     "LoadLoss",
+    "MLPRouter",
     "MoELayer",
+    "NormalizedGD",
     "Router",
     "RouterZLoss",
     "RoutingLoss",
     "RoutingRecord",
+    "SharedExpert",
     "TopKGate",
     "coefficient_of_variation",
     "dataset_routing_loss",
@@ -54,14 +81,18 @@ __all__ = [
     "dispatch_entropy",
     "expert_groups",
     "expert_load",
+    "expert_parameters",
     "group_experts_mask",
     "grouped_linear",
     "heaviest_expert",
     "importance_loss",
     "load_balance_loss",
+    "load_dense_split",
     "load_loss",
     "mutual_information",
     "own_expert_counts",
     "own_expert_share",
+    "repeat_router_rows",
     "router_z_loss",
+    "split_hidden_dims",
 ]

@@ -162,7 +162,8 @@ class Assignment:
         The sum is taken in the wider of the two dtypes (float32 weights make it
         float32) and returned in the dtype of `expert_out_RD`. It is bit-equal on
         repeat when `routes_per_token` is known: the routes are put back into token
-        order and summed along an axis of length K, so there are no atomic adds.
+        order and summed along an axis of length K, so there are no atomic adds. Without
+        it rows are added in the order of the routes, on a GPU after a sort.
 
         Args:
             expert_out_RD: (R, D), in the order of the routes.
@@ -173,7 +174,7 @@ class Assignment:
         weighted_RD = expert_out_RD * self.weight_R.unsqueeze(1)
         if self.routes_per_token is None:
             zeros_TD = weighted_RD.new_zeros(self.num_tokens, weighted_RD.shape[1])
-            tokens_TD = zeros_TD.index_add(0, self.token_index_R, weighted_RD)
+            tokens_TD = _add_rows(zeros_TD, self.token_index_R, weighted_RD)
         else:
             tokens_TD = self._combine_fixed(weighted_RD, self.routes_per_token)
         return tokens_TD.to(expert_out_RD.dtype)
@@ -192,6 +193,17 @@ class Assignment:
         tokens_V = self.token_index_R.index_select(0, order_R[::k])
         zeros_TD = weighted_RD.new_zeros(self.num_tokens, width)
         return zeros_TD.index_copy(0, tokens_V, summed_VD)
+
+
+def _add_rows(into_TD: Tensor, index_R: Tensor, rows_RD: Tensor) -> Tensor:
+    """`index_add` along axis 0 in the same order at every call.
+
+    On a GPU `index_add` is atomic, so equal inputs give sums that differ in the last
+    bits; accumulating `index_put` sorts first.
+    """
+    if into_TD.device.type == "cpu":
+        return into_TD.index_add(0, index_R, rows_RD)
+    return into_TD.index_put((index_R,), rows_RD, accumulate=True)
 
 
 def _count(expert_index: Tensor, num_experts: int) -> Tensor:

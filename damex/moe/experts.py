@@ -18,7 +18,17 @@ from damex.moe.grouped import (
     choose_backend,
     grouped_linear,
     map_runs,
+    spread_over_rows,
 )
+
+
+def _cubic(z: Tensor) -> Tensor:
+    return z * z * z
+
+
+def _identity(z: Tensor) -> Tensor:
+    return z
+
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -26,8 +36,13 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu": functional.gelu,
         "silu": functional.silu,
         "tanh": torch.tanh,
+        "cubic": _cubic,
+        "identity": _identity,
     }
 )
+# Not a fixed function: has a learned slope per expert.
+PRELU = "prelu"
+PRELU_SLOPE = 0.25  # as in nn.PReLU
 
 
 class FFNExperts(nn.Module):
@@ -45,7 +60,9 @@ class FFNExperts(nn.Module):
         num_experts: E.
         embed_dims: D.
         hidden_dims: H.
-        activation: One of `ACTIVATIONS`; released DAMEX uses 'gelu', DETR 'relu'.
+        activation: One of `ACTIVATIONS`, or 'prelu' with one learned slope per expert.
+            Released DAMEX uses 'gelu', DETR 'relu', DAB-DETR 'prelu'; Chen et al. 2022
+            compare 'cubic' with linear experts, 'identity'.
         dropout: Probability, applied at both places where DETR's FFN has it.
         backend: See `damex.moe.grouped.grouped_linear`.
 
@@ -70,10 +87,10 @@ class FFNExperts(nn.Module):
                 "FFNExperts: num_experts, embed_dims and hidden_dims must be positive, "
                 f"got {num_experts}, {embed_dims} and {hidden_dims}"
             )
-        if activation not in ACTIVATIONS:
+        if activation not in (*ACTIVATIONS, PRELU):
             raise ValueError(
                 f"FFNExperts: unknown activation {activation!r}; "
-                f"use one of {sorted(ACTIVATIONS)}"
+                f"use one of {sorted((*ACTIVATIONS, PRELU))}"
             )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"FFNExperts: dropout must be in [0, 1), got {dropout}")
@@ -88,6 +105,9 @@ class FFNExperts(nn.Module):
         self.b1_EH = nn.Parameter(torch.empty(num_experts, hidden_dims))
         self.w2_EHD = nn.Parameter(torch.empty(num_experts, hidden_dims, embed_dims))
         self.b2_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
+        # One column, to have the shape of nn.PReLU's weight for each expert.
+        slope_E1 = torch.empty(num_experts, 1) if activation == PRELU else None
+        self.slope_E1 = None if slope_E1 is None else nn.Parameter(slope_E1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -100,6 +120,8 @@ class FFNExperts(nn.Module):
                 nn.init.xavier_uniform_(weight_IO)
             bound = weight_EIO.shape[1] ** -0.5
             nn.init.uniform_(bias_EO, -bound, bound)
+        if self.slope_E1 is not None:
+            nn.init.constant_(self.slope_E1, PRELU_SLOPE)
 
     @torch.no_grad()
     def load_dense(
@@ -109,6 +131,7 @@ class FFNExperts(nn.Module):
         w2_DH: Tensor,
         b2_D: Tensor,
         *,
+        slope_1: Tensor | None = None,
         noise_std: float = 0.0,
     ) -> None:
         """Starts every expert from one dense FFN (sparse upcycling).
@@ -118,18 +141,27 @@ class FFNExperts(nn.Module):
             b1_H: Its bias.
             w2_DH: Weight of the second `nn.Linear`.
             b2_D: Its bias.
+            slope_1: Weight of the `nn.PReLU` between them, for 'prelu' experts only.
             noise_std: Standard deviation of normal noise added to the weights of each
                 expert, to tell the experts apart; 0.0 copies exactly.
 
         Raises:
-            ValueError: If a shape differs from what the experts hold.
+            ValueError: If a shape differs from what the experts hold, or a slope is
+                given to experts that have none, or none to those that have.
         """
-        pairs = (
+        if (slope_1 is None) != (self.slope_E1 is None):
+            raise ValueError(
+                f"FFNExperts.load_dense: experts with activation {self.activation!r} "
+                f"{'have no' if self.slope_E1 is None else 'need a'} slope_1"
+            )
+        pairs = [
             ("w1_HD", w1_HD.t(), self.w1_EDH),
             ("b1_H", b1_H, self.b1_EH),
             ("w2_DH", w2_DH.t(), self.w2_EHD),
             ("b2_D", b2_D, self.b2_ED),
-        )
+        ]
+        if slope_1 is not None and self.slope_E1 is not None:
+            pairs.append(("slope_1", slope_1, self.slope_E1))
         for name, source, target in pairs:
             if source.shape != target.shape[1:]:
                 raise ValueError(
@@ -157,13 +189,18 @@ class FFNExperts(nn.Module):
         if backend == "split":
             # One expert after the other, so that hidden rows, the largest tensor, are
             # never joined and split again, and a GPU waits for the counts only once.
-            parameters = (self.w1_EDH, self.b1_EH, self.w2_EHD, self.b2_ED)
+            parameters = [self.w1_EDH, self.b1_EH, self.w2_EHD, self.b2_ED]
+            if self.slope_E1 is not None:
+                parameters.append(self.slope_E1)
             return map_runs(self._one_expert, tokens_RD, parameters, counts_E)
         hidden_RH = grouped_linear(
             tokens_RD, self.w1_EDH, self.b1_EH, counts_E, backend=backend
         )
+        slope_R1 = None
+        if self.slope_E1 is not None:
+            slope_R1 = spread_over_rows(self.slope_E1, counts_E, hidden_RH.shape[0])
         out_RD = grouped_linear(
-            self._activate(hidden_RH),
+            self._activate(hidden_RH, slope_R1),
             self.w2_EHD,
             self.b2_ED,
             counts_E,
@@ -180,13 +217,24 @@ class FFNExperts(nn.Module):
         )
 
     def _one_expert(
-        self, rows_RD: Tensor, w1_DH: Tensor, b1_H: Tensor, w2_HD: Tensor, b2_D: Tensor
+        self,
+        rows_RD: Tensor,
+        w1_DH: Tensor,
+        b1_H: Tensor,
+        w2_HD: Tensor,
+        b2_D: Tensor,
+        slope_1: Tensor | None = None,
     ) -> Tensor:
-        hidden_RH = self._activate(functional.linear(rows_RD, w1_DH.t(), b1_H))
+        hidden_RH = functional.linear(rows_RD, w1_DH.t(), b1_H)
+        hidden_RH = self._activate(hidden_RH, slope_1)
         return self._drop(functional.linear(hidden_RH, w2_HD.t(), b2_D))
 
-    def _activate(self, hidden_RH: Tensor) -> Tensor:
-        return self._drop(ACTIVATIONS[self.activation](hidden_RH))
+    def _activate(self, hidden_RH: Tensor, slope: Tensor | None) -> Tensor:
+        """Activation and dropout; `slope` is that of the rows' experts, for PReLU."""
+        if slope is None:
+            return self._drop(ACTIVATIONS[self.activation](hidden_RH))
+        sloped_RH = slope.to(hidden_RH.dtype) * hidden_RH
+        return self._drop(torch.where(hidden_RH > 0, hidden_RH, sloped_RH))
 
     def _drop(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, training=self.training)

@@ -127,6 +127,26 @@ def map_runs(
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
+def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
+    """Repeats each expert's values for every row of its run.
+
+    One-hot rows times the values is deterministic in the backward pass, where a gather
+    would add with atomics.
+
+    Args:
+        values_EF: One row of values per expert.
+        counts_E: Rows of each expert, int64; must sum to R.
+        num_rows: R.
+
+    Returns:
+        values_RF: In the order of the rows.
+    """
+    expert_index_R = _expert_of_row(counts_E, num_rows)
+    experts_E = torch.arange(counts_E.shape[0], device=counts_E.device)
+    one_hot_RE = expert_index_R.unsqueeze(1) == experts_E
+    return one_hot_RE.to(values_EF.dtype) @ values_EF
+
+
 def _split_linear(
     x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
 ) -> Tensor:
@@ -158,8 +178,7 @@ def _grouped_mm_linear(
     - It ignores autocast: everything is cast here.
     - It takes int32 offsets only, and rows past the last offset come out (and get
       gradients) uninitialised: there are none, since the counts sum to R.
-    - It has no bias: one-hot rows times the biases is deterministic in the backward
-      pass, where a gather would add with atomics.
+    - It has no bias: `spread_over_rows` adds one.
     - It crashes on incoming gradients with stride 0, as `out.sum()` makes them.
     - Its weight gradients of empty groups are not zero on every device
       (pytorch/pytorch issue 172439).
@@ -171,11 +190,7 @@ def _grouped_mm_linear(
     out_RF = _ContiguousGrad.apply(
         functional.grouped_mm(x_RD.to(dtype).contiguous(), weight_EDF, offs=offsets_E)
     )
-    expert_index_R = _expert_of_row(counts_E, x_RD.shape[0])
-    one_hot_RE = expert_index_R.unsqueeze(1) == torch.arange(
-        counts_E.shape[0], device=counts_E.device
-    )
-    return out_RF + one_hot_RE.to(dtype) @ bias_EF.to(dtype)
+    return out_RF + spread_over_rows(bias_EF.to(dtype), counts_E, x_RD.shape[0])
 
 
 def _grouped_mm_obstacle(x_RD: Tensor, weight_EDF: Tensor) -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
 from damex.moe.record import RoutingRecord
+from damex.moe.shared_expert import SharedExpert
 
 
 class MoELayer(nn.Module):
@@ -31,6 +32,7 @@ class MoELayer(nn.Module):
         router: Tokens -> logits.
         gate: Logits -> Assignment.
         experts: Rows sorted by expert -> outputs.
+        shared_expert: What every real token passes beside its routed experts, if any.
         losses: Routing losses to compute in training.
         group_experts: For each dataset group the ids of its experts; kept in the
             checkpoint as `group_experts_GE`. Groups may share experts.
@@ -48,6 +50,7 @@ class MoELayer(nn.Module):
         router: Router,
         gate: Gate,
         experts: Experts,
+        shared_expert: SharedExpert | None = None,
         losses: Sequence[RoutingLoss] = (),
         group_experts: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -60,6 +63,7 @@ class MoELayer(nn.Module):
         self.router = router
         self.gate = gate
         self.experts = experts
+        self.shared_expert = shared_expert
         self.losses = tuple(losses)
         mask_GE = None
         if group_experts is not None:
@@ -76,6 +80,8 @@ class MoELayer(nn.Module):
         """Draws the parameters of router and experts anew."""
         self.router.reset_parameters()
         self.experts.reset_parameters()
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
 
     def forward(
         self,
@@ -111,6 +117,8 @@ class MoELayer(nn.Module):
         )
         out_RD = self.experts(assignment.dispatch(tokens_TD), assignment.counts_E)
         out_TD = assignment.combine(out_RD).to(tokens_BND.dtype)
+        if self.shared_expert is not None:
+            out_TD = out_TD + self.shared_expert(tokens_TD, mask_T).to(out_TD.dtype)
         group_ids_T = None
         if group_ids_B is not None:
             group_ids_T = group_ids_B.to(tokens_BND.device)

@@ -43,6 +43,11 @@ class Gate(Protocol):
     the tokens of an image keeps images independent. Token indices of the answer count
     through the flattened B*N tokens. Masked tokens must get no route. In evaluation the
     answer must be deterministic.
+
+    Two things are optional. `set_progress(progress)`, with progress from 0 to 1, is
+    called before every training step. An attribute `balance`, a module or None, gets
+    its `step()` called then. A forward itself must not change what a repetition of it
+    would choose, or activation recomputation would go wrong.
     """
 
     def __call__(

@@ -46,6 +46,16 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
         assert again[key] == summary[key]
 
 
+def test_a_gate_with_a_schedule_ends_at_its_end(write_config, run_tool, tmp_path):
+    config = write_config(extra="train_cfg = dict(max_epochs=1, val_interval=9)")
+    moe = ROOT / "configs" / "_base_" / "moe" / "dense_to_sparse.py"
+    trained = run_tool("train.py", config, "--cfg-options", f"moe={moe}")
+    assert trained.returncode == 0, trained.stderr
+    state = weights(tmp_path / "work" / "epoch_1.pth")
+    progress = [state[name].item() for name in state if name.endswith("gate.progress")]
+    assert progress == [1.0, 1.0]
+
+
 def test_a_killed_run_resumes_to_the_same_weights(write_config, run_tool, tmp_path):
     """SIGKILL in the middle of the second epoch, on the CPU."""
     config = write_config(extra="train_cfg = dict(max_epochs=2, val_interval=9)")

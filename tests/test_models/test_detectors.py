@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,26 @@ def assert_same(first, second, **tolerance):
                 **tolerance,
             )
         assert torch.equal(a.pred_instances.labels, b.pred_instances.labels)
+
+
+MIXTURES = sorted(
+    path.stem
+    for path in (Path(__file__).parents[2] / "configs/_base_/moe").glob("*.py")
+    if path.stem != "dense"
+)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_shipped_mixture_trains_and_predicts(name, build, make_batch):
+    detector = build(moe=name)
+    batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+    total(run_loss(detector, batch)).backward()
+    for block in moe_blocks(detector):
+        for key, parameter in block.named_parameters():
+            assert parameter.grad is not None, key
+    assert_same(
+        run_predict(detector, batch), run_predict(detector, batch), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("groups", [[0, 1, 2], [1, 1]], ids=["all", "one"])
@@ -247,9 +268,7 @@ def test_every_detr_of_mmdet_takes_experts(name, config, make_batch):
 
     model = _mmdet_config(config).model
     model.backbone.init_cfg = None
-    # DAB-DETR's own activation has a learned slope, which experts do not have.
-    moe = {**ENCODER_AND_DECODER, "experts": dict(activation="relu")}
-    model.update(type=name, num_groups=2, moe=moe)
+    model.update(type=name, num_groups=2, moe=ENCODER_AND_DECODER)
     _shrink(model)
     torch.manual_seed(0)
     detector = MODELS.build(model)

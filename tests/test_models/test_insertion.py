@@ -56,6 +56,24 @@ def test_several_experts_per_group_are_shared_out_in_order(build):
     ]
 
 
+def test_a_router_that_has_groups_gets_those_of_the_mixture(build):
+    router = dict(type="HierarchicalRouter")
+    moe = {**DAMEX, "num_experts": 5, "router": router}
+    built = moe_blocks(build(moe=moe, num_groups=2))[0].moe.router
+    # as the experts of the groups: three and two
+    assert built.slot_GS.tolist() == [[0, 1, 2], [3, 4, 5]]
+    own = {**moe, "router": {**router, "num_groups": 4}}
+    assert moe_blocks(build(moe=own, num_groups=2))[0].moe.router.num_groups == 4
+
+
+def test_groups_are_needed_outside_of_a_mixture_by_a_router_that_has_them(build):
+    moe = dict(
+        layers=dict(decoder=[0]), num_experts=4, router=dict(type="HierarchicalRouter")
+    )
+    with pytest.raises(ConfigError, match=r"moe.router = .*'num_groups'"):
+        build(moe=moe, num_groups=None)
+
+
 def test_the_config_is_not_changed(model_config):
     from mmdet.registry import MODELS
 
@@ -97,6 +115,7 @@ def test_the_report_names_every_layer(build):
         (dict(num_experts=0), "must be an integer of 1 or more, got 0"),
         (dict(gate=dict(type="TopKGat")), "unknown type 'TopKGat'; did you mean 'TopK"),
         (dict(gate=dict(type="TopKGate", k=0)), "moe.gate = .*k must be at least 1"),
+        (dict(losses=[dict(weight=1.0)]), "moe.losses has the unknown type 'None'"),
         (dict(gates=dict(type="TopKGate")), "unknown key 'gates'; did you mean 'gate'"),
     ],
 )

@@ -52,6 +52,21 @@ def test_every_expert_starts_as_the_ffn_of_a_dense_checkpoint(block, tokens_BND)
     torch.testing.assert_close(block(tokens_BND), dense(tokens_BND))
 
 
+def test_the_slope_of_a_prelu_is_taken_over_too(tokens_BND):
+    torch.manual_seed(0)
+    layer = MoELayer(
+        router=LinearRouter(8, 2),
+        gate=TopKGate(k=2, renormalize=True),
+        experts=FFNExperts(2, 8, 16, activation="prelu"),
+    )
+    block = MoEFFN(layer, name="decoder.0", context=RoutingContext())
+    dense = FFN(embed_dims=8, feedforward_channels=16, act_cfg=dict(type="PReLU"))
+    torch.nn.init.constant_(dense.layers[0][1].weight, -1.5)
+    block.load_state_dict(dense.state_dict())
+    assert layer.experts.slope_E1.tolist() == [[-1.5], [-1.5]]
+    torch.testing.assert_close(block(tokens_BND), dense(tokens_BND))
+
+
 def test_a_copy_upcycles_itself_and_not_the_original(block, tokens_BND):
     dense = FFN(embed_dims=8, feedforward_channels=16)
     before = block(tokens_BND)

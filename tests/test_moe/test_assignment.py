@@ -129,6 +129,24 @@ def test_combine_repeats_bit_for_bit(k):
     assert torch.equal(assignment.combine(out_RD), assignment.combine(out_RD))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_combine_of_any_number_of_routes_repeats_bit_for_bit_on_a_gpu():
+    # many experts on few tokens: atomic adds would come in another order every time
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 20, (4000,), generator=generator)
+    experts = torch.randint(0, 8, (4000,), generator=generator)
+    assignment = Assignment.from_pairs(
+        tokens.cuda(),
+        experts.cuda(),
+        torch.rand(4000, generator=generator).cuda(),
+        num_tokens=20,
+        num_experts=8,
+    )
+    rows = torch.randn(4000, 64, generator=generator).cuda()
+    first = assignment.combine(rows)
+    assert all(torch.equal(assignment.combine(rows), first) for _ in range(20))
+
+
 def test_combine_sums_in_float32_and_keeps_the_dtype():
     weights = torch.tensor([[0.3, 0.7]])
     assignment = Assignment.from_topk(torch.tensor([[0, 1]]), weights, num_experts=2)

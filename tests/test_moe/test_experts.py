@@ -23,14 +23,29 @@ def dense_ffn(embed_dims=6, hidden_dims=10, activation=nn.ReLU):
 
 
 def load(experts, ffn, **kwargs):
-    first, _, second = ffn
+    first, middle, second = ffn
+    if isinstance(middle, nn.PReLU):
+        kwargs["slope_1"] = middle.weight
     experts.load_dense(first.weight, first.bias, second.weight, second.bias, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("relu", nn.ReLU), ("gelu", nn.GELU), ("silu", nn.SiLU), ("tanh", nn.Tanh)],
-)
+class Cubic(nn.Module):
+    def forward(self, x):
+        return x**3
+
+
+MODULES = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+    "cubic": Cubic,
+    "identity": nn.Identity,
+    "prelu": lambda: nn.PReLU(init=0.1),
+}
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items())
 def test_loaded_experts_equal_the_dense_ffn(name, module):
     ffn = dense_ffn(activation=module)
     experts = FFNExperts(3, 6, 10, activation=name)
@@ -41,7 +56,7 @@ def test_loaded_experts_equal_the_dense_ffn(name, module):
 
 
 def test_every_activation_is_tested_above():
-    assert set(ACTIVATIONS) == {"relu", "gelu", "silu", "tanh"}
+    assert set(MODULES) == {*ACTIVATIONS, "prelu"}
 
 
 BACKENDS = [
@@ -57,16 +72,38 @@ BACKENDS = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 1, 0], [0, 0, 0]])
-def test_backends_agree_with_the_loop(backend, counts):
+@pytest.mark.parametrize("activation", ["gelu", "prelu"])
+def test_backends_agree_with_the_loop(backend, counts, activation):
     results = []
     for name in ("loop", backend):
         torch.manual_seed(0)
-        experts = FFNExperts(3, 8, 12, activation="gelu", backend=name)
+        experts = FFNExperts(3, 8, 12, activation=activation, backend=name)
+        if experts.slope_E1 is not None:
+            experts.slope_E1.data += torch.arange(3.0).view(3, 1)
         tokens = torch.randn(sum(counts), 8, requires_grad=True)
         out = experts(tokens, torch.tensor(counts))
         out.square().sum().backward()
         results.append([out, tokens.grad, *(p.grad for p in experts.parameters())])
     torch.testing.assert_close(*results)
+
+
+def test_every_prelu_expert_learns_a_slope_of_its_own():
+    experts = FFNExperts(3, 1, 1, activation="prelu")
+    assert experts.slope_E1.tolist() == [[0.25]] * 3
+    with torch.no_grad():
+        for weight, bias in (
+            (experts.w1_EDH, experts.b1_EH),
+            (experts.w2_EHD, experts.b2_ED),
+        ):
+            weight.fill_(1.0)
+            bias.zero_()
+        experts.slope_E1.copy_(torch.tensor([[0.5], [3.0], [7.0]]))
+    tokens = torch.tensor([[2.0], [-2.0], [-3.0], [5.0]])
+    out = experts(tokens, torch.tensor([2, 2, 0]))
+    assert out.tolist() == [[2.0], [-1.0], [-9.0], [5.0]]
+    out.sum().backward()
+    # the slope's gradient is the sum of the negative hidden values
+    assert experts.slope_E1.grad.tolist() == [[-2.0], [-3.0], [0.0]]
 
 
 def test_load_dense_noise_tells_experts_apart():
@@ -143,5 +180,9 @@ def test_errors():
         FFNExperts(2, 4, 8, dropout=1.0)
     with pytest.raises(ValueError, match="unknown backend"):
         FFNExperts(2, 4, 8, backend="cutlass")
+    with pytest.raises(ValueError, match=r"'relu' have no slope_1"):
+        load(FFNExperts(2, 6, 10), dense_ffn(activation=nn.PReLU))
+    with pytest.raises(ValueError, match=r"'prelu' need a slope_1"):
+        load(FFNExperts(2, 6, 10, activation="prelu"), dense_ffn())
     with pytest.raises(ValueError, match=r"w1_HD .* is \(6, 10\), expected \(6, 12\)"):
         load(FFNExperts(2, 6, 12), dense_ffn())

@@ -1,4 +1,5 @@
-"""Property tests of damex.moe.layer; a new gate joins by a row in GATES."""
+"""Property tests of damex.moe.layer; a new gate or router joins by a row
+in GATES or ROUTERS."""
 
 from __future__ import annotations
 
@@ -12,13 +13,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from damex.moe import (
+    BiasBalancer,
+    CosineRouter,
     DatasetRoutingLoss,
+    DenseSoftmaxGate,
+    DenseToSparseGate,
+    ExpertChoiceGate,
     FFNExperts,
+    HierarchicalRouter,
     ImportanceLoss,
     LinearRouter,
     LoadBalanceLoss,
+    MLPRouter,
     MoELayer,
     RouterZLoss,
+    SharedExpert,
     TopKGate,
     group_experts_mask,
 )
@@ -26,17 +35,60 @@ from damex.moe import (
 D, H, E = 8, 12, 4
 GROUP_EXPERTS = [[0], [1, 2], [3]]
 
-# Gates whose answer for a token depends on that token alone.
+
+def biased(gate):
+    gate.balance.bias_E += torch.tensor([0.3, 0.0, -0.3, 0.1])
+    return gate
+
+
+def halfway(gate):
+    gate.set_progress(0.5)
+    return gate
+
+
+ROUTERS = {
+    "linear": lambda e: LinearRouter(D, e, bias=True, init_std=1.0),
+    "mlp": lambda e: MLPRouter(D, e, hidden_dims=5, init_std=1.0),
+    "cosine": lambda e: CosineRouter(D, e, proj_dims=5),
+    "hierarchical": lambda e: HierarchicalRouter(
+        D, e, num_groups=len(GROUP_EXPERTS), init_std=1.0
+    ),
+}
 GATES = {
     "top1": lambda: TopKGate(1),
     "top2": lambda: TopKGate(2),
     "top3 renormalised": lambda: TopKGate(3, renormalize=True),
     "top2 noisy": lambda: TopKGate(2, noise="gaussian", noisy_weights=True),
+    "top2 balanced": lambda: biased(TopKGate(2, balance=BiasBalancer(E))),
+    "dense": DenseSoftmaxGate,
+    "dense to sparse": lambda: halfway(DenseToSparseGate(threshold=0.2)),
+    "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
+    "expert choice all": lambda: ExpertChoiceGate(share=0.4, weights="all"),
 }
-every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
+# Every gate and a shared expert behind the linear router, other routers before top-2.
+LAYERS = {
+    **{name: dict(gate=gate) for name, gate in GATES.items()},
+    "shared expert": dict(gate=GATES["top1"], shared=True),
+    **{
+        name: dict(gate=GATES["top2"], router=router)
+        for name, router in ROUTERS.items()
+        if name != "linear"
+    },
+}
+# Gates that must count on the host how many routes there are break the graph.
+COUNTED = ("shared expert", "dense to sparse", "expert choice", "expert choice all")
+every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
 
 
-def make_layer(gate=GATES["top1"], *, num_experts=E, seed=0, **kwargs):
+def make_layer(
+    gate=GATES["top1"],
+    *,
+    router=ROUTERS["linear"],
+    num_experts=E,
+    shared=False,
+    seed=0,
+    **kwargs,
+):
     torch.manual_seed(seed)
     kwargs.setdefault("group_experts", GROUP_EXPERTS)
     kwargs.setdefault(
@@ -44,9 +96,10 @@ def make_layer(gate=GATES["top1"], *, num_experts=E, seed=0, **kwargs):
         [DatasetRoutingLoss(), LoadBalanceLoss(), ImportanceLoss(), RouterZLoss()],
     )
     return MoELayer(
-        router=LinearRouter(D, num_experts, bias=True, init_std=1.0),
+        router=router(num_experts),
         gate=gate(),
         experts=FFNExperts(num_experts, D, H),
+        shared_expert=SharedExpert(D, H) if shared else None,
         **kwargs,
     )
 
@@ -71,6 +124,17 @@ def set_router(layer, weight_ED, bias_E=None):
     with torch.no_grad():
         layer.router.weight_ED.copy_(weight_ED)
         layer.router.bias_E.copy_(torch.zeros(E) if bias_E is None else bias_E)
+
+
+class Reordered(nn.Module):
+    """A router whose experts stand in another order."""
+
+    def __init__(self, router, order):
+        super().__init__()
+        self.router, self.order, self.num_experts = router, order, len(order)
+
+    def forward(self, tokens):
+        return self.router(tokens)[..., self.order]
 
 
 def test_one_expert_equals_the_dense_ffn_in_outputs_and_gradients():
@@ -106,9 +170,9 @@ def test_output_is_the_weighted_sum_over_chosen_experts():
         torch.testing.assert_close(row, expected)
 
 
-@every_gate
-def test_permuting_tokens_permutes_outputs(gate):
-    layer = make_layer(gate).eval()
+@every_layer
+def test_permuting_tokens_permutes_outputs(parts):
+    layer = make_layer(**parts).eval()
     tokens, _ = make_batch()
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     out, _ = layer(tokens)
@@ -116,24 +180,27 @@ def test_permuting_tokens_permutes_outputs(gate):
     torch.testing.assert_close(shuffled, out[:, order])
 
 
-@every_gate
-def test_permuting_experts_changes_nothing(gate):
-    layer = make_layer(gate).eval()
+@every_layer
+def test_permuting_experts_changes_nothing(parts):
+    layer = make_layer(**parts).eval()
     tokens, _ = make_batch()
     out, _ = layer(tokens)
     order = torch.tensor([2, 0, 3, 1])
     with torch.no_grad():
-        for parameter in layer.parameters():
+        for parameter in layer.experts.parameters():
             parameter.copy_(parameter[order].clone())
+    layer.router = Reordered(layer.router, order)
+    if getattr(layer.gate, "balance", None) is not None:
+        layer.gate.balance.bias_E = layer.gate.balance.bias_E[order]
     permuted, _ = layer(tokens)
     torch.testing.assert_close(permuted, out)
 
 
-@every_gate
+@every_layer
 @pytest.mark.parametrize("content", [0.0, 100.0, torch.nan])
 @pytest.mark.parametrize("amount", [1, 6])
-def test_padding_changes_no_output_loss_or_gradient(gate, content, amount):
-    layer = make_layer(gate)
+def test_padding_changes_no_output_loss_or_gradient(parts, content, amount):
+    layer = make_layer(**parts)
     tokens, group_ids = make_batch()
     padding = torch.full((2, amount, D), content)
     padded = torch.cat([tokens, padding], dim=1)
@@ -151,8 +218,9 @@ def test_padding_changes_no_output_loss_or_gradient(gate, content, amount):
         assert torch.equal(grad, plain[2][name]), name
 
 
-def test_padded_tokens_get_zero_gradients_even_if_nan():
-    layer = make_layer(GATES["top2"])
+@every_layer
+def test_padded_tokens_get_zero_gradients_even_if_nan(parts):
+    layer = make_layer(**parts)
     tokens, group_ids = make_batch()
     tokens[0, 2:] = torch.nan
     tokens.requires_grad_()
@@ -162,9 +230,9 @@ def test_padded_tokens_get_zero_gradients_even_if_nan():
     assert (tokens.grad[mask] != 0).any(dim=1).all()
 
 
-@every_gate
-def test_evaluation_is_deterministic_and_ignores_groups(gate):
-    layer = make_layer(gate).eval()
+@every_layer
+def test_evaluation_is_deterministic_and_ignores_groups(parts):
+    layer = make_layer(**parts).eval()
     tokens, group_ids = make_batch()
     out, record = layer(tokens)
     again, _ = layer(tokens)
@@ -184,9 +252,9 @@ def test_noise_moves_training_outputs_only():
     assert torch.equal(noisy.eval()(tokens)[0], clean_out)
 
 
-@every_gate
-def test_images_of_a_batch_are_independent_in_evaluation(gate):
-    layer = make_layer(gate).eval()
+@every_layer
+def test_images_of_a_batch_are_independent_in_evaluation(parts):
+    layer = make_layer(**parts).eval()
     tokens, _ = make_batch(3)
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [True] * 7])
     together, _ = layer(tokens, token_mask_BN=mask)
@@ -197,9 +265,9 @@ def test_images_of_a_batch_are_independent_in_evaluation(gate):
         torch.testing.assert_close(together[image], alone[0])
 
 
-@every_gate
-def test_gradients_exist_without_any_valid_token(gate):
-    layer = make_layer(gate)
+@every_layer
+def test_gradients_exist_without_any_valid_token(parts):
+    layer = make_layer(**parts)
     tokens, group_ids = make_batch()
     mask = torch.zeros(2, 7, dtype=torch.bool)
     out, losses, grads = train_step(
@@ -223,8 +291,9 @@ def test_an_expert_without_tokens_gets_zero_gradients():
     assert (grads["router.weight_ED"] != 0).any()
 
 
-def test_no_tokens_at_all():
-    layer = make_layer(GATES["top2"])
+@every_layer
+def test_no_tokens_at_all(parts):
+    layer = make_layer(**parts)
     out, losses, grads = train_step(
         layer, torch.zeros(2, 0, D), group_ids_B=torch.tensor([0, 1])
     )
@@ -301,14 +370,14 @@ def test_dataset_loss_teaches_the_router_its_datasets():
     assert (chosen == wanted).float().mean() > 0.95
 
 
-@every_gate
-def test_copies_after_a_forward(gate):
-    layer = make_layer(gate)
+@every_layer
+def test_copies_after_a_forward(parts):
+    layer = make_layer(**parts)
     tokens, group_ids = make_batch()
     layer(tokens, group_ids_B=group_ids)
     layer.eval()
     out, _ = layer(tokens)
-    fresh = make_layer(gate, seed=9).eval()
+    fresh = make_layer(**parts, seed=9).eval()
     assert not torch.equal(fresh(tokens)[0], out)
     fresh.load_state_dict(layer.state_dict())
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
@@ -328,9 +397,9 @@ def test_state_dict_holds_full_experts_and_the_group_map():
     }
 
 
-@every_gate
-def test_autocast_keeps_float32_routing_and_the_same_choices(gate):
-    layer = make_layer(gate).eval()
+@every_layer
+def test_autocast_keeps_float32_routing_and_the_same_choices(parts):
+    layer = make_layer(**parts).eval()
     tokens, _ = make_batch(4, 50)
     out, record = layer(tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -345,8 +414,9 @@ def test_autocast_keeps_float32_routing_and_the_same_choices(gate):
     torch.testing.assert_close(half_out, out, rtol=0.05, atol=0.05)
 
 
-def test_training_under_autocast_gives_every_parameter_a_float32_gradient():
-    layer = make_layer(GATES["top2"])
+@every_layer
+def test_training_under_autocast_gives_every_parameter_a_float32_gradient(parts):
+    layer = make_layer(**parts)
     tokens, group_ids = make_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, losses, grads = train_step(layer, tokens, group_ids_B=group_ids)
@@ -354,16 +424,18 @@ def test_training_under_autocast_gives_every_parameter_a_float32_gradient():
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
 
 
-def test_bfloat16_tokens_come_back_as_bfloat16():
-    layer = make_layer(GATES["top2"]).to(torch.bfloat16).eval()
+@every_layer
+def test_bfloat16_tokens_come_back_as_bfloat16(parts):
+    layer = make_layer(**parts).to(torch.bfloat16).eval()
     out, record = layer(make_batch()[0].to(torch.bfloat16))
     assert out.dtype == torch.bfloat16
     assert record.logits_TE.dtype == torch.float32
 
 
-@pytest.mark.parametrize("gate", ["top1", "top2", "top3 renormalised"])
-def test_float64_gradcheck_of_the_whole_layer(gate):
-    layer = make_layer(GATES[gate]).double()
+# Noise is drawn anew at every call, which finite differences cannot follow.
+@pytest.mark.parametrize("name", [name for name in LAYERS if "noisy" not in name])
+def test_float64_gradcheck_of_the_whole_layer(name):
+    layer = make_layer(**LAYERS[name]).double()
     tokens = make_batch(2, 3)[0].double().requires_grad_()
     group_ids = torch.tensor([0, 1])
     mask = torch.tensor([[True, True, True], [True, False, True]])
@@ -375,8 +447,9 @@ def test_float64_gradcheck_of_the_whole_layer(gate):
     assert torch.autograd.gradcheck(step, (tokens, *layer.parameters()))
 
 
-def test_gradient_checkpointing_gives_the_same_losses_and_gradients():
-    layer = make_layer(GATES["top2 noisy"])
+@every_layer
+def test_gradient_checkpointing_gives_the_same_losses_and_gradients(parts):
+    layer = make_layer(**parts)
     tokens, group_ids = make_batch()
     plain = train_step(layer, tokens, group_ids_B=group_ids)
 
@@ -395,8 +468,9 @@ def test_gradient_checkpointing_gives_the_same_losses_and_gradients():
         assert torch.equal(grads[f"inner.{name}"], grad), name
 
 
-def test_reset_parameters_repairs_a_blanket_initialisation():
-    layer = make_layer()
+@every_layer
+def test_reset_parameters_repairs_a_blanket_initialisation(parts):
+    layer = make_layer(**parts)
     for parameter in layer.parameters():
         nn.init.constant_(parameter, 7.0)
     layer.reset_parameters()
@@ -466,14 +540,17 @@ def test_router_learns_from_the_task_loss_alone():
 @pytest.mark.skipif(
     not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
 )
-def test_compiles_into_one_graph_with_grouped_mm():
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in COUNTED])
+def test_compiles_into_one_graph_with_grouped_mm(name):
     # 'split' reads the counts on the host, which breaks the graph but not the result
-    layer = make_layer(GATES["top2"], losses=[LoadBalanceLoss(), RouterZLoss()])
+    torch.compiler.reset()
+    layer = make_layer(**LAYERS[name], losses=[LoadBalanceLoss(), RouterZLoss()])
     layer.experts.backend = "grouped_mm"
     tokens, _ = make_batch()
     expected = train_step(layer, tokens)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     layer.zero_grad()
+    torch.manual_seed(3)  # as train_step
     out, record = compiled(tokens)
     (out.square().sum() + sum(record.losses.values())).backward()
     torch.testing.assert_close(out, expected[0])

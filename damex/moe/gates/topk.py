@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from damex.moe.assignment import Assignment
+from damex.moe.gates.bias_balancer import BiasBalancer
 
 NOISES = ("gaussian", "uniform")
 
@@ -24,6 +25,10 @@ class TopKGate(nn.Module):
     the K weights of a token sum to 1; for k=1 the weight is then always 1, and the
     router learns from the routing losses alone.
 
+    `weight_scale` multiplies every weight: with `renormalize` and `weight_scale=k` each
+    weight is 1 where the chosen logits tie, as experts cut from one FFN need it (see
+    `damex.moe.split`), and the router still learns.
+
     Ties go to the lowest expert id, on every device. Noise is added in training only.
 
     Args:
@@ -34,10 +39,13 @@ class TopKGate(nn.Module):
         noise_scale: Factor on the noise; None stands for 1/E (gaussian) or 1 (uniform).
         noisy_weights: Whether weights come from the noisy logits, as in the released
             code of DAMEX, rather than from the clean ones.
+        weight_scale: Factor on the weights, above 0.
+        balance: Evens out the load of the experts by a bias on the choice; None for no
+            bias.
 
     Raises:
-        ValueError: If k < 1, the noise is unknown, the scale is negative, or a noise
-            option is set without noise.
+        ValueError: If k < 1, the noise is unknown, the noise scale is negative, the
+            weight scale is not positive, or a noise option is set without noise.
     """
 
     def __init__(
@@ -48,6 +56,8 @@ class TopKGate(nn.Module):
         noise: Literal["gaussian", "uniform"] | None = None,
         noise_scale: float | None = None,
         noisy_weights: bool = False,
+        weight_scale: float = 1.0,
+        balance: BiasBalancer | None = None,
     ) -> None:
         super().__init__()
         if k < 1:
@@ -63,11 +73,17 @@ class TopKGate(nn.Module):
             )
         if noise_scale is not None and not noise_scale >= 0.0:
             raise ValueError(f"TopKGate: noise_scale must be >= 0, got {noise_scale}")
+        if not weight_scale > 0.0:
+            raise ValueError(
+                f"TopKGate: weight_scale must be above 0, got {weight_scale}"
+            )
         self.k = k
         self.renormalize = renormalize
         self.noise = noise
         self.noise_scale = noise_scale
         self.noisy_weights = noisy_weights
+        self.weight_scale = weight_scale
+        self.balance = balance
 
     def forward(
         self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
@@ -94,28 +110,35 @@ class TopKGate(nn.Module):
         mask_T = None if token_mask_BN is None else token_mask_BN.reshape(-1)
         noisy_TE = self._add_noise(clean_TE, mask_T)
         # torch.topk may break ties differently on each device; a stable sort may not.
-        sorted_ids_TE = torch.sort(noisy_TE, dim=-1, descending=True, stable=True)[1]
+        rank_by_TE = noisy_TE if self.balance is None else self.balance(noisy_TE)
+        sorted_ids_TE = torch.sort(rank_by_TE, dim=-1, descending=True, stable=True)[1]
         ids_TK = sorted_ids_TE[:, : self.k]
         scores_TE = noisy_TE if self.noisy_weights else clean_TE
-        return Assignment.from_topk(
+        assignment = Assignment.from_topk(
             ids_TK,
             self._weights(scores_TE, ids_TK),
             num_experts=num_experts,
             token_mask_T=mask_T,
         )
+        if self.balance is not None and self.training:
+            self.balance.observe(assignment.counts_E)
+        return assignment
 
     def extra_repr(self) -> str:
         """Options, for `print(module)`."""
         return (
             f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
-            f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}"
+            f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}, "
+            f"weight_scale={self.weight_scale}"
         )
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         if self.renormalize:
             # Equal to dividing the K probabilities by their sum, but cannot be 0/0.
-            return torch.softmax(scores_TE.gather(1, ids_TK), dim=-1)
-        return torch.softmax(scores_TE, dim=-1).gather(1, ids_TK)
+            weights_TK = torch.softmax(scores_TE.gather(1, ids_TK), dim=-1)
+        else:
+            weights_TK = torch.softmax(scores_TE, dim=-1).gather(1, ids_TK)
+        return weights_TK * self.weight_scale
 
     def _add_noise(self, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         if self.noise is None or not self.training:

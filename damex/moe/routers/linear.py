@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from damex.moe.routers.precision import check_sizes, full_precision_linear
 
 
 class LinearRouter(nn.Module):
@@ -38,11 +39,7 @@ class LinearRouter(nn.Module):
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        if embed_dims < 1 or num_experts < 1:
-            raise ValueError(
-                "LinearRouter: embed_dims and num_experts must be positive, "
-                f"got {embed_dims} and {num_experts}"
-            )
+        check_sizes("LinearRouter", embed_dims=embed_dims, num_experts=num_experts)
         if not init_std >= 0.0:
             raise ValueError(f"LinearRouter: init_std must be >= 0, got {init_std}")
         self.embed_dims = embed_dims
@@ -67,11 +64,7 @@ class LinearRouter(nn.Module):
         Returns:
             logits: (..., E), float32 (float64 for float64 input).
         """
-        dtype = torch.promote_types(tokens.dtype, self.weight_ED.dtype)
-        dtype = torch.promote_types(dtype, torch.float32)
-        bias_E = None if self.bias_E is None else self.bias_E.to(dtype)
-        with torch.autocast(tokens.device.type, enabled=False):
-            return functional.linear(tokens.to(dtype), self.weight_ED.to(dtype), bias_E)
+        return full_precision_linear(tokens, self.weight_ED, self.bias_E)
 
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""

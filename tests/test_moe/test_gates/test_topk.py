@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from damex.moe import TopKGate
+from damex.moe import BiasBalancer, TopKGate
 
 LOG3 = math.log(3.0)
 
@@ -49,6 +49,31 @@ def test_renormalised_top1_weighs_one_and_gives_the_router_no_gradient():
 def test_ties_go_to_the_lowest_expert(k, num_experts):
     assignment = TopKGate(k)(torch.zeros(1, 50, num_experts))
     assert assignment.counts_E.tolist() == [50] * k + [0] * (num_experts - k)
+
+
+def test_weight_scale_multiplies_the_weights():
+    logits = torch.tensor([[[0.0, LOG3, math.log(6.0)]]])  # probabilities .1 .3 .6
+    plain = TopKGate(2, weight_scale=2.5)(logits)
+    torch.testing.assert_close(plain.weight_R, torch.tensor([0.75, 1.5]))
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_tied_experts_weigh_one_each_and_the_router_still_learns(k):
+    logits = torch.tensor([[[1.0] * k + [0.5]]], requires_grad=True)
+    weights = TopKGate(k, renormalize=True, weight_scale=k)(logits).weight_R
+    torch.testing.assert_close(weights, torch.ones(k))
+    weights[0].backward()
+    assert logits.grad[0, 0, 0] > 0
+
+
+def test_balance_moves_choices_and_no_weight():
+    logits = torch.tensor([[[LOG3, 0.0], [LOG3, 0.0]]])  # probabilities 3/4, 1/4
+    gate = TopKGate(1, balance=BiasBalancer(2, rate=0.3))
+    assert gate(logits).expert_index_R.tolist() == [0, 0]
+    gate.balance.step()  # biases -0.3, +0.3: scores 0.45 and 0.55
+    assignment = gate(logits)
+    assert assignment.expert_index_R.tolist() == [1, 1]
+    torch.testing.assert_close(assignment.weight_R, torch.tensor([0.25, 0.25]))
 
 
 def test_mask_and_flattened_token_index():
@@ -119,6 +144,8 @@ def test_errors():
         TopKGate(1, noise="gumbel")
     with pytest.raises(ValueError, match=r"noise_scale must be >= 0, got -1.0"):
         TopKGate(1, noise="uniform", noise_scale=-1.0)
+    with pytest.raises(ValueError, match=r"weight_scale must be above 0, got 0.0"):
+        TopKGate(1, weight_scale=0.0)
     with pytest.raises(ValueError, match="no effect without noise"):
         TopKGate(1, noise_scale=1.0)
     with pytest.raises(ValueError, match="no effect without noise"):

@@ -1,0 +1,47 @@
+"""What gates are told at the start of a training step.
+
+That a new step begins, which balancing waits for, and how far the training is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mmengine.logging import MessageHub
+
+from damex.models.moe_ffn import MoEFFN
+
+__all__ = ["prepare_gates", "training_progress"]
+
+
+def training_progress() -> float | None:
+    """Share of the training that is done, from mmengine's message hub.
+
+    Returns:
+        0 in the first iteration and 1 in the last; None where no runner trains.
+    """
+    hub = MessageHub.get_current_instance()
+    now, end = hub.get_info("iter"), hub.get_info("max_iters")
+    if now is None or end is None:
+        return None
+    return min(now / max(end - 1, 1), 1.0)
+
+
+def prepare_gates(blocks: Iterable[MoEFFN], progress: float | None) -> None:
+    """Tell gates with a ``balance`` or ``set_progress`` that a step begins.
+
+    A balance takes in the load of the step before; ``set_progress`` hears how far the
+    training is.
+
+    Args:
+        blocks: The MoE blocks of a detector.
+        progress: Share of the training that is done, in [0, 1]; None leaves the gates
+            as they are.
+    """
+    for block in blocks:
+        gate = block.moe.gate
+        balance = getattr(gate, "balance", None)
+        if balance is not None:
+            balance.step()
+        if progress is not None and hasattr(gate, "set_progress"):
+            gate.set_progress(progress)

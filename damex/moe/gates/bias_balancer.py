@@ -1,0 +1,87 @@
+"""Load balance without a loss: a bias per expert that follows its load.
+
+Axes: T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed, nn
+
+
+class BiasBalancer(nn.Module):
+    """Adds a bias to the scores by which experts are chosen, and to nothing else.
+
+    After every step the bias of each expert with less than the mean load rises by
+    `rate`, and that of each with more falls by it (Wang et al. 2024, arXiv 2408.15664,
+    Algorithm 1; DeepSeek-V3). Weights of routes and the gradients of the router are
+    those of the unbiased scores, so balancing does not disturb the task. Scores are
+    probabilities, as `rate` is meant for numbers between 0 and 1.
+
+    A forward in training only counts. `step` moves the bias: call it once per training
+    step, as a learning-rate schedule is; damex's detectors do. A bias that moved in the
+    forward would make activation recomputation choose other experts. Recomputation may
+    count tokens twice, which leaves the sign of every difference as it is.
+
+    Args:
+        num_experts: E.
+        rate: Step of the bias, above 0.
+
+    Raises:
+        ValueError: If `num_experts` or `rate` is not positive.
+    """
+
+    bias_E: Tensor
+    counts_E: Tensor
+
+    def __init__(self, num_experts: int, *, rate: float = 0.001) -> None:
+        super().__init__()
+        if num_experts < 1 or not rate > 0.0:
+            raise ValueError(
+                "BiasBalancer: num_experts and rate must be positive, got "
+                f"{num_experts} and {rate}"
+            )
+        self.rate = rate
+        self.register_buffer("bias_E", torch.zeros(num_experts))
+        # Both in the checkpoint, so that a resumed run goes on as if never stopped.
+        self.register_buffer("counts_E", torch.zeros(num_experts, dtype=torch.int64))
+
+    @torch.no_grad()
+    def forward(self, logits_TE: Tensor) -> Tensor:
+        """Scores to choose by.
+
+        Args:
+            logits_TE: Router logits, with the gate's noise if it has any.
+
+        Returns:
+            scores_TE: Probabilities plus bias, without gradient.
+
+        Raises:
+            ValueError: If the number of experts is another one.
+        """
+        if logits_TE.shape[-1] != self.bias_E.shape[0]:
+            raise ValueError(
+                f"BiasBalancer: made for {self.bias_E.shape[0]} experts, but the "
+                f"router scores {logits_TE.shape[-1]}; give both the same num_experts"
+            )
+        return torch.softmax(logits_TE, dim=-1) + self.bias_E
+
+    def observe(self, counts_E: Tensor) -> None:
+        """Adds the load of one forward in training to that of the step.
+
+        Args:
+            counts_E: Routes of each expert.
+        """
+        self.counts_E.add_(counts_E)
+
+    def step(self) -> None:
+        """Moves the bias by the load since the last step, summed over all processes."""
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(self.counts_E)
+        load_E = self.counts_E.double()
+        self.bias_E.add_(torch.sign(load_E.mean() - load_E).float(), alpha=self.rate)
+        self.counts_E.zero_()
+
+    def extra_repr(self) -> str:
+        """Options, for `print(module)`."""
+        return f"num_experts={self.bias_E.shape[0]}, rate={self.rate}"

@@ -1,0 +1,136 @@
+"""From all experts to few: a softmax whose temperature falls during training.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.moe.assignment import Assignment
+
+SCHEDULES = ("exponential", "linear")
+
+
+class DenseToSparseGate(nn.Module):
+    """Weights softmax(logits / tau), routes of small weight dropped.
+
+    While tau is high all experts learn from all tokens; as it falls, ever more weights
+    drop below the threshold and their experts are not computed (Nie et al. 2021, arXiv
+    2112.14397; Nguyen et al. 2025, arXiv 2503.03213, eq. 12). The best expert of a
+    token (of equals the lowest id) is always kept, and weights are not renormalised.
+
+    tau follows the training progress p in [0, 1]: start * (end / start)^p, or start +
+    (end - start) * p. `set_progress` tells it; p is kept in the checkpoint, so that
+    evaluation uses the temperature that was trained last. Without a call p stays 0.
+
+    With a linear router the size of its weights can undo any temperature (eq. 15
+    there), with `MLPRouter` not.
+
+    Args:
+        start_temperature: tau at p = 0, above 0.
+        end_temperature: tau at p = 1, above 0.
+        schedule: 'exponential' or 'linear'.
+        threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
+
+    Raises:
+        ValueError: If a temperature is not positive, the schedule is unknown or the
+            threshold is not in [0, 1).
+    """
+
+    progress: Tensor
+
+    def __init__(
+        self,
+        *,
+        start_temperature: float = 2.0,
+        end_temperature: float = 0.1,
+        schedule: Literal["exponential", "linear"] = "exponential",
+        threshold: float = 0.01,
+    ) -> None:
+        super().__init__()
+        if not (start_temperature > 0.0 and end_temperature > 0.0):
+            raise ValueError(
+                "DenseToSparseGate: temperatures must be above 0, got "
+                f"{start_temperature} at the start and {end_temperature} at the end"
+            )
+        if schedule not in SCHEDULES:
+            raise ValueError(
+                f"DenseToSparseGate: unknown schedule {schedule!r}; "
+                f"use one of {SCHEDULES}"
+            )
+        if not 0.0 <= threshold < 1.0:
+            raise ValueError(
+                f"DenseToSparseGate: threshold must be in [0, 1), got {threshold}"
+            )
+        self.start_temperature = start_temperature
+        self.end_temperature = end_temperature
+        self.schedule = schedule
+        self.threshold = threshold
+        self.register_buffer("progress", torch.zeros(()))
+
+    @property
+    def temperature(self) -> Tensor:
+        """The tau of the present progress, a scalar."""
+        start, end = self.start_temperature, self.end_temperature
+        if self.schedule == "linear":
+            return start + (end - start) * self.progress
+        return start * (end / start) ** self.progress
+
+    def set_progress(self, progress: float) -> None:
+        """Tells how much of the training is done.
+
+        Args:
+            progress: p, 0 at the start and 1 at the end.
+
+        Raises:
+            ValueError: If it is not in [0, 1].
+        """
+        if not 0.0 <= progress <= 1.0:
+            raise ValueError(
+                f"DenseToSparseGate: progress must be in [0, 1], got {progress}"
+            )
+        self.progress.fill_(progress)
+
+    def forward(
+        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
+    ) -> Assignment:
+        """Weighs experts and drops those of small weight.
+
+        Args:
+            logits_BNE: Clean router logits.
+            token_mask_BN: True for real tokens; the others get no route.
+
+        Returns:
+            Routes over the flattened T = B*N tokens, 1 to E for each real token.
+        """
+        logits_TE = logits_BNE.flatten(0, 1)
+        num_tokens, num_experts = logits_TE.shape
+        weights_TE = torch.softmax(logits_TE / self.temperature, dim=-1)
+        keep_TE = weights_TE >= self.threshold
+        # Of the logits, as equal weights may hide a difference; argmax of the first.
+        best_T = torch.sort(logits_TE, dim=-1, descending=True, stable=True)[1][:, 0]
+        keep_TE = keep_TE | functional.one_hot(best_T, num_experts).bool()
+        if token_mask_BN is not None:
+            keep_TE = keep_TE & token_mask_BN.flatten().unsqueeze(1)
+        token_R, expert_R = keep_TE.nonzero(as_tuple=True)
+        return Assignment.from_pairs(
+            token_R,
+            expert_R,
+            weights_TE[token_R, expert_R],
+            num_tokens=num_tokens,
+            num_experts=num_experts,
+        )
+
+    def extra_repr(self) -> str:
+        """Options, for `print(module)`."""
+        return (
+            f"start_temperature={self.start_temperature}, "
+            f"end_temperature={self.end_temperature}, schedule={self.schedule!r}, "
+            f"threshold={self.threshold}"
+        )

@@ -1,0 +1,132 @@
+"""Expert choice: in every image each expert takes the tokens it scores highest.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups,
+L tokens that an expert can take from an image.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from damex.moe.assignment import Assignment
+
+WEIGHTS = ("selected", "all")
+# 0.07 * 100 is 7.000000000000001 in float64 and must stay 7 tokens.
+ROUNDING = 1e-9
+
+
+class ExpertChoiceGate(nn.Module):
+    """pMoE (Chowdhury et al. 2023, arXiv 2306.04073), also Zhou et al. 2022.
+
+    Every expert gets the same number l of tokens from every image, so the load is
+    balanced without a loss; a token may get several experts (their outputs add up) or
+    none (its block is the identity). Of equal scores the earlier token is taken.
+
+    Images do not see each other and padding is never taken nor counted. An expert
+    chooses among the tokens of an image, so a token's result depends on the others of
+    its image, as it does in attention.
+
+    Args:
+        num_tokens: l, for every image; an image with fewer real tokens gives all.
+        share: l as a share of the real tokens of the image, in (0, 1], rounded up.
+            Set one of the two.
+        weights: 'selected' for a softmax over the l tokens that the expert took (eq. 4
+            of the paper), 'all' for one over all real tokens of the image (the paper's
+            released code for wide residual networks).
+
+    Raises:
+        ValueError: If not exactly one of `num_tokens` and `share` is set, one is out
+            of range, or `weights` is unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int | None = None,
+        share: float | None = None,
+        weights: Literal["selected", "all"] = "selected",
+    ) -> None:
+        super().__init__()
+        if (num_tokens is None) == (share is None):
+            raise ValueError(
+                "ExpertChoiceGate: set one of num_tokens and share, got "
+                f"{num_tokens} and {share}"
+            )
+        if num_tokens is not None and num_tokens < 1:
+            raise ValueError(
+                f"ExpertChoiceGate: num_tokens must be at least 1, got {num_tokens}"
+            )
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ValueError(f"ExpertChoiceGate: share must be in (0, 1], got {share}")
+        if weights not in WEIGHTS:
+            raise ValueError(
+                f"ExpertChoiceGate: unknown weights {weights!r}; use one of {WEIGHTS}"
+            )
+        self.num_tokens = num_tokens
+        self.share = share
+        self.weights = weights
+        # A number is a limit on the share of one, a share has no limit.
+        self._share = 1.0 if share is None else share
+        self._limit = sys.maxsize if num_tokens is None else num_tokens
+
+    def forward(
+        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
+    ) -> Assignment:
+        """Lets the experts choose.
+
+        Args:
+            logits_BNE: Clean router logits.
+            token_mask_BN: True for real tokens; the others get no route.
+
+        Returns:
+            Routes over the flattened T = B*N tokens, l for each expert and image.
+        """
+        num_images, num_tokens, num_experts = logits_BNE.shape
+        lowest = torch.finfo(logits_BNE.dtype).min
+        scores_BEN = logits_BNE.transpose(1, 2)
+        if token_mask_BN is None:
+            real_B = torch.full((num_images,), num_tokens, device=logits_BNE.device)
+        else:
+            real_B = token_mask_BN.sum(1)
+            # A finite number: a row of minus infinities would have a softmax of NaN.
+            scores_BEN = scores_BEN.masked_fill(~token_mask_BN.unsqueeze(1), lowest)
+        order_BEN = torch.sort(scores_BEN, dim=-1, descending=True, stable=True)[1]
+        pick_BEL = order_BEN[..., : self._most(num_tokens)]
+        rank_L = torch.arange(pick_BEL.shape[-1], device=logits_BNE.device)
+        taken_BL = rank_L < self._quota(real_B).unsqueeze(1)
+        taken_BEL = taken_BL.unsqueeze(1).expand(-1, num_experts, -1)
+        if self.weights == "all":
+            weight_BEL = torch.softmax(scores_BEN, dim=-1).gather(-1, pick_BEL)
+        else:
+            picked_BEL = scores_BEN.gather(-1, pick_BEL)
+            weight_BEL = picked_BEL.masked_fill(~taken_BEL, lowest).softmax(-1)
+        image_R, expert_R, rank_R = taken_BEL.nonzero(as_tuple=True)
+        return Assignment.from_pairs(
+            image_R * num_tokens + pick_BEL[image_R, expert_R, rank_R],
+            expert_R,
+            weight_BEL[image_R, expert_R, rank_R],
+            num_tokens=num_images * num_tokens,
+            num_experts=num_experts,
+        )
+
+    def extra_repr(self) -> str:
+        """Options, for `print(module)`."""
+        return (
+            f"num_tokens={self.num_tokens}, share={self.share}, "
+            f"weights={self.weights!r}"
+        )
+
+    def _most(self, num_tokens: int) -> int:
+        """L: l of an image without padding, so that no GPU has to tell its counts."""
+        return min(math.ceil(self._share * num_tokens - ROUNDING), self._limit)
+
+    def _quota(self, real_B: Tensor) -> Tensor:
+        """How many tokens an expert takes, for every image."""
+        wanted_B = torch.ceil(real_B.double() * self._share - ROUNDING).long()
+        return wanted_B.clamp_max(self._limit)

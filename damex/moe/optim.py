@@ -1,0 +1,125 @@
+"""Gradient descent in which every expert moves by the same length.
+
+Axes: E experts, P tensors of a bank of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from damex.moe.layer import MoELayer
+
+NORMS = ("frobenius", "sum")
+
+
+class NormalizedGD(Optimizer):
+    """Normalised gradient descent (Chen et al. 2022, arXiv 2208.02813, Algorithm 1).
+
+    Expert e moves by lr * g_e / ||g_e||_F, where g_e is its gradient over all tensors
+    of the group together, so that experts with few tokens keep up. Experts without
+    gradient do not move. There is no momentum and no weight decay.
+
+    Args:
+        params: Groups as `expert_parameters` gives them, one per bank of experts; each
+            tensor of a group has one slice per expert along its first axis.
+        lr: Length of the step of each expert, in Frobenius norm.
+        norm: 'frobenius' for the norm over all tensors of an expert together, as in the
+            paper, or 'sum' for the sum of the norms of its tensors, as in the paper's
+            released code; steps are then shorter than `lr`.
+
+    Raises:
+        ValueError: If `lr` is negative, the norm is unknown, or tensors of a group
+            differ in their number of experts.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.001,
+        *,
+        norm: Literal["frobenius", "sum"] = "frobenius",
+    ) -> None:
+        if not lr >= 0.0:
+            raise ValueError(f"NormalizedGD: lr must be >= 0, got {lr}")
+        super().__init__(params, dict(lr=lr, norm=norm))
+        for number, group in enumerate(self.param_groups):
+            if group["norm"] not in NORMS:
+                raise ValueError(
+                    f"NormalizedGD: unknown norm {group['norm']!r}; use one of {NORMS}"
+                )
+            shapes = [tuple(p.shape) for p in group["params"]]
+            if len({shape[:1] for shape in shapes}) > 1 or () in shapes:
+                raise ValueError(
+                    f"NormalizedGD: the tensors of group {number} must have one slice "
+                    f"per expert along their first axis, got shapes {shapes}; give "
+                    "each bank of experts its own group, see expert_parameters"
+                )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Moves all experts.
+
+        Args:
+            closure: Computes the loss and its gradients anew, if given.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            _move(group["params"], lr=group["lr"], norm=group["norm"])
+        return loss
+
+
+def expert_parameters(
+    model: nn.Module,
+) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
+    """Parts the parameters of a model for `NormalizedGD` and another optimiser.
+
+    Args:
+        model: Contains `MoELayer`s.
+
+    Returns:
+        experts: One group per MoE layer, ready for `NormalizedGD`.
+        others: All other parameters: routers, shared experts and the rest.
+
+    Raises:
+        ValueError: If there is no MoE layer.
+    """
+    banks = [m.experts for m in model.modules() if isinstance(m, MoELayer)]
+    groups: list[dict[str, Any]] = [
+        dict(params=list(bank.parameters()))
+        for bank in banks
+        if isinstance(bank, nn.Module)
+    ]
+    if not groups:
+        raise ValueError("expert_parameters: the model has no MoELayer")
+    taken = {id(p) for group in groups for p in group["params"]}
+    return groups, [p for p in model.parameters() if id(p) not in taken]
+
+
+def _move(bank: list[nn.Parameter], *, lr: float, norm: str) -> None:
+    pairs = [(p, p.grad) for p in bank if p.grad is not None]
+    if not pairs:
+        return
+    # float64, as squares of small float32 gradients vanish and lr / norm may overflow.
+    grads = [grad.double().reshape(grad.shape[0], -1) for _, grad in pairs]
+    norms_PE = torch.stack([torch.linalg.vector_norm(grad, dim=1) for grad in grads])
+    norm_E = norms_PE.sum(0) if norm == "sum" else norms_PE.square().sum(0).sqrt()
+    for (parameter, _), grad in zip(pairs, grads, strict=True):
+        step = torch.where(norm_E == 0, 0.0, lr / norm_E).unsqueeze(1) * grad
+        parameter.sub_(step.view_as(parameter).to(parameter.dtype))

@@ -1,0 +1,111 @@
+"""Fine-grained experts cut from one dense FFN, which they equal at the start.
+
+Axes: D model width, H hidden width of the dense FFN, E experts = copies x parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from damex.moe.experts import FFNExperts
+from damex.moe.routers import LinearRouter
+
+
+def split_hidden_dims(hidden_dims: int, *, parts: int) -> int:
+    """Hidden width of each expert when an FFN is cut into parts: H / parts, rounded up.
+
+    Args:
+        hidden_dims: H.
+        parts: Number of parts.
+
+    Raises:
+        ValueError: If `parts` is not in [1, H].
+    """
+    if not 1 <= parts <= hidden_dims:
+        raise ValueError(
+            f"split_hidden_dims: parts must lie in [1, H={hidden_dims}], got {parts}"
+        )
+    return -(-hidden_dims // parts)
+
+
+@torch.no_grad()
+def load_dense_split(
+    experts: FFNExperts,
+    w1_HD: Tensor,
+    b1_H: Tensor,
+    w2_DH: Tensor,
+    b2_D: Tensor,
+    *,
+    parts: int,
+) -> None:
+    """Cuts a dense FFN along its hidden axis and loads the parts into experts.
+
+    Experts c*parts to (c+1)*parts - 1 are copy c of the FFN: part j has its share of
+    the hidden units and b2 / parts, so the outputs of one copy add up to that of the
+    FFN (Dynamic-DINO, ICCV 2025, arXiv 2507.17436). Where `parts` does not divide H,
+    the later parts have one hidden unit over: it keeps its random first layer and has
+    zeros in the second, so it answers nothing at first and can learn.
+
+    The mixture as a whole equals the FFN behind `repeat_router_rows` and
+    `TopKGate(k=parts, renormalize=True, weight_scale=parts)`: the k parts of one copy
+    tie, are chosen together and weigh 1 each. Dropout has to be 0 for that.
+
+    Args:
+        experts: To be filled; their hidden width is `split_hidden_dims(H, parts)`.
+        w1_HD: Weight of the first `nn.Linear`, (out, in).
+        b1_H: Its bias.
+        w2_DH: Weight of the second `nn.Linear`.
+        b2_D: Its bias.
+        parts: Parts per copy; divides the number of experts.
+
+    Raises:
+        ValueError: If sizes do not fit together, or the experts have PReLUs.
+    """
+    hidden_dims, embed_dims = w1_HD.shape
+    width = split_hidden_dims(hidden_dims, parts=parts)
+    if (experts.embed_dims, experts.hidden_dims) != (embed_dims, width):
+        raise ValueError(
+            f"load_dense_split: an FFN {embed_dims}-{hidden_dims}-{embed_dims} in "
+            f"{parts} parts needs experts with D={embed_dims} and H={width}, got "
+            f"D={experts.embed_dims} and H={experts.hidden_dims}"
+        )
+    _check_divides("load_dense_split", parts, experts.num_experts)
+    if experts.slope_E1 is not None:
+        raise ValueError("load_dense_split: experts with PReLUs are not supported")
+    experts.w2_EHD.zero_()
+    cuts = (
+        w1_HD.tensor_split(parts),
+        b1_H.tensor_split(parts),
+        w2_DH.t().tensor_split(parts),
+    )
+    for part, (w1_hD, b1_h, w2_hD) in enumerate(zip(*cuts, strict=True)):
+        units = len(b1_h)
+        experts.w1_EDH[part::parts, :, :units] = w1_hD.t()
+        experts.b1_EH[part::parts, :units] = b1_h
+        experts.w2_EHD[part::parts, :units] = w2_hD
+    experts.b2_ED.copy_(b2_D / parts)
+
+
+@torch.no_grad()
+def repeat_router_rows(router: LinearRouter, *, parts: int) -> None:
+    """Gives all parts of a copy the router row of its first part, so that they tie.
+
+    Args:
+        router: Its number of experts is a multiple of `parts`; changed in place.
+        parts: Parts per copy.
+
+    Raises:
+        ValueError: If `parts` does not divide the number of experts.
+    """
+    _check_divides("repeat_router_rows", parts, router.num_experts)
+    for parameter in router.parameters():
+        parameter.copy_(parameter[::parts].repeat_interleave(parts, dim=0))
+
+
+def _check_divides(owner: str, parts: int, num_experts: int) -> None:
+    if parts < 1 or num_experts % parts:
+        raise ValueError(
+            f"{owner}: the number of experts must be a multiple of parts, got "
+            f"{num_experts} experts and {parts} parts"
+        )

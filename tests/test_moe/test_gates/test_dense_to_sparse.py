@@ -1,0 +1,95 @@
+"""Tests of damex.moe.gates.dense_to_sparse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from damex.moe import DenseToSparseGate
+
+LOG2 = math.log(2.0)
+
+
+def at(tau, **kwargs):
+    kwargs.setdefault("threshold", 0.0)
+    return DenseToSparseGate(start_temperature=tau, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "halfway"), [("exponential", 2.0), ("linear", 4.25)]
+)
+def test_schedules_by_hand(schedule, halfway):
+    gate = at(8.0, end_temperature=0.5, schedule=schedule)
+    # 8 * (1/16)^(1/2) = 2; 8 - 7.5 / 2 = 4.25
+    found = []
+    for progress in (0.0, 0.5, 1.0):
+        gate.set_progress(progress)
+        found.append(gate.temperature.item())
+    assert found == pytest.approx([8.0, halfway, 0.5])
+
+
+def test_weights_by_hand():
+    # logits / 0.5 = (log 4, log 16, 0): 4/21, 16/21, 1/21
+    logits = torch.tensor([[[LOG2, 2 * LOG2, 0.0]]])
+    assignment = at(0.5)(logits)
+    assert assignment.expert_index_R.tolist() == [0, 1, 2]
+    torch.testing.assert_close(assignment.weight_R * 21, torch.tensor([4.0, 16.0, 1.0]))
+    dropped = at(0.5, threshold=0.1)(logits)
+    assert dropped.expert_index_R.tolist() == [0, 1]
+    torch.testing.assert_close(dropped.weight_R * 21, torch.tensor([4.0, 16.0]))
+
+
+def test_limits_of_the_temperature():
+    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
+    uniform = at(1e8)(logits).weight_R
+    torch.testing.assert_close(uniform, torch.full((24,), 0.25))
+    cold = at(1e-8, threshold=0.01)(logits)
+    assert torch.equal(cold.weight_R, torch.ones(6))
+    order = cold.token_index_R.argsort()
+    assert torch.equal(cold.expert_index_R[order], logits[0].argmax(1))
+
+
+def test_the_best_expert_is_kept_below_the_threshold():
+    gate = at(1e8, threshold=0.9)
+    # weights all 1/3: the difference shows in the logits only; ties to the lowest id
+    logits = torch.tensor([[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 2.0]]])
+    assignment = gate(logits)
+    assert assignment.token_index_R.tolist() == [1, 2, 0]
+    assert assignment.expert_index_R.tolist() == [0, 1, 2]
+
+
+def test_falling_temperature_computes_ever_fewer_routes():
+    logits = torch.randn(1, 100, 8, generator=torch.Generator().manual_seed(0))
+    gate = DenseToSparseGate(start_temperature=10.0, end_temperature=0.02)
+    routes = []
+    for progress in (0.0, 0.3, 0.6, 1.0):
+        gate.set_progress(progress)
+        routes.append(gate(logits).num_routes)
+    assert routes == sorted(routes, reverse=True)
+    assert routes[0] == 800
+    assert 100 <= routes[-1] < 130
+
+
+def test_padding_gets_no_route():
+    mask = torch.tensor([[True, False, True]])
+    assert at(1.0)(torch.zeros(1, 3, 2), mask).token_index_R.tolist() == [0, 2, 0, 2]
+
+
+def test_progress_is_part_of_the_checkpoint():
+    gate, other = DenseToSparseGate(), DenseToSparseGate()
+    gate.set_progress(0.75)
+    other.load_state_dict(gate.state_dict())
+    assert other.temperature.item() == gate.temperature.item() != 2.0
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"above 0, got 0.0 at the start"):
+        at(0.0)
+    with pytest.raises(ValueError, match="unknown schedule 'cosine'"):
+        DenseToSparseGate(schedule="cosine")
+    with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\), got 1.0"):
+        DenseToSparseGate(threshold=1.0)
+    with pytest.raises(ValueError, match=r"progress must be in \[0, 1\], got 1.5"):
+        DenseToSparseGate().set_progress(1.5)

@@ -1,0 +1,130 @@
+"""Tests of damex.moe.gates.expert_choice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from damex.moe import ExpertChoiceGate
+
+LOG2 = math.log(2.0)
+
+
+def one_expert(*scores):
+    return torch.tensor(scores).view(1, -1, 1)
+
+
+def test_choice_and_weights_by_hand():
+    # expert 0 takes tokens 2 and 0 (4 : 2), expert 1 tokens 2 and 1 (8 : 4)
+    logits = torch.tensor([[[LOG2, 0.0], [0.0, 2 * LOG2], [2 * LOG2, 3 * LOG2]]])
+    assignment = ExpertChoiceGate(num_tokens=2)(logits)
+    assert assignment.expert_index_R.tolist() == [0, 0, 1, 1]
+    assert assignment.token_index_R.tolist() == [2, 0, 2, 1]
+    torch.testing.assert_close(assignment.weight_R * 3, torch.tensor([2.0, 1, 2, 1]))
+    # over all three tokens: 4, 2 of 4 + 2 + 1 = 7; 8, 4 of 8 + 4 + 1 = 13
+    weights = ExpertChoiceGate(num_tokens=2, weights="all")(logits).weight_R
+    torch.testing.assert_close(weights, torch.tensor([4 / 7, 2 / 7, 8 / 13, 4 / 13]))
+    # token 2 was chosen by both experts and gets the sum
+    ones_R1 = torch.ones(4, 1)
+    expected = torch.tensor([[1 / 3], [1 / 3], [4 / 3]])
+    torch.testing.assert_close(assignment.combine(ones_R1), expected)
+
+
+def test_ties_go_to_the_earliest_tokens():
+    logits = torch.zeros(2, 40, 3)
+    assignment = ExpertChoiceGate(num_tokens=3)(logits)
+    assert assignment.token_index_R.tolist() == [0, 1, 2, 40, 41, 42] * 3
+
+
+@pytest.mark.parametrize(
+    ("share", "num_tokens", "taken"),
+    [(0.25, 8, 2), (0.25, 9, 3), (0.01, 5, 1), (1.0, 5, 5), (0.07, 100, 7)],
+)
+def test_share_is_rounded_up(share, num_tokens, taken):
+    gate = ExpertChoiceGate(share=share)
+    assert gate(torch.randn(1, num_tokens, 2)).counts_E.tolist() == [taken, taken]
+
+
+def test_share_counts_real_tokens_of_each_image():
+    mask = torch.zeros(3, 10, dtype=torch.bool)
+    mask[0], mask[1, 4:9] = True, True  # 10, 5 and 0 real tokens
+    assignment = ExpertChoiceGate(share=0.4)(torch.randn(3, 10, 2), mask)
+    image_R = assignment.token_index_R // 10
+    # ceil(4.0), ceil(2.0) and 0, for both experts
+    assert image_R.bincount(minlength=3).tolist() == [8, 4, 0]
+    assert mask.flatten()[assignment.token_index_R].all()
+
+
+@pytest.mark.parametrize("padding", [0, 1, 28])
+def test_padding_changes_neither_the_share_nor_the_weights(padding):
+    # 0.07 * 100 in float64 is a hair above 7
+    logits = torch.randn(1, 100, 3, generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([logits, torch.full((1, padding, 3), 9.0)], dim=1)
+    mask = torch.arange(100 + padding).unsqueeze(0) < 100
+    for weights in ("selected", "all"):
+        gate = ExpertChoiceGate(share=0.07, weights=weights)
+        plain, found = gate(logits), gate(padded, mask)
+        assert found.counts_E.tolist() == [7, 7, 7]
+        assert torch.equal(found.token_index_R, plain.token_index_R)
+        torch.testing.assert_close(found.weight_R, plain.weight_R)
+
+
+def test_an_image_with_fewer_tokens_gives_all_of_them():
+    mask = torch.tensor([[True, True, False]])
+    for weights in ("selected", "all"):
+        gate = ExpertChoiceGate(num_tokens=5, weights=weights)
+        assignment = gate(one_expert(0.0, LOG2, 9.0), mask)
+        assert assignment.token_index_R.tolist() == [1, 0]
+        torch.testing.assert_close(assignment.weight_R, torch.tensor([2 / 3, 1 / 3]))
+
+
+@pytest.mark.parametrize("weights", ["selected", "all"])
+def test_images_are_independent(weights):
+    torch.manual_seed(0)
+    logits = torch.randn(3, 8, 4)
+    mask = torch.rand(3, 8) > 0.3
+    gate = ExpertChoiceGate(share=0.5, weights=weights)
+    together = gate(logits, mask)
+    for image in range(3):
+        alone = gate(logits[image : image + 1], mask[image : image + 1])
+        mine_R = together.token_index_R // 8 == image
+        assert torch.equal(together.token_index_R[mine_R] % 8, alone.token_index_R)
+        assert torch.equal(together.expert_index_R[mine_R], alone.expert_index_R)
+        torch.testing.assert_close(together.weight_R[mine_R], alone.weight_R)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("weights", ["selected", "all"])
+def test_an_image_of_padding_alone_gives_no_nan_gradient(weights):
+    logits = torch.zeros(2, 4, 3, requires_grad=True)
+    mask = torch.tensor([[False] * 4, [True] * 4])
+    with torch.autograd.detect_anomaly():  # a NaN on the way is one, too
+        assignment = ExpertChoiceGate(num_tokens=2, weights=weights)(logits, mask)
+        (assignment.weight_R * torch.randn(6)).sum().backward()
+    assert torch.equal(logits.grad[0], torch.zeros(4, 3))
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[1] != 0).any()
+
+
+def test_weights_of_every_expert_sum_to_one_or_less():
+    logits = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(0))
+    sums = {}
+    for weights in ("selected", "all"):
+        assignment = ExpertChoiceGate(num_tokens=3, weights=weights)(logits)
+        sums[weights] = assignment.weight_R.view(4, 3).sum(1)
+    torch.testing.assert_close(sums["selected"], torch.ones(4))
+    assert (sums["all"] < 0.999).all()
+
+
+def test_errors():
+    for kwargs in ({}, dict(num_tokens=2, share=0.5)):
+        with pytest.raises(ValueError, match="set one of num_tokens and share"):
+            ExpertChoiceGate(**kwargs)
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
+        ExpertChoiceGate(num_tokens=0)
+    with pytest.raises(ValueError, match=r"share must be in \(0, 1\], got 1.5"):
+        ExpertChoiceGate(share=1.5)
+    with pytest.raises(ValueError, match="unknown weights 'none'"):
+        ExpertChoiceGate(num_tokens=1, weights="none")

@@ -1,0 +1,150 @@
+"""Tests of damex.moe.optim."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from damex.moe import (
+    FFNExperts,
+    LinearRouter,
+    MoELayer,
+    NormalizedGD,
+    SharedExpert,
+    TopKGate,
+    expert_parameters,
+)
+
+
+def make_layer(**kwargs):
+    torch.manual_seed(0)
+    return MoELayer(
+        router=LinearRouter(4, 3, bias=True),
+        gate=TopKGate(1),
+        experts=FFNExperts(3, 4, 6, activation="cubic"),
+        **kwargs,
+    )
+
+
+def movement_E(before, after):
+    """How far each expert moved, in Frobenius norm over all of its tensors."""
+    squares = [
+        (new - old).double().flatten(1).square().sum(1)
+        for old, new in zip(before, after, strict=True)
+    ]
+    return sum(squares).sqrt()
+
+
+def test_a_step_by_hand():
+    weight = nn.Parameter(torch.tensor([[[1.0, 1.0]], [[1.0, 1.0]], [[1.0, 1.0]]]))
+    bias = nn.Parameter(torch.zeros(3, 1))
+    weight.grad = torch.tensor([[[2.0, 3.0]], [[0.0, 0.0]], [[0.0, 4.0]]])
+    bias.grad = torch.tensor([[6.0], [0.0], [3.0]])
+    optimizer = NormalizedGD([weight, bias], lr=0.7)
+    optimizer.step()
+    # norms: sqrt(4 + 9 + 36) = 7, 0 and sqrt(16 + 9) = 5
+    expected = torch.tensor([[[0.8, 0.7]], [[1.0, 1.0]], [[1.0, 1.0 - 0.56]]])
+    torch.testing.assert_close(weight.detach(), expected)
+    torch.testing.assert_close(bias.detach(), torch.tensor([[-0.6], [0.0], [-0.42]]))
+
+
+def test_sum_of_norms_by_hand():
+    weight = nn.Parameter(torch.zeros(1, 2))
+    bias = nn.Parameter(torch.zeros(1))
+    weight.grad, bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([-5.0])
+    NormalizedGD([weight, bias], lr=1.0, norm="sum").step()
+    # divided by 5 + 5
+    torch.testing.assert_close(weight.detach(), torch.tensor([[-0.3, -0.4]]))
+    torch.testing.assert_close(bias.detach(), torch.tensor([0.5]))
+
+
+def test_every_expert_with_tokens_moves_by_exactly_lr_and_the_others_not_at_all():
+    layer = make_layer()
+    with torch.no_grad():
+        layer.router.bias_E.copy_(torch.tensor([0.0, 0.0, -99.0]))
+    groups, _ = expert_parameters(layer)
+    optimizer = NormalizedGD(groups, lr=0.01)
+    before = [p.detach().clone() for p in layer.experts.parameters()]
+    out, record = layer(torch.randn(2, 20, 4))
+    (1e-6 * out.square().sum()).backward()
+    optimizer.step()
+    assert record.assignment.counts_E.tolist()[2] == 0 < record.assignment.counts_E[0]
+    moved = movement_E(before, layer.experts.parameters())
+    expected = torch.tensor([0.01, 0.01, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_length_does_not_depend_on_the_size_of_the_gradient(scale):
+    weight = nn.Parameter(torch.zeros(2, 3))
+    weight.grad = torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.0, 0.0]]) * scale
+    NormalizedGD([weight], lr=1.0).step()
+    expected = torch.tensor([[-0.6, 0.0, -0.8], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(weight.detach(), expected)
+
+
+def test_layers_are_normalised_apart_and_gradients_may_be_missing():
+    model = nn.ModuleList([make_layer(), make_layer()])
+    groups, _ = expert_parameters(model)
+    optimizer = NormalizedGD(groups, lr=0.5)
+    optimizer.step()  # no gradient anywhere yet
+    before = [p.detach().clone() for p in model[0].experts.parameters()]
+    tokens = torch.randn(2, 50, 4)
+    total = model[0](tokens)[0].square().sum() + 1e3 * model[1](tokens)[0].sum()
+    total.backward()
+    optimizer.step()
+    moved = movement_E(before, model[0].experts.parameters())
+    torch.testing.assert_close(moved, torch.full((3,), 0.5, dtype=torch.float64))
+
+
+def test_a_nan_gradient_is_not_hidden():
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.tensor([[math.nan, 0.0], [1.0, 0.0]])
+    NormalizedGD([weight], lr=1.0).step()
+    assert weight[0].isnan().all()
+    assert weight[1].tolist() == [-1.0, 0.0]
+
+
+def test_closure_and_state_dict():
+    weight = nn.Parameter(torch.ones(1, 1))
+    optimizer = NormalizedGD([weight], lr=0.25)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 1.0
+    assert weight.item() == 0.75
+    other = NormalizedGD([weight], lr=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.25
+
+
+def test_expert_parameters_part_the_model():
+    model = nn.Sequential(nn.Linear(4, 4), make_layer(shared_expert=SharedExpert(4, 6)))
+    groups, others = expert_parameters(model)
+    assert [id(p) for p in groups[0]["params"]] == [
+        id(p) for p in model[1].experts.parameters()
+    ]
+    # two of the linear layer, two of the router, four of the shared expert
+    assert len(others) == 8
+    assert len(groups[0]["params"]) + len(others) == len(list(model.parameters()))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"lr must be >= 0, got -1.0"):
+        NormalizedGD([nn.Parameter(torch.zeros(2, 2))], lr=-1.0)
+    with pytest.raises(ValueError, match="unknown norm 'max'"):
+        NormalizedGD([nn.Parameter(torch.zeros(2, 2))], norm="max")
+    mixed = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3, 2))]
+    with pytest.raises(ValueError, match=r"group 0 .* got shapes \[\(2, 2\), \(3, 2\)"):
+        NormalizedGD(mixed)
+    with pytest.raises(ValueError, match=r"got shapes \[\(\)\]"):
+        NormalizedGD([nn.Parameter(torch.zeros(()))])
+    with pytest.raises(ValueError, match="no MoELayer"):
+        expert_parameters(nn.Linear(2, 2))

@@ -1,0 +1,121 @@
+"""Tests of damex.moe.split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from damex.moe import (
+    FFNExperts,
+    LinearRouter,
+    MoELayer,
+    TopKGate,
+    load_dense_split,
+    repeat_router_rows,
+    split_hidden_dims,
+)
+
+D = 8
+
+
+def make(hidden_dims, *, parts, copies, activation="relu", init_std=1.0):
+    """A dense FFN and the mixture cut from it."""
+    torch.manual_seed(0)
+    modules = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
+    ffn = nn.Sequential(
+        nn.Linear(D, hidden_dims), modules[activation](), nn.Linear(hidden_dims, D)
+    )
+    num_experts = parts * copies
+    width = split_hidden_dims(hidden_dims, parts=parts)
+    layer = MoELayer(
+        router=LinearRouter(D, num_experts, bias=True, init_std=init_std),
+        gate=TopKGate(parts, renormalize=True, weight_scale=parts),
+        experts=FFNExperts(num_experts, D, width, activation=activation),
+    )
+    first, _, second = ffn
+    dense = (first.weight, first.bias, second.weight, second.bias)
+    load_dense_split(layer.experts, *dense, parts=parts)
+    nn.init.normal_(layer.router.bias_E)
+    repeat_router_rows(layer.router, parts=parts)
+    return ffn, layer
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
+@pytest.mark.parametrize("hidden_dims", [12, 13, 14, 17])
+@pytest.mark.parametrize(("parts", "copies"), [(1, 3), (2, 4), (3, 2), (4, 16)])
+def test_the_mixture_equals_the_dense_ffn(activation, hidden_dims, parts, copies):
+    ffn, layer = make(hidden_dims, parts=parts, copies=copies, activation=activation)
+    tokens = torch.randn(2, 50, D)
+    out, record = layer(tokens)
+    assert (out - ffn(tokens)).abs().max() <= 1e-5
+    # the tokens are spread over copies, and take all parts of one copy
+    by_copy = record.assignment.counts_E.view(copies, parts)
+    assert (by_copy == by_copy[:, :1]).all()
+    assert (by_copy[:, 0] > 0).sum() >= 2
+
+
+def test_still_equal_after_a_round_trip_of_the_state_dict():
+    ffn, layer = make(13, parts=2, copies=4)
+    _, other = make(13, parts=2, copies=4)
+    other.reset_parameters()
+    tokens = torch.randn(2, 5, D)
+    assert (other(tokens)[0] - ffn(tokens)).abs().max() > 1e-2
+    other.load_state_dict(layer.state_dict())
+    assert (other(tokens)[0] - ffn(tokens)).abs().max() <= 1e-5
+
+
+def test_ties_of_all_copies_take_one_whole_copy():
+    ffn, layer = make(12, parts=3, copies=4)
+    nn.init.zeros_(layer.router.weight_ED)
+    nn.init.zeros_(layer.router.bias_E)
+    tokens = torch.randn(2, 5, D)
+    out, record = layer(tokens)
+    assert record.assignment.counts_E.tolist() == [10] * 3 + [0] * 9
+    assert (out - ffn(tokens)).abs().max() <= 1e-5
+
+
+def test_layout_by_hand():
+    # H = 3 in two parts: units 0, 1 and unit 2; b2 is halved; experts 0, 2 are part 0
+    experts = FFNExperts(4, 1, 2)
+    first = experts.w1_EDH.detach().clone()
+    w1_HD, b1_H = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([4.0, 5.0, 6.0])
+    w2_DH, b2_D = torch.tensor([[7.0, 8.0, 9.0]]), torch.tensor([10.0])
+    load_dense_split(experts, w1_HD, b1_H, w2_DH, b2_D, parts=2)
+    assert experts.b2_ED.tolist() == [[5.0]] * 4
+    for copy in (0, 2):
+        assert experts.w1_EDH[copy].tolist() == [[1.0, 2.0]]
+        assert experts.b1_EH[copy].tolist() == [4.0, 5.0]
+        assert experts.w2_EHD[copy].tolist() == [[7.0], [8.0]]
+        assert experts.w1_EDH[copy + 1, 0, 0] == 3.0
+        assert experts.b1_EH[copy + 1, 0] == 6.0
+        # the unit over: zero behind, as it was drawn before
+        assert experts.w2_EHD[copy + 1].tolist() == [[9.0], [0.0]]
+        assert experts.w1_EDH[copy + 1, 0, 1] == first[copy + 1, 0, 1] != 0
+
+
+def test_router_and_spare_units_can_learn():
+    _, layer = make(13, parts=2, copies=2, activation="gelu")
+    layer(torch.randn(2, 50, D))[0].square().sum().backward()
+    assert (layer.router.weight_ED.grad != 0).any()
+    assert (layer.experts.w2_EHD.grad[1, -1] != 0).any()
+
+
+def test_active_parameters_are_those_of_the_dense_ffn():
+    # parts * H / parts hidden units per token: no more compute when parts divides H
+    assert 4 * split_hidden_dims(2048, parts=4) == 2048
+    assert split_hidden_dims(13, parts=4) == 4
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"\[1, H=4\], got 5"):
+        split_hidden_dims(4, parts=5)
+    dense = (torch.zeros(6, 2), torch.zeros(6), torch.zeros(2, 6), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"in 2 parts needs .* H=3, got D=2 and H=6"):
+        load_dense_split(FFNExperts(4, 2, 6), *dense, parts=2)
+    with pytest.raises(ValueError, match="got 5 experts and 2 parts"):
+        load_dense_split(FFNExperts(5, 2, 3), *dense, parts=2)
+    with pytest.raises(ValueError, match="PReLUs are not supported"):
+        load_dense_split(FFNExperts(4, 2, 3, activation="prelu"), *dense, parts=2)
+    with pytest.raises(ValueError, match="got 3 experts and 2 parts"):
+        repeat_router_rows(LinearRouter(2, 3), parts=2)
