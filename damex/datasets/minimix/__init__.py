@@ -14,8 +14,8 @@ about 6 MB, 128 px, and a tiny DETR learns a part of it in minutes on a CPU.
 | arcade   | 60/60     | a dark screen with a grid                | coin, chip, ...   |
 
 What was chosen, and why. Each point is a trait of real mixtures. Difficulty was set by
-short trainings of a detector without experts; no choice looked at which mixture of
-experts gains from it.
+short trainings of the quick start, with and without experts; no choice compared
+methods.
 
 - Each dataset has its own palette, background and noise: parts of an image can tell
   which dataset it is from.
