@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from torch import Tensor
 
+from damex.models.channel_gating import ChannelGating
+from damex.models.channel_insertion import insert_channels
 from damex.models.context import RoutingContext
 from damex.models.denoising import denoising_query_mask
 from damex.models.gate_progress import prepare_gates, training_progress
@@ -50,8 +53,9 @@ class RoutedDetector(_Detector):
 
     Args:
         *args: As for the mmdet detector.
-        moe: See :func:`damex.models.insertion.insert_moe`; None keeps the detector
-            dense.
+        moe: See :func:`damex.models.insertion.insert_moe`, and with ``channels`` see
+            :func:`damex.models.channel_insertion.insert_channels`; None keeps the
+            detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
         **kwargs: As for the mmdet detector.
     """
@@ -65,9 +69,17 @@ class RoutedDetector(_Detector):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.routing = RoutingContext()
-        if moe is not None:
+        self.channel_gating: ChannelGating | None = None
+        if moe is None:
+            return
+        report: object
+        if moe.get("channels") is not None:
+            self.channel_gating, report = insert_channels(
+                self, moe, num_groups=num_groups
+            )
+        else:
             report = insert_moe(self, moe, context=self.routing, num_groups=num_groups)
-            print_log(str(report), logger="current", level=logging.INFO)
+        print_log(str(report), logger="current", level=logging.INFO)
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.
@@ -83,9 +95,18 @@ class RoutedDetector(_Detector):
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
         if self.training:
             prepare_gates(moe_blocks(self), training_progress())
-        with self.routing.step(_group_ids(batch_data_samples, batch_inputs.device)):
+        group_ids_B = _group_ids(batch_data_samples, batch_inputs.device)
+        with (
+            self.routing.step(group_ids_B),
+            self._gates(batch_inputs, batch_data_samples),
+        ):
             losses = super().loss(batch_inputs, batch_data_samples)
-            return {**losses, **routing_losses(self.routing.records)}
+            losses = {**losses, **routing_losses(self.routing.records)}
+            if self.channel_gating is not None:
+                losses.update(
+                    self.channel_gating.losses(batch_data_samples, group_ids_B)
+                )
+            return losses
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True
@@ -94,9 +115,24 @@ class RoutedDetector(_Detector):
 
         No dataset id is read here.
         """
-        with self.routing.step():
+        with self.routing.step(), self._gates(batch_inputs, batch_data_samples):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
             return attach_routing(samples, self.routing.records)
+
+    def _forward(
+        self, batch_inputs: Tensor, batch_data_samples: list | None = None
+    ) -> tuple:
+        """Raw outputs; channels are gated as in a prediction."""
+        with self._gates(batch_inputs, batch_data_samples):
+            return super()._forward(batch_inputs, batch_data_samples)
+
+    def _gates(
+        self, images: Tensor, samples: list | None
+    ) -> AbstractContextManager[None]:
+        """A forward pass with the gates of its images, where channels are gated."""
+        if self.channel_gating is None:
+            return nullcontext()
+        return self.channel_gating.step(images, samples)
 
     def forward_encoder(
         self, feat: Tensor, feat_mask: Tensor | None, **kwargs: Any

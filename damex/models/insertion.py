@@ -163,12 +163,21 @@ def _chosen_layers(
         if chosen is None:
             continue
         existing = getattr(getattr(detector, part, None), "layers", [])
-        for number in _numbers(chosen, len(existing), part):
-            yield f"{part}.{number}", _layer(existing, part, number)
+        for number in layer_numbers(chosen, len(existing), part):
+            yield f"{part}.{number}", transformer_layer(existing, part, number)
 
 
-def _numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
-    """Layer numbers behind a choice."""
+def layer_numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
+    """Layer numbers behind a choice: a list, 'all' or 'even'.
+
+    Args:
+        chosen: What ``moe.layers`` says about a part.
+        count: How many layers the part has.
+        part: Its name, for the message.
+
+    Raises:
+        ConfigError: If it is no choice. That the layers exist is checked elsewhere.
+    """
     if chosen == "all":
         return range(count)
     if chosen == "even":
@@ -181,7 +190,18 @@ def _numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
     return chosen
 
 
-def _layer(existing: Sequence[Any], part: str, number: Any) -> Any:
+def transformer_layer(existing: Sequence[Any], part: str, number: Any) -> Any:
+    """A transformer layer whose FFN can be replaced.
+
+    Args:
+        existing: The layers of a part.
+        part: Its name, for messages.
+        number: Which of them.
+
+    Raises:
+        ConfigError: If it does not exist, is run a second time by gradient
+            checkpointing, or has no FFN.
+    """
     if type(number) is not int or not 0 <= number < len(existing):
         raise ConfigError(
             f"moe.layers.{part} names layer {number!r}, but the {part} has "
@@ -223,7 +243,7 @@ def _build_layer(
     losses = moe.get("losses") or []
     if not isinstance(losses, (list, tuple)):
         raise ConfigError(f"moe.losses must be a list of dicts, got {losses!r}.")
-    gate = _build(
+    gate = build_part(
         moe.get("gate"), "TopKGate", "gate", offer=dict(num_experts=num_experts)
     )
     if getattr(gate, "k", 1) > num_experts:
@@ -233,7 +253,7 @@ def _build_layer(
         )
     try:
         return MoELayer(
-            router=_build(
+            router=build_part(
                 moe.get("router"),
                 "LinearRouter",
                 "router",
@@ -241,9 +261,11 @@ def _build_layer(
                 **shape,
             ),
             gate=gate,
-            experts=_build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn),
+            experts=build_part(
+                moe.get("experts"), "FFNExperts", "experts", **shape, **ffn
+            ),
             shared_expert=_shared_expert(moe, embed_dims=dense.embed_dims, **ffn),
-            losses=[_build(cfg, None, "losses") for cfg in losses],
+            losses=[build_part(cfg, None, "losses") for cfg in losses],
             group_experts=groups,
         )
     except ConfigError:
@@ -256,10 +278,10 @@ def _shared_expert(moe: Mapping[str, Any], **values: Any) -> Any:
     config = moe.get("shared_expert")
     if config is None:
         return None
-    return _build(config, "SharedExpert", "shared_expert", **values)
+    return build_part(config, "SharedExpert", "shared_expert", **values)
 
 
-def _build(
+def build_part(
     config: Mapping[str, Any] | None,
     default: str | None,
     field: str,
@@ -269,11 +291,19 @@ def _build(
 ) -> Any:
     """Build one part; values of the config win over the defaults.
 
-    What is in ``offer`` is handed only to a part whose ``__init__`` names it. A value
-    that is a dict with a ``type`` is a part, too.
+    Args:
+        config: The part as a dict; a value that is a dict with a ``type`` is a part,
+            too.
+        default: Its type where the config names none.
+        field: Where it stands below ``moe``, for messages.
+        offer: Handed only to a part whose ``__init__`` names it.
+        **values: Handed to every part.
+
+    Raises:
+        ConfigError: If the type is unknown or refuses its values.
     """
     own = {
-        name: _build(value, None, f"{field}.{name}", offer=offer)
+        name: build_part(value, None, f"{field}.{name}", offer=offer)
         if isinstance(value, Mapping) and "type" in value
         else value
         for name, value in (config or {}).items()

@@ -22,6 +22,7 @@ MOE_PARTS = (
     moe.BiasBalancer,
     moe.FFNExperts,
     moe.SharedExpert,
+    moe.ShallowEmbedding,
     moe.DatasetRoutingLoss,
     moe.LoadBalanceLoss,
     moe.ImportanceLoss,

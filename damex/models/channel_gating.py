@@ -1,0 +1,136 @@
+"""ChannelGating: DeepMoE's gating path as a part of a detector of mmdet.
+
+Axes: B images, H and W their height and width, E entries of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.models.channel_context import ChannelContext
+from damex.moe import GatingPath, active_share, gate_l1, presence_loss
+
+__all__ = ["ChannelGating", "image_mask_BHW"]
+
+
+class ChannelGating(nn.Module):
+    """Looks at a batch once, hands gates to the gated layers, and has their losses.
+
+    Args:
+        path: The embedding and one gate per layer.
+        context: What the gated layers read.
+        l1_weight: Factor of the sparsity penalty; see :func:`damex.moe.gate_l1`.
+        aux_weight: Factor of the loss on the embedding.
+        aux_target: What the embedding learns to tell: 'classes', those that have a box
+            in the image, or 'datasets', the group that it comes from.
+    """
+
+    def __init__(
+        self,
+        path: GatingPath,
+        *,
+        context: ChannelContext,
+        l1_weight: float = 1e-3,
+        aux_weight: float = 1.0,
+        aux_target: str = "classes",
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.context = context
+        self.l1_weight = l1_weight
+        self.aux_weight = aux_weight
+        self.aux_target = aux_target
+
+    @contextmanager
+    def step(
+        self, images_BCHW: Tensor, samples: Sequence[Any] | None
+    ) -> Iterator[None]:
+        """Open one forward pass with the gates of its images.
+
+        Args:
+            images_BCHW: The detector's input, normalised and padded.
+            samples: Their data samples, which know the padding. No dataset id is read.
+        """
+        mask_BHW = image_mask_BHW(images_BCHW, samples)
+        with self.context.step(self.path(images_BCHW, mask_BHW)):
+            yield
+
+    def losses(
+        self, samples: Sequence[Any], group_ids_B: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Losses of the open step for mmdet's loss dict.
+
+        Args:
+            samples: Data samples with ground truth.
+            group_ids_B: Dataset group of every image, -1 where unknown; None where
+                none is known.
+
+        Returns:
+            ``loss_moe_l1`` and ``loss_moe_embedding``, weighted, and
+            ``moe_active_channels``: share of open channels in [0, 1]. A loss of weight
+            zero, or of a frozen path, is not there.
+        """
+        gates = self.context.gates
+        layers = list(gates.layers.values())
+        result = {"moe_active_channels": active_share(layers)}
+        if self.path.frozen:
+            return result
+        if self.l1_weight > 0.0:
+            result["loss_moe_l1"] = self.l1_weight * gate_l1(layers)
+        if self.aux_weight > 0.0:
+            if self.aux_target == "datasets":
+                present_BE = _dataset_BE(gates.logits_BE, group_ids_B)
+            else:
+                present_BE = _classes_BE(gates.logits_BE, samples)
+            loss = presence_loss(gates.logits_BE, present_BE)
+            result["loss_moe_embedding"] = self.aux_weight * loss
+        return result
+
+    def extra_repr(self) -> str:
+        """Losses, for ``print(module)``."""
+        return (
+            f"l1_weight={self.l1_weight}, aux_weight={self.aux_weight}, "
+            f"aux_target={self.aux_target!r}, frozen={self.path.frozen}"
+        )
+
+
+def image_mask_BHW(images_BCHW: Tensor, samples: Sequence[Any] | None) -> Tensor | None:
+    """Where a batch is image and not padding.
+
+    Args:
+        images_BCHW: Padded images.
+        samples: Data samples with ``img_shape`` (height, width); None where unknown.
+
+    Returns:
+        bool, True for real pixels; None where all are real.
+    """
+    height, width = images_BCHW.shape[2:]
+    shapes = [tuple(sample.img_shape[:2]) for sample in samples or ()]
+    if all(shape == (height, width) for shape in shapes):
+        return None
+    mask_BHW = images_BCHW.new_zeros(len(shapes), height, width, dtype=torch.bool)
+    for image, (own_height, own_width) in enumerate(shapes):
+        mask_BHW[image, :own_height, :own_width] = True
+    return mask_BHW
+
+
+def _classes_BE(logits_BE: Tensor, samples: Sequence[Any]) -> Tensor:
+    """Which classes have a box in an image."""
+    present_BE = torch.zeros_like(logits_BE, dtype=torch.bool)
+    for image, sample in enumerate(samples):
+        present_BE[image, sample.gt_instances.labels] = True
+    return present_BE
+
+
+def _dataset_BE(logits_BE: Tensor, group_ids_B: Tensor | None) -> Tensor:
+    """Which dataset group an image comes from; none where that is unknown."""
+    if group_ids_B is None:
+        return torch.zeros_like(logits_BE, dtype=torch.bool)
+    one_hot_BE = functional.one_hot(group_ids_B.clamp(min=0), logits_BE.shape[1])
+    return one_hot_BE.bool() & (group_ids_B >= 0)[:, None]
