@@ -68,7 +68,7 @@ class ProgressHook(Hook):
         """Update the line."""
         if runner.rank != 0:
             return
-        for key in ("loss", "moe_own_share"):
+        for key in ("loss", "moe_own_share", "moe_active_channels"):
             if outputs and key in outputs:
                 value = float(torch.as_tensor(outputs[key]).detach())
                 old = self._means.get(key, value)
@@ -163,6 +163,8 @@ class ProgressHook(Hook):
             parts.append(f"loss {self._means['loss']:.2f}")
         if "moe_own_share" in self._means:
             parts.append(f"tokens to own expert {self._means['moe_own_share']:.1%}")
+        if "moe_active_channels" in self._means:
+            parts.append(f"open channels {self._means['moe_active_channels']:.1%}")
         return "  ".join(parts)
 
 
@@ -176,6 +178,11 @@ def describe_run(runner: Runner) -> str:
         experts = f"{blocks[0].moe.num_experts} experts in " + ", ".join(
             block.name for block in blocks
         )
+    gating = getattr(model, "channel_gating", None)
+    if gating is not None:
+        heads = gating.path.heads.values()
+        channels = sum(head.num_channels for head in heads)
+        experts = f"gates on {channels:,} channels of {len(heads)} layers"
     lines = [f"{type(model).__name__}: {millions:.2f} M parameters, {experts}"]
     # Asking for the other loop's data would load it.
     training = isinstance(runner._train_loop, BaseLoop)

@@ -102,9 +102,9 @@ class GatedResidualBlock(BaseModule):
 
 def _check(block: Any, name: str) -> None:
     if type(block) not in GATED_CONVS:
-        known = ", ".join(kind.__name__ for kind in GATED_CONVS)
+        known = " and ".join(_kind(block_type) for block_type in GATED_CONVS)
         raise ConfigError(
-            f"moe.layers.backbone: {name} is a {type(block).__name__}; channels of "
+            f"moe.layers.backbone: {name} is a {_kind(type(block))}; channels of "
             f"mmdet's {known} can be gated (listed twice, or gated already?)."
         )
     if block.with_cp:
@@ -125,3 +125,8 @@ def _check(block: Any, name: str) -> None:
             raise ConfigError(
                 f"moe.layers.backbone: {name}.conv{number}: {error}"
             ) from error
+
+
+def _kind(block_type: type) -> str:
+    """A class with its module: other ResNets call their blocks Bottleneck, too."""
+    return f"{block_type.__module__.rsplit('.', 1)[-1]}.{block_type.__name__}"

@@ -49,6 +49,12 @@ def test_a_dense_detector_shows_no_share(hook):
     assert "expert" not in lines(hook)[0]
 
 
+def test_gated_channels_show_how_many_are_open(hook):
+    hook._open("train", 10, 0)
+    train_iter(hook, 1, loss=1.0, moe_active_channels=torch.tensor(0.25))
+    assert "loss 1.00  open channels 25.0%" in lines(hook)[0]
+
+
 def test_other_processes_are_silent(hook):
     runner = SimpleNamespace(rank=1, iter=0, max_iters=10)
     hook.after_train_iter(runner, batch_idx=0, outputs=dict(loss=1.0))
