@@ -11,7 +11,9 @@ moe = dict(
         # (32, 64, 128, 256, 256) is 1.6 % of the DINO with a ResNet-50.
         embedding=dict(type="ShallowEmbedding", widths=(8, 16, 32, 64)),
         gate_init="uniform",
-        l1_weight=1e-3,  # of the sum over all gated channels
+        # Of the sum over all gated channels; the paper's 1e-3 shuts 98 % of them in the
+        # first 60 iterations of the quick start, this 94 %, 0 still 80 %.
+        l1_weight=1e-4,
         aux_weight=1.0,
         aux_target="classes",  # or 'datasets'
     ),
