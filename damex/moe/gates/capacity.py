@@ -33,8 +33,8 @@ class ExpertCapacity:
     Attributes:
         factor: Places per expert over those that perfect balance would need; above 0.
         priority: Who is served first: 'score' for tokens with the highest probability
-            of their first choice (batch-priority routing of V-MoE, arXiv 2106.05974,
-            section 3.1), 'order' for tokens that come first in the batch.
+            of their first choice (batch-priority routing of V-MoE, arXiv
+            2106.05974), 'order' for tokens that come first in the batch.
 
     Raises:
         ValueError: If the factor is not positive or the priority is unknown.
