@@ -1,9 +1,9 @@
 # DAMEX as its released code computes it (damex.py is DAMEX as the paper describes it):
-# to compare with the released code, not the better choice. Most queries are dropped once
-# the router is good, and with more than one image per device an image's result depends
-# on the others of its batch. Left out are the faults: routing targets that are wrong
-# beyond one image per device, and labels that collide between datasets. Different also:
-# the attention of these layers starts as in mmdet, not from std 0.005.
+# to compare with the released code, not the better choice. Most queries are dropped
+# once the router is good, and with more than one image per device an image's result
+# depends on the others of its batch. Left out are the code's faults: routing targets
+# that are wrong beyond one image per device, labels that collide between datasets. Also
+# different: attention of these layers starts as in mmdet, not from std 0.005.
 # Paper: Jain et al., "DAMEX: Dataset-aware Mixture-of-Experts for visual understanding
 # of mixture-of-datasets", NeurIPS 2023, arXiv 2311.04894.
 # Cost: FFN parameters of the chosen layers x number of experts; compute of the FFN as
