@@ -21,6 +21,7 @@ from damex.moe import (
     expert_groups,
     load_dense_split,
     repeat_router_rows,
+    split_hidden_dims,
 )
 
 __all__ = ["FineGrained", "SplitStart", "read_fine_grained"]
@@ -70,6 +71,38 @@ class FineGrained:
             tuple(c * self.parts + p for c in copies for p in range(self.parts))
             for copies in expert_groups(num_groups, self.copies)
         )
+
+    def width(self, hidden_dims: int) -> int:
+        """Hidden width of each expert.
+
+        Args:
+            hidden_dims: That of the dense FFN.
+
+        Raises:
+            ConfigError: If the FFN is narrower than there are parts.
+        """
+        try:
+            return split_hidden_dims(hidden_dims, parts=self.parts)
+        except ValueError as error:
+            raise ConfigError(f"moe.fine_grained.parts: {error}") from error
+
+    def check_fields(self, *, num_experts: int | None, norm: str) -> None:
+        """Refuse fields of ``moe`` that contradict this one.
+
+        Args:
+            num_experts: ``moe.num_experts``; it follows from parts and copies.
+            norm: ``moe.block.norm``.
+
+        Raises:
+            ConfigError: If one of them does.
+        """
+        if num_experts not in (None, self.num_experts):
+            raise ConfigError(
+                f"moe.num_experts is {num_experts!r}, but moe.fine_grained makes parts "
+                f"* copies = {self.num_experts} experts; leave num_experts out."
+            )
+        if norm != "post":
+            _refuse("block.norm", norm, "post")
 
     def check(self, moe: MoELayer) -> None:
         """Refuse parts with which the mixture would not equal the FFN at the start.

@@ -13,15 +13,11 @@ from mmdet.registry import MODELS
 from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.block_options import (
-    BlockOptions,
-    read_block_options,
-    take_closing_norm,
-)
+from damex.models.block_options import read_block_options, take_closing_norm
 from damex.models.context import RoutingContext
 from damex.models.fine_grained import FineGrained, SplitStart, read_fine_grained
 from damex.models.moe_ffn import MoEFFN
-from damex.moe import MoELayer, expert_groups, split_hidden_dims
+from damex.moe import MoELayer, expert_groups
 
 __all__ = ["InsertedLayer", "InsertionReport", "insert_moe", "moe_blocks"]
 
@@ -106,7 +102,11 @@ def insert_moe(
             )
     fine = read_fine_grained(moe.get("fine_grained"))
     options = read_block_options(moe.get("block"))
-    num_experts = _num_experts(_asked_experts(moe, fine, options), num_groups)
+    asked = moe.get("num_experts")
+    if fine is not None:
+        fine.check_fields(num_experts=asked, norm=options.norm)
+        asked = fine.num_experts
+    num_experts = _num_experts(asked, num_groups)
     groups = _groups(num_groups, num_experts, fine)
     rows = []
     for name, layer in _chosen_layers(detector, moe.get("layers") or {}):
@@ -129,26 +129,6 @@ def insert_moe(
 def moe_blocks(detector: nn.Module) -> list[MoEFFN]:
     """The MoE blocks of a detector in the order of computation."""
     return [m for m in detector.modules() if isinstance(m, MoEFFN)]
-
-
-def _asked_experts(
-    moe: Mapping[str, Any], fine: FineGrained | None, options: BlockOptions
-) -> Any:
-    """``moe.num_experts``, or what follows from ``moe.fine_grained``."""
-    asked = moe.get("num_experts")
-    if fine is None:
-        return asked
-    if asked not in (None, fine.num_experts):
-        raise ConfigError(
-            f"moe.num_experts is {asked!r}, but moe.fine_grained makes parts * copies "
-            f"= {fine.num_experts} experts; leave num_experts out."
-        )
-    if options.norm != "post":
-        raise ConfigError(
-            f"moe.block.norm is {options.norm!r}, but with moe.fine_grained it must be "
-            "'post', or the detector would not start equal to the dense one."
-        )
-    return fine.num_experts
 
 
 def _groups(
@@ -307,7 +287,9 @@ def _build_layer(
     activation, dropout = dense.layers[0][1], dense.layers[0][2]
     shape = dict(num_experts=num_experts, embed_dims=dense.embed_dims)
     ffn = dict(
-        hidden_dims=_hidden_dims(dense, fine),
+        hidden_dims=fine.width(dense.feedforward_channels)
+        if fine is not None
+        else dense.feedforward_channels,
         activation=type(activation).__name__.lower(),
         dropout=dropout.p,
     )
@@ -342,15 +324,6 @@ def _build_layer(
         raise
     except ValueError as error:
         raise ConfigError(f"moe: {error}") from error
-
-
-def _hidden_dims(dense: FFN, fine: FineGrained | None) -> int:
-    if fine is None:
-        return dense.feedforward_channels
-    try:
-        return split_hidden_dims(dense.feedforward_channels, parts=fine.parts)
-    except ValueError as error:
-        raise ConfigError(f"moe.fine_grained.parts: {error}") from error
 
 
 def _shared_expert(moe: Mapping[str, Any], **values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Groups of datasets per expert, and several experts per dataset, through the config."""
+"""Groups of datasets per expert, and several experts per group, by config."""
 
 import copy
 import logging
