@@ -90,6 +90,9 @@ def test_experts_gate_and_width_follow_from_parts_and_copies(build):
     assert moe.num_experts == 8
     assert moe.experts.hidden_dims == 128  # half of 256
     assert (moe.gate.k, moe.gate.renormalize, moe.gate.weight_scale) == (2, True, 2.0)
+    # also after the detector drew its weights
+    assert torch.equal(moe.router.weight_ED[0::2], moe.router.weight_ED[1::2])
+    assert torch.equal(moe.experts.w1_EDH[:2], moe.experts.w1_EDH[2:4])
 
 
 @pytest.mark.parametrize(
