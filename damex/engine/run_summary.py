@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
@@ -127,8 +129,9 @@ class RunSummaryHook(Hook):
         found: dict[str, str | None] = dict(
             checkpoint=checkpoint, log=runner.logger.log_file
         )
-        if self._scores:
+        if self._scores or self._train_started is not None:
             found["summary"] = self._write_summary(runner, folder, prefix)
+        if self._scores:
             found["picture"] = self._draw(runner, folder / f"{prefix}detections.png")
         for name, value in found.items():
             if value:
@@ -139,6 +142,7 @@ class RunSummaryHook(Hook):
         if self._train_started is not None:
             summary["train_seconds"] = round(self._train_seconds, 1)
             summary["iterations"] = runner.iter
+            summary["peak_memory_mib"] = _peak_memory_mib()
         summary.update(
             total_seconds=round(time.monotonic() - self._created, 1),
             versions=_versions(),
@@ -185,7 +189,7 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
 
     Returns:
         ``mean_ap50``, ``mean_ap``, ``datasets`` and, with experts,
-        ``own_expert_share``.
+        ``own_expert_share`` and ``busiest_expert_share``.
     """
     datasets: dict[str, dict[str, Any]] = {}
     for key, value in scores.items():
@@ -208,6 +212,7 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
     shares = {n: row["own_share"] for n, row in datasets.items() if "own_share" in row}
     if shares:
         summary["own_expert_share"] = {**shares, "mean": mean.get("own_share")}
+        summary["busiest_expert_share"] = mean.get("busiest_share")
     return summary
 
 
@@ -262,6 +267,14 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def _peak_memory_mib() -> float:
+    """Largest memory so far: of the GPU if there is one, else of this process."""
+    if torch.cuda.is_available():
+        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(kibibytes / 2**10, 1)
 
 
 def _last_checkpoint(folder: Path) -> str | None:

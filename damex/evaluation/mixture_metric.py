@@ -32,7 +32,8 @@ class MixtureMetric(BaseMetric):
     ``<dataset>/boxes``, ``mean/AP``, ``mean/AP50`` (plain mean over datasets, as in the
     DAMEX paper), and for a detector with experts ``<dataset>/own_share`` and
     ``mean/own_share``: the share of tokens in MoE layers whose first expert belongs to
-    the dataset's group.
+    the dataset's group; ``mean/busiest_share``: the share of all tokens that the
+    busiest expert of a layer is the first expert of, mean over layers (1/E is even).
 
     Args:
         backend: ``faster_coco_eval`` or ``pycocotools``; the first one installed by
@@ -79,8 +80,8 @@ class MixtureMetric(BaseMetric):
                 ground_truth=sample["ground_truth"],
             )
             counts = sample.get("routing_counts") or {}
-            tokens = np.sum(list(counts.values()), axis=0) if counts else None
-            self.results.append((sample["dataset_id"], result, tokens))
+            tokens_LE = np.array(list(counts.values())) if counts else None
+            self.results.append((sample["dataset_id"], result, tokens_LE))
 
     def compute_metrics(self, results: list) -> dict[str, float]:
         """Scores of every dataset that has samples, and their means."""
@@ -103,6 +104,9 @@ class MixtureMetric(BaseMetric):
                 found["own_share"] = share
             scores.update({f"{name}/{key}": value for key, value in found.items()})
         scores.update(_means(scores))
+        tokens_SLE = [row[2] for row in results if row[2] is not None]
+        if tokens_SLE:
+            scores["mean/busiest_share"] = _busiest_share(np.sum(tokens_SLE, axis=0))
         print_log(str(scores), logger="current", level=logging.INFO)
         return scores
 
@@ -114,10 +118,16 @@ class MixtureMetric(BaseMetric):
         known = [row for row in counts if row is not None]
         if not known:
             return None
-        tokens_E = np.sum(known, axis=0)
+        tokens_E = np.sum(known, axis=(0, 1))
         groups = expert_groups(len(space.group_names), len(tokens_E))
         own = tokens_E[list(groups[space.group_id(dataset_id)])].sum()
         return float(own / max(tokens_E.sum(), 1))
+
+
+def _busiest_share(tokens_LE: np.ndarray) -> float:
+    """Tokens of the busiest expert over all tokens, mean over layers."""
+    tokens_L = np.maximum(tokens_LE.sum(1), 1)
+    return float((tokens_LE.max(1) / tokens_L).mean())
 
 
 def _means(scores: Mapping[str, float]) -> dict[str, float]:

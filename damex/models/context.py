@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from damex.models.foreground import GroundTruth
 from damex.moe import RoutingRecord
 
 __all__ = ["RoutingContext"]
@@ -25,7 +26,9 @@ class RoutingContext:
 
     def __init__(self) -> None:
         self._group_ids_B: Tensor | None = None
+        self._ground_truth: GroundTruth | None = None
         self._token_mask_BN: Tensor | None = None
+        self._foreground_BN: Tensor | None = None
         self._records: dict[str, RoutingRecord] = {}
         self._open = False
 
@@ -40,16 +43,31 @@ class RoutingContext:
         return self._token_mask_BN
 
     @property
+    def foreground_BN(self) -> Tensor | None:
+        """True for tokens on an object; None where no loss asks for it."""
+        return self._foreground_BN
+
+    @property
+    def ground_truth(self) -> GroundTruth | None:
+        """Boxes of the batch, of which the foreground follows; None as that is."""
+        return self._ground_truth
+
+    @property
     def records(self) -> dict[str, RoutingRecord]:
         """Records of the current step by layer name, in the order of computation."""
         return self._records
 
     @contextmanager
-    def step(self, group_ids_B: Tensor | None = None) -> Iterator[RoutingContext]:
+    def step(
+        self,
+        group_ids_B: Tensor | None = None,
+        ground_truth: GroundTruth | None = None,
+    ) -> Iterator[RoutingContext]:
         """Open one forward pass.
 
         Args:
             group_ids_B: Dataset group of every image; None at inference.
+            ground_truth: Boxes of the batch; None unless a loss counts foreground.
 
         Raises:
             RuntimeError: If a step is open already.
@@ -57,20 +75,23 @@ class RoutingContext:
         if self._open:
             raise RuntimeError("a routing step is open already; steps do not nest.")
         self._open, self._group_ids_B, self._records = True, group_ids_B, {}
+        self._ground_truth = ground_truth
         try:
             yield self
         finally:
             self._open, self._group_ids_B, self._records = False, None, {}
-            self._token_mask_BN = None
+            self._token_mask_BN = self._foreground_BN = self._ground_truth = None
 
     @contextmanager
-    def part(self, token_mask_BN: Tensor | None) -> Iterator[None]:
-        """Set the token mask for the encoder or the decoder."""
-        self._token_mask_BN = token_mask_BN
+    def part(
+        self, token_mask_BN: Tensor | None, foreground_BN: Tensor | None = None
+    ) -> Iterator[None]:
+        """Set the token mask and the foreground for the encoder or the decoder."""
+        self._token_mask_BN, self._foreground_BN = token_mask_BN, foreground_BN
         try:
             yield
         finally:
-            self._token_mask_BN = None
+            self._token_mask_BN = self._foreground_BN = None
 
     def add(self, name: str, record: RoutingRecord) -> None:
         """Keep the record of a layer for the rest of the step.

@@ -20,10 +20,16 @@ from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from torch import Tensor
 
+from damex.errors import ConfigError
 from damex.models.channel_gating import ChannelGating
 from damex.models.channel_insertion import insert_channels
 from damex.models.context import RoutingContext
 from damex.models.denoising import denoising_query_mask
+from damex.models.foreground import (
+    encoder_foreground,
+    ground_truth_of,
+    query_foreground,
+)
 from damex.models.gate_progress import prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
 from damex.models.routing_summary import attach_routing, routing_losses
@@ -70,16 +76,17 @@ class RoutedDetector(_Detector):
         super().__init__(*args, **kwargs)
         self.routing = RoutingContext()
         self.channel_gating: ChannelGating | None = None
-        if moe is None:
-            return
-        report: object
-        if moe.get("channels") is not None:
-            self.channel_gating, report = insert_channels(
+        if moe is not None and moe.get("channels") is not None:
+            self.channel_gating, gated = insert_channels(
                 self, moe, num_groups=num_groups
             )
-        else:
+            print_log(str(gated), logger="current", level=logging.INFO)
+        elif moe is not None:
             report = insert_moe(self, moe, context=self.routing, num_groups=num_groups)
-        print_log(str(report), logger="current", level=logging.INFO)
+            print_log(str(report), logger="current", level=logging.INFO)
+            for note in report.notes:
+                print_log(note, logger="current", level=logging.WARNING)
+            self._check_foreground()
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.
@@ -89,23 +96,23 @@ class RoutedDetector(_Detector):
         """
         super().init_weights()
         for block in moe_blocks(self):
-            block.moe.reset_parameters()
+            block.reset_parameters()
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
         if self.training:
             prepare_gates(moe_blocks(self), training_progress())
-        group_ids_B = _group_ids(batch_data_samples, batch_inputs.device)
+        groups = _group_ids(batch_data_samples, batch_inputs.device)
+        wanted = self.training and _counts_foreground(self)
+        truth = ground_truth_of(batch_data_samples) if wanted else None
         with (
-            self.routing.step(group_ids_B),
+            self.routing.step(groups, truth),
             self._gates(batch_inputs, batch_data_samples),
         ):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.channel_gating is not None:
-                losses.update(
-                    self.channel_gating.losses(batch_data_samples, group_ids_B)
-                )
+                losses.update(self.channel_gating.losses(batch_data_samples, groups))
             return losses
 
     def predict(
@@ -138,15 +145,29 @@ class RoutedDetector(_Detector):
         self, feat: Tensor, feat_mask: Tensor | None, **kwargs: Any
     ) -> dict:
         """Run the encoder; padded features are no tokens."""
-        with self.routing.part(None if feat_mask is None else ~feat_mask):
+        truth, foreground = self.routing.ground_truth, None
+        if truth is not None:
+            foreground = encoder_foreground(truth, kwargs["spatial_shapes"])
+        with self.routing.part(None if feat_mask is None else ~feat_mask, foreground):
             return super().forward_encoder(feat=feat, feat_mask=feat_mask, **kwargs)
 
     def forward_decoder(
         self, *, query_mask: Tensor | None = None, **kwargs: Any
     ) -> dict:
         """Run the decoder; filled-up denoising queries are no tokens."""
-        with self.routing.part(query_mask):
+        truth, foreground = self.routing.ground_truth, None
+        if truth is not None:
+            foreground = query_foreground(truth, kwargs["reference_points"])
+        with self.routing.part(query_mask, foreground):
             return super().forward_decoder(**kwargs)
+
+    def _check_foreground(self) -> None:
+        if _counts_foreground(self) and not isinstance(self, DeformableDETR):
+            raise ConfigError(
+                f"moe.losses: tokens='foreground' needs queries with reference points, "
+                f"which {type(self).__name__} has not; set tokens='all', or use "
+                "MoEDINO, MoEDDQDETR or MoEDeformableDETR."
+            )
 
 
 class _DenoisingDetector(RoutedDetector):
@@ -199,6 +220,12 @@ class MoEConditionalDETR(RoutedDetector, ConditionalDETR):
 @MODELS.register_module()
 class MoEDETR(RoutedDetector, DETR):
     """DETR (Carion et al. 2020) with experts."""
+
+
+def _counts_foreground(detector: torch.nn.Module) -> bool:
+    """Whether any routing loss asks which tokens are foreground."""
+    losses = [loss for block in moe_blocks(detector) for loss in block.moe.losses]
+    return any(getattr(loss, "tokens", "all") == "foreground" for loss in losses)
 
 
 def _group_ids(batch_data_samples: list, device: torch.device) -> Tensor | None:

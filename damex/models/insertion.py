@@ -13,7 +13,9 @@ from mmdet.registry import MODELS
 from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
+from damex.models.block_options import read_block_options, take_closing_norm
 from damex.models.context import RoutingContext
+from damex.models.fine_grained import FineGrained, SplitStart, read_fine_grained
 from damex.models.moe_ffn import MoEFFN
 from damex.moe import MoELayer, expert_groups
 
@@ -29,6 +31,8 @@ MOE_FIELDS = (
     "shared_expert",
     "losses",
     "with_cp",
+    "block",
+    "fine_grained",
 )
 
 
@@ -46,9 +50,10 @@ class InsertedLayer:
 
 @dataclass(frozen=True)
 class InsertionReport:
-    """Every replaced block."""
+    """Every replaced block, and what a user should know about the choice."""
 
     layers: tuple[InsertedLayer, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -77,7 +82,9 @@ def insert_moe(
             ``router``, ``gate``, ``experts`` and ``losses``, each a dict with a
             ``type``. ``shared_expert=dict(type='SharedExpert')`` adds an expert for
             all tokens. ``with_cp=True`` recomputes experts in the backward pass to save
-            memory. It is not changed.
+            memory. ``block=dict(norm='pre', drop_path=0.2)`` is described in
+            `BlockOptions`, ``fine_grained=dict(parts=2, copies=4)`` in `FineGrained`.
+            It is not changed.
         context: What the blocks read and write during a forward pass.
         num_groups: Number of dataset groups; None outside of a mixture.
 
@@ -93,17 +100,18 @@ def insert_moe(
             raise ConfigError(
                 f"moe has the unknown key {key!r}; {did_you_mean(key, MOE_FIELDS)}"
             )
-    num_experts = _num_experts(moe.get("num_experts"), num_groups)
-    groups = expert_groups(num_groups, num_experts) if num_groups else None
+    fine = read_fine_grained(moe.get("fine_grained"))
+    options = read_block_options(moe.get("block"))
+    asked = moe.get("num_experts")
+    if fine is not None:
+        fine.check_fields(num_experts=asked, norm=options.norm)
+        asked = fine.num_experts
+    num_experts = _num_experts(asked, num_groups)
+    groups = _groups(num_groups, num_experts, fine)
     rows = []
     for name, layer in _chosen_layers(detector, moe.get("layers") or {}):
         dense = layer.ffn
-        block = MoEFFN(
-            _build_layer(moe, dense, num_experts, groups),
-            name=name,
-            context=context,
-            with_cp=bool(moe.get("with_cp")),
-        )
+        block = _build_block(moe, layer, num_experts, groups, fine, name, context)
         layer.ffn = block
         rows.append(
             InsertedLayer(
@@ -115,12 +123,74 @@ def insert_moe(
                 moe_parameters=_count(block),
             )
         )
-    return InsertionReport(tuple(rows))
+    return InsertionReport(tuple(rows), _notes(moe_blocks(detector), groups))
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN]:
     """The MoE blocks of a detector in the order of computation."""
     return [m for m in detector.modules() if isinstance(m, MoEFFN)]
+
+
+def _groups(
+    num_groups: int | None, num_experts: int, fine: FineGrained | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """The experts of each dataset group; None outside of a mixture."""
+    if not num_groups:
+        return None
+    if fine is not None:
+        return fine.groups(num_groups)
+    return expert_groups(num_groups, num_experts)
+
+
+def _notes(
+    blocks: Sequence[MoEFFN], groups: Sequence[Sequence[int]] | None
+) -> tuple[str, ...]:
+    """Says it where the dataset loss asks for what the gate cannot do."""
+    if groups is None or not blocks:
+        return ()
+    moe = blocks[0].moe
+    k, fewest = getattr(moe.gate, "k", 1), min(len(experts) for experts in groups)
+    if k <= fewest or not any(loss.needs_groups for loss in moe.losses):
+        return ()
+    return (
+        f"moe.gate.k is {k}, but a dataset group has {fewest} of the "
+        f"{moe.num_experts} experts: its tokens always reach experts of other groups, "
+        f"too, against what moe.losses teaches; set k={fewest}, or "
+        f"num_experts={k * len(groups)} or more.",
+    )
+
+
+def _build_block(
+    moe: Mapping[str, Any],
+    layer: Any,
+    num_experts: int,
+    groups: Sequence[Sequence[int]] | None,
+    fine: FineGrained | None,
+    name: str,
+    context: RoutingContext,
+) -> MoEFFN:
+    """The MoE block that takes the place of a layer's FFN."""
+    built = _build_layer(moe, layer.ffn, num_experts, groups, fine)
+    options = read_block_options(moe.get("block"))
+    split = None
+    if fine is not None:
+        fine.check(built)
+        hidden_dims = layer.ffn.feedforward_channels
+        split = SplitStart(parts=fine.parts, hidden_dims=hidden_dims)
+    try:
+        return MoEFFN(
+            built,
+            name=name,
+            context=context,
+            with_cp=bool(moe.get("with_cp")),
+            norm=take_closing_norm(layer, name) if options.norm == "pre" else None,
+            drop_path=options.drop_path,
+            split=split,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"moe.fine_grained: {error}") from error
 
 
 def _num_experts(num_experts: int | None, num_groups: int | None) -> int:
@@ -226,6 +296,7 @@ def _build_layer(
     dense: FFN,
     num_experts: int,
     groups: Sequence[Sequence[int]] | None,
+    fine: FineGrained | None,
 ) -> MoELayer:
     """One MoE layer with the width, activation and dropout of the FFN it replaces."""
     if dense.num_fcs != 2 or not dense.add_identity:
@@ -236,15 +307,20 @@ def _build_layer(
     activation, dropout = dense.layers[0][1], dense.layers[0][2]
     shape = dict(num_experts=num_experts, embed_dims=dense.embed_dims)
     ffn = dict(
-        hidden_dims=dense.feedforward_channels,
+        hidden_dims=fine.width(dense.feedforward_channels)
+        if fine is not None
+        else dense.feedforward_channels,
         activation=type(activation).__name__.lower(),
         dropout=dropout.p,
     )
     losses = moe.get("losses") or []
     if not isinstance(losses, (list, tuple)):
         raise ConfigError(f"moe.losses must be a list of dicts, got {losses!r}.")
+    gate_config = moe.get("gate")
+    if fine is not None:
+        gate_config = {**fine.gate, **(gate_config or {})}
     gate = build_part(
-        moe.get("gate"), "TopKGate", "gate", offer=dict(num_experts=num_experts)
+        gate_config, "TopKGate", "gate", offer=dict(num_experts=num_experts)
     )
     if getattr(gate, "k", 1) > num_experts:
         raise ConfigError(
@@ -291,20 +367,12 @@ def build_part(
 ) -> Any:
     """Build one part; values of the config win over the defaults.
 
-    Args:
-        config: The part as a dict; a value that is a dict with a ``type`` is a part,
-            too.
-        default: Its type where the config names none.
-        field: Where it stands below ``moe``, for messages.
-        offer: Handed only to a part whose ``__init__`` names it.
-        **values: Handed to every part.
-
-    Raises:
-        ConfigError: If the type is unknown or refuses its values.
+    What is in ``offer`` is handed only to a part whose ``__init__`` names it. A value
+    that is a dict is a part, too, and needs a ``type``.
     """
     own = {
         name: build_part(value, None, f"{field}.{name}", offer=offer)
-        if isinstance(value, Mapping) and "type" in value
+        if isinstance(value, Mapping)
         else value
         for name, value in (config or {}).items()
     }

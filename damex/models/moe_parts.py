@@ -20,6 +20,7 @@ MOE_PARTS = (
     moe.DenseToSparseGate,
     moe.ExpertChoiceGate,
     moe.BiasBalancer,
+    moe.ExpertCapacity,
     moe.FFNExperts,
     moe.SharedExpert,
     moe.ShallowEmbedding,

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from damex.moe import RoutingRecord, heaviest_expert, own_expert_counts
+from damex.moe import (
+    RoutingRecord,
+    dropped_counts,
+    heaviest_expert,
+    own_expert_counts,
+)
 
 __all__ = ["attach_routing", "count_tokens_BE", "routing_losses"]
 
@@ -22,6 +27,9 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
         ``loss_moe_<name>``: the weighted loss, mean over the layers that have it
         (DAMEX: 1/|L| sum over L). ``moe_own_share``: share of tokens whose first expert
         belongs to their dataset's group, in [0, 1], where groups are known.
+        ``moe_dropped_share``: share of tokens (with k above 1, of token-expert pairs)
+        that experts had no place for, where there is a capacity. A dropped token has
+        no first expert.
     """
     collected: dict[str, list[Tensor]] = {}
     hits, tokens = [], []
@@ -35,6 +43,11 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
     result = {name: torch.stack(v).mean() for name, v in collected.items()}
     if hits:
         result["moe_own_share"] = torch.stack(hits).sum() / torch.stack(tokens).sum()
+    limited = [r for r in records.values() if r.assignment.dropped is not None]
+    if limited:
+        pairs = [torch.stack(dropped_counts(record)) for record in limited]
+        dropped, asked = torch.stack(pairs).sum(0)
+        result["moe_dropped_share"] = dropped / asked.clamp_min(1)
     return result
 
 

@@ -28,6 +28,9 @@ class Assignment:
         num_tokens: T, padded tokens included.
         routes_per_token: K when every token that has a route has exactly K of them,
             else None. Known K makes `combine` deterministic on every device.
+        dropped: Routes that were chosen and found no place at their expert, see
+            `ExpertCapacity`; None where experts take any number. The others of these
+            attributes do not count them.
     """
 
     token_index_R: Tensor
@@ -36,6 +39,7 @@ class Assignment:
     counts_E: Tensor
     num_tokens: int
     routes_per_token: int | None
+    dropped: Assignment | None = None
 
     @classmethod
     def from_topk(
@@ -179,9 +183,33 @@ class Assignment:
             tokens_TD = self._combine_fixed(weighted_RD, self.routes_per_token)
         return tokens_TD.to(expert_out_RD.dtype)
 
+    def keep(self, keep_R: Tensor) -> Assignment:
+        """Keeps some routes and moves the others to `dropped`.
+
+        Args:
+            keep_R: True for the routes to keep.
+        """
+        return dataclasses.replace(self._subset(keep_R), dropped=self._subset(~keep_R))
+
     def detached(self) -> Assignment:
         """The same routes with weights cut off from the autograd graph."""
-        return dataclasses.replace(self, weight_R=self.weight_R.detach())
+        dropped = None if self.dropped is None else self.dropped.detached()
+        return dataclasses.replace(
+            self, weight_R=self.weight_R.detach(), dropped=dropped
+        )
+
+    def _subset(self, mask_R: Tensor) -> Assignment:
+        index_R = mask_R.nonzero().squeeze(1)  # in order, so still sorted
+        expert_index_R = self.expert_index_R.index_select(0, index_R)
+        return Assignment(
+            token_index_R=self.token_index_R.index_select(0, index_R),
+            expert_index_R=expert_index_R,
+            weight_R=self.weight_R.index_select(0, index_R),
+            counts_E=_count(expert_index_R, self.num_experts),
+            num_tokens=self.num_tokens,
+            # Of several routes a token may lose one and keep another.
+            routes_per_token=1 if self.routes_per_token == 1 else None,
+        )
 
     def _combine_fixed(self, weighted_RD: Tensor, k: int) -> Tensor:
         num_routes, width = weighted_RD.shape

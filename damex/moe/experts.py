@@ -64,12 +64,19 @@ class FFNExperts(nn.Module):
             Released DAMEX uses 'gelu', DETR 'relu', DAB-DETR 'prelu'; Chen et al. 2022
             compare 'cubic' with linear experts, 'identity'.
         dropout: Probability, applied at both places where DETR's FFN has it.
+        init_std: Standard deviation of weights drawn from a truncated normal, with
+            biases at zero, as released DAMEX has it with 0.005 (timm's initialiser: the
+            cut is at +-2, not at two deviations); None for the above.
+        output_bias: Whether the second bias learns. False fixes it at zero, or at that
+            of a dense FFN that is loaded; it stays in the checkpoint as a buffer.
         backend: See `damex.moe.grouped.grouped_linear`.
 
     Raises:
-        ValueError: If a size is not positive, the dropout is not in [0, 1), or the
-            activation or the back-end is unknown.
+        ValueError: If a size or `init_std` is not positive, the dropout is not in
+            [0, 1), or the activation or the back-end is unknown.
     """
+
+    b2_ED: Tensor  # a parameter, or a buffer without output_bias
 
     def __init__(
         self,
@@ -79,6 +86,8 @@ class FFNExperts(nn.Module):
         *,
         activation: str = "relu",
         dropout: float = 0.0,
+        init_std: float | None = None,
+        output_bias: bool = True,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -94,17 +103,25 @@ class FFNExperts(nn.Module):
             )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"FFNExperts: dropout must be in [0, 1), got {dropout}")
+        if init_std is not None and not init_std > 0.0:
+            raise ValueError(f"FFNExperts: init_std must be above 0, got {init_std}")
         check_backend(backend)
         self.num_experts = num_experts
         self.embed_dims = embed_dims
         self.hidden_dims = hidden_dims
         self.activation = activation
         self.dropout = dropout
+        self.init_std = init_std
+        self.output_bias = output_bias
         self.backend = backend
         self.w1_EDH = nn.Parameter(torch.empty(num_experts, embed_dims, hidden_dims))
         self.b1_EH = nn.Parameter(torch.empty(num_experts, hidden_dims))
         self.w2_EHD = nn.Parameter(torch.empty(num_experts, hidden_dims, embed_dims))
-        self.b2_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
+        b2_ED = torch.empty(num_experts, embed_dims)
+        if output_bias:
+            self.b2_ED = nn.Parameter(b2_ED)
+        else:
+            self.register_buffer("b2_ED", b2_ED)
         # One column, to have the shape of nn.PReLU's weight for each expert.
         slope_E1 = torch.empty(num_experts, 1) if activation == PRELU else None
         self.slope_E1 = None if slope_E1 is None else nn.Parameter(slope_E1)
@@ -116,10 +133,16 @@ class FFNExperts(nn.Module):
             (self.w1_EDH, self.b1_EH),
             (self.w2_EHD, self.b2_ED),
         ):
+            if self.init_std is not None:
+                nn.init.trunc_normal_(weight_EIO, std=self.init_std)
+                nn.init.zeros_(bias_EO)
+                continue
             for weight_IO in weight_EIO.data:
                 nn.init.xavier_uniform_(weight_IO)
             bound = weight_EIO.shape[1] ** -0.5
             nn.init.uniform_(bias_EO, -bound, bound)
+        if not self.output_bias:
+            nn.init.zeros_(self.b2_ED)
         if self.slope_E1 is not None:
             nn.init.constant_(self.slope_E1, PRELU_SLOPE)
 
@@ -213,7 +236,8 @@ class FFNExperts(nn.Module):
         return (
             f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
             f"hidden_dims={self.hidden_dims}, activation={self.activation!r}, "
-            f"dropout={self.dropout}, backend={self.backend!r}"
+            f"dropout={self.dropout}, init_std={self.init_std}, "
+            f"output_bias={self.output_bias}, backend={self.backend!r}"
         )
 
     def _one_expert(

@@ -22,8 +22,8 @@ class MoELayer(nn.Module):
 
     There is no residual, norm or shared state in here: the caller adds the identity
     path, and losses are returned in the RoutingRecord. In evaluation no loss is
-    computed, group ids change nothing, and an image's result does not depend on the
-    other images or on padding.
+    computed, group ids change nothing, and an image's result does not depend on
+    padding nor, unless the gate has an `ExpertCapacity`, on the other images.
 
     Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
     autocast's dtype if there is one; the output has the dtype of the tokens.
@@ -89,6 +89,7 @@ class MoELayer(nn.Module):
         *,
         token_mask_BN: Tensor | None = None,
         group_ids_B: Tensor | None = None,
+        foreground_BN: Tensor | None = None,
     ) -> tuple[Tensor, RoutingRecord]:
         """Routes the tokens of a batch.
 
@@ -99,6 +100,8 @@ class MoELayer(nn.Module):
             group_ids_B: Dataset group of each image, -1 where unknown. Read only by
                 losses in training, and kept in the record for metrics. The range of
                 ids that live on a GPU is not checked, as that would stall it.
+            foreground_BN: bool, True for tokens on an object; read only by losses that
+                ask for it.
 
         Returns:
             out_BND: In the dtype of the tokens; padded tokens are exactly zero.
@@ -108,6 +111,7 @@ class MoELayer(nn.Module):
             ValueError: If shapes or ids are wrong, or a loss lacks its group ids.
         """
         self._check_forward(tokens_BND, token_mask_BN, group_ids_B)
+        _check_mask("foreground_BN", foreground_BN, tokens_BND)
         num_images, num_tokens, _ = tokens_BND.shape
         tokens_TD = tokens_BND.flatten(0, 1)
         mask_T = None if token_mask_BN is None else token_mask_BN.flatten()
@@ -129,6 +133,7 @@ class MoELayer(nn.Module):
             group_ids_T=group_ids_T,
             assignment=assignment,
             group_experts_GE=self.group_experts_GE,
+            foreground_T=None if foreground_BN is None else foreground_BN.flatten(),
         )
         if self.training:
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}
@@ -156,14 +161,7 @@ class MoELayer(nn.Module):
                 "MoELayer: tokens_BND must be (B, N, D), got shape "
                 f"{tuple(tokens_BND.shape)}"
             )
-        if mask_BN is not None and (
-            mask_BN.shape != tokens_BND.shape[:2] or mask_BN.dtype != torch.bool
-        ):
-            raise ValueError(
-                f"MoELayer: token_mask_BN must be bool of shape "
-                f"{tuple(tokens_BND.shape[:2])}, got {mask_BN.dtype} of shape "
-                f"{tuple(mask_BN.shape)}"
-            )
+        _check_mask("token_mask_BN", mask_BN, tokens_BND)
         if group_ids_B is not None:
             self._check_group_ids(group_ids_B, tokens_BND.shape[0])
         elif self.training and any(loss.needs_groups for loss in self.losses):
@@ -221,6 +219,15 @@ def group_experts_mask(
                 )
             mask_GE[group, expert] = True
     return mask_GE
+
+
+def _check_mask(name: str, mask_BN: Tensor | None, tokens_BND: Tensor) -> None:
+    shape = tokens_BND.shape[:2]
+    if mask_BN is not None and (mask_BN.shape != shape or mask_BN.dtype != torch.bool):
+        raise ValueError(
+            f"MoELayer: {name} must be bool of shape {tuple(shape)}, got "
+            f"{mask_BN.dtype} of shape {tuple(mask_BN.shape)}"
+        )
 
 
 def _check_losses(losses: Sequence[RoutingLoss], *, has_groups: bool) -> None:

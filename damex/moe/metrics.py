@@ -86,6 +86,37 @@ def expert_load(record: RoutingRecord) -> Tensor:
     return counts_E / counts_E.sum().clamp_min(1)
 
 
+def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
+    """Counts the routes that found no place at their expert; for k=1 they are tokens.
+
+    Args:
+        record: Record of one forward.
+
+    Returns:
+        dropped: int64 scalar, 0 for a gate without capacity.
+        asked: int64 scalar, all routes, dropped or not.
+    """
+    assignment = record.assignment
+    served = assignment.counts_E.sum()
+    if assignment.dropped is None:
+        return torch.zeros_like(served), served
+    dropped = assignment.dropped.counts_E.sum()
+    return dropped, served + dropped
+
+
+def dropped_share(record: RoutingRecord) -> Tensor:
+    """Share of routes, for k=1 of tokens, that found no place at their expert.
+
+    Args:
+        record: Record of one forward.
+
+    Returns:
+        A float64 scalar, 0 for a gate without capacity.
+    """
+    dropped, asked = dropped_counts(record)
+    return dropped.double() / asked.clamp_min(1)
+
+
 def coefficient_of_variation(load_E: Tensor) -> Tensor:
     """Standard deviation (population) over mean: 0 balanced, sqrt(E - 1) collapsed.
 

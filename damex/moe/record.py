@@ -27,6 +27,8 @@ class RoutingRecord:
             no ids were given.
         assignment: The routes that were computed.
         group_experts_GE: True where a group may use an expert; None without a map.
+        foreground_T: True for tokens on an object, padded ones being False or not; None
+            where that is not known.
         losses: Weighted losses by name; empty in evaluation.
     """
 
@@ -35,6 +37,7 @@ class RoutingRecord:
     group_ids_T: Tensor | None
     assignment: Assignment
     group_experts_GE: Tensor | None = None
+    foreground_T: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
 
     @property

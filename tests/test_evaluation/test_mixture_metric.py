@@ -149,6 +149,8 @@ def test_own_share_by_hand():
     # park: experts 2 and 3 have 6 + 2 of 10.
     assert scores["park/own_share"] == pytest.approx(8 / 10)
     assert scores["mean/own_share"] == pytest.approx(0.65)
+    # l0: 6, 2, 11, 5 of 24 tokens; l2: 1, 3, 0, 2 of 6.
+    assert scores["mean/busiest_share"] == pytest.approx((11 / 24 + 3 / 6) / 2)
 
 
 def test_own_share_counts_the_experts_of_the_group():
@@ -167,7 +169,7 @@ def test_own_share_counts_the_experts_of_the_group():
 
 
 def test_dense_detector_has_no_own_share():
-    assert not [key for key in evaluate([hit(STREET, CAR)]) if "own_share" in key]
+    assert not [key for key in evaluate([hit(STREET, CAR)]) if "_share" in key]
 
 
 def test_dataset_that_routed_no_token_has_share_zero():

@@ -117,13 +117,35 @@ def test_the_report_names_every_layer(build):
         (dict(gate=dict(type="TopKGate", k=0)), "moe.gate = .*k must be at least 1"),
         (dict(losses=[dict(weight=1.0)]), "moe.losses has the unknown type 'None'"),
         (dict(gates=dict(type="TopKGate")), "unknown key 'gates'; did you mean 'gate'"),
+        (
+            dict(gate=dict(capacity=dict(type="ExpertCapacity", factor=-1.0))),
+            "moe.gate.capacity = .*factor must be above 0, got -1.0",
+        ),
+        (
+            dict(gate=dict(capacity=dict(type="ExpertCapacity", priority="best"))),
+            r"moe.gate.capacity = .*unknown priority 'best'; use one of \('score', 'or",
+        ),
+        (
+            dict(gate=dict(capacity=dict(factor=1.25))),
+            "moe.gate.capacity has the unknown type 'None'.* It has: .*ExpertCapacity",
+        ),
+        (
+            dict(losses=[dict(type="DatasetRoutingLoss", tokens="fg")]),
+            r"moe.losses = .*unknown tokens 'fg'; use one of \('all', 'foreground'\)",
+        ),
+        (
+            dict(experts=dict(init_std=0.0)),
+            "moe.experts = .*init_std must be above 0, got 0.0",
+        ),
+        (dict(block=dict(norm="none")), "moe.block.norm must be one of .* got 'none'"),
     ],
 )
 def test_a_config_that_cannot_work_names_field_value_and_choice(
     build, changes, message
 ):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         build(moe={**DAMEX, **changes})
+    assert "\n" not in str(caught.value)
 
 
 def test_number_of_experts_is_needed_outside_of_a_mixture(build):

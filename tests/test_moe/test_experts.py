@@ -186,3 +186,41 @@ def test_errors():
         load(FFNExperts(2, 6, 10, activation="prelu"), dense_ffn())
     with pytest.raises(ValueError, match=r"w1_HD .* is \(6, 10\), expected \(6, 12\)"):
         load(FFNExperts(2, 6, 12), dense_ffn())
+
+
+def test_released_initialisation_has_small_weights_and_no_biases():
+    torch.manual_seed(0)
+    experts = FFNExperts(4, 32, 64, init_std=0.005)
+    for weight in (experts.w1_EDH, experts.w2_EHD):
+        # 8192 weights: the standard error of their deviation is 0.005 / 128 = 0.8 %
+        assert weight.std().item() == pytest.approx(0.005, rel=0.04)
+    assert not experts.b1_EH.any()
+    assert not experts.b2_ED.any()
+    experts.reset_parameters()
+    assert experts.w1_EDH.abs().max() < 0.05
+
+
+def test_without_output_bias_the_second_bias_is_fixed_and_in_the_checkpoint():
+    experts = FFNExperts(2, 4, 8, output_bias=False)
+    assert {name for name, _ in experts.named_parameters()} == {
+        "w1_EDH",
+        "b1_EH",
+        "w2_EHD",
+    }
+    assert torch.equal(experts.state_dict()["b2_ED"], torch.zeros(2, 4))
+    # relu(b1) = 0 for negative b1: nothing but the second bias is left
+    torch.nn.init.constant_(experts.b1_EH, -1.0)
+    out = experts(torch.zeros(3, 4), torch.tensor([1, 2]))
+    assert torch.equal(out, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("backend", ["split", "loop"])
+def test_experts_without_output_bias_train(backend):
+    experts = FFNExperts(3, 4, 8, output_bias=False, backend=backend)
+    experts(torch.randn(5, 4), torch.tensor([2, 0, 3])).square().sum().backward()
+    assert all(p.grad is not None for p in experts.parameters())
+
+
+def test_a_spread_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match=r"init_std must be above 0, got -0\.1"):
+        FFNExperts(2, 4, 8, init_std=-0.1)

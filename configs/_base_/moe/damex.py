@@ -1,4 +1,6 @@
-# DAMEX: one expert per dataset group; a loss teaches the router which is whose.
+# DAMEX as the paper describes it: one expert per dataset group; a loss teaches the
+# router which is whose. No token is dropped, and targets are right at any batch size;
+# damex_official_code.py is the variant that the released code computes.
 # Paper: Jain et al., "DAMEX: Dataset-aware Mixture-of-Experts for visual understanding
 # of mixture-of-datasets", NeurIPS 2023, arXiv 2311.04894.
 # Cost: FFN parameters of the chosen layers x number of experts; compute as dense plus a

@@ -8,6 +8,7 @@ moe = dict(
     router=dict(type="LinearRouter"),
     gate=dict(type="TopKGate", k=1, noise="gaussian"),
     experts=dict(type="FFNExperts"),
+    # DAMEX's own baseline counts foreground tokens only: tokens="foreground".
     losses=[
         dict(type="ImportanceLoss", weight=0.05),
         dict(type="LoadBalanceLoss", weight=0.05),

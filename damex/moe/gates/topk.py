@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from damex.moe.assignment import Assignment
 from damex.moe.gates.bias_balancer import BiasBalancer
+from damex.moe.gates.capacity import ExpertCapacity
 
 NOISES = ("gaussian", "uniform")
 
@@ -42,6 +43,9 @@ class TopKGate(nn.Module):
         weight_scale: Factor on the weights, above 0.
         balance: Evens out the load of the experts by a bias on the choice; None for no
             bias.
+        capacity: Limits how many tokens an expert serves; None, the default, drops
+            nothing. With it an image's result depends on the other images of its
+            batch, see `ExpertCapacity`.
 
     Raises:
         ValueError: If k < 1, the noise is unknown, the noise scale is negative, the
@@ -58,6 +62,7 @@ class TopKGate(nn.Module):
         noisy_weights: bool = False,
         weight_scale: float = 1.0,
         balance: BiasBalancer | None = None,
+        capacity: ExpertCapacity | None = None,
     ) -> None:
         super().__init__()
         if k < 1:
@@ -84,6 +89,7 @@ class TopKGate(nn.Module):
         self.noisy_weights = noisy_weights
         self.weight_scale = weight_scale
         self.balance = balance
+        self.capacity = capacity
 
     def forward(
         self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
@@ -95,7 +101,8 @@ class TopKGate(nn.Module):
             token_mask_BN: True for real tokens; the others get no route.
 
         Returns:
-            Routes over the flattened T = B*N tokens, K for each real token.
+            Routes over the flattened T = B*N tokens, K for each real token, less those
+            that find no place where there is a capacity.
 
         Raises:
             ValueError: If there are fewer than k experts.
@@ -122,6 +129,9 @@ class TopKGate(nn.Module):
         )
         if self.balance is not None and self.training:
             self.balance.observe(assignment.counts_E)
+        if self.capacity is not None:
+            probs_TE = torch.softmax(noisy_TE, dim=-1)
+            assignment = self.capacity.apply(assignment, ids_TK, probs_TE)
         return assignment
 
     def extra_repr(self) -> str:
@@ -129,7 +139,7 @@ class TopKGate(nn.Module):
         return (
             f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
             f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}, "
-            f"weight_scale={self.weight_scale}"
+            f"weight_scale={self.weight_scale}, capacity={self.capacity}"
         )
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:

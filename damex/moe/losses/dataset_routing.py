@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from damex.moe.losses.reductions import valid_logits
+from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
 from damex.moe.record import RoutingRecord
 
 
@@ -54,19 +55,25 @@ class DatasetRoutingLoss:
 
     Attributes:
         weight: Factor in the total loss; 0.1 in DAMEX.
+        tokens: 'all' for all real tokens, 'foreground' for those on objects.
         name: Key of the loss.
     """
 
     needs_groups: ClassVar[bool] = True
 
     weight: float = 0.1
+    tokens: TokenChoice = "all"
     name: str = "dataset_routing"
+
+    def __post_init__(self) -> None:
+        check_tokens("DatasetRoutingLoss", self.tokens)
 
     def __call__(self, record: RoutingRecord) -> Tensor:
         """Returns the unweighted loss; tokens with group id -1 are left out.
 
         Raises:
-            ValueError: If the record has no group ids or no group-expert map.
+            ValueError: If the record has no group ids, no group-expert map, or no
+                foreground where that is asked for.
         """
         if record.group_ids_T is None or record.group_experts_GE is None:
             raise ValueError(
@@ -76,6 +83,7 @@ class DatasetRoutingLoss:
             )
         known_T = record.group_ids_T >= 0
         target_TE = record.group_experts_GE[record.group_ids_T.clamp_min(0)]
+        valid_T = counted_tokens(record, self.tokens, owner="DatasetRoutingLoss")
         return dataset_routing_loss(
-            record.logits_TE, target_TE & known_T.unsqueeze(1), record.token_mask_T
+            record.logits_TE, target_TE & known_T.unsqueeze(1), valid_T
         )

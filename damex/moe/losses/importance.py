@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from damex.moe.losses.reductions import squared_cv, valid_logits
+from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
 from damex.moe.record import RoutingRecord
 
 
@@ -37,15 +38,25 @@ class ImportanceLoss:
 
     Attributes:
         weight: Factor in the total loss. DAMEX's vanilla MoE baseline weights the mean
-            of importance and load by 0.1, so 0.05 each.
+            of importance and load by 0.1, so 0.05 each, on foreground tokens.
+        tokens: 'all' for all real tokens, 'foreground' for those on objects.
         name: Key of the loss.
     """
 
     needs_groups: ClassVar[bool] = False
 
     weight: float = 0.05
+    tokens: TokenChoice = "all"
     name: str = "importance"
 
+    def __post_init__(self) -> None:
+        check_tokens("ImportanceLoss", self.tokens)
+
     def __call__(self, record: RoutingRecord) -> Tensor:
-        """Returns the unweighted loss."""
-        return importance_loss(record.logits_TE, record.token_mask_T)
+        """Returns the unweighted loss.
+
+        Raises:
+            ValueError: If the record lacks a foreground that is asked for.
+        """
+        valid_T = counted_tokens(record, self.tokens, owner="ImportanceLoss")
+        return importance_loss(record.logits_TE, valid_T)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from damex.moe.losses.reductions import squared_cv, valid_logits
+from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
 from damex.moe.record import RoutingRecord
 
 
@@ -57,6 +58,7 @@ class LoadLoss:
         weight: Factor in the total loss; see `ImportanceLoss.weight`.
         noise_std: The gaussian noise scale of the gate; None stands for 1/E, as in
             `TopKGate`.
+        tokens: 'all' for all real tokens, 'foreground' for those on objects.
         name: Key of the loss.
     """
 
@@ -64,19 +66,26 @@ class LoadLoss:
 
     weight: float = 0.05
     noise_std: float | None = None
+    tokens: TokenChoice = "all"
     name: str = "load"
+
+    def __post_init__(self) -> None:
+        check_tokens("LoadLoss", self.tokens)
 
     def __call__(self, record: RoutingRecord) -> Tensor:
         """Returns the unweighted loss.
 
         Raises:
-            ValueError: If tokens differ in their number of routes.
+            ValueError: If tokens differ in their number of routes, or the record lacks
+                a foreground that is asked for.
         """
         k = record.assignment.routes_per_token
         if k is None:
             raise ValueError(
                 "LoadLoss: needs a gate that gives every token the same number of "
-                "experts, such as TopKGate; use LoadBalanceLoss or ImportanceLoss"
+                "experts, such as TopKGate (with k above 1, without a capacity); use "
+                "LoadBalanceLoss or ImportanceLoss"
             )
         std = 1.0 / record.num_experts if self.noise_std is None else self.noise_std
-        return load_loss(record.logits_TE, record.token_mask_T, k=k, noise_std=std)
+        valid_T = counted_tokens(record, self.tokens, owner="LoadLoss")
+        return load_loss(record.logits_TE, valid_T, k=k, noise_std=std)

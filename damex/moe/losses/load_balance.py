@@ -12,7 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from damex.moe.assignment import Assignment
 from damex.moe.losses.reductions import valid_logits
+from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
 from damex.moe.record import RoutingRecord
 
 
@@ -46,16 +48,36 @@ class LoadBalanceLoss:
 
     Attributes:
         weight: Factor in the total loss; 0.01 in Switch Transformer.
+        tokens: 'all' for all real tokens, 'foreground' for those on objects.
         name: Key of the loss.
     """
 
     needs_groups: ClassVar[bool] = False
 
     weight: float = 0.01
+    tokens: TokenChoice = "all"
     name: str = "load_balance"
 
+    def __post_init__(self) -> None:
+        check_tokens("LoadBalanceLoss", self.tokens)
+
     def __call__(self, record: RoutingRecord) -> Tensor:
-        """Returns the unweighted loss."""
-        return load_balance_loss(
-            record.logits_TE, record.assignment.counts_E, record.token_mask_T
-        )
+        """Returns the unweighted loss; routes that found no place count as well.
+
+        Raises:
+            ValueError: If the record lacks a foreground that is asked for.
+        """
+        valid_T = counted_tokens(record, self.tokens, owner="LoadBalanceLoss")
+        counts_E = _counts(record.assignment, valid_T)
+        if record.assignment.dropped is not None:
+            counts_E = counts_E + _counts(record.assignment.dropped, valid_T)
+        return load_balance_loss(record.logits_TE, counts_E, valid_T)
+
+
+def _counts(routes: Assignment, valid_T: Tensor | None) -> Tensor:
+    """Routes of each expert that start at counted tokens."""
+    if valid_T is None:
+        return routes.counts_E
+    counted_R = valid_T.index_select(0, routes.token_index_R).to(routes.counts_E.dtype)
+    zeros_E = torch.zeros_like(routes.counts_E)
+    return zeros_E.scatter_add(0, routes.expert_index_R, counted_R)

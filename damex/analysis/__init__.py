@@ -1,0 +1,1 @@
+"""What a detector costs, and how mixtures of experts compare over seeds."""

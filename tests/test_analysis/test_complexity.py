@@ -1,0 +1,133 @@
+"""Counts of a real detector against sums by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from torch import nn
+
+from damex.analysis.complexity import count_complexity
+from damex.analysis.complexity_report import complexity
+from damex.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "damex_dino" / "damex-dino-4scale_r50_8xb2-12e_coco-voc.py"
+# The tiny detector: 64 channels, FFN of 256, 50 queries, 3 levels of 128 x 128 pixels.
+FFN = 64 * 256 + 256 + 256 * 64 + 64
+FFN_FLOPS_PER_TOKEN = 2 * (64 * 256 + 256 * 64)
+QUERIES = 50
+ENCODER_TOKENS = 16 * 16 + 8 * 8 + 4 * 4
+
+
+def build(moe):
+    cfg = Config.fromfile(ROOT / "configs" / "quickstart.py")
+    model = cfg.model
+    model.bbox_head.num_classes = 7
+    torch.manual_seed(0)
+    return MODELS.build({**model, "moe": moe, "num_groups": 4 if moe else None})
+
+
+def count(moe):
+    parts = count_complexity(build(moe), height=128, width=128)
+    return {part.name: part for part in parts}
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return count(None)
+
+
+def test_dense_parts_add_up_and_all_parameters_are_active(dense):
+    detector = build(None)
+    total = sum(p.numel() for p in detector.parameters())
+    assert sum(part.parameters for part in dense.values()) == total
+    assert all(p.active_parameters == p.parameters for p in dense.values())
+
+
+def test_a_convolution_is_counted_by_hand(dense):
+    # The neck: 1 x 1 convolutions to 64 channels on the three levels.
+    macs = 64 * (64 * 16 * 16 + 128 * 8 * 8 + 256 * 4 * 4)
+    assert dense["neck"].flops == 2 * macs
+
+
+@pytest.mark.parametrize(
+    ("gate", "experts_per_token"),
+    [
+        (dict(type="TopKGate", k=1), 1),
+        (dict(type="TopKGate", k=3), 3),
+        (dict(type="DenseSoftmaxGate"), 4),
+    ],
+)
+def test_experts_cost_by_the_number_that_a_token_meets(dense, gate, experts_per_token):
+    moe = dict(layers=dict(decoder=[1]), num_experts=4, gate=gate)
+    routed = count(moe)["decoder"]
+    router = 4 * 64
+    assert routed.parameters == dense["decoder"].parameters + 3 * FFN + router
+    idle = (4 - experts_per_token) * FFN
+    assert routed.active_parameters == routed.parameters - idle
+    extra = (experts_per_token - 1) * FFN_FLOPS_PER_TOKEN + 2 * router
+    assert routed.flops == dense["decoder"].flops + QUERIES * extra
+
+
+def test_expert_choice_costs_what_the_experts_take(dense):
+    # 4 experts x 21 of 336 tokens each are a quarter of the dense FFN.
+    gate = dict(type="ExpertChoiceGate", num_tokens=21)
+    routed = count(dict(layers=dict(encoder=[0]), num_experts=4, gate=gate))["encoder"]
+    assert ENCODER_TOKENS == 4 * 21 * 4
+    saved = (ENCODER_TOKENS - 4 * 21) * FFN_FLOPS_PER_TOKEN
+    router = ENCODER_TOKENS * 2 * 4 * 64
+    assert routed.flops == dense["encoder"].flops - saved + router
+
+
+def test_counting_leaves_the_detector_as_it_was():
+    detector = build(dict(layers=dict(decoder=[1]), num_experts=4)).train()
+    before = {k: v.clone() for k, v in detector.state_dict().items()}
+    count_complexity(detector, height=64, width=64)
+    assert detector.training
+    assert not any(m._forward_hooks for m in detector.modules())
+    after: nn.Module = detector
+    assert all(torch.equal(before[k], v) for k, v in after.state_dict().items())
+
+
+def test_the_command_counts_a_config_without_its_datasets():
+    result = subprocess.run(
+        [
+            *[sys.executable, "tools/complexity.py", str(CONFIG)],
+            *["--classes", "80", "--shape", "256", "320"],
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("one image of 256 x 320")
+    rows = {
+        cells[0]: cells[1:]
+        for line in result.stdout.splitlines()
+        if (cells := [cell.strip() for cell in line.split("│")[1:-1]])
+    }
+    # Two experts of 256-2048-256 in three layers; one of two is active.
+    ffn = (256 * 2048 + 2048 + 2048 * 256 + 256) / 1e6
+    parameters, active, dense = map(float, rows["decoder"][:3])
+    assert parameters - dense == pytest.approx(3 * ffn, abs=0.003)
+    assert active - dense == pytest.approx(0, abs=0.003)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "there is no config file missing.py"),
+        ([str(CONFIG), "--classes", "0"], "--classes must be 1 or more, got 0"),
+        ([str(CONFIG), "--groups", "0"], "--groups must be 1 or more, got 0"),
+        ([str(CONFIG), "--shape", "0", "9"], r"--shape must be positive, got \[0, 9\]"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        complexity(arguments)

@@ -1,0 +1,125 @@
+"""The faults of DAMEX's released code, each as a test that this package passes.
+
+Read in the code at github.com/jinga-lala/DAMEX, commit 20ded9d.
+"""
+
+import copy
+
+import pytest
+import torch
+from mmdet.registry import DATASETS
+from mmengine.config import Config
+from torch.nn import functional
+
+from damex.engine.resolve import resolve_config
+from damex.models.insertion import moe_blocks
+
+
+def run(detector, batch, mode):
+    detector.train(mode == "loss")
+    torch.manual_seed(1)
+    data = detector.data_preprocessor(copy.deepcopy(batch), mode == "loss")
+    with torch.set_grad_enabled(mode == "loss"):
+        return detector(**data, mode=mode)
+
+
+def test_two_images_of_two_datasets_give_the_loss_of_each_image_on_its_own(
+    build, make_batch
+):
+    """Fault: router logits lie query by query and targets image by image, so that with
+    two images per device half of the targets are wrong.
+    """
+    detector = build()
+    seen = {}
+    for block in moe_blocks(detector):
+        block.register_forward_pre_hook(
+            lambda block, inputs: seen.update({block: inputs[0].detach()})
+        )
+    batch = make_batch([2, 0], sizes=[(64, 64), (64, 32)], boxes=[2, 2])
+    loss = run(detector, batch, "loss")["loss_moe_dataset_routing"]
+    layers, mixed_up = [], []
+    for block, tokens_BND in seen.items():
+        alone = [
+            block.moe(tokens_BND[image : image + 1], group_ids_B=torch.tensor([group]))
+            for image, group in enumerate((2, 0))
+        ]
+        # As many tokens each, so the mean over tokens is the mean over images.
+        values = [record.losses["dataset_routing"] for _, record in alone]
+        layers.append(torch.stack(values).mean())
+        logits = torch.stack([record.logits_TE for _, record in alone], dim=1)
+        target = torch.tensor([2, 0]).repeat_interleave(logits.shape[0])
+        mixed_up.append(0.1 * functional.cross_entropy(logits.flatten(0, 1), target))
+    torch.testing.assert_close(loss, torch.stack(layers).mean())
+    assert not torch.isclose(loss, torch.stack(mixed_up).mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("moe", "served"), [("damex", 900), ("damex_official_code", 141)]
+)
+def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
+    build, make_batch, monkeypatch, moe, served
+):
+    """Fault: once the router sends an image's queries to the expert of its dataset,
+    84 % of them find no place there, at test time, too.
+    """
+    detector = build(moe=moe, num_groups=8, num_queries=900)
+    good = torch.zeros(8)
+    good[5] = 6.0
+    for block in moe_blocks(detector):
+        monkeypatch.setattr(
+            block.moe.router, "forward", lambda rows: good.expand(len(rows), 8)
+        )
+    samples = run(detector, make_batch([5], sizes=[(256, 256)]), "predict")
+    for counts in samples[0].routing_counts.values():
+        assert counts == [0, 0, 0, 0, 0, served, 0, 0]
+    losses = run(detector, make_batch([5], sizes=[(256, 256)]), "loss")
+    if moe == "damex":
+        assert "moe_dropped_share" not in losses
+    else:
+        # 900 queries and 25 groups of two denoising ones for each of 2 boxes: 1000
+        # tokens; ceil(1000 / 8) = 125 and int(1.25 * 125) = 156 places.
+        assert losses["moe_dropped_share"].item() == pytest.approx(1 - 156 / 1000)
+
+
+@pytest.fixture
+def mixture(two_datasets):
+    """Cars and persons, each the first class of one of the datasets, by real files."""
+    pipeline = [
+        dict(type="LoadImageFromFile"),
+        dict(type="LoadAnnotations", with_bbox=True),
+        dict(type="Resize", scale=(64, 64), keep_ratio=False),
+        dict(type="PackDetInputs"),
+    ]
+    cfg = Config(
+        dict(
+            mixture=two_datasets,
+            model=dict(bbox_head=dict(num_classes=None)),
+            train_dataloader=dict(
+                dataset=dict(type="MixtureDataset", pipeline=pipeline)
+            ),
+        )
+    )
+    return resolve_config(cfg)
+
+
+def test_the_first_classes_of_two_datasets_train_different_logits(build, mixture):
+    """Fault: the loss sees each dataset's own class numbers, so that COCO's person,
+    VOC's aeroplane and WIDER FACE's face all train the same logit.
+    """
+    dataset = DATASETS.build(mixture.train_dataloader.dataset)
+    classes = dataset.metainfo["classes"]
+    assert len(classes) == 4
+    trained = {}
+    for index, name in ((0, "car"), (5, "person")):  # first images of street and park
+        data = dataset[index]
+        instances = data["data_samples"].gt_instances
+        # The first box has the first class of its own dataset.
+        data["data_samples"].gt_instances = instances[:1]
+        detector = build(num_groups=2)
+        batch = dict(inputs=[data["inputs"]], data_samples=[data["data_samples"]])
+        run(detector, batch, "loss")["loss_cls"].backward()
+        gradient = detector.bbox_head.cls_branches[2].bias.grad
+        # Only the logit of the object's class is pulled up.
+        assert (gradient < 0).sum() == 1
+        trained[name] = classes[int(gradient.argmin())]
+    assert trained == {"car": "car", "person": "person"}
