@@ -35,6 +35,13 @@ from damex.moe.metrics import (
     own_expert_share,
 )
 from damex.moe.optim import NormalizedGD, expert_parameters
+from damex.moe.patch_conv import PatchConvExperts, route_patches
+from damex.moe.patches import (
+    merge_patches,
+    patch_grid,
+    real_patches,
+    split_patches,
+)
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
 from damex.moe.record import RoutingRecord
 from damex.moe.routers import (
@@ -69,6 +76,7 @@ __all__ = [
     "MLPRouter",
     "MoELayer",
     "NormalizedGD",
+    "PatchConvExperts",
     "Router",
     "RouterZLoss",
     "RoutingLoss",
@@ -89,10 +97,15 @@ __all__ = [
     "load_balance_loss",
     "load_dense_split",
     "load_loss",
+    "merge_patches",
     "mutual_information",
     "own_expert_counts",
     "own_expert_share",
+    "patch_grid",
+    "real_patches",
     "repeat_router_rows",
+    "route_patches",
     "router_z_loss",
     "split_hidden_dims",
+    "split_patches",
 ]
