@@ -25,6 +25,7 @@ class RoutingContext:
 
     def __init__(self) -> None:
         self._group_ids_B: Tensor | None = None
+        self._image_share_B2: Tensor | None = None
         self._token_mask_BN: Tensor | None = None
         self._records: dict[str, RoutingRecord] = {}
         self._open = False
@@ -33,6 +34,11 @@ class RoutingContext:
     def group_ids_B(self) -> Tensor | None:
         """Dataset group of every image, -1 where unknown; None at inference."""
         return self._group_ids_B
+
+    @property
+    def image_share_B2(self) -> Tensor | None:
+        """Part of the padded input's (height, width) that is image; None for all."""
+        return self._image_share_B2
 
     @property
     def token_mask_BN(self) -> Tensor | None:
@@ -45,11 +51,17 @@ class RoutingContext:
         return self._records
 
     @contextmanager
-    def step(self, group_ids_B: Tensor | None = None) -> Iterator[RoutingContext]:
+    def step(
+        self,
+        group_ids_B: Tensor | None = None,
+        *,
+        image_share_B2: Tensor | None = None,
+    ) -> Iterator[RoutingContext]:
         """Open one forward pass.
 
         Args:
             group_ids_B: Dataset group of every image; None at inference.
+            image_share_B2: Part of the padded input's (height, width) that is image.
 
         Raises:
             RuntimeError: If a step is open already.
@@ -57,11 +69,12 @@ class RoutingContext:
         if self._open:
             raise RuntimeError("a routing step is open already; steps do not nest.")
         self._open, self._group_ids_B, self._records = True, group_ids_B, {}
+        self._image_share_B2 = image_share_B2
         try:
             yield self
         finally:
             self._open, self._group_ids_B, self._records = False, None, {}
-            self._token_mask_BN = None
+            self._token_mask_BN = self._image_share_B2 = None
 
     @contextmanager
     def part(self, token_mask_BN: Tensor | None) -> Iterator[None]:

@@ -23,6 +23,7 @@ from damex.models.context import RoutingContext
 from damex.models.denoising import denoising_query_mask
 from damex.models.gate_progress import prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
+from damex.models.moe_ffn import MoEFFN
 from damex.models.routing_summary import attach_routing, routing_losses
 
 if TYPE_CHECKING:
@@ -73,17 +74,22 @@ class RoutedDetector(_Detector):
         """Initialise as mmdet does, then the experts one by one.
 
         mmdet draws every tensor of the transformer as if it were one matrix, which
-        gives stacked experts a wrong scale.
+        gives stacked experts a wrong scale. Those of the backbone are not drawn again:
+        they may hold pretrained kernels.
         """
         super().init_weights()
         for block in moe_blocks(self):
-            block.moe.reset_parameters()
+            if isinstance(block, MoEFFN):
+                block.moe.reset_parameters()
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
         if self.training:
             prepare_gates(moe_blocks(self), training_progress())
-        with self.routing.step(_group_ids(batch_data_samples, batch_inputs.device)):
+        with self.routing.step(
+            _group_ids(batch_data_samples, batch_inputs.device),
+            image_share_B2=_image_share(batch_inputs, batch_data_samples),
+        ):
             losses = super().loss(batch_inputs, batch_data_samples)
             return {**losses, **routing_losses(self.routing.records)}
 
@@ -94,7 +100,8 @@ class RoutedDetector(_Detector):
 
         No dataset id is read here.
         """
-        with self.routing.step():
+        share_B2 = _image_share(batch_inputs, batch_data_samples)
+        with self.routing.step(image_share_B2=share_B2):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
             return attach_routing(samples, self.routing.records)
 
@@ -171,3 +178,13 @@ def _group_ids(batch_data_samples: list, device: torch.device) -> Tensor | None:
     if all(value < 0 for value in ids):
         return None
     return torch.tensor(ids, device=device)
+
+
+def _image_share(batch_inputs: Tensor, batch_data_samples: list) -> Tensor | None:
+    """Part of the padded (height, width) that is image; None where all of it is."""
+    height, width = batch_inputs.shape[-2:]
+    sizes = [sample.metainfo["img_shape"][:2] for sample in batch_data_samples]
+    if all(tuple(size) == (height, width) for size in sizes):
+        return None
+    shares = [(h / height, w / width) for h, w in sizes]
+    return torch.tensor(shares, dtype=torch.float64, device=batch_inputs.device)

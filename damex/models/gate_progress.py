@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from mmengine.logging import MessageHub
 
 from damex.models.moe_ffn import MoEFFN
+from damex.models.moe_patch_conv import MoEPatchConv
 
 __all__ = ["prepare_gates", "training_progress"]
 
@@ -27,7 +28,9 @@ def training_progress() -> float | None:
     return min(now / max(end - 1, 1), 1.0)
 
 
-def prepare_gates(blocks: Iterable[MoEFFN], progress: float | None) -> None:
+def prepare_gates(
+    blocks: Iterable[MoEFFN | MoEPatchConv], progress: float | None
+) -> None:
     """Tell gates with a ``balance`` or ``set_progress`` that a step begins.
 
     A balance takes in the load of the step before; ``set_progress`` hears how far the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from damex.errors import ConfigError, did_you_mean
 from damex.models.context import RoutingContext
 from damex.models.moe_ffn import MoEFFN
+from damex.models.moe_patch_conv import MoEPatchConv, conv_sites, uses_patches
 from damex.moe import MoELayer, expert_groups
 
 __all__ = ["InsertedLayer", "InsertionReport", "insert_moe", "moe_blocks"]
@@ -34,11 +36,10 @@ MOE_FIELDS = (
 
 @dataclass(frozen=True)
 class InsertedLayer:
-    """One replaced feed-forward block: where it was, and what it costs now."""
+    """One replaced block: where and what it was, and what it costs now."""
 
     name: str
-    embed_dims: int
-    hidden_dims: int
+    dense: str
     num_experts: int
     dense_parameters: int
     moe_parameters: int
@@ -52,7 +53,7 @@ class InsertionReport:
 
     def __str__(self) -> str:
         rows = [
-            f"  {row.name}: FFN {row.embed_dims}-{row.hidden_dims}-{row.embed_dims} "
+            f"  {row.name}: {row.dense} "
             f"({row.dense_parameters:,} parameters) -> {row.num_experts} experts "
             f"({row.moe_parameters:,})"
             for row in self.layers
@@ -68,6 +69,10 @@ def insert_moe(
     num_groups: int | None,
 ) -> InsertionReport:
     """Replace the FFNs of chosen transformer layers by MoE blocks.
+
+    With ``experts=dict(type='PatchConvExperts', patch_size=...)`` it is the last 3x3
+    convolution of chosen stages of a ResNet: ``layers=dict(backbone=[3])``, a list of
+    stage numbers, ``'all'`` or ``'last'``.
 
     Args:
         detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
@@ -95,32 +100,75 @@ def insert_moe(
             )
     num_experts = _num_experts(moe.get("num_experts"), num_groups)
     groups = expert_groups(num_groups, num_experts) if num_groups else None
-    rows = []
+    make = partial(_insert_ffns, detector, moe, context)
+    if uses_patches(moe):
+        make = partial(_insert_patch_convs, detector, moe, context)
+    return InsertionReport(tuple(make(num_experts, groups)))
+
+
+def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
+    """The MoE blocks of a detector in the order of computation."""
+    return [m for m in detector.modules() if isinstance(m, (MoEFFN, MoEPatchConv))]
+
+
+def _insert_ffns(
+    detector: nn.Module,
+    moe: Mapping[str, Any],
+    context: RoutingContext,
+    num_experts: int,
+    groups: Sequence[Sequence[int]] | None,
+) -> Iterator[InsertedLayer]:
     for name, layer in _chosen_layers(detector, moe.get("layers") or {}):
         dense = layer.ffn
-        block = MoEFFN(
+        layer.ffn = block = MoEFFN(
             _build_layer(moe, dense, num_experts, groups),
             name=name,
             context=context,
             with_cp=bool(moe.get("with_cp")),
         )
-        layer.ffn = block
-        rows.append(
-            InsertedLayer(
-                name=name,
-                embed_dims=dense.embed_dims,
-                hidden_dims=dense.feedforward_channels,
-                num_experts=num_experts,
-                dense_parameters=_count(dense),
-                moe_parameters=_count(block),
-            )
+        width = dense.embed_dims
+        yield InsertedLayer(
+            name=name,
+            dense=f"FFN {width}-{dense.feedforward_channels}-{width}",
+            num_experts=num_experts,
+            dense_parameters=_count(dense),
+            moe_parameters=_count(block),
         )
-    return InsertionReport(tuple(rows))
 
 
-def moe_blocks(detector: nn.Module) -> list[MoEFFN]:
-    """The MoE blocks of a detector in the order of computation."""
-    return [m for m in detector.modules() if isinstance(m, MoEFFN)]
+def _insert_patch_convs(
+    detector: nn.Module,
+    moe: Mapping[str, Any],
+    context: RoutingContext,
+    num_experts: int,
+    groups: Sequence[Sequence[int]] | None,
+) -> Iterator[InsertedLayer]:
+    for site in conv_sites(detector, moe["layers"]["backbone"]):
+        conv = site.conv
+        experts = _build(
+            moe["experts"],
+            None,
+            "experts",
+            num_experts=num_experts,
+            in_channels=conv.in_channels,
+            out_channels=conv.out_channels,
+            kernel_size=conv.kernel_size[0],
+        )
+        block = MoEPatchConv(
+            _assemble(moe, experts, experts.embed_dims, num_experts, groups),
+            name=site.name,
+            context=context,
+            with_cp=bool(moe.get("with_cp")),
+        )
+        site.replace(block)
+        side, widths = conv.kernel_size[0], f"{conv.in_channels}-{conv.out_channels}"
+        yield InsertedLayer(
+            name=site.name,
+            dense=f"convolution {widths} {side}x{side}",
+            num_experts=num_experts,
+            dense_parameters=_count(conv),
+            moe_parameters=_count(block),
+        )
 
 
 def _num_experts(num_experts: int | None, num_groups: int | None) -> int:
@@ -220,6 +268,27 @@ def _build_layer(
         activation=type(activation).__name__.lower(),
         dropout=dropout.p,
     )
+    experts = _build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn)
+    return _assemble(
+        moe,
+        experts,
+        dense.embed_dims,
+        num_experts,
+        groups,
+        shared_expert=_shared_expert(moe, embed_dims=dense.embed_dims, **ffn),
+    )
+
+
+def _assemble(
+    moe: Mapping[str, Any],
+    experts: Any,
+    embed_dims: int,
+    num_experts: int,
+    groups: Sequence[Sequence[int]] | None,
+    *,
+    shared_expert: Any = None,
+) -> MoELayer:
+    """Router, gate and losses of the config around built experts."""
     losses = moe.get("losses") or []
     if not isinstance(losses, (list, tuple)):
         raise ConfigError(f"moe.losses must be a list of dicts, got {losses!r}.")
@@ -238,11 +307,12 @@ def _build_layer(
                 "LinearRouter",
                 "router",
                 offer=dict(num_groups=len(groups)) if groups else {},
-                **shape,
+                num_experts=num_experts,
+                embed_dims=embed_dims,
             ),
             gate=gate,
-            experts=_build(moe.get("experts"), "FFNExperts", "experts", **shape, **ffn),
-            shared_expert=_shared_expert(moe, embed_dims=dense.embed_dims, **ffn),
+            experts=experts,
+            shared_expert=shared_expert,
             losses=[_build(cfg, None, "losses") for cfg in losses],
             group_experts=groups,
         )

@@ -21,6 +21,7 @@ MOE_PARTS = (
     moe.ExpertChoiceGate,
     moe.BiasBalancer,
     moe.FFNExperts,
+    moe.PatchConvExperts,
     moe.SharedExpert,
     moe.DatasetRoutingLoss,
     moe.LoadBalanceLoss,
