@@ -11,6 +11,7 @@ from damex.moe.gates import (
 )
 from damex.moe.grouped import grouped_linear
 from damex.moe.groups import expert_groups
+from damex.moe.joined_optimizer import JoinedOptimizer
 from damex.moe.layer import MoELayer, group_experts_mask
 from damex.moe.losses import (
     DatasetRoutingLoss,
@@ -70,6 +71,7 @@ __all__ = [
     "Gate",
     "HierarchicalRouter",
     "ImportanceLoss",
+    "JoinedOptimizer",
     "LinearRouter",
     "LoadBalanceLoss",
     "LoadLoss",
