@@ -24,6 +24,7 @@ from damex.models.denoising import denoising_query_mask
 from damex.models.gate_progress import prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
 from damex.models.moe_ffn import MoEFFN
+from damex.models.router_stage import StagedTraining, read_router_stage
 from damex.models.routing_summary import attach_routing, routing_losses
 
 if TYPE_CHECKING:
@@ -66,9 +67,13 @@ class RoutedDetector(_Detector):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.routing = RoutingContext()
+        self._staged: StagedTraining | None = None
         if moe is not None:
             report = insert_moe(self, moe, context=self.routing, num_groups=num_groups)
             print_log(str(report), logger="current", level=logging.INFO)
+            layers = [block.moe for block in moe_blocks(self)]
+            stage = read_router_stage(moe.get("router_stage"), layers)
+            self._staged = None if stage is None else StagedTraining(stage)
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.
@@ -84,6 +89,9 @@ class RoutedDetector(_Detector):
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
+        stage_is_open = False
+        if self.training and self._staged is not None:
+            stage_is_open = self._staged.begin_step(self)
         if self.training:
             prepare_gates(moe_blocks(self), training_progress())
         with self.routing.step(
@@ -91,7 +99,10 @@ class RoutedDetector(_Detector):
             image_share_B2=_image_share(batch_inputs, batch_data_samples),
         ):
             losses = super().loss(batch_inputs, batch_data_samples)
-            return {**losses, **routing_losses(self.routing.records)}
+            losses = {**losses, **routing_losses(self.routing.records)}
+        if self.training and self._staged is not None:
+            return self._staged.choose_losses(losses, is_open=stage_is_open)
+        return losses
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True

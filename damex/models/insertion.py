@@ -31,6 +31,7 @@ MOE_FIELDS = (
     "shared_expert",
     "losses",
     "with_cp",
+    "router_stage",
 )
 
 
@@ -82,7 +83,8 @@ def insert_moe(
             ``router``, ``gate``, ``experts`` and ``losses``, each a dict with a
             ``type``. ``shared_expert=dict(type='SharedExpert')`` adds an expert for
             all tokens. ``with_cp=True`` recomputes experts in the backward pass to save
-            memory. It is not changed.
+            memory. ``router_stage`` is for the detector, see
+            :mod:`damex.models.router_stage`. It is not changed.
         context: What the blocks read and write during a forward pass.
         num_groups: Number of dataset groups; None outside of a mixture.
 

@@ -28,6 +28,7 @@ MOE_PARTS = (
     moe.ImportanceLoss,
     moe.LoadLoss,
     moe.RouterZLoss,
+    moe.SeparateRouterLoss,
 )
 
 for part in MOE_PARTS:

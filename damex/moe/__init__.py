@@ -19,11 +19,13 @@ from damex.moe.losses import (
     LoadBalanceLoss,
     LoadLoss,
     RouterZLoss,
+    SeparateRouterLoss,
     dataset_routing_loss,
     importance_loss,
     load_balance_loss,
     load_loss,
     router_z_loss,
+    separate_router_loss,
 )
 from damex.moe.metrics import (
     coefficient_of_variation,
@@ -83,6 +85,7 @@ __all__ = [
     "RouterZLoss",
     "RoutingLoss",
     "RoutingRecord",
+    "SeparateRouterLoss",
     "SharedExpert",
     "TopKGate",
     "coefficient_of_variation",
@@ -108,6 +111,7 @@ __all__ = [
     "repeat_router_rows",
     "route_patches",
     "router_z_loss",
+    "separate_router_loss",
     "split_hidden_dims",
     "split_patches",
 ]
