@@ -344,6 +344,8 @@ def _build(
     What is in ``offer`` is handed only to a part whose ``__init__`` names it. A value
     that is a dict with a ``type`` is a part, too.
     """
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"moe.{field} must be a dict with a type, got {config!r}.")
     own = {
         name: _build(value, None, f"{field}.{name}", offer=offer)
         if isinstance(value, Mapping) and "type" in value

@@ -106,3 +106,23 @@ def test_a_parameter_has_one_optimiser():
     weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ValueError, match="more than one parameter group"):
         JoinedOptimizer(torch.optim.SGD([weight], lr=0.1), NormalizedGD([weight]))
+
+
+def test_a_gradient_scaler_skips_both_on_overflow_and_unscales_for_both():
+    dense, bank, joined = make()
+    plain = copy.deepcopy(dense)
+    alone = torch.optim.AdamW([plain], lr=0.01)
+    start = bank.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((dense.sum() + bank.sum()) * torch.inf).backward()
+    scaler.step(joined)
+    scaler.update()
+    assert torch.equal(bank, start)
+    assert torch.equal(dense, plain)
+    joined.zero_grad()
+    scaler.scale(dense.square().sum() + bank.sum()).backward()
+    scaler.step(joined)
+    plain.square().sum().backward()
+    alone.step()
+    torch.testing.assert_close(dense, plain)
+    torch.testing.assert_close((bank - start).norm(dim=1), torch.full((2,), 0.1))
