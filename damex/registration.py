@@ -9,6 +9,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 
 from damex.datasets import mixture, named_coco, sampler
 from damex.engine import (
+    expert_optimizer,
     painted_images,
     progress,
     reproducibility,
@@ -20,6 +21,7 @@ from damex.models import detectors, moe_parts
 
 __all__ = [
     "detectors",
+    "expert_optimizer",
     "mixture",
     "mixture_metric",
     "moe_parts",

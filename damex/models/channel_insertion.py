@@ -15,12 +15,8 @@ from damex.models.channel_context import ChannelContext
 from damex.models.channel_gating import ChannelGating
 from damex.models.gated_ffn_block import GatedFFNBlock
 from damex.models.gated_residual import GatedResidualBlock
-from damex.models.insertion import (
-    PARTS,
-    build_part,
-    layer_numbers,
-    transformer_layer,
-)
+from damex.models.layer_choice import PARTS, layer_numbers, transformer_layer
+from damex.models.part_building import build_part
 from damex.moe import GatingPath
 
 __all__ = ["ChannelReport", "insert_channels"]

@@ -27,6 +27,7 @@ class RoutingContext:
     def __init__(self) -> None:
         self._group_ids_B: Tensor | None = None
         self._ground_truth: GroundTruth | None = None
+        self._image_share_B2: Tensor | None = None
         self._token_mask_BN: Tensor | None = None
         self._foreground_BN: Tensor | None = None
         self._records: dict[str, RoutingRecord] = {}
@@ -36,6 +37,11 @@ class RoutingContext:
     def group_ids_B(self) -> Tensor | None:
         """Dataset group of every image, -1 where unknown; None at inference."""
         return self._group_ids_B
+
+    @property
+    def image_share_B2(self) -> Tensor | None:
+        """Part of the padded input's (height, width) that is image; None for all."""
+        return self._image_share_B2
 
     @property
     def token_mask_BN(self) -> Tensor | None:
@@ -61,13 +67,16 @@ class RoutingContext:
     def step(
         self,
         group_ids_B: Tensor | None = None,
+        *,
         ground_truth: GroundTruth | None = None,
+        image_share_B2: Tensor | None = None,
     ) -> Iterator[RoutingContext]:
         """Open one forward pass.
 
         Args:
             group_ids_B: Dataset group of every image; None at inference.
             ground_truth: Boxes of the batch; None unless a loss counts foreground.
+            image_share_B2: Part of the padded input's (height, width) that is image.
 
         Raises:
             RuntimeError: If a step is open already.
@@ -76,11 +85,13 @@ class RoutingContext:
             raise RuntimeError("a routing step is open already; steps do not nest.")
         self._open, self._group_ids_B, self._records = True, group_ids_B, {}
         self._ground_truth = ground_truth
+        self._image_share_B2 = image_share_B2
         try:
             yield self
         finally:
             self._open, self._group_ids_B, self._records = False, None, {}
-            self._token_mask_BN = self._foreground_BN = self._ground_truth = None
+            self._token_mask_BN = self._foreground_BN = None
+            self._ground_truth = self._image_share_B2 = None
 
     @contextmanager
     def part(

@@ -32,6 +32,8 @@ from damex.models.foreground import (
 )
 from damex.models.gate_progress import prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
+from damex.models.moe_ffn import MoEFFN
+from damex.models.router_stage import StagedTraining, read_router_stage
 from damex.models.routing_summary import attach_routing, routing_losses
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class RoutedDetector(_Detector):
         super().__init__(*args, **kwargs)
         self.routing = RoutingContext()
         self.channel_gating: ChannelGating | None = None
+        self._staged: StagedTraining | None = None
         if moe is not None and moe.get("channels") is not None:
             self.channel_gating, gated = insert_channels(
                 self, moe, num_groups=num_groups
@@ -87,33 +90,46 @@ class RoutedDetector(_Detector):
             for note in report.notes:
                 print_log(note, logger="current", level=logging.WARNING)
             self._check_foreground()
+            layers = [block.moe for block in moe_blocks(self)]
+            stage = read_router_stage(moe.get("router_stage"), layers)
+            self._staged = None if stage is None else StagedTraining(stage)
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.
 
         mmdet draws every tensor of the transformer as if it were one matrix, which
-        gives stacked experts a wrong scale.
+        gives stacked experts a wrong scale. Those of the backbone are not drawn again:
+        they may hold pretrained kernels.
         """
         super().init_weights()
         for block in moe_blocks(self):
-            block.reset_parameters()
+            if isinstance(block, MoEFFN):
+                block.reset_parameters()
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
+        stage_is_open = False
+        if self.training and self._staged is not None:
+            stage_is_open = self._staged.begin_step(self)
         if self.training:
             prepare_gates(moe_blocks(self), training_progress())
         groups = _group_ids(batch_data_samples, batch_inputs.device)
         wanted = self.training and _counts_foreground(self)
-        truth = ground_truth_of(batch_data_samples) if wanted else None
         with (
-            self.routing.step(groups, truth),
+            self.routing.step(
+                groups,
+                ground_truth=ground_truth_of(batch_data_samples) if wanted else None,
+                image_share_B2=_image_share(batch_inputs, batch_data_samples),
+            ),
             self._gates(batch_inputs, batch_data_samples),
         ):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.channel_gating is not None:
                 losses.update(self.channel_gating.losses(batch_data_samples, groups))
-            return losses
+        if self.training and self._staged is not None:
+            return self._staged.choose_losses(losses, is_open=stage_is_open)
+        return losses
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True
@@ -122,7 +138,11 @@ class RoutedDetector(_Detector):
 
         No dataset id is read here.
         """
-        with self.routing.step(), self._gates(batch_inputs, batch_data_samples):
+        share_B2 = _image_share(batch_inputs, batch_data_samples)
+        with (
+            self.routing.step(image_share_B2=share_B2),
+            self._gates(batch_inputs, batch_data_samples),
+        ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
             return attach_routing(samples, self.routing.records)
 
@@ -234,3 +254,13 @@ def _group_ids(batch_data_samples: list, device: torch.device) -> Tensor | None:
     if all(value < 0 for value in ids):
         return None
     return torch.tensor(ids, device=device)
+
+
+def _image_share(batch_inputs: Tensor, batch_data_samples: list) -> Tensor | None:
+    """Part of the padded (height, width) that is image; None where all of it is."""
+    height, width = batch_inputs.shape[-2:]
+    sizes = [sample.metainfo["img_shape"][:2] for sample in batch_data_samples]
+    if all(tuple(size) == (height, width) for size in sizes):
+        return None
+    shares = [(h / height, w / width) for h, w in sizes]
+    return torch.tensor(shares, dtype=torch.float64, device=batch_inputs.device)

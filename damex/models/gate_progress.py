@@ -10,24 +10,38 @@ from collections.abc import Iterable
 from mmengine.logging import MessageHub
 
 from damex.models.moe_ffn import MoEFFN
+from damex.models.moe_patch_conv import MoEPatchConv
 
-__all__ = ["prepare_gates", "training_progress"]
+__all__ = ["prepare_gates", "training_iteration", "training_progress"]
+
+
+def training_iteration() -> tuple[int, int] | None:
+    """Number of the iteration and of all, from mmengine's message hub.
+
+    Returns:
+        The first iteration has number 0; None where no runner trains.
+    """
+    hub = MessageHub.get_current_instance()
+    now, end = hub.get_info("iter"), hub.get_info("max_iters")
+    return None if now is None or end is None else (now, end)
 
 
 def training_progress() -> float | None:
-    """Share of the training that is done, from mmengine's message hub.
+    """Share of the training that is done.
 
     Returns:
         0 in the first iteration and 1 in the last; None where no runner trains.
     """
-    hub = MessageHub.get_current_instance()
-    now, end = hub.get_info("iter"), hub.get_info("max_iters")
-    if now is None or end is None:
+    iteration = training_iteration()
+    if iteration is None:
         return None
+    now, end = iteration
     return min(now / max(end - 1, 1), 1.0)
 
 
-def prepare_gates(blocks: Iterable[MoEFFN], progress: float | None) -> None:
+def prepare_gates(
+    blocks: Iterable[MoEFFN | MoEPatchConv], progress: float | None
+) -> None:
     """Tell gates with a ``balance`` or ``set_progress`` that a step begins.
 
     A balance takes in the load of the step before; ``set_progress`` hears how far the

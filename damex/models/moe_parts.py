@@ -22,6 +22,7 @@ MOE_PARTS = (
     moe.BiasBalancer,
     moe.ExpertCapacity,
     moe.FFNExperts,
+    moe.PatchConvExperts,
     moe.SharedExpert,
     moe.ShallowEmbedding,
     moe.DatasetRoutingLoss,
@@ -29,6 +30,7 @@ MOE_PARTS = (
     moe.ImportanceLoss,
     moe.LoadLoss,
     moe.RouterZLoss,
+    moe.SeparateRouterLoss,
 )
 
 for part in MOE_PARTS:

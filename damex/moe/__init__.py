@@ -27,6 +27,7 @@ from damex.moe.gates import (
 )
 from damex.moe.grouped import grouped_linear
 from damex.moe.groups import expert_groups
+from damex.moe.joined_optimizer import JoinedOptimizer
 from damex.moe.layer import MoELayer, group_experts_mask
 from damex.moe.losses import (
     DatasetRoutingLoss,
@@ -34,11 +35,13 @@ from damex.moe.losses import (
     LoadBalanceLoss,
     LoadLoss,
     RouterZLoss,
+    SeparateRouterLoss,
     dataset_routing_loss,
     importance_loss,
     load_balance_loss,
     load_loss,
     router_z_loss,
+    separate_router_loss,
 )
 from damex.moe.metrics import (
     coefficient_of_variation,
@@ -53,6 +56,13 @@ from damex.moe.metrics import (
     own_expert_share,
 )
 from damex.moe.optim import NormalizedGD, expert_parameters
+from damex.moe.patch_conv import PatchConvExperts, route_patches
+from damex.moe.patches import (
+    merge_patches,
+    patch_grid,
+    real_patches,
+    split_patches,
+)
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
 from damex.moe.record import RoutingRecord
 from damex.moe.routers import (
@@ -87,16 +97,19 @@ __all__ = [
     "GatingPath",
     "HierarchicalRouter",
     "ImportanceLoss",
+    "JoinedOptimizer",
     "LinearRouter",
     "LoadBalanceLoss",
     "LoadLoss",
     "MLPRouter",
     "MoELayer",
     "NormalizedGD",
+    "PatchConvExperts",
     "Router",
     "RouterZLoss",
     "RoutingLoss",
     "RoutingRecord",
+    "SeparateRouterLoss",
     "ShallowEmbedding",
     "SharedExpert",
     "TopKGate",
@@ -122,11 +135,17 @@ __all__ = [
     "load_balance_loss",
     "load_dense_split",
     "load_loss",
+    "merge_patches",
     "mutual_information",
     "own_expert_counts",
     "own_expert_share",
+    "patch_grid",
     "presence_loss",
+    "real_patches",
     "repeat_router_rows",
+    "route_patches",
     "router_z_loss",
+    "separate_router_loss",
     "split_hidden_dims",
+    "split_patches",
 ]

@@ -110,19 +110,51 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: If shapes or ids are wrong, or a loss lacks its group ids.
         """
-        self._check_forward(tokens_BND, token_mask_BN, group_ids_B)
-        _check_mask("foreground_BN", foreground_BN, tokens_BND)
-        num_images, num_tokens, _ = tokens_BND.shape
-        tokens_TD = tokens_BND.flatten(0, 1)
-        mask_T = None if token_mask_BN is None else token_mask_BN.flatten()
-        logits_TE = self._route(tokens_TD, mask_T)
-        assignment = self.gate(
-            logits_TE.unflatten(0, (num_images, num_tokens)), token_mask_BN
+        record = self.route(
+            tokens_BND,
+            token_mask_BN=token_mask_BN,
+            group_ids_B=group_ids_B,
+            foreground_BN=foreground_BN,
         )
+        tokens_TD = tokens_BND.flatten(0, 1)
+        assignment = record.assignment
         out_RD = self.experts(assignment.dispatch(tokens_TD), assignment.counts_E)
         out_TD = assignment.combine(out_RD).to(tokens_BND.dtype)
         if self.shared_expert is not None:
-            out_TD = out_TD + self.shared_expert(tokens_TD, mask_T).to(out_TD.dtype)
+            shared_TD = self.shared_expert(tokens_TD, record.token_mask_T)
+            out_TD = out_TD + shared_TD.to(out_TD.dtype)
+        return out_TD.unflatten(0, tokens_BND.shape[:2]), record
+
+    def route(
+        self,
+        tokens_BND: Tensor,
+        *,
+        token_mask_BN: Tensor | None = None,
+        group_ids_B: Tensor | None = None,
+        foreground_BN: Tensor | None = None,
+    ) -> RoutingRecord:
+        """Router, gate and losses alone, for callers that run the experts themselves.
+
+        Args:
+            tokens_BND: As in `forward`, like the rest.
+            token_mask_BN: See there.
+            group_ids_B: See there.
+            foreground_BN: See there.
+
+        Returns:
+            What was routed, with the weighted losses when training.
+
+        Raises:
+            ValueError: As `forward`.
+        """
+        self._check_forward(tokens_BND, token_mask_BN, group_ids_B)
+        _check_mask("foreground_BN", foreground_BN, tokens_BND)
+        num_images, num_tokens, _ = tokens_BND.shape
+        mask_T = None if token_mask_BN is None else token_mask_BN.flatten()
+        logits_TE = self._score(tokens_BND.flatten(0, 1), mask_T)
+        assignment = self.gate(
+            logits_TE.unflatten(0, (num_images, num_tokens)), token_mask_BN
+        )
         group_ids_T = None
         if group_ids_B is not None:
             group_ids_T = group_ids_B.to(tokens_BND.device)
@@ -138,13 +170,13 @@ class MoELayer(nn.Module):
         if self.training:
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}
             record = dataclasses.replace(record, losses=losses)
-        return out_TD.unflatten(0, (num_images, num_tokens)), record
+        return record
 
     def extra_repr(self) -> str:
         """Losses, for `print(module)`."""
         return f"losses={list(self.losses)}"
 
-    def _route(self, tokens_TD: Tensor, mask_T: Tensor | None) -> Tensor:
+    def _score(self, tokens_TD: Tensor, mask_T: Tensor | None) -> Tensor:
         """Logits of real tokens; padded rows are never seen and get zeros."""
         if mask_T is None:
             return self.router(tokens_TD)

@@ -109,6 +109,7 @@ def test_the_report_names_every_layer(build):
         (dict(layers=dict(decoder=0)), "must be a list of layer numbers"),
         (dict(layers=dict(decoder=[True])), "names layer True"),
         (dict(gate=dict(type="TopKGate", k=4)), "k is 4, but there are 3 experts"),
+        (dict(losses=["RouterZLoss"]), "must be a dict with a type, got 'RouterZL"),
         (dict(losses=dict(type="RouterZLoss")), "must be a list of dicts"),
         (dict(experts=dict(num_experts=2)), "moe: .*3 experts, but there are 2"),
         (dict(num_experts=2), "3 dataset groups but moe.num_experts is 2"),

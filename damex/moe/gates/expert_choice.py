@@ -39,6 +39,9 @@ class ExpertChoiceGate(nn.Module):
         weights: 'selected' for a softmax over the l tokens that the expert took (eq. 4
             of the paper), 'all' for one over all real tokens of the image (the paper's
             released code for wide residual networks).
+        mean_one: Multiply the weights by the number of tokens that the softmax is over,
+            so that their mean is 1. They scale the experts' output; this keeps it at
+            the scale that pretrained experts and frozen batch norms behind them expect.
 
     Raises:
         ValueError: If not exactly one of `num_tokens` and `share` is set, one is out
@@ -51,6 +54,7 @@ class ExpertChoiceGate(nn.Module):
         num_tokens: int | None = None,
         share: float | None = None,
         weights: Literal["selected", "all"] = "selected",
+        mean_one: bool = False,
     ) -> None:
         super().__init__()
         if (num_tokens is None) == (share is None):
@@ -71,6 +75,7 @@ class ExpertChoiceGate(nn.Module):
         self.num_tokens = num_tokens
         self.share = share
         self.weights = weights
+        self.mean_one = mean_one
         # A number is a limit on the share of one, a share has no limit.
         self._share = 1.0 if share is None else share
         self._limit = sys.maxsize if num_tokens is None else num_tokens
@@ -99,13 +104,17 @@ class ExpertChoiceGate(nn.Module):
         order_BEN = torch.sort(scores_BEN, dim=-1, descending=True, stable=True)[1]
         pick_BEL = order_BEN[..., : self._most(num_tokens)]
         rank_L = torch.arange(pick_BEL.shape[-1], device=logits_BNE.device)
-        taken_BL = rank_L < self._quota(real_B).unsqueeze(1)
+        quota_B = self._quota(real_B)
+        taken_BL = rank_L < quota_B.unsqueeze(1)
         taken_BEL = taken_BL.unsqueeze(1).expand(-1, num_experts, -1)
         if self.weights == "all":
             weight_BEL = torch.softmax(scores_BEN, dim=-1).gather(-1, pick_BEL)
         else:
             picked_BEL = scores_BEN.gather(-1, pick_BEL)
             weight_BEL = picked_BEL.masked_fill(~taken_BEL, lowest).softmax(-1)
+        if self.mean_one:
+            over_B = real_B if self.weights == "all" else quota_B
+            weight_BEL = weight_BEL * over_B.view(-1, 1, 1)
         image_R, expert_R, rank_R = taken_BEL.nonzero(as_tuple=True)
         return Assignment.from_pairs(
             image_R * num_tokens + pick_BEL[image_R, expert_R, rank_R],
@@ -119,7 +128,7 @@ class ExpertChoiceGate(nn.Module):
         """Options, for `print(module)`."""
         return (
             f"num_tokens={self.num_tokens}, share={self.share}, "
-            f"weights={self.weights!r}"
+            f"weights={self.weights!r}, mean_one={self.mean_one}"
         )
 
     def _most(self, num_tokens: int) -> int:

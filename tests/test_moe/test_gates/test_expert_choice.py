@@ -128,3 +128,17 @@ def test_errors():
         ExpertChoiceGate(share=1.5)
     with pytest.raises(ValueError, match="unknown weights 'none'"):
         ExpertChoiceGate(num_tokens=1, weights="none")
+
+
+@pytest.mark.parametrize("weights", ["selected", "all"])
+def test_weights_of_mean_one(weights):
+    logits_BNE = torch.randn(2, 5, 3)
+    mask_BN = torch.tensor([[True] * 5, [True, True, True, False, False]])
+    plain = ExpertChoiceGate(num_tokens=2, weights=weights)(logits_BNE, mask_BN)
+    scaled = ExpertChoiceGate(num_tokens=2, weights=weights, mean_one=True)(
+        logits_BNE, mask_BN
+    )
+    # over the two tokens that were taken, or over the five and three real ones
+    over_B = torch.tensor([2, 2] if weights == "selected" else [5, 3])
+    expected_R = plain.weight_R * over_B[plain.token_index_R // 5]
+    torch.testing.assert_close(scaled.weight_R, expected_R)

@@ -1,0 +1,150 @@
+"""ExpertOptimWrapperConstructor: an optimiser of their own for the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from mmengine.model import is_model_wrapper
+from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
+from mmengine.registry import (
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+)
+from torch import nn
+from torch.optim import Optimizer
+
+from damex.errors import ConfigError, did_you_mean
+from damex.moe import JoinedOptimizer, NormalizedGD, expert_parameters
+
+__all__ = ["ExpertOptimWrapperConstructor"]
+
+OPTIMIZERS.register_module(module=NormalizedGD)
+HINT = "experts=dict(type='NormalizedGD', lr=0.001)"
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
+    """Trains experts with one optimiser and all the rest with another.
+
+    Algorithm 1 of Chen et al. 2022 (arXiv 2208.02813) in a config, nothing else
+    changes::
+
+        optim_wrapper = dict(
+            constructor='ExpertOptimWrapperConstructor',
+            optimizer=dict(type='AdamW', lr=0.0001),
+            experts=dict(type='NormalizedGD', lr=0.001),
+        )
+
+    Both stand in one optimiser, so the wrapper's type, ``clip_grad`` and checkpoints
+    work as ever, and a ``param_scheduler`` moves the learning rates of both by the same
+    factors (an absolute ``eta_min`` is the same number for both). Clipping to a norm
+    counts the experts' gradients in, as without this constructor, but does not change
+    the length of a normalised step.
+
+    ``paramwise_cfg`` rules the rest, and a ``lr_mult`` of ``custom_keys`` that covers a
+    bank of experts multiplies their learning rate, too. Other options of
+    ``paramwise_cfg`` do not reach experts.
+
+    Args:
+        optim_wrapper_cfg: Config of the wrapper with ``optimizer`` and ``experts``.
+        paramwise_cfg: As in mmengine.
+
+    Raises:
+        ConfigError: If ``experts`` is missing or no optimiser.
+    """
+
+    def __init__(
+        self,
+        optim_wrapper_cfg: dict[str, Any],
+        paramwise_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        wrapper = dict(optim_wrapper_cfg)
+        self.experts_cfg = _check_experts(wrapper.pop("experts", None))
+        super().__init__(wrapper, paramwise_cfg)
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """Build the wrapper with its optimiser for a model.
+
+        Raises:
+            ConfigError: If the model has no experts, or their parameters get different
+                factors.
+        """
+        bare = cast(nn.Module, model.module) if is_model_wrapper(model) else model
+        try:
+            banks, others = expert_parameters(bare)
+        except ValueError as error:
+            raise ConfigError(
+                "optim_wrapper.experts: the detector is dense (moe=None); leave out "
+                "optim_wrapper.constructor and experts, or choose a moe."
+            ) from error
+        groups = [dict(params=[p for p in others if p.requires_grad])]
+        if not self.paramwise_cfg:
+            expert_groups = [dict(bank, lr=self.experts_cfg["lr"]) for bank in banks]
+        else:
+            groups, expert_groups = self._paramwise(bare, banks)
+        optimizer = JoinedOptimizer(
+            _build(self.optimizer_cfg, groups, "optimizer"),
+            _build(self.experts_cfg, expert_groups, "experts"),
+        )
+        wrapper = {"type": "OptimWrapper", **self.optim_wrapper_cfg}
+        return OPTIM_WRAPPERS.build(wrapper, default_args=dict(optimizer=optimizer))
+
+    def _paramwise(
+        self, model: nn.Module, banks: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Groups with what ``paramwise_cfg`` sets: of the rest, and of the experts."""
+        groups: list[dict[str, Any]] = []
+        self.add_params(groups, model)  # one per trainable parameter
+        by_id = {id(group["params"][0]): group for group in groups}
+        names = {id(p): name for name, p in model.named_parameters()}
+        expert_groups = []
+        for bank in banks:
+            own = [by_id.pop(id(p)) for p in bank["params"]]
+            lr = self.experts_cfg["lr"] * self._factor(own, names)
+            expert_groups.append(dict(bank, lr=lr))
+        return list(by_id.values()), expert_groups
+
+    def _factor(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> float:
+        """The one ``lr_mult`` of a bank of experts."""
+        factors = {group.get("lr_mult", 1.0) for group in groups}
+        if len(factors) > 1:
+            found = [names[id(group["params"][0])] for group in groups]
+            raise ConfigError(
+                "optim_wrapper.paramwise_cfg.custom_keys give the parameters of one "
+                f"bank of experts different factors {sorted(factors)}: "
+                f"{', '.join(found)}; cover all of them or none."
+            )
+        return factors.pop()
+
+
+def _check_experts(config: Any) -> dict[str, Any]:
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            "optim_wrapper.constructor='ExpertOptimWrapperConstructor' needs "
+            f"optim_wrapper.experts, for instance {HINT}; got {config!r}."
+        )
+    kind = config.get("type")
+    if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
+        raise ConfigError(
+            f"optim_wrapper.experts has the unknown type {kind!r}; "
+            f"{did_you_mean(kind, sorted(OPTIMIZERS.module_dict))}"
+        )
+    lr = config.get("lr")
+    number = isinstance(lr, (int, float)) and not isinstance(lr, bool) and lr >= 0
+    if kind is None or not number:
+        raise ConfigError(
+            "optim_wrapper.experts needs a type and a learning rate lr of 0 or more, "
+            f"for instance {HINT}; got {dict(config)!r}."
+        )
+    return dict(config)
+
+
+def _build(
+    config: Mapping[str, Any], groups: list[dict[str, Any]], field: str
+) -> Optimizer:
+    try:
+        return OPTIMIZERS.build({**config, "params": groups})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim_wrapper.{field} = {dict(config)}: {error}") from error

@@ -1,0 +1,108 @@
+"""Which transformer layers ``moe.layers`` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mmcv.cnn.bricks.transformer import FFN
+from torch import nn
+
+from damex.errors import ConfigError, did_you_mean
+
+__all__ = ["chosen_layers", "layer_numbers", "transformer_layer"]
+
+PARTS = ("encoder", "decoder")
+
+
+def chosen_layers(
+    detector: nn.Module, layers: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Name and module of every transformer layer that the config chooses.
+
+    Args:
+        detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
+        layers: ``moe.layers``.
+
+    Raises:
+        ConfigError: If nothing is chosen, or a part or layer does not exist or has no
+            FFN.
+    """
+    if not isinstance(layers, Mapping):
+        raise ConfigError(
+            "moe.layers must be a dict such as dict(decoder=[0, 2, 4]), got "
+            f"{layers!r}."
+        )
+    for part in layers:
+        if part not in PARTS:
+            raise ConfigError(
+                f"moe.layers has the unknown part {part!r}; {did_you_mean(part, PARTS)}"
+            )
+    if not any(layers.get(part) not in (None, [], ()) for part in PARTS):
+        raise ConfigError(
+            f"moe.layers = {dict(layers)} chooses no layer, so the detector would stay "
+            "dense; set layers=dict(decoder=[0, 2, 4]), or moe=None for a dense "
+            "detector."
+        )
+    for part in PARTS:
+        chosen = layers.get(part)
+        if chosen is None:
+            continue
+        existing = getattr(getattr(detector, part, None), "layers", [])
+        for number in layer_numbers(chosen, len(existing), part):
+            yield f"{part}.{number}", transformer_layer(existing, part, number)
+
+
+def layer_numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
+    """Layer numbers behind a choice: a list, 'all' or 'even'.
+
+    Args:
+        chosen: What ``moe.layers`` says about a part.
+        count: How many layers the part has.
+        part: Its name, for the message.
+
+    Raises:
+        ConfigError: If it is no choice. That the layers exist is checked elsewhere.
+    """
+    if chosen == "all":
+        return range(count)
+    if chosen == "even":
+        return range(0, count, 2)
+    if not isinstance(chosen, (list, tuple)):
+        raise ConfigError(
+            f"moe.layers.{part} must be a list of layer numbers, 'all' or 'even', "
+            f"got {chosen!r}."
+        )
+    return chosen
+
+
+def transformer_layer(existing: Sequence[Any], part: str, number: Any) -> Any:
+    """A transformer layer whose FFN can be replaced.
+
+    Args:
+        existing: The layers of a part.
+        part: Its name, for messages.
+        number: Which of them.
+
+    Raises:
+        ConfigError: If it does not exist, is run a second time by gradient
+            checkpointing of mmdet, or has no FFN.
+    """
+    if type(number) is not int or not 0 <= number < len(existing):
+        raise ConfigError(
+            f"moe.layers.{part} names layer {number!r}, but the {part} has "
+            f"{len(existing)} layers: 0 to {len(existing) - 1}."
+        )
+    layer = existing[number]
+    if "forward" in vars(layer):
+        raise ConfigError(
+            f"model.{part}.num_cp of mmdet wraps layer {number}, which would run its "
+            "experts a second time without what they need; use a detector of damex "
+            "(type='MoEDINO' and so on), or set num_cp=0 and moe.with_cp=True."
+        )
+    if not isinstance(getattr(layer, "ffn", None), FFN):
+        raise ConfigError(
+            f"moe.layers.{part}: layer {number} ({type(layer).__name__}) has no "
+            "mmcv FFN in its attribute 'ffn' (listed twice, or replaced already?)."
+        )
+    return layer
