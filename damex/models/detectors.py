@@ -19,6 +19,7 @@ from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from torch import Tensor
 
+from damex.models.checkpointing import checkpoint_layers, take_num_cp
 from damex.models.context import RoutingContext
 from damex.models.denoising import denoising_query_mask
 from damex.models.gate_progress import prepare_gates, training_progress
@@ -53,7 +54,8 @@ class RoutedDetector(_Detector):
         moe: See :func:`damex.models.insertion.insert_moe`; None keeps the detector
             dense.
         num_groups: Number of dataset groups; filled in from the mixture.
-        **kwargs: As for the mmdet detector.
+        **kwargs: As for the mmdet detector. ``encoder.num_cp`` and ``decoder.num_cp``
+            are the numbers of layers to recompute in the backward pass, to save memory.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class RoutedDetector(_Detector):
         num_groups: int | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs, num_cp = take_num_cp(kwargs)
         super().__init__(*args, **kwargs)
         self.routing = RoutingContext()
         if moe is not None:
             report = insert_moe(self, moe, context=self.routing, num_groups=num_groups)
             print_log(str(report), logger="current", level=logging.INFO)
+        checkpoint_layers(self, num_cp, context=self.routing)
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.

@@ -15,6 +15,7 @@ from torch import nn
 from damex.errors import ConfigError, did_you_mean
 from damex.models.context import RoutingContext
 from damex.models.moe_ffn import MoEFFN
+from damex.models.part_arguments import check_arguments
 from damex.moe import MoELayer, expert_groups
 
 __all__ = ["InsertedLayer", "InsertionReport", "insert_moe", "moe_blocks"]
@@ -30,6 +31,8 @@ MOE_FIELDS = (
     "losses",
     "with_cp",
 )
+# Where damex keeps the parts for a field.
+FOLDERS = MappingProxyType({"router": "routers", "gate": "gates", "losses": "losses"})
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ def insert_moe(
             raise ConfigError(
                 f"moe has the unknown key {key!r}; {did_you_mean(key, MOE_FIELDS)}"
             )
+    with_cp = moe.get("with_cp")
+    if with_cp not in (None, True, False):
+        raise ConfigError(f"moe.with_cp must be True or False, got {with_cp!r}.")
     num_experts = _num_experts(moe.get("num_experts"), num_groups)
     groups = expert_groups(num_groups, num_experts) if num_groups else None
     rows = []
@@ -102,7 +108,7 @@ def insert_moe(
             _build_layer(moe, dense, num_experts, groups),
             name=name,
             context=context,
-            with_cp=bool(moe.get("with_cp")),
+            with_cp=bool(with_cp),
         )
         layer.ffn = block
         rows.append(
@@ -131,7 +137,7 @@ def _num_experts(num_experts: int | None, num_groups: int | None) -> int:
                 "from; set num_experts, or train on a MixtureDataset."
             )
         return num_groups
-    if not isinstance(num_experts, int) or num_experts < 1:
+    if type(num_experts) is not int or num_experts < 1:
         raise ConfigError(
             f"moe.num_experts must be an integer of 1 or more, got {num_experts!r}."
         )
@@ -148,16 +154,22 @@ def _chosen_layers(
     detector: nn.Module, layers: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Name and module of every transformer layer that the config chooses."""
-    if not any(layers.get(part) not in (None, [], ()) for part in PARTS):
+    if not isinstance(layers, Mapping):
         raise ConfigError(
-            "moe.layers chooses no layer, so the detector would stay dense; set "
-            "layers=dict(decoder=[0, 2, 4]), or moe=None for a dense detector."
+            "moe.layers must be a dict such as dict(decoder=[0, 2, 4]), got "
+            f"{layers!r}."
         )
     for part in layers:
         if part not in PARTS:
             raise ConfigError(
                 f"moe.layers has the unknown part {part!r}; {did_you_mean(part, PARTS)}"
             )
+    if not any(layers.get(part) not in (None, [], ()) for part in PARTS):
+        raise ConfigError(
+            f"moe.layers = {dict(layers)} chooses no layer, so the detector would stay "
+            "dense; set layers=dict(decoder=[0, 2, 4]), or moe=None for a dense "
+            "detector."
+        )
     for part in PARTS:
         chosen = layers.get(part)
         if chosen is None:
@@ -190,8 +202,9 @@ def _layer(existing: Sequence[Any], part: str, number: Any) -> Any:
     layer = existing[number]
     if "forward" in vars(layer):
         raise ConfigError(
-            f"model.{part}.num_cp wraps layer {number}, which would run its experts a "
-            "second time without what they need; set num_cp=0 and moe.with_cp=True."
+            f"model.{part}.num_cp of mmdet wraps layer {number}, which would run its "
+            "experts a second time without what they need; use a detector of damex "
+            "(type='MoEDINO' and so on), or set num_cp=0 and moe.with_cp=True."
         )
     if not isinstance(getattr(layer, "ffn", None), FFN):
         raise ConfigError(
@@ -226,11 +239,13 @@ def _build_layer(
     gate = _build(
         moe.get("gate"), "TopKGate", "gate", offer=dict(num_experts=num_experts)
     )
-    if getattr(gate, "k", 1) > num_experts:
-        raise ConfigError(
-            f"moe.gate.k is {gate.k}, but there are {num_experts} experts; set k to "
-            f"{num_experts} or less."
-        )
+    for name in ("k", "end_k"):
+        k = getattr(gate, name, None)
+        if k is not None and k > num_experts:
+            raise ConfigError(
+                f"moe.gate.{name} is {k}, but there are {num_experts} experts; set "
+                f"{name} to {num_experts} or less."
+            )
     try:
         return MoELayer(
             router=_build(
@@ -272,6 +287,11 @@ def _build(
     What is in ``offer`` is handed only to a part whose ``__init__`` names it. A value
     that is a dict with a ``type`` is a part, too.
     """
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(
+            f"moe.{field} must be a dict with a type, such as "
+            f"dict(type={default or 'LoadBalanceLoss'!r}), got {config!r}."
+        )
     own = {
         name: _build(value, None, f"{field}.{name}", offer=offer)
         if isinstance(value, Mapping) and "type" in value
@@ -281,21 +301,28 @@ def _build(
     kind = own.pop("type", default)
     part = MODELS.get(kind) if isinstance(kind, str) else kind
     if part is None:
-        known = sorted(n for n, m in MODELS.module_dict.items() if _is_moe_part(m))
+        known = _known_parts(field)
         raise ConfigError(
             f"moe.{field} has the unknown type {str(kind)!r}; "
             f"{did_you_mean(str(kind), known)}"
         )
     named = inspect.signature(part).parameters
     wanted = {name: value for name, value in offer.items() if name in named}
+    check_arguments(part, own, field=f"moe.{field}")
     try:
         return MODELS.build({"type": kind, **values, **wanted, **own})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"moe.{field} = {dict(config or {})}: {error}") from error
 
 
-def _is_moe_part(module: type) -> bool:
-    return module.__module__.startswith("damex.moe")
+def _known_parts(field: str) -> list[str]:
+    """Names of the parts that stand in damex for a field, or of all parts."""
+    folder = f"damex.moe.{FOLDERS.get(field, '')}"
+    return sorted(
+        name
+        for name, part in MODELS.module_dict.items()
+        if part.__module__.startswith(folder)
+    )
 
 
 def _count(module: nn.Module) -> int:

@@ -82,7 +82,13 @@ LAYERS = {
     },
 }
 # Gates that must count on the host how many routes there are break the graph.
-COUNTED = ("shared expert", "dense to sparse", "dense to top2", "expert choice", "expert choice all")
+COUNTED = (
+    "shared expert",
+    "dense to sparse",
+    "dense to top2",
+    "expert choice",
+    "expert choice all",
+)
 every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
 
 
