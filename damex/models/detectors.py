@@ -25,6 +25,7 @@ from damex.models.denoising import denoising_query_mask
 from damex.models.gate_progress import prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
 from damex.models.routing_summary import attach_routing, routing_losses
+from damex.models.timm_backbone import check_neck
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -67,6 +68,7 @@ class RoutedDetector(_Detector):
     ) -> None:
         kwargs, num_cp = take_num_cp(kwargs)
         super().__init__(*args, **kwargs)
+        check_neck(self.backbone, kwargs.get("neck"))
         self.routing = RoutingContext()
         if moe is not None:
             report = insert_moe(self, moe, context=self.routing, num_groups=num_groups)
