@@ -52,8 +52,9 @@ def check_arguments(
 
 
 def _hints(part: Callable[..., Any]) -> dict[str, Any]:
+    builder: Any = vars(part).get("__init__", part) if inspect.isclass(part) else part
     try:
-        return get_type_hints(part.__init__ if isinstance(part, type) else part)
+        return get_type_hints(builder)
     except NameError:  # a name that is imported for type checkers only
         return {}
 

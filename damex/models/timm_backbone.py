@@ -85,7 +85,7 @@ class TimmBackbone(BaseModule):
         self.norm_eval = norm_eval
         self.out_indices = tuple(out_indices)
         self.net = _create(name, self.out_indices, pretrained=pretrained, **options)
-        info = self.net.feature_info
+        info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
         self.reductions: list[int] = info.reduction()
         # An enum of text; a few families do not have it and keep channels first.
@@ -171,8 +171,8 @@ def _create(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
         return _any_size(name, features_only=True, out_indices=indices, **options)
     except (AssertionError, IndexError) as error:
         options["pretrained"] = False
-        has = _any_size(name, features_only=True, **options).feature_info.info
-        strides = [one["reduction"] for one in has]
+        info: Any = _any_size(name, features_only=True, **options).feature_info
+        strides = info.reduction()
         raise ConfigError(
             f"TimmBackbone: out_indices is {indices}, but {name!r} has {len(strides)} "
             f"feature maps, 0 to {len(strides) - 1}, of strides {strides}."
@@ -256,7 +256,8 @@ def _first_modules(net: nn.Module, last: int, *, name: str) -> Iterator[nn.Modul
     """All modules up to the one that makes feature map number ``last``."""
     if last == -1:
         return
-    makers = [one["module"] for one in net.feature_info.info]
+    info: Any = net.feature_info
+    makers = [one["module"] for one in info.info]  # of all maps, not only those kept
     names = [module for module, _ in net.named_modules()]
     if type(last) is not int or not 0 <= last < len(makers):
         raise ConfigError(

@@ -25,6 +25,14 @@ class MoELayer(nn.Module):
     computed, group ids change nothing, and an image's result does not depend on the
     other images or on padding.
 
+    torch.compile makes one graph (fullgraph=True) with any gate of damex when the
+    experts' backend is 'grouped_mm'; 'split' reads the counts on the host and breaks
+    the graph before the experts. With a token mask the number of routes is known only
+    when the graph runs: set `torch._dynamo.config.capture_dynamic_output_shape_ops`;
+    `RouterZLoss` and `DatasetRoutingLoss` then break it (torch.logsumexp asks whether
+    there is any row), and the gates need not. `DenseToSparseGate` needs the setting
+    without a mask, too.
+
     Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
     autocast's dtype if there is one; the output has the dtype of the tokens.
 

@@ -34,6 +34,9 @@ class DenseToSparseGate(nn.Module):
     (end - start) * p. `set_progress` tells it; p is kept in the checkpoint, so that
     evaluation uses the temperature that was trained last. Without a call p stays 0.
 
+    The number of routes depends on the logits, so a GPU has to tell it to the host, and
+    a compiled graph has to be told to expect that; see `MoELayer`.
+
     With a linear router the size of its weights can undo any temperature (eq. 15
     there), with `MLPRouter` not.
 
