@@ -189,6 +189,8 @@ class MoELayer(nn.Module):
             )
         if self.group_experts_GE is None or group_ids_B.device.type != "cpu":
             return
+        if torch.compiler.is_compiling():  # values are known only when the graph runs
+            return
         num_groups = self.group_experts_GE.shape[0]
         if any(not -1 <= group < num_groups for group in group_ids_B.tolist()):
             raise ValueError(

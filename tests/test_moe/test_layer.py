@@ -295,6 +295,19 @@ def test_an_expert_without_tokens_gets_zero_gradients():
 
 
 @every_layer
+def test_exactly_the_experts_with_tokens_get_gradients(parts):
+    layer = make_layer(**parts, losses=())
+    tokens, _ = make_batch(1, 1)
+    torch.manual_seed(3)  # as train_step
+    used_E = layer(tokens)[1].assignment.counts_E > 0
+    _, _, grads = train_step(layer, tokens)
+    assert used_E.any()
+    for name, grad in grads.items():
+        if name.startswith("experts."):
+            assert torch.equal((grad != 0).flatten(1).any(1), used_E), name
+
+
+@every_layer
 def test_no_tokens_at_all(parts):
     layer = make_layer(**parts)
     out, losses, grads = train_step(
