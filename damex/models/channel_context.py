@@ -50,6 +50,23 @@ class ChannelContext:
         finally:
             self._gates = None
 
+    def snapshot(self) -> ChannelGates | None:
+        """The gates of now, for a later :meth:`replay`."""
+        return self._gates
+
+    @contextmanager
+    def replay(self, snapshot: ChannelGates | None) -> Iterator[None]:
+        """Let layers that are computed a second time read the gates of the first.
+
+        Args:
+            snapshot: What :meth:`snapshot` gave in the first run.
+        """
+        present, self._gates = self._gates, snapshot
+        try:
+            yield
+        finally:
+            self._gates = present
+
     def layer(self, name: str) -> Tensor:
         """Gates (images, channels) of one layer."""
         return self.gates.layers[name]

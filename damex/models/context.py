@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -103,6 +104,27 @@ class RoutingContext:
             yield
         finally:
             self._token_mask_BN = self._foreground_BN = None
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that layers may read now, for a later :meth:`replay`."""
+        return {**vars(self), "_records": {}}
+
+    @contextmanager
+    def replay(self, snapshot: dict[str, Any]) -> Iterator[None]:
+        """Let layers that are computed a second time read what they read at first.
+
+        Their records are not kept: those of the first time are in the losses already.
+
+        Args:
+            snapshot: What :meth:`snapshot` gave in the first run.
+        """
+        present = dict(vars(self))
+        vars(self).update(snapshot, _records={})
+        try:
+            yield
+        finally:
+            vars(self).clear()
+            vars(self).update(present)
 
     def add(self, name: str, record: RoutingRecord) -> None:
         """Keep the record of a layer for the rest of the step.

@@ -23,6 +23,7 @@ from torch import Tensor
 from damex.errors import ConfigError
 from damex.models.channel_gating import ChannelGating
 from damex.models.channel_insertion import insert_channels
+from damex.models.checkpointing import checkpoint_layers, take_num_cp
 from damex.models.context import RoutingContext
 from damex.models.denoising import denoising_query_mask
 from damex.models.foreground import (
@@ -35,6 +36,7 @@ from damex.models.insertion import insert_moe, moe_blocks
 from damex.models.moe_ffn import MoEFFN
 from damex.models.router_stage import StagedTraining, read_router_stage
 from damex.models.routing_summary import attach_routing, routing_losses
+from damex.models.timm_backbone import check_neck
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -65,7 +67,8 @@ class RoutedDetector(_Detector):
             :func:`damex.models.channel_insertion.insert_channels`; None keeps the
             detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
-        **kwargs: As for the mmdet detector.
+        **kwargs: As for the mmdet detector. ``encoder.num_cp`` and ``decoder.num_cp``
+            are the numbers of layers to recompute in the backward pass, to save memory.
     """
 
     def __init__(
@@ -75,15 +78,17 @@ class RoutedDetector(_Detector):
         num_groups: int | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs, num_cp = take_num_cp(kwargs)
         super().__init__(*args, **kwargs)
+        check_neck(self.backbone, kwargs.get("neck"))
         self.routing = RoutingContext()
         self.channel_gating: ChannelGating | None = None
         self._staged: StagedTraining | None = None
         if moe is not None and moe.get("channels") is not None:
-            self.channel_gating, gated = insert_channels(
+            self.channel_gating, found = insert_channels(
                 self, moe, num_groups=num_groups
             )
-            print_log(str(gated), logger="current", level=logging.INFO)
+            print_log(str(found), logger="current", level=logging.INFO)
         elif moe is not None:
             report = insert_moe(self, moe, context=self.routing, num_groups=num_groups)
             print_log(str(report), logger="current", level=logging.INFO)
@@ -93,6 +98,9 @@ class RoutedDetector(_Detector):
             layers = [block.moe for block in moe_blocks(self)]
             stage = read_router_stage(moe.get("router_stage"), layers)
             self._staged = None if stage is None else StagedTraining(stage)
+        gating = self.channel_gating
+        gated = () if gating is None else (gating.context,)
+        checkpoint_layers(self, num_cp, contexts=(self.routing, *gated))
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.

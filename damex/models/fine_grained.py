@@ -157,14 +157,16 @@ class SplitStart:
             output_bias=experts.output_bias,
         ).to(experts.w1_EDH.device)
         w1_HD, w2_DH = dense.w1_EDH[0].t(), dense.w2_EHD[0].t()
-        self._load(moe, (w1_HD, dense.b1_EH[0], w2_DH, dense.b2_ED[0]))
+        slope = () if dense.slope_E1 is None else (dense.slope_E1[0],)
+        self._load(moe, (w1_HD, dense.b1_EH[0], w2_DH, dense.b2_ED[0], *slope))
 
     def state(self, moe: MoELayer, dense: Sequence[Tensor]) -> dict[str, Tensor]:
         """State of the experts and the router that equals a dense FFN.
 
         Args:
             moe: Left as it is; its router decides which copy gets which token.
-            dense: The tensors of an FFN as in `damex.moe.load_dense_split`.
+            dense: The tensors of an FFN as in `damex.moe.load_dense_split`, for PReLU
+                experts with the slope behind them.
 
         Returns:
             Tensors by their names in the layer.
@@ -181,8 +183,8 @@ class SplitStart:
         }
 
     def _load(self, moe: Any, dense: Sequence[Tensor]) -> None:
-        w1_HD, b1_H, w2_DH, b2_D = dense
-        load_dense_split(moe.experts, w1_HD, b1_H, w2_DH, b2_D, parts=self.parts)
+        slope_1 = dense[4] if len(dense) > 4 else None
+        load_dense_split(moe.experts, *dense[:4], parts=self.parts, slope_1=slope_1)
         repeat_router_rows(moe.router, parts=self.parts)
 
 

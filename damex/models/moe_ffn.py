@@ -114,11 +114,11 @@ def _upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None
         "b2_ED": (f"{prefix}layers.1.bias", False),
     }
     own = block.state_dict()
+    if "moe.experts.slope_E1" in own:
+        dense["slope_E1"] = (f"{prefix}layers.0.1.weight", False)  # of nn.PReLU
     if block.split is not None:
         _upcycle_split(block, state, prefix, [key for key, _ in dense.values()])
         return
-    if "moe.experts.slope_E1" in own:
-        dense["slope_E1"] = (f"{prefix}layers.0.1.weight", False)  # of nn.PReLU
     found = {}
     for name, (key, is_matrix) in dense.items():
         target = own.get(f"moe.experts.{name}")

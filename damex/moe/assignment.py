@@ -120,15 +120,13 @@ class Assignment:
         Raises:
             ValueError: If the three are not 1-D of one length, or (checked on the
                 CPU only, a GPU would have to wait) if an index is out of range.
+                Not checked in a compiled graph.
         """
-        shapes = [tuple(x.shape) for x in (token_index, expert_index, weight)]
-        if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-            raise ValueError(
-                "Assignment.from_pairs: token_index, expert_index and weight must be "
-                f"1-D and of one length, got shapes {shapes}"
-            )
-        _check_range("token_index", token_index, num_tokens)
-        _check_range("expert_index", expert_index, num_experts)
+        # A compiler knows the number of pairs only when the graph runs.
+        if not torch.compiler.is_compiling():
+            _check_pairs(token_index, expert_index, weight)
+            _check_range("token_index", token_index, num_tokens)
+            _check_range("expert_index", expert_index, num_experts)
         order_R = torch.argsort(expert_index, stable=True)
         return cls(
             token_index_R=token_index.index_select(0, order_R),
@@ -216,7 +214,8 @@ class Assignment:
         order_R = torch.argsort(self.token_index_R, stable=True)
         by_token_RD = weighted_RD.index_select(0, order_R)
         summed_VD = by_token_RD.view(num_routes // k, k, width).sum(1)
-        if num_routes == self.num_tokens * k:
+        # In a compiled graph the number of routes may be known only when it runs.
+        if not torch.compiler.is_compiling() and num_routes == self.num_tokens * k:
             return summed_VD
         tokens_V = self.token_index_R.index_select(0, order_R[::k])
         zeros_TD = weighted_RD.new_zeros(self.num_tokens, width)
@@ -238,6 +237,15 @@ def _count(expert_index: Tensor, num_experts: int) -> Tensor:
     """Routes per expert; scatter_add because bincount stalls a GPU."""
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_index.device)
     return counts_E.scatter_add(0, expert_index, torch.ones_like(expert_index))
+
+
+def _check_pairs(*columns: Tensor) -> None:
+    shapes = [tuple(column.shape) for column in columns]
+    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+        raise ValueError(
+            "Assignment.from_pairs: token_index, expert_index and weight must be "
+            f"1-D and of one length, got shapes {shapes}"
+        )
 
 
 def _check_range(name: str, index: Tensor, limit: int) -> None:

@@ -50,7 +50,8 @@ def grouped_linear(
         ValueError: If the back-end is unknown or cannot do this input.
     """
     backend = choose_backend(x_RD, weight_EDF, backend=backend)
-    if backend == "grouped_mm" and x_RD.shape[0] > 0:
+    # A compiled graph cannot ask: its number of rows may be known only when it runs.
+    if backend == "grouped_mm" and (torch.compiler.is_compiling() or len(x_RD) > 0):
         return _grouped_mm_linear(x_RD, weight_EDF, bias_EF, counts_E)
     if backend == "loop":
         return _loop_linear(x_RD, weight_EDF, bias_EF, counts_E)
@@ -105,7 +106,7 @@ def map_runs(
     """Applies `function(rows, *parameters_of_e)` to each expert's run of rows.
 
     Empty runs are skipped, which costs their experts nothing and gives them zero
-    gradients. Reads the counts on the host.
+    gradients. Reads the counts on the host, unless there is one expert only.
 
     Args:
         function: Row-wise map from one run of rows and one expert's parameters.
@@ -117,12 +118,14 @@ def map_runs(
         The outputs in the order of `x_RD`.
     """
     num_experts = counts_E.shape[0]
+    unbound = [parameter.unbind() for parameter in parameters]
+    if num_experts == 1:
+        return function(x_RD, *(slices[0] for slices in unbound))
     sizes = counts_E.tolist() if x_RD.shape[0] > 0 else [0] * num_experts
     # Without any row expert 0 maps an empty slice, which ties all parameters to the
     # graph: unbind gives the experts that are left out zero gradients.
     used = [e for e, size in enumerate(sizes) if size > 0] or [0]
     runs = x_RD.split(sizes)
-    unbound = [parameter.unbind() for parameter in parameters]
     outs = [function(runs[e], *(slices[e] for slices in unbound)) for e in used]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 

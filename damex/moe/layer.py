@@ -25,6 +25,14 @@ class MoELayer(nn.Module):
     computed, group ids change nothing, and an image's result does not depend on
     padding nor, unless the gate has an `ExpertCapacity`, on the other images.
 
+    torch.compile makes one graph (fullgraph=True) with any gate of damex when the
+    experts' backend is 'grouped_mm'; 'split' reads the counts on the host and breaks
+    the graph before the experts. With a token mask the number of routes is known only
+    when the graph runs: set `torch._dynamo.config.capture_dynamic_output_shape_ops`;
+    `RouterZLoss` and `DatasetRoutingLoss` then break it (torch.logsumexp asks whether
+    there is any row), and the gates need not. `DenseToSparseGate` needs the setting
+    without a mask, too.
+
     Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
     autocast's dtype if there is one; the output has the dtype of the tokens.
 
@@ -210,6 +218,8 @@ class MoELayer(nn.Module):
                 f"{group_ids_B.dtype} of shape {tuple(group_ids_B.shape)}"
             )
         if self.group_experts_GE is None or group_ids_B.device.type != "cpu":
+            return
+        if torch.compiler.is_compiling():  # values are known only when the graph runs
             return
         num_groups = self.group_experts_GE.shape[0]
         if any(not -1 <= group < num_groups for group in group_ids_B.tolist()):

@@ -38,6 +38,7 @@ def load_dense_split(
     b2_D: Tensor,
     *,
     parts: int,
+    slope_1: Tensor | None = None,
 ) -> None:
     """Cuts a dense FFN along its hidden axis and loads the parts into experts.
 
@@ -58,9 +59,12 @@ def load_dense_split(
         w2_DH: Weight of the second `nn.Linear`.
         b2_D: Its bias.
         parts: Parts per copy; divides the number of experts.
+        slope_1: Weight of the `nn.PReLU` between them, for 'prelu' experts only; all
+            parts get it.
 
     Raises:
-        ValueError: If sizes do not fit together, or the experts have PReLUs.
+        ValueError: If sizes do not fit together, or a slope is given to experts that
+            have none, or none to those that have.
     """
     hidden_dims, embed_dims = w1_HD.shape
     width = split_hidden_dims(hidden_dims, parts=parts)
@@ -71,8 +75,11 @@ def load_dense_split(
             f"D={experts.embed_dims} and H={experts.hidden_dims}"
         )
     _check_divides("load_dense_split", parts, experts.num_experts)
-    if experts.slope_E1 is not None:
-        raise ValueError("load_dense_split: experts with PReLUs are not supported")
+    if (slope_1 is None) != (experts.slope_E1 is None):
+        raise ValueError(
+            f"load_dense_split: experts with activation {experts.activation!r} "
+            f"{'have no' if experts.slope_E1 is None else 'need a'} slope_1"
+        )
     experts.w2_EHD.zero_()
     cuts = (
         w1_HD.tensor_split(parts),
@@ -85,6 +92,8 @@ def load_dense_split(
         experts.b1_EH[part::parts, :units] = b1_h
         experts.w2_EHD[part::parts, :units] = w2_hD
     experts.b2_ED.copy_(b2_D / parts)
+    if experts.slope_E1 is not None and slope_1 is not None:
+        experts.slope_E1.copy_(slope_1.expand_as(experts.slope_E1))
 
 
 @torch.no_grad()

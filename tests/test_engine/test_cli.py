@@ -190,3 +190,22 @@ def test_painted_images_of_datasets_do_not_replace_each_other(
     assert len(list(folder.rglob("street/*.png"))) == 5
     assert len(list(folder.rglob("park/*.png"))) == 3
     assert dump.is_file()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("moe.gate.k=9", ("moe.gate.k is 9", "2 or less")),
+        ("moe.gate.kk=2", ("moe.gate.kk = 2", "did you mean 'k'?")),
+        ("moe.num_experts=four", ("moe.num_experts", "'four'", "1 or more")),
+        ("model.encoder.num_cp=7", ("model.encoder.num_cp", "0 to 2", "got 7")),
+    ],
+)
+def test_a_bad_option_for_experts_ends_in_one_line(run, write_config, option, words):
+    status, said = run(cli.train, write_config(), "--cfg-options", option)
+    assert status == 2
+    lines = [line for line in said.splitlines() if line]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]

@@ -1,7 +1,9 @@
 """Real detectors from the shipped configs, and batches of random images for them."""
 
+import copy
 from pathlib import Path
 
+import mmdet
 import pytest
 import torch
 from mmdet.registry import MODELS
@@ -10,6 +12,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 
+MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -72,3 +75,124 @@ def make_batch():
         return dict(inputs=inputs, data_samples=samples)
 
     return make
+
+
+# damex's detectors and the configs of mmdet that theirs are built from.
+DETECTORS = {
+    "MoEDINO": "dino/dino-4scale_r50_8xb2-12e_coco.py",
+    "MoEDeformableDETR": "deformable_detr/deformable-detr_r50_16xb2-50e_coco.py",
+    "MoEDABDETR": "dab_detr/dab-detr_r50_8xb2-50e_coco.py",
+    "MoEConditionalDETR": "conditional_detr/conditional-detr_r50_8xb2-50e_coco.py",
+    "MoEDETR": "detr/detr_r50_8xb2-150e_coco.py",
+    "MoEDDQDETR": "ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py",
+}
+
+
+@pytest.fixture(params=DETECTORS)
+def detector_name(request):
+    """Every detector of damex, one after the other."""
+    return request.param
+
+
+@pytest.fixture
+def build_mmdet():
+    """Build a detector from mmdet's own config plus ``moe``, shrunk."""
+
+    def make(name, *, num_groups=2, moe=None, **changes):
+        init_default_scope("mmdet")
+        model = Config.fromfile(MMDET_CONFIGS / DETECTORS[name]).model
+        model.backbone.init_cfg = None  # the pretrained weights are a download
+        # mmdet's Conditional DETR encodes its queries' places in 256 channels always.
+        keep = {"MoEConditionalDETR": 256}
+        _narrow(model, embed_dims=keep.get(name, 32))
+        model.bbox_head.embed_dims = keep.get(name, 32)
+        model.backbone.update(depth=18, base_channels=8, stem_channels=8)
+        widths = {2048: 64, 1024: 32, 512: 16}
+        model.neck.in_channels = [widths[c] for c in model.neck.in_channels]
+        model.update(type=name, moe=moe, num_groups=num_groups, num_queries=20)
+        model.test_cfg.max_per_img = 10
+        if "dn_cfg" in model:
+            model.dn_cfg.group_cfg.num_dn_queries = 12
+        for part in ("encoder", "decoder"):
+            model[part].num_layers = 2
+            model[part].update(changes.get(part, {}))
+        torch.manual_seed(0)
+        detector = MODELS.build(model)
+        detector.init_weights()
+        return detector
+
+    return make
+
+
+def _narrow(config, *, embed_dims):
+    """Replace the widths of a DETR, wherever they stand."""
+    small = {
+        "embed_dims": embed_dims,
+        "out_channels": embed_dims,
+        "feedforward_channels": 64,
+        "num_feats": embed_dims // 2,
+        "num_groups": 4,
+    }
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _narrow(value, embed_dims=embed_dims)
+        elif key in small and isinstance(value, int):
+            config[key] = small[key]
+
+
+@pytest.fixture
+def run_loss():
+    """``run_loss(detector, batch)``: mmdet's loss dict, under a fixed seed."""
+
+    def run(detector, batch):
+        detector.train()
+        torch.manual_seed(1)
+        data = detector.data_preprocessor(copy.deepcopy(batch), True)
+        return detector(**data, mode="loss")
+
+    return run
+
+
+@pytest.fixture
+def run_predict():
+    """``run_predict(detector, batch)``: mmdet's data samples."""
+
+    def run(detector, batch):
+        detector.eval()
+        data = detector.data_preprocessor(copy.deepcopy(batch), False)
+        with torch.no_grad():
+            return detector(**data, mode="predict")
+
+    return run
+
+
+@pytest.fixture
+def total():
+    """``total(losses)``: what mmengine would call the loss."""
+
+    def add_up(losses):
+        return sum(
+            torch.stack(v).sum() if isinstance(v, list) else v
+            for k, v in losses.items()
+            if "loss" in k
+        )
+
+    return add_up
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Records of every MoE layer, as they enter the routing context."""
+    from damex.models.context import RoutingContext
+
+    seen = {}
+    add = RoutingContext.add
+    monkeypatch.setattr(
+        RoutingContext,
+        "add",
+        lambda self, name, record: (
+            seen.update({name: record}),
+            add(self, name, record),
+        ),
+    )
+    return seen

@@ -1,60 +1,15 @@
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from mmdet.registry import MODELS
-from mmengine.config import Config
 from torch.nn import functional
-
-from damex.models import router_stage
-from damex.models.insertion import moe_blocks
 
 ENCODER_AND_DECODER = dict(
     layers=dict(encoder=[0], decoder=[0, 2]),
     gate=dict(type="TopKGate", k=1),
     losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
 )
-
-
-def run_loss(detector, batch):
-    detector.train()
-    torch.manual_seed(1)
-    data = detector.data_preprocessor(copy.deepcopy(batch), True)
-    return detector(**data, mode="loss")
-
-
-def run_predict(detector, batch):
-    detector.eval()
-    data = detector.data_preprocessor(copy.deepcopy(batch), False)
-    with torch.no_grad():
-        return detector(**data, mode="predict")
-
-
-def total(losses):
-    return sum(
-        torch.stack(v).sum() if isinstance(v, list) else v
-        for k, v in losses.items()
-        if "loss" in k
-    )
-
-
-@pytest.fixture
-def records(monkeypatch):
-    """Records of every MoE layer, as they enter the routing context."""
-    from damex.models.context import RoutingContext
-
-    seen = {}
-    add = RoutingContext.add
-    monkeypatch.setattr(
-        RoutingContext,
-        "add",
-        lambda self, name, record: (
-            seen.update({name: record}),
-            add(self, name, record),
-        ),
-    )
-    return seen
 
 
 def assert_same(first, second, **tolerance):
@@ -68,36 +23,8 @@ def assert_same(first, second, **tolerance):
         assert torch.equal(a.pred_instances.labels, b.pred_instances.labels)
 
 
-MIXTURES = sorted(
-    path.stem
-    for path in (Path(__file__).parents[2] / "configs/_base_/moe").glob("*.py")
-    if path.stem != "dense"
-)
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_every_shipped_mixture_trains_and_predicts(
-    name, build, make_batch, monkeypatch
-):
-    detector = build(moe=name)
-    batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
-    trained = set()
-    for iteration in (0, 9):  # a router may have a stage of its own
-        monkeypatch.setattr(
-            router_stage, "training_iteration", lambda now=iteration: (now, 10)
-        )
-        total(run_loss(detector, batch)).backward()
-        named = detector.named_parameters()
-        trained |= {key for key, p in named if p.grad is not None}
-    parts = {key for key, _ in detector.named_parameters() if ".moe." in key}
-    assert parts - trained == set()
-    assert_same(
-        run_predict(detector, batch), run_predict(detector, batch), rtol=0, atol=0
-    )
-
-
 @pytest.mark.parametrize("groups", [[0, 1, 2], [1, 1]], ids=["all", "one"])
-def test_every_parameter_gets_a_gradient(build, make_batch, groups):
+def test_every_parameter_gets_a_gradient(build, make_batch, groups, run_loss, total):
     """Also those of experts that no token of the batch goes to."""
     detector = build()
     total(run_loss(detector, make_batch(groups))).backward()
@@ -105,7 +32,7 @@ def test_every_parameter_gets_a_gradient(build, make_batch, groups):
     assert without == []
 
 
-def test_a_batch_without_any_box_trains(build, make_batch):
+def test_a_batch_without_any_box_trains(build, make_batch, run_loss, total):
     detector = build()
     loss = total(run_loss(detector, make_batch([0, 1], boxes=[0, 0])))
     loss.backward()
@@ -113,7 +40,7 @@ def test_a_batch_without_any_box_trains(build, make_batch):
 
 
 def test_dataset_loss_is_the_mean_over_layers_of_the_cross_entropy(
-    build, make_batch, records
+    build, make_batch, records, run_loss
 ):
     """Images of different datasets, boxes and sizes in one batch: no misalignment."""
     detector = build(moe=ENCODER_AND_DECODER)
@@ -133,7 +60,9 @@ def test_dataset_loss_is_the_mean_over_layers_of_the_cross_entropy(
     )
 
 
-def test_padding_and_filler_queries_are_never_routed(build, make_batch, records):
+def test_padding_and_filler_queries_are_never_routed(
+    build, make_batch, records, run_loss
+):
     detector = build(moe=ENCODER_AND_DECODER)
     run_loss(detector, make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[1, 3]))
     # 64 x 64 at strides 8, 16, 32: 64 + 16 + 4 = 84 features; half of them at 64 x 32.
@@ -145,14 +74,14 @@ def test_padding_and_filler_queries_are_never_routed(build, make_batch, records)
     assert decoder.assignment.counts_E.sum() == 228
 
 
-def test_prediction_does_not_read_the_dataset(build, make_batch):
+def test_prediction_does_not_read_the_dataset(build, make_batch, run_predict):
     detector = build()
     known = run_predict(detector, make_batch([0, 2]))
     unknown = run_predict(detector, make_batch([None, None]))
     assert_same(known, unknown, rtol=0, atol=0)
 
 
-def test_two_predictions_agree_bit_for_bit(build, make_batch):
+def test_two_predictions_agree_bit_for_bit(build, make_batch, run_predict):
     detector = build(moe="vanilla")
     batch = make_batch([0, 1])
     assert_same(
@@ -160,7 +89,9 @@ def test_two_predictions_agree_bit_for_bit(build, make_batch):
     )
 
 
-def test_an_image_does_not_depend_on_the_others_of_its_batch(build, make_batch):
+def test_an_image_does_not_depend_on_the_others_of_its_batch(
+    build, make_batch, run_predict
+):
     detector = build(moe=ENCODER_AND_DECODER)
     batch = make_batch([0, 1, 2])
     together = run_predict(detector, batch)
@@ -174,30 +105,30 @@ def test_an_image_does_not_depend_on_the_others_of_its_batch(build, make_batch):
         )
 
 
-def test_samples_tell_where_their_tokens_went(build, make_batch):
+def test_samples_tell_where_their_tokens_went(build, make_batch, run_predict):
     samples = run_predict(build(), make_batch([0, 1]))
     for sample in samples:
         assert set(sample.routing_counts) == {"decoder.0", "decoder.2"}
         assert all(sum(counts) == 50 for counts in sample.routing_counts.values())
 
 
-def test_dense_samples_have_no_routing(build, make_batch):
+def test_dense_samples_have_no_routing(build, make_batch, run_predict):
     assert "routing_counts" not in run_predict(build(moe=None), make_batch([0]))[0]
 
 
-def test_nothing_is_left_over_after_a_step(build, make_batch):
+def test_nothing_is_left_over_after_a_step(build, make_batch, run_loss):
     detector = build()
     run_loss(detector, make_batch([0, 1]))
     assert detector.routing.records == {}
     assert detector.routing.group_ids_B is None
 
 
-def test_training_without_dataset_ids_says_what_is_missing(build, make_batch):
+def test_training_without_dataset_ids_says_what_is_missing(build, make_batch, run_loss):
     with pytest.raises(ValueError, match="group_ids_B"):
         run_loss(build(), make_batch([None, None]))
 
 
-def test_one_expert_equals_the_dense_detector(build, make_batch):
+def test_one_expert_equals_the_dense_detector(build, make_batch, run_loss, run_predict):
     """Same weights, one expert: same losses, same detections."""
     dense = build(moe=None)
     moe = build(moe=ENCODER_AND_DECODER, num_groups=1)
@@ -222,7 +153,9 @@ def test_keys_outside_of_experts_are_those_of_mmdets_dino(build, model_config):
     assert {key for key in theirs - ours if ".ffn.layers." not in key} == set()
 
 
-def test_copies_and_state_dicts_predict_the_same(build, make_batch):
+def test_copies_and_state_dicts_predict_the_same(
+    build, make_batch, run_loss, run_predict
+):
     detector = build()
     batch = make_batch([0, 1])
     run_loss(detector, batch)  # a copy after a forward must work as well
@@ -236,7 +169,9 @@ def test_copies_and_state_dicts_predict_the_same(build, make_batch):
     assert_same(run_predict(other, batch), expected, rtol=0, atol=0)
 
 
-def test_activation_checkpointing_changes_nothing_but_memory(build, make_batch):
+def test_activation_checkpointing_changes_nothing_but_memory(
+    build, make_batch, run_loss, total
+):
     moe = {**ENCODER_AND_DECODER, "gate": dict(type="TopKGate", noise="gaussian")}
     batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)])
     outcomes = []
@@ -249,69 +184,12 @@ def test_activation_checkpointing_changes_nothing_but_memory(build, make_batch):
     torch.testing.assert_close(outcomes[1], outcomes[0])
 
 
-def test_bf16_autocast_trains_with_float32_routing(build, make_batch, records):
+def test_bf16_autocast_trains_with_float32_routing(
+    build, make_batch, records, run_loss, total
+):
     detector = build(moe=ENCODER_AND_DECODER)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = total(run_loss(detector, make_batch([0, 1])))
     loss.backward()
     assert torch.isfinite(loss)
     assert all(record.logits_TE.dtype == torch.float32 for record in records.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("MoEDeformableDETR", "deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"),
-        ("MoEDABDETR", "dab_detr/dab-detr_r50_8xb2-50e_coco.py"),
-        (
-            "MoEConditionalDETR",
-            "conditional_detr/conditional-detr_r50_8xb2-50e_coco.py",
-        ),
-        ("MoEDETR", "detr/detr_r50_8xb2-150e_coco.py"),
-        ("MoEDDQDETR", "ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py"),
-    ],
-)
-def test_every_detr_of_mmdet_takes_experts(name, config, make_batch):
-    """Built from mmdet's own config plus ``moe``: trains and predicts."""
-    import damex.registration  # noqa: F401 - registers the detectors
-
-    model = _mmdet_config(config).model
-    model.backbone.init_cfg = None
-    model.update(type=name, num_groups=2, moe=ENCODER_AND_DECODER)
-    _shrink(model)
-    torch.manual_seed(0)
-    detector = MODELS.build(model)
-    detector.init_weights()
-    batch = make_batch([0, 1], sizes=[(96, 96), (96, 64)])
-    losses = run_loss(detector, batch)
-    total(losses).backward()
-    assert losses["loss_moe_dataset_routing"] > 0
-    for block in moe_blocks(detector):
-        assert all(p.grad is not None for p in block.parameters())
-    samples = run_predict(detector, batch)
-    assert all(len(sample.routing_counts) == 3 for sample in samples)
-
-
-def _shrink(model):
-    """Three layers, few queries and a ResNet-18 in place of the full size."""
-    model.backbone.update(depth=18)
-    channels = {2048: 512, 1024: 256, 512: 128}
-    model.neck.in_channels = [channels[c] for c in model.neck.in_channels]
-    model.encoder.num_layers = 1
-    model.decoder.num_layers = 3
-    model.num_queries = 110  # at least test_cfg.max_per_img
-
-
-def _mmdet_config(path):
-    from mmengine.registry import init_default_scope
-
-    init_default_scope("mmdet")
-    return Config.fromfile(_mmdet_root() / ".mim" / "configs" / path)
-
-
-def _mmdet_root():
-    from pathlib import Path
-
-    import mmdet
-
-    return Path(mmdet.__file__).parent

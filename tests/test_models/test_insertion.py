@@ -102,7 +102,7 @@ def test_the_report_names_every_layer(build):
         (dict(layers=dict(decoder=[7])), "names layer 7, but the decoder has 3 layers"),
         (dict(layers=dict(decoder=[-1])), "names layer -1"),
         (dict(layers=dict(decoder=[0, 0])), r"layer 0 .*listed twice"),
-        (dict(layers=dict(decodr=[0])), "chooses no layer"),
+        (dict(layers=dict(decodr=[0])), "'decodr'; did you mean 'decoder'"),
         (dict(layers=dict(decoder=[0], neck=[1])), "unknown part 'neck'"),
         (dict(layers=dict(decoder="odd")), "'all' or 'even'"),
         (dict(layers=dict(decoder=[])), "chooses no layer"),

@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from damex.moe import (
@@ -46,6 +45,11 @@ def halfway(gate):
     return gate
 
 
+def ended(gate):
+    gate.set_progress(1.0)
+    return gate
+
+
 ROUTERS = {
     "linear": lambda e: LinearRouter(D, e, bias=True, init_std=1.0),
     "mlp": lambda e: MLPRouter(D, e, hidden_dims=5, init_std=1.0),
@@ -62,6 +66,7 @@ GATES = {
     "top2 balanced": lambda: biased(TopKGate(2, balance=BiasBalancer(E))),
     "dense": DenseSoftmaxGate,
     "dense to sparse": lambda: halfway(DenseToSparseGate(threshold=0.2)),
+    "dense to top2": lambda: ended(DenseToSparseGate(threshold=0.0, end_k=2)),
     "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
     "expert choice all": lambda: ExpertChoiceGate(share=0.4, weights="all"),
 }
@@ -75,8 +80,6 @@ LAYERS = {
         if name != "linear"
     },
 }
-# Gates that must count on the host how many routes there are break the graph.
-COUNTED = ("shared expert", "dense to sparse", "expert choice", "expert choice all")
 every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
 
 
@@ -214,8 +217,8 @@ def test_padding_changes_no_output_loss_or_gradient(parts, content, amount):
     assert losses.keys() == plain[1].keys()
     for name, loss in losses.items():
         assert torch.equal(loss, plain[1][name]), name
-    for name, grad in grads.items():
-        assert torch.equal(grad, plain[2][name]), name
+    # The engine may add the gradients of a router's logits in another order.
+    torch.testing.assert_close(grads, plain[2], rtol=1e-6, atol=1e-6)
 
 
 @every_layer
@@ -289,6 +292,19 @@ def test_an_expert_without_tokens_gets_zero_gradients():
             assert (grad[[0, 2, 3]] == 0).all(), name
             assert (grad[1] != 0).any(), name
     assert (grads["router.weight_ED"] != 0).any()
+
+
+@every_layer
+def test_exactly_the_experts_with_tokens_get_gradients(parts):
+    layer = make_layer(**parts, losses=())
+    tokens, _ = make_batch(1, 1)
+    torch.manual_seed(3)  # as train_step
+    used_E = layer(tokens)[1].assignment.counts_E > 0
+    _, _, grads = train_step(layer, tokens)
+    assert used_E.any()
+    for name, grad in grads.items():
+        if name.startswith("experts."):
+            assert torch.equal((grad != 0).flatten(1).any(1), used_E), name
 
 
 @every_layer
@@ -535,24 +551,3 @@ def test_router_learns_from_the_task_loss_alone():
     layer = make_layer(losses=(), group_experts=None)
     _, _, grads = train_step(layer, make_batch()[0])
     assert (grads["router.weight_ED"] != 0).any()
-
-
-@pytest.mark.skipif(
-    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
-)
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in COUNTED])
-def test_compiles_into_one_graph_with_grouped_mm(name):
-    # 'split' reads the counts on the host, which breaks the graph but not the result
-    torch.compiler.reset()
-    layer = make_layer(**LAYERS[name], losses=[LoadBalanceLoss(), RouterZLoss()])
-    layer.experts.backend = "grouped_mm"
-    tokens, _ = make_batch()
-    expected = train_step(layer, tokens)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    layer.zero_grad()
-    torch.manual_seed(3)  # as train_step
-    out, record = compiled(tokens)
-    (out.square().sum() + sum(record.losses.values())).backward()
-    torch.testing.assert_close(out, expected[0])
-    for name, parameter in layer.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[2][name])

@@ -22,7 +22,7 @@ D = 8
 def make(hidden_dims, *, parts, copies, activation="relu", init_std=1.0):
     """A dense FFN and the mixture cut from it."""
     torch.manual_seed(0)
-    modules = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
+    modules = {"relu": nn.ReLU, "gelu": nn.GELU, "prelu": lambda: nn.PReLU(init=0.7)}
     ffn = nn.Sequential(
         nn.Linear(D, hidden_dims), modules[activation](), nn.Linear(hidden_dims, D)
     )
@@ -33,15 +33,16 @@ def make(hidden_dims, *, parts, copies, activation="relu", init_std=1.0):
         gate=TopKGate(parts, renormalize=True, weight_scale=parts),
         experts=FFNExperts(num_experts, D, width, activation=activation),
     )
-    first, _, second = ffn
+    first, between, second = ffn
     dense = (first.weight, first.bias, second.weight, second.bias)
-    load_dense_split(layer.experts, *dense, parts=parts)
+    slope = between.weight if activation == "prelu" else None
+    load_dense_split(layer.experts, *dense, parts=parts, slope_1=slope)
     nn.init.normal_(layer.router.bias_E)
     repeat_router_rows(layer.router, parts=parts)
     return ffn, layer
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "prelu"])
 @pytest.mark.parametrize("hidden_dims", [12, 13, 14, 17])
 @pytest.mark.parametrize(("parts", "copies"), [(1, 3), (2, 4), (3, 2), (4, 16)])
 def test_the_mixture_equals_the_dense_ffn(activation, hidden_dims, parts, copies):
@@ -115,7 +116,9 @@ def test_errors():
         load_dense_split(FFNExperts(4, 2, 6), *dense, parts=2)
     with pytest.raises(ValueError, match="got 5 experts and 2 parts"):
         load_dense_split(FFNExperts(5, 2, 3), *dense, parts=2)
-    with pytest.raises(ValueError, match="PReLUs are not supported"):
+    with pytest.raises(ValueError, match="'prelu' need a slope_1"):
         load_dense_split(FFNExperts(4, 2, 3, activation="prelu"), *dense, parts=2)
+    with pytest.raises(ValueError, match="'relu' have no slope_1"):
+        load_dense_split(FFNExperts(4, 2, 3), *dense, parts=2, slope_1=torch.ones(1))
     with pytest.raises(ValueError, match="got 3 experts and 2 parts"):
         repeat_router_rows(LinearRouter(2, 3), parts=2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from damex.moe.assignment import Assignment
+from damex.moe.gates.flatten import flatten_images
 
 
 class DenseSoftmaxGate(nn.Module):
@@ -32,12 +33,12 @@ class DenseSoftmaxGate(nn.Module):
             Routes over the flattened T = B*N tokens, E for each real token; the
             weights of a token sum to 1.
         """
-        logits_TE = logits_BNE.flatten(0, 1)
+        logits_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
         num_tokens, num_experts = logits_TE.shape
         ids_E = torch.arange(num_experts, device=logits_TE.device)
         return Assignment.from_topk(
             ids_E.expand(num_tokens, num_experts),
             torch.softmax(logits_TE, dim=-1),
             num_experts=num_experts,
-            token_mask_T=None if token_mask_BN is None else token_mask_BN.flatten(),
+            token_mask_T=mask_T,
         )

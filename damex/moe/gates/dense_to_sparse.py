@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from damex.moe.assignment import Assignment
+from damex.moe.gates.flatten import flatten_images
 
 SCHEDULES = ("exponential", "linear")
 
@@ -25,9 +25,17 @@ class DenseToSparseGate(nn.Module):
     2112.14397; Nguyen et al. 2025, arXiv 2503.03213, eq. 12). The best expert of a
     token (of equals the lowest id) is always kept, and weights are not renormalised.
 
+    With `end_k` training ends in top-k routing: the number of experts that a token may
+    keep falls from E to `end_k` in equal steps, and stays there for the last
+    1 / (E - end_k + 1) of the training and in evaluation. The threshold may still drop
+    more; with `threshold=0.0` every token then has exactly `end_k` routes.
+
     tau follows the training progress p in [0, 1]: start * (end / start)^p, or start +
     (end - start) * p. `set_progress` tells it; p is kept in the checkpoint, so that
     evaluation uses the temperature that was trained last. Without a call p stays 0.
+
+    The number of routes depends on the logits, so a GPU has to tell it to the host, and
+    a compiled graph has to be told to expect that; see `MoELayer`.
 
     With a linear router the size of its weights can undo any temperature (eq. 15
     there), with `MLPRouter` not.
@@ -37,10 +45,11 @@ class DenseToSparseGate(nn.Module):
         end_temperature: tau at p = 1, above 0.
         schedule: 'exponential' or 'linear'.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
+        end_k: Most experts of a token at p = 1; None for no such limit.
 
     Raises:
-        ValueError: If a temperature is not positive, the schedule is unknown or the
-            threshold is not in [0, 1).
+        ValueError: If a temperature is not positive, the schedule is unknown, the
+            threshold is not in [0, 1) or `end_k` is not a positive integer.
     """
 
     progress: Tensor
@@ -52,6 +61,7 @@ class DenseToSparseGate(nn.Module):
         end_temperature: float = 0.1,
         schedule: Literal["exponential", "linear"] = "exponential",
         threshold: float = 0.01,
+        end_k: int | None = None,
     ) -> None:
         super().__init__()
         if not (start_temperature > 0.0 and end_temperature > 0.0):
@@ -68,10 +78,16 @@ class DenseToSparseGate(nn.Module):
             raise ValueError(
                 f"DenseToSparseGate: threshold must be in [0, 1), got {threshold}"
             )
+        if end_k is not None and (type(end_k) is not int or end_k < 1):
+            raise ValueError(
+                "DenseToSparseGate: end_k must be an integer of 1 or more, or None, "
+                f"got {end_k!r}"
+            )
         self.start_temperature = start_temperature
         self.end_temperature = end_temperature
         self.schedule = schedule
         self.threshold = threshold
+        self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
 
     @property
@@ -81,6 +97,25 @@ class DenseToSparseGate(nn.Module):
         if self.schedule == "linear":
             return start + (end - start) * self.progress
         return start * (end / start) ** self.progress
+
+    def limit(self, num_experts: int) -> Tensor:
+        """Most experts of a token at the present progress, a scalar.
+
+        Args:
+            num_experts: E.
+
+        Raises:
+            ValueError: If there are fewer than `end_k` experts.
+        """
+        end = num_experts if self.end_k is None else self.end_k
+        if end > num_experts:
+            raise ValueError(
+                f"DenseToSparseGate: end_k={end} experts per token asked for, but "
+                f"there are only {num_experts} experts; lower end_k or raise "
+                "num_experts"
+            )
+        dropped = torch.floor(self.progress * (num_experts - end + 1))
+        return (num_experts - dropped).clamp_min(end)
 
     def set_progress(self, progress: float) -> None:
         """Tells how much of the training is done.
@@ -109,15 +144,16 @@ class DenseToSparseGate(nn.Module):
         Returns:
             Routes over the flattened T = B*N tokens, 1 to E for each real token.
         """
-        logits_TE = logits_BNE.flatten(0, 1)
+        logits_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
         num_tokens, num_experts = logits_TE.shape
         weights_TE = torch.softmax(logits_TE / self.temperature, dim=-1)
         keep_TE = weights_TE >= self.threshold
         # Of the logits, as equal weights may hide a difference; argmax of the first.
-        best_T = torch.sort(logits_TE, dim=-1, descending=True, stable=True)[1][:, 0]
-        keep_TE = keep_TE | functional.one_hot(best_T, num_experts).bool()
-        if token_mask_BN is not None:
-            keep_TE = keep_TE & token_mask_BN.flatten().unsqueeze(1)
+        order_TE = torch.sort(logits_TE, dim=-1, descending=True, stable=True)[1]
+        rank_TE = torch.argsort(order_TE, dim=-1)
+        keep_TE = (keep_TE | (rank_TE == 0)) & (rank_TE < self.limit(num_experts))
+        if mask_T is not None:
+            keep_TE = keep_TE & mask_T.unsqueeze(1)
         token_R, expert_R = keep_TE.nonzero(as_tuple=True)
         return Assignment.from_pairs(
             token_R,
@@ -132,5 +168,5 @@ class DenseToSparseGate(nn.Module):
         return (
             f"start_temperature={self.start_temperature}, "
             f"end_temperature={self.end_temperature}, schedule={self.schedule!r}, "
-            f"threshold={self.threshold}"
+            f"threshold={self.threshold}, end_k={self.end_k}"
         )

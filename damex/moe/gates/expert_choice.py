@@ -32,6 +32,9 @@ class ExpertChoiceGate(nn.Module):
     chooses among the tokens of an image, so a token's result depends on the others of
     its image, as it does in attention.
 
+    Without a mask the number of routes follows from the shape; with one a GPU has to
+    tell it to the host, and a compiled graph to expect that; see `MoELayer`.
+
     Args:
         num_tokens: l, for every image; an image with fewer real tokens gives all.
         share: l as a share of the real tokens of the image, in (0, 1], rounded up.
@@ -115,11 +118,22 @@ class ExpertChoiceGate(nn.Module):
         if self.mean_one:
             over_B = real_B if self.weights == "all" else quota_B
             weight_BEL = weight_BEL * over_B.view(-1, 1, 1)
-        image_R, expert_R, rank_R = taken_BEL.nonzero(as_tuple=True)
+        image_B11 = torch.arange(num_images, device=logits_BNE.device).view(-1, 1, 1)
+        expert_E1 = torch.arange(num_experts, device=logits_BNE.device).view(-1, 1)
+        columns = (
+            image_B11 * num_tokens + pick_BEL,
+            expert_E1.expand_as(pick_BEL),
+            weight_BEL,
+        )
+        # Without padding all picks count, and no GPU has to tell how many there are.
+        token_R, expert_R, weight_R = (
+            column.flatten() if token_mask_BN is None else column[taken_BEL]
+            for column in columns
+        )
         return Assignment.from_pairs(
-            image_R * num_tokens + pick_BEL[image_R, expert_R, rank_R],
+            token_R,
             expert_R,
-            weight_BEL[image_R, expert_R, rank_R],
+            weight_R,
             num_tokens=num_images * num_tokens,
             num_experts=num_experts,
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from damex.moe.assignment import Assignment
 from damex.moe.gates.bias_balancer import BiasBalancer
 from damex.moe.gates.capacity import ExpertCapacity
+from damex.moe.gates.flatten import flatten_images
 
 NOISES = ("gaussian", "uniform")
 
@@ -113,8 +114,7 @@ class TopKGate(nn.Module):
                 f"TopKGate: k={self.k} experts per token asked for, but there are only "
                 f"{num_experts} experts; lower k or raise num_experts"
             )
-        clean_TE = logits_BNE.reshape(-1, num_experts)
-        mask_T = None if token_mask_BN is None else token_mask_BN.reshape(-1)
+        clean_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
         noisy_TE = self._add_noise(clean_TE, mask_T)
         # torch.topk may break ties differently on each device; a stable sort may not.
         rank_by_TE = noisy_TE if self.balance is None else self.balance(noisy_TE)

@@ -72,6 +72,38 @@ def test_falling_temperature_computes_ever_fewer_routes():
     assert 100 <= routes[-1] < 130
 
 
+def test_training_ends_in_top_k_by_hand():
+    # E = 4 and end_k = 2: thirds of the training with 4, 3 and 2 experts per token
+    gate = at(1.0, end_temperature=0.5, end_k=2)
+    limits = []
+    for progress in (0.0, 0.3, 0.4, 0.6, 0.7, 1.0):
+        gate.set_progress(progress)
+        limits.append(int(gate.limit(4)))
+    assert limits == [4, 4, 3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("end_k", [1, 2, 4])
+def test_at_the_end_every_token_has_its_k_best_experts(end_k):
+    logits = torch.randn(1, 50, 4, generator=torch.Generator().manual_seed(0))
+    gate = at(1.0, end_temperature=0.5, end_k=end_k)
+    gate.set_progress(1.0)
+    assignment = gate(logits)
+    order = torch.argsort(assignment.token_index_R, stable=True)
+    chosen = assignment.expert_index_R[order].view(50, end_k)
+    best = logits[0].topk(end_k).indices.sort(dim=1).values
+    assert torch.equal(chosen.sort(dim=1).values, best)
+    # the weights are those without a limit: softmax over all, at half the temperature
+    probs = torch.softmax(logits[0] / 0.5, dim=-1)
+    at_route = probs[assignment.token_index_R, assignment.expert_index_R]
+    torch.testing.assert_close(assignment.weight_R, at_route)
+
+
+def test_equal_scores_end_with_the_lowest_experts():
+    gate = at(1.0, end_k=2)
+    gate.set_progress(1.0)
+    assert gate(torch.zeros(1, 3, 5)).counts_E.tolist() == [3, 3, 0, 0, 0]
+
+
 def test_padding_gets_no_route():
     mask = torch.tensor([[True, False, True]])
     assert at(1.0)(torch.zeros(1, 3, 2), mask).token_index_R.tolist() == [0, 2, 0, 2]
@@ -93,3 +125,7 @@ def test_errors():
         DenseToSparseGate(threshold=1.0)
     with pytest.raises(ValueError, match=r"progress must be in \[0, 1\], got 1.5"):
         DenseToSparseGate().set_progress(1.5)
+    with pytest.raises(ValueError, match=r"end_k must be .* 1 or more.* 0"):
+        DenseToSparseGate(end_k=0)
+    with pytest.raises(ValueError, match=r"end_k=3 experts .* only 2 experts"):
+        at(1.0, end_k=3)(torch.zeros(1, 1, 2))

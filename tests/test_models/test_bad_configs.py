@@ -1,0 +1,154 @@
+"""Mistakes in ``moe``: one line that names the field, its value and what is allowed."""
+
+import pytest
+
+from damex.engine.cli import _message
+from damex.errors import ConfigError
+
+MISTAKES = [
+    # changes to moe, field, value, what is allowed
+    (dict(gate=dict(type="TopKGate", k=9)), "moe.gate.k", "9", "4 or less"),
+    (dict(gate=dict(type="TopKGate", k=0)), "k must", "got 0", "at least 1"),
+    (dict(gate=dict(type="TopKGate", k=1.5)), "moe.gate.k", "got 1.5", "type int"),
+    (dict(gate=dict(type="TopKGate", k="two")), "moe.gate.k", "'two'", "type int"),
+    (dict(gate=dict(type="TopKGate", k=True)), "moe.gate.k", "True", "type int"),
+    (
+        dict(gate=dict(type="TopKGate", noise="gumbel")),
+        "moe.gate.noise",
+        "'gumbel'",
+        "'gaussian' or 'uniform' or None",
+    ),
+    (
+        dict(gate=dict(type="ExpertChoiceGate", num_tokens=0)),
+        "num_tokens must",
+        "got 0",
+        "at least 1",
+    ),
+    (
+        dict(gate=dict(type="ExpertChoiceGate", share=0)),
+        "share must",
+        "got 0",
+        "in (0, 1]",
+    ),
+    (
+        dict(gate=dict(type="ExpertChoiceGate", share=1.5)),
+        "share must",
+        "got 1.5",
+        "in (0, 1]",
+    ),
+    (
+        dict(gate=dict(type="ExpertChoiceGate", share="half")),
+        "moe.gate.share",
+        "'half'",
+        "of type float or None",
+    ),
+    (
+        dict(gate=dict(type="ExpertChoiceGate", num_tokens=2, weights="sum")),
+        "moe.gate.weights",
+        "'sum'",
+        "'selected' or 'all'",
+    ),
+    (
+        dict(gate=dict(type="DenseToSparseGate", end_temperature=0.0)),
+        "temperatures",
+        "0.0 at the end",
+        "above 0",
+    ),
+    (
+        dict(gate=dict(type="DenseToSparseGate", start_temperature=-1.0)),
+        "temperatures",
+        "-1.0 at the start",
+        "above 0",
+    ),
+    (
+        dict(gate=dict(type="DenseToSparseGate", end_k=9)),
+        "moe.gate.end_k",
+        "is 9",
+        "4 or less",
+    ),
+    (
+        dict(router=dict(type="CosineRouter", init_temperature=0.0)),
+        "init_temperature",
+        "0.0",
+        "0 < min_temperature <= init_temperature",
+    ),
+    (
+        dict(router=dict(type="HierarchicalRouter", num_groups=9)),
+        "num_groups",
+        "got 9 groups",
+        "1 <= num_groups <= num_experts",
+    ),
+    (dict(router=dict(type="LinearRoutr")), "moe.router", "Routr'", "LinearRouter"),
+    (dict(gate=dict(type="Topk")), "moe.gate", "'Topk'", "TopKGate"),
+    (dict(gate="TopKGate"), "moe.gate", "got 'TopKGate'", "dict(type='TopKGate')"),
+    (dict(gate=dict(type="TopKGate", kk=2)), "moe.gate.kk", "2", "did you mean 'k'?"),
+    (
+        dict(losses=[dict(type="LoadBalanceLos")]),
+        "moe.losses",
+        "'LoadBalanceLos'",
+        "did you mean 'LoadBalanceLoss'?",
+    ),
+    (
+        dict(losses=[dict(type="LoadBalanceLoss", weight=-1.0)]),
+        "weight of loss 'load_balance'",
+        "got -1.0",
+        ">= 0",
+    ),
+    (
+        dict(losses=[dict(type="LoadBalanceLoss", weight="x")]),
+        "moe.losses.weight",
+        "'x'",
+        "of type float",
+    ),
+    (
+        dict(losses=["LoadBalanceLoss"]),
+        "moe.losses",
+        "'LoadBalanceLoss'",
+        "a dict with a type",
+    ),
+    (
+        dict(experts=dict(type="FFNExperts", activation="elu")),
+        "activation",
+        "'elu'",
+        "'gelu'",
+    ),
+    (dict(num_experts=0), "moe.num_experts", "got 0", "an integer of 1 or more"),
+    (dict(num_experts="four"), "moe.num_experts", "'four'", "an integer of 1 or more"),
+    (dict(num_experts=True), "moe.num_experts", "True", "an integer of 1 or more"),
+    (dict(num_experts=1), "moe.num_experts", "is 1", "2 or more"),
+    (dict(with_cp="yes"), "moe.with_cp", "'yes'", "True or False"),
+    (dict(gates=dict(type="TopKGate")), "unknown key", "'gates'", "losses, with_cp"),
+    (dict(layers=dict(decoder=[7])), "moe.layers.decoder", "layer 7", "0 to 2"),
+    (dict(layers=dict(encoder=[-1])), "moe.layers.encoder", "layer -1", "0 to 1"),
+    (dict(layers=dict(neck=[1])), "moe.layers", "'neck'", "encoder, decoder"),
+    (dict(layers=dict(decoder="odd")), "layers.decoder", "'odd'", "'all' or 'even'"),
+    (dict(layers=dict(decoder=[])), "moe.layers", "{'decoder': []}", "decoder=[0, 2"),
+    (dict(layers=[0, 2]), "moe.layers", "got [0, 2]", "dict(decoder=[0, 2, 4])"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value", "allowed"),
+    MISTAKES,
+    ids=[f"{next(iter(m[0]))}-{m[1]}-{m[2]}" for m in MISTAKES],
+)
+def test_one_line_names_field_value_and_what_is_allowed(
+    changes, field, value, allowed, build
+):
+    moe = dict(layers=dict(decoder=[0, 2]), num_experts=4)
+    with pytest.raises(ConfigError) as caught:
+        build(moe={**moe, **changes}, num_groups=2)
+    message = _message(caught.value)  # as the command line shows it
+    assert "\n" not in message
+    assert message.startswith(("moe", "the mixture has 2 dataset groups"))
+    for part in (field, value, allowed):
+        assert part in message
+
+
+@pytest.mark.parametrize("num_groups", [3, 4])
+def test_groups_need_not_divide_the_experts(num_groups, build):
+    """Not a mistake: the first groups get one expert more."""
+    router = dict(type="HierarchicalRouter", num_groups=num_groups)
+    moe = dict(layers=dict(decoder=[0]), num_experts=5, router=router)
+    detector = build(moe=moe, num_groups=2)
+    assert detector.decoder.layers[0].ffn.moe.router.num_groups == num_groups

@@ -1,0 +1,212 @@
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from safetensors.torch import save_file
+
+from damex.errors import ConfigError
+from damex.models.timm_backbone import TimmBackbone
+
+CONVNEXT = dict(type="TimmBackbone", name="test_convnext", out_indices=(1, 2, 3))
+SWIN = dict(
+    type="TimmBackbone",
+    name="swin_tiny_patch4_window7_224",
+    embed_dim=8,
+    depths=(1, 1, 1, 1),
+    num_heads=(1, 1, 1, 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "channels", "reductions"),
+    [
+        (CONVNEXT, [32, 48, 64], [8, 16, 32]),
+        (SWIN, [16, 32, 64], [8, 16, 32]),
+        (dict(name="test_resnet", out_indices=(2, 4)), [48, 96], [8, 32]),
+        (dict(name="test_efficientnet", out_indices=(1, 2)), [24, 32], [4, 8]),
+        (dict(name="test_vit", out_indices=(1, 3)), [64, 64], [16, 16]),
+    ],
+    ids=lambda value: value.get("name") if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("size", [(64, 96), (70, 45)])
+def test_maps_of_any_image_size(config, channels, reductions, size):
+    config = {k: v for k, v in config.items() if k != "type"}
+    backbone = TimmBackbone(**config).eval()
+    assert (backbone.channels, backbone.reductions) == (channels, reductions)
+    height, width = size
+    with torch.no_grad():
+        maps = backbone(torch.rand(2, 3, *size))
+    assert [tuple(one.shape) for one in maps] == [
+        (2, c, -(-height // r), -(-width // r))
+        for c, r in zip(channels, reductions, strict=True)
+    ]
+
+
+def test_channels_last_maps_are_turned_and_not_reshaped():
+    backbone = TimmBackbone(**{k: v for k, v in SWIN.items() if k != "type"}).eval()
+    image = torch.rand(1, 3, 64, 96)
+    with torch.no_grad():
+        for ours, theirs in zip(backbone(image), backbone.net(image), strict=True):
+            assert torch.equal(ours[0, 5], theirs[0, :, :, 5])
+
+
+def with_backbone(config, backbone, channels):
+    config.backbone = dict(backbone)  # an update would keep options of the ResNet
+    config.neck.in_channels = channels
+    torch.manual_seed(0)
+    return MODELS.build(config)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "channels"),
+    [(CONVNEXT, [32, 48, 64]), (SWIN, [16, 32, 64])],
+    ids=["convnext", "swin"],
+)
+def test_a_detector_trains_and_predicts(
+    backbone, channels, model_config, make_batch, run_loss, run_predict, total
+):
+    detector = with_backbone(model_config(), backbone, channels)
+    before = next(detector.backbone.parameters()).detach().clone()
+    detector.init_weights()  # leaves timm's weights as they are
+    assert torch.equal(next(detector.backbone.parameters()), before)
+    batch = make_batch([0, 2], sizes=[(64, 64), (50, 40)])
+    optimizer = torch.optim.SGD(detector.parameters(), lr=1e-3)
+    loss = total(run_loss(detector, batch))
+    loss.backward()
+    optimizer.step()
+    assert torch.isfinite(loss)
+    assert not torch.equal(next(detector.backbone.parameters()), before)
+    assert len(run_predict(detector, batch)) == 2
+
+
+def test_a_neck_of_other_channels_is_refused_with_the_right_ones(model_config):
+    with pytest.raises(ConfigError, match=r"\[64, 128\].*in_channels=\[32, 48, 64\]"):
+        with_backbone(model_config(), CONVNEXT, [64, 128])
+
+
+def save(state, path):
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("name", ["test_convnext", "test_resnet"])
+def test_weights_of_a_file_are_taken_over(name, suffix, tmp_path, caplog):
+    torch.manual_seed(0)
+    full = timm.create_model(name).eval()
+    path = tmp_path / f"weights{suffix}"
+    save(full.state_dict(), path)
+    torch.manual_seed(1)
+    with caplog.at_level(logging.INFO):
+        backbone = TimmBackbone(name, out_indices=(1, 2, 3), checkpoint=str(path))
+    backbone.init_weights()
+    image = torch.rand(1, 3, 64, 64)
+    expected = full.forward_intermediates(
+        image, indices=[1, 2, 3], intermediates_only=True
+    )
+    for ours, theirs in zip(backbone.eval()(image), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_nested_state_dict_is_found(tmp_path):
+    state = timm.create_model("test_resnet").state_dict()
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "w.pth")
+    path = str(tmp_path / "w.pth")
+    backbone = TimmBackbone("test_resnet", checkpoint=path)
+    assert torch.equal(backbone.net.conv1[0].weight, state["conv1.0.weight"])
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    path, ran = tmp_path / "trap.pth", tmp_path / "ran"
+    path.write_bytes(pickle.dumps({"a": Trap(ran)}, protocol=2))
+    with pytest.raises(ConfigError, match="cannot be read as a file of tensors"):
+        TimmBackbone("test_resnet", checkpoint=str(path))
+    torch.save({"a": Trap(ran)}, path)
+    with pytest.raises(ConfigError, match="would run code"):
+        TimmBackbone("test_resnet", checkpoint=str(path))
+    assert not ran.exists()
+
+
+def test_frozen_stages_and_norms():
+    backbone = TimmBackbone("test_resnet", frozen_stages=1, norm_eval=False).train()
+    frozen = {
+        name.split(".")[0]
+        for name, parameter in backbone.net.named_parameters()
+        if not parameter.requires_grad
+    }
+    assert frozen == {"conv1", "bn1", "layer1"}
+    assert not backbone.net.bn1.training
+    assert not backbone.net.layer1[0].bn1.training
+    assert backbone.net.layer2[0].bn1.training
+    backbone = TimmBackbone("test_resnet", norm_eval=True).train()
+    assert not backbone.net.layer3[0].bn1.training
+    assert all(parameter.requires_grad for parameter in backbone.parameters())
+
+
+def test_frozen_stages_of_a_convnext():
+    backbone = TimmBackbone("test_convnext", frozen_stages=0)
+    frozen = {
+        name.split(".")[0]
+        for name, parameter in backbone.net.named_parameters()
+        if not parameter.requires_grad
+    }
+    assert frozen == {"stem_0", "stem_1", "stages_0"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(name="resnet18x"), ("'resnet18x'", "did you mean 'resnet18'?")),
+        (dict(name="resnet18.nowhere"), ("'resnet18.nowhere'", "nowhere")),
+        (
+            dict(name="test_convnext", out_indices=(1, 4)),
+            ("out_indices is (1, 4)", "0 to 3, of strides [4, 8, 16, 32]"),
+        ),
+        (dict(name="test_resnet", out_indices=(2, 1)), ("(2, 1)", "rising order")),
+        (dict(name="test_resnet", out_indices=(-1,)), ("(-1,)", "from 0 up")),
+        (dict(name="test_resnet", depth=3), ("'depth'", "_delete_=True")),
+        (dict(name="test_resnet", frozen_stages=5), ("frozen_stages", "0 to 4", "5")),
+        (dict(name="test_resnet", frozen_stages=4), ("frozen_stages=4", "lower it")),
+        (dict(name="test_resnet", checkpoint="no.pth"), ("no.pth", "no checkpoint")),
+        (
+            dict(name="test_resnet", checkpoint="no.pth", pretrained=True),
+            ("pretrained=True", "'no.pth'", "keep one"),
+        ),
+    ],
+)
+def test_mistakes_name_what_there_is(config, words):
+    with pytest.raises(ConfigError) as caught:
+        TimmBackbone(**config)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    path = tmp_path / "w.pth"
+    torch.save(timm.create_model("test_resnet").state_dict(), path)
+    with pytest.raises(ConfigError, match="does not hold the weights of 'test_conv"):
+        TimmBackbone("test_convnext", checkpoint=str(path))
+
+
+def test_the_shipped_config_builds():
+    name = "damex-dino-4scale_convnext-t_8xb2-12e_coco-voc.py"
+    cfg = Config.fromfile(Path(__file__).parents[2] / "configs" / "damex_dino" / name)
+    cfg.model.backbone.pretrained = False  # a download
+    cfg.model.bbox_head.num_classes = 80
+    detector = MODELS.build({**cfg.model, "moe": cfg.moe, "num_groups": 2})
+    assert detector.backbone.reductions == [8, 16, 32]
+    assert detector.backbone.channels == list(cfg.model.neck.in_channels)
