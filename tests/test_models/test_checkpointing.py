@@ -1,15 +1,19 @@
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+from mmengine.config import Config
 from torch.autograd.graph import saved_tensors_hooks
 
 from damex.errors import ConfigError
+from damex.models import router_stage
 from damex.models.checkpointing import take_num_cp
 from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
 
+MIXTURES = Path(__file__).parents[2] / "configs/_base_/moe"
 # Group ids, masks, gate noise and dropout all have to be those of the first run.
 NOISY = dict(
     layers=dict(encoder="all", decoder="all"),
@@ -157,3 +161,19 @@ def test_the_config_is_not_changed():
     assert config == before
     assert counts == {"encoder": 1}
     assert taken["encoder"] == dict(num_layers=2)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in MIXTURES.glob("*.py")))
+def test_every_shipped_mixture_can_be_recomputed(
+    name, build_mmdet, make_batch, step, monkeypatch
+):
+    monkeypatch.setattr(router_stage, "training_iteration", lambda: (0, 10))
+    moe = Config.fromfile(MIXTURES / f"{name}.py").moe
+    batch = make_batch([1, 0], **SIZES)
+    found = []
+    for num_cp in (0, 2):
+        parts = dict(encoder=dict(num_cp=num_cp), decoder=dict(num_cp=num_cp))
+        detector = build_mmdet("MoEDINO", moe=moe, **parts)
+        torch.manual_seed(1)
+        found.append(step(detector, batch))
+    torch.testing.assert_close(found[1], found[0])
