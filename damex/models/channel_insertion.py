@@ -15,6 +15,7 @@ from damex.models.channel_context import ChannelContext
 from damex.models.channel_gating import ChannelGating
 from damex.models.gated_ffn_block import GatedFFNBlock
 from damex.models.gated_residual import GatedResidualBlock
+from damex.models.insertion_plan import layers_of
 from damex.models.layer_choice import PARTS, layer_numbers, transformer_layer
 from damex.models.part_building import build_part
 from damex.moe import GatingPath
@@ -94,7 +95,7 @@ def insert_channels(
     context = ChannelContext()
     channels: dict[str, int] = {}
     mount = dict(context=context, skip_closed=settings["skip_closed"])
-    for part, chosen in _chosen(moe.get("layers") or {}):
+    for part, chosen in _chosen(layers_of(moe)):
         gate = _gate_backbone if part == "backbone" else _gate_transformer
         channels.update(gate(detector, part, chosen, **mount))
     try:

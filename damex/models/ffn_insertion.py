@@ -11,7 +11,7 @@ from torch import nn
 from damex.errors import ConfigError
 from damex.models.block_options import take_closing_norm
 from damex.models.fine_grained import SplitStart
-from damex.models.insertion_plan import InsertionPlan
+from damex.models.insertion_plan import InsertionPlan, layers_of
 from damex.models.insertion_report import InsertedLayer, count_parameters
 from damex.models.layer_choice import chosen_layers
 from damex.models.moe_ffn import MoEFFN
@@ -34,7 +34,7 @@ def insert_ffns(detector: nn.Module, plan: InsertionPlan) -> Iterator[InsertedLa
     Raises:
         ConfigError: If a layer does not exist or its FFN cannot be replaced.
     """
-    for name, layer in chosen_layers(detector, plan.moe.get("layers") or {}):
+    for name, layer in chosen_layers(detector, layers_of(plan.moe)):
         dense = layer.ffn
         layer.ffn = block = _build_block(plan, layer, name)
         width = dense.embed_dims

@@ -12,7 +12,7 @@ from damex.models.context import RoutingContext
 from damex.models.fine_grained import FineGrained, read_fine_grained
 from damex.moe import expert_groups
 
-__all__ = ["InsertionPlan", "read_plan"]
+__all__ = ["InsertionPlan", "layers_of", "read_plan"]
 
 MOE_FIELDS = (
     "layers",
@@ -70,6 +70,7 @@ def read_plan(
             raise ConfigError(
                 f"moe has the unknown key {key!r}; {did_you_mean(key, MOE_FIELDS)}"
             )
+    layers_of(moe)
     with_cp = moe.get("with_cp")
     if with_cp not in (None, True, False):
         raise ConfigError(f"moe.with_cp must be True or False, got {with_cp!r}.")
@@ -89,6 +90,24 @@ def read_plan(
         options=options,
         with_cp=bool(with_cp),
     )
+
+
+def layers_of(moe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The choice of layers.
+
+    Args:
+        moe: The config.
+
+    Raises:
+        ConfigError: If it is no dict.
+    """
+    layers = moe.get("layers") or {}
+    if not isinstance(layers, Mapping):
+        raise ConfigError(
+            "moe.layers must be a dict such as dict(decoder=[0, 2, 4]), got "
+            f"{layers!r}."
+        )
+    return layers
 
 
 def _num_experts(num_experts: int | None, num_groups: int | None) -> int:

@@ -28,11 +28,6 @@ def chosen_layers(
         ConfigError: If nothing is chosen, or a part or layer does not exist or has no
             FFN.
     """
-    if not isinstance(layers, Mapping):
-        raise ConfigError(
-            "moe.layers must be a dict such as dict(decoder=[0, 2, 4]), got "
-            f"{layers!r}."
-        )
     for part in layers:
         if part not in PARTS:
             raise ConfigError(

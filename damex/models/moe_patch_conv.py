@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from damex.errors import ConfigError
 from damex.models.context import RoutingContext
+from damex.models.insertion_plan import layers_of
 from damex.moe import MoELayer, PatchConvExperts, real_patches, route_patches
 
 __all__ = ["ConvSite", "MoEPatchConv", "conv_sites", "uses_patches"]
@@ -100,7 +101,7 @@ def uses_patches(moe: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: If the experts do not fit the layers that are chosen for them.
     """
-    layers = moe.get("layers") or {}
+    layers = layers_of(moe)
     experts = moe.get("experts") or {}
     kind = experts.get("type", "FFNExperts")
     part = MODELS.get(kind) if isinstance(kind, str) else kind
