@@ -1,6 +1,7 @@
 """Every shipped config can be read, and the full-size one builds and trains a step."""
 
 import copy
+import re
 import shutil
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def test_complete_configs_name_a_mixture_a_runner_and_the_registration(path):
 )
 def test_every_mixture_of_experts_opens_with_its_idea(path):
     assert "moe" in Config.fromfile(path)
-    opening = path.read_text().split("moe =")[0].splitlines()
+    opening = re.split("^(?:_base_|moe) =", path.read_text(), flags=re.M)[0]
+    opening = opening.splitlines()
     assert all(line.startswith("# ") for line in opening)
     if Config.fromfile(path).moe is not None:
         assert any(line.startswith(("# Paper: ", "# Papers: ")) for line in opening)

@@ -47,19 +47,7 @@ def assemble_layer(
     losses = moe.get("losses") or []
     if not isinstance(losses, (list, tuple)):
         raise ConfigError(f"moe.losses must be a list of dicts, got {losses!r}.")
-    gate_config = moe.get("gate")
-    if gate_defaults:
-        gate_config = {**gate_defaults, **(gate_config or {})}
-    gate = build_part(
-        gate_config, "TopKGate", "gate", offer=dict(num_experts=num_experts)
-    )
-    for name in ("k", "end_k"):
-        k = getattr(gate, name, None)
-        if k is not None and k > num_experts:
-            raise ConfigError(
-                f"moe.gate.{name} is {k}, but there are {num_experts} experts; set "
-                f"{name} to {num_experts} or less."
-            )
+    gate = _build_gate(moe.get("gate"), gate_defaults, num_experts)
     try:
         return MoELayer(
             router=build_part(
@@ -80,6 +68,22 @@ def assemble_layer(
         raise
     except ValueError as error:
         raise ConfigError(f"moe: {error}") from error
+
+
+def _build_gate(
+    config: Mapping[str, Any] | None, defaults: Mapping[str, Any], num_experts: int
+) -> Any:
+    if defaults:
+        config = {**defaults, **(config or {})}
+    gate = build_part(config, "TopKGate", "gate", offer=dict(num_experts=num_experts))
+    for name in ("k", "end_k"):
+        k = getattr(gate, name, None)
+        if k is not None and k > num_experts:
+            raise ConfigError(
+                f"moe.gate.{name} is {k}, but there are {num_experts} experts; set "
+                f"{name} to {num_experts} or less."
+            )
+    return gate
 
 
 def build_part(

@@ -66,14 +66,7 @@ def load_dense_split(
         ValueError: If sizes do not fit together, or a slope is given to experts that
             have none, or none to those that have.
     """
-    hidden_dims, embed_dims = w1_HD.shape
-    width = split_hidden_dims(hidden_dims, parts=parts)
-    if (experts.embed_dims, experts.hidden_dims) != (embed_dims, width):
-        raise ValueError(
-            f"load_dense_split: an FFN {embed_dims}-{hidden_dims}-{embed_dims} in "
-            f"{parts} parts needs experts with D={embed_dims} and H={width}, got "
-            f"D={experts.embed_dims} and H={experts.hidden_dims}"
-        )
+    _check_width(experts, w1_HD, parts)
     _check_divides("load_dense_split", parts, experts.num_experts)
     if (slope_1 is None) != (experts.slope_E1 is None):
         raise ValueError(
@@ -110,6 +103,17 @@ def repeat_router_rows(router: LinearRouter, *, parts: int) -> None:
     _check_divides("repeat_router_rows", parts, router.num_experts)
     for parameter in router.parameters():
         parameter.copy_(parameter[::parts].repeat_interleave(parts, dim=0))
+
+
+def _check_width(experts: FFNExperts, w1_HD: Tensor, parts: int) -> None:
+    hidden_dims, embed_dims = w1_HD.shape
+    width = split_hidden_dims(hidden_dims, parts=parts)
+    if (experts.embed_dims, experts.hidden_dims) != (embed_dims, width):
+        raise ValueError(
+            f"load_dense_split: an FFN {embed_dims}-{hidden_dims}-{embed_dims} in "
+            f"{parts} parts needs experts with D={embed_dims} and H={width}, got "
+            f"D={experts.embed_dims} and H={experts.hidden_dims}"
+        )
 
 
 def _check_divides(owner: str, parts: int, num_experts: int) -> None:
