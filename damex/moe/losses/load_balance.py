@@ -17,7 +17,6 @@ from damex.moe.losses.reductions import valid_logits
 from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
 from damex.moe.record import RoutingRecord
 
-
 SCORES = ("probability", "logit")
 
 
