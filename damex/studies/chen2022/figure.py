@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from damex.studies.chen2022.data import NUM_CLUSTERS
 from damex.studies.chen2022.plan import Case
-from damex.studies.chen2022.training import Outcome
+from damex.studies.chen2022.training import CURVE_STRIDE, Outcome
 
 __all__ = ["entropy_band", "make_figure"]
 
@@ -41,12 +41,12 @@ def make_figure(found: Mapping[Case, Sequence[Outcome]]) -> Figure:
             for c, o in released.items()
             if c.setting in "12"
         },
-        title="official_code (Figure 3)",
+        title="official_code, with noise (Figure 3)",
     )
     _curves(
         axes[0, 1],
         {f"{NAMES[c.activation]}, {c.recipe.name}": (c, o) for c, o in printed.items()},
-        title="as printed, setting 1",
+        title="form of the paper, setting 1, without noise",
     )
     for ax, activation in zip(axes[1], ("cubic", "identity"), strict=True):
         case = next(
@@ -83,8 +83,9 @@ def _curves(
         low, mean, high = entropy_band([outcome.curve for outcome in outcomes])
         color = COLORS[case.activation]
         style = STYLES[kinds.index(kind) % len(STYLES)]
-        ax.plot(mean, style, color=color, label=name)
-        ax.fill_between(range(len(mean)), low, high, color=color, alpha=0.15, lw=0)
+        steps = CURVE_STRIDE * np.arange(len(mean))
+        ax.plot(steps, mean, style, color=color, label=name)
+        ax.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
     ax.axhline(np.log(NUM_CLUSTERS), color="gray", lw=0.8)
     ax.annotate("ln 4, clusters mixed", (0, np.log(NUM_CLUSTERS) + 0.02), fontsize=8)
     ax.set(

@@ -158,5 +158,5 @@ def _settings(plan: Plan) -> dict[str, object]:
         "step of experts": EXPERT_LR,
         "learning rate of the router": ROUTER_LR,
         "entropy": "of training data with noise (official_code) or of test data "
-        "without noise (paper)",
+        "without noise (paper), unless the row says otherwise",
     }

@@ -6,7 +6,7 @@ Axes: K clusters, E experts, N samples, C outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,8 +36,16 @@ from damex.studies.chen2022.recipes import (
     mixture_loss,
 )
 
-__all__ = ["Outcome", "accuracy", "draw_task", "train_mixture", "train_single"]
+__all__ = [
+    "CURVE_STRIDE",
+    "Outcome",
+    "accuracy",
+    "draw_task",
+    "train_mixture",
+    "train_single",
+]
 
+CURVE_STRIDE = 10
 EXPERT_LR, ROUTER_LR = 0.001, 0.1
 ENOUGH, WORSE = 0.314, 0.02  # when the code stops early
 SINGLE_LR = 0.01
@@ -55,16 +63,29 @@ class Outcome:
         accuracy: On test data, per cent.
         entropy: Dispatch entropy in nats: as released on training data with noise, in
             the paper's form on test data without.
-        curve: Dispatch entropy of training data at each step, with noise.
-        first_KE: Dispatch of training data in the first step.
+        noisy_entropy: In the last step of training.
+        curve: Dispatch entropy of training data every `CURVE_STRIDE` steps, with noise
+            as released and without in the paper's form.
+        first_KE: Dispatch of training data in the first step, with noise.
         last_KE: Dispatch that `entropy` is taken of.
+        steps: Steps until the end, early or not.
     """
 
     accuracy: float
     entropy: float
+    noisy_entropy: float
     curve: Sequence[float]
     first_KE: Tensor
     last_KE: Tensor
+    steps: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Descent:
+    first_KE: Tensor
+    last_KE: Tensor
+    curve: Sequence[float]
+    steps: int
 
 
 def draw_task(setting: str, num: int, seed: int) -> tuple[Sample, Sample]:
@@ -102,17 +123,19 @@ def train_mixture(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layer = build_mixture(recipe, activation, balance=balance)
-        counts = _descend(recipe, layer, train)
+        descent = _descend(recipe, layer, train)
         layer.train(recipe.as_released)  # the code never leaves training mode
         with torch.no_grad():
             out_NC, record = _forward(layer, _tokens(recipe, test), test.clusters_N)
-    last_KE = counts[-1] if recipe.as_released else _counts(record)
+    last_KE = descent.last_KE if recipe.as_released else _counts(record)
     return Outcome(
         accuracy=accuracy(class_margin(out_NC), test.labels_N),
         entropy=dispatch_entropy(last_KE).item(),
-        curve=[dispatch_entropy(counts_KE).item() for counts_KE in counts],
-        first_KE=counts[0],
+        noisy_entropy=dispatch_entropy(descent.last_KE).item(),
+        curve=descent.curve,
+        first_KE=descent.first_KE,
         last_KE=last_KE,
+        steps=descent.steps,
     )
 
 
@@ -177,8 +200,7 @@ def accuracy(margin_N: Tensor, labels_N: Tensor) -> float:
     return 100.0 * (margin_N * labels_N > 0).double().mean().item()
 
 
-def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> list[Tensor]:
-    """Trains and returns the dispatch (K, E) at each step."""
+def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> _Descent:
     groups, others = expert_parameters(layer)
     norm = "sum" if recipe.as_released else "frobenius"
     optimizers = (
@@ -186,12 +208,17 @@ def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> list[Tensor]:
         torch.optim.SGD(others, lr=ROUTER_LR),
     )
     tokens_N1X = _tokens(recipe, train)
-    counts, best = [], float("inf")
-    for _ in range(recipe.steps):
+    counts: list[Tensor] = []
+    curve: list[float] = []
+    best = float("inf")
+    for step in range(recipe.steps):
         out_NC, record = _forward(layer, tokens_N1X, train.clusters_N)
         loss = mixture_loss(recipe, out_NC, train.labels_N)
         loss = torch.stack([loss, *record.losses.values()]).sum()
         counts.append(_counts(record))
+        if step % CURVE_STRIDE == 0:
+            shown = counts[-1] if recipe.as_released else _clean_counts(layer, record)
+            curve.append(dispatch_entropy(shown).item())
         if loss.item() <= best:
             best = loss.item()
         elif recipe.as_released and not ENOUGH < loss.item() <= best + WORSE:
@@ -201,7 +228,7 @@ def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> list[Tensor]:
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-    return counts
+    return _Descent(counts[0], counts[-1], curve, len(counts))
 
 
 def _tokens(recipe: Recipe, data: Sample) -> Tensor:
@@ -215,6 +242,14 @@ def _forward(
     """Outputs and routes; the clusters are there to be counted only."""
     out_N1C, record = layer(tokens_N1X, group_ids_B=clusters_N)
     return out_N1C.squeeze(1), record
+
+
+def _clean_counts(layer: MoELayer, record: RoutingRecord) -> Tensor:
+    """What the dispatch would be without noise."""
+    layer.gate.eval()
+    assignment = layer.gate(record.logits_TE.unsqueeze(0), None)
+    layer.gate.train()
+    return _counts(replace(record, assignment=assignment))
 
 
 def _counts(record: RoutingRecord) -> Tensor:
