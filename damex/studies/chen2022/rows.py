@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from damex.studies.chen2022.plan import LONG, Case, Plan, Single
+from damex.studies.chen2022.plan import Case, Plan, Single
 from damex.studies.chen2022.published import BALANCED, DISPATCH, MIXTURES, SINGLES
 from damex.studies.chen2022.recipes import NUM_EXPERTS, OFFICIAL
 from damex.studies.chen2022.training import Outcome
@@ -49,7 +49,7 @@ def mixture_rows(found: Found) -> list[Row]:
             rows.append(_balance_row(found, case, where))
             continue
         rows += _accuracy_and_entropy(case, outcomes, f"{name} mixture", where)
-        if case.activation == "cubic" and case.recipe.name != LONG.name:
+        if case.activation == "cubic":
             rows += _gap_rows(found, case, where)
     return rows
 

@@ -16,6 +16,7 @@ from damex.moe import (
     MoELayer,
     NormalizedGD,
     RoutingRecord,
+    TopKGate,
     dispatch_counts,
     dispatch_entropy,
     expert_parameters,
@@ -202,9 +203,12 @@ def accuracy(margin_N: Tensor, labels_N: Tensor) -> float:
 
 def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> _Descent:
     groups, others = expert_parameters(layer)
-    norm = "sum" if recipe.as_released else "frobenius"
     optimizers = (
-        NormalizedGD(groups, lr=EXPERT_LR, norm=norm),
+        NormalizedGD(
+            groups,
+            lr=EXPERT_LR,
+            norm="sum" if recipe.as_released else "frobenius",
+        ),
         torch.optim.SGD(others, lr=ROUTER_LR),
     )
     tokens_N1X = _tokens(recipe, train)
@@ -217,7 +221,7 @@ def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> _Descent:
         loss = torch.stack([loss, *record.losses.values()]).sum()
         counts.append(_counts(record))
         if step % CURVE_STRIDE == 0:
-            shown = counts[-1] if recipe.as_released else _clean_counts(layer, record)
+            shown = counts[-1] if recipe.as_released else _clean_counts(record)
             curve.append(dispatch_entropy(shown).item())
         if loss.item() <= best:
             best = loss.item()
@@ -244,11 +248,9 @@ def _forward(
     return out_N1C.squeeze(1), record
 
 
-def _clean_counts(layer: MoELayer, record: RoutingRecord) -> Tensor:
+def _clean_counts(record: RoutingRecord) -> Tensor:
     """What the dispatch would be without noise."""
-    layer.gate.eval()
-    assignment = layer.gate(record.logits_TE.unsqueeze(0), None)
-    layer.gate.train()
+    assignment = TopKGate(1)(record.logits_TE.unsqueeze(0))
     return _counts(replace(record, assignment=assignment))
 
 
