@@ -79,7 +79,7 @@ def make_plan(settings: StudySettings) -> Plan:
     singles += [Single(s, a) for s in "34" for a in both]
     singles += [Single(s, "identity", 512) for s in "1234"]
     singles += [Single(s, "cubic", 512) for s in "13"]
-    return Plan(16_000, cases, tuple(singles), single_steps=300, draws=400_000)
+    return Plan(16_000, cases, tuple(singles), single_steps=250, draws=400_000)
 
 
 def run_cases(plan: Plan, progress: StudyProgress) -> dict[Case, list[Outcome]]:
