@@ -34,6 +34,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "relu": functional.relu,
         "gelu": functional.gelu,
+        "celu": functional.celu,
         "silu": functional.silu,
         "tanh": torch.tanh,
         "cubic": _cubic,

@@ -37,6 +37,7 @@ class Cubic(nn.Module):
 MODULES = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
+    "celu": nn.CELU,
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
     "cubic": Cubic,

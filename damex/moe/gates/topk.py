@@ -17,6 +17,7 @@ from damex.moe.gates.capacity import ExpertCapacity
 from damex.moe.gates.flatten import flatten_images
 
 NOISES = ("gaussian", "uniform")
+WEIGHTS = ("softmax", "logit")
 
 
 class TopKGate(nn.Module):
@@ -31,6 +32,9 @@ class TopKGate(nn.Module):
     weight is 1 where the chosen logits tie, as experts cut from one FFN need it (see
     `damex.moe.split`), and the router still learns.
 
+    `weights="logit"` takes the chosen logit itself, as in the released code of Chen et
+    al. 2022 for synthetic data: weights then have no bound and may be negative.
+
     Ties go to the lowest expert id, on every device. Noise is added in training only.
 
     Args:
@@ -41,6 +45,7 @@ class TopKGate(nn.Module):
         noise_scale: Factor on the noise; None stands for 1/E (gaussian) or 1 (uniform).
         noisy_weights: Whether weights come from the noisy logits, as in the released
             code of DAMEX, rather than from the clean ones.
+        weights: What a route weighs: 'softmax' for the above, or 'logit'.
         weight_scale: Factor on the weights, above 0.
         balance: Evens out the load of the experts by a bias on the choice; None for no
             bias.
@@ -49,8 +54,9 @@ class TopKGate(nn.Module):
             batch, see `ExpertCapacity`.
 
     Raises:
-        ValueError: If k < 1, the noise is unknown, the noise scale is negative, the
-            weight scale is not positive, or a noise option is set without noise.
+        ValueError: If k < 1, the noise or `weights` is unknown, the noise scale is
+            negative, the weight scale is not positive, a noise option is set without
+            noise, or logits are to be renormalised.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class TopKGate(nn.Module):
         noise: Literal["gaussian", "uniform"] | None = None,
         noise_scale: float | None = None,
         noisy_weights: bool = False,
+        weights: Literal["softmax", "logit"] = "softmax",
         weight_scale: float = 1.0,
         balance: BiasBalancer | None = None,
         capacity: ExpertCapacity | None = None,
@@ -68,26 +75,14 @@ class TopKGate(nn.Module):
         super().__init__()
         if k < 1:
             raise ValueError(f"TopKGate: k must be at least 1, got {k}")
-        if noise is not None and noise not in NOISES:
-            raise ValueError(
-                f"TopKGate: unknown noise {noise!r}; use one of {NOISES} or None"
-            )
-        if noise is None and (noise_scale is not None or noisy_weights):
-            raise ValueError(
-                "TopKGate: noise_scale and noisy_weights have no effect without "
-                f"noise; set noise to one of {NOISES} or leave them out"
-            )
-        if noise_scale is not None and not noise_scale >= 0.0:
-            raise ValueError(f"TopKGate: noise_scale must be >= 0, got {noise_scale}")
-        if not weight_scale > 0.0:
-            raise ValueError(
-                f"TopKGate: weight_scale must be above 0, got {weight_scale}"
-            )
+        _check_noise(noise, noise_scale, noisy_weights=noisy_weights)
+        _check_weights(weights, weight_scale, renormalize=renormalize)
         self.k = k
         self.renormalize = renormalize
         self.noise = noise
         self.noise_scale = noise_scale
         self.noisy_weights = noisy_weights
+        self.weights = weights
         self.weight_scale = weight_scale
         self.balance = balance
         self.capacity = capacity
@@ -139,11 +134,14 @@ class TopKGate(nn.Module):
         return (
             f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
             f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}, "
-            f"weight_scale={self.weight_scale}, capacity={self.capacity}"
+            f"weights={self.weights!r}, weight_scale={self.weight_scale}, "
+            f"capacity={self.capacity}"
         )
 
     def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        if self.renormalize:
+        if self.weights == "logit":
+            weights_TK = scores_TE.gather(1, ids_TK)
+        elif self.renormalize:
             # Equal to dividing the K probabilities by their sum, but cannot be 0/0.
             weights_TK = torch.softmax(scores_TE.gather(1, ids_TK), dim=-1)
         else:
@@ -166,3 +164,31 @@ class TopKGate(nn.Module):
             return torch.rand_like(like) * scale
         scale = 1.0 / like.shape[-1] if self.noise_scale is None else self.noise_scale
         return torch.randn_like(like) * scale
+
+
+def _check_noise(
+    noise: str | None, noise_scale: float | None, *, noisy_weights: bool
+) -> None:
+    if noise is not None and noise not in NOISES:
+        raise ValueError(
+            f"TopKGate: unknown noise {noise!r}; use one of {NOISES} or None"
+        )
+    if noise is None and (noise_scale is not None or noisy_weights):
+        raise ValueError(
+            "TopKGate: noise_scale and noisy_weights have no effect without "
+            f"noise; set noise to one of {NOISES} or leave them out"
+        )
+    if noise_scale is not None and not noise_scale >= 0.0:
+        raise ValueError(f"TopKGate: noise_scale must be >= 0, got {noise_scale}")
+
+
+def _check_weights(weights: str, weight_scale: float, *, renormalize: bool) -> None:
+    if weights not in WEIGHTS:
+        raise ValueError(f"TopKGate: unknown weights {weights!r}; use one of {WEIGHTS}")
+    if weights == "logit" and renormalize:
+        raise ValueError(
+            "TopKGate: renormalize makes probabilities sum to 1, and weights='logit' "
+            "has none; leave one of them out"
+        )
+    if not weight_scale > 0.0:
+        raise ValueError(f"TopKGate: weight_scale must be above 0, got {weight_scale}")

@@ -7,7 +7,7 @@ E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,15 @@ from damex.moe.losses.reductions import valid_logits
 from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
 from damex.moe.record import RoutingRecord
 
+SCORES = ("probability", "logit")
+
 
 def load_balance_loss(
-    logits_TE: Tensor, counts_E: Tensor, valid_T: Tensor | None = None
+    logits_TE: Tensor,
+    counts_E: Tensor,
+    valid_T: Tensor | None = None,
+    *,
+    scores: Literal["probability", "logit"] = "probability",
 ) -> Tensor:
     """E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6).
 
@@ -32,14 +38,18 @@ def load_balance_loss(
         logits_TE: Clean router logits.
         counts_E: Routes of each expert.
         valid_T: True for tokens that count; None for all of them.
+        scores: 'logit' for the mean logit in the place of P_e, as in the released code
+            of Chen et al. 2022 for synthetic data; there is no lower bound then.
 
     Returns:
         A scalar, 0 when there is no valid token.
     """
-    logits_VE = valid_logits(logits_TE, valid_T)
-    probs_E = torch.softmax(logits_VE, dim=1).sum(0) / max(logits_VE.shape[0], 1)
-    fraction_E = counts_E.to(probs_E.dtype) / counts_E.sum().clamp_min(1)
-    return counts_E.shape[0] * (fraction_E * probs_E).sum()
+    scores_VE = valid_logits(logits_TE, valid_T)
+    if scores == "probability":
+        scores_VE = torch.softmax(scores_VE, dim=1)
+    score_E = scores_VE.sum(0) / max(scores_VE.shape[0], 1)
+    fraction_E = counts_E.to(score_E.dtype) / counts_E.sum().clamp_min(1)
+    return counts_E.shape[0] * (fraction_E * score_E).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,7 @@ class LoadBalanceLoss:
         weight: Factor in the total loss; 0.01 in Switch Transformer.
         tokens: 'all' for all real tokens, 'foreground' for those on objects.
         name: Key of the loss.
+        scores: See `load_balance_loss`.
     """
 
     needs_groups: ClassVar[bool] = False
@@ -57,9 +68,14 @@ class LoadBalanceLoss:
     weight: float = 0.01
     tokens: TokenChoice = "all"
     name: str = "load_balance"
+    scores: Literal["probability", "logit"] = "probability"
 
     def __post_init__(self) -> None:
         check_tokens("LoadBalanceLoss", self.tokens)
+        if self.scores not in SCORES:
+            raise ValueError(
+                f"LoadBalanceLoss: unknown scores {self.scores!r}; use one of {SCORES}"
+            )
 
     def __call__(self, record: RoutingRecord) -> Tensor:
         """Returns the unweighted loss; routes that found no place count as well.
@@ -71,7 +87,9 @@ class LoadBalanceLoss:
         counts_E = _counts(record.assignment, valid_T)
         if record.assignment.dropped is not None:
             counts_E = counts_E + _counts(record.assignment.dropped, valid_T)
-        return load_balance_loss(record.logits_TE, counts_E, valid_T)
+        return load_balance_loss(
+            record.logits_TE, counts_E, valid_T, scores=self.scores
+        )
 
 
 def _counts(routes: Assignment, valid_T: Tensor | None) -> Tensor:

@@ -51,6 +51,21 @@ def test_load_balance_by_hand():
     assert loss.item() == pytest.approx(1.5)
 
 
+def test_load_balance_of_logits_by_hand():
+    logits = torch.tensor([[3.0, 1.0], [2.0, 4.0]], requires_grad=True)
+    counts = torch.tensor([3, 1])
+    # mean logits (2.5, 2.5), f = (3/4, 1/4): 2 * 2.5; gradient 2 * f_e / 2 tokens
+    loss = load_balance_loss(logits, counts, scores="logit")
+    assert loss.item() == pytest.approx(5.0)
+    loss.backward()
+    assert logits.grad.tolist() == [[0.75, 0.25], [0.75, 0.25]]
+    # as a part of a layer: tokens go to experts 0 and 1, so f = (1/2, 1/2)
+    record = record_of(torch.tensor([[3.0, 1.0], [2.0, 5.0]]))
+    assert LoadBalanceLoss(scores="logit")(record).item() == pytest.approx(5.5)
+    with pytest.raises(ValueError, match="unknown scores 'odds'"):
+        LoadBalanceLoss(scores="odds")
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_load_balance_extremes(k):
     balanced = load_balance_loss(torch.zeros(8, 4), torch.tensor([2 * k] * 4))
