@@ -34,7 +34,7 @@ def selection_errors(source: DigitSource, seed: int) -> tuple[int, float]:
     samples = Task().test(source, NUM_SAMPLES, seed)
     torch.manual_seed(seed)
     model = PatchMoE(JOINT, embed_dims=samples.patches_BND.shape[2])
-    model.moe.router.weight_ED.mul_(1e4)  # so that gating values differ
+    model.router_weight_ED.mul_(1e4)  # so that gating values differ
     _, record = model.forward_with_record(samples.patches_BND)
     routes = record.assignment
     sample_R = routes.token_index_R // samples.patches_BND.shape[1]
@@ -59,7 +59,7 @@ def closed_form_error(source: DigitSource, seed: int) -> float:
     samples = Task().train(source, NUM_SAMPLES, seed)
     torch.manual_seed(seed)
     model = PatchMoE(SEPARATE, embed_dims=samples.patches_BND.shape[2])
-    weight_ED = model.moe.router.weight_ED
+    weight_ED = model.router_weight_ED
     start_ED = weight_ED.detach().clone()
     train_router(model, samples, lr=LR, epochs=EPOCHS)
     sign_B = 1.0 - 2.0 * samples.labels_B  # class 0 is y = +1

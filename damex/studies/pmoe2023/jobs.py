@@ -154,7 +154,8 @@ def _run(job: Job, source: DigitSource, seed: int) -> Outcome:
     if isinstance(model, PatchMoE) and not model.recipe.joint:
         train_router(model, train, lr=job.lr, epochs=job.router_epochs)
     epochs = fit(model, train, lr=job.lr, epochs=job.epochs, seed=seed)
-    top, largest = {}, ()
+    top: dict[int, float] = {}
+    largest: tuple[float, ...] = ()
     if isinstance(model, PatchMoE) and model.recipe.joint:
         largest = largest_hits(model, test)
     elif isinstance(model, PatchMoE):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,9 @@ class PatchMoE(nn.Module):
         num_classes: G.
     """
 
-    def __init__(self, recipe: Recipe, *, embed_dims: int, num_classes: int = 2) -> None:
+    def __init__(
+        self, recipe: Recipe, *, embed_dims: int, num_classes: int = 2
+    ) -> None:
         super().__init__()
         self.recipe = recipe
         self.num_classes = num_classes
@@ -129,6 +131,11 @@ class PatchMoE(nn.Module):
             ),
         )
 
+    @property
+    def router_weight_ED(self) -> nn.Parameter:
+        """The gating kernels w_s."""
+        return cast(LinearRouter, self.moe.router).weight_ED
+
     def forward(self, patches_BND: Tensor) -> Tensor:
         """Classifies samples.
 
@@ -140,9 +147,7 @@ class PatchMoE(nn.Module):
         """
         return self.forward_with_record(patches_BND)[0]
 
-    def forward_with_record(
-        self, patches_BND: Tensor
-    ) -> tuple[Tensor, RoutingRecord]:
+    def forward_with_record(self, patches_BND: Tensor) -> tuple[Tensor, RoutingRecord]:
         """As `forward`, with what was routed.
 
         Args:

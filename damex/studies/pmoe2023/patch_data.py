@@ -96,6 +96,8 @@ def _pictures_of(
     for digit in wanted_BN.unique().tolist():
         candidates = (labels_S == digit).nonzero().squeeze(1)
         here_BN = wanted_BN == digit
-        draw = torch.randint(len(candidates), (int(here_BN.sum()),), generator=generator)
+        draw = torch.randint(
+            len(candidates), (int(here_BN.sum()),), generator=generator
+        )
         index_BN[here_BN] = candidates[draw]
     return index_BN

@@ -23,8 +23,8 @@ def train_router(
 ) -> None:
     """Stage 1 of separate training: minimises eq. 6, then freezes the router.
 
-    The loss is linear in the router's weights, so that its gradient is the same at every
-    step: one step with the learning rate of an epoch's batches together is that epoch.
+    The loss is linear in the router's weights, so that its gradient is constant: one
+    step with the learning rate of all batches of an epoch together is that epoch.
 
     Args:
         model: Its router has one expert per class. Classes 2i and 2i + 1 are a pair.
@@ -33,16 +33,15 @@ def train_router(
         epochs: Passes over the samples.
     """
     classes = range(model.num_classes)
+    loss = SeparateRouterLoss(pairs=[(c, c + 1) for c in classes if c % 2 == 0])
     stage = MoELayer(
         router=model.moe.router,
         gate=model.moe.gate,
         experts=model.moe.experts,
-        losses=[
-            SeparateRouterLoss(pairs=[(c, c + 1) for c in classes if c % 2 == 0])
-        ],
+        losses=[loss],
         group_experts=[[c] for c in classes],
     )
-    weight_ED = model.moe.router.weight_ED
+    weight_ED = model.router_weight_ED
     # Eq. 6 sums over the patches of a sample where the loss takes their mean.
     num_patches = samples.patches_BND.shape[1]
     steps = len(samples) / BATCH_SIZE
@@ -50,7 +49,7 @@ def train_router(
     for _ in range(epochs):
         record = stage.route(samples.patches_BND, group_ids_B=samples.labels_B)
         optimizer.zero_grad()
-        sum(record.losses.values()).backward()
+        record.losses[loss.name].backward()
         optimizer.step()
     weight_ED.requires_grad_(False)
 

@@ -26,8 +26,8 @@ NUM_TOKENS = 2
 class WideResNet(nn.Module):
     """WRN-10 with three blocks; with experts its last convolution is a pMoE layer.
 
-    As in the paper's released code, the last block of WRN-pMoE has no identity path, and
-    batch norm and ReLU follow on the experts.
+    As in the paper's released code, the last block of WRN-pMoE has no identity path,
+    and batch norm and ReLU follow on the experts.
 
     Args:
         side: Of an image; the last map is a quarter of it, in GRID x GRID patches.
@@ -118,9 +118,7 @@ def as_images(samples: PatchSamples) -> PatchSamples:
     side = round(samples.patches_BND.shape[2] ** 0.5)
     rows = samples.patches_BND.unflatten(2, (side, side)).unflatten(1, (GRID, GRID))
     images_BHW = rows.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    return PatchSamples(
-        images_BHW.unsqueeze(1), samples.labels_B, samples.position_B
-    )
+    return PatchSamples(images_BHW.unsqueeze(1), samples.labels_B, samples.position_B)
 
 
 def last_layer_parameters(model: WideResNet) -> tuple[int, int]:
