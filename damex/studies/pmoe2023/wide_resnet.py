@@ -5,6 +5,8 @@ Axes: B images, C channels, H x W cells of a map, E experts, G classes.
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from damex.moe import (
@@ -127,10 +129,11 @@ def last_layer_parameters(model: WideResNet) -> tuple[int, int]:
     Args:
         model: With or without experts.
     """
-    last = model.third.conv2
-    if isinstance(last, MoELayer):
-        return _numel(last.experts), _numel(last.router)
-    return _numel(last), 0
+    third = model.third
+    if isinstance(third, _PatchBlock):
+        moe = third.conv2
+        return _numel(cast(nn.Module, moe.experts)), _numel(cast(nn.Module, moe.router))
+    return _numel(cast(_Block, third).conv2), 0
 
 
 def _conv(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
