@@ -131,11 +131,15 @@ def _fixed(results: Results) -> Iterator[Row]:
             digits=1,
         )
     joint = results.outcomes[plan.pmoe(JOINT, count)]
+    code = results.outcomes[plan.pmoe(JOINT_CODE, count)]
     for number, published in enumerate(("95", "92")):
         values = [outcome.largest[number] for outcome in joint]
         holds = _at_least(values, HITS)
         name = f"joint router: largest gate for o{number + 1}, %"
         yield Row(name, published, values, f">= {HITS:g}", holds, where, 1)
+        values = [outcome.largest[number] for outcome in code]
+        where_code = f"{where}, released code"
+        yield Row(name, published, values, settings=where_code, digits=1)
 
 
 def _sample_complexity(results: Results) -> Iterator[Row]:
