@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from damex.moe.assignment import Assignment
 
-WEIGHTS = ("selected", "all")
+WEIGHTS = ("selected", "all", "one")
 # 0.07 * 100 is 7.000000000000001 in float64 and must stay 7 tokens.
 ROUNDING = 1e-9
 
@@ -41,14 +41,15 @@ class ExpertChoiceGate(nn.Module):
             Set one of the two.
         weights: 'selected' for a softmax over the l tokens that the expert took (eq. 4
             of the paper), 'all' for one over all real tokens of the image (the paper's
-            released code for wide residual networks).
+            released code for wide residual networks), 'one' for 1 (eq. 3, a router
+            that is trained on its own: the output gives it no gradient).
         mean_one: Multiply the weights by the number of tokens that the softmax is over,
             so that their mean is 1. They scale the experts' output; this keeps it at
             the scale that pretrained experts and frozen batch norms behind them expect.
 
     Raises:
         ValueError: If not exactly one of `num_tokens` and `share` is set, one is out
-            of range, or `weights` is unknown.
+            of range, `weights` is unknown, or 'one' is to have its mean scaled.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ExpertChoiceGate(nn.Module):
         *,
         num_tokens: int | None = None,
         share: float | None = None,
-        weights: Literal["selected", "all"] = "selected",
+        weights: Literal["selected", "all", "one"] = "selected",
         mean_one: bool = False,
     ) -> None:
         super().__init__()
@@ -74,6 +75,10 @@ class ExpertChoiceGate(nn.Module):
         if weights not in WEIGHTS:
             raise ValueError(
                 f"ExpertChoiceGate: unknown weights {weights!r}; use one of {WEIGHTS}"
+            )
+        if weights == "one" and mean_one:
+            raise ValueError(
+                "ExpertChoiceGate: weights='one' have the mean 1; leave mean_one out"
             )
         self.num_tokens = num_tokens
         self.share = share
@@ -110,11 +115,7 @@ class ExpertChoiceGate(nn.Module):
         quota_B = self._quota(real_B)
         taken_BL = rank_L < quota_B.unsqueeze(1)
         taken_BEL = taken_BL.unsqueeze(1).expand(-1, num_experts, -1)
-        if self.weights == "all":
-            weight_BEL = torch.softmax(scores_BEN, dim=-1).gather(-1, pick_BEL)
-        else:
-            picked_BEL = scores_BEN.gather(-1, pick_BEL)
-            weight_BEL = picked_BEL.masked_fill(~taken_BEL, lowest).softmax(-1)
+        weight_BEL = self._weigh(scores_BEN, pick_BEL, taken_BEL)
         if self.mean_one:
             over_B = real_B if self.weights == "all" else quota_B
             weight_BEL = weight_BEL * over_B.view(-1, 1, 1)
@@ -144,6 +145,16 @@ class ExpertChoiceGate(nn.Module):
             f"num_tokens={self.num_tokens}, share={self.share}, "
             f"weights={self.weights!r}, mean_one={self.mean_one}"
         )
+
+    def _weigh(self, scores_BEN: Tensor, pick_BEL: Tensor, taken_BEL: Tensor) -> Tensor:
+        """Weights of the picks; of those that are not taken they mean nothing."""
+        if self.weights == "all":
+            return torch.softmax(scores_BEN, dim=-1).gather(-1, pick_BEL)
+        picked_BEL = scores_BEN.gather(-1, pick_BEL)
+        if self.weights == "one":
+            return torch.ones_like(picked_BEL)
+        lowest = torch.finfo(picked_BEL.dtype).min
+        return picked_BEL.masked_fill(~taken_BEL, lowest).softmax(-1)
 
     def _most(self, num_tokens: int) -> int:
         """L: l of an image without padding, so that no GPU has to tell its counts."""

@@ -118,6 +118,19 @@ def test_weights_of_every_expert_sum_to_one_or_less():
     assert (sums["all"] < 0.999).all()
 
 
+def test_weights_of_one_keep_the_choice_and_give_the_router_no_gradient():
+    logits = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True] * 6, [True, False, True, False, False, False]])
+    soft = ExpertChoiceGate(num_tokens=4)(logits, mask)
+    hard = ExpertChoiceGate(num_tokens=4, weights="one")(
+        logits.requires_grad_(), mask
+    )
+    assert torch.equal(hard.token_index_R, soft.token_index_R)
+    # four of the first image's tokens and both of the second's, for three experts
+    assert hard.weight_R.tolist() == [1.0] * 18
+    assert not hard.weight_R.requires_grad
+
+
 def test_errors():
     for kwargs in ({}, dict(num_tokens=2, share=0.5)):
         with pytest.raises(ValueError, match="set one of num_tokens and share"):
@@ -128,6 +141,8 @@ def test_errors():
         ExpertChoiceGate(share=1.5)
     with pytest.raises(ValueError, match="unknown weights 'none'"):
         ExpertChoiceGate(num_tokens=1, weights="none")
+    with pytest.raises(ValueError, match="leave mean_one out"):
+        ExpertChoiceGate(num_tokens=1, weights="one", mean_one=True)
 
 
 @pytest.mark.parametrize("weights", ["selected", "all"])

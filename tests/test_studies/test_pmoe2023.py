@@ -1,0 +1,366 @@
+import dataclasses
+import gzip
+import io
+import math
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn import functional
+
+from damex.moe import split_patches
+from damex.studies.pmoe2023 import run
+from damex.studies.pmoe2023.compute import cnn_compute, pmoe_compute
+from damex.studies.pmoe2023.digits import DigitImages, mnist_digits, sklearn_digits
+from damex.studies.pmoe2023.hits import largest_hits, top_hits
+from damex.studies.pmoe2023.jobs import Outcome
+from damex.studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe
+from damex.studies.pmoe2023.patch_data import PatchSamples, draw_samples
+from damex.studies.pmoe2023.plan import CNN, FULL, JOINT, MULTI, SPURIOUS
+from damex.studies.pmoe2023.results import Results
+from damex.studies.pmoe2023.rows import learned_rows
+from damex.studies.pmoe2023.study import conclude
+from damex.studies.pmoe2023.training import accuracy, fit, train_router
+from damex.studies.pmoe2023.wide_resnet import (
+    WideResNet,
+    as_images,
+    last_layer_parameters,
+)
+from damex.studies.pmoe2023.wide_runs import WideRuns
+from damex.studies.progress import StudyProgress
+from damex.studies.result import Row, StudySettings
+
+TINY = Recipe(num_experts=2, num_filters=2, num_tokens=2, joint=True)
+# Each "picture" is its own digit, so that patches can be read.
+READABLE = DigitImages(
+    torch.arange(100).remainder(10).float().unsqueeze(1), torch.arange(100) % 10
+)
+
+
+@pytest.fixture(scope="module")
+def quick():
+    progress = StudyProgress(Console(file=io.StringIO()))
+    return run(StudySettings(quick=True), progress)
+
+
+def mean_of(result, name, settings):
+    """Of the only row of that name whose settings start so and name no variant."""
+    (row,) = (
+        row
+        for row in result.rows
+        if row.name == name
+        and row.settings.startswith(settings)
+        and "released code" not in row.settings
+    )
+    return row.mean
+
+
+def tiny_model(recipe=TINY):
+    """Expert 0: router (1, 0), filter (1, 1), a = 2; 1: (0, 1), (1, -1), a = -1."""
+    model = PatchMoE(recipe, embed_dims=2)
+    with torch.no_grad():
+        model.moe.router.weight_ED.copy_(torch.eye(2))
+        model.moe.experts.filter_EDO.copy_(
+            torch.tensor([[[1.0], [1.0]], [[1.0], [-1.0]]])
+        )
+        model.moe.experts.output_EOC.copy_(torch.tensor([[[2.0]], [[-1.0]]]))
+    return model
+
+
+LOG2 = math.log(2)
+SAMPLE = torch.tensor([[[LOG2, 0.0], [0.0, 1.0], [-5.0, 1.0]]])
+
+
+def test_joint_pmoe_is_equation_1():
+    # Expert 0 takes patches 0 and 1 with softmax(log 2, 0) = 2/3, 1/3:
+    #   2 / 2 * (2/3 * relu(log 2) + 1/3 * relu(1)) = 2/3 log 2 + 1/3
+    # Expert 1 takes patches 1 and 2 (both 1): filters give -1 and -6, relu 0.
+    expected = torch.tensor([[2 / 3 * LOG2 + 1 / 3, 0.0]])
+    torch.testing.assert_close(tiny_model()(SAMPLE), expected)
+
+
+def test_separate_pmoe_has_gating_values_of_one():
+    recipe = dataclasses.replace(TINY, joint=False)
+    # 2 / 2 * (log 2 + 1); pooled over all three patches it is 2 / 3 of that
+    model = tiny_model(recipe)
+    torch.testing.assert_close(model(SAMPLE)[0, 0].item(), LOG2 + 1)
+    model = tiny_model(dataclasses.replace(recipe, pool="all"))
+    torch.testing.assert_close(model(SAMPLE)[0, 0].item(), 2 / 3 * (LOG2 + 1))
+
+
+def test_the_second_expert_scores_with_its_own_second_layer():
+    # Expert 1 takes (3, 1) and (0, 0) with softmax(1, 0): filter 2 and 0, a = -1;
+    # expert 0 takes them with softmax(3, 0): filter 4 and 0, a = 2.
+    sample = torch.tensor([[[3.0, 1.0], [0.0, 0.0]]])
+    first, second = math.e**3 / (math.e**3 + 1), math.e / (math.e + 1)
+    expected = (2 * 4 * first - 2 * second) / 2
+    torch.testing.assert_close(tiny_model()(sample)[0, 0].item(), expected)
+
+
+def test_the_cnn_is_pmoe_with_one_expert_that_takes_all():
+    recipe = Recipe(num_experts=1, num_filters=6, num_tokens=5, joint=False)
+    pmoe = PatchMoE(recipe, embed_dims=3, num_classes=4)
+    cnn = PatchCNN(6, embed_dims=3, num_classes=4)
+    with torch.no_grad():
+        cnn.filters.weight.copy_(pmoe.moe.experts.filter_EDO[0].t())
+        cnn.output_OC.copy_(pmoe.moe.experts.output_EOC[0])
+    patches = torch.randn(7, 5, 3)
+    torch.testing.assert_close(cnn(patches), pmoe(patches))
+
+
+def test_two_classes_have_the_logistic_loss():
+    model, patches = PatchCNN(5, embed_dims=3), torch.randn(2, 4, 3)
+    logits = model(patches)
+    f = logits[:, 0]  # labels 0 and 1 are y = +1 and -1
+    expected = (torch.log1p(torch.exp(-f[0])) + torch.log1p(torch.exp(f[1]))) / 2
+    loss = functional.cross_entropy(logits, torch.tensor([0, 1]))
+    torch.testing.assert_close(loss, expected)
+
+
+def test_starting_values():
+    torch.manual_seed(0)
+    recipe = Recipe(num_experts=2, num_filters=400, num_tokens=2, joint=False)
+    experts = PatchMoE(recipe, embed_dims=64).moe.experts
+    assert experts.filter_EDO.std().item() == pytest.approx(0.05, rel=0.05)
+    assert experts.output_EOC.std().item() == pytest.approx(1.0, rel=0.1)
+    signs = dataclasses.replace(recipe, output="signs", filter_std=0.3)
+    experts = PatchMoE(signs, embed_dims=64).moe.experts
+    assert experts.filter_EDO.std().item() == pytest.approx(0.3, rel=0.05)
+    assert experts.output_EOC.flatten(1).tolist() == [[1.0] * 200, [-1.0] * 200]
+    assert [name for name, _ in experts.named_parameters()] == ["filter_EDO"]
+
+
+def test_samples_have_one_pattern_of_their_class():
+    samples = draw_samples(READABLE, 200, seed=0)
+    digits_BN = samples.patches_BND[..., 0]
+    pattern_B = digits_BN.gather(1, samples.position_B.unsqueeze(1)).squeeze(1)
+    assert torch.equal(pattern_B, 1.0 - samples.labels_B)  # class 0 shows a 1
+    assert ((digits_BN < 2).sum(1) == 1).all()
+    assert samples.labels_B.sum() == 100
+    assert digits_BN.unique().tolist() == list(range(10))
+    assert samples.position_B.unique().tolist() == list(range(16))
+    again = draw_samples(READABLE, 200, seed=0)
+    assert torch.equal(samples.patches_BND, again.patches_BND)
+    other = draw_samples(READABLE, 200, seed=1)
+    assert not torch.equal(samples.position_B, other.position_B)
+
+
+@pytest.mark.parametrize("share", [0.95, 0.5])
+def test_a_spurious_pattern_agrees_as_often_as_asked(share):
+    samples = draw_samples(READABLE, 2000, seed=0, spurious=share)
+    digits_BN = samples.patches_BND[..., 0]
+    spurious_BN = (digits_BN == 2) | (digits_BN == 3)
+    assert (spurious_BN.sum(1) == 1).all()
+    assert ((digits_BN < 2).sum(1) == 1).all()
+    agrees_B = digits_BN[spurious_BN] == 2 + samples.labels_B
+    assert agrees_B.double().mean().item() == pytest.approx(share, abs=0.03)
+
+
+def test_tests_of_the_spurious_task_tell_nothing():
+    source = dataclasses.replace(sklearn_digits(), train=READABLE, test=READABLE)
+    for samples, share in (
+        (SPURIOUS.train(source, 2000, 0), 0.95),
+        (SPURIOUS.test(source, 2000, 0), 0.5),
+    ):
+        digits_BN = samples.patches_BND[..., 0]
+        agrees_B = (digits_BN == 2 + samples.labels_B.unsqueeze(1)).any(1)
+        assert agrees_B.double().mean().item() == pytest.approx(share, abs=0.03)
+
+
+def test_four_classes():
+    samples = draw_samples(READABLE, 400, seed=0, classes=MULTI.classes)
+    digits_BN = samples.patches_BND[..., 0]
+    pattern_B = digits_BN.gather(1, samples.position_B.unsqueeze(1)).squeeze(1)
+    assert torch.equal(pattern_B, torch.tensor([1.0, 0.0, 2.0, 3.0])[samples.labels_B])
+    assert ((digits_BN < 4).sum(1) == 1).all()
+    assert samples.labels_B.bincount().tolist() == [100] * 4
+    with pytest.raises(ValueError, match="spurious needs the classes"):
+        draw_samples(READABLE, 4, seed=0, classes=MULTI.classes, spurious=0.9)
+
+
+def test_no_picture_is_in_training_and_in_tests():
+    source = sklearn_digits()
+    train, test = source.train.images_SD, source.test.images_SD
+    assert (len(train), len(test)) == (1100, 697)
+    assert torch.cdist(train, test).min() > 0
+    assert train.max() == 1.0
+    assert source.test.labels_S.bincount().min() > 50
+
+
+def test_the_router_moves_along_the_difference_of_the_classes():
+    # y = +1 for (1, 0) + (1, 0), y = -1 for (0, 3) + (0, 1): mean(y sum x) = (1, -2).
+    # One epoch of 2 / 20 of a batch, lr 10: each router moves by (1, -2), w_1 away.
+    patches = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 3.0], [0.0, 1.0]]])
+    samples = PatchSamples(patches, torch.tensor([0, 1]), torch.tensor([0, 0]))
+    model = PatchMoE(dataclasses.replace(TINY, router_std=0.0), embed_dims=2)
+    train_router(model, samples, lr=10.0, epochs=1)
+    weight_ED = model.moe.router.weight_ED
+    torch.testing.assert_close(weight_ED, torch.tensor([[1.0, -2.0], [-1.0, 2.0]]))
+    assert not weight_ED.requires_grad
+
+
+def test_routers_of_four_classes_are_trained_in_pairs():
+    patches = torch.eye(4).unsqueeze(1).repeat(5, 1, 1)
+    samples = PatchSamples(patches, torch.arange(20) % 4, torch.zeros(20).long())
+    recipe = dataclasses.replace(TINY, num_experts=4, num_filters=4, router_std=0.0)
+    model = PatchMoE(recipe, embed_dims=4, num_classes=4)
+    train_router(model, samples, lr=2.0, epochs=1)
+    # Two pairs share the mean of the loss: 2 * (1/2) * (1/2) for each class's mean.
+    pair = torch.tensor([[0.5, -0.5], [-0.5, 0.5]])
+    expected = torch.block_diag(pair, pair)
+    torch.testing.assert_close(model.moe.router.weight_ED.data, expected)
+
+
+def test_training_stops_after_an_epoch_without_error():
+    patches = torch.tensor([[[4.0]], [[-4.0]]]).repeat(10, 1, 1)
+    samples = PatchSamples(patches, torch.arange(20) % 2, torch.zeros(20).long())
+    right = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 2))
+    with torch.no_grad():
+        right[1].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        right[1].bias.zero_()
+    assert fit(right, samples, lr=0.0, epochs=7, seed=0) == 1
+    assert accuracy(right, samples) == 100.0
+    with torch.no_grad():
+        right[1].weight.neg_()
+    assert fit(right, samples, lr=0.0, epochs=7, seed=0) == 7
+    assert accuracy(right, samples) == 0.0
+
+
+def test_hits():
+    # Expert 0 ranks patches by the first pixel, expert 1 by the second.
+    patches = torch.tensor(
+        [
+            [[3.0, 0.0], [2.0, 9.0], [1.0, 5.0]],  # class 0, pattern 1: second, first
+            [[9.0, 1.0], [2.0, 2.0], [1.0, 3.0]],  # class 0, pattern 0: first, last
+            [[9.0, 1.0], [2.0, 2.0], [1.0, 3.0]],  # class 1, pattern 2: last, first
+        ]
+    )
+    samples = PatchSamples(patches, torch.tensor([0, 0, 1]), torch.tensor([1, 0, 2]))
+    model = tiny_model()
+    # own experts see ranks 2, 1 and 1
+    assert top_hits(model, samples, 1) == pytest.approx(200 / 3)
+    assert top_hits(model, samples, 2) == 100.0
+    # firsts by class: expert 0 one of two and none of one, expert 1 one and one
+    assert largest_hits(model, samples) == (50.0, 100.0)
+
+
+def test_compute_by_hand():
+    # m*n = 640 and the second layer on the mean, 40 / 64
+    assert cnn_compute(40, embed_dims=64).forward == 640 + 40 / 64
+    router, experts = pmoe_compute(JOINT, embed_dims=64)
+    # k*n = 8 * 16 both ways; m*l = 240 and the second layer on every patch, 240 / 64
+    assert (router.forward, router.backward) == (128, 128)
+    assert (experts.forward, experts.backward) == (243.75, 243.75)
+
+
+def test_images_are_patches_put_together():
+    samples = draw_samples(sklearn_digits().test, 5, seed=0)
+    images = as_images(samples).patches_BND
+    assert images.shape == (5, 1, 32, 32)
+    again = split_patches(images, (8, 8)).flatten(2)
+    assert torch.equal(again, samples.patches_BND)
+
+
+def test_wide_networks_have_equal_convolutions():
+    images = torch.randn(6, 1, 32, 32)
+    found = {}
+    for experts in (False, True):
+        model = WideResNet(side=32, num_classes=2, experts=experts)
+        model(images)[:, 0].sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        found[experts] = last_layer_parameters(model)
+    # 3 * 3 * 32 * 32; the router sees 2 * 2 cells of 32 channels for 8 experts
+    assert found == {False: (9216, 0), True: (9216, 1024)}
+
+
+def write_idx(path, magic, shape, values, *, pack=False):
+    header = b"".join(n.to_bytes(4, "big") for n in (magic, *shape))
+    content = header + bytes(values)
+    name = f"{path.name}.gz" if pack else path.name
+    content = gzip.compress(content) if pack else content
+    path.with_name(name).write_bytes(content)
+
+
+def test_mnist_files(tmp_path):
+    for name, pack in (("train", True), ("t10k", False)):
+        images = tmp_path / f"{name}-images-idx3-ubyte"
+        write_idx(images, 2051, (2, 1, 3), [0, 51, 255, 1, 2, 3], pack=pack)
+        labels = tmp_path / f"{name}-labels-idx1-ubyte"
+        write_idx(labels, 2049, (2,), [7, 4], pack=pack)
+    source = mnist_digits(tmp_path)
+    for split in (source.train, source.test):
+        torch.testing.assert_close(split.images_SD[0], torch.tensor([0.0, 0.2, 1.0]))
+        assert split.labels_S.tolist() == [7, 4]
+    labels.write_bytes(labels.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte is no idx file"):
+        mnist_digits(tmp_path)
+    labels.unlink()
+    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte is missing"):
+        mnist_digits(tmp_path)
+
+
+def faked_results(pmoe, cnn):
+    """As if every pMoE and every CNN always had the same accuracy."""
+    outcomes = {}
+    for job in FULL.jobs():
+        value = cnn if isinstance(job.network, type(CNN)) else pmoe
+        top, largest = dict.fromkeys((1, 2, 4, 6), pmoe), (pmoe, pmoe)
+        outcomes[job] = [Outcome(value, 100.0, 1, top, largest)] * 2
+    # l and k have to matter, too
+    for job in outcomes if pmoe > cnn else ():
+        network = job.network
+        shape = (getattr(network, "num_experts", 0), getattr(network, "num_tokens", 0))
+        if shape in {(8, 1), (8, 16), (2, 8), (20, 6)} and job.task.spurious is None:
+            outcomes[job] = [Outcome(pmoe - 1, 100.0, 1)] * 2
+    wide = {(e, n): [pmoe if e else cnn] * 2 for e in (0, 1) for n in FULL.wide_samples}
+    return Results(FULL, 64, outcomes, WideRuns(wide, {}), [0], [0.0], [0.0])
+
+
+def test_criteria_hold_where_pmoe_leads_and_only_there():
+    claims = [row for row in learned_rows(faked_results(97.0, 90.0)) if row.criterion]
+    assert [row.name for row in claims if not row.holds] == []
+    worse = [row for row in learned_rows(faked_results(80.0, 80.0)) if row.criterion]
+    assert len(worse) == len(claims) > 20
+    assert [row.name for row in worse if row.holds] == []
+
+
+def test_a_lead_below_five_points_is_not_enough():
+    rows = list(learned_rows(faked_results(97.0, 93.0)))
+    failed = {row.name for row in rows if row.holds is False}
+    assert failed == {"separate pMoE minus CNN-40", "joint pMoE minus CNN-40"}
+
+
+def test_the_conclusion_names_what_failed():
+    good = Row("a", "-", [1.0], "> 0", holds=True)
+    bad = Row("b", "-", [1.0], "> 2", holds=False, settings="N = 3")
+    shown = Row("c", "-", [1.0])
+    text = conclude([good, bad, shown], quick=False)
+    assert text == "1 of 2 criteria hold; not confirmed: b (N = 3)."
+    assert conclude([good, shown], quick=True).startswith("1 of 1 criteria hold. ")
+
+
+def test_the_quick_run_finds_the_exact_things_exact(quick):
+    exact = [row for row in quick.rows if row.criterion]
+    assert len(exact) == 8
+    assert [row.name for row in exact if not row.holds] == []
+    assert quick.conclusion.startswith("8 of 8 criteria hold. ")
+
+
+def test_the_quick_run_learns_as_it_should(quick):
+    mean = partial(mean_of, quick)
+    assert mean("separate pMoE, accuracy, %", "N = 300") > 92
+    assert mean("separate router: pattern in the top 2, %", "N = 300") > 80
+    assert mean("CNN-40, accuracy, %", "N = 300, best of the rates: 0.2, 30") < 88
+    # The joint router has to learn: with gating values of 1, or of a softmax over all
+    # patches, it stays where it started or learns slowly.
+    assert mean("joint pMoE, accuracy, %", "N = 300") > 96
+    assert mean("joint router: largest gate for o2, %", "N = 300") > 90
+    assert mean("joint pMoE: best l inside minus l = 1, points", "N = 100") > 5
+
+
+def test_the_figure_has_all_panels(quick):
+    titles = [axes.get_title() for axes in quick.figure.axes if axes.get_title()]
+    assert len(titles) == 9
+    labelled = [axes for axes in quick.figure.axes if axes.get_title()]
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in labelled)
