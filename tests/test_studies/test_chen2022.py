@@ -201,6 +201,20 @@ def test_the_weight_of_a_route_scales_the_output_in_each_form():
         torch.testing.assert_close(out[index, 0], plain * weight.unsqueeze(1))
 
 
+@pytest.mark.parametrize("recipe", [PAPER, OFFICIAL])
+def test_the_balance_loss_lowers_the_logit_of_the_expert_that_got_all(recipe):
+    layer = build_mixture(recipe, "identity", balance=True)
+    with torch.no_grad():
+        # patches of ones sum to 4: logit 4 * 50 * 0.01 = 2 beats any noise
+        layer.router.linear.weight_ED[3] = 0.01
+    _, record = layer(torch.ones(10, 1, 200))
+    (loss,) = record.losses.values()
+    loss.backward()
+    slope_E = layer.router.linear.weight_ED.grad.sum(1)
+    assert slope_E.argmax() == 3
+    assert slope_E[3] > 0
+
+
 def test_without_noise_an_untrained_router_takes_the_first_expert():
     layer = build_mixture(PAPER, "cubic")
     tokens = torch.randn(800, 1, 200)
