@@ -184,7 +184,7 @@ def _tokens_and_experts(results: Results) -> Iterator[Row]:
         name = f"separate pMoE: l = {few} minus l = {many}, points"
         yield _lead(name, results, first, second, 0.0, f"N = {count}")
     for count in plan.sweep_samples:
-        jobs = {l: plan.with_tokens(JOINT, l, count) for l in plan.tokens}  # noqa: E741 - the paper's name
+        jobs = {n: plan.with_tokens(JOINT, n, count) for n in plan.tokens}
         smallest, *between, largest = jobs
         best = max(between, key=lambda tokens: results.mean(jobs[tokens]))
         for edge in (smallest, largest):
