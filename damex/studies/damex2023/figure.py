@@ -37,7 +37,7 @@ def draw_figure(
             for case, found in outcomes.items()
             if case.method == method and case.shared and case.num_datasets == most
         ]
-        share = chosen[0] / chosen[0].sum(1, keepdim=True)
+        share = (chosen[0] / chosen[0].sum(1, keepdim=True)).numpy()
         image = axes[row, 1].imshow(share, vmin=0, vmax=1, cmap="Blues")
         axes[row, 1].set(title=f"{NAMES[method]}: where samples go", xlabel="expert")
         axes[row, 1].set_ylabel("data set")
@@ -54,8 +54,10 @@ def _draw_accuracy(
         cases = [c for c in outcomes if c.shared == shared and c.method == method]
         numbers = [case.num_datasets for case in cases]
         values = [[o.accuracy for o in outcomes[case]] for case in cases]
-        means = [np.mean(seeds) for seeds in values]
-        spreads = [np.std(seeds, ddof=1) if len(seeds) > 1 else 0 for seeds in values]
+        means = [float(np.mean(seeds)) for seeds in values]
+        spreads = [
+            float(np.std(seeds, ddof=1)) if len(seeds) > 1 else 0.0 for seeds in values
+        ]
         axes.errorbar(
             numbers, means, spreads, color=color, marker="o", label=NAMES[method]
         )

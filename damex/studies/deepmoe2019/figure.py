@@ -52,7 +52,7 @@ def _draw_active(
             xytext=(4, -14),
             fontsize=8,
         )
-    mean = np.mean([one.final.accuracy for one in plain])
+    mean = float(np.mean([one.final.accuracy for one in plain]))
     axes.axhline(mean, color=ORANGE, linestyle="--", label="plain network")
     axes.set(
         title="digits, three convolutions of 32 channels",

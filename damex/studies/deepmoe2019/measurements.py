@@ -27,10 +27,24 @@ from damex.studies.deepmoe2019.training import (
 from damex.studies.deepmoe2019.widening import STRATEGIES, VGG, shrink
 from damex.studies.progress import StudyProgress
 
-__all__ = ["HALF", "WIDE", "Case", "Measured", "Plan", "measure", "measure_all"]
+__all__ = [
+    "EMBEDDING_WIDTHS",
+    "WEAK_EMBEDDING_WIDTHS",
+    "WIDE",
+    "Case",
+    "Design",
+    "Measured",
+    "Plan",
+    "measure",
+    "measure_all",
+]
 
 WIDE: Stages = ((32, 32), (32,))
 HALF: Stages = ((16, 16), (16,))
+# Somewhat more operations than WIDE has left at a lambda of 1e-3.
+THIN: Stages = ((5, 5), (5,))
+EMBEDDING_WIDTHS = (8, 16, 32)
+WEAK_EMBEDDING_WIDTHS = (4, 8)
 Case = tuple[str, ...]  # a table's name and a line's
 
 
@@ -57,6 +71,21 @@ class Plan:
     vgg_recipe: Recipe
     num_train: int = 1200
     num_flop_images: int = 100
+
+
+@dataclass(frozen=True)
+class Design:
+    """A network and how it is trained.
+
+    Attributes:
+        stages: Widths.
+        recipe: Training.
+        embedding_widths: Of the gating path; None for a plain network.
+    """
+
+    stages: Stages
+    recipe: Recipe
+    embedding_widths: Sequence[int] | None = EMBEDDING_WIDTHS
 
 
 @dataclass(frozen=True)
@@ -97,41 +126,30 @@ def measure_all(plan: Plan, progress: StudyProgress) -> dict[Case, list[Measured
     runs = [(case, seed) for seed in plan.seeds for case in cases]
     found: dict[Case, list[Measured]] = {case: [] for case in cases}
     for case, seed in progress.track(runs, "networks"):
-        stages, recipe, gated = cases[case]
         digits = draw_digits(seed=seed, num_train=plan.num_train)
         found[case].append(
             measure(
-                stages,
-                digits,
-                recipe,
-                gated=gated,
-                seed=seed,
-                num_flop_images=plan.num_flop_images,
+                cases[case], digits, seed=seed, num_flop_images=plan.num_flop_images
             )
         )
     return found
 
 
 def measure(
-    stages: Stages,
-    digits: Digits,
-    recipe: Recipe,
-    *,
-    gated: bool,
-    seed: int,
-    num_flop_images: int,
+    design: Design, digits: Digits, *, seed: int, num_flop_images: int
 ) -> Measured:
     """Builds, trains in both stages and measures one network.
 
     Args:
-        stages: Widths of the network.
+        design: The network and its training.
         digits: The data.
-        recipe: How it is trained.
-        gated: Whether there is a gating path.
         seed: Of weights and order.
         num_flop_images: Test images with which operations are counted.
     """
-    network = build_network(stages, gated=gated, seed=seed)
+    recipe = design.recipe
+    network = build_network(
+        design.stages, embedding_widths=design.embedding_widths, seed=seed
+    )
     generator = torch.Generator().manual_seed(seed)
     train_joint(network, digits, recipe, generator)
     joint, before = score(network, digits), _gating_state(network)
@@ -153,23 +171,26 @@ def measure(
     )
 
 
-def _cases(plan: Plan) -> dict[Case, tuple[Stages, Recipe, bool]]:
-    cases: dict[Case, tuple[Stages, Recipe, bool]] = {
-        ("plain", "32"): (WIDE, plan.recipe, False),
-        ("plain", "16"): (HALF, plan.recipe, False),
-        ("mu 0", ""): (WIDE, replace(plan.recipe, aux_weight=0.0), True),
+def _cases(plan: Plan) -> dict[Case, Design]:
+    cases: dict[Case, Design] = {
+        ("plain", "32"): Design(WIDE, plan.recipe, None),
+        ("plain", "16"): Design(HALF, plan.recipe, None),
+        ("plain", "5"): Design(THIN, plan.recipe, None),
+        ("mu 0",): Design(WIDE, replace(plan.recipe, aux_weight=0.0)),
+        ("weak embedding",): Design(WIDE, plan.recipe, WEAK_EMBEDDING_WIDTHS),
     }
     for weight in plan.l1_weights:
         recipe = replace(plan.recipe, l1_weight=weight)
-        cases["sweep", f"{weight:g}"] = (WIDE, recipe, True)
+        cases["sweep", f"{weight:g}"] = Design(WIDE, recipe)
     widened: Mapping[str, Stages] = {
         "not widened": VGG,
         **{name: STRATEGIES[name] for name in plan.strategies},
     }
-    cases["VGG", "plain"] = (shrink(VGG, plan.vgg_divisor), plan.vgg_recipe, False)
+    vgg = shrink(VGG, plan.vgg_divisor)
+    cases["VGG", "plain"] = Design(vgg, plan.vgg_recipe, None)
     for name, stages in widened.items():
         shrunk = shrink(stages, plan.vgg_divisor)
-        cases["VGG", name] = (shrunk, plan.vgg_recipe, True)
+        cases["VGG", name] = Design(shrunk, plan.vgg_recipe)
     return cases
 
 

@@ -14,11 +14,10 @@ from torch.nn import functional
 from damex.moe import ChannelGates, GatedConv2d, GatingPath, ShallowEmbedding
 from damex.studies.deepmoe2019.digits import NUM_CLASSES
 
-__all__ = ["EMBEDDING_WIDTHS", "DigitNet", "Stages", "build_network"]
+__all__ = ["DigitNet", "Stages", "build_network"]
 
 # Widths of the convolutions, one tuple per stage; a max pooling between stages.
 Stages = Sequence[Sequence[int]]
-EMBEDDING_WIDTHS = (8, 16, 32)
 
 
 class DigitNet(nn.Module):
@@ -26,11 +25,13 @@ class DigitNet(nn.Module):
 
     Args:
         stages: See `Stages`.
-        gated: Whether a gating path opens and closes the channels of every convolution;
-            the plain network otherwise.
+        embedding_widths: Of the gating path, which opens and closes the channels of
+            every convolution; None for the plain network.
     """
 
-    def __init__(self, stages: Stages, *, gated: bool) -> None:
+    def __init__(
+        self, stages: Stages, *, embedding_widths: Sequence[int] | None
+    ) -> None:
         super().__init__()
         widths = [width for stage in stages for width in stage]
         self.layers = nn.ModuleList(
@@ -46,9 +47,9 @@ class DigitNet(nn.Module):
         self.pooled = frozenset(self.names[end - 1] for end in ends)
         self.fc = nn.Linear(widths[-1], NUM_CLASSES)
         self.gating: GatingPath | None = None
-        if gated:
+        if embedding_widths is not None:
             embedding = ShallowEmbedding(
-                NUM_CLASSES, widths=EMBEDDING_WIDTHS, in_channels=1
+                NUM_CLASSES, widths=embedding_widths, in_channels=1
             )
             channels = dict(zip(self.names, widths, strict=True))
             self.gating = GatingPath(embedding, channels)
@@ -88,14 +89,16 @@ class DigitNet(nn.Module):
         return self.fc(x_BCHW.mean(dim=(2, 3)))
 
 
-def build_network(stages: Stages, *, gated: bool, seed: int) -> DigitNet:
+def build_network(
+    stages: Stages, *, embedding_widths: Sequence[int] | None, seed: int
+) -> DigitNet:
     """Draws a network from a seed of its own.
 
     Args:
         stages: See `Stages`.
-        gated: See `DigitNet`.
+        embedding_widths: See `DigitNet`.
         seed: Of the weights; the caller's random state stays as it is.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return DigitNet(stages, gated=gated)
+        return DigitNet(stages, embedding_widths=embedding_widths)

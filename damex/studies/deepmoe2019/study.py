@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from damex.studies.deepmoe2019.digits import draw_digits
 from damex.studies.deepmoe2019.figure import draw_figure
-from damex.studies.deepmoe2019.measurements import Plan, measure_all
-from damex.studies.deepmoe2019.network import EMBEDDING_WIDTHS
+from damex.studies.deepmoe2019.measurements import (
+    EMBEDDING_WIDTHS,
+    WEAK_EMBEDDING_WIDTHS,
+    Plan,
+    measure_all,
+)
 from damex.studies.deepmoe2019.rows import all_rows, conclusion
 from damex.studies.deepmoe2019.training import Recipe
 from damex.studies.progress import StudyProgress
@@ -44,6 +48,7 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
             "learning rate of VGG": deep.lr,
             "lambda of VGG": deep.l1_weight,
             "widths of the embedding": EMBEDDING_WIDTHS,
+            "of the weak one": WEAK_EMBEDDING_WIDTHS,
         },
     )
 
