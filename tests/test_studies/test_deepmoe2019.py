@@ -39,7 +39,8 @@ def digits():
 
 @pytest.fixture
 def network():
-    return build_network(STAGES, embedding_widths=(2, 3), seed=0).eval()
+    # A seed with different open channels for different images.
+    return build_network(STAGES, embedding_widths=(2, 3), seed=3).eval()
 
 
 def test_training_and_test_images_are_apart_and_all_used(digits):

@@ -87,8 +87,8 @@ def drops_of_a_good_router(
     """
     layer = _layer(seed=0, capacity=capacity).eval()
     # The first feature is 1 for all tokens, and only expert 5 looks at it.
-    layer.router.weight_ED.zero_()
-    layer.router.weight_ED[5, 0] = 6.0
+    weight_ED = layer.get_parameter("router.weight_ED").zero_()
+    weight_ED[5, 0] = 6.0
     tokens_1ND = _tokens(1, seed=0, num_tokens=num_tokens)
     tokens_1ND[..., 0] = 1.0
     out_1ND, record = layer(tokens_1ND)

@@ -110,7 +110,7 @@ def targets_accuracy(
     """
     generator = torch.Generator().manual_seed(seed)
     layer = _layer(task.signals_KD.shape[1], num_datasets, seed=seed)
-    optimizer = Adam(layer.router.parameters(), lr=LR)
+    optimizer = Adam(_router_parameters(layer), lr=LR)
     mask_GE = torch.eye(num_datasets, dtype=torch.bool)
     wrong = 0.0
     layer.train()
@@ -162,7 +162,7 @@ def capacity_curve(
     """
     generator = torch.Generator().manual_seed(seed)
     layer = _layer(task.signals_KD.shape[1], num_datasets, seed=seed, capacity=capacity)
-    optimizer = Adam(layer.router.parameters(), lr=LR)
+    optimizer = Adam(_router_parameters(layer), lr=LR)
     all_B = torch.arange(num_datasets)
     looks_BND = draw_images(task, all_B, QUERIES, generator, num_datasets=num_datasets)
     curve = []
@@ -240,6 +240,10 @@ def label_accuracy(
         out_T1D, _ = layer(tokens_TD.unsqueeze(1))
         right_T = head(out_T1D.squeeze(1)).argmax(dim=1) == label_T
     return 100.0 * right_T.double().mean().item()
+
+
+def _router_parameters(layer: MoELayer) -> list[nn.Parameter]:
+    return [p for name, p in layer.named_parameters() if name.startswith("router.")]
 
 
 def _layer(

@@ -136,7 +136,7 @@ def _target_rows(faults: Sequence[Faults]) -> list[Row]:
                 label,
                 [routing.wrong_targets for routing in found],
                 f"{wrong:g}",
-                lambda value, wrong=wrong: abs(value - wrong) < 1e-6,
+                _close_to(wrong),
             )
         )
         rows.append(_routing_accuracy(found, label, number, released=released))
@@ -307,6 +307,10 @@ def _checked(
     """A row whose criterion has to hold for each seed."""
     holds = all(test(value) for value in values)
     return Row(name, published, values, criterion, holds, label, 1)
+
+
+def _close_to(expected: float) -> Callable[[float], bool]:
+    return lambda value: abs(value - expected) < 1e-6
 
 
 def _plain(name: str, label: str, values: Sequence[float], *, digits: int = 2) -> Row:

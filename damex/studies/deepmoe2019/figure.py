@@ -60,6 +60,7 @@ def _draw_active(
         ylabel="test accuracy (%)",
         xscale="log",
     )
+    axes.margins(x=0.25)  # room for what is written beside the points
     axes.legend(loc="lower right")
 
 
@@ -77,8 +78,9 @@ def _draw_patterns(
         xlabel="$\\lambda$",
         ylabel="distinct gate patterns",
         yscale="log",
+        ylim=(0.7, 10 * num_images),
     )
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
 
 
 def _draw_operations(axes: Axes, found: Found) -> None:
@@ -87,7 +89,7 @@ def _draw_operations(axes: Axes, found: Found) -> None:
             continue
         flops = np.array([one.flops for one in networks]) / 1e6
         accuracy = [one.final.accuracy for one in networks]
-        color = ORANGE if case[1] == "plain" else None
+        color = "black" if case[1] == "plain" else None
         axes.scatter(flops, accuracy, s=16, color=color, label=case[1])
     axes.set(
         title="VGG-16 in small, gated and widened",

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import active_share, distinct_patterns
+from damex.moe import ChannelGate, active_share, distinct_patterns
 from damex.studies.deepmoe2019.digits import SIZE, Digits
 from damex.studies.deepmoe2019.network import DigitNet
 
@@ -108,7 +108,7 @@ def open_gate_gap(network: DigitNet, images_B1HW: Tensor) -> float:
     """
     ones = {
         name: torch.ones(len(images_B1HW), layer.conv.out_channels)
-        for name, layer in zip(network.names, network.layers, strict=True)
+        for name, layer in network.named_layers()
     }
     _skip(network, skip=False)
     gap = network.classify(images_B1HW, ones) - network.classify(images_B1HW, {})
@@ -148,7 +148,7 @@ def conv_flops(
     """
     total, size = 0.0, SIZE
     inputs_B = torch.ones(num_images, dtype=torch.float64)
-    for name, layer in zip(network.names, network.layers, strict=True):
+    for name, layer in network.named_layers():
         outputs_B = torch.full_like(inputs_B, layer.conv.out_channels)
         if name in gates:
             outputs_B = (gates[name] > 0).sum(dim=1).double()
@@ -171,12 +171,15 @@ def embedding_flops(network: DigitNet) -> float:
     if network.gating is None:
         return 0.0
     total, size = 0.0, SIZE
-    for conv in network.gating.embedding.convs:
-        size = (size + 1) // 2
-        total += 2 * 9 * size * size * conv.in_channels * conv.out_channels
-    weights = [network.gating.embedding.fc.weight]
-    weights += [head.weight_CE for head in network.gating.heads.values()]
-    return total + 2 * sum(weight.numel() for weight in weights)
+    for module in network.gating.modules():
+        if isinstance(module, nn.Conv2d):
+            size = (size + 1) // 2
+            total += 2 * 9 * size * size * module.in_channels * module.out_channels
+        elif isinstance(module, nn.Linear):
+            total += 2 * module.weight.numel()
+        elif isinstance(module, ChannelGate):
+            total += 2 * module.weight_CE.numel()
+    return total
 
 
 def _percent(logits_BE: Tensor, labels_B: Tensor) -> float:
@@ -184,5 +187,5 @@ def _percent(logits_BE: Tensor, labels_B: Tensor) -> float:
 
 
 def _skip(network: DigitNet, *, skip: bool) -> None:
-    for layer in network.layers:
+    for _, layer in network.named_layers():
         layer.skip_closed = skip

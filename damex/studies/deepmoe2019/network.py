@@ -5,7 +5,7 @@ Axes: B images, H and W height and width, C channels, E entries of the embedding
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,12 @@ class DigitNet(nn.Module):
             channels = dict(zip(self.names, widths, strict=True))
             self.gating = GatingPath(embedding, channels)
 
+    def named_layers(self) -> Iterator[tuple[str, GatedConv2d]]:
+        """The convolutions with their names, in order."""
+        for name, layer in zip(self.names, self.layers, strict=True):
+            if isinstance(layer, GatedConv2d):
+                yield name, layer
+
     def forward(self, images_B1HW: Tensor) -> tuple[Tensor, ChannelGates | None]:
         """Classifies a batch.
 
@@ -80,7 +86,7 @@ class DigitNet(nn.Module):
             logits_BE: Of the classes.
         """
         x_BCHW, before_BC = images_B1HW, None
-        for name, layer in zip(self.names, self.layers, strict=True):
+        for name, layer in self.named_layers():
             now_BC = gates.get(name)
             x_BCHW = layer(x_BCHW, now_BC, in_gates_BC=before_BC)
             if name in self.pooled and min(x_BCHW.shape[2:]) > 1:
