@@ -288,9 +288,11 @@ def conclusion(rows: Sequence[Row], found: Found) -> str:
     )
     text += f", but not: {'; '.join(failed)}." if failed else "."
     blank = _mean([one.final.blank_accuracy for one in chosen])
+    known = _mean([_accuracy(one) for one in chosen]) - blank < 5.0
+    verdict = "nearly all" if known else "not all"
     return (
-        f"{text} The gates alone, with a blank image, reach {blank:.1f} %: on images "
-        "this small the embedding knows the class."
+        f"{text} The gates alone, with a blank image, reach {blank:.1f} %: {verdict} "
+        "that the network knows is in them."
     )
 
 
