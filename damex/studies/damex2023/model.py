@@ -65,7 +65,8 @@ class ClusterMoE(nn.Module):
     """One MoE layer and a readout without bias; top-1, as DAMEX has it.
 
     Both methods have the same parts and parameters. DAMEX adds its loss, the vanilla
-    mixture its balance losses as in DAMEX's baseline: importance and load at 0.05 each.
+    mixture importance and load balance at 0.05 each, as configs/_base_/moe/vanilla.py.
+    (DAMEX's baseline has the smooth load loss in place of the load balance.)
 
     Args:
         method: 'vanilla' or 'damex'.
