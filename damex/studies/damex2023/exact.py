@@ -1,0 +1,116 @@
+"""What has to hold exactly, whatever is trained.
+
+Axes: B images, N tokens per image, T = B*N tokens, D features, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from damex.moe import (
+    DatasetRoutingLoss,
+    ExpertCapacity,
+    FFNExperts,
+    LinearRouter,
+    MoELayer,
+    TopKGate,
+    dropped_counts,
+)
+from damex.studies.damex2023.model import ROUTER_STD
+
+__all__ = [
+    "drops_of_a_good_router",
+    "first_gate_weights",
+    "loss_gap",
+    "metadata_gap",
+]
+
+DIMS, NUM_EXPERTS, NUM_TOKENS = 16, 8, 900
+
+
+def loss_gap(*, seed: int) -> float:
+    """Difference of the layer's loss to cross-entropy, two images of two data sets.
+
+    The expected value is the mean of the two images' own cross-entropies, computed
+    with the tokens query by query.
+
+    Args:
+        seed: Of weights and tokens.
+    """
+    layer, tokens_BND = _layer(seed=seed), _tokens(2, seed=seed)
+    _, record = layer(tokens_BND, group_ids_B=torch.tensor([3, 1]))
+    logits_NBE = layer.router(tokens_BND.transpose(0, 1))
+    targets_NB = torch.tensor([3, 1]).expand(NUM_TOKENS, 2)
+    expected = functional.cross_entropy(logits_NBE.flatten(0, 1), targets_NB.flatten())
+    return abs(record.losses["dataset_routing"].item() - 0.1 * expected.item())
+
+
+@torch.no_grad()
+def metadata_gap(*, seed: int) -> float:
+    """Largest difference between outputs with and without data set ids in a test.
+
+    Args:
+        seed: Of weights and tokens.
+    """
+    layer, tokens_BND = _layer(seed=seed).eval(), _tokens(2, seed=seed)
+    told, _ = layer(tokens_BND, group_ids_B=torch.tensor([5, 2]))
+    untold, _ = layer(tokens_BND)
+    return (told - untold).abs().max().item()
+
+
+@torch.no_grad()
+def first_gate_weights(*, seed: int) -> tuple[float, float]:
+    """Smallest and largest weight of a route before any training, times E.
+
+    Args:
+        seed: Of weights and tokens.
+    """
+    layer = _layer(seed=seed).eval()
+    weight_R = layer.route(_tokens(2, seed=seed)).assignment.weight_R * NUM_EXPERTS
+    return weight_R.min().item(), weight_R.max().item()
+
+
+@torch.no_grad()
+def drops_of_a_good_router(
+    num_tokens: int, *, capacity: ExpertCapacity | None
+) -> tuple[int, float]:
+    """One image whose tokens all belong to one expert.
+
+    Args:
+        num_tokens: Of the image.
+        capacity: Places of the experts; None for no limit.
+
+    Returns:
+        Served tokens, and the largest output of a token that was not (0 if all were).
+    """
+    layer = _layer(seed=0, capacity=capacity).eval()
+    # The first feature is 1 for all tokens, and only expert 5 looks at it.
+    weight_ED = layer.get_parameter("router.weight_ED").zero_()
+    weight_ED[5, 0] = 6.0
+    tokens_1ND = _tokens(1, seed=0, num_tokens=num_tokens)
+    tokens_1ND[..., 0] = 1.0
+    out_1ND, record = layer(tokens_1ND)
+    dropped, asked = dropped_counts(record)
+    served_T = torch.zeros(num_tokens, dtype=torch.bool)
+    served_T[record.assignment.token_index_R] = True
+    rest = out_1ND.flatten(0, 1)[~served_T]
+    return int(asked - dropped), rest.abs().max().item() if len(rest) else 0.0
+
+
+def _layer(*, seed: int, capacity: ExpertCapacity | None = None) -> MoELayer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MoELayer(
+            router=LinearRouter(DIMS, NUM_EXPERTS, init_std=ROUTER_STD),
+            gate=TopKGate(noise="gaussian", capacity=capacity),
+            experts=FFNExperts(NUM_EXPERTS, DIMS, DIMS),
+            losses=[DatasetRoutingLoss(weight=0.1)],
+            group_experts=[[expert] for expert in range(NUM_EXPERTS)],
+        )
+
+
+def _tokens(num_images: int, *, seed: int, num_tokens: int = NUM_TOKENS) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_images, num_tokens, DIMS, generator=generator)

@@ -1,0 +1,169 @@
+"""All that the study measures, seed by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from damex.moe import ExpertCapacity
+from damex.studies.cluster_data import draw_task
+from damex.studies.damex2023.faults import (
+    Routing,
+    capacity_curve,
+    label_accuracy,
+    targets_accuracy,
+)
+from damex.studies.damex2023.mixing import (
+    Mixing,
+    Outcome,
+    draw_mixture,
+    evaluate,
+    train,
+)
+from damex.studies.damex2023.model import Method
+from damex.studies.progress import StudyProgress
+
+__all__ = ["Case", "Faults", "Plan", "measure_faults", "measure_mixing"]
+
+METHODS: tuple[Method, ...] = ("vanilla", "damex")
+TEST_SEED = 1000  # added to the seed of a run
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        shared: See `draw_mixture`.
+        num_datasets: G.
+        method: 'vanilla' or 'damex'.
+    """
+
+    shared: bool
+    num_datasets: int
+    method: Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is run.
+
+    Attributes:
+        mixing: Sizes of the mixtures.
+        datasets: Numbers of data sets.
+        kinds: Which mixtures: disturbances shared or not.
+        seeds: Of the mixtures; the faults take the same.
+        router_steps: Steps of a router in the demonstrations.
+        label_steps: Steps of a classifier.
+        tokens: Tokens of an image from which a router learns.
+    """
+
+    mixing: Mixing
+    datasets: Sequence[int]
+    kinds: Sequence[bool]
+    seeds: Sequence[int]
+    router_steps: int = 300
+    label_steps: int = 200
+    tokens: int = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Faults:
+    """The three faults of one seed.
+
+    Attributes:
+        targets: By number of data sets and whether the released layout was used.
+        curves: `capacity_curve` with the released capacity (True) and without.
+        labels: Accuracy by whether labels are mapped by name and tokens are marked.
+    """
+
+    targets: Mapping[tuple[int, bool], Routing]
+    curves: Mapping[bool, Sequence[tuple[float, float]]]
+    labels: Mapping[tuple[bool, bool], float]
+
+
+def measure_mixing(plan: Plan, progress: StudyProgress) -> dict[Case, list[Outcome]]:
+    """Trains and tests both methods on all mixtures.
+
+    Args:
+        plan: How much.
+        progress: Told after each run.
+    """
+    cases = [
+        Case(shared, number, method)
+        for shared in plan.kinds
+        for number in plan.datasets
+        for method in METHODS
+    ]
+    runs = [(case, seed) for seed in plan.seeds for case in cases]
+    outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
+    for case, seed in progress.track(runs, "mixtures of data sets"):
+        generator = torch.Generator().manual_seed(TEST_SEED + seed)
+        task = draw_mixture(
+            plan.mixing, case.num_datasets, shared=case.shared, generator=generator
+        )
+        model = train(task, plan.mixing, case.method, seed=seed)
+        samples = task.draw(plan.mixing.num_samples, generator)
+        outcomes[case].append(evaluate(model, samples, plan.mixing))
+    return outcomes
+
+
+def measure_faults(plan: Plan, progress: StudyProgress) -> list[Faults]:
+    """Shows the released code's faults, each beside the mended way.
+
+    Args:
+        plan: How much.
+        progress: Told after each seed.
+    """
+    return [
+        _faults(plan, seed) for seed in progress.track(plan.seeds, "released faults")
+    ]
+
+
+def _faults(plan: Plan, seed: int) -> Faults:
+    generator = torch.Generator().manual_seed(TEST_SEED + seed)
+    mixing = plan.mixing
+    many = max(plan.datasets)
+    tasks = {
+        number: draw_mixture(mixing, number, shared=False, generator=generator)
+        for number in {2, many}
+    }
+    classes = draw_task(8, mixing.dims, generator)
+    return Faults(
+        targets={
+            (number, released): targets_accuracy(
+                task,
+                num_datasets=number,
+                released=released,
+                steps=plan.router_steps,
+                num_tokens=plan.tokens,
+                seed=seed,
+            )
+            for number, task in tasks.items()
+            for released in (False, True)
+        },
+        curves={
+            limited: capacity_curve(
+                tasks[many],
+                num_datasets=many,
+                capacity=ExpertCapacity(factor=1.25) if limited else None,
+                steps=plan.router_steps,
+                every=max(plan.router_steps // 10, 1),
+                seed=seed,
+            )
+            for limited in (False, True)
+        },
+        labels={
+            (by_name, marked): label_accuracy(
+                classes,
+                by_name=by_name,
+                marked=marked,
+                steps=plan.label_steps,
+                seed=seed,
+            )
+            for by_name in (False, True)
+            for marked in (False, True)
+        },
+    )
