@@ -122,9 +122,7 @@ def test_weights_of_one_keep_the_choice_and_give_the_router_no_gradient():
     logits = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[True] * 6, [True, False, True, False, False, False]])
     soft = ExpertChoiceGate(num_tokens=4)(logits, mask)
-    hard = ExpertChoiceGate(num_tokens=4, weights="one")(
-        logits.requires_grad_(), mask
-    )
+    hard = ExpertChoiceGate(num_tokens=4, weights="one")(logits.requires_grad_(), mask)
     assert torch.equal(hard.token_index_R, soft.token_index_R)
     # four of the first image's tokens and both of the second's, for three experts
     assert hard.weight_R.tolist() == [1.0] * 18
