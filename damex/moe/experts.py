@@ -36,6 +36,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu": functional.gelu,
         "silu": functional.silu,
         "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
         "cubic": _cubic,
         "identity": _identity,
     }

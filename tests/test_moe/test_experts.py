@@ -39,6 +39,7 @@ MODULES = {
     "gelu": nn.GELU,
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
     "cubic": Cubic,
     "identity": nn.Identity,
     "prelu": lambda: nn.PReLU(init=0.1),
