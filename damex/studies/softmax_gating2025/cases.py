@@ -1,0 +1,122 @@
+"""What is fitted to what: truths, mixtures and the loss that belongs to each theorem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from damex.studies.softmax_gating2025.families import Gating
+from damex.studies.softmax_gating2025.truth import Truth
+
+__all__ = ["CASES", "TRUTH", "Case"]
+
+TRUTH = Truth((2.0, 0.0), (0.3, 0.0), (2.0, -1.5), (0.5, -0.5))
+# sigmoid(z) = (1 + tanh(z / 2)) / 2: the same function, halved.
+SIGMOID_TRUTH = replace(TRUTH, expert_slope=(4.0, -3.0), expert_bias=(1.0, -1.0))
+WARM_TRUTH = replace(TRUTH, temperature=0.7)
+# The first group has one expert, and is fitted with two; the second has two.
+GROUPED_TRUTH = Truth(
+    (0.0, 2.0, 0.0),
+    (0.0, 0.3, 0.0),
+    (1.0, 2.0, -1.5),
+    (1.0, 0.5, -0.5),
+    group_slope=(1.5, 0.0),
+    group_bias=(0.5, 0.0),
+    group_of=(0, 1, 1),
+)
+
+EXACT = ((0, 1),)
+# Least squares chooses which expert to split, so every choice is a start.
+OVER = ((0, 0, 1), (0, 1, 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A truth and what is fitted to it.
+
+    Attributes:
+        name: For the report.
+        gating: See `Family`.
+        activation: Of the experts.
+        truth: The true mixture.
+        atom_of: Ways to write the truth with as many experts as are fitted; each is
+            where descents start.
+        loss: Name of the Voronoi loss in the paper.
+        order: Its r, or None; see `voronoi_loss`.
+        noise: Standard deviation of the observations.
+        normalised: Whether experts see the normalised input.
+    """
+
+    name: str
+    gating: Gating
+    activation: str
+    truth: Truth
+    atom_of: tuple[tuple[int, ...], ...]
+    loss: str
+    order: float | None = None
+    noise: float = 0.05
+    normalised: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """K."""
+        return len(self.atom_of[0])
+
+    @property
+    def linear(self) -> bool:
+        """Whether experts are linear."""
+        return self.activation == "identity"
+
+
+_ALL = (
+    Case("tanh, exact", "softmax", "tanh", TRUTH, EXACT, "D1"),
+    Case("GELU, exact", "softmax", "gelu", TRUTH, EXACT, "D1"),
+    Case(
+        "sigmoid, exact", "softmax", "sigmoid", SIGMOID_TRUTH, EXACT, "D1", noise=0.025
+    ),
+    Case("tanh, over", "softmax", "tanh", TRUTH, OVER, "D1"),
+    Case(
+        "tanh of normalised input, over",
+        "softmax",
+        "tanh",
+        TRUTH,
+        OVER,
+        "D1",
+        normalised=True,
+    ),
+    Case("GELU, over", "softmax", "gelu", TRUTH, OVER, "D1"),
+    Case("linear, exact", "softmax", "identity", TRUTH, EXACT, "D2,1", 1.0),
+    Case("linear, over", "softmax", "identity", TRUTH, OVER, "D2,1", 1.0),
+    Case(
+        "temperature, linear router",
+        "linear_temperature",
+        "gelu",
+        WARM_TRUTH,
+        EXACT,
+        "D3,1",
+        1.0,
+    ),
+    Case(
+        "temperature, tanh router", "tanh_temperature", "gelu", WARM_TRUTH, EXACT, "D4"
+    ),
+    Case(
+        "temperature, tanh router, over",
+        "tanh_temperature",
+        "gelu",
+        WARM_TRUTH,
+        OVER,
+        "D4",
+    ),
+    Case(
+        "hierarchy, tanh", "hierarchical", "tanh", GROUPED_TRUTH, ((0, 0, 1, 2),), "D5"
+    ),
+    Case(
+        "hierarchy, linear",
+        "hierarchical",
+        "identity",
+        GROUPED_TRUTH,
+        ((0, 0, 1, 2),),
+        "D6,1",
+        1.0,
+    ),
+)
+CASES = {case.name: case for case in _ALL}
