@@ -9,6 +9,7 @@ t(x) = x / sqrt(1 + x^2), the "normalised input" of the paper's Definition 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -92,17 +93,17 @@ class Family:
         Returns:
             theta_P.
         """
-        bias_K = torch.tensor(truth.gate_bias).double()
-        slope_K = torch.tensor(truth.gate_slope).double()
+        bias_K = _float64(truth.gate_bias)
+        slope_K = _float64(truth.gate_slope)
         reference_K = torch.tensor(self._reference())
         values = {
             self._bias: bias_K - bias_K[reference_K],
             self._slope: slope_K,
-            "experts.w1_EDH": torch.tensor(truth.expert_slope).double(),
-            "experts.b1_EH": torch.tensor(truth.expert_bias).double(),
-            "gate.log_scale": torch.tensor(truth.temperature).double().log(),
-            "router.group_weight_GD": torch.tensor(truth.group_slope).double(),
-            "router.group_bias_G": torch.tensor(truth.group_bias).double(),
+            "experts.w1_EDH": _float64(truth.expert_slope),
+            "experts.b1_EH": _float64(truth.expert_bias),
+            "gate.log_scale": _float64(truth.temperature).log(),
+            "router.group_weight_GD": _float64(truth.group_slope),
+            "router.group_bias_G": _float64(truth.group_bias),
         }
         parameters = self.regression.parameters(
             torch.zeros(self.regression.num_parameters, dtype=torch.float64)
@@ -173,7 +174,7 @@ class Family:
         return layer
 
     def _reference(self) -> list[int]:
-        """For each expert the one whose gate is pinned: the last, or last of a group."""
+        """For each expert whose gate is pinned: the last one's, or that of its group."""
         if self.gating != "hierarchical":
             return [self.num_experts - 1] * self.num_experts
         groups = expert_groups(self.num_groups, self.num_experts)
@@ -200,3 +201,7 @@ class Family:
             free["router.group_weight_GD"] = moves_G.unsqueeze(1) & first_D
             free["router.group_bias_G"] = moves_G
         return free
+
+
+def _float64(values: float | Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

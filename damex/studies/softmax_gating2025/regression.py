@@ -74,6 +74,23 @@ class Regression:
         flat = torch.cat([parameters[name].flatten() for name in self._shapes])
         return flat.double() @ self._place
 
+    def position(self, name: str) -> int:
+        """Where the first free element of a parameter is in theta_P.
+
+        Args:
+            name: Name of the parameter.
+
+        Raises:
+            ValueError: If nothing of it is free.
+        """
+        start = 0
+        for other, shape in self._shapes.items():
+            found = self._place[start : start + shape.numel()].any(0).nonzero()
+            if other == name and len(found):
+                return int(found[0])
+            start += shape.numel()
+        raise ValueError(f"Regression.position: no element of {name!r} is free")
+
     def values(self, theta_SP: Tensor) -> Tensor:
         """f_SN at every point."""
         return vmap(self._values)(theta_SP)

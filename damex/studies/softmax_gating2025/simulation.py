@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from damex.studies.softmax_gating2025.cases import Case
 from damex.studies.softmax_gating2025.families import Family
 from damex.studies.softmax_gating2025.least_squares import fit_from_starts
 from damex.studies.softmax_gating2025.measure import align
-from damex.studies.softmax_gating2025.truth import Truth
 from damex.studies.softmax_gating2025.voronoi import (
     Hierarchy,
     cell_errors,
@@ -87,9 +87,8 @@ def simulate(case: Case, plan: Plan, *, seed: int) -> dict[str, Tensor]:
     ways = [case.truth.split(way, apart=plan.apart) for way in case.atom_of]
     truth_1P = family.theta(case.truth.split(case.atom_of[0])).unsqueeze(0)
     truth_1N = family.regression.values(truth_1P)
-    count_SN = torch.cat(
-        [_counts(n, plan.repetitions, plan.points, generator) for n in plan.sizes]
-    )
+    draws = np.random.default_rng(seed)
+    count_SN = torch.cat([_counts(n, plan, draws) for n in plan.sizes])
     noise_SN = torch.randn(count_SN.shape, generator=generator, dtype=torch.float64)
     target_SN = truth_1N + case.noise * noise_SN / count_SN.clamp_min(1).sqrt()
     start_AP = torch.stack([family.theta(way) for way in ways])
@@ -168,14 +167,10 @@ def _hierarchical_errors(case: Case, fitted: Hierarchy) -> dict[str, Tensor]:
     }
 
 
-def _counts(
-    n: int, repetitions: int, points: int, generator: torch.Generator
-) -> Tensor:
-    """How often each input came, (repetitions, N)."""
-    draws = [
-        torch.randint(points, (n,), generator=generator) for _ in range(repetitions)
-    ]
-    return torch.stack([torch.bincount(d, minlength=points) for d in draws]).double()
+def _counts(n: int, plan: Plan, draws: np.random.Generator) -> Tensor:
+    """How often each input came in samples of size n, (repetitions, N)."""
+    chances = np.full(plan.points, 1 / plan.points)
+    return torch.from_numpy(draws.multinomial(n, chances, plan.repetitions)).double()
 
 
 def _distance(f_SN: Tensor, truth_1N: Tensor) -> Tensor:

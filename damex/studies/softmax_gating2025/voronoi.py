@@ -14,7 +14,13 @@ from torch import Tensor
 
 from damex.studies.softmax_gating2025.measure import Measure, voronoi_cells
 
-__all__ = ["CellErrors", "Hierarchy", "cell_errors", "hierarchical_loss", "voronoi_loss"]
+__all__ = [
+    "CellErrors",
+    "Hierarchy",
+    "cell_errors",
+    "hierarchical_loss",
+    "voronoi_loss",
+]
 
 
 def voronoi_loss(
@@ -78,9 +84,7 @@ def cell_errors(measure: Measure, truth: Measure) -> CellErrors:
     mass_SKJ = measure.weight_SK.unsqueeze(2) * cell_SKJ
     square_SJ = (mass_SKJ * distance_SK.square().unsqueeze(2)).sum(1)
     root_SJ = (square_SJ / _mass_or_one(mass_SKJ)).sqrt()
-    return CellErrors(
-        _largest(root_SJ, size_SJ == 1), _largest(root_SJ, size_SJ > 1)
-    )
+    return CellErrors(_largest(root_SJ, size_SJ == 1), _largest(root_SJ, size_SJ > 1))
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,9 @@ def _differences(
     """Of gate, expert and temperature to the centre of the atom's cell, (S, K) each."""
     cell_SKJ = voronoi_cells(measure, truth)
     expert_SKQ = measure.expert_SKQ - cell_SKJ @ truth.expert_SKQ
-    parts = expert_SKQ.split([expert_SKQ.shape[2] - 1, 1], 2) if linear else [expert_SKQ]
+    parts = (
+        expert_SKQ.split([expert_SKQ.shape[2] - 1, 1], 2) if linear else [expert_SKQ]
+    )
     found = [(measure.gate_SKA - cell_SKJ @ truth.gate_SKA).norm(dim=2)]
     found += [part.norm(dim=2) for part in parts]
     if measure.temperature_S is not None and truth.temperature_S is not None:
