@@ -174,7 +174,7 @@ class Family:
         return layer
 
     def _reference(self) -> list[int]:
-        """For each expert whose gate is pinned: the last one's, or that of its group."""
+        """For each expert whose gate is pinned: the last one, or that of its group."""
         if self.gating != "hierarchical":
             return [self.num_experts - 1] * self.num_experts
         groups = expert_groups(self.num_groups, self.num_experts)

@@ -24,6 +24,7 @@ from damex.studies.softmax_gating2025.truth import Truth
 from damex.studies.softmax_gating2025.voronoi import voronoi_loss
 
 __all__ = [
+    "TEMPERATURE_GATINGS",
     "group_residual",
     "linear_residual",
     "merge",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 POINTS = 21
+# The linear router first.
+TEMPERATURE_GATINGS: tuple[Gating, Gating] = ("linear_temperature", "tanh_temperature")
 
 
 def linear_residual(activation: str, *, seed: int, normalised: bool = False) -> float:
@@ -198,5 +201,6 @@ def _term(family: Family, theta_P: Tensor) -> Tensor:
         if name.startswith("experts.")
     }
     rows_RD = assignment.dispatch(regression.tokens_1ND[0])
-    out_RD = functional_call(layer.experts, experts, (rows_RD, assignment.counts_E))
+    bank = layer.get_submodule("experts")
+    out_RD = functional_call(bank, experts, (rows_RD, assignment.counts_E))
     return numerator_N * out_RD.view(E, len(numerator_N), -1)[0, :, 0]

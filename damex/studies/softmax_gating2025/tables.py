@@ -53,14 +53,12 @@ def identity_rows(seeds: Sequence[int]) -> list[Row]:
     for level in ("first", "second"):
         residuals = [identities.group_residual(level, seed=seed) for seed in seeds]
         rows.append(_zero(f"eq. 28, {level} level", residuals))
-    for name, gating, row in (
-        ("linear", "linear_temperature", _zero),
-        ("tanh", "tanh_temperature", _broken),
-    ):
-        residuals = [
-            identities.temperature_residual(gating, seed=seed) for seed in seeds
-        ]
-        rows.append(row(f"eq. 15, {name} router", residuals))
+    linear, tanh = (
+        [identities.temperature_residual(gating, seed=seed) for seed in seeds]
+        for gating in identities.TEMPERATURE_GATINGS
+    )
+    rows.append(_zero("eq. 15, linear router", linear))
+    rows.append(_broken("eq. 15, tanh router", tanh))
     return [*rows, *_rescaling_rows(), *_merge_rows()]
 
 
