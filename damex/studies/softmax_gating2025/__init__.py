@@ -31,7 +31,7 @@ TITLE = "Convergence rates of softmax gating (Nguyen et al. 2025, arXiv 2503.032
 SIZES = (1_000, 3_162, 10_000, 31_623, 100_000, 316_228, 1_000_000)
 EXACT = Plan(SIZES, repetitions=32)
 # Valleys are flat where there are too many experts: longer descents, fewer samples.
-OVER = Plan(SIZES, repetitions=8, steps=600)
+OVER = Plan(SIZES, repetitions=12, steps=600)
 QUICK = Plan(SIZES[::2], repetitions=24, steps=120, points=31)
 QUICK_CASES = (
     "tanh, exact",

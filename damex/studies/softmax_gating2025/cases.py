@@ -60,6 +60,7 @@ class Case:
         order: Its r, or None; see `voronoi_loss`.
         noise: Standard deviation of the observations.
         normalised: Whether experts see the normalised input.
+        apart: How far copies of an expert stand apart in the starts.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Case:
     order: float | None = None
     noise: float = 0.05
     normalised: bool = False
+    apart: float = 0.0
 
     @property
     def num_experts(self) -> int:
@@ -109,6 +111,17 @@ _ALL = (
     Case("linear, exact", "softmax", "identity", TRUTH, EXACT, "D2,1", 1.0),
     Case(
         "linear, over", "softmax", "identity", TRUTH, OVER, "D2,1", 1.0, noise=LOW_NOISE
+    ),
+    Case(
+        "linear, over, copies start apart",
+        "softmax",
+        "identity",
+        TRUTH,
+        OVER,
+        "D2,1",
+        1.0,
+        noise=LOW_NOISE,
+        apart=2.0,
     ),
     Case(
         "temperature, linear router",

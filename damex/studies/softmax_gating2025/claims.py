@@ -11,11 +11,12 @@ from types import MappingProxyType
 
 from damex.studies.softmax_gating2025.rates import Claim
 
-__all__ = ["CLAIMS"]
+__all__ = ["CLAIMS", "WORST"]
 
 HALF = "n^-1/2"
 QUARTER = "n^-1/4"
 NEVER = "slower than any power of n"
+WORST = "worst truth"
 
 
 def _function(theorem: str) -> Claim:
@@ -37,7 +38,7 @@ def _never(quantity: str, label: str, theorem: str) -> Claim:
 
 
 def _reported(quantity: str, label: str, theorem: str) -> Claim:
-    return Claim(quantity, label, f"{NEVER} for the worst truth ({theorem})")
+    return Claim(quantity, label, f"{NEVER} for the {WORST} ({theorem})")
 
 
 def _exact(theorem: str, loss: str) -> tuple[Claim, ...]:
@@ -55,9 +56,9 @@ _SOFTMAX = _function("Prop. 1")
 _DENSE_TO_SPARSE = _function("Prop. 2")
 _HIERARCHY = _function("Prop. 3")
 _FIRST_LEVEL = _half("first level", "first level", "Theorem 5")
-_TAU = ("tau", "temperature")
-_SLOPE = ("slope", "slope of the gate")
-_RATIO = _half("ratio", "slope / temperature", "eq. 15: all that is identified")
+_TAU = ("tau", "tau")
+_SLOPE = ("slope", "b1")
+_RATIO = _half("ratio", "b1 / tau", "eq. 15: all that is identified")
 
 CLAIMS: Mapping[str, tuple[Claim, ...]] = MappingProxyType(
     {
@@ -69,6 +70,11 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = MappingProxyType(
         "GELU, over": (_SOFTMAX, *_over("Theorem 1", "D1")),
         "linear, exact": (_SOFTMAX, _reported("loss", "D2,1", "Theorem 2")),
         "linear, over": (
+            _SOFTMAX,
+            _never("loss", "D2,1", "Theorem 2"),
+            _never("over", "cells of several atoms", "Theorem 2"),
+        ),
+        "linear, over, copies start apart": (
             _SOFTMAX,
             _never("loss", "D2,1", "Theorem 2"),
             _never("over", "cells of several atoms", "Theorem 2"),

@@ -47,5 +47,5 @@ def _panel(axes: Axes, name: str, sizes: Sequence[int], seeds: Found) -> None:
         axes.loglog(n, guide, style, color="gray", label=f"slope {power:g}")
     axes.set_title(f"{name} ({CASES[name].loss})", fontsize=10)
     axes.set_xlabel("sample size n (observations)")
-    axes.set_ylabel("median error (parameter units)")
+    axes.set_ylabel("median error (units of parameter or Y)")
     axes.legend(fontsize=6)

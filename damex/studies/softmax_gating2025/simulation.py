@@ -39,7 +39,8 @@ class Plan:
         starts: Descents from each way to write the truth.
         steps: Most steps of a descent.
         points: N, the number of values that an input can take.
-        apart: How far copies of an expert stand apart in the starts.
+        apart: How far copies of an expert stand apart in the starts, if that is further
+            than the case has it.
     """
 
     sizes: tuple[int, ...]
@@ -84,7 +85,8 @@ def simulate(case: Case, plan: Plan, *, seed: int) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     family = family_of(case, plan.points)
-    ways = [case.truth.split(way, apart=plan.apart) for way in case.atom_of]
+    apart = max(plan.apart, case.apart)
+    ways = [case.truth.split(way, apart=apart) for way in case.atom_of]
     truth_1P = family.theta(case.truth.split(case.atom_of[0])).unsqueeze(0)
     truth_1N = family.regression.values(truth_1P)
     draws = np.random.default_rng(seed)

@@ -39,11 +39,11 @@ def test_every_criterion_holds_in_the_quick_run(result):
 
 def test_slopes_tell_the_routers_apart(result):
     linear, tanh = "temperature, linear router", "temperature, tanh router"
-    for what in ("temperature", "slope of the gate"):
-        assert row_of(result, f"slope of {what}", linear).mean > -0.15
-        assert row_of(result, f"slope of {what}", tanh).mean < -0.4
+    for what in ("tau", "b1"):
+        assert row_of(result, f"exponent of n, {what}", linear).mean > -0.15
+        assert row_of(result, f"exponent of n, {what}", tanh).mean < -0.4
     for name in QUICK_CASES:
-        assert -0.55 < row_of(result, "slope of function", name).mean < -0.45
+        assert -0.55 < row_of(result, "exponent of n, function", name).mean < -0.45
 
 
 def test_the_figure_has_a_panel_with_units_for_each_case(result):
@@ -93,8 +93,11 @@ def test_an_over_specified_cell_shrinks_and_a_merged_one_need_not():
     small, large = gelu["function"].median(1).values.tolist()
     # n^-1/2 makes 1000^(-1/2) = 0.03 of it
     assert 0.01 * small < large < 0.1 * small
-    linear = simulate(replace(CASES["linear, over"], noise=0.01), plan, seed=0)
-    assert linear["over"].nanmedian(1).values[1] > 0.1
+    # Linear experts fit as well merged, wherever their copies start: error 2 sqrt(2).
+    apart = replace(plan, apart=2.0)
+    linear = simulate(replace(CASES["linear, over"], noise=0.01), apart, seed=0)
+    assert linear["over"].nanmedian(1).values[1] > 0.5
+    assert linear["function"].median(1).values[1] < large * 10
 
 
 def test_fits_repeat_and_seeds_differ():
@@ -133,5 +136,7 @@ def test_the_conclusion_names_what_failed():
         Row("y", "-", [1.0], holds=False, settings="here"),
         Row("z", "-", [1.0]),
     ]
-    text = conclusion(rows)
-    assert text.startswith("1 of 2 criteria hold; not confirmed: y (here).")
+    assert conclusion(rows) == "1 of 2 criteria hold; not confirmed: y (here)."
+    # A minimax bound is no claim on a fixed truth, but what it shows is told.
+    rows.append(Row("n, D2", "never for the worst truth", [-0.5, -0.4], settings="a"))
+    assert conclusion(rows).endswith("the exponents of n are -0.45 (a: D2).")
