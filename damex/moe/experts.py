@@ -37,6 +37,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "celu": functional.celu,
         "silu": functional.silu,
         "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
         "cubic": _cubic,
         "identity": _identity,
     }

@@ -40,6 +40,7 @@ MODULES = {
     "celu": nn.CELU,
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
     "cubic": Cubic,
     "identity": nn.Identity,
     "prelu": lambda: nn.PReLU(init=0.1),

@@ -34,11 +34,12 @@ class DenseToSparseGate(nn.Module):
     (end - start) * p. `set_progress` tells it; p is kept in the checkpoint, so that
     evaluation uses the temperature that was trained last. Without a call p stays 0.
 
-    The number of routes depends on the logits, so a GPU has to tell it to the host, and
-    a compiled graph has to be told to expect that; see `MoELayer`.
+    Unless all routes are kept (`threshold=0.0` and no `end_k`) their number depends on
+    the logits, so a GPU has to tell it to the host, and a compiled graph has to be told
+    to expect that; see `MoELayer`.
 
     With a linear router the size of its weights can undo any temperature (eq. 15
-    there), with `MLPRouter` not.
+    there), with `MLPRouter` not. `learn_scale` makes sense only with the latter.
 
     Args:
         start_temperature: tau at p = 0, above 0.
@@ -46,6 +47,9 @@ class DenseToSparseGate(nn.Module):
         schedule: 'exponential' or 'linear'.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
         end_k: Most experts of a token at p = 1; None for no such limit.
+        learn_scale: Whether tau is the scheduled one times a learned positive factor,
+            `log_scale.exp()`, that starts at 1 (Nguyen et al. 2025 estimate tau along
+            with the router).
 
     Raises:
         ValueError: If a temperature is not positive, the schedule is unknown, the
@@ -62,6 +66,7 @@ class DenseToSparseGate(nn.Module):
         schedule: Literal["exponential", "linear"] = "exponential",
         threshold: float = 0.01,
         end_k: int | None = None,
+        learn_scale: bool = False,
     ) -> None:
         super().__init__()
         if not (start_temperature > 0.0 and end_temperature > 0.0):
@@ -89,14 +94,17 @@ class DenseToSparseGate(nn.Module):
         self.threshold = threshold
         self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
+        self.log_scale = nn.Parameter(torch.zeros(())) if learn_scale else None
 
     @property
     def temperature(self) -> Tensor:
         """The tau of the present progress, a scalar."""
         start, end = self.start_temperature, self.end_temperature
         if self.schedule == "linear":
-            return start + (end - start) * self.progress
-        return start * (end / start) ** self.progress
+            scheduled = start + (end - start) * self.progress
+        else:
+            scheduled = start * (end / start) ** self.progress
+        return scheduled if self.log_scale is None else scheduled * self.log_scale.exp()
 
     def limit(self, num_experts: int) -> Tensor:
         """Most experts of a token at the present progress, a scalar.
@@ -147,6 +155,14 @@ class DenseToSparseGate(nn.Module):
         logits_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
         num_tokens, num_experts = logits_TE.shape
         weights_TE = torch.softmax(logits_TE / self.temperature, dim=-1)
+        if self.threshold == 0.0 and self.end_k is None:
+            ids_E = torch.arange(num_experts, device=logits_TE.device)
+            return Assignment.from_topk(
+                ids_E.expand(num_tokens, num_experts),
+                weights_TE,
+                num_experts=num_experts,
+                token_mask_T=mask_T,
+            )
         keep_TE = weights_TE >= self.threshold
         # Of the logits, as equal weights may hide a difference; argmax of the first.
         order_TE = torch.sort(logits_TE, dim=-1, descending=True, stable=True)[1]
@@ -168,5 +184,6 @@ class DenseToSparseGate(nn.Module):
         return (
             f"start_temperature={self.start_temperature}, "
             f"end_temperature={self.end_temperature}, schedule={self.schedule!r}, "
-            f"threshold={self.threshold}, end_k={self.end_k}"
+            f"threshold={self.threshold}, end_k={self.end_k}, "
+            f"learn_scale={self.log_scale is not None}"
         )

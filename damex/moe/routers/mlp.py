@@ -16,7 +16,12 @@ from torch.nn import functional
 from damex.moe.routers.precision import check_sizes, full_precision_linear
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"tanh": torch.tanh, "gelu": functional.gelu, "relu": functional.relu}
+    {
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+        "gelu": functional.gelu,
+        "relu": functional.relu,
+    }
 )
 
 
@@ -34,7 +39,7 @@ class MLPRouter(nn.Module):
         embed_dims: D.
         num_experts: E.
         hidden_dims: H of the router; None stands for D.
-        activation: One of 'tanh', 'gelu', 'relu'.
+        activation: One of 'tanh', 'sigmoid', 'gelu', 'relu'.
         init_std: Standard deviation of the normal initial weights of the second layer;
             0.0 starts all experts equal. The first is xavier uniform, biases are zero.
 

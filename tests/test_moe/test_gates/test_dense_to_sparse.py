@@ -109,6 +109,35 @@ def test_padding_gets_no_route():
     assert at(1.0)(torch.zeros(1, 3, 2), mask).token_index_R.tolist() == [0, 2, 0, 2]
 
 
+def test_a_gate_that_keeps_all_routes_says_how_many_there_are():
+    logits = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True] * 5, [True, False, True, True, False]])
+    all_kept = at(0.5)(logits, mask)
+    assert all_kept.routes_per_token == 3
+    # The other path, with a threshold that drops nothing.
+    found = at(0.5, threshold=1e-30)(logits, mask)
+    assert found.routes_per_token is None
+    for name in ("token_index_R", "expert_index_R", "weight_R", "counts_E"):
+        assert torch.equal(getattr(all_kept, name), getattr(found, name))
+
+
+def test_a_learned_factor_multiplies_the_schedule():
+    gate = at(8.0, end_temperature=0.5, learn_scale=True)
+    assert gate.temperature.item() == 8.0
+    gate.set_progress(0.5)
+    with torch.no_grad():
+        gate.log_scale.fill_(LOG2)
+    # 8 * (1/16)^(1/2) = 2, doubled
+    assert gate.temperature.item() == pytest.approx(4.0)
+    # weights 1/3 and 2/3 at logits (0, 4 log 2): p = s(4 log 2 / tau) = s(log 2), and
+    # dp/dlog_scale = p (1 - p) * (-4 log 2 / tau) = -(2/9) log 2
+    weight = gate(torch.tensor([[[0.0, 4 * LOG2]]])).weight_R[1]
+    weight.backward()
+    assert weight.item() == pytest.approx(2 / 3)
+    assert gate.log_scale.grad.item() == pytest.approx(-2 / 9 * LOG2)
+    assert not list(at(8.0).parameters())
+
+
 def test_progress_is_part_of_the_checkpoint():
     gate, other = DenseToSparseGate(), DenseToSparseGate()
     gate.set_progress(0.75)

@@ -16,6 +16,8 @@ from damex.moe.routers.mlp import ACTIVATIONS
     [
         ("relu", 1.0, 0.0),
         ("tanh", math.tanh(1.0), -math.tanh(1.0)),
+        # 1 / (1 + exp(-1)) and 1 / (1 + exp(1))
+        ("sigmoid", 0.7310586, 0.2689414),
         # gelu(x) = x * Phi(x), Phi(1) = 0.8413447, Phi(-1) = 0.1586553
         ("gelu", 0.8413447, -0.1586553),
     ],
@@ -34,7 +36,7 @@ def test_logits_by_hand(activation, of_one, of_minus_one):
 
 
 def test_every_activation_is_tested_above():
-    assert set(ACTIVATIONS) == {"relu", "tanh", "gelu"}
+    assert set(ACTIVATIONS) == {"relu", "tanh", "sigmoid", "gelu"}
 
 
 def test_temperature_cannot_be_traded_for_the_first_layers_weights():

@@ -1,0 +1,142 @@
+"""Tests of damex.studies.softmax_gating2025: identities, simulation and the study."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from damex.studies.progress import StudyProgress
+from damex.studies.result import Row, StudySettings
+from damex.studies.softmax_gating2025 import QUICK_CASES, identities, plan_of, run
+from damex.studies.softmax_gating2025.cases import CASES
+from damex.studies.softmax_gating2025.claims import CLAIMS
+from damex.studies.softmax_gating2025.simulation import Plan, simulate
+from damex.studies.softmax_gating2025.tables import conclusion, start_rows
+
+
+@pytest.fixture(scope="module")
+def result():
+    progress = StudyProgress(Console(file=io.StringIO()))
+    return run(StudySettings(quick=True), progress)
+
+
+def row_of(result, name, settings):
+    found = [row for row in result.rows if (row.name, row.settings) == (name, settings)]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_every_criterion_holds_in_the_quick_run(result):
+    assert [(row.name, row.settings) for row in result.failures()] == []
+    judged = [row for row in result.rows if row.holds is not None]
+    assert result.conclusion.startswith(f"{len(judged)} of {len(judged)} criteria")
+    assert len(judged) >= 20
+
+
+def test_slopes_tell_the_routers_apart(result):
+    linear, tanh = "temperature, linear router", "temperature, tanh router"
+    for what in ("tau", "b1"):
+        assert row_of(result, f"exponent of n, {what}", linear).mean > -0.15
+        assert row_of(result, f"exponent of n, {what}", tanh).mean < -0.4
+    for name in QUICK_CASES:
+        assert -0.55 < row_of(result, "exponent of n, function", name).mean < -0.45
+
+
+def test_the_figure_has_a_panel_with_units_for_each_case(result):
+    panels = result.figure.axes
+    assert len(panels) == len(QUICK_CASES)
+    assert panels[0].get_xlabel() == "sample size n (observations)"
+    assert {line.get_label() for line in panels[0].lines} >= {"D1", "slope -0.5"}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_identities_hold_where_the_paper_says(seed):
+    assert identities.linear_residual("identity", seed=seed) < 1e-12
+    assert identities.linear_residual("tanh", seed=seed, normalised=True) > 0.1
+    assert identities.temperature_residual("linear_temperature", seed=seed) < 1e-12
+    assert identities.temperature_residual("tanh_temperature", seed=seed) > 0.1
+    for level in ("first", "second"):
+        assert identities.group_residual(level, seed=seed) < 1e-12
+
+
+def test_eq_9_needs_a_plain_input_and_not_a_linear_expert():
+    # x dh/db = dh/da for every h = sigma(a x + b)
+    for activation in ("tanh", "gelu", "sigmoid"):
+        assert identities.linear_residual(activation, seed=0) < 1e-12
+
+
+def test_rescaling_and_merging_by_hand():
+    change, loss = identities.rescaling("linear_temperature", factor=2.0)
+    assert change < 1e-12
+    # masses exp(0.3 / 0.7) and 1 stay; each counts |2 b1 - b1| + |1.4 - 0.7|
+    assert loss == pytest.approx(2.718281828 ** (3 / 7) * (2.0 + 0.7) + 0.7)
+    change, loss = identities.merge("identity", apart=0.5)
+    assert change < 1e-12
+    # both copies are 0.5 off in slope and in intercept, their masses sum to exp(0.3)
+    assert loss == pytest.approx(2.718281828**0.3)
+    # |(0.5, 0.5)|^2 = 0.5 in D1
+    change, loss = identities.merge("tanh", apart=0.5)
+    assert change > 1e-2
+    assert loss == pytest.approx(0.5 * 2.718281828**0.3)
+
+
+def test_an_over_specified_cell_shrinks_and_a_merged_one_need_not():
+    plan = Plan((3_000, 3_000_000), repetitions=4, steps=150, points=21)
+    gelu = simulate(replace(CASES["GELU, over"], noise=0.01), plan, seed=0)
+    small, large = gelu["over"].nanmedian(1).values.tolist()
+    # n^-1/4 makes 1000^(-1/4) = 0.18 of it
+    assert large < 0.5 * small
+    small, large = gelu["function"].median(1).values.tolist()
+    # n^-1/2 makes 1000^(-1/2) = 0.03 of it
+    assert 0.01 * small < large < 0.1 * small
+    # Linear experts fit as well merged, wherever their copies start: error 2 sqrt(2).
+    apart = replace(plan, apart=2.0)
+    linear = simulate(replace(CASES["linear, over"], noise=0.01), apart, seed=0)
+    assert linear["over"].nanmedian(1).values[1] > 0.5
+    assert linear["function"].median(1).values[1] < large * 10
+
+
+def test_fits_repeat_and_seeds_differ():
+    plan = Plan((1_000,), repetitions=2, starts=1, steps=20, points=21)
+    case = CASES["tanh, exact"]
+    first, again = (simulate(case, plan, seed=0) for _ in range(2))
+    assert torch.equal(first["loss"], again["loss"])
+    assert not torch.equal(first["loss"], simulate(case, plan, seed=1)["loss"])
+
+
+def test_every_case_has_claims_on_what_is_measured():
+    assert set(CLAIMS) == set(CASES)
+    plan = Plan((1_000,), repetitions=1, starts=1, steps=2, points=21)
+    for name, claims in CLAIMS.items():
+        found = simulate(CASES[name], plan, seed=0)
+        assert {claim.quantity for claim in claims} <= set(found)
+        assert plan_of(CASES[name]).steps == (600 if ", over" in name else 300)
+
+
+def test_far_starts_are_judged_against_near_ones():
+    def errors(over, cost):
+        return dict(over=torch.tensor([[over]]), cost=torch.tensor([[cost]]))
+
+    near = {"a": [errors(0.2, 30.0)], "b": [errors(0.2, 30.0)]}
+    far = {"a": [errors(0.2, 30.0)], "b": [errors(0.6, 30.5)]}
+    rows = start_rows(near, far, ("a", "b"))
+    assert [row.values[0] for row in rows] == pytest.approx([1.0, 0.0, 3.0, 0.5])
+    assert [row.holds for row in rows] == [True, None, True, True]
+    swapped = start_rows({"b": near["a"], "a": near["b"]}, far | {"a": far["b"]}, "ab")
+    assert swapped[0].holds is False
+
+
+def test_the_conclusion_names_what_failed():
+    rows = [
+        Row("x", "-", [1.0], holds=True),
+        Row("y", "-", [1.0], holds=False, settings="here"),
+        Row("z", "-", [1.0]),
+    ]
+    assert conclusion(rows) == "1 of 2 criteria hold; not confirmed: y (here)."
+    # A minimax bound is no claim on a fixed truth, but what it shows is told.
+    rows.append(Row("n, D2", "never for the worst truth", [-0.5, -0.4], settings="a"))
+    assert conclusion(rows).endswith("the exponents of n are -0.45 (a: D2).")
