@@ -31,7 +31,7 @@ class MoELayer(nn.Module):
     when the graph runs: set `torch._dynamo.config.capture_dynamic_output_shape_ops`;
     `RouterZLoss` and `DatasetRoutingLoss` then break it (torch.logsumexp asks whether
     there is any row), and the gates need not. `DenseToSparseGate` needs the setting
-    without a mask, too.
+    without a mask, too, unless its threshold is 0 and it has no `end_k`.
 
     Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
     autocast's dtype if there is one; the output has the dtype of the tokens.
