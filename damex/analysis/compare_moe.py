@@ -26,6 +26,8 @@ __all__ = ["compare_moe"]
 
 MOE_FOLDER = Path("configs/_base_/moe")
 POLL_SECONDS = 0.5
+# Not compared by default: they go on from the checkpoint of another training.
+SECOND_STAGES = ("deepmoe_stage2",)
 
 
 def compare_moe(arguments: Sequence[str]) -> None:
@@ -39,7 +41,7 @@ def compare_moe(arguments: Sequence[str]) -> None:
     """
     args = _parse(arguments)
     console = Console()
-    mixtures = {name: _moe_file(name) for name in args.moe or _all_names()}
+    mixtures = _mixtures(args.moe or _all_names())
     scored = {
         name: [_scored_run(args, name, file, seed) for seed in args.seeds]
         for name, file in mixtures.items()
@@ -97,6 +99,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not Path(args.config).is_file():
         raise ConfigError(f"there is no config file {args.config}; see configs/.")
+    if len(set(args.seeds)) < len(args.seeds):
+        raise ConfigError(f"--seeds must be different numbers, got {args.seeds}.")
     for name, least in (("jobs", 1), ("timed_rounds", 0), ("timed_samples", 1)):
         if getattr(args, name) < least:
             raise ConfigError(
@@ -109,7 +113,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _all_names() -> list[str]:
     """Every shipped mixture of experts, the dense detector first."""
     names = {path.stem for path in MOE_FOLDER.glob("*.py")}
-    return ["dense", *sorted(names - {"dense"})]
+    return ["dense", *sorted(names - {"dense", *SECOND_STAGES})]
+
+
+def _mixtures(names: Sequence[str]) -> dict[str, str]:
+    """The file of each mixture of experts; runs are stored by its stem."""
+    files: dict[str, str] = {}
+    for name in names:
+        stem = Path(name).stem
+        if stem in files:
+            raise ConfigError(
+                f"--moe names {stem!r} twice, and the runs of both would be stored in "
+                "one folder; leave one out, or rename a file."
+            )
+        files[stem] = _moe_file(name)
+    return files
 
 
 def _moe_file(name: str) -> str:
@@ -128,8 +146,9 @@ def _scored_run(
 ) -> TrainingRun:
     return TrainingRun(
         args.config,
-        Path(args.work_dir) / Path(name).stem / f"seed{seed}",
+        Path(args.work_dir) / name / f"seed{seed}",
         (f"randomness.seed={seed}", f"moe={file}", *args.cfg_options),
+        is_scored=True,
     )
 
 
@@ -139,14 +158,14 @@ def _timed_run(
     """One short epoch, without the evaluation."""
     short = (
         "train_cfg.max_epochs=1",
-        "train_cfg.val_interval=9",
+        "train_cfg.val_begin=9",
         f"train_dataloader.sampler.samples_per_epoch={args.timed_samples}",
     )
     keys = {option.split("=")[0] for option in short}
     kept = [o for o in args.cfg_options if o.split("=")[0] not in keys]
     return TrainingRun(
         args.config,
-        Path(args.work_dir) / Path(name).stem / f"timed{number}",
+        Path(args.work_dir) / name / f"timed{number}",
         (f"moe={file}", *kept, *short),
     )
 

@@ -11,7 +11,7 @@ from mmdet.structures import DetDataSample
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import MoELayer, RoutingRecord
+from damex.moe import Assignment, MoELayer
 
 __all__ = ["PartComplexity", "count_complexity"]
 
@@ -59,9 +59,9 @@ def count_complexity(
     detector.eval()
     shares: dict[int, float] = {}
     handles = [
-        module.register_forward_hook(_note_share(shares))
+        module.gate.register_forward_hook(_note_share(shares, module))
         for module in detector.modules()
-        if isinstance(module, MoELayer)
+        if isinstance(module, MoELayer) and isinstance(module.gate, nn.Module)
     ]
     counter = FlopCounterMode(display=False)
     try:
@@ -98,16 +98,16 @@ def _noise(
     return image, [DetDataSample(metainfo={**meta, "scale_factor": (1.0, 1.0)})]
 
 
-def _note_share(shares: dict[int, float]) -> Any:
-    """A hook that keeps the share of the experts that a token of this layer meets."""
+def _note_share(shares: dict[int, float], layer: MoELayer) -> Any:
+    """A hook for a gate: keeps the share of the experts that a token of it meets."""
 
-    def hook(
-        layer: nn.Module, inputs: Any, output: tuple[Tensor, RoutingRecord]
-    ) -> None:
-        record = output[1]
-        routes = int(record.assignment.counts_E.sum())
-        tokens = max(int(record.valid_mask().sum()), 1)
-        shares[id(layer)] = min(routes / tokens / record.num_experts, 1.0)
+    def hook(gate: nn.Module, inputs: tuple[Any, ...], assignment: Assignment) -> None:
+        logits_BNE, *rest = inputs
+        mask_BN = rest[0] if rest else None
+        tokens = logits_BNE[..., 0].numel() if mask_BN is None else int(mask_BN.sum())
+        routes = int(assignment.counts_E.sum())
+        share = routes / max(tokens, 1) / layer.num_experts
+        shares[id(layer)] = min(share, 1.0)
 
     return hook
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from damex.analysis.complexity import PartComplexity, count_complexity
-from damex.engine.cli import CFG_OPTIONS_HELP
+from damex.engine.cli import CFG_OPTIONS_HELP, merge_options
 from damex.engine.resolve import resolve_config
 from damex.engine.screen import quiet_screen
 from damex.errors import ConfigError
@@ -37,7 +37,7 @@ def complexity(arguments: Sequence[str]) -> None:
     """
     args = _parse(arguments)
     cfg = Config.fromfile(args.config)
-    cfg.merge_from_dict(args.cfg_options or {})
+    merge_options(cfg, args.cfg_options or {})
     if cfg.get("custom_imports"):
         import_modules_from_strings(**cfg.custom_imports)
     init_default_scope(cfg.get("default_scope", "mmdet"))

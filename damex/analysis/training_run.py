@@ -26,11 +26,13 @@ class TrainingRun:
         config: Config file.
         folder: Work directory of the run.
         options: ``key=value`` overrides of the config.
+        is_scored: Whether it has not finished without an evaluation.
     """
 
     config: str
     folder: Path
     options: tuple[str, ...]
+    is_scored: bool = False
 
     @property
     def log(self) -> Path:
@@ -59,7 +61,7 @@ class TrainingRun:
                 f"{path} belongs to a run with other settings: {summary['command']}. "
                 "Name another --work-dir, or delete that folder."
             )
-        return summary
+        return None if self.is_scored and not summary["datasets"] else summary
 
     def start(self, *, threads: int) -> subprocess.Popen[bytes]:
         """Start it, or go on from its last checkpoint.

@@ -6,8 +6,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmengine.config import Config, DictAction
 from mmengine.device import get_device
@@ -16,7 +17,14 @@ from mmengine.runner import Runner
 
 from damex.errors import ConfigError, DataError
 
-__all__ = ["build_runner", "load_config", "run_command", "test", "train"]
+__all__ = [
+    "build_runner",
+    "load_config",
+    "merge_options",
+    "run_command",
+    "test",
+    "train",
+]
 
 CFG_OPTIONS_HELP = (
     "override settings of the config: key=value pairs, nested keys with dots, lists as "
@@ -108,12 +116,36 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg = Config.fromfile(path)
     cfg.launcher = args.launcher
     if args.cfg_options is not None:
-        cfg.merge_from_dict(args.cfg_options)
+        merge_options(cfg, args.cfg_options)
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get("work_dir") is None:
         cfg.work_dir = str(Path("work_dirs") / path.stem)
     return cfg
+
+
+def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
+    """Override settings of a config.
+
+    ``moe=FILE`` is read first, so that ``moe.gate.k=2`` beside it changes what the file
+    says.
+
+    Args:
+        cfg: Changed in place.
+        options: Values by their names, nested ones with dots.
+
+    Raises:
+        ConfigError: If the file does not exist or sets no ``moe``.
+    """
+    options = dict(options)
+    if isinstance(options.get("moe"), str) and any(
+        name.startswith("moe.") for name in options
+    ):
+        import damex.registration  # noqa: F401  (first: it keeps mmdet's import silent)
+        from damex.engine.resolve import moe_of_file
+
+        cfg.moe = moe_of_file(options.pop("moe"))
+    cfg.merge_from_dict(options)
 
 
 def build_runner(cfg: Config) -> Runner:

@@ -13,7 +13,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["label_space_of", "resolve_config"]
+__all__ = ["label_space_of", "moe_of_file", "resolve_config"]
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
@@ -77,11 +77,18 @@ def _set_moe(cfg: Config | ConfigDict) -> None:
             "level makes the detector dense)."
         )
     moe = cfg.pop("moe")  # one place only, so that a written config can be read again
-    cfg["model"]["moe"] = _moe_of_file(moe) if isinstance(moe, str) else moe
+    cfg["model"]["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
 
 
-def _moe_of_file(path: str) -> Any:
-    """``moe`` of a config file."""
+def moe_of_file(path: str) -> Any:
+    """``moe`` of a config file.
+
+    Args:
+        path: The file, for instance one of ``configs/_base_/moe``.
+
+    Raises:
+        ConfigError: If it does not exist or sets no ``moe``.
+    """
     file = Path(path)
     if not file.is_file():
         near = sorted(str(f) for f in Path("configs/_base_/moe").glob("*.py"))

@@ -54,6 +54,7 @@ class RunSummaryHook(Hook):
         self._created = time.monotonic()
         self._train_seconds = 0.0
         self._train_started: float | None = None
+        self._first_iter = 0
         self._val_started = 0.0
         self._val_seconds = 0.0
         self._samples: dict[str, list[Any]] = defaultdict(list)
@@ -62,6 +63,7 @@ class RunSummaryHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Start the clock."""
         self._train_started = time.monotonic()
+        self._first_iter = runner.iter
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Forget the images of the evaluation before."""
@@ -100,7 +102,13 @@ class RunSummaryHook(Hook):
         self._write(runner, prefix="test_", checkpoint=runner._load_from)
 
     def after_train(self, runner: Runner) -> None:
-        """Write the summary of the whole run."""
+        """Write the summary of the whole run.
+
+        A run that was stopped between its last checkpoint and its last evaluation has
+        nothing to train when it is resumed, and mmengine would leave it unevaluated.
+        """
+        if runner.iter == self._first_iter and runner.val_loop is not None:
+            runner.val_loop.run()
         if self._train_started is not None:
             elapsed = time.monotonic() - self._train_started
             self._train_seconds = elapsed - self._val_seconds

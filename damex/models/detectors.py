@@ -34,6 +34,7 @@ from damex.models.foreground import (
 from damex.models.gate_progress import prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
 from damex.models.moe_ffn import MoEFFN
+from damex.models.moe_patch_conv import MoEPatchConv
 from damex.models.router_stage import StagedTraining, read_router_stage
 from damex.models.routing_summary import attach_routing, routing_losses
 from damex.models.timm_backbone import check_neck
@@ -190,6 +191,13 @@ class RoutedDetector(_Detector):
             return super().forward_decoder(**kwargs)
 
     def _check_foreground(self) -> None:
+        if _counts_foreground(self) and any(
+            isinstance(block, MoEPatchConv) for block in moe_blocks(self)
+        ):
+            raise ConfigError(
+                "moe.losses: tokens='foreground' is for the transformer's experts, and "
+                "moe.layers names the backbone; set tokens='all'."
+            )
         if _counts_foreground(self) and not isinstance(self, DeformableDETR):
             raise ConfigError(
                 f"moe.losses: tokens='foreground' needs queries with reference points, "

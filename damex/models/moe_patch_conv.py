@@ -103,6 +103,11 @@ def uses_patches(moe: Mapping[str, Any]) -> bool:
     """
     layers = layers_of(moe)
     experts = moe.get("experts") or {}
+    if not isinstance(experts, Mapping):
+        raise ConfigError(
+            "moe.experts must be a dict with a type, such as dict(type='FFNExperts'), "
+            f"got {experts!r}."
+        )
     kind = experts.get("type", "FFNExperts")
     part = MODELS.get(kind) if isinstance(kind, str) else kind
     on_patches = inspect.isclass(part) and issubclass(part, PatchConvExperts)

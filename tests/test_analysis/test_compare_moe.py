@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from damex.analysis.compare_moe import compare_moe
+from damex.analysis.training_run import TrainingRun
 from damex.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,8 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(tmp_path, config)
     assert second.returncode == 0, second.stderr + second.stdout
     assert "2 runs, 1 finished before; 2 at a time" in second.stdout
     assert kept.stat().st_mtime_ns == before
+    timed = tmp_path / "compared" / "damex" / "timed0" / "summary.json"
+    assert json.loads(timed.read_text())["datasets"] == {}  # nothing was evaluated
 
     rows = json.loads((tmp_path / "compared" / "comparison.json").read_text())
     assert [row["name"] for row in rows] == ["dense", "damex"]
@@ -96,11 +99,21 @@ def test_a_failed_training_is_named_and_missing_in_the_table(tmp_path, config):
     assert [row["seeds"] for row in rows] == [0]
 
 
+def test_a_run_without_its_evaluation_has_not_finished(tmp_path):
+    summary = dict(datasets={}, command="train.py config.py --cfg-options a=1")
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    scored = TrainingRun("config.py", tmp_path, ("a=1",), is_scored=True)
+    assert scored.summary() is None
+    assert TrainingRun("config.py", tmp_path, ("a=1",)).summary() == summary
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.py"], "there is no config file missing.py"),
         (["--moe", "damx"], "--moe names 'damx'.*did you mean.*damex"),
+        (["--moe", "damex", "configs/_base_/moe/damex.py"], "names 'damex' twice"),
+        (["--seeds", "1", "1"], r"--seeds must be different numbers, got \[1, 1\]"),
         (["--jobs", "0"], "--jobs must be 1 or more, got 0"),
         (["--timed-rounds", "-1"], "--timed-rounds must be 0 or more, got -1"),
     ],

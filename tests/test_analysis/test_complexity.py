@@ -83,6 +83,19 @@ def test_expert_choice_costs_what_the_experts_take(dense):
     assert routed.flops == dense["encoder"].flops - saved + router
 
 
+def test_patch_experts_are_active_by_the_patches_they_take():
+    # Each of 4 experts takes 1 of the 4 patches of the last 4 x 4 map: a quarter.
+    moe = dict(
+        layers=dict(backbone=[3]),
+        num_experts=4,
+        gate=dict(type="ExpertChoiceGate", num_tokens=1),
+        experts=dict(type="PatchConvExperts", patch_size=2),
+    )
+    backbone = count(moe)["backbone"]
+    experts = 256 * 256 * 3 * 3
+    assert backbone.parameters - backbone.active_parameters == experts * 3 // 4
+
+
 def test_counting_leaves_the_detector_as_it_was():
     detector = build(dict(layers=dict(decoder=[1]), num_experts=4)).train()
     before = {k: v.clone() for k, v in detector.state_dict().items()}

@@ -209,3 +209,13 @@ def test_a_bad_option_for_experts_ends_in_one_line(run, write_config, option, wo
     assert lines[0].startswith("error: ")
     for word in words:
         assert word in lines[0]
+
+
+def test_options_beside_a_mixture_of_a_file_change_what_it_says():
+    cfg = Config(dict(moe=None, lr=1.0))
+    file = Path(__file__).parents[2] / "configs/_base_/moe/damex.py"
+    options = {"moe.gate.k": 2, "moe": str(file), "lr": 2.0}
+    cli.merge_options(cfg, options)
+    assert cfg.moe.gate == dict(type="TopKGate", k=2, noise="gaussian")
+    assert cfg.lr == 2.0
+    assert options["moe"] == str(file)

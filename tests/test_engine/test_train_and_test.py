@@ -42,8 +42,15 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
     )
     assert tested.returncode == 0, tested.stderr
     again = json.loads((tmp_path / "again" / "test_summary.json").read_text())
-    for key in ("mean_ap", "mean_ap50", "datasets", "own_expert_share"):
-        assert again[key] == summary[key]
+    scores = ("mean_ap", "mean_ap50", "datasets", "own_expert_share")
+    assert {key: again[key] for key in scores} == {key: summary[key] for key in scores}
+
+    # As if it had been killed in its last evaluation, after the last checkpoint.
+    (work / "summary.json").unlink()
+    resumed = run_tool("train.py", config, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    summary_2 = json.loads((work / "summary.json").read_text())
+    assert {key: summary_2[key] for key in scores} == {k: summary[k] for k in scores}
 
 
 def test_a_gate_with_a_schedule_ends_at_its_end(write_config, run_tool, tmp_path):

@@ -55,7 +55,9 @@ def separate_router_loss(
     known_V1 = (labels_V >= 0).unsqueeze(1)
     own_VG = torch.nn.functional.one_hot(labels_V.clamp_min(0), num_classes) * known_V1
     # sums_GG[a, b]: logits of class b, summed over the tokens of class a.
-    sums_GG = own_VG.to(logits_VG.dtype).t() @ logits_VG
+    # In autocast's half precision a sum over many tokens would overflow.
+    with torch.autocast(logits_VG.device.type, enabled=False):
+        sums_GG = own_VG.to(logits_VG.dtype).t() @ logits_VG
     count_G = own_VG.sum(0)
     first, second = _pairs(pairs, num_classes)
     gain_P = sums_GG[first, first] - sums_GG[first, second]
@@ -97,8 +99,10 @@ class SeparateRouterLoss:
             )
         mask_GE = record.group_experts_GE.to(record.logits_TE.dtype)
         mean_GE = mask_GE / mask_GE.sum(1, keepdim=True)
+        with torch.autocast(record.logits_TE.device.type, enabled=False):
+            logits_TG = record.logits_TE @ mean_GE.t()
         return separate_router_loss(
-            record.logits_TE @ mean_GE.t(),
+            logits_TG,
             record.group_ids_T,
             record.token_mask_T,
             pairs=self.pairs,

@@ -62,6 +62,16 @@ def test_the_loss_equals_eq_6_as_printed():
     torch.testing.assert_close(loss, expected / 6)
 
 
+def test_half_precision_does_not_overflow_the_sums():
+    # 20,000 tokens with a logit of 30 would add up to more than float16 holds.
+    logits_TG = torch.tensor([[30.0, 20.0]]).repeat(20_000, 1)
+    labels_T = torch.zeros(20_000, dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = separate_router_loss(logits_TG, labels_T)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(-10.0, rel=1e-4)
+
+
 def test_more_classes_are_the_mean_over_pairs():
     torch.manual_seed(2)
     logits_TG, labels_T = torch.randn(30, 3), torch.randint(0, 3, (30,))
