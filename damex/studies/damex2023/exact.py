@@ -10,15 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from damex.moe import (
-    DatasetRoutingLoss,
     ExpertCapacity,
-    FFNExperts,
-    LinearRouter,
-    MoELayer,
-    TopKGate,
     dropped_counts,
 )
-from damex.studies.damex2023.model import ROUTER_STD
+from damex.studies.damex2023.model import damex_layer
 
 __all__ = [
     "drops_of_a_good_router",
@@ -39,7 +34,7 @@ def loss_gap(*, seed: int) -> float:
     Args:
         seed: Of weights and tokens.
     """
-    layer, tokens_BND = _layer(seed=seed), _tokens(2, seed=seed)
+    layer, tokens_BND = damex_layer(DIMS, NUM_EXPERTS, seed=seed), _tokens(2, seed=seed)
     _, record = layer(tokens_BND, group_ids_B=torch.tensor([3, 1]))
     logits_NBE = layer.router(tokens_BND.transpose(0, 1))
     targets_NB = torch.tensor([3, 1]).expand(NUM_TOKENS, 2)
@@ -54,7 +49,10 @@ def metadata_gap(*, seed: int) -> float:
     Args:
         seed: Of weights and tokens.
     """
-    layer, tokens_BND = _layer(seed=seed).eval(), _tokens(2, seed=seed)
+    layer, tokens_BND = (
+        damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval(),
+        _tokens(2, seed=seed),
+    )
     told, _ = layer(tokens_BND, group_ids_B=torch.tensor([5, 2]))
     untold, _ = layer(tokens_BND)
     return (told - untold).abs().max().item()
@@ -67,7 +65,7 @@ def first_gate_weights(*, seed: int) -> tuple[float, float]:
     Args:
         seed: Of weights and tokens.
     """
-    layer = _layer(seed=seed).eval()
+    layer = damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval()
     weight_R = layer.route(_tokens(2, seed=seed)).assignment.weight_R * NUM_EXPERTS
     return weight_R.min().item(), weight_R.max().item()
 
@@ -85,7 +83,7 @@ def drops_of_a_good_router(
     Returns:
         Served tokens, and the largest output of a token that was not (0 if all were).
     """
-    layer = _layer(seed=0, capacity=capacity).eval()
+    layer = damex_layer(DIMS, NUM_EXPERTS, seed=0, capacity=capacity).eval()
     # The first feature is 1 for all tokens, and only expert 5 looks at it.
     weight_ED = layer.get_parameter("router.weight_ED").zero_()
     weight_ED[5, 0] = 6.0
@@ -97,18 +95,6 @@ def drops_of_a_good_router(
     served_T[record.assignment.token_index_R] = True
     rest = out_1ND.flatten(0, 1)[~served_T]
     return int(asked - dropped), rest.abs().max().item() if len(rest) else 0.0
-
-
-def _layer(*, seed: int, capacity: ExpertCapacity | None = None) -> MoELayer:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return MoELayer(
-            router=LinearRouter(DIMS, NUM_EXPERTS, init_std=ROUTER_STD),
-            gate=TopKGate(noise="gaussian", capacity=capacity),
-            experts=FFNExperts(NUM_EXPERTS, DIMS, DIMS),
-            losses=[DatasetRoutingLoss(weight=0.1)],
-            group_experts=[[expert] for expert in range(NUM_EXPERTS)],
-        )
 
 
 def _tokens(num_images: int, *, seed: int, num_tokens: int = NUM_TOKENS) -> Tensor:

@@ -17,10 +17,7 @@ from torch.nn import functional
 from torch.optim import Adam
 
 from damex.moe import (
-    DatasetRoutingLoss,
     ExpertCapacity,
-    FFNExperts,
-    LinearRouter,
     MoELayer,
     TopKGate,
     dataset_routing_loss,
@@ -28,7 +25,7 @@ from damex.moe import (
     own_expert_counts,
 )
 from damex.studies.cluster_data import ClusterTask
-from damex.studies.damex2023.model import ROUTER_STD, dataset_experts
+from damex.studies.damex2023.model import damex_layer
 
 __all__ = [
     "Routing",
@@ -109,7 +106,7 @@ def targets_accuracy(
         seed: Of images and weights.
     """
     generator = torch.Generator().manual_seed(seed)
-    layer = _layer(task.signals_KD.shape[1], num_datasets, seed=seed)
+    layer = damex_layer(task.signals_KD.shape[1], num_datasets, seed=seed)
     optimizer = Adam(_router_parameters(layer), lr=LR)
     mask_GE = torch.eye(num_datasets, dtype=torch.bool)
     wrong = 0.0
@@ -161,7 +158,9 @@ def capacity_curve(
         Routing accuracy and dropped tokens, both in percent, at each look.
     """
     generator = torch.Generator().manual_seed(seed)
-    layer = _layer(task.signals_KD.shape[1], num_datasets, seed=seed, capacity=capacity)
+    layer = damex_layer(
+        task.signals_KD.shape[1], num_datasets, seed=seed, capacity=capacity
+    )
     optimizer = Adam(_router_parameters(layer), lr=LR)
     all_B = torch.arange(num_datasets)
     looks_BND = draw_images(task, all_B, QUERIES, generator, num_datasets=num_datasets)
@@ -210,7 +209,7 @@ def label_accuracy(
     """
     generator = torch.Generator().manual_seed(seed)
     dims, classes = task.signals_KD.shape[1], task.num_clusters
-    layer = _layer(dims, 2, seed=seed)
+    layer = damex_layer(dims, 2, seed=seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = nn.Linear(dims, classes)
@@ -244,25 +243,6 @@ def label_accuracy(
 
 def _router_parameters(layer: MoELayer) -> list[nn.Parameter]:
     return [p for name, p in layer.named_parameters() if name.startswith("router.")]
-
-
-def _layer(
-    dims: int,
-    num_datasets: int,
-    *,
-    seed: int,
-    capacity: ExpertCapacity | None = None,
-) -> MoELayer:
-    """A DAMEX layer with one expert per data set."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return MoELayer(
-            router=LinearRouter(dims, num_datasets, init_std=ROUTER_STD),
-            gate=TopKGate(noise="gaussian", capacity=capacity),
-            experts=FFNExperts(num_datasets, dims, dims),
-            losses=[DatasetRoutingLoss(weight=0.1)],
-            group_experts=dataset_experts(num_datasets, num_datasets),
-        )
 
 
 @torch.no_grad()

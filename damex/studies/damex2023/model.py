@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from damex.moe import (
@@ -22,7 +23,7 @@ from damex.moe import (
     TopKGate,
 )
 
-__all__ = ["NUM_PATCHES", "ROUTER_STD", "ClusterMoE", "Method", "dataset_experts"]
+__all__ = ["NUM_PATCHES", "ClusterMoE", "Method", "damex_layer", "dataset_experts"]
 
 Method = Literal["vanilla", "damex"]
 NUM_PATCHES = 4
@@ -130,3 +131,29 @@ def dataset_experts(num_datasets: int, num_experts: int) -> list[list[int]]:
         return [[d * num_experts // num_datasets] for d in range(num_datasets)]
     share = num_experts // num_datasets
     return [list(range(d * share, (d + 1) * share)) for d in range(num_datasets)]
+
+
+def damex_layer(
+    dims: int,
+    num_datasets: int,
+    *,
+    seed: int,
+    capacity: ExpertCapacity | None = None,
+) -> MoELayer:
+    """A DAMEX layer with one expert per data set.
+
+    Args:
+        dims: D.
+        num_datasets: Data sets, and experts.
+        seed: Of the parameters; the global generator is left as it was.
+        capacity: Of an expert; None drops no token.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MoELayer(
+            router=LinearRouter(dims, num_datasets, init_std=ROUTER_STD),
+            gate=TopKGate(noise="gaussian", capacity=capacity),
+            experts=FFNExperts(num_datasets, dims, dims),
+            losses=[DatasetRoutingLoss(weight=0.1)],
+            group_experts=dataset_experts(num_datasets, num_datasets),
+        )
