@@ -10,22 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from damex.analysis.comparison_table import comparison_row, markdown_table
+from damex.analysis.training_pool import run_all
 from damex.analysis.training_run import TrainingRun
 from damex.errors import ConfigError, did_you_mean
 
 __all__ = ["compare_moe"]
 
 MOE_FOLDER = Path("configs/_base_/moe")
-POLL_SECONDS = 0.5
 # Not compared by default: they go on from the checkpoint of another training.
 SECOND_STAGES = ("deepmoe_stage2",)
 
@@ -184,7 +183,8 @@ def _finish(
         f"{jobs} at a time, {threads} threads each"
     )
     failed = []
-    for done, (run, status) in enumerate(_run_all(open_runs, jobs, threads), 1):
+    ended = run_all(open_runs, jobs=jobs, threads=threads)
+    for done, (run, status) in enumerate(ended, 1):
         left = (time.monotonic() - started) / done * (len(open_runs) - done)
         summary = run.summary() if status == 0 else None
         if summary is None:
@@ -199,27 +199,6 @@ def _finish(
             highlight=False,
         )
     return failed
-
-
-def _run_all(
-    runs: Sequence[TrainingRun], jobs: int, threads: int
-) -> Iterator[tuple[TrainingRun, int]]:
-    """Runs and their exit statuses in the order in which they end."""
-    waiting = list(runs)
-    active: dict[TrainingRun, subprocess.Popen[bytes]] = {}
-    try:
-        while waiting or active:
-            while waiting and len(active) < jobs:
-                run = waiting.pop(0)
-                active[run] = run.start(threads=threads)
-            time.sleep(POLL_SECONDS)
-            for run, process in list(active.items()):
-                if process.poll() is not None:
-                    del active[run]
-                    yield run, process.returncode
-    finally:
-        for process in active.values():
-            process.terminate()
 
 
 def _summaries(runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:

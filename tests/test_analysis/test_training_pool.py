@@ -1,0 +1,68 @@
+"""The pool with sleeping processes in place of trainings."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from damex.analysis.training_pool import run_all
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """Stands in for a TrainingRun: sleeps, and its status is the number of threads."""
+
+    seconds: float
+
+    def start(self, *, threads):
+        code = f"import time; time.sleep({self.seconds}); raise SystemExit({threads})"
+        return subprocess.Popen([sys.executable, "-c", code])
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ends_come_in_their_order_with_their_status():
+    slow, fast = Sleeper(3.0), Sleeper(0.0)
+    assert list(run_all([slow, fast], jobs=2, threads=7)) == [(fast, 7), (slow, 7)]
+    assert list(run_all([slow, fast], jobs=1, threads=7)) == [(slow, 7), (fast, 7)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_no_training_outlives_the_command(number):
+    script = """if True:
+        import subprocess, sys
+        from damex.analysis.training_pool import run_all
+
+        class Announced:
+            def start(self, *, threads):
+                process = subprocess.Popen(["sleep", "60"])
+                print(process.pid, flush=True)
+                return process
+
+        list(run_all([Announced(), Announced()], jobs=2, threads=1))
+    """
+    command = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    )
+    children = [int(command.stdout.readline()) for _ in range(2)]
+    time.sleep(0.2)  # into the pool's waiting
+    assert all(is_alive(child) for child in children)
+    command.send_signal(number)
+    assert command.wait(timeout=20) != 0
+    assert not any(is_alive(child) for child in children)
+
+
+def test_the_callers_handler_of_sigterm_is_back_afterwards():
+    before = signal.getsignal(signal.SIGTERM)
+    list(run_all([Sleeper(0.0)], jobs=1, threads=1))
+    assert signal.getsignal(signal.SIGTERM) is before
