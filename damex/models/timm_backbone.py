@@ -9,7 +9,7 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mmdet.registry import MODELS
@@ -25,6 +25,14 @@ __all__ = ["TimmBackbone", "check_neck"]
 
 # What models of a fixed image size are told, so that they take any: windows, patches.
 ANY_SIZE = ("strict_img_size", False), ("dynamic_img_size", True)
+
+
+class _Start(NamedTuple):
+    """Where weights come from when a training starts."""
+
+    pretrained: bool
+    checkpoint: str | None
+    options: dict[str, Any]
 
 
 @MODELS.register_module()
@@ -45,10 +53,11 @@ class TimmBackbone(BaseModule):
     Args:
         name: Name of the model, as in ``timm.list_models()``.
         out_indices: Which feature maps to hand on, in rising order.
-        pretrained: Download timm's weights for this name.
-        checkpoint: File of weights to start from instead: ``.safetensors``, or a
-            ``.pth`` of tensors, which is read without running any code of it. Keys are
-            those of the timm model; what no layer takes (a classifier) is reported.
+        pretrained: Start a training from timm's weights for this name, downloaded.
+        checkpoint: File of weights to start a training from instead:
+            ``.safetensors``, or a ``.pth`` of tensors, which is read without running
+            any code of it. Keys are those of the timm model; what no layer takes (a
+            classifier) is reported.
         frozen_stages: Everything up to this feature map is not trained, batch norms
             included; -1 for nothing. For ResNets that is mmdet's meaning: 0 the stem, 1
             also the first stage.
@@ -59,9 +68,11 @@ class TimmBackbone(BaseModule):
         channels: Channels of each map.
         reductions: Stride of each map in pixels.
 
+    Starting weights are read by :meth:`init_weights`, which mmengine calls before a
+    training: to test or to count a detector neither the file nor a network is needed.
+
     Raises:
-        ConfigError: If timm has no such model or weights, a map does not exist, or the
-            file does not hold this model's weights.
+        ConfigError: If timm has no such model, or a map does not exist.
     """
 
     def __init__(
@@ -84,14 +95,13 @@ class TimmBackbone(BaseModule):
         self.name = name
         self.norm_eval = norm_eval
         self.out_indices = tuple(out_indices)
-        self.net = _create(name, self.out_indices, pretrained=pretrained, **options)
+        self.net = _create(name, self.out_indices, **options)
+        self._start = _Start(pretrained, checkpoint, options)
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
         self.reductions: list[int] = info.reduction()
         # An enum of text; a few families do not have it and keep channels first.
         self._channels_last = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
-        if checkpoint is not None:
-            _load(self.net, Path(checkpoint), name=name)
         self.frozen_stages = frozen_stages
         self._frozen = list(_first_modules(self.net, frozen_stages, name=name))
         for module in self._frozen:
@@ -99,7 +109,18 @@ class TimmBackbone(BaseModule):
                 parameter.requires_grad_(False)
 
     def init_weights(self) -> None:
-        """Do nothing: timm has drawn or loaded the weights already."""
+        """Load the starting weights, if any; others timm has drawn already.
+
+        Raises:
+            ConfigError: If timm has no weights of this name, or the file does not hold
+                this model's.
+        """
+        if self._start.checkpoint is not None:
+            _load(self.net, Path(self._start.checkpoint), name=self.name)
+        elif self._start.pretrained:
+            options = self._start.options
+            source = _create(self.name, self.out_indices, pretrained=True, **options)
+            self.net.load_state_dict(source.state_dict())
 
     def train(self, mode: bool = True) -> TimmBackbone:
         """Switch to training, but for frozen stages and norms."""
@@ -247,9 +268,12 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _own_name(key: str, own: Mapping[str, Tensor]) -> str:
-    """Timm writes 'stages_0.' for 'stages.0.' in its feature maps."""
-    flat = key.replace(".", "_", 1)
-    return flat if key not in own and flat in own else key
+    """The name under which timm's feature maps keep a tensor of the full model.
+
+    They write 'stages_0.' for 'stages.0.', or wrap the whole model (ViTs).
+    """
+    names = (key, key.replace(".", "_", 1), f"model.{key}")
+    return next((name for name in names if name in own), key)
 
 
 def _first_modules(net: nn.Module, last: int, *, name: str) -> Iterator[nn.Module]:
@@ -264,7 +288,8 @@ def _first_modules(net: nn.Module, last: int, *, name: str) -> Iterator[nn.Modul
             "TimmBackbone: frozen_stages must be -1 for none or from 0 to "
             f"{len(makers) - 1} for {name!r}, got {last!r}."
         )
-    targets = {makers[last], makers[last].replace(".", "_")} & set(names)
+    maker = makers[last]
+    targets = {maker, maker.replace(".", "_"), f"model.{maker}"} & set(names)
     if not targets:
         raise ConfigError(
             f"TimmBackbone: frozen_stages={last} is beyond the feature maps of "

@@ -94,17 +94,18 @@ def save(state, path):
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("name", ["test_convnext", "test_resnet"])
+@pytest.mark.parametrize("name", ["test_convnext", "test_resnet", "test_vit"])
 def test_weights_of_a_file_are_taken_over(name, suffix, tmp_path, caplog):
     torch.manual_seed(0)
     full = timm.create_model(name).eval()
     path = tmp_path / f"weights{suffix}"
     save(full.state_dict(), path)
     torch.manual_seed(1)
+    backbone = TimmBackbone(name, out_indices=(1, 2, 3), checkpoint=str(path))
     with caplog.at_level(logging.INFO):
-        backbone = TimmBackbone(name, out_indices=(1, 2, 3), checkpoint=str(path))
-    backbone.init_weights()
-    image = torch.rand(1, 3, 64, 64)
+        backbone.init_weights()
+    size = full.default_cfg["input_size"][1]  # the ViT's position embedding is for it
+    image = torch.rand(1, 3, size, size)
     expected = full.forward_intermediates(
         image, indices=[1, 2, 3], intermediates_only=True
     )
@@ -117,6 +118,7 @@ def test_a_nested_state_dict_is_found(tmp_path):
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "w.pth")
     path = str(tmp_path / "w.pth")
     backbone = TimmBackbone("test_resnet", checkpoint=path)
+    backbone.init_weights()
     assert torch.equal(backbone.net.conv1[0].weight, state["conv1.0.weight"])
 
 
@@ -132,10 +134,10 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
     path, ran = tmp_path / "trap.pth", tmp_path / "ran"
     path.write_bytes(pickle.dumps({"a": Trap(ran)}, protocol=2))
     with pytest.raises(ConfigError, match="cannot be read as a file of tensors"):
-        TimmBackbone("test_resnet", checkpoint=str(path))
+        TimmBackbone("test_resnet", checkpoint=str(path)).init_weights()
     torch.save({"a": Trap(ran)}, path)
     with pytest.raises(ConfigError, match="would run code"):
-        TimmBackbone("test_resnet", checkpoint=str(path))
+        TimmBackbone("test_resnet", checkpoint=str(path)).init_weights()
     assert not ran.exists()
 
 
@@ -165,6 +167,19 @@ def test_frozen_stages_of_a_convnext():
     assert frozen == {"stem_0", "stem_1", "stages_0"}
 
 
+def test_frozen_stages_of_a_vit():
+    backbone = TimmBackbone("test_vit", out_indices=(1, 3), frozen_stages=1).train()
+    trained = {
+        ".".join(name.split(".")[:3])
+        for name, parameter in backbone.net.named_parameters()
+        if parameter.requires_grad
+    }
+    assert {name for name in trained if "blocks" in name} == {
+        f"model.blocks.{number}" for number in (2, 3)
+    }
+    assert "model.cls_token" not in trained
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -179,7 +194,6 @@ def test_frozen_stages_of_a_convnext():
         (dict(name="test_resnet", depth=3), ("'depth'", "_delete_=True")),
         (dict(name="test_resnet", frozen_stages=5), ("frozen_stages", "0 to 4", "5")),
         (dict(name="test_resnet", frozen_stages=4), ("frozen_stages=4", "lower it")),
-        (dict(name="test_resnet", checkpoint="no.pth"), ("no.pth", "no checkpoint")),
         (
             dict(name="test_resnet", checkpoint="no.pth", pretrained=True),
             ("pretrained=True", "'no.pth'", "keep one"),
@@ -199,7 +213,27 @@ def test_weights_of_another_model_are_refused(tmp_path):
     path = tmp_path / "w.pth"
     torch.save(timm.create_model("test_resnet").state_dict(), path)
     with pytest.raises(ConfigError, match="does not hold the weights of 'test_conv"):
-        TimmBackbone("test_convnext", checkpoint=str(path))
+        TimmBackbone("test_convnext", checkpoint=str(path)).init_weights()
+
+
+def test_starting_weights_are_read_by_a_training_only(monkeypatch):
+    backbone = TimmBackbone("test_resnet", checkpoint="no.pth")
+    with pytest.raises(ConfigError, match="no checkpoint file no"):
+        backbone.init_weights()
+
+    create = timm.create_model
+
+    def with_downloaded_weights(name, *, pretrained=False, **options):
+        model = create(name, **options)
+        for parameter in model.parameters() if pretrained else ():
+            torch.nn.init.constant_(parameter, 0.5)
+        return model
+
+    monkeypatch.setattr(timm, "create_model", with_downloaded_weights)
+    backbone = TimmBackbone("test_resnet", pretrained=True, drop_path_rate=0.1)
+    assert not (backbone.net.conv1[0].weight == 0.5).any()
+    backbone.init_weights()
+    assert all((parameter == 0.5).all() for parameter in backbone.net.parameters())
 
 
 def test_the_shipped_config_builds():
