@@ -77,6 +77,22 @@ class MixtureRunner(Runner):
             )
         return super().wrap_model(model_wrapper_cfg, model)
 
+    def train(self) -> nn.Module:
+        """Train as configured; see mmengine.
+
+        Raises:
+            ConfigError: If frozen gates would stay random.
+        """
+        starts_anew = self._load_from is None and not self._resume
+        if starts_anew and _has_frozen_gates(self.cfg):
+            raise ConfigError(
+                "moe.channels.frozen=True trains the detector behind gates that stay "
+                "as an earlier training left them (DeepMoE's stage 2), and there is no "
+                "checkpoint of one; set load_from=CHECKPOINT of that training, or "
+                "frozen=False."
+            )
+        return super().train()
+
     def load_or_resume(self) -> None:
         """Load or resume as configured.
 
@@ -138,3 +154,8 @@ class MixtureRunner(Runner):
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
         return checkpoint
+
+
+def _has_frozen_gates(cfg: Config | ConfigDict) -> bool:
+    channels = ((cfg.get("model") or {}).get("moe") or {}).get("channels") or {}
+    return bool(channels.get("frozen"))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from torch import nn
+
 from damex.errors import ConfigError, did_you_mean
 
 __all__ = ["check_arguments"]
@@ -33,7 +35,7 @@ def check_arguments(
     Raises:
         ConfigError: If an argument is unknown or has another type.
     """
-    parameters = inspect.signature(part).parameters
+    parameters = _parameters(part)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(part)
     for name, value in arguments.items():
@@ -42,13 +44,21 @@ def check_arguments(
                 continue
             raise ConfigError(
                 f"{field}.{name} = {value!r} is no argument of {part.__name__}; "
-                f"{did_you_mean(name, parameters)}"
+                f"{did_you_mean(name, parameters)} What an inherited {field} sets goes "
+                f"away with {field}._delete_=True."
             )
         allowed = list(_members(hints.get(name, Any)))
         if not _all_plain(allowed) or any(_fits(value, kind) for kind in allowed):
             continue
         kinds = " or ".join(_word(kind) for kind in allowed)
         raise ConfigError(f"{field}.{name} must be {kinds}, got {value!r}.")
+
+
+def _parameters(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a part takes; a module without an ``__init__`` of its own takes nothing."""
+    if getattr(part, "__init__", None) is nn.Module.__init__:
+        return {}
+    return inspect.signature(part).parameters
 
 
 def _hints(part: Callable[..., Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from mmengine.config import Config
 from damex.engine import cli
 from damex.engine.resolve import label_space_of, resolve_config
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def run(monkeypatch, capsys):
@@ -197,6 +199,14 @@ def test_painted_images_of_datasets_do_not_replace_each_other(
     [
         ("moe.gate.k=9", ("moe.gate.k is 9", "2 or less")),
         ("moe.gate.kk=2", ("moe.gate.kk = 2", "did you mean 'k'?")),
+        (
+            "moe.gate.type=DenseSoftmaxGate",
+            ("moe.gate.k = 1", "DenseSoftmaxGate", "moe.gate._delete_=True"),
+        ),
+        (
+            f"moe={ROOT}/configs/_base_/moe/deepmoe_stage2.py",
+            ("moe.channels.frozen=True", "load_from=CHECKPOINT"),
+        ),
         ("moe.num_experts=four", ("moe.num_experts", "'four'", "1 or more")),
         ("model.encoder.num_cp=7", ("model.encoder.num_cp", "0 to 2", "got 7")),
     ],
@@ -213,7 +223,7 @@ def test_a_bad_option_for_experts_ends_in_one_line(run, write_config, option, wo
 
 def test_options_beside_a_mixture_of_a_file_change_what_it_says():
     cfg = Config(dict(moe=None, lr=1.0))
-    file = Path(__file__).parents[2] / "configs/_base_/moe/damex.py"
+    file = ROOT / "configs/_base_/moe/damex.py"
     options = {"moe.gate.k": 2, "moe": str(file), "lr": 2.0}
     cli.merge_options(cfg, options)
     assert cfg.moe.gate == dict(type="TopKGate", k=2, noise="gaussian")
