@@ -1,16 +1,57 @@
 """Data of Definition 3.1 of Chen et al. 2022 (arXiv 2208.02813), alone or as a mixture.
 
-Axes: B samples, P = 4 patches, D features of a patch, K clusters, G groups of clusters.
+Axes: B samples, P = 4 patches, D features of a patch, K clusters, S = 2K directions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-__all__ = ["ClusterSamples", "ClusterTask", "draw_task"]
+__all__ = [
+    "NUM_PATCHES",
+    "SETTINGS",
+    "ClusterSamples",
+    "ClusterTask",
+    "Strengths",
+    "draw_task",
+]
+
+NUM_PATCHES = 4
+
+
+@dataclass(frozen=True)
+class Strengths:
+    """Laws of the patches: ranges of uniform factors, and the noise.
+
+    Attributes:
+        alpha: Of the label's signal.
+        beta: Of the cluster's centre.
+        gamma: Of the disturbing signal.
+        noise_std: sigma_p; a noise patch is N(0, sigma_p^2 / D I).
+    """
+
+    alpha: tuple[float, float]
+    beta: tuple[float, float]
+    gamma: tuple[float, float]
+    noise_std: float
+
+
+# Greek letters restored from the authors' code. In 3, 4 and "verify" alpha and gamma
+# have one law, as Theorem 4.1 asks for.
+SETTINGS: Mapping[str, Strengths] = MappingProxyType(
+    {
+        "1": Strengths((0.5, 2.0), (1.0, 2.0), (0.5, 3.0), 1.0),
+        "2": Strengths((0.5, 2.0), (1.0, 2.0), (0.5, 3.0), 2.0),
+        "3": Strengths((0.5, 2.0), (1.0, 2.0), (0.5, 2.0), 1.0),
+        "4": Strengths((0.5, 2.0), (1.0, 2.0), (0.5, 2.0), 2.0),
+        "verify": Strengths((1.0, 2.0), (1.0, 2.0), (1.0, 2.0), 1.0),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +63,11 @@ class ClusterSamples:
             centre, +-gamma * another cluster's signal, and noise.
         labels_B: y, float: -1 or 1.
         clusters_B: int64, the cluster of each sample.
-        groups_B: int64, the group of that cluster: the data set in a mixture.
     """
 
     patches_BPD: Tensor
     labels_B: Tensor
     clusters_B: Tensor
-    groups_B: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,21 +77,16 @@ class ClusterTask:
     Attributes:
         signals_KD: v_k, whose sign is the label.
         centers_KD: c_k, which tells the cluster.
-        num_groups: G; the first K/G clusters are the first group, and so on. The signal
-            that disturbs a sample comes from another cluster of its own group.
-        alpha: Range of the strength of the label's signal, uniform.
-        beta: Range of the strength of the centre.
-        gamma: Range of the strength of the disturbing signal.
-        noise_std: sigma_p; a noise patch has this length on average.
+        strengths: Laws of the patches.
+        num_groups: The first K / num_groups clusters are the first group, and so on.
+            The signal that disturbs a sample comes from another cluster of its own
+            group.
     """
 
     signals_KD: Tensor
     centers_KD: Tensor
-    num_groups: int
-    alpha: tuple[float, float]
-    beta: tuple[float, float]
-    gamma: tuple[float, float]
-    noise_std: float
+    strengths: Strengths
+    num_groups: int = 1
 
     @property
     def num_clusters(self) -> int:
@@ -66,61 +100,52 @@ class ClusterTask:
             num_samples: B.
             generator: Of everything that is drawn.
         """
-        dims = self.signals_KD.shape[1]
+        size = self.num_clusters // self.num_groups
         clusters_B = torch.randint(
             self.num_clusters, (num_samples,), generator=generator
         )
-        per_group = self.num_clusters // self.num_groups
-        step_B = torch.randint(1, per_group, (num_samples,), generator=generator)
-        groups_B = clusters_B // per_group
-        others_B = groups_B * per_group + (clusters_B + step_B) % per_group
+        step_B = torch.randint(1, size, (num_samples,), generator=generator)
+        first_B = clusters_B // size * size
+        others_B = first_B + (clusters_B + step_B) % size
         labels_B = _signs(num_samples, generator)
+        law = self.strengths
+        factors = (
+            _uniform(law.alpha, num_samples, generator) * labels_B,
+            _uniform(law.beta, num_samples, generator),
+            _uniform(law.gamma, num_samples, generator)
+            * _signs(num_samples, generator),
+        )
+        directions = (
+            self.signals_KD[clusters_B],
+            self.centers_KD[clusters_B],
+            self.signals_KD[others_B],
+        )
+        patches = [f.unsqueeze(1) * d for f, d in zip(factors, directions, strict=True)]
+        dims = self.signals_KD.shape[1]
         noise_BD = torch.randn(num_samples, dims, generator=generator)
-        parts = (
-            self._scale(self.alpha, labels_B, generator) * self.signals_KD[clusters_B],
-            self._scale(self.beta, torch.ones(num_samples), generator)
-            * self.centers_KD[clusters_B],
-            self._scale(self.gamma, _signs(num_samples, generator), generator)
-            * self.signals_KD[others_B],
-            self.noise_std / dims**0.5 * noise_BD,
-        )
-        patches_BPD = torch.stack(parts, dim=1)
-        order_BP = torch.rand(num_samples, 4, generator=generator).argsort(dim=1)
-        patches_BPD = patches_BPD.gather(
-            1, order_BP.unsqueeze(2).expand_as(patches_BPD)
-        )
-        return ClusterSamples(patches_BPD, labels_B, clusters_B, groups_B)
-
-    def _scale(
-        self, bounds: tuple[float, float], signs_B: Tensor, generator: torch.Generator
-    ) -> Tensor:
-        low, high = bounds
-        drawn_B = torch.rand(len(signs_B), generator=generator)
-        return (signs_B * (low + (high - low) * drawn_B)).unsqueeze(1)
+        noise_BD *= law.noise_std / dims**0.5
+        patches_BPD = torch.stack([*patches, noise_BD], dim=1)
+        order_BP = torch.rand(num_samples, NUM_PATCHES, generator=generator).argsort(1)
+        patches_BPD = patches_BPD[torch.arange(num_samples).unsqueeze(1), order_BP]
+        return ClusterSamples(patches_BPD, labels_B, clusters_B)
 
 
 def draw_task(
-    num_clusters: int,
-    dims: int,
+    strengths: Strengths,
     generator: torch.Generator,
     *,
+    num_clusters: int,
+    dims: int,
     num_groups: int = 1,
-    alpha: tuple[float, float] = (0.5, 2.0),
-    beta: tuple[float, float] = (1.0, 2.0),
-    gamma: tuple[float, float] = (0.5, 3.0),
-    noise_std: float = 1.0,
 ) -> ClusterTask:
-    """Draws signals and centres, all orthonormal; the ranges are those of setting 1.
+    """Draws signals and centres, all orthonormal.
 
     Args:
+        strengths: Laws of the patches, such as one of `SETTINGS`.
+        generator: Of the directions.
         num_clusters: K.
         dims: D, at least 2K.
-        generator: Of the directions.
-        num_groups: See `ClusterTask`, like the rest.
-        alpha: See there.
-        beta: See there.
-        gamma: See there.
-        noise_std: See there.
+        num_groups: See `ClusterTask`.
 
     Raises:
         ValueError: If there are too few dimensions, or not the same number, two or
@@ -136,20 +161,23 @@ def draw_task(
             f"draw_task: {num_clusters} clusters do not make {num_groups} groups of "
             "equal size with two or more clusters each"
         )
-    gaussian = torch.randn(
-        dims, 2 * num_clusters, generator=generator, dtype=torch.float64
-    )
-    directions = torch.linalg.qr(gaussian).Q.t().float()
+    normal_DS = torch.randn(dims, 2 * num_clusters, generator=generator)
+    basis_DS = torch.linalg.qr(normal_DS).Q
+    signals_KD, centers_KD = basis_DS.t().contiguous().chunk(2)
     return ClusterTask(
-        signals_KD=directions[:num_clusters],
-        centers_KD=directions[num_clusters:],
+        signals_KD=signals_KD,
+        centers_KD=centers_KD,
+        strengths=strengths,
         num_groups=num_groups,
-        alpha=alpha,
-        beta=beta,
-        gamma=gamma,
-        noise_std=noise_std,
     )
 
 
 def _signs(num_samples: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(2, (num_samples,), generator=generator).float() * 2.0 - 1.0
+    return torch.randint(2, (num_samples,), generator=generator) * 2.0 - 1.0
+
+
+def _uniform(
+    bounds: tuple[float, float], num_samples: int, generator: torch.Generator
+) -> Tensor:
+    low, high = bounds
+    return low + (high - low) * torch.rand(num_samples, generator=generator)

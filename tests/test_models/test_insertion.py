@@ -96,62 +96,6 @@ def test_the_report_names_every_layer(build):
     assert "decoder.2: FFN 64-256-64" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(layers=dict(decoder=[7])), "names layer 7, but the decoder has 3 layers"),
-        (dict(layers=dict(decoder=[-1])), "names layer -1"),
-        (dict(layers=dict(decoder=[0, 0])), r"layer 0 .*listed twice"),
-        (dict(layers=dict(decodr=[0])), "'decodr'; did you mean 'decoder'"),
-        (dict(layers=dict(decoder=[0], neck=[1])), "unknown part 'neck'"),
-        (dict(layers=dict(decoder="odd")), "'all' or 'even'"),
-        (dict(layers=dict(decoder=[])), "chooses no layer"),
-        (dict(layers=dict(decoder=0)), "must be a list of layer numbers"),
-        (dict(layers=dict(decoder=[True])), "names layer True"),
-        (dict(gate=dict(type="TopKGate", k=4)), "k is 4, but there are 3 experts"),
-        (
-            dict(losses=["RouterZLoss"]),
-            "moe.losses must be a dict with a type, .* got 'RouterZL",
-        ),
-        (dict(losses=dict(type="RouterZLoss")), "must be a list of dicts"),
-        (dict(experts=dict(num_experts=2)), "moe: .*3 experts, but there are 2"),
-        (dict(num_experts=2), "3 dataset groups but moe.num_experts is 2"),
-        (dict(num_experts=0), "must be an integer of 1 or more, got 0"),
-        (dict(gate=dict(type="TopKGat")), "unknown type 'TopKGat'; did you mean 'TopK"),
-        (dict(gate=dict(type="TopKGate", k=0)), "moe.gate = .*k must be at least 1"),
-        (dict(losses=[dict(weight=1.0)]), "moe.losses has the unknown type 'None'"),
-        (dict(gates=dict(type="TopKGate")), "unknown key 'gates'; did you mean 'gate'"),
-        (
-            dict(gate=dict(capacity=dict(type="ExpertCapacity", factor=-1.0))),
-            "moe.gate.capacity = .*factor must be above 0, got -1.0",
-        ),
-        (
-            dict(gate=dict(capacity=dict(type="ExpertCapacity", priority="best"))),
-            "moe.gate.capacity.priority must be 'score' or 'order', got 'best'",
-        ),
-        (
-            dict(gate=dict(capacity=dict(factor=1.25))),
-            "moe.gate.capacity has the unknown type 'None'.* It has: .*ExpertCapacity",
-        ),
-        (
-            dict(losses=[dict(type="DatasetRoutingLoss", tokens="fg")]),
-            "moe.losses.tokens must be 'all' or 'foreground', got 'fg'",
-        ),
-        (
-            dict(experts=dict(init_std=0.0)),
-            "moe.experts = .*init_std must be above 0, got 0.0",
-        ),
-        (dict(block=dict(norm="none")), "moe.block.norm must be one of .* got 'none'"),
-    ],
-)
-def test_a_config_that_cannot_work_names_field_value_and_choice(
-    build, changes, message
-):
-    with pytest.raises(ConfigError, match=message) as caught:
-        build(moe={**DAMEX, **changes})
-    assert "\n" not in str(caught.value)
-
-
 def test_number_of_experts_is_needed_outside_of_a_mixture(build):
     with pytest.raises(ConfigError, match="num_experts is not set"):
         build(moe=DAMEX, num_groups=None)

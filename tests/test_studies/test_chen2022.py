@@ -12,7 +12,7 @@ from rich.console import Console
 
 from damex.moe import NormalizedGD
 from damex.studies.chen2022 import run, training
-from damex.studies.chen2022.data import SETTINGS, Sample, draw_sample, draw_signals
+from damex.studies.chen2022.data import draw_setting, draw_train_and_test
 from damex.studies.chen2022.experts import PatchSumRouter, PatchwiseExperts
 from damex.studies.chen2022.figure import entropy_band
 from damex.studies.chen2022.plan import make_plan
@@ -27,69 +27,9 @@ from damex.studies.chen2022.recipes import (
 from damex.studies.chen2022.rows import ENTROPY_GAP, purity, unevenness
 from damex.studies.chen2022.study import conclude, theory_rows
 from damex.studies.chen2022.theory import additive_margin
+from damex.studies.cluster_data import ClusterSamples
 from damex.studies.progress import StudyProgress
 from damex.studies.result import Row, StudySettings
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-# Data of Definition 3.1
-
-
-def test_signals_are_orthonormal():
-    signals = draw_signals(generator())
-    basis = torch.cat([signals.features_KD, signals.centers_KD])
-    torch.testing.assert_close(basis @ basis.t(), torch.eye(8), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_sample_has_one_patch_of_each_kind(name):
-    setting = SETTINGS[name]
-    signals = draw_signals(generator())
-    sample = draw_sample(signals, setting, 500, generator(1))
-    features = sample.patches_NPD @ signals.features_KD.t()
-    centers = sample.patches_NPD @ signals.centers_KD.t()
-    norms = sample.patches_NPD.norm(dim=2, keepdim=True)
-    # A patch whose whole length lies along a direction is a multiple of it.
-    on_feature = (features.abs() - norms).abs() < 1e-4
-    on_center = (centers - norms).abs() < 1e-4
-    assert (on_center.sum((1, 2)) == 1).all()
-    assert (on_feature.sum((1, 2)) == 2).all()
-    assert torch.equal(on_center.any(1).int().argmax(1), sample.clusters_N)
-    one_each = on_feature.any(1)  # (N, K): two different clusters, one of them ours
-    assert (one_each.sum(1) == 2).all()
-    assert one_each[torch.arange(500), sample.clusters_N].all()
-
-    beta = (centers * on_center).sum((1, 2))
-    assert setting.center[0] <= beta.min() < beta.max() <= setting.center[1]
-    strength = (features * on_feature).sum(1)  # (N, K), with its sign
-    own = strength[torch.arange(500), sample.clusters_N]
-    assert torch.equal(own.sign(), sample.labels_N)
-    assert setting.feature[0] <= own.abs().min() < own.abs().max() <= setting.feature[1]
-    other = strength.sum(1) - own
-    low, high = setting.feature_noise
-    assert low - 1e-4 <= other.abs().min() < other.abs().max() <= high + 1e-4
-    # The widest law is met nearly to its end; signs are independent of the label.
-    assert other.abs().max() > high - 0.1
-    assert abs((other.sign() * sample.labels_N).mean()) < 5 / 500**0.5
-
-
-def test_noise_has_its_length_and_patches_no_order():
-    signals = draw_signals(generator())
-    sample = draw_sample(signals, SETTINGS["2"], 2000, generator(1))
-    centers = sample.patches_NPD @ signals.centers_KD.t()
-    norms = sample.patches_NPD.norm(dim=2)
-    place = (centers.amax(2) / norms).argmax(1)
-    counts = torch.bincount(place, minlength=4)
-    assert (counts - 500).abs().max() < 5 * (2000 * 3 / 16) ** 0.5
-    # Three patches lie in the span of the signals; the fourth has E|x|^2 = sigma_p^2.
-    basis = torch.cat([signals.features_KD, signals.centers_KD])
-    rest = sample.patches_NPD - sample.patches_NPD @ basis.t() @ basis
-    # 42 of the 50 dimensions of the noise are outside of the span: 4 * 42 / 50.
-    assert rest.square().sum((1, 2)).mean().item() == pytest.approx(3.36, rel=0.03)
-
 
 # Models
 
@@ -176,7 +116,7 @@ def test_losses_by_hand():
 
 
 def tiny_task(num=400):
-    return training.draw_task("1", num, 0)
+    return draw_train_and_test("1", num, 0)
 
 
 def test_the_weight_of_a_route_scales_the_output_in_each_form():
@@ -262,8 +202,8 @@ def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
     layer = build_mixture(PAPER, "cubic")
     with torch.no_grad():
         layer.router.linear.weight_ED.normal_(std=0.1)
-    tokens = train.patches_NPD.flatten(1).unsqueeze(1)
-    _, record = layer(tokens, group_ids_B=train.clusters_N)
+    tokens = train.patches_BPD.flatten(1).unsqueeze(1)
+    _, record = layer(tokens, group_ids_B=train.clusters_B)
     counts = training._clean_counts(record)
     best = record.logits_TE.argmax(1)
     assert counts.sum(0).tolist() == torch.bincount(best, minlength=8).tolist()
@@ -294,8 +234,8 @@ def test_accuracy_counts_signs():
 
 
 def test_the_best_sum_over_patches_errs_in_one_of_eight_cases():
-    signals = draw_signals(generator())
-    features, centers = signals.features_KD, signals.centers_KD
+    task = draw_setting("verify", torch.Generator().manual_seed(0))
+    features, centers = task.signals_KD, task.centers_KD
     signs = (1.0, -1.0)
     for k in range(4):
         for other in range(k + 1, 4):
@@ -306,11 +246,11 @@ def test_the_best_sum_over_patches_errs_in_one_of_eight_cases():
                 for e in signs
             ]
             patches, labels, clusters = zip(*cases, strict=True)
-            sample = Sample(
+            samples = ClusterSamples(
                 torch.stack(patches), torch.tensor(labels), torch.tensor(clusters)
             )
-            margin = additive_margin(signals, sample)
-            assert training.accuracy(margin, sample.labels_N) == 87.5
+            margin = additive_margin(task, samples)
+            assert training.accuracy(margin, samples.labels_B) == 87.5
 
 
 def test_theory_holds_for_the_gate():

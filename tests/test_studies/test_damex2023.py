@@ -80,7 +80,9 @@ def test_outcomes_of_a_router_that_knows_the_data_sets(model, task, generator):
         # The centres of data set d, clusters 4d to 4d + 3, point to expert d.
         centers_GD = task.centers_KD.unflatten(0, (4, 4)).sum(1)
         model.layer.router.router.weight_ED.copy_(centers_GD * 100)
-    clear = dataclasses.replace(task, noise_std=0.0)
+    clear = dataclasses.replace(
+        task, strengths=dataclasses.replace(task.strengths, noise_std=0.0)
+    )
     found = evaluate(model, clear.draw(2000, generator), MIXING)
     assert found.routing == 100.0
     assert found.entropy == pytest.approx(0.0, abs=1e-9)

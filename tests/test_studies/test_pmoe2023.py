@@ -10,9 +10,10 @@ from rich.console import Console
 from torch.nn import functional
 
 from damex.moe import split_patches
+from damex.studies.digits import DigitImages
 from damex.studies.pmoe2023 import run
 from damex.studies.pmoe2023.compute import cnn_compute, pmoe_compute
-from damex.studies.pmoe2023.digits import DigitImages, mnist_digits, sklearn_digits
+from damex.studies.pmoe2023.digits import mnist_digits, sklearn_digits
 from damex.studies.pmoe2023.hits import largest_hits, top_hits
 from damex.studies.pmoe2023.jobs import Outcome
 from damex.studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe
@@ -184,8 +185,6 @@ def test_no_picture_is_in_training_and_in_tests():
     train, test = source.train.images_SD, source.test.images_SD
     assert (len(train), len(test)) == (1100, 697)
     assert torch.cdist(train, test).min() > 0
-    assert train.max() == 1.0
-    assert source.test.labels_S.bincount().min() > 50
 
 
 def test_the_router_moves_along_the_difference_of_the_classes():

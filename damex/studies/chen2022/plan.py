@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from damex.studies.chen2022.data import draw_train_and_test
 from damex.studies.chen2022.recipes import OFFICIAL, PAPER, PAPER_X10, Recipe
 from damex.studies.chen2022.training import (
     Outcome,
-    draw_task,
     train_mixture,
     train_single,
 )
@@ -94,7 +94,7 @@ def run_cases(plan: Plan, progress: StudyProgress) -> dict[Case, list[Outcome]]:
     for case, seed in progress.track(jobs, "train mixtures"):
         outcome = train_mixture(
             case.recipe,
-            draw_task(case.setting, plan.num, seed),
+            draw_train_and_test(case.setting, plan.num, seed),
             activation=case.activation,
             seed=seed,
             balance=case.balance,
@@ -116,7 +116,7 @@ def run_singles(plan: Plan, progress: StudyProgress) -> dict[Single, float]:
     singles: Iterable[Single] = progress.track(plan.singles, "train single models")
     return {
         single: train_single(
-            draw_task(single.setting, plan.num, seed=0),
+            draw_train_and_test(single.setting, plan.num, seed=0),
             activation=single.activation,
             num_filters=single.num_filters,
             steps=plan.single_steps,

@@ -90,23 +90,23 @@ def build_mixture(
     )
 
 
-def mixture_loss(recipe: Recipe, out_NC: Tensor, labels_N: Tensor) -> Tensor:
+def mixture_loss(recipe: Recipe, out_BC: Tensor, labels_B: Tensor) -> Tensor:
     """Mean loss of eq. 3.3, or that of the code.
 
     Args:
         recipe: The form.
-        out_NC: Output of the layer: C = 1, or 2 as released.
-        labels_N: -1.0 or 1.0.
+        out_BC: Output of the layer: C = 1, or 2 as released.
+        labels_B: -1.0 or 1.0.
     """
     if recipe.as_released:
         # The code hands probabilities to a cross-entropy that takes logits.
-        probs_NC = out_NC.softmax(1)
-        return functional.cross_entropy(probs_NC, (labels_N > 0).long())
-    return functional.softplus(-labels_N * out_NC.squeeze(1)).mean()
+        probs_BC = out_BC.softmax(1)
+        return functional.cross_entropy(probs_BC, (labels_B > 0).long())
+    return functional.softplus(-labels_B * out_BC.squeeze(1)).mean()
 
 
-def class_margin(out_NC: Tensor) -> Tensor:
-    """Positive where label 1 is predicted, from one or two outputs, (N,)."""
-    if out_NC.shape[1] == 1:
-        return out_NC.squeeze(1)
-    return out_NC[:, 1] - out_NC[:, 0]
+def class_margin(out_BC: Tensor) -> Tensor:
+    """Positive where label 1 is predicted, from one or two outputs, (B,)."""
+    if out_BC.shape[1] == 1:
+        return out_BC.squeeze(1)
+    return out_BC[:, 1] - out_BC[:, 0]

@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from damex.studies.chen2022.data import (
-    NUM_CLUSTERS,
-    NUM_PATCHES,
-    PATCH_DIMS,
-    SETTINGS,
-    draw_sample,
-    draw_signals,
-)
+from damex.studies.chen2022.data import NUM_CLUSTERS, PATCH_DIMS, draw_setting
 from damex.studies.chen2022.figure import make_figure
 from damex.studies.chen2022.plan import Plan, make_plan, run_cases, run_singles
 from damex.studies.chen2022.recipes import NUM_EXPERTS, NUM_FILTERS
@@ -27,6 +20,7 @@ from damex.studies.chen2022.rows import (
 )
 from damex.studies.chen2022.theory import additive_margin, routing_shares, smoothness
 from damex.studies.chen2022.training import EXPERT_LR, ROUTER_LR, accuracy
+from damex.studies.cluster_data import NUM_PATCHES
 from damex.studies.progress import StudyProgress
 from damex.studies.result import Row, StudyResult, StudySettings
 
@@ -79,9 +73,9 @@ def theory_rows(draws: int) -> list[Row]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
-        signals = draw_signals(generator)
-        sample = draw_sample(signals, SETTINGS["verify"], THEORY_SAMPLES, generator)
-        best = accuracy(additive_margin(signals, sample), sample.labels_N)
+        task = draw_setting("verify", generator)
+        samples = task.draw(THEORY_SAMPLES, generator)
+        best = accuracy(additive_margin(task, samples), samples.labels_B)
         even_E = routing_shares(torch.zeros(NUM_EXPERTS), draws)
         ratios = {
             num: smoothness(

@@ -1,6 +1,6 @@
 """What can be checked without training: Theorem 4.1 and Lemma 5.1.
 
-Axes: N samples, P patches, D numbers in a patch, K clusters, E experts.
+Axes: B samples, P patches, D numbers in a patch, K clusters, E experts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from damex.moe import TopKGate
-from damex.studies.chen2022.data import Sample, Signals
+from damex.studies.cluster_data import ClusterSamples, ClusterTask
 
 __all__ = ["additive_margin", "routing_shares", "smoothness"]
 
@@ -21,25 +21,25 @@ CENTER_K = (0.0, 1.25, 2.75, 6.0)
 THRESHOLD = 0.75  # under all signals of setting "verify", five deviations of noise
 
 
-def additive_margin(signals: Signals, sample: Sample) -> Tensor:
+def additive_margin(task: ClusterTask, samples: ClusterSamples) -> Tensor:
     """A sum over patches of one function that attains the bound of Theorem 4.1.
 
     The bound would say nothing if trained models stayed far below it and nothing else
     came near.
 
     Args:
-        signals: The directions that the function is built from.
-        sample: Data of setting "verify", whose signals pass the threshold.
+        task: Whose directions the function is built from.
+        samples: Data of setting "verify", whose signals pass the threshold.
 
     Returns:
-        margin_N: Positive where label 1 is predicted.
+        margin_B: Positive where label 1 is predicted.
     """
-    feature_NPK = sample.patches_NPD @ signals.features_KD.t()
-    center_NPK = sample.patches_NPD @ signals.centers_KD.t()
-    seen_NPK = feature_NPK.sign() * (feature_NPK.abs() > THRESHOLD)
-    value_NP = seen_NPK @ torch.tensor(FEATURE_K)
-    value_NP = value_NP + (center_NPK > THRESHOLD).float() @ torch.tensor(CENTER_K)
-    return value_NP.sum(1)
+    feature_BPK = samples.patches_BPD @ task.signals_KD.t()
+    center_BPK = samples.patches_BPD @ task.centers_KD.t()
+    seen_BPK = feature_BPK.sign() * (feature_BPK.abs() > THRESHOLD)
+    value_BP = seen_BPK @ torch.tensor(FEATURE_K)
+    value_BP = value_BP + (center_BPK > THRESHOLD).float() @ torch.tensor(CENTER_K)
+    return value_BP.sum(1)
 
 
 def routing_shares(logits_E: Tensor, draws: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Training of mixtures (Algorithm 1) and of single models.
 
-Axes: K clusters, E experts, N samples, C outputs.
+Axes: K clusters, E experts, B samples, C outputs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,7 @@ from damex.moe import (
     dispatch_entropy,
     expert_parameters,
 )
-from damex.studies.chen2022.data import (
-    NUM_CLUSTERS,
-    PATCH_DIMS,
-    SETTINGS,
-    Sample,
-    draw_sample,
-    draw_signals,
-)
+from damex.studies.chen2022.data import NUM_CLUSTERS, PATCH_DIMS
 from damex.studies.chen2022.experts import PatchwiseExperts
 from damex.studies.chen2022.recipes import (
     Recipe,
@@ -36,12 +29,12 @@ from damex.studies.chen2022.recipes import (
     class_margin,
     mixture_loss,
 )
+from damex.studies.cluster_data import ClusterSamples
 
 __all__ = [
     "CURVE_STRIDE",
     "Outcome",
     "accuracy",
-    "draw_task",
     "train_mixture",
     "train_single",
 ]
@@ -89,23 +82,9 @@ class _Descent:
     steps: int
 
 
-def draw_task(setting: str, num: int, seed: int) -> tuple[Sample, Sample]:
-    """Training and test data of equal size, new for each seed.
-
-    Args:
-        setting: Key of `SETTINGS`.
-        num: Samples of each.
-        seed: Seed.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    signals = draw_signals(generator)
-    train = draw_sample(signals, SETTINGS[setting], num, generator)
-    return train, draw_sample(signals, SETTINGS[setting], num, generator)
-
-
 def train_mixture(
     recipe: Recipe,
-    task: tuple[Sample, Sample],
+    task: tuple[ClusterSamples, ClusterSamples],
     *,
     activation: str,
     seed: int,
@@ -127,10 +106,10 @@ def train_mixture(
         descent = _descend(recipe, layer, train)
         layer.train(recipe.as_released)  # the code never leaves training mode
         with torch.no_grad():
-            out_NC, record = _forward(layer, _tokens(recipe, test), test.clusters_N)
+            out_BC, record = _forward(layer, _tokens(recipe, test), test.clusters_B)
     last_KE = descent.last_KE if recipe.as_released else _counts(record)
     return Outcome(
-        accuracy=accuracy(class_margin(out_NC), test.labels_N),
+        accuracy=accuracy(class_margin(out_BC), test.labels_B),
         entropy=dispatch_entropy(last_KE).item(),
         noisy_entropy=dispatch_entropy(descent.last_KE).item(),
         curve=descent.curve,
@@ -141,7 +120,7 @@ def train_mixture(
 
 
 def train_single(
-    task: tuple[Sample, Sample],
+    task: tuple[ClusterSamples, ClusterSamples],
     *,
     activation: str,
     num_filters: int,
@@ -179,29 +158,29 @@ def train_single(
         lr=SINGLE_LINEAR_LR if linear else SINGLE_LR,
         weight_decay=SINGLE_WEIGHT_DECAY,
     )
-    rows_NX = train.patches_NPD.flatten(1) * SINGLE_INPUT_SCALE
-    classes_N = (train.labels_N > 0).long()
+    rows_BX = train.patches_BPD.flatten(1) * SINGLE_INPUT_SCALE
+    classes_B = (train.labels_B > 0).long()
     for _ in range(steps):
         optimizer.zero_grad()
         for rows, classes in zip(
-            rows_NX.split(CHUNK), classes_N.split(CHUNK), strict=True
+            rows_BX.split(CHUNK), classes_B.split(CHUNK), strict=True
         ):
             out = model(rows, torch.tensor([len(rows)]))
             loss = functional.cross_entropy(out, classes, reduction="sum")
-            (loss / len(rows_NX)).backward()
+            (loss / len(rows_BX)).backward()
         optimizer.step()
     with torch.no_grad():
-        chunks = (test.patches_NPD.flatten(1) * SINGLE_INPUT_SCALE).split(CHUNK)
+        chunks = (test.patches_BPD.flatten(1) * SINGLE_INPUT_SCALE).split(CHUNK)
         outs = [model(rows, torch.tensor([len(rows)])) for rows in chunks]
-    return accuracy(class_margin(torch.cat(outs)), test.labels_N)
+    return accuracy(class_margin(torch.cat(outs)), test.labels_B)
 
 
-def accuracy(margin_N: Tensor, labels_N: Tensor) -> float:
+def accuracy(margin_B: Tensor, labels_B: Tensor) -> float:
     """Share of margins with the sign of the label, per cent."""
-    return 100.0 * (margin_N * labels_N > 0).double().mean().item()
+    return 100.0 * (margin_B * labels_B > 0).double().mean().item()
 
 
-def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> _Descent:
+def _descend(recipe: Recipe, layer: MoELayer, train: ClusterSamples) -> _Descent:
     groups, others = expert_parameters(layer)
     optimizers = (
         NormalizedGD(
@@ -211,13 +190,13 @@ def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> _Descent:
         ),
         torch.optim.SGD(others, lr=ROUTER_LR),
     )
-    tokens_N1X = _tokens(recipe, train)
+    tokens_B1X = _tokens(recipe, train)
     counts: list[Tensor] = []
     curve: list[float] = []
     best = float("inf")
     for step in range(recipe.steps):
-        out_NC, record = _forward(layer, tokens_N1X, train.clusters_N)
-        loss = mixture_loss(recipe, out_NC, train.labels_N)
+        out_BC, record = _forward(layer, tokens_B1X, train.clusters_B)
+        loss = mixture_loss(recipe, out_BC, train.labels_B)
         loss = torch.stack([loss, *record.losses.values()]).sum()
         counts.append(_counts(record))
         if step % CURVE_STRIDE == 0:
@@ -235,17 +214,17 @@ def _descend(recipe: Recipe, layer: MoELayer, train: Sample) -> _Descent:
     return _Descent(counts[0], counts[-1], curve, len(counts))
 
 
-def _tokens(recipe: Recipe, data: Sample) -> Tensor:
+def _tokens(recipe: Recipe, data: ClusterSamples) -> Tensor:
     """A sample is an image of one token, all its patches side by side."""
-    return data.patches_NPD.flatten(1).unsqueeze(1) * recipe.input_scale
+    return data.patches_BPD.flatten(1).unsqueeze(1) * recipe.input_scale
 
 
 def _forward(
-    layer: MoELayer, tokens_N1X: Tensor, clusters_N: Tensor
+    layer: MoELayer, tokens_B1X: Tensor, clusters_B: Tensor
 ) -> tuple[Tensor, RoutingRecord]:
     """Outputs and routes; the clusters are there to be counted only."""
-    out_N1C, record = layer(tokens_N1X, group_ids_B=clusters_N)
-    return out_N1C.squeeze(1), record
+    out_B1C, record = layer(tokens_B1X, group_ids_B=clusters_B)
+    return out_B1C.squeeze(1), record
 
 
 def _clean_counts(record: RoutingRecord) -> Tensor:

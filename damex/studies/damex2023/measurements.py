@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from damex.moe import ExpertCapacity
-from damex.studies.cluster_data import draw_task
+from damex.studies.cluster_data import SETTINGS, draw_task
 from damex.studies.damex2023.faults import (
     Routing,
     capacity_curve,
@@ -28,6 +28,7 @@ from damex.studies.progress import StudyProgress
 __all__ = ["Case", "Faults", "Plan", "measure_faults", "measure_mixing"]
 
 METHODS: tuple[Method, ...] = ("vanilla", "damex")
+NUM_CLASSES = 8  # of the classifier, one cluster each
 TEST_SEED = 1000  # added to the seed of a run
 
 
@@ -130,7 +131,9 @@ def _faults(plan: Plan, seed: int) -> Faults:
         number: draw_mixture(mixing, number, shared=False, generator=generator)
         for number in {2, many}
     }
-    classes = draw_task(8, mixing.dims, generator)
+    classes = draw_task(
+        SETTINGS["1"], generator, num_clusters=NUM_CLASSES, dims=mixing.dims
+    )
     return Faults(
         targets={
             (number, released): targets_accuracy(

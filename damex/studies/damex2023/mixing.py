@@ -19,13 +19,18 @@ from damex.moe import (
     mutual_information,
     own_expert_counts,
 )
-from damex.studies.cluster_data import ClusterSamples, ClusterTask, draw_task
+from damex.studies.cluster_data import (
+    SETTINGS,
+    ClusterSamples,
+    ClusterTask,
+    draw_task,
+)
 from damex.studies.damex2023.model import ClusterMoE, Method
 
 __all__ = ["Mixing", "Outcome", "datasets_of", "draw_mixture", "evaluate", "train"]
 
 # Disturbing signals are as strong as those of labels: the case of Theorem 4.1.
-STRENGTH = (0.5, 2.0)
+STRENGTHS = SETTINGS["3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +93,11 @@ def draw_mixture(
         generator: Of the directions.
     """
     return draw_task(
-        mixing.clusters * num_datasets,
-        mixing.dims,
+        STRENGTHS,
         generator,
+        num_clusters=mixing.clusters * num_datasets,
+        dims=mixing.dims,
         num_groups=1 if shared else num_datasets,
-        alpha=STRENGTH,
-        gamma=STRENGTH,
     )
 
 

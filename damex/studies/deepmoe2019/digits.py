@@ -1,4 +1,4 @@
-"""Small images to tell apart: the digits that come with scikit-learn.
+"""Small images to tell apart, one channel each, and their batches.
 
 Axes: B images, H and W their height and width.
 """
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
-__all__ = ["NUM_CLASSES", "SIZE", "Digits", "draw_digits"]
+from damex.studies.digits import DIGIT_SIDE, split_digits
+
+__all__ = ["NUM_CLASSES", "Digits", "draw_digits"]
 
 NUM_CLASSES = 10
-SIZE = 8  # pixels, height and width
 NUM_TRAIN = 1200  # of 1797; the other 597 are the test images
 
 
@@ -57,12 +57,11 @@ def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> Digits:
         seed: Of the parting; the test images are the same for any `num_train`.
         num_train: Training images, 1200 at most.
     """
-    source = load_digits()
-    images_B1HW = torch.tensor(source.images, dtype=torch.float32)[:, None] / 16.0
-    labels_B = torch.tensor(source.target)
-    generator = torch.Generator().manual_seed(seed)
-    order_B = torch.randperm(len(labels_B), generator=generator)
-    train_B, test_B = order_B[:num_train], order_B[NUM_TRAIN:]
+    train, test = split_digits(NUM_TRAIN, seed=seed)
+    shape_1HW = (1, DIGIT_SIDE, DIGIT_SIDE)
     return Digits(
-        images_B1HW[train_B], labels_B[train_B], images_B1HW[test_B], labels_B[test_B]
+        train.images_SD[:num_train].unflatten(1, shape_1HW),
+        train.labels_S[:num_train],
+        test.images_SD.unflatten(1, shape_1HW),
+        test.labels_S,
     )

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.moe import ChannelGate, active_share, distinct_patterns
-from damex.studies.deepmoe2019.digits import SIZE, Digits
+from damex.studies.deepmoe2019.digits import Digits
 from damex.studies.deepmoe2019.network import DigitNet
+from damex.studies.digits import DIGIT_SIDE
 
 __all__ = [
     "Scores",
@@ -146,7 +147,7 @@ def conv_flops(
     Returns:
         flops: Of one image on average.
     """
-    total, size = 0.0, SIZE
+    total, size = 0.0, DIGIT_SIDE
     inputs_B = torch.ones(num_images, dtype=torch.float64)
     for name, layer in network.named_layers():
         outputs_B = torch.full_like(inputs_B, layer.conv.out_channels)
@@ -170,7 +171,7 @@ def embedding_flops(network: DigitNet) -> float:
     """
     if network.gating is None:
         return 0.0
-    total, size = 0.0, SIZE
+    total, size = 0.0, DIGIT_SIDE
     for module in network.gating.modules():
         if isinstance(module, nn.Conv2d):
             size = (size + 1) // 2

@@ -1,7 +1,4 @@
-"""Pictures of single digits: scikit-learn's, or MNIST where its files lie.
-
-Axes: S pictures, D pixels.
-"""
+"""Where pictures of digits come from: scikit-learn, or MNIST where its files lie."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
-__all__ = ["DigitImages", "DigitSource", "mnist_digits", "sklearn_digits"]
+from damex.studies.digits import DigitImages, split_digits
+
+__all__ = ["DigitSource", "mnist_digits", "sklearn_digits"]
 
 NUM_TRAIN = 1100  # of scikit-learn's 1797 digits; no test picture is seen in training
 IDX_IMAGES, IDX_LABELS = 2051, 2049
@@ -21,19 +19,6 @@ MNIST_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 )
-
-
-@dataclass(frozen=True, eq=False)
-class DigitImages:
-    """Pictures with the digit that each shows.
-
-    Attributes:
-        images_SD: Pixels from 0 to 1.
-        labels_S: int64, 0 to 9.
-    """
-
-    images_SD: Tensor
-    labels_S: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,15 +38,7 @@ class DigitSource:
 
 def sklearn_digits() -> DigitSource:
     """The 8x8 digits that come with scikit-learn, as a stand-in for MNIST."""
-    digits = load_digits()
-    images_SD = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels_S = torch.tensor(digits.target, dtype=torch.int64)
-    # The digits come by writer; a shuffle gives both splits all of them.
-    order_S = torch.randperm(
-        len(labels_S), generator=torch.Generator().manual_seed(0)
-    ).split([NUM_TRAIN, len(labels_S) - NUM_TRAIN])
-    train, test = (DigitImages(images_SD[index], labels_S[index]) for index in order_S)
-    return DigitSource("scikit-learn digits, 8x8", train, test)
+    return DigitSource("scikit-learn digits, 8x8", *split_digits(NUM_TRAIN, seed=0))
 
 
 def mnist_digits(folder: Path) -> DigitSource:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from damex.studies.pmoe2023.jobs import Task
+from damex.studies.pmoe2023.jobs import Job, Task
 from damex.studies.pmoe2023.plan import (
     CNN,
     CNN_4,
@@ -100,25 +101,13 @@ def _phase(axes: Axes, results: Results) -> None:
 
 def _tokens(axes: Axes, results: Results) -> None:
     plan = results.plan
-    for count in plan.sweep_samples:
-        values = [
-            results.accuracies(plan.with_tokens(JOINT, tokens, count))
-            for tokens in plan.tokens
-        ]
-        _line(axes, plan.tokens, values, label=f"N = {count}", marker="s")
-    axes.legend()
+    _sweep(axes, results, plan.tokens, partial(plan.with_tokens, JOINT))
     _label(axes, "Joint training (figure 7)", "patches per expert l", ACCURACY)
 
 
 def _experts(axes: Axes, results: Results) -> None:
     plan = results.plan
-    for count in plan.sweep_samples:
-        values = [
-            results.accuracies(plan.with_experts(experts, count))
-            for experts in plan.experts
-        ]
-        _line(axes, plan.experts, values, label=f"N = {count}", marker="s")
-    axes.legend()
+    _sweep(axes, results, plan.experts, plan.with_experts)
     _label(axes, "Joint training (figure 6)", "experts k", ACCURACY)
 
 
@@ -166,6 +155,16 @@ def _wide(axes: Axes, results: Results) -> None:
     }
     _lines(axes, counts, lines)
     _label(axes, "Wide residual networks (as figure 10)", SAMPLES, ACCURACY)
+
+
+def _sweep(
+    axes: Axes, results: Results, x: Sequence[int], job: Callable[[int, int], Job]
+) -> None:
+    """One line per number of training samples, the second argument of `job`."""
+    for count in results.plan.sweep_samples:
+        values = [results.accuracies(job(size, count)) for size in x]
+        _line(axes, x, values, label=f"N = {count}", marker="s")
+    axes.legend()
 
 
 def _lines(

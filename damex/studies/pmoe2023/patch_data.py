@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from damex.studies.pmoe2023.digits import DigitImages
+from damex.studies.digits import DigitImages
 
 __all__ = ["GRID", "NUM_PATCHES", "PatchSamples", "draw_samples"]
 
