@@ -28,10 +28,8 @@ def did_you_mean(name: str, known: Iterable[str], *, limit: int = 20) -> str:
         A sentence such as ``did you mean 'car'? It has: bus, car.``
     """
     names = [str(item) for item in known]
-    near = difflib.get_close_matches(name, names, n=1)
     lowered = {item.lower(): item for item in names}
-    if not near and name.lower() in lowered:
-        near = [lowered[name.lower()]]
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = difflib.get_close_matches(name.lower(), lowered, n=1)
+    start = f"did you mean {lowered[near[0]]!r}? It" if near else "it"
     shown = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
-    return f"{hint}It has: {shown or 'nothing'}."
+    return f"{start} has: {shown or 'nothing'}."

@@ -13,19 +13,20 @@ def test_suggests_the_nearest_name_and_lists_all():
 def test_suggests_across_letter_case():
     # difflib alone finds nothing between "TV" and "tv".
     assert did_you_mean("TV", ["tv", "bus"]).startswith("did you mean 'tv'? ")
+    assert "mean 'TopKGate'?" in did_you_mean("Topk", ["DenseSoftmaxGate", "TopKGate"])
 
 
 def test_keeps_quiet_when_nothing_is_near():
-    assert did_you_mean("zebra", ["car", "bus"]) == "It has: car, bus."
+    assert did_you_mean("zebra", ["car", "bus"]) == "it has: car, bus."
 
 
 def test_lists_at_most_limit_names():
-    assert did_you_mean("x", ["aa", "bb", "cc"], limit=2) == "It has: aa, bb, ...."
-    assert did_you_mean("x", ["aa", "bb"], limit=2) == "It has: aa, bb."
+    assert did_you_mean("x", ["aa", "bb", "cc"], limit=2) == "it has: aa, bb, ...."
+    assert did_you_mean("x", ["aa", "bb"], limit=2) == "it has: aa, bb."
 
 
 def test_says_when_there_is_nothing_to_choose_from():
-    assert did_you_mean("x", []) == "It has: nothing."
+    assert did_you_mean("x", []) == "it has: nothing."
 
 
 def test_suggests_a_name_beyond_the_limit():

@@ -177,7 +177,7 @@ def test_without_a_runner_there_is_no_iteration(build, make_batch, hub):
         (dict(router_stage=0.1), r"must be dict\(share=0.1\) .*got 0.1"),
         (dict(router_stage=dict()), "share=None and iters=None"),
         (dict(router_stage=dict(share=0.1, iters=5)), "share=0.1 and iters=5"),
-        (dict(router_stage=dict(epochs=1)), "unknown key 'epochs'; It has: share, it"),
+        (dict(router_stage=dict(epochs=1)), "unknown key 'epochs'; it has: share, it"),
         (dict(router_stage=dict(iters=0)), "iters must be an integer .*got 0"),
         (dict(router_stage=dict(iters=2.5)), "got 2.5"),
         (dict(router_stage=dict(share=1.0)), "between 0 and 1, .*got 1.0"),
