@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from damex.analysis.comparison_figure import draw_comparison
 from damex.analysis.comparison_table import comparison_row, markdown_table
 from damex.analysis.training_pool import run_all
 from damex.analysis.training_run import TrainingRun
@@ -211,4 +212,5 @@ def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> No
     text = json.dumps(rows, indent=2) + "\n"
     (folder / "comparison.json").write_text(text, encoding="utf-8")
     console.print(table, soft_wrap=True, highlight=False)
-    console.print(f"written: {folder / 'comparison.md'} and comparison.json")
+    draw_comparison(rows).savefig(folder / "comparison.png", dpi=150)
+    console.print(f"written: {folder / 'comparison.md'}, comparison.json and .png")

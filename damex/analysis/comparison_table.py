@@ -35,8 +35,9 @@ def comparison_row(
     Returns:
         ``ap50``, ``ap``, ``own_share`` and ``busiest_share``, each a pair of mean and
         sample standard deviation (None where a run has no such number, the deviation
-        None for one run), ``datasets`` with the mean AP50 of each, ``seeds``,
-        ``seconds_per_iteration`` and ``peak_memory_mib``.
+        None for one run), ``ap50_seeds`` with the AP50 of every run, ``datasets`` with
+        the mean AP50 of each, ``seeds``, ``seconds_per_iteration`` and
+        ``peak_memory_mib``.
     """
     shares = [(run.get("own_expert_share") or {}).get("mean") for run in scored]
     names = scored[0]["datasets"] if scored else ()
@@ -44,6 +45,7 @@ def comparison_row(
         name=name,
         seeds=len(scored),
         ap50=_spread([run["mean_ap50"] for run in scored]),
+        ap50_seeds=[run["mean_ap50"] for run in scored],
         ap=_spread([run["mean_ap"] for run in scored]),
         own_share=_spread(shares),
         busiest_share=_spread([run.get("busiest_expert_share") for run in scored]),

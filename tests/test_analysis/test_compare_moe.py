@@ -71,6 +71,7 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(tmp_path, config)
     rows = json.loads((tmp_path / "compared" / "comparison.json").read_text())
     assert [row["name"] for row in rows] == ["dense", "damex"]
     assert [row["seeds"] for row in rows] == [1, 1]
+    assert (tmp_path / "compared" / "comparison.png").stat().st_size > 0
     dense, damex = rows
     assert dense["own_share"] is None
     assert 0 <= damex["own_share"][0] <= 1

@@ -33,6 +33,7 @@ def test_rows_hold_mean_sample_deviation_and_medians(rows):
     # Deviations of 0.25 and 0.75 from 0.5: sqrt((1/16 + 1/16) / (2 - 1)).
     assert dense["ap50"] == pytest.approx((0.5, 0.125**0.5))
     assert dense["ap"] == pytest.approx((0.25, 0.125**0.5 / 2))
+    assert dense["ap50_seeds"] == [0.25, 0.75]
     assert dense["datasets"]["a"] == dense["ap50"]
     assert dense["own_share"] is None
     assert damex["own_share"] == pytest.approx((0.5, 0.125**0.5))
