@@ -30,7 +30,7 @@ def registered() -> None:
     gc.freeze()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_coco_dataset() -> Callable[..., dict[str, Any]]:
     """Factory of COCO datasets; see :func:`_write_coco_dataset`."""
     return _write_coco_dataset

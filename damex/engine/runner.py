@@ -28,6 +28,8 @@ from damex.errors import ConfigError
 
 __all__ = ["MixtureRunner"]
 
+DDP = "MMDistributedDataParallel"
+
 
 @RUNNERS.register_module()
 class MixtureRunner(Runner):
@@ -67,14 +69,13 @@ class MixtureRunner(Runner):
         return logger
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
-        """Wrap for several processes; on the CPU there is no device id to give."""
-        if model_wrapper_cfg is None and self.distributed and get_device() == "cpu":
-            model_wrapper_cfg = dict(
-                type="MMDistributedDataParallel",
-                device_ids=None,
-                broadcast_buffers=False,
-                find_unused_parameters=self.cfg.get("find_unused_parameters", False),
-            )
+        """Wrap for several processes; what the config sets stays as it is.
+
+        On the CPU there is no device id to give, and a model that is trained in stages
+        has parameters without a gradient in every step.
+        """
+        if self.distributed and not is_model_wrapper(model):
+            model_wrapper_cfg = _complete_wrapper(model_wrapper_cfg, self.cfg, model)
         return super().wrap_model(model_wrapper_cfg, model)
 
     def train(self) -> nn.Module:
@@ -159,3 +160,19 @@ class MixtureRunner(Runner):
 def _has_frozen_gates(cfg: Config | ConfigDict) -> bool:
     channels = ((cfg.get("model") or {}).get("moe") or {}).get("channels") or {}
     return bool(channels.get("frozen"))
+
+
+def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:
+    """A copy of the config of a model wrapper, with what it leaves open."""
+    if wrapper is None:
+        wrapper = dict(broadcast_buffers=False)
+    if wrapper.get("type", DDP) != DDP:
+        return wrapper
+    is_staged = getattr(model, "trains_in_stages", False)
+    defaults: dict[str, Any] = dict(
+        type=DDP,
+        find_unused_parameters=is_staged or cfg.get("find_unused_parameters", False),
+    )
+    if get_device() == "cpu":
+        defaults["device_ids"] = None
+    return {**defaults, **wrapper}

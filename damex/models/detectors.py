@@ -31,7 +31,7 @@ from damex.models.foreground import (
     ground_truth_of,
     query_foreground,
 )
-from damex.models.gate_progress import prepare_gates, training_progress
+from damex.models.gate_progress import gather_loads, prepare_gates, training_progress
 from damex.models.insertion import insert_moe, moe_blocks
 from damex.models.moe_ffn import MoEFFN
 from damex.models.moe_patch_conv import MoEPatchConv
@@ -103,6 +103,11 @@ class RoutedDetector(_Detector):
         gated = () if gating is None else (gating.context,)
         checkpoint_layers(self, num_cp, contexts=(self.routing, *gated))
 
+    @property
+    def trains_in_stages(self) -> bool:
+        """Whether a part of the parameters is kept still in every training step."""
+        return self._staged is not None
+
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.
 
@@ -136,6 +141,8 @@ class RoutedDetector(_Detector):
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.channel_gating is not None:
                 losses.update(self.channel_gating.losses(batch_data_samples, groups))
+        if self.training:
+            gather_loads(moe_blocks(self))
         if self.training and self._staged is not None:
             return self._staged.choose_losses(losses, is_open=stage_is_open)
         return losses

@@ -1,6 +1,7 @@
-"""What gates are told at the start of a training step.
+"""What gates are told at the start and the end of a training step's forward.
 
-That a new step begins, which balancing waits for, and how far the training is.
+That a new step begins, which balancing waits for, how far the training is, and that
+all load of the step is known.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from mmengine.logging import MessageHub
 from damex.models.moe_ffn import MoEFFN
 from damex.models.moe_patch_conv import MoEPatchConv
 
-__all__ = ["prepare_gates", "training_iteration", "training_progress"]
+__all__ = [
+    "gather_loads",
+    "prepare_gates",
+    "training_iteration",
+    "training_progress",
+]
 
 
 def training_iteration() -> tuple[int, int] | None:
@@ -59,3 +65,17 @@ def prepare_gates(
             balance.step()
         if progress is not None and hasattr(gate, "set_progress"):
             gate.set_progress(progress)
+
+
+def gather_loads(blocks: Iterable[MoEFFN | MoEPatchConv]) -> None:
+    """Let gates with a ``balance`` sum the load of the forward over all processes.
+
+    A checkpoint may be written before the next step, and one process writes it for all.
+
+    Args:
+        blocks: The MoE blocks of a detector.
+    """
+    for block in blocks:
+        balance = getattr(block.moe.gate, "balance", None)
+        if balance is not None:
+            balance.gather()

@@ -57,8 +57,9 @@ class StagedTraining:
     """Keeps all but the routers still during the stage, and the routers after it.
 
     Still parameters need no gradient, so optimisers pass them by, weight decay
-    included. With several processes that takes ``find_unused_parameters=True``. Running
-    statistics of batch norms are no parameters and go on.
+    included. With several processes that takes ``find_unused_parameters=True``, which
+    :class:`damex.engine.runner.MixtureRunner` sets. Running statistics of batch norms
+    are no parameters and go on.
 
     Args:
         stage: When and what.

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = """
 _base_ = [
     "{configs}/_base_/models/moe-dino_tiny.py",
-    "{configs}/_base_/moe/damex.py",
+    "{configs}/_base_/moe/{moe}.py",
     "{configs}/_base_/datasets/detr_pipeline.py",
     "{configs}/_base_/schedules/adamw_tiny.py",
     "{configs}/_base_/runtime.py",
@@ -47,19 +47,32 @@ work_dir = {work_dir!r}
 """
 
 
-@pytest.fixture
-def write_config(tmp_path, two_datasets):
-    """Write a config for two small datasets; extra lines come last and win."""
+@pytest.fixture(scope="session")
+def write_config_to():
+    """Write a config for small datasets; extra lines come last and win."""
 
-    def make(*, mixture=None, extra="", name="config"):
-        path = tmp_path / f"{name}.py"
+    def make(folder, *, mixture, moe="damex", extra="", name="config"):
+        path = folder / f"{name}.py"
         text = CONFIG.format(
             configs=ROOT / "configs",
-            mixture=[dict(entry) for entry in mixture or two_datasets],
-            work_dir=str(tmp_path / "work"),
+            moe=moe,
+            mixture=[dict(entry) for entry in mixture],
+            work_dir=str(folder / "work"),
         )
         path.write_text(text + extra + "\n", encoding="utf-8")
         return path
+
+    return make
+
+
+@pytest.fixture
+def write_config(tmp_path, two_datasets, write_config_to):
+    """Write a config for two small datasets; extra lines come last and win."""
+
+    def make(*, mixture=None, extra="", name="config"):
+        return write_config_to(
+            tmp_path, mixture=mixture or two_datasets, extra=extra, name=name
+        )
 
     return make
 

@@ -104,6 +104,7 @@ def test_a_balance_moves_once_per_step(build, make_batch, set_hub, with_cp):
         torch.testing.assert_close(balance.bias_E, expected_E)
         assert (counts_E.sum() > 0) == (step > 0)
         losses["loss_cls"].backward()
+        assert balance.seen_E.sum() == 0  # recomputation does not count again
         assert block.moe.shared_expert.expert.w1_EDH.grad.abs().sum() > 0
 
 

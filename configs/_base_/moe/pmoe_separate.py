@@ -4,7 +4,7 @@
 # Sample-efficient for Convolutional Neural Networks", ICML 2023, arXiv 2306.04073,
 # eq. 6.
 # Cost: as pmoe_conv.py; the steps of the first tenth have no backward pass to speak of.
-# Several processes need find_unused_parameters=True.
+# Several processes: MixtureRunner sets the find_unused_parameters=True that this needs.
 moe = dict(
     layers=dict(backbone=[2, 3]),
     num_experts=8,

@@ -1,6 +1,8 @@
 """The two losses of DeepMoE (Wang et al. 2019): few channels, and a telling embedding.
 
 Axes: B images, C channels of a layer, E entries of the embedding.
+
+Dtype policy: float32 or wider, as a sum over channels outgrows half precision.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def gate_l1(gates: Sequence[Tensor]) -> Tensor:
     """
     if len(gates) == 0:
         raise ValueError("gate_l1: needs the gates of one or more layers, got none")
-    return torch.stack([gates_BC.sum(dim=1) for gates_BC in gates]).sum(dim=0).mean()
+    return torch.stack([_wide(gates_BC).sum(dim=1) for gates_BC in gates]).sum(0).mean()
 
 
 def presence_loss(logits_BE: Tensor, present_BE: Tensor) -> Tensor:
@@ -58,8 +60,13 @@ def presence_loss(logits_BE: Tensor, present_BE: Tensor) -> Tensor:
             f"presence_loss: present_BE must have the shape {tuple(logits_BE.shape)} "
             f"of the logits, got {tuple(present_BE.shape)}"
         )
+    logits_BE = _wide(logits_BE)
     present_BE = present_BE.to(logits_BE.dtype)
     count_B = present_BE.sum(dim=1)
     target_BE = present_BE / count_B.clamp(min=1.0)[:, None]
     losses_B = -(target_BE * functional.log_softmax(logits_BE, dim=1)).sum(dim=1)
     return losses_B.sum() / (count_B > 0).sum().clamp(min=1)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

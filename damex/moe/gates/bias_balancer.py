@@ -19,9 +19,15 @@ class BiasBalancer(nn.Module):
     probabilities, as `rate` is meant for numbers between 0 and 1.
 
     A forward in training only counts. `step` moves the bias: call it once per training
-    step, as a learning-rate schedule is; damex's detectors do. A bias that moved in the
-    forward would make activation recomputation choose other experts. Recomputation may
-    count tokens twice, which leaves the sign of every difference as it is.
+    step, as a learning-rate schedule is. A bias that moved in the forward would make
+    activation recomputation choose other experts. damex's detectors `gather` at the end
+    of each forward and `step` at the start of the next one. So a checkpoint between two
+    training steps, which one process writes for all, holds the load of all processes,
+    and a resumed run goes on as if never stopped, with any number of them. What is not
+    gathered is in no checkpoint.
+
+    DDP's `broadcast_buffers` overwrites what other processes have counted but not
+    gathered: with it, `gather` or `step` after every forward.
 
     Args:
         num_experts: E.
@@ -33,6 +39,7 @@ class BiasBalancer(nn.Module):
 
     bias_E: Tensor
     counts_E: Tensor
+    seen_E: Tensor
 
     def __init__(self, num_experts: int, *, rate: float = 0.001) -> None:
         super().__init__()
@@ -43,8 +50,12 @@ class BiasBalancer(nn.Module):
             )
         self.rate = rate
         self.register_buffer("bias_E", torch.zeros(num_experts))
-        # Both in the checkpoint, so that a resumed run goes on as if never stopped.
+        # Of all processes, waiting for the step.
         self.register_buffer("counts_E", torch.zeros(num_experts, dtype=torch.int64))
+        # Of this process alone, waiting to be gathered.
+        seen_E = torch.zeros(num_experts, dtype=torch.int64)
+        self.register_buffer("seen_E", seen_E, persistent=False)
+        self._is_gathered = False
 
     @torch.no_grad()
     def forward(self, logits_TE: Tensor) -> Tensor:
@@ -72,15 +83,28 @@ class BiasBalancer(nn.Module):
         Args:
             counts_E: Routes of each expert.
         """
-        self.counts_E.add_(counts_E)
+        if not self._is_gathered:
+            self.seen_E.add_(counts_E)
+
+    def gather(self) -> None:
+        """Closes the load of the step, summed over all processes, which all call this.
+
+        What comes later, such as activation recomputation, counts no more until `step`.
+        """
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(self.seen_E)
+        self.counts_E.add_(self.seen_E)
+        self.seen_E.zero_()
+        self._is_gathered = True
 
     def step(self) -> None:
-        """Moves the bias by the load since the last step, summed over all processes."""
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(self.counts_E)
+        """Moves the bias by the load since the last step; gathers it, if none did."""
+        if not self._is_gathered:
+            self.gather()
         load_E = self.counts_E.double()
         self.bias_E.add_(torch.sign(load_E.mean() - load_E).float(), alpha=self.rate)
         self.counts_E.zero_()
+        self._is_gathered = False
 
     def extra_repr(self) -> str:
         """Options, for `print(module)`."""

@@ -97,10 +97,11 @@ class SeparateRouterLoss:
                 "group_experts_GE; give the layer group_experts and its forward "
                 "group_ids_B"
             )
-        mask_GE = record.group_experts_GE.to(record.logits_TE.dtype)
+        logits_TE = valid_logits(record.logits_TE, None)
+        mask_GE = record.group_experts_GE.to(logits_TE.dtype)
         mean_GE = mask_GE / mask_GE.sum(1, keepdim=True)
-        with torch.autocast(record.logits_TE.device.type, enabled=False):
-            logits_TG = record.logits_TE @ mean_GE.t()
+        with torch.autocast(logits_TE.device.type, enabled=False):
+            logits_TG = logits_TE @ mean_GE.t()
         return separate_router_loss(
             logits_TG,
             record.group_ids_T,

@@ -42,13 +42,26 @@ def test_load_of_all_processes_counts(monkeypatch):
     assert balance.bias_E.tolist() == [1.0, -1.0]
 
 
+def test_a_gathered_load_is_closed_until_the_step():
+    balance = BiasBalancer(2, rate=1.0)
+    balance.observe(torch.tensor([5, 1]))
+    balance.gather()
+    assert balance.counts_E.tolist() == [5, 1]
+    balance.observe(torch.tensor([0, 9]))  # as activation recomputation does
+    balance.step()
+    assert balance.bias_E.tolist() == [-1.0, 1.0]
+    balance.observe(torch.tensor([0, 9]))  # of the next step
+    balance.step()
+    assert balance.bias_E.tolist() == [0.0, 0.0]
+
+
 def test_only_training_counts_and_only_real_tokens():
     gate = TopKGate(1, balance=BiasBalancer(2))
     logits = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]])
     mask = torch.tensor([[True, True, False]])
     gate(logits, mask)
-    assert gate.balance.counts_E.tolist() == [1, 1]
     gate.eval()(logits)
+    gate.balance.gather()
     assert gate.balance.counts_E.tolist() == [1, 1]
 
 
@@ -66,6 +79,7 @@ def test_a_collapsed_router_becomes_balanced():
 def test_a_resumed_balance_goes_on_with_the_load_it_had_seen():
     balance, resumed = BiasBalancer(2), BiasBalancer(2)
     balance.observe(torch.tensor([5, 1]))
+    balance.gather()
     resumed.load_state_dict(balance.state_dict())
     for one in (balance, resumed):
         one.step()

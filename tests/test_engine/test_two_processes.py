@@ -1,0 +1,115 @@
+"""Trainings with two real processes, all in one launch of ``two_processes.py``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FEW_STEPS = """
+train_cfg = dict(max_epochs={epochs}, val_begin=9)
+train_dataloader["sampler"]["samples_per_epoch"] = {samples}
+custom_hooks = [dict(type="IterationSeedHook")]
+model = dict(num_queries=10, dn_cfg=dict(group_cfg=dict(num_dn_queries=10)))
+optim_wrapper = dict(optimizer=dict(weight_decay={weight_decay}))
+"""
+NO_CHECKPOINT = "default_hooks = dict(checkpoint=None)"
+
+
+def few_steps(*, epochs, samples, weight_decay=0.1):
+    return FEW_STEPS.format(epochs=epochs, samples=samples, weight_decay=weight_decay)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, make_coco_dataset, write_config_to):
+    """What both processes found, by rank."""
+    folder = tmp_path_factory.mktemp("two")
+    mixture = [
+        make_coco_dataset(folder / "street", classes=["car", "person"], num_images=5),
+        make_coco_dataset(folder / "park", classes=["dog", "car"], num_images=3),
+    ]
+    # 4 iterations of 2 processes with batch 2; the stage is the first 2 of them.
+    stage = few_steps(epochs=1, samples=16)
+    stage += "moe = dict(router_stage=dict(_delete_=True, iters=2))\n" + NO_CHECKPOINT
+    # Without weight decay, AdamW moves a parameter only by a gradient.
+    deepmoe = few_steps(epochs=1, samples=8, weight_decay=0.0) + NO_CHECKPOINT
+    # 1 iteration in each of 2 epochs.
+    balance = few_steps(epochs=2, samples=4) + "moe = dict(num_experts=4)\n"
+    balance += "model_wrapper_cfg = dict(broadcast_buffers=True)"
+    for name, moe, extra in [
+        ("stage", "pmoe_separate", stage),
+        ("deepmoe", "deepmoe", deepmoe),
+        ("balance", "loss_free", balance),
+    ]:
+        write_config_to(folder, mixture=mixture, moe=moe, extra=extra, name=name)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    script = Path(__file__).with_name("two_processes.py")
+    done = subprocess.run(
+        [sys.executable, *launch, str(script), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+def changed(before, after, names):
+    return {name for name in names if not torch.equal(before[name], after[name])}
+
+
+def assert_ranks_agree(first, second):
+    for ours, theirs in zip(first["states"], second["states"], strict=True):
+        assert changed(ours, theirs, first["parameters"]) == set()
+
+
+def test_two_halves_of_a_batch_move_the_bias_as_the_whole_batch_does(results):
+    for rank in (0, 1):
+        layer = results[rank]["layer"]
+        assert torch.equal(layer["whole"], layer["alone"])
+        assert torch.equal(layer["resumed"], layer["alone"][3:])
+    # Every expert is above and below the mean at some time.
+    moves_SE = layer["alone"].diff(dim=0).sign()
+    assert moves_SE.amin(0).tolist() == [-1.0] * 3
+    assert moves_SE.amax(0).tolist() == [1.0] * 3
+
+
+def test_a_balanced_detector_resumes_with_the_load_of_both_processes(results):
+    first, second = (results[rank]["balanced"] for rank in (0, 1))
+    assert_ranks_agree(first, second)
+    names = [name for name in first["states"][0] if "gate.balance." in name]
+    assert {name.rsplit(".", 1)[1] for name in names} == {"bias_E", "counts_E"}
+    for ours, theirs in zip(first["states"][1:], second["states"][1:], strict=True):
+        assert changed(ours, theirs, names) == set()
+        assert all(ours[n].sum() > 0 for n in names if n.endswith("counts_E"))
+    for rank in (0, 1):
+        whole, resumed = (results[rank][key] for key in ("balanced", "resumed"))
+        for ours, theirs in zip(whole["states"][1:], resumed["states"], strict=True):
+            assert changed(ours, theirs, [*whole["parameters"], *names]) == set()
+
+
+def test_the_stage_trains_routers_alone_and_then_never_again(results):
+    first, second = (results[rank]["stage"] for rank in (0, 1))
+    assert_ranks_agree(first, second)
+    names, states = first["parameters"], first["states"]
+    routers = {name for name in names if ".moe.router." in name}
+    assert len(routers) == 2
+    for before, after in [states[0:2], states[1:3]]:
+        assert changed(before, after, names) == routers
+    for before, after in [states[2:4], states[3:5]]:
+        moved = changed(before, after, names)
+        assert moved & routers == set()
+        # A gradient or weight decay moves all the rest.
+        still = set(names) - moved - routers
+        assert {name for name in still if before[name].any()} == set()
+
+
+def test_deepmoe_trains_all_parameters_alike_in_both_processes(results):
+    first, second = (results[rank]["deepmoe"] for rank in (0, 1))
+    assert_ranks_agree(first, second)
+    moved = changed(first["states"][0], first["states"][-1], first["parameters"])
+    assert set(first["parameters"]) - moved == set()
