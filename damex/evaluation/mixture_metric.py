@@ -15,7 +15,6 @@ from mmengine.logging import print_log
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 from damex.evaluation.coco_scores import ImageResult, coco_scores
-from damex.moe import expert_groups
 
 __all__ = ["MixtureMetric"]
 
@@ -81,7 +80,8 @@ class MixtureMetric(BaseMetric):
             )
             counts = sample.get("routing_counts") or {}
             tokens_LE = np.array(list(counts.values())) if counts else None
-            self.results.append((sample["dataset_id"], result, tokens_LE))
+            groups = sample.get("group_experts")
+            self.results.append((sample["dataset_id"], result, tokens_LE, groups))
 
     def compute_metrics(self, results: list) -> dict[str, float]:
         """Scores of every dataset that has samples, and their means."""
@@ -91,7 +91,7 @@ class MixtureMetric(BaseMetric):
             rows = [row for row in results if row[0] == dataset_id]
             if not rows:
                 continue
-            images = [image for _, image, _ in rows]
+            images = [row[1] for row in rows]
             found = coco_scores(
                 images,
                 classes={i: space.classes[i] for i in space.valid_labels(dataset_id)},
@@ -99,7 +99,7 @@ class MixtureMetric(BaseMetric):
             )
             found["images"] = len(images)
             found["boxes"] = sum(len(image.ground_truth) for image in images)
-            share = self._own_share(space, dataset_id, [row[2] for row in rows])
+            share = _own_share([row[2:] for row in rows], space.group_id(dataset_id))
             if share is not None:
                 found["own_share"] = share
             scores.update({f"{name}/{key}": value for key, value in found.items()})
@@ -110,18 +110,25 @@ class MixtureMetric(BaseMetric):
         print_log(str(scores), logger="current", level=logging.INFO)
         return scores
 
-    @staticmethod
-    def _own_share(
-        space: LabelSpace, dataset_id: int, counts: Sequence[np.ndarray | None]
-    ) -> float | None:
-        """Share of a dataset's tokens that its own group's experts take."""
-        known = [row for row in counts if row is not None]
-        if not known:
-            return None
-        tokens_E = np.sum(known, axis=(0, 1))
-        groups = expert_groups(len(space.group_names), len(tokens_E))
-        own = tokens_E[list(groups[space.group_id(dataset_id)])].sum()
-        return float(own / max(tokens_E.sum(), 1))
+
+def _own_share(
+    routed: Sequence[tuple[np.ndarray | None, Sequence[Sequence[int]] | None]],
+    group: int,
+) -> float | None:
+    """Share of a dataset's tokens that its own group's experts take.
+
+    Args:
+        routed: Token counts (layers, experts) of each image, and the experts of each
+            group; None where they are unknown.
+        group: That of the dataset.
+    """
+    own, total, is_known = 0, 0, False
+    for tokens_LE, groups in routed:
+        if tokens_LE is not None and groups is not None:
+            own += tokens_LE[:, list(groups[group])].sum()
+            total += tokens_LE.sum()
+            is_known = True
+    return float(own / max(total, 1)) if is_known else None
 
 
 def _busiest_share(tokens_LE: np.ndarray) -> float:

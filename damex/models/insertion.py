@@ -49,7 +49,8 @@ def insert_moe(
 
     Raises:
         ConfigError: If a field is unknown, a layer does not exist or has no FFN,
-            nothing is chosen, or there are more groups than experts.
+            nothing is chosen, or a part works with groups and there are more of them
+            than experts.
     """
     plan = read_plan(moe, context=context, num_groups=num_groups)
     insert = insert_patch_convs if uses_patches(moe) else insert_ffns

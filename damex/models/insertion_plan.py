@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmdet.registry import MODELS
+
 from damex.errors import ConfigError, did_you_mean
 from damex.models.block_options import BlockOptions, read_block_options
 from damex.models.context import RoutingContext
 from damex.models.fine_grained import FineGrained, read_fine_grained
+from damex.models.part_arguments import parameters_of
 from damex.moe import expert_groups
 
 __all__ = ["InsertionPlan", "layers_of", "read_plan"]
@@ -37,7 +40,8 @@ class InsertionPlan:
         moe: The config.
         context: What the blocks read and write during a forward pass.
         num_experts: Number of experts.
-        groups: The experts of each dataset group; None outside of a mixture.
+        groups: The experts of each dataset group; None outside of a mixture, and where
+            there are fewer experts than groups and nothing asks for groups.
         fine: The fine-grained start, if any.
         options: Norm and drop path of the blocks.
         with_cp: Whether experts are recomputed in the backward pass.
@@ -85,7 +89,7 @@ def read_plan(
         moe=moe,
         context=context,
         num_experts=num_experts,
-        groups=_groups(num_groups, num_experts, fine),
+        groups=_groups(moe, num_groups, num_experts, fine),
         fine=fine,
         options=options,
         with_cp=bool(with_cp),
@@ -122,21 +126,43 @@ def _num_experts(num_experts: int | None, num_groups: int | None) -> int:
         raise ConfigError(
             f"moe.num_experts must be an integer of 1 or more, got {num_experts!r}."
         )
-    if num_groups is not None and num_groups > num_experts:
+    return num_experts
+
+
+def _groups(
+    moe: Mapping[str, Any],
+    num_groups: int | None,
+    num_experts: int,
+    fine: FineGrained | None,
+) -> tuple[tuple[int, ...], ...] | None:
+    """The experts of each dataset group, where there are enough for all of them."""
+    if not num_groups:
+        return None
+    most = num_experts if fine is None else fine.copies
+    if num_groups > most and not _asks_for_groups(moe):
+        return None
+    if fine is not None:
+        return fine.groups(num_groups)
+    if num_groups > num_experts:
         raise ConfigError(
             f"the mixture has {num_groups} dataset groups but moe.num_experts is "
             f"{num_experts}; set num_experts={num_groups} or more, or let datasets "
             "share experts by giving their mixture entries the same group='...'."
         )
-    return num_experts
-
-
-def _groups(
-    num_groups: int | None, num_experts: int, fine: FineGrained | None
-) -> tuple[tuple[int, ...], ...] | None:
-    """The experts of each dataset group; None outside of a mixture."""
-    if not num_groups:
-        return None
-    if fine is not None:
-        return fine.groups(num_groups)
     return expert_groups(num_groups, num_experts)
+
+
+def _asks_for_groups(moe: Mapping[str, Any]) -> bool:
+    """Whether a loss or the router works with the experts of dataset groups."""
+    losses = moe.get("losses")
+    kinds = map(_kind, losses if isinstance(losses, (list, tuple)) else ())
+    if any(getattr(kind, "needs_groups", False) for kind in kinds):
+        return True
+    router = moe.get("router") or {}
+    return "num_groups" not in router and "num_groups" in parameters_of(_kind(router))
+
+
+def _kind(part: Any) -> Any:
+    """The class behind the config of a part; None where it names none."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return MODELS.get(kind) if isinstance(kind, str) else kind

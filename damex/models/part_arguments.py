@@ -15,7 +15,7 @@ from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "parameters_of"]
 
 PLAIN = (bool, int, float, str, NoneType)
 
@@ -35,7 +35,7 @@ def check_arguments(
     Raises:
         ConfigError: If an argument is unknown or has another type.
     """
-    parameters = _parameters(part)
+    parameters = parameters_of(part)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(part)
     for name, value in arguments.items():
@@ -54,9 +54,14 @@ def check_arguments(
         raise ConfigError(f"{field}.{name} must be {kinds}, got {value!r}.")
 
 
-def _parameters(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What a part takes; a module without an ``__init__`` of its own takes nothing."""
-    if getattr(part, "__init__", None) is nn.Module.__init__:
+def parameters_of(part: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter]:
+    """What a part takes, by name.
+
+    Args:
+        part: The class, or a function that builds the part; None takes nothing, and so
+            does a module without an ``__init__`` of its own.
+    """
+    if part is None or getattr(part, "__init__", None) is nn.Module.__init__:
         return {}
     return inspect.signature(part).parameters
 

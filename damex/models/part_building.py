@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from mmdet.registry import MODELS
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.part_arguments import check_arguments
+from damex.models.part_arguments import check_arguments, parameters_of
 from damex.moe import MoELayer
 
 __all__ = ["assemble_layer", "build_part"]
@@ -127,7 +126,7 @@ def build_part(
             f"moe.{field} has the unknown type {str(kind)!r}; "
             f"{did_you_mean(str(kind), _known_parts(field))}"
         )
-    named = inspect.signature(part).parameters
+    named = parameters_of(part)
     wanted = {name: value for name, value in offer.items() if name in named}
     check_arguments(part, own, field=f"moe.{field}")
     try:

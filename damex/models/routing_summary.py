@@ -73,14 +73,15 @@ def count_tokens_BE(record: RoutingRecord, num_images: int) -> Tensor:
 
 
 def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
-    """Write ``routing_counts`` into the metainfo of every data sample.
+    """Write what the layers did with an image into the metainfo of its data sample.
 
     Args:
         samples: Predicted data samples of a batch.
         records: Records of the step by layer name; none for a dense detector.
 
     Returns:
-        The same samples. ``routing_counts`` maps layer names to E token counts.
+        The same samples. ``routing_counts`` maps layer names to E token counts;
+        ``group_experts`` has the experts of each dataset group, where groups are known.
     """
     if not records:
         return samples
@@ -88,8 +89,18 @@ def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
         name: count_tokens_BE(record, len(samples)).tolist()
         for name, record in records.items()
     }
+    groups = _group_experts(next(iter(records.values())))
     for image, sample in enumerate(samples):
         sample.set_metainfo(
             dict(routing_counts={name: rows[image] for name, rows in counts.items()})
         )
+        if groups is not None:
+            sample.set_metainfo(dict(group_experts=groups))
     return samples
+
+
+def _group_experts(record: RoutingRecord) -> list[list[int]] | None:
+    """Experts of each dataset group, which all layers share."""
+    if record.group_experts_GE is None:
+        return None
+    return [row.nonzero().flatten().tolist() for row in record.group_experts_GE.cpu()]

@@ -24,11 +24,11 @@ BOX = (10, 10, 60, 60)  # x1, y1, x2, y2
 AWAY = (100, 100, 150, 150)
 
 
-def sample(dataset_id, found=(), truth=(), *, counts=None):
+def sample(dataset_id, found=(), truth=(), *, counts=None, groups=None):
     """A data sample as mmengine hands it to a metric.
 
     ``found`` is (box, score, label), ``truth`` is (box, label); all images have the
-    same image id.
+    same image id. ``counts`` are token counts, ``groups`` the experts of each group.
     """
     result = dict(
         img_id=1,
@@ -52,6 +52,8 @@ def sample(dataset_id, found=(), truth=(), *, counts=None):
     )
     if counts is not None:
         result["routing_counts"] = counts
+    if groups is not None:
+        result["group_experts"] = groups
     return result
 
 
@@ -137,19 +139,24 @@ def test_dataset_without_samples_is_left_out():
 
 
 def test_own_share_by_hand():
-    # Four experts, two groups: 0 and 1 are street's, 2 and 3 are park's.
+    # Experts 0 and 3 are street's, 1 and 2 are park's.
+    groups = [[0, 3], [1, 2]]
     samples = [
-        hit(STREET, CAR, counts={"l0": [5, 1, 2, 0], "l2": [1, 1, 0, 0]}),
-        hit(PARK, DOG, counts={"l0": [1, 1, 1, 5], "l2": [0, 0, 0, 2]}),
-        hit(STREET, CAR, counts={"l0": [0, 0, 8, 0], "l2": [0, 2, 0, 0]}),
+        hit(
+            STREET, CAR, counts={"l0": [5, 2, 0, 1], "l2": [1, 0, 0, 1]}, groups=groups
+        ),
+        hit(PARK, DOG, counts={"l0": [1, 1, 5, 1], "l2": [0, 0, 2, 0]}, groups=groups),
+        hit(
+            STREET, CAR, counts={"l0": [0, 8, 0, 0], "l2": [0, 0, 0, 2]}, groups=groups
+        ),
     ]
     scores = evaluate(samples)
-    # street: experts 0 and 1 have 8 + 2 of 10 + 10 tokens.
+    # street: experts 0 and 3 have 8 + 2 of 10 + 10 tokens.
     assert scores["street/own_share"] == pytest.approx(10 / 20)
-    # park: experts 2 and 3 have 6 + 2 of 10.
+    # park: experts 1 and 2 have 6 + 2 of 10.
     assert scores["park/own_share"] == pytest.approx(8 / 10)
     assert scores["mean/own_share"] == pytest.approx(0.65)
-    # l0: 6, 2, 11, 5 of 24 tokens; l2: 1, 3, 0, 2 of 6.
+    # l0: 6, 11, 5, 2 of 24 tokens; l2: 1, 0, 2, 3 of 6.
     assert scores["mean/busiest_share"] == pytest.approx((11 / 24 + 3 / 6) / 2)
 
 
@@ -162,7 +169,8 @@ def test_own_share_counts_the_experts_of_the_group():
         ]
     )
     # Groups: night (a, c) has expert 0, b has expert 1.
-    samples = [hit(i, 0, counts={"l": [3, 1]}) for i in range(3)]
+    routed = dict(counts={"l": [3, 1]}, groups=[[0], [1]])
+    samples = [hit(i, 0, **routed) for i in range(3)]
     scores = evaluate(samples, space=space)
     assert scores["a/own_share"] == scores["c/own_share"] == pytest.approx(0.75)
     assert scores["b/own_share"] == pytest.approx(0.25)
@@ -173,8 +181,14 @@ def test_dense_detector_has_no_own_share():
 
 
 def test_dataset_that_routed_no_token_has_share_zero():
-    scores = evaluate([hit(STREET, CAR, counts={"l": [0, 0]})])
+    scores = evaluate([hit(STREET, CAR, counts={"l": [0, 0]}, groups=[[0], [1]])])
     assert scores["street/own_share"] == 0.0
+
+
+def test_experts_that_no_dataset_owns_have_no_own_share():
+    scores = evaluate([hit(STREET, CAR, counts={"l": [3, 1]})])
+    assert scores["mean/busiest_share"] == 0.75
+    assert not [key for key in scores if key.endswith("own_share")]
 
 
 def test_scores_do_not_depend_on_the_batches():

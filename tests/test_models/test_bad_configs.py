@@ -163,7 +163,12 @@ MISTAKES = [
     (dict(num_experts=0), "moe.num_experts", "got 0", "an integer of 1 or more"),
     (dict(num_experts="four"), "moe.num_experts", "'four'", "an integer of 1 or more"),
     (dict(num_experts=True), "moe.num_experts", "True", "an integer of 1 or more"),
-    (dict(num_experts=1), "moe.num_experts", "is 1", "2 or more"),
+    (
+        dict(num_experts=1, losses=[dict(type="DatasetRoutingLoss")]),
+        "moe.num_experts",
+        "is 1",
+        "2 or more",
+    ),
     (dict(with_cp="yes"), "moe.with_cp", "'yes'", "True or False"),
     (dict(block=dict(norm="none")), "moe.block.norm", "'none'", "('post', 'pre')"),
     (

@@ -163,7 +163,10 @@ def test_the_dataset_loss_goes_with_fine_grained_experts(build, make_batch):
         ),
         (dict(block=dict(norm="pre")), "moe.block.norm is 'pre', .*must be 'post'"),
         (
-            dict(fine_grained=dict(parts=2, copies=2)),
+            dict(
+                fine_grained=dict(parts=2, copies=2),
+                losses=[dict(type="DatasetRoutingLoss")],
+            ),
             "3 dataset groups but moe.fine_grained.copies is 2; set copies=3",
         ),
     ],

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mmengine.logging import MMLogger
 
+from damex.errors import ConfigError
 from damex.models.context import RoutingContext
 from damex.models.insertion import insert_moe, moe_blocks
 
@@ -96,3 +97,32 @@ def test_it_is_a_warning_in_the_log(build):
         logger.removeHandler(handler)
     warnings = [r for r in seen if r.levelno == logging.WARNING]
     assert any("moe.gate.k is 2" in r.getMessage() for r in warnings)
+
+
+@pytest.mark.parametrize("name", ["cosine", "hierarchical", "fine_grained"])
+def test_many_datasets_need_no_expert_each_where_nothing_asks_for_it(
+    build, make_batch, name
+):
+    detector = build(moe=name, num_groups=17)
+    batch = make_batch([0, 16])
+    losses = run_loss(detector, batch)
+    assert "moe_own_share" not in losses
+    assert torch.isfinite(losses["loss_moe_load_balance"])
+    detector.eval()
+    data = detector.data_preprocessor(batch, False)
+    with torch.no_grad():
+        samples = detector(**data, mode="predict")
+    assert "group_experts" not in samples[0]
+    assert "routing_counts" in samples[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(), "17 dataset groups but moe.num_experts is 4; set num_experts=17"),
+        (dict(losses=[], router=dict(type="HierarchicalRouter")), "17 dataset groups"),
+    ],
+)
+def test_parts_that_work_with_groups_need_an_expert_for_each(build, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        build(moe={**moe(k=1, num_experts=4), **changes}, num_groups=17)
