@@ -25,6 +25,7 @@ from damex.engine.checkpoint import (
 from damex.engine.resolve import label_space_of, resolve_config
 from damex.engine.screen import quiet_screen
 from damex.errors import ConfigError
+from damex.models.upcycling import upcycling_note
 
 __all__ = ["MixtureRunner"]
 
@@ -145,6 +146,10 @@ class MixtureRunner(Runner):
             if space is not None:
                 check_label_space(checkpoint.get("meta", {}), space, path=filename)
             check_tensors(checkpoint, model, path=filename)
+        else:
+            note = upcycling_note(model, checkpoint.get("state_dict", checkpoint))
+            if note is not None:
+                self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         checkpoint = _load_checkpoint_to_model(
             model,

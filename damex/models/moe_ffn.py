@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
 from damex.models.fine_grained import SplitStart
+from damex.models.upcycling import upcycle
 from damex.moe import MoELayer
 
 __all__ = ["MoEFFN"]
@@ -19,9 +20,7 @@ __all__ = ["MoEFFN"]
 class MoEFFN(nn.Module):
     """Residual MoE block that is called like mmcv's ``FFN``.
 
-    It also loads what an ``FFN`` saved: every expert then starts as that FFN, and the
-    router keeps its own weights (sparse upcycling, Komatsuzaki et al. 2023). With
-    ``split`` the experts are the parts of that FFN instead, and equal it together.
+    It also loads what an ``FFN`` saved; see :mod:`damex.models.upcycling`.
 
     Args:
         moe: The layer.
@@ -35,7 +34,8 @@ class MoEFFN(nn.Module):
         drop_path: Chance, in training, that the experts' answer to a token is left out;
             what stays is scaled up by 1 / (1 - drop_path). Each token has its own
             chance, as in the released code of DAMEX, where queries are the first axis.
-        split: Starts the experts as the parts of one FFN; None for whole FFNs.
+        split: Starts the experts as the parts of one FFN, which they equal together;
+            None for whole FFNs.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MoEFFN(nn.Module):
         self.split = split
         if split is not None:
             split.draw(moe)
-        self.register_load_state_dict_pre_hook(_upcycle)
+        self.register_load_state_dict_pre_hook(upcycle)
 
     def reset_parameters(self) -> None:
         """Draw router and experts anew; the norm is not touched."""
@@ -102,58 +102,3 @@ class MoEFFN(nn.Module):
         # Only real tokens draw, so that padding does not shift the random stream.
         rows_VD = drop_path(output_BND[mask_BN])
         return torch.zeros_like(output_BND).index_put((mask_BN,), rows_VD)
-
-
-def _upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Turn the tensors of an FFN in a state dict into those of the experts."""
-    del rest  # what else torch hands to such a hook
-    dense = {
-        "w1_EDH": (f"{prefix}layers.0.0.weight", True),
-        "b1_EH": (f"{prefix}layers.0.0.bias", False),
-        "w2_EHD": (f"{prefix}layers.1.weight", True),
-        "b2_ED": (f"{prefix}layers.1.bias", False),
-    }
-    own = block.state_dict()
-    if "moe.experts.slope_E1" in own:
-        dense["slope_E1"] = (f"{prefix}layers.0.1.weight", False)  # of nn.PReLU
-    if block.split is not None:
-        _upcycle_split(block, state, prefix, [key for key, _ in dense.values()])
-        return
-    found = {}
-    for name, (key, is_matrix) in dense.items():
-        target = own.get(f"moe.experts.{name}")
-        if key not in state or target is None:
-            return
-        tensor = state[key].t() if is_matrix else state[key]
-        if tensor.shape != target.shape[1:]:
-            return  # the loader reports the keys that do not fit
-        found[f"moe.experts.{name}"] = tensor.expand_as(target).clone()
-    for key, _ in dense.values():
-        del state[key]
-    _put(state, prefix, own, found)
-
-
-def _upcycle_split(
-    block: Any, state: dict[str, Any], prefix: str, keys: list[str]
-) -> None:
-    """Turn the tensors of an FFN in a state dict into the parts of that FFN."""
-    if not all(key in state for key in keys):
-        return
-    try:
-        found = block.split.state(block.moe, [state[key] for key in keys])
-    except ValueError:
-        return  # another width: the loader reports the keys that do not fit
-    for key in keys:
-        del state[key]
-    found = {f"moe.{name}": tensor for name, tensor in found.items()}
-    _put(state, prefix, block.state_dict(), found)
-
-
-def _put(
-    state: dict[str, Any], prefix: str, own: dict[str, Any], found: dict[str, Any]
-) -> None:
-    """Add what was found; what a dense checkpoint cannot know stays as it is."""
-    for name, tensor in own.items():
-        state.setdefault(prefix + name, tensor)
-    for name, tensor in found.items():
-        state[prefix + name] = tensor

@@ -9,7 +9,7 @@ moe = dict(
     layers=dict(backbone=[2, 3]),
     num_experts=8,
     router=dict(type="LinearRouter"),
-    gate=dict(type="ExpertChoiceGate", share=0.125, mean_one=True),
+    gate=dict(type="ExpertChoiceGate", share=0.125, weights="one"),
     experts=dict(type="PatchConvExperts", patch_size=2, border="neighbours"),
     losses=[dict(type="SeparateRouterLoss")],
     router_stage=dict(share=0.1),

@@ -8,7 +8,9 @@ moe = dict(
     router=dict(type="LinearRouter"),
     gate=dict(type="TopKGate", k=1, noise="gaussian"),
     experts=dict(type="FFNExperts"),
-    # DAMEX's own baseline counts foreground tokens only: tokens="foreground".
+    # The second is Switch's (Fedus et al., arXiv 2101.03961). DAMEX's own baseline has
+    # Shazeer's smooth load, LoadLoss, in its place and counts foreground tokens only,
+    # tokens="foreground".
     losses=[
         dict(type="ImportanceLoss", weight=0.05),
         dict(type="LoadBalanceLoss", weight=0.05),

@@ -1,0 +1,120 @@
+"""Sparse upcycling: experts that start as the FFNs of a dense checkpoint.
+
+Komatsuzaki et al. 2023, arXiv 2212.05055. Routers keep their own weights. A shared
+expert becomes the FFN, and the routed experts start as copies of it that add nothing:
+the block then equals the FFN whatever the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from damex.moe import TopKGate
+
+__all__ = ["upcycle", "upcycling_note"]
+
+SHARED = "moe.shared_expert.expert."
+ROUTED = "moe.experts."
+
+
+def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Turn the tensors of an FFN in a state dict into those of the experts.
+
+    A hook for ``register_load_state_dict_pre_hook``. What does not fit is left for the
+    loader to report.
+
+    Args:
+        block: A :class:`damex.models.moe_ffn.MoEFFN`.
+        state: Changed in place.
+        prefix: Of the block's keys.
+        *rest: What else torch hands to such a hook.
+    """
+    own = block.state_dict()
+    keys = _dense_keys(own, prefix)
+    if not all(key in state for key in keys.values()):
+        return
+    if block.split is not None:
+        found = _parts(block, [state[key] for key in keys.values()])
+    else:
+        found = _copies(own, {name: state[key] for name, key in keys.items()})
+    if found is None:
+        return
+    for key in keys.values():
+        del state[key]
+    for name, tensor in own.items():  # what a dense checkpoint cannot know
+        state.setdefault(prefix + name, tensor)
+    for name, tensor in found.items():
+        state[prefix + name] = tensor
+
+
+def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
+    """Say it where a dense checkpoint would lose much of what its FFNs do.
+
+    Args:
+        model: A detector with or without experts.
+        state: The state dict that it shall load.
+
+    Returns:
+        A sentence, or None where there is nothing to say.
+    """
+    weights = [
+        f"1/{block.moe.num_experts}"
+        for name, block in model.named_modules()
+        if f"{name}.layers.0.0.weight" in state and _shrinks(block)
+    ]
+    if not weights:
+        return None
+    return (
+        f"the FFNs of {len(weights)} layers become experts with gate weights near "
+        f"{weights[0]}, so these layers answer that much less than in the dense "
+        "detector; moe.gate.renormalize=True starts equal to it."
+    )
+
+
+def _shrinks(block: Any) -> bool:
+    """Whether copies of the FFN are weighted by a softmax over all experts."""
+    moe = getattr(block, "moe", None)
+    if moe is None or moe.shared_expert is not None or moe.num_experts == 1:
+        return False
+    gate = moe.gate
+    is_plain = isinstance(gate, TopKGate) and gate.weights == "softmax"
+    return is_plain and not gate.renormalize and gate.weight_scale == 1.0
+
+
+def _dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """The keys of mmcv's FFN by the names of an expert's tensors."""
+    names = {"w1_EDH": "0.0.weight", "b1_EH": "0.0.bias"}
+    names |= {"w2_EHD": "1.weight", "b2_ED": "1.bias"}
+    if f"{ROUTED}slope_E1" in own:
+        names["slope_E1"] = "0.1.weight"  # of nn.PReLU
+    return {name: f"{prefix}layers.{key}" for name, key in names.items()}
+
+
+def _copies(own: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The same FFN for every expert; None if it has another shape."""
+    has_shared = any(name.startswith(SHARED) for name in own)
+    banks = (ROUTED, SHARED) if has_shared else (ROUTED,)
+    found = {}
+    for bank in banks:
+        for name, tensor in dense.items():
+            target = own.get(bank + name)
+            value = tensor.t() if name.startswith("w") else tensor
+            if target is None or value.shape != target.shape[1:]:
+                return None
+            is_muted = has_shared and bank == ROUTED and name in ("w2_EHD", "b2_ED")
+            value = torch.zeros_like(value) if is_muted else value
+            found[bank + name] = value.expand_as(target).clone()
+    return found
+
+
+def _parts(block: Any, tensors: list[Any]) -> dict[str, Any] | None:
+    """The parts of the FFN; None if it has another width."""
+    try:
+        found = block.split.state(block.moe, tensors)
+    except ValueError:
+        return None
+    return {f"moe.{name}": tensor for name, tensor in found.items()}
