@@ -46,7 +46,8 @@ def complexity(arguments: Sequence[str]) -> None:
     model = _resolved_model(cfg, classes=args.classes, groups=args.groups)
     size = dict(height=height, width=width)
     routed = count_complexity(_build(model), **size)
-    dense = count_complexity(_build({**model, "moe": None}), **size)
+    without = {**model, "moe": None} if "moe" in model else model
+    dense = count_complexity(_build(without), **size)
     Console().print(complexity_table(routed, dense, height=height, width=width))
 
 
@@ -98,7 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--classes", type=int, help="number of classes, to count without the datasets"
     )
     parser.add_argument(
-        "--groups", type=int, default=2, help="dataset groups, beside --classes"
+        "--groups", type=int, help="dataset groups, beside --classes (default: 2)"
     )
     parser.add_argument(
         "--cfg-options", nargs="+", action=DictAction, help=CFG_OPTIONS_HELP
@@ -110,6 +111,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {value}.")
+    if args.groups is not None and args.classes is None:
+        raise ConfigError(
+            "--groups is for a count without datasets and needs --classes; else the "
+            "groups are those of the mixture."
+        )
     if args.shape and min(args.shape) < 1:
         raise ConfigError(f"--shape must be positive, got {args.shape}.")
     return args
@@ -127,14 +133,16 @@ def _test_shape(cfg: Config) -> tuple[int, int]:
     )
 
 
-def _resolved_model(cfg: Config, *, classes: int | None, groups: int) -> dict[str, Any]:
+def _resolved_model(
+    cfg: Config, *, classes: int | None, groups: int | None
+) -> dict[str, Any]:
     """The model's config, completed by the mixture or by the numbers given."""
     if classes is None:
         return dict(resolve_config(cfg)["model"])
     model = dict(resolve_config(Config({**cfg, "mixture": None}))["model"])
     model["bbox_head"] = {**model["bbox_head"], "num_classes": classes}
     if model.get("moe") is not None:
-        model["num_groups"] = groups
+        model["num_groups"] = groups or 2
     return model
 
 

@@ -127,32 +127,41 @@ def load_config(args: argparse.Namespace) -> Config:
 def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     """Override settings of a config.
 
-    ``moe=FILE`` is read first, so that ``moe.gate.k=2`` beside it changes what the file
-    says.
+    A file behind ``moe`` is read first, so that ``moe.gate.k=2`` changes what it says.
 
     Args:
         cfg: Changed in place.
         options: Values by their names, nested ones with dots.
 
     Raises:
-        ConfigError: If the file does not exist or sets no ``moe``.
+        ConfigError: If the file does not exist or sets no ``moe``, or a part of ``moe``
+            is to be changed where there is none.
     """
     options = dict(options)
-    if isinstance(options.get("moe"), str) and any(
-        name.startswith("moe.") for name in options
-    ):
+    inner = [name for name in options if name.startswith("moe.")]
+    if inner and ("moe" in options or "moe" in cfg):
         import damex.registration  # noqa: F401  (first: it keeps mmdet's import silent)
         from damex.engine.resolve import moe_of_file
 
-        cfg.moe = moe_of_file(options.pop("moe"))
+        moe = options.pop("moe", cfg.get("moe"))
+        cfg.moe = moe_of_file(moe) if isinstance(moe, str) else moe
+        if cfg.moe is None:
+            raise ConfigError(
+                f"{inner[0]}={options[inner[0]]!r}: moe is None, a dense detector; add "
+                "moe=configs/_base_/moe/damex.py, or leave it out."
+            )
     cfg.merge_from_dict(options)
 
 
 def build_runner(cfg: Config) -> Runner:
-    """Build the runner that the config asks for."""
-    if "runner_type" in cfg:
-        return RUNNERS.build(cfg)
-    return Runner.from_cfg(cfg)
+    """Build the runner that the config asks for, MixtureRunner where it names none.
+
+    mmengine's own would not know the keys ``moe`` and ``mixture``, and say nothing.
+    """
+    import damex.registration  # noqa: F401
+
+    cfg.setdefault("runner_type", "MixtureRunner")
+    return RUNNERS.build(cfg)
 
 
 def run_command(command: Callable[[Sequence[str]], None]) -> int:

@@ -37,11 +37,13 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
         A resolved copy.
 
     Raises:
-        ConfigError: If the mixture cannot work, or ``num_classes`` contradicts it.
+        ConfigError: If the mixture cannot work, ``num_classes`` contradicts it, or the
+            detector has no place for experts.
         DataError: If an annotation file is missing or is not in COCO format.
     """
     cfg = copy.deepcopy(cfg)
     _set_moe(cfg)
+    _check_detector(cfg["model"])
     if cfg.get("mixture") is None:
         return cfg
     entries = [dict(entry) for entry in cfg["mixture"]]
@@ -78,6 +80,34 @@ def _set_moe(cfg: Config | ConfigDict) -> None:
         )
     moe = cfg.pop("moe")  # one place only, so that a written config can be read again
     cfg["model"]["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
+
+
+def _check_detector(model: Any) -> None:
+    """Refuse experts for a detector that takes none, and drop ``moe=None`` there."""
+    if "moe" not in model:
+        return
+    # Not at the top: mmdet's import takes seconds and prints.
+    from mmdet.registry import MODELS
+
+    import damex.registration  # noqa: F401
+    from damex.models.detectors import RoutedDetector
+
+    name = model.get("type")
+    kind = MODELS.get(name) if isinstance(name, str) else name
+    if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
+        return
+    if model["moe"] is None:
+        del model["moe"]
+        return
+    routed = sorted(
+        known
+        for known, cls in MODELS.module_dict.items()
+        if isinstance(cls, type) and issubclass(cls, RoutedDetector)
+    )
+    raise ConfigError(
+        f"moe is set, but model.type={kind.__name__!r} takes no experts; "
+        f"{did_you_mean(f'MoE{kind.__name__}', routed)} Or set moe=None."
+    )
 
 
 def moe_of_file(path: str) -> Any:

@@ -36,12 +36,12 @@ DDP = "MMDistributedDataParallel"
 class MixtureRunner(Runner):
     """Runner that completes the config, keeps the screen readable and runs anywhere.
 
-    It is chosen by ``runner_type='MixtureRunner'``, so that mmdet's own tools use it
-    too. It differs from mmengine's Runner in five points: the mixture fills in what
-    follows from it; init messages go to the log file and only warnings to the screen
-    (``console='full'`` in a config brings them back); checkpoints are loaded as data;
-    several processes also run without a GPU; and ``--resume`` without anything to
-    resume says so.
+    damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes
+    mmdet's own tools use it, too. It differs from mmengine's Runner in five points: the
+    mixture fills in what follows from it; init messages go to the log file and only
+    warnings to the screen (``console='full'`` in a config brings them back);
+    checkpoints are loaded as data; several processes also run without a GPU; and
+    ``--resume`` without anything to resume says so.
     """
 
     _evaluating = False

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mmdet
 import pytest
 import torch
 from mmdet.registry import MODELS
@@ -16,6 +17,7 @@ from damex.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "damex_dino" / "damex-dino-4scale_r50_8xb2-12e_coco-voc.py"
+MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
 # The tiny detector: 64 channels, FFN of 256, 50 queries, 3 levels of 128 x 128 pixels.
 FFN = 64 * 256 + 256 + 256 * 64 + 64
 FFN_FLOPS_PER_TOKEN = 2 * (64 * 256 + 256 * 64)
@@ -132,12 +134,25 @@ def test_the_command_counts_a_config_without_its_datasets():
     assert active - dense == pytest.approx(0, abs=0.003)
 
 
+def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    plain = MMDET_CONFIGS / "detr/detr_r50_8xb2-150e_coco.py"
+    complexity([str(plain), "--shape", "64", "64"])
+    total = capsys.readouterr().out.splitlines()[-2]
+    parameters, _, dense = [float(cell) for cell in total.split("│")[2:5]]
+    assert parameters == dense == pytest.approx(41.6, abs=0.1)  # DETR's 41 M
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.py"], "there is no config file missing.py"),
         ([str(CONFIG), "--classes", "0"], "--classes must be 1 or more, got 0"),
-        ([str(CONFIG), "--groups", "0"], "--groups must be 1 or more, got 0"),
+        ([str(CONFIG), "--groups", "3"], "--groups is for a count .* needs --classes"),
+        (
+            [str(CONFIG), "--classes", "3", "--groups", "0"],
+            "--groups must be 1 or more, got 0",
+        ),
         ([str(CONFIG), "--shape", "0", "9"], r"--shape must be positive, got \[0, 9\]"),
     ],
 )

@@ -10,6 +10,8 @@ from mmengine.config import Config
 
 from damex.engine import cli
 from damex.engine.resolve import label_space_of, resolve_config
+from damex.errors import ConfigError
+from damex.models.insertion import moe_blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,3 +231,24 @@ def test_options_beside_a_mixture_of_a_file_change_what_it_says():
     assert cfg.moe.gate == dict(type="TopKGate", k=2, noise="gaussian")
     assert cfg.lr == 2.0
     assert options["moe"] == str(file)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_options_for_experts_change_the_file_that_the_config_names(inside):
+    file = str(ROOT / "configs/_base_/moe/damex.py")
+    cfg = Config(dict(moe=file if inside else None))
+    options = {"moe.gate.k": 2} | ({} if inside else {"moe": file})
+    cli.merge_options(cfg, options)
+    assert cfg.moe.gate.k == 2
+
+
+def test_options_for_experts_of_a_dense_detector_are_refused():
+    with pytest.raises(ConfigError, match=r"moe.gate.k=2: moe is None, a dense"):
+        cli.merge_options(Config(dict(moe=None)), {"moe.gate.k": 2})
+
+
+def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_path):
+    config = Config.fromfile(write_config())
+    config.pop("runner_type")
+    runner = cli.build_runner(config)
+    assert len(moe_blocks(runner.model)) > 0

@@ -202,3 +202,13 @@ def test_coco_and_voc_merge_into_eighty_classes(make_coco_dataset, tmp_path):
     space = LabelSpace.from_specs(parse_mixture([coco, voc]))
     assert space.num_classes == 80
     assert len(space.valid_labels(1)) == 20
+
+
+def test_experts_for_a_detector_without_a_place_for_them_are_refused(two_datasets):
+    model = dict(type="DINO", bbox_head=dict(type="DINOHead", num_classes=None))
+    message = "model.type='DINO' takes no experts; did you mean 'MoEDINO'?"
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        resolve_config(config(two_datasets, moe=MOE, model=model))
+    assert (
+        "moe" not in resolve_config(config(two_datasets, moe=None, model=model)).model
+    )
