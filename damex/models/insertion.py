@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from damex.models.context import RoutingContext
+from damex.models.denoising import check_denoising
 from damex.models.ffn_insertion import insert_ffns
 from damex.models.insertion_plan import read_plan
 from damex.models.insertion_report import InsertionReport
@@ -49,12 +50,15 @@ def insert_moe(
 
     Raises:
         ConfigError: If a field is unknown, a layer does not exist or has no FFN,
-            nothing is chosen, or there are more groups than experts.
+            nothing is chosen, there are more groups than experts, or denoising queries
+            would compete with others.
     """
     plan = read_plan(moe, context=context, num_groups=num_groups)
     insert = insert_patch_convs if uses_patches(moe) else insert_ffns
     layers = tuple(insert(detector, plan))
-    return InsertionReport(layers, _notes(moe_blocks(detector), plan.groups))
+    blocks = moe_blocks(detector)
+    check_denoising(detector, blocks)
+    return InsertionReport(layers, _notes(blocks, plan.groups))
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:

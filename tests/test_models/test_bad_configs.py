@@ -49,6 +49,12 @@ MISTAKES = [
         "'selected' or 'all'",
     ),
     (
+        dict(gate=dict(type="ExpertChoiceGate", share=0.5)),
+        "moe.gate",
+        "is ExpertChoiceGate and moe.layers chooses decoder.0",
+        "set moe.layers=dict(encoder='even')",
+    ),
+    (
         dict(gate=dict(capacity=dict(type="ExpertCapacity", factor=-1.0))),
         "moe.gate.capacity =",
         "got -1.0",
