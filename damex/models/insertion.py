@@ -15,6 +15,13 @@ from damex.models.insertion_report import InsertionReport
 from damex.models.moe_ffn import MoEFFN
 from damex.models.moe_patch_conv import MoEPatchConv, uses_patches
 from damex.models.patch_insertion import insert_patch_convs
+from damex.moe import (
+    DenseSoftmaxGate,
+    ExpertChoiceGate,
+    LoadBalanceLoss,
+    MoELayer,
+    RoutingLoss,
+)
 
 __all__ = ["insert_moe", "moe_blocks"]
 
@@ -69,10 +76,18 @@ def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
 def _notes(
     blocks: Sequence[MoEFFN | MoEPatchConv], groups: Sequence[Sequence[int]] | None
 ) -> tuple[str, ...]:
-    """Says it where the dataset loss asks for what the gate cannot do."""
-    if groups is None or not blocks:
+    """Says it where a loss asks for what the gate cannot do."""
+    if not blocks:
         return ()
     moe = blocks[0].moe
+    return (*_dataset_notes(moe, groups), *_balance_notes(moe))
+
+
+def _dataset_notes(
+    moe: MoELayer, groups: Sequence[Sequence[int]] | None
+) -> tuple[str, ...]:
+    if groups is None:
+        return ()
     k, fewest = getattr(moe.gate, "k", 1), min(len(experts) for experts in groups)
     if k <= fewest or not any(loss.needs_groups for loss in moe.losses):
         return ()
@@ -82,3 +97,21 @@ def _notes(
         f"too, against what moe.losses teaches; set k={fewest}, or "
         f"num_experts={k * len(groups)} or more.",
     )
+
+
+def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
+    return tuple(
+        f"moe.losses: LoadBalanceLoss cannot teach anything here, as "
+        f"{type(moe.gate).__name__} gives each expert the same load: the loss is 1 "
+        "whatever the router does; remove it."
+        for loss in moe.losses
+        if _is_constant(loss, moe)
+    )
+
+
+def _is_constant(loss: RoutingLoss, moe: MoELayer) -> bool:
+    if not isinstance(loss, LoadBalanceLoss) or loss.scores != "probability":
+        return False
+    if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a part of the tokens
+        return loss.tokens == "all"
+    return isinstance(moe.gate, DenseSoftmaxGate)
