@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class ExpertChoiceGate(nn.Module):
         ValueError: If not exactly one of `num_tokens` and `share` is set, one is out
             of range, `weights` is unknown, or 'one' is to have its mean scaled.
     """
+
+    has_fixed_routes: ClassVar[bool] = False
 
     def __init__(
         self,
