@@ -65,14 +65,19 @@ def test_damex_on_patches_trains_a_detector(build, make_batch, with_cp):
     assert 0.0 <= losses["moe_own_share"] <= 1.0
 
 
-def test_patches_of_padding_are_not_routed(build, make_batch):
+@pytest.mark.parametrize("mode", ["predict", "tensor"])
+def test_patches_of_padding_are_not_routed(build, make_batch, records, mode):
     """Two images of 128 x 128 and 128 x 64: 16 and 8 cells in the last stage."""
     detector = build(moe=DAMEX_ON_PATCHES).eval()
     batch = make_batch([0, 1], sizes=[(128, 128), (128, 64)])
     with torch.no_grad():
-        samples = detector(**detector.data_preprocessor(batch), mode="predict")
-    counts = [s.routing_counts["backbone.layer4.1.conv2"] for s in samples]
-    assert [sum(row) for row in counts] == [16, 8]
+        found = detector(**detector.data_preprocessor(batch), mode=mode)
+    record = records["backbone.layer4.1.conv2"]
+    assert record.valid_mask().view(2, 16).sum(1).tolist() == [16, 8]
+    assert record.assignment.num_routes == 24
+    if mode == "predict":
+        counts = [s.routing_counts["backbone.layer4.1.conv2"] for s in found]
+        assert [sum(row) for row in counts] == [16, 8]
 
 
 def test_an_image_does_not_depend_on_the_others(build, make_batch):
