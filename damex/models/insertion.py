@@ -13,8 +13,8 @@ from damex.models.ffn_insertion import insert_ffns
 from damex.models.insertion_plan import read_plan
 from damex.models.insertion_report import InsertionReport
 from damex.models.moe_ffn import MoEFFN
-from damex.models.moe_patch_conv import MoEPatchConv, uses_patches
-from damex.models.patch_insertion import insert_patch_convs
+from damex.models.moe_patch_conv import MoEPatchConv
+from damex.models.patch_insertion import insert_patch_convs, uses_patches
 from damex.moe import (
     DenseSoftmaxGate,
     ExpertChoiceGate,
@@ -41,14 +41,14 @@ def insert_moe(
         detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
         moe: ``layers=dict(decoder=[0, 2, 4])`` (a list of layer numbers, ``'all'``, or
             ``'even'`` for 0, 2, 4 and so on; for ``encoder`` and ``decoder``; stages
-            for ``backbone``), ``num_experts`` (the number of dataset groups by
-            default), and the parts ``router``, ``gate``, ``experts`` and ``losses``,
-            each a dict with a ``type``. ``shared_expert=dict(type='SharedExpert')``
-            adds an expert for all tokens. ``with_cp=True`` recomputes experts in the
-            backward pass to save memory. ``block=dict(norm='pre', drop_path=0.2)`` is
-            described in `BlockOptions`, ``fine_grained=dict(parts=2, copies=4)`` in
-            `FineGrained`, ``router_stage`` in :mod:`damex.models.router_stage`. It is
-            not changed.
+            for ``backbone``, or ``'last'``), ``num_experts`` (the number of dataset
+            groups by default), and the parts ``router``, ``gate``, ``experts`` and
+            ``losses``, each a dict with a ``type``.
+            ``shared_expert=dict(type='SharedExpert')`` adds an expert for all tokens.
+            ``with_cp=True`` recomputes experts in the backward pass to save memory.
+            ``block=dict(norm='pre', drop_path=0.2)`` is described in `BlockOptions`,
+            ``fine_grained=dict(parts=2, copies=4)`` in `FineGrained`, ``router_stage``
+            in :mod:`damex.models.router_stage`. It is not changed.
         context: What the blocks read and write during a forward pass.
         num_groups: Number of dataset groups; None outside of a mixture.
 
