@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from damex.moe.losses.record_groups import record_groups
 from damex.moe.losses.reductions import valid_logits
 from damex.moe.protocols import Gate
 from damex.moe.record import RoutingRecord
@@ -112,20 +113,15 @@ class SeparateRouterLoss:
             ValueError: If the record has no group ids or no group-expert map, or there
                 are fewer than two groups.
         """
-        if record.group_ids_T is None or record.group_experts_GE is None:
-            raise ValueError(
-                "SeparateRouterLoss: the routing record needs group_ids_T and "
-                "group_experts_GE; give the layer group_experts and its forward "
-                "group_ids_B"
-            )
+        ids_T, experts_GE = record_groups(record, owner="SeparateRouterLoss")
         logits_TE = valid_logits(record.logits_TE, None)
-        mask_GE = record.group_experts_GE.to(logits_TE.dtype)
+        mask_GE = experts_GE.to(logits_TE.dtype)
         mean_GE = mask_GE / mask_GE.sum(1, keepdim=True)
         with torch.autocast(logits_TE.device.type, enabled=False):
             logits_TG = logits_TE @ mean_GE.t()
         return separate_router_loss(
             logits_TG,
-            record.group_ids_T,
+            ids_T,
             record.token_mask_T,
             pairs=self.pairs,
         )
