@@ -16,7 +16,12 @@ from damex.models.channel_gating import ChannelGating
 from damex.models.gated_ffn_block import GatedFFNBlock
 from damex.models.gated_residual import GatedResidualBlock
 from damex.models.insertion_plan import layers_of
-from damex.models.layer_choice import PARTS, layer_numbers, transformer_layer
+from damex.models.layer_choice import (
+    PARTS,
+    backbone_stages,
+    layer_numbers,
+    transformer_layer,
+)
 from damex.models.part_building import build_part
 from damex.moe import GatingPath
 
@@ -64,11 +69,11 @@ def insert_channels(
         detector: A built detector.
         moe: ``layers=dict(backbone=[2, 3], encoder='all', decoder='even')`` (a list of
             stages or layers, ``'all'`` or ``'even'``; stages of mmdet's ResNet count
-            from 0) and ``channels``, a dict with ``embedding`` (a dict with a
-            ``type``; its ``embed_dims`` is the number of targets by default),
-            ``gate_init``, ``l1_weight``, ``aux_weight``, ``aux_target`` ('classes' or
-            'datasets'), ``frozen`` (stage 2: the gating path as stage 1 left it, no
-            losses), and ``skip_closed``. It is not changed.
+            from 0, and there is ``'last'``, too) and ``channels``, a dict with
+            ``embedding`` (a dict with a ``type``; its ``embed_dims`` is the number of
+            targets by default), ``gate_init``, ``l1_weight``, ``aux_weight``,
+            ``aux_target`` ('classes' or 'datasets'), ``frozen`` (stage 2: the gating
+            path as stage 1 left it, no losses), and ``skip_closed``. It is not changed.
         num_groups: Number of dataset groups; None outside of a mixture.
 
     Returns:
@@ -203,14 +208,8 @@ def _gate_backbone(
             f"moe.layers.backbone: model.backbone is a {type(backbone).__name__}; "
             "channels of mmdet's ResNet can be gated. Choose encoder or decoder."
         )
-    count = len(backbone.res_layers)
     channels: dict[str, int] = {}
-    for stage in layer_numbers(chosen, count, part):
-        if type(stage) is not int or not 0 <= stage < count:
-            raise ConfigError(
-                f"moe.layers.backbone names stage {stage!r}, but the backbone has "
-                f"{count} stages: 0 to {count - 1}."
-            )
+    for stage in backbone_stages(chosen, len(backbone.res_layers)):
         blocks = getattr(backbone, backbone.res_layers[stage])
         for number, block in enumerate(blocks):
             gated = GatedResidualBlock(block, name=f"{part}.{stage}.{number}", **mount)

@@ -1,13 +1,48 @@
-"""Which denoising queries of DINO are real and which only fill up the batch."""
+"""Denoising queries of DINO: which are real, and which gates they would mislead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["denoising_query_mask"]
+from damex.errors import ConfigError
+from damex.models.moe_ffn import MoEFFN
+from damex.models.moe_patch_conv import MoEPatchConv
+from damex.moe import ExpertChoiceGate
+
+__all__ = ["check_denoising", "denoising_query_mask"]
+
+
+def check_denoising(
+    detector: nn.Module, blocks: Iterable[MoEFFN | MoEPatchConv]
+) -> None:
+    """Refuse gates that would let denoising queries push out matching ones.
+
+    Denoising queries are made of the ground truth. DINO's attention mask hides them
+    from the matching queries, but experts that choose among all tokens of an image
+    would choose among both, and at test time there are no denoising queries.
+
+    Args:
+        detector: A built detector.
+        blocks: Its MoE blocks.
+
+    Raises:
+        ConfigError: If experts choose tokens in a decoder with denoising queries.
+    """
+    if getattr(detector, "dn_query_generator", None) is None:
+        return
+    for block in blocks:
+        in_decoder = block.name.startswith("decoder.")
+        if in_decoder and isinstance(block.moe.gate, ExpertChoiceGate):
+            raise ConfigError(
+                f"moe.gate is {type(block.moe.gate).__name__} and moe.layers chooses "
+                f"{block.name}, where denoising queries, made of the ground truth, "
+                "would compete with the matching queries in training alone; set "
+                "moe.layers=dict(encoder='even'), or another gate such as TopKGate, or "
+                "use a detector without denoising queries such as MoEDeformableDETR."
+            )
 
 
 def denoising_query_mask(

@@ -165,8 +165,14 @@ class RoutedDetector(_Detector):
     def _forward(
         self, batch_inputs: Tensor, batch_data_samples: list | None = None
     ) -> tuple:
-        """Raw outputs; channels are gated as in a prediction."""
-        with self._gates(batch_inputs, batch_data_samples):
+        """Raw outputs; tokens are routed and channels gated as in a prediction."""
+        share_B2 = None
+        if batch_data_samples is not None:
+            share_B2 = _image_share(batch_inputs, batch_data_samples)
+        with (
+            self.routing.step(image_share_B2=share_B2),
+            self._gates(batch_inputs, batch_data_samples),
+        ):
             return super()._forward(batch_inputs, batch_data_samples)
 
     def _gates(

@@ -51,7 +51,8 @@ def prepare_gates(
     """Tell gates with a ``balance`` or ``set_progress`` that a step begins.
 
     A balance takes in the load of the step before; ``set_progress`` hears how far the
-    training is.
+    training is. A step is one forward in training: with gradient accumulation every
+    micro-batch counts as one.
 
     Args:
         blocks: The MoE blocks of a detector.

@@ -1,4 +1,4 @@
-"""Which transformer layers ``moe.layers`` chooses."""
+"""Which transformer layers and stages of a backbone ``moe.layers`` chooses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["chosen_layers", "layer_numbers", "transformer_layer"]
+__all__ = ["backbone_stages", "chosen_layers", "layer_numbers", "transformer_layer"]
 
 PARTS = ("encoder", "decoder")
 
@@ -68,6 +68,33 @@ def layer_numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
             f"moe.layers.{part} must be a list of layer numbers, 'all' or 'even', "
             f"got {chosen!r}."
         )
+    return chosen
+
+
+def backbone_stages(chosen: Any, count: int) -> Sequence[int]:
+    """Stage numbers behind a choice: a list, 'all', 'even' or 'last'.
+
+    Args:
+        chosen: What ``moe.layers`` says about the backbone; stages count from 0.
+        count: How many stages it has.
+
+    Raises:
+        ConfigError: If it is no choice, or a stage does not exist.
+    """
+    words = {"all": range(count), "even": range(0, count, 2), "last": [count - 1]}
+    if isinstance(chosen, str) and chosen in words:
+        return words[chosen]
+    if not isinstance(chosen, (list, tuple)):
+        raise ConfigError(
+            "moe.layers.backbone must be a list of stage numbers, 'all', 'even' or "
+            f"'last', got {chosen!r}."
+        )
+    for number in chosen:
+        if type(number) is not int or not 0 <= number < count:
+            raise ConfigError(
+                f"moe.layers.backbone names stage {number!r}, but the backbone has "
+                f"{count} stages: 0 to {count - 1}."
+            )
     return chosen
 
 

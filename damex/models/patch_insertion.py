@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from mmdet.registry import MODELS
 from torch import nn
 
-from damex.models.insertion_plan import InsertionPlan
+from damex.errors import ConfigError
+from damex.models.conv_sites import ConvSite, conv_sites
+from damex.models.insertion_plan import InsertionPlan, layers_of
 from damex.models.insertion_report import InsertedLayer, count_parameters
-from damex.models.moe_patch_conv import ConvSite, MoEPatchConv, conv_sites
+from damex.models.moe_patch_conv import MoEPatchConv
 from damex.models.part_building import assemble_layer, build_part
+from damex.moe import PatchConvExperts
 
-__all__ = ["insert_patch_convs"]
+__all__ = ["insert_patch_convs", "uses_patches"]
+
+
+def uses_patches(moe: Mapping[str, Any]) -> bool:
+    """Whether the experts convolve patches, and so belong into the backbone.
+
+    Raises:
+        ConfigError: If the experts do not fit the layers that are chosen for them.
+    """
+    layers = layers_of(moe)
+    experts = moe.get("experts") or {}
+    if not isinstance(experts, Mapping):
+        raise ConfigError(
+            "moe.experts must be a dict with a type, such as dict(type='FFNExperts'), "
+            f"got {experts!r}."
+        )
+    kind = experts.get("type", "FFNExperts")
+    part = MODELS.get(kind) if isinstance(kind, str) else kind
+    on_patches = inspect.isclass(part) and issubclass(part, PatchConvExperts)
+    chosen = layers.get("backbone") not in (None, [], ())
+    if chosen and not on_patches:
+        raise ConfigError(
+            "moe.layers.backbone needs experts that convolve patches; set moe.experts="
+            f"dict(type='PatchConvExperts', patch_size=2), got the type {kind!r}."
+        )
+    if not on_patches:
+        return False
+    others = [part for part in layers if part != "backbone"]
+    if others or not chosen:
+        raise ConfigError(
+            f"moe.experts has the type {kind!r}, which replaces convolutions; set "
+            f"moe.layers=dict(backbone=[3]) or 'last', got {dict(layers)!r}."
+        )
+    if moe.get("shared_expert") is not None:
+        raise ConfigError(
+            f"moe.shared_expert is an FFN and cannot stand beside {kind!r}; leave it "
+            "out."
+        )
+    return True
 
 
 def insert_patch_convs(

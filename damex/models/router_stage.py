@@ -40,6 +40,8 @@ class RouterStage:
 
         Raises:
             RuntimeError: If no runner tells its iteration.
+            ConfigError: If the training ends before the stage does. The length of a
+                training by epochs is known only when it runs.
         """
         now = training_iteration()
         if now is None:
@@ -49,6 +51,12 @@ class RouterStage:
             )
         iteration, max_iters = now
         if self.iters is not None:
+            if self.iters >= max_iters:
+                raise ConfigError(
+                    f"moe.router_stage.iters is {self.iters}, but the training has "
+                    f"{max_iters} iterations, so nothing but the routers would ever "
+                    "learn; set fewer iters, or share=0.1 in their place."
+                )
             return iteration < self.iters
         return iteration < math.ceil((self.share or 0.0) * max_iters)
 

@@ -77,7 +77,8 @@ class MoELayer(nn.Module):
         if group_experts is not None:
             mask_GE = group_experts_mask(group_experts, num_experts=experts.num_experts)
         self.register_buffer("group_experts_GE", mask_GE)
-        _check_losses(self.losses, has_groups=mask_GE is not None)
+        num_groups = None if mask_GE is None else mask_GE.shape[0]
+        _check_losses(self.losses, gate=gate, num_groups=num_groups)
 
     @property
     def num_experts(self) -> int:
@@ -272,7 +273,9 @@ def _check_mask(name: str, mask_BN: Tensor | None, tokens_BND: Tensor) -> None:
         )
 
 
-def _check_losses(losses: Sequence[RoutingLoss], *, has_groups: bool) -> None:
+def _check_losses(
+    losses: Sequence[RoutingLoss], *, gate: Gate, num_groups: int | None
+) -> None:
     names = [loss.name for loss in losses]
     if len(set(names)) != len(names):
         raise ValueError(f"MoELayer: two losses share a name, got {names}")
@@ -282,8 +285,11 @@ def _check_losses(losses: Sequence[RoutingLoss], *, has_groups: bool) -> None:
                 f"MoELayer: the weight of loss {loss.name!r} must be >= 0, "
                 f"got {loss.weight}"
             )
-        if loss.needs_groups and not has_groups:
+        if loss.needs_groups and num_groups is None:
             raise ValueError(
                 f"MoELayer: loss {loss.name!r} needs group_experts, the experts of "
                 "each dataset group, e.g. group_experts=[[0], [1]] for two datasets"
             )
+        check = getattr(loss, "check_layer", None)
+        if check is not None:
+            check(gate=gate, num_groups=num_groups)

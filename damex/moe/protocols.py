@@ -44,10 +44,12 @@ class Gate(Protocol):
     through the flattened B*N tokens. Masked tokens must get no route. In evaluation the
     answer must be deterministic.
 
-    Two things are optional. `set_progress(progress)`, with progress from 0 to 1, is
+    Three things are optional. `set_progress(progress)`, with progress from 0 to 1, is
     called before every training step. An attribute `balance`, a module or None, gets
-    its `step()` called then. A forward itself must not change what a repetition of it
-    would choose, or activation recomputation would go wrong.
+    its `step()` called then. `has_fixed_routes` is False where tokens may differ in
+    their number of routes; losses that need it equal are then refused. A forward itself
+    must not change what a repetition of it would choose, or activation recomputation
+    would go wrong.
     """
 
     def __call__(
@@ -77,6 +79,10 @@ class RoutingLoss(Protocol):
 
     A loss is a scalar that does not change with the content or amount of padding, and
     is zero, but attached to the graph, when no token is real.
+
+    Optional is `check_layer(*, gate, num_groups)`, called when a layer is built: it
+    raises ValueError if the loss cannot work with the gate, or with that many dataset
+    groups (None without a group-expert map).
     """
 
     @property

@@ -49,6 +49,12 @@ MISTAKES = [
         "'selected' or 'all'",
     ),
     (
+        dict(gate=dict(type="ExpertChoiceGate", share=0.5)),
+        "moe.gate",
+        "is ExpertChoiceGate and moe.layers chooses decoder.0",
+        "set moe.layers=dict(encoder='even')",
+    ),
+    (
         dict(gate=dict(capacity=dict(type="ExpertCapacity", factor=-1.0))),
         "moe.gate.capacity =",
         "got -1.0",
@@ -147,6 +153,41 @@ MISTAKES = [
         "'fg'",
         "'all' or 'foreground'",
     ),
+    *[
+        (
+            dict(
+                losses=[dict(type="SeparateRouterLoss", pairs=pairs)],
+                router_stage=dict(iters=1),
+            ),
+            "SeparateRouterLoss: ",
+            got,
+            allowed,
+        )
+        for pairs, got, allowed in [
+            ([0, 1], "got 0", "two different classes"),
+            ([(0, 9)], "got (0, 9)", "in [0, 2)"),
+            ([(1, 1)], "got (1, 1)", "two different classes"),
+            ([(0, -1)], "got (0, -1)", "two different classes"),
+            ([(0, "a")], "got (0, 'a')", "two different classes"),
+            ([], "got []", "such as [(0, 1)]"),
+            ("01", "got '01'", "such as [(0, 1)]"),
+            (1, "got 1", "such as [(0, 1)]"),
+        ]
+    ],
+    *[
+        (
+            dict(gate=gate, losses=[dict(type="LoadLoss")], layers=dict(encoder=[0])),
+            "LoadLoss: ",
+            f"got {gate['type']}",
+            "use LoadBalanceLoss or ImportanceLoss",
+        )
+        for gate in [
+            dict(type="ExpertChoiceGate", share=0.5),
+            dict(type="DenseToSparseGate"),
+            dict(type="DenseToSparseGate", threshold=0.0, end_k=1),
+            dict(type="TopKGate", k=2, capacity=dict(type="ExpertCapacity")),
+        ]
+    ],
     (dict(experts=dict(init_std=0.0)), "moe.experts =", "got 0.0", "be above 0"),
     (
         dict(experts=dict(num_experts=2)),
@@ -208,7 +249,7 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("changes", "field", "value", "allowed"),
     MISTAKES,
-    ids=[f"{next(iter(m[0]))}-{m[1]}-{m[2]}" for m in MISTAKES],
+    ids=[f"{number}-{m[1]}-{m[2]}" for number, m in enumerate(MISTAKES)],
 )
 def test_one_line_names_field_value_and_what_is_allowed(
     changes, field, value, allowed, build

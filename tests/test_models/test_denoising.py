@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from damex.errors import ConfigError
 from damex.models.denoising import denoising_query_mask
+from damex.models.insertion import moe_blocks
 
 
 def test_mask_follows_the_layout_of_mmdets_generator():
@@ -50,3 +52,21 @@ def test_mask_agrees_with_mmdets_generator():
 @pytest.mark.parametrize(("boxes", "queries"), [([2, 2], 8), ([0, 0], 0)])
 def test_no_mask_where_all_queries_are_real(boxes, queries):
     assert denoising_query_mask(boxes, num_denoising=queries, num_matching=3) is None
+
+
+def test_experts_choose_no_queries_where_some_hold_the_ground_truth(
+    build_mmdet, detector_name
+):
+    """Else a change of the boxes would change which matching queries are served."""
+    moe = dict(
+        layers=dict(encoder=[0], decoder=[1]),
+        num_experts=2,
+        gate=dict(type="ExpertChoiceGate", share=0.5),
+    )
+    if detector_name not in ("MoEDINO", "MoEDDQDETR"):
+        assert len(moe_blocks(build_mmdet(detector_name, moe=moe))) == 2
+        return
+    with pytest.raises(ConfigError, match=r"moe.gate is ExpertChoiceGate .*decoder\.1"):
+        build_mmdet(detector_name, moe=moe)
+    moe["layers"] = dict(encoder="all")
+    assert len(moe_blocks(build_mmdet(detector_name, moe=moe))) == 2

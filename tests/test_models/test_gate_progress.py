@@ -119,7 +119,7 @@ def test_gates_without_a_fixed_number_of_routes_train_a_detector(
     set_hub(iter=5, max_iters=11)
     losses = [dict(type="DatasetRoutingLoss"), dict(type="RouterZLoss")]
     detector = build(
-        moe={**MOE, "gate": gate, "losses": losses, "layers": dict(decoder=[0])}
+        moe={**MOE, "gate": gate, "losses": losses, "layers": dict(encoder=[0])}
     )
     batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
     found = train_step(detector, batch)
@@ -129,4 +129,4 @@ def test_gates_without_a_fixed_number_of_routes_train_a_detector(
     detector.eval()
     with torch.no_grad():
         samples = detector(**detector.data_preprocessor(batch), mode="predict")
-    assert all(sum(s.routing_counts["decoder.0"]) > 0 for s in samples)
+    assert all(sum(s.routing_counts["encoder.0"]) > 0 for s in samples)

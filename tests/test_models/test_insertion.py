@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from damex.errors import ConfigError
-from damex.models.insertion import moe_blocks
+from damex.models.context import RoutingContext
+from damex.models.insertion import insert_moe, moe_blocks
 
 DAMEX = dict(
     layers=dict(decoder=[0, 2]),
@@ -84,9 +85,6 @@ def test_the_config_is_not_changed(model_config):
 
 
 def test_the_report_names_every_layer(build):
-    from damex.models.context import RoutingContext
-    from damex.models.insertion import insert_moe
-
     dense = build(moe=None)
     report = insert_moe(dense, DAMEX, context=RoutingContext(), num_groups=3)
     # One FFN 64-256-64: 64*256 + 256 + 256*64 + 64 = 33,088; three and a 64 x 3 router.
@@ -114,3 +112,38 @@ def test_dense_detector_has_no_experts(build):
     detector = build(moe=None)
     assert moe_blocks(detector) == []
     assert isinstance(detector, nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("gate", "loss", "is_idle"),
+    [
+        (dict(type="DenseSoftmaxGate"), dict(), True),
+        (dict(type="ExpertChoiceGate", share=0.25), dict(), True),
+        (dict(type="TopKGate", k=1), dict(), False),
+        (
+            dict(type="ExpertChoiceGate", share=0.25),
+            dict(tokens="foreground"),
+            False,
+        ),
+        (dict(type="DenseSoftmaxGate"), dict(scores="logit"), False),
+    ],
+)
+def test_a_note_tells_of_a_balance_loss_that_cannot_act(
+    build, make_batch, run_loss, gate, loss, is_idle
+):
+    """It is given where the loss has no gradient, and nowhere else."""
+    moe = dict(
+        layers=dict(encoder=[0]),
+        num_experts=3,
+        gate=gate,
+        losses=[dict(type="LoadBalanceLoss", weight=1.0, **loss)],
+    )
+    detector = build(moe=moe)
+    (block,) = moe_blocks(detector)
+    run_loss(detector, make_batch([0, 1]))["loss_moe_load_balance"].backward()
+    grad = block.moe.router.weight_ED.grad.abs().max().item()
+    assert (grad < 1e-6) == is_idle
+    report = insert_moe(build(moe=None), moe, context=RoutingContext(), num_groups=None)
+    assert len(report.notes) == is_idle
+    if is_idle:
+        assert gate["type"] in report.notes[0]

@@ -85,7 +85,7 @@ def test_first_only_routers_change_and_then_all_but_them(build, make_batch, hub)
 
 
 def test_the_stage_lowers_its_loss(build, make_batch, hub):
-    detector, wrapper = make(build, {**MOE, "router_stage": dict(iters=100)})
+    detector, wrapper = make(build, {**MOE, "router_stage": dict(iters=7)})
     losses = []
     for _ in range(6):
         (log,) = train(detector, wrapper, hub, make_batch, [0])  # the same batch
@@ -168,6 +168,18 @@ def test_without_a_runner_there_is_no_iteration(build, make_batch, hub):
     detector, wrapper = make(build)
     with pytest.raises(RuntimeError, match=r"moe.router_stage needs the iteration"):
         detector.train_step(make_batch([0, 1]), wrapper)
+
+
+@pytest.mark.parametrize("iters", [8, 9])
+def test_a_stage_that_never_ends_is_refused_before_the_first_step(
+    build, make_batch, hub, iters
+):
+    detector, wrapper = make(build, {**MOE, "router_stage": dict(iters=iters)})
+    start = parameters(detector)
+    message = rf"router_stage.iters is {iters}, .*has 8 iterations.*set fewer iters"
+    with pytest.raises(ConfigError, match=message):
+        train(detector, wrapper, hub, make_batch, [0])
+    assert changed(start, parameters(detector)) == set()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from damex.moe import (
     DatasetRoutingLoss,
     DenseSoftmaxGate,
     DenseToSparseGate,
+    ExpertCapacity,
     ExpertChoiceGate,
     FFNExperts,
     HierarchicalRouter,
@@ -81,6 +82,11 @@ LAYERS = {
     },
 }
 every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
+MORE_GATES = {
+    "top1 in places": lambda: TopKGate(1, capacity=ExpertCapacity()),
+    "top2 in places": lambda: TopKGate(2, capacity=ExpertCapacity()),
+    "dense to dense": lambda: DenseToSparseGate(threshold=0.0),
+}
 
 
 def make_layer(
@@ -551,3 +557,11 @@ def test_router_learns_from_the_task_loss_alone():
     layer = make_layer(losses=(), group_experts=None)
     _, _, grads = train_step(layer, make_batch()[0])
     assert (grads["router.weight_ED"] != 0).any()
+
+
+@pytest.mark.parametrize("name", [*GATES, *MORE_GATES])
+def test_gates_tell_whether_every_token_has_as_many_routes(name):
+    """By what a loss needs of them: a known number of routes per token."""
+    gate = {**GATES, **MORE_GATES}[name]()
+    found = gate(torch.randn(2, 7, E), None).routes_per_token is not None
+    assert getattr(gate, "has_fixed_routes", True) == found

@@ -15,5 +15,6 @@ moe = dict(
         threshold=0.01,
     ),
     experts=dict(type="FFNExperts"),
+    # Acts once weights are dropped: until then each expert has the same load.
     losses=[dict(type="LoadBalanceLoss", weight=0.01)],
 )

@@ -31,7 +31,9 @@ class BiasBalancer(nn.Module):
 
     Args:
         num_experts: E.
-        rate: Step of the bias, above 0.
+        rate: Step of the bias, above 0. damex's detectors take one step per forward in
+            training, so with gradient accumulation each micro-batch is a step; divide
+            the rate by their number to move at most as far per update.
 
     Raises:
         ValueError: If `num_experts` or `rate` is not positive.

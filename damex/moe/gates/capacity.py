@@ -30,6 +30,11 @@ class ExpertCapacity:
     capacity an image's result depends on the other images of its batch: the one option
     of this package of which that is true.
 
+    Places are also shared by all queries of a decoder, whatever its attention mask
+    hides. In training the denoising queries of DINO, which are made of the ground
+    truth, take places from the matching queries; at test time there are none. The
+    released code of DAMEX does the same, so the coupling is kept.
+
     Attributes:
         factor: Places per expert over those that perfect balance would need; above 0.
         priority: Who is served first: 'score' for tokens with the highest probability

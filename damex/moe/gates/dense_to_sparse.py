@@ -97,6 +97,11 @@ class DenseToSparseGate(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(())) if learn_scale else None
 
     @property
+    def has_fixed_routes(self) -> bool:
+        """Whether all routes are kept, so that every token gets all experts."""
+        return self.threshold == 0.0 and self.end_k is None
+
+    @property
     def temperature(self) -> Tensor:
         """The tau of the present progress, a scalar."""
         start, end = self.start_temperature, self.end_temperature
@@ -155,7 +160,7 @@ class DenseToSparseGate(nn.Module):
         logits_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
         num_tokens, num_experts = logits_TE.shape
         weights_TE = torch.softmax(logits_TE / self.temperature, dim=-1)
-        if self.threshold == 0.0 and self.end_k is None:
+        if self.has_fixed_routes:
             ids_E = torch.arange(num_experts, device=logits_TE.device)
             return Assignment.from_topk(
                 ids_E.expand(num_tokens, num_experts),

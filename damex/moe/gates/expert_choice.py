@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,10 @@ class ExpertChoiceGate(nn.Module):
     none (its block is the identity). Of equal scores the earlier token is taken.
 
     Images do not see each other and padding is never taken nor counted. An expert
-    chooses among the tokens of an image, so a token's result depends on the others of
-    its image, as it does in attention.
+    chooses among the tokens of an image, so a token's result depends on all others of
+    its image, also on those that an attention mask would hide from it. Tokens that
+    exist in training alone, such as the denoising queries of DINO, therefore do not
+    belong in here; damex refuses this gate in a decoder that has them.
 
     Without a mask the number of routes follows from the shape; with one a GPU has to
     tell it to the host, and a compiled graph to expect that; see `MoELayer`.
@@ -51,6 +53,8 @@ class ExpertChoiceGate(nn.Module):
         ValueError: If not exactly one of `num_tokens` and `share` is set, one is out
             of range, `weights` is unknown, or 'one' is to have its mean scaled.
     """
+
+    has_fixed_routes: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -87,6 +87,11 @@ class TopKGate(nn.Module):
         self.balance = balance
         self.capacity = capacity
 
+    @property
+    def has_fixed_routes(self) -> bool:
+        """Whether all tokens that are routed get the same number of experts."""
+        return self.capacity is None or self.k == 1
+
     def forward(
         self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
     ) -> Assignment:

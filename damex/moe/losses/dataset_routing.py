@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from damex.moe.losses.record_groups import record_groups
 from damex.moe.losses.reductions import valid_logits
 from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
 from damex.moe.record import RoutingRecord
@@ -75,14 +76,9 @@ class DatasetRoutingLoss:
             ValueError: If the record has no group ids, no group-expert map, or no
                 foreground where that is asked for.
         """
-        if record.group_ids_T is None or record.group_experts_GE is None:
-            raise ValueError(
-                "DatasetRoutingLoss: the routing record needs group_ids_T and "
-                "group_experts_GE; give the layer group_experts and its forward "
-                "group_ids_B"
-            )
-        known_T = record.group_ids_T >= 0
-        target_TE = record.group_experts_GE[record.group_ids_T.clamp_min(0)]
+        ids_T, experts_GE = record_groups(record, owner="DatasetRoutingLoss")
+        known_T = ids_T >= 0
+        target_TE = experts_GE[ids_T.clamp_min(0)]
         valid_T = counted_tokens(record, self.tokens, owner="DatasetRoutingLoss")
         return dataset_routing_loss(
             record.logits_TE, target_TE & known_T.unsqueeze(1), valid_T

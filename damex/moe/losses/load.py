@@ -14,6 +14,7 @@ from torch import Tensor
 
 from damex.moe.losses.reductions import squared_cv, valid_logits
 from damex.moe.losses.token_choice import TokenChoice, check_tokens, counted_tokens
+from damex.moe.protocols import Gate
 from damex.moe.record import RoutingRecord
 
 
@@ -72,6 +73,20 @@ class LoadLoss:
     def __post_init__(self) -> None:
         check_tokens("LoadLoss", self.tokens)
 
+    def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
+        """Refuses a gate that gives tokens different numbers of experts.
+
+        Args:
+            gate: The layer's gate.
+            num_groups: Not read.
+
+        Raises:
+            ValueError: If the gate says that its number of routes is not fixed.
+        """
+        del num_groups
+        if not getattr(gate, "has_fixed_routes", True):
+            raise ValueError(_misfit(type(gate).__name__))
+
     def __call__(self, record: RoutingRecord) -> Tensor:
         """Returns the unweighted loss.
 
@@ -81,11 +96,15 @@ class LoadLoss:
         """
         k = record.assignment.routes_per_token
         if k is None:
-            raise ValueError(
-                "LoadLoss: needs a gate that gives every token the same number of "
-                "experts, such as TopKGate (with k above 1, without a capacity); use "
-                "LoadBalanceLoss or ImportanceLoss"
-            )
+            raise ValueError(_misfit("different numbers"))
         std = 1.0 / record.num_experts if self.noise_std is None else self.noise_std
         valid_T = counted_tokens(record, self.tokens, owner="LoadLoss")
         return load_loss(record.logits_TE, valid_T, k=k, noise_std=std)
+
+
+def _misfit(got: str) -> str:
+    return (
+        "LoadLoss: needs a gate that gives every token the same number of experts, "
+        f"such as TopKGate (with k above 1, without a capacity), got {got}; use "
+        "LoadBalanceLoss or ImportanceLoss"
+    )

@@ -56,6 +56,11 @@ def load_balance_loss(
 class LoadBalanceLoss:
     """`load_balance_loss` on the record of a layer.
 
+    It acts on gates whose load can be uneven. Where each expert has the same load, it
+    is 1 whatever the router says and has no gradient (with scores='logit' it does not
+    even out anything either): with `DenseSoftmaxGate`; with `ExpertChoiceGate`, unless
+    tokens='foreground'; and with `DenseToSparseGate` as long as it drops no weight.
+
     Attributes:
         weight: Factor in the total loss; 0.01 in Switch Transformer.
         tokens: 'all' for all real tokens, 'foreground' for those on objects.

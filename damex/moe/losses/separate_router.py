@@ -5,14 +5,17 @@ Axes: T tokens, V tokens that count, E experts, G classes (dataset groups).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from damex.moe.losses.record_groups import record_groups
 from damex.moe.losses.reductions import valid_logits
+from damex.moe.protocols import Gate
 from damex.moe.record import RoutingRecord
 
 
@@ -76,6 +79,9 @@ class SeparateRouterLoss:
         weight: Factor in the total loss.
         pairs: Pairs of groups to part; None for all of them.
         name: Key of the loss.
+
+    Raises:
+        ValueError: If `pairs` are no pairs of two different groups.
     """
 
     needs_groups: ClassVar[bool] = True
@@ -84,6 +90,22 @@ class SeparateRouterLoss:
     pairs: Sequence[tuple[int, int]] | None = None
     name: str = "separate_router"
 
+    def __post_init__(self) -> None:
+        _check_pairs("SeparateRouterLoss", self.pairs)
+
+    def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
+        """Refuses pairs of groups that the layer does not have.
+
+        Args:
+            gate: Not read.
+            num_groups: Number of dataset groups.
+
+        Raises:
+            ValueError: If a pair names another group.
+        """
+        del gate
+        _check_pairs("SeparateRouterLoss", self.pairs, num_classes=num_groups)
+
     def __call__(self, record: RoutingRecord) -> Tensor:
         """Returns the unweighted loss; tokens with group id -1 are left out.
 
@@ -91,20 +113,15 @@ class SeparateRouterLoss:
             ValueError: If the record has no group ids or no group-expert map, or there
                 are fewer than two groups.
         """
-        if record.group_ids_T is None or record.group_experts_GE is None:
-            raise ValueError(
-                "SeparateRouterLoss: the routing record needs group_ids_T and "
-                "group_experts_GE; give the layer group_experts and its forward "
-                "group_ids_B"
-            )
+        ids_T, experts_GE = record_groups(record, owner="SeparateRouterLoss")
         logits_TE = valid_logits(record.logits_TE, None)
-        mask_GE = record.group_experts_GE.to(logits_TE.dtype)
+        mask_GE = experts_GE.to(logits_TE.dtype)
         mean_GE = mask_GE / mask_GE.sum(1, keepdim=True)
         with torch.autocast(logits_TE.device.type, enabled=False):
             logits_TG = logits_TE @ mean_GE.t()
         return separate_router_loss(
             logits_TG,
-            record.group_ids_T,
+            ids_T,
             record.token_mask_T,
             pairs=self.pairs,
         )
@@ -120,13 +137,26 @@ def _pairs(
         )
     if pairs is None:
         pairs = [(a, b) for a in range(num_classes) for b in range(a + 1, num_classes)]
+    _check_pairs("separate_router_loss", pairs, num_classes=num_classes)
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _check_pairs(owner: str, pairs: Any, *, num_classes: int | None = None) -> None:
+    """Raises ValueError, naming the owner, unless these are pairs of known classes."""
+    if pairs is None:
+        return
+    if not isinstance(pairs, Sequence) or isinstance(pairs, str) or not pairs:
+        raise ValueError(
+            f"{owner}: pairs must be a list of pairs such as [(0, 1)], not empty, or "
+            f"None for all, got {pairs!r}"
+        )
+    end = sys.maxsize if num_classes is None else num_classes
+    known = "[0, G)" if num_classes is None else f"[0, {num_classes})"
     for pair in pairs:
-        inside = len(pair) == 2 and all(0 <= label < num_classes for label in pair)
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        inside = is_pair and all(type(n) is int and 0 <= n < end for n in pair)
         if not inside or pair[0] == pair[1]:
             raise ValueError(
-                "separate_router_loss: pairs must name two different classes in "
-                f"[0, {num_classes}), got {pair}"
+                f"{owner}: pairs must name two different classes in {known}, "
+                f"got {pair!r}"
             )
-    if not pairs:
-        raise ValueError("separate_router_loss: pairs must not be empty, got []")
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]

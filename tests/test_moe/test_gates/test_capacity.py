@@ -127,7 +127,7 @@ def test_noise_decides_priority_in_training_and_not_in_evaluation():
 def test_a_balance_sees_the_demand_before_the_cut():
     gate = capped(balance=BiasBalancer(2))
     gate(ONE_SIDED)
-    assert gate.balance.counts_E.tolist() == [5, 0]
+    assert gate.balance.seen_E.tolist() == [5, 0]
 
 
 @pytest.fixture

@@ -109,9 +109,3 @@ def test_confident_right_and_wrong_routers_stay_finite():
     assert (right.item(), wrong.item()) == (0.0, 1000.0)
     wrong.backward()
     assert logits.grad.tolist() == [[1.0, -1.0]]
-
-
-def test_error_without_groups():
-    record = record_of(torch.zeros(2, 2), None, one_hot(0, num_experts=2))
-    with pytest.raises(ValueError, match="needs group_ids_T and group_experts_GE"):
-        DatasetRoutingLoss()(record)

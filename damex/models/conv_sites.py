@@ -1,0 +1,92 @@
+"""Convolutions of mmdet's ResNet that experts on patches can replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmdet.models.backbones import ResNet
+from torch import nn
+
+from damex.errors import ConfigError
+from damex.models.layer_choice import backbone_stages
+from damex.models.moe_patch_conv import MoEPatchConv
+
+__all__ = ["ConvSite", "conv_sites"]
+
+CONVOLUTION = "conv2"  # the last 3x3 convolution of both of ResNet's blocks
+
+
+@dataclass(frozen=True)
+class ConvSite:
+    """A convolution that experts can replace."""
+
+    name: str
+    block: nn.Module
+    conv: nn.Conv2d
+
+    def replace(self, module: nn.Module) -> None:
+        """Put a module in its place."""
+        setattr(self.block, CONVOLUTION, module)
+
+
+def conv_sites(detector: nn.Module, chosen: Any) -> Iterator[ConvSite]:
+    """Find the last 3x3 convolution of chosen stages of a ResNet.
+
+    Args:
+        detector: A built detector.
+        chosen: List of stage numbers, counted from 0 as in ``out_indices``, or
+            ``'all'``, ``'even'`` or ``'last'``.
+
+    Raises:
+        ConfigError: If there is no ResNet, a stage does not exist, or its last block
+            cannot take experts.
+    """
+    backbone = getattr(detector, "backbone", None)
+    if not isinstance(backbone, ResNet):
+        raise ConfigError(
+            "moe.layers.backbone needs a ResNet of mmdet as model.backbone, got "
+            f"{type(backbone).__name__}."
+        )
+    for stage in backbone_stages(chosen, len(backbone.res_layers)):
+        yield _site(backbone, stage)
+
+
+def _site(backbone: ResNet, stage: int) -> ConvSite:
+    layer = backbone.res_layers[stage]
+    blocks = getattr(backbone, layer)
+    where = f"moe.layers.backbone: stage {stage}"
+    if stage < backbone.frozen_stages:
+        raise ConfigError(
+            f"{where} is frozen by model.backbone.frozen_stages="
+            f"{backbone.frozen_stages}; choose a later stage, or set "
+            f"frozen_stages={stage} or less."
+        )
+    block = blocks[-1]
+    if block.with_cp:
+        raise ConfigError(
+            f"{where} is recomputed by model.backbone.with_cp, which would run its "
+            "experts a second time without what they need; set with_cp=False there and "
+            "moe.with_cp=True."
+        )
+    conv = getattr(block, CONVOLUTION)
+    obstacle = _obstacle(conv)
+    if obstacle:
+        raise ConfigError(
+            f"{where}: experts can replace a plain convolution of stride 1 only, but "
+            f"its last block has {obstacle}."
+        )
+    return ConvSite(f"backbone.{layer}.{len(blocks) - 1}.{CONVOLUTION}", block, conv)
+
+
+def _obstacle(conv: nn.Module) -> str | None:
+    """What experts cannot do of what a convolution does."""
+    if isinstance(conv, MoEPatchConv):
+        return "experts already (listed twice?)"
+    if type(conv) is not nn.Conv2d:
+        return f"a {type(conv).__name__}"
+    for name in ("stride", "dilation"):
+        if getattr(conv, name) != (1, 1):
+            return f"{name}={getattr(conv, name)[0]}"
+    return f"groups={conv.groups}" if conv.groups != 1 else None
