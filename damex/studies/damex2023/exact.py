@@ -5,6 +5,8 @@ Axes: B images, N tokens per image, T = B*N tokens, D features, E experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,9 +15,10 @@ from damex.moe import (
     ExpertCapacity,
     dropped_counts,
 )
-from damex.studies.damex2023.model import damex_layer
+from damex.studies.damex2023.model import ROUTER_STD, damex_layer
 
 __all__ = [
+    "FirstWeights",
     "drops_of_a_good_router",
     "first_gate_weights",
     "loss_gap",
@@ -23,6 +26,24 @@ __all__ = [
 ]
 
 DIMS, NUM_EXPERTS, NUM_TOKENS = 16, 8, 900
+LARGEST_OF_EIGHT = 1.4236  # expected largest of eight standard normal values
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """Gate weights before training, times E.
+
+    Attributes:
+        mean: Over routes.
+        smallest: Of all routes.
+        largest: Of all routes.
+        expected: What `mean` should be, by arithmetic.
+    """
+
+    mean: float
+    smallest: float
+    largest: float
+    expected: float
 
 
 def loss_gap(*, seed: int) -> float:
@@ -59,15 +80,26 @@ def metadata_gap(*, seed: int) -> float:
 
 
 @torch.no_grad()
-def first_gate_weights(*, seed: int) -> tuple[float, float]:
-    """Smallest and largest weight of a route before any training, times E.
+def first_gate_weights(*, seed: int) -> FirstWeights:
+    """Weights of routes before any training, times E.
+
+    A logit is normal with the standard deviation `ROUTER_STD` |x|, and the largest of
+    eight lies 1.4236 deviations above their mean; to first order that is what the
+    weight of a top-1 route times E is above 1.
 
     Args:
         seed: Of weights and tokens.
     """
     layer = damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval()
-    weight_R = layer.route(_tokens(2, seed=seed)).assignment.weight_R * NUM_EXPERTS
-    return weight_R.min().item(), weight_R.max().item()
+    tokens_BND = _tokens(2, seed=seed)
+    weight_R = layer.route(tokens_BND).assignment.weight_R * NUM_EXPERTS
+    deviation = ROUTER_STD * tokens_BND.norm(dim=2).mean().item()
+    return FirstWeights(
+        mean=weight_R.mean().item(),
+        smallest=weight_R.min().item(),
+        largest=weight_R.max().item(),
+        expected=1.0 + LARGEST_OF_EIGHT * deviation,
+    )
 
 
 @torch.no_grad()

@@ -8,13 +8,21 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from damex.studies.damex2023.measurements import Case, Faults
+from damex.studies.damex2023.cases import (
+    ALONE,
+    METHODS,
+    Case,
+    cases_with_more_experts,
+    growing_cases,
+)
+from damex.studies.damex2023.measurements import Faults
 from damex.studies.damex2023.mixing import Outcome
+from damex.studies.damex2023.model import Method
 
 __all__ = ["draw_figure"]
 
-COLORS: Mapping[str, str] = {"vanilla": "#b2603a", "damex": "#2a6f97"}
-NAMES: Mapping[str, str] = {"vanilla": "vanilla MoE", "damex": "DAMEX"}
+COLORS: Mapping[Method, str] = {"vanilla": "#b2603a", "damex": "#2a6f97"}
+NAMES: Mapping[Method, str] = {"vanilla": "vanilla MoE", "damex": "DAMEX"}
 
 
 def draw_figure(
@@ -26,49 +34,80 @@ def draw_figure(
         outcomes: Of the mixtures.
         faults: Of the released code.
     """
-    figure = Figure(figsize=(12.5, 6.4), layout="constrained")
-    axes = figure.subplots(2, 3)
+    figure = Figure(figsize=(16.5, 6.4), layout="constrained")
+    axes = figure.subplots(2, 4)
     for row, shared in enumerate((False, True)):
         _draw_accuracy(axes[row, 0], outcomes, shared=shared)
-    most = max(case.num_datasets for case in outcomes)
-    for row, method in enumerate(("vanilla", "damex")):
-        chosen = [
-            found[0].counts_GE
-            for case, found in outcomes.items()
-            if case.method == method and case.shared and case.num_datasets == most
-        ]
-        share = (chosen[0] / chosen[0].sum(1, keepdim=True)).numpy()
-        image = axes[row, 1].imshow(share, vmin=0, vmax=1, cmap="Blues")
-        axes[row, 1].set(title=f"{NAMES[method]}: where samples go", xlabel="expert")
-        axes[row, 1].set_ylabel("data set")
-        figure.colorbar(image, ax=axes[row, 1], label="share of the data set")
-    _draw_drops(axes[0, 2], faults)
-    _draw_labels(axes[1, 2], faults)
+    _draw_experts(axes[0, 1], outcomes)
+    _draw_drops(axes[1, 1], faults)
+    for row, method in enumerate(METHODS):
+        most = growing_cases(outcomes, method, shared=True)[-1]
+        counts_GE = outcomes[most][0].counts_GE
+        share = (counts_GE / counts_GE.sum(1, keepdim=True)).numpy()
+        image = axes[row, 2].imshow(share, vmin=0, vmax=1, cmap="Blues")
+        axes[row, 2].set(title=f"{NAMES[method]}: where samples go", xlabel="expert")
+        axes[row, 2].set_ylabel("data set")
+        figure.colorbar(image, ax=axes[row, 2], label="share of the data set")
+    _draw_targets(axes[0, 3], faults)
+    _draw_labels(axes[1, 3], faults)
     return figure
 
 
 def _draw_accuracy(
     axes: Axes, outcomes: Mapping[Case, Sequence[Outcome]], *, shared: bool
 ) -> None:
-    for method, color in COLORS.items():
-        cases = [c for c in outcomes if c.shared == shared and c.method == method]
+    for method in METHODS:
+        cases = growing_cases(outcomes, method, shared=shared)
         numbers = [case.num_datasets for case in cases]
-        values = [[o.accuracy for o in outcomes[case]] for case in cases]
-        means = [float(np.mean(seeds)) for seeds in values]
-        spreads = [
-            float(np.std(seeds, ddof=1)) if len(seeds) > 1 else 0.0 for seeds in values
-        ]
-        axes.errorbar(
-            numbers, means, spreads, color=color, marker="o", label=NAMES[method]
-        )
+        _draw_curve(axes, numbers, [outcomes[case] for case in cases], method)
+        axes.set_xticks(numbers)
     where = "any data set" if shared else "the same data set"
     axes.set(
         title=f"disturbed by signals of {where}",
-        xlabel="data sets mixed (8 experts)",
+        xlabel=f"data sets mixed ({cases[-1].num_experts} experts)",
         ylabel="test accuracy (%)",
     )
-    axes.set_xticks(sorted({case.num_datasets for case in outcomes}))
     axes.legend()
+
+
+def _draw_experts(axes: Axes, outcomes: Mapping[Case, Sequence[Outcome]]) -> None:
+    """The largest mixture that disturbs itself, with more and more experts."""
+    for method in METHODS:
+        first = growing_cases(outcomes, method, shared=False)[-1]
+        cases = [first, *cases_with_more_experts(outcomes, method)]
+        numbers = [case.num_experts for case in cases]
+        _draw_curve(axes, numbers, [outcomes[case] for case in cases], method)
+    alone = float(np.mean([o.accuracy for o in outcomes[ALONE]]))
+    axes.axhline(alone, color="0.4", ls="--", lw=1, label="one expert, one data set")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.set(
+        title="disturbed by signals of the same data set",
+        xlabel=f"experts ({first.num_datasets} data sets of 4 clusters)",
+        ylabel="test accuracy (%)",
+    )
+    axes.legend()
+
+
+def _draw_curve(
+    axes: Axes,
+    numbers: Sequence[int],
+    found: Sequence[Sequence[Outcome]],
+    method: Method,
+) -> None:
+    values = [[o.accuracy for o in outcomes] for outcomes in found]
+    means = [float(np.mean(seeds)) for seeds in values]
+    spreads = [
+        float(np.std(seeds, ddof=1)) if len(seeds) > 1 else 0.0 for seeds in values
+    ]
+    axes.errorbar(
+        numbers,
+        means,
+        spreads,
+        color=COLORS[method],
+        marker="o",
+        label=NAMES[method],
+    )
 
 
 def _draw_drops(axes: Axes, faults: Sequence[Faults]) -> None:
@@ -85,7 +124,7 @@ def _draw_drops(axes: Axes, faults: Sequence[Faults]) -> None:
     axes.legend()
 
 
-def _draw_labels(axes: Axes, faults: Sequence[Faults]) -> None:
+def _draw_targets(axes: Axes, faults: Sequence[Faults]) -> None:
     names = ("aligned", "released")
     numbers = sorted({number for number, _ in faults[0].targets})
     for offset, (released, color) in enumerate(((False, "#2a6f97"), (True, "#b2603a"))):
@@ -102,3 +141,21 @@ def _draw_labels(axes: Axes, faults: Sequence[Faults]) -> None:
         ylim=(0, 100),
     )
     axes.legend()
+
+
+def _draw_labels(axes: Axes, faults: Sequence[Faults]) -> None:
+    for offset, (marked, color) in enumerate(((False, "#9fb8c8"), (True, "#2a6f97"))):
+        means = [
+            np.mean([found.labels[by_name, marked] for found in faults])
+            for by_name in (False, True)
+        ]
+        places = np.arange(2) + 0.4 * offset - 0.2
+        label = f"tokens {'show' if marked else 'do not show'} their data set"
+        axes.bar(places, means, 0.4, color=color, label=label)
+    axes.set_xticks(range(2), ["own numbers (released)", "labels by name"])
+    axes.set(
+        title="same classes, numbered differently",
+        ylabel="class accuracy (%)",
+        ylim=(0, 125),
+    )
+    axes.legend(loc="upper center")

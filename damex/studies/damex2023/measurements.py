@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from damex.moe import ExpertCapacity
 from damex.studies.cluster_data import SETTINGS, draw_task
+from damex.studies.damex2023.cases import ALONE, METHODS, Case
 from damex.studies.damex2023.faults import (
     Routing,
     capacity_curve,
@@ -22,29 +23,12 @@ from damex.studies.damex2023.mixing import (
     evaluate,
     train,
 )
-from damex.studies.damex2023.model import Method
 from damex.studies.progress import StudyProgress
 
-__all__ = ["Case", "Faults", "Plan", "measure_faults", "measure_mixing"]
+__all__ = ["Faults", "Plan", "measure_faults", "measure_mixing"]
 
-METHODS: tuple[Method, ...] = ("vanilla", "damex")
 NUM_CLASSES = 8  # of the classifier, one cluster each
 TEST_SEED = 1000  # added to the seed of a run
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table.
-
-    Attributes:
-        shared: See `draw_mixture`.
-        num_datasets: G.
-        method: 'vanilla' or 'damex'.
-    """
-
-    shared: bool
-    num_datasets: int
-    method: Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +39,10 @@ class Plan:
         mixing: Sizes of the mixtures.
         datasets: Numbers of data sets.
         kinds: Which mixtures: disturbances shared or not.
+        longer: Factors on the steps, for DAMEX on the largest mixture whose data sets
+            disturb themselves.
+        more_experts: Further numbers of experts for the largest mixture whose data sets
+            disturb themselves; both methods.
         seeds: Of the mixtures; the faults take the same.
         router_steps: Steps of a router in the demonstrations.
         label_steps: Steps of a classifier.
@@ -64,6 +52,8 @@ class Plan:
     mixing: Mixing
     datasets: Sequence[int]
     kinds: Sequence[bool]
+    longer: Sequence[int]
+    more_experts: Sequence[int]
     seeds: Sequence[int]
     router_steps: int = 300
     label_steps: int = 200
@@ -86,28 +76,28 @@ class Faults:
 
 
 def measure_mixing(plan: Plan, progress: StudyProgress) -> dict[Case, list[Outcome]]:
-    """Trains and tests both methods on all mixtures.
+    """Trains and tests both methods on all mixtures, and one expert on one data set.
 
     Args:
         plan: How much.
         progress: Told after each run.
     """
-    cases = [
-        Case(shared, number, method)
-        for shared in plan.kinds
-        for number in plan.datasets
-        for method in METHODS
-    ]
+    cases = _cases(plan)
     runs = [(case, seed) for seed in plan.seeds for case in cases]
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
     for case, seed in progress.track(runs, "mixtures of data sets"):
+        mixing = replace(
+            plan.mixing,
+            num_experts=case.num_experts,
+            steps=plan.mixing.steps * case.longer,
+        )
         generator = torch.Generator().manual_seed(TEST_SEED + seed)
         task = draw_mixture(
-            plan.mixing, case.num_datasets, shared=case.shared, generator=generator
+            mixing, case.num_datasets, shared=case.shared, generator=generator
         )
-        model = train(task, plan.mixing, case.method, seed=seed)
-        samples = task.draw(plan.mixing.num_samples, generator)
-        outcomes[case].append(evaluate(model, samples, plan.mixing))
+        model = train(task, mixing, case.method, seed=seed)
+        samples = task.draw(mixing.num_samples, generator)
+        outcomes[case].append(evaluate(model, samples, mixing))
     return outcomes
 
 
@@ -121,6 +111,24 @@ def measure_faults(plan: Plan, progress: StudyProgress) -> list[Faults]:
     return [
         _faults(plan, seed) for seed in progress.track(plan.seeds, "released faults")
     ]
+
+
+def _cases(plan: Plan) -> list[Case]:
+    usual = plan.mixing.num_experts
+    cases = [
+        Case(shared, number, method, usual)
+        for shared in plan.kinds
+        for number in plan.datasets
+        for method in METHODS
+    ]
+    most = max(plan.datasets)
+    cases += [
+        Case(False, most, method, number)
+        for number in plan.more_experts
+        for method in METHODS
+    ]
+    cases += [Case(False, most, "damex", usual, factor) for factor in plan.longer]
+    return [*cases, ALONE]
 
 
 def _faults(plan: Plan, seed: int) -> Faults:

@@ -23,7 +23,14 @@ from damex.moe import (
     TopKGate,
 )
 
-__all__ = ["NUM_PATCHES", "ClusterMoE", "Method", "damex_layer", "dataset_experts"]
+__all__ = [
+    "NUM_PATCHES",
+    "ROUTER_STD",
+    "ClusterMoE",
+    "Method",
+    "damex_layer",
+    "dataset_experts",
+]
 
 Method = Literal["vanilla", "damex"]
 NUM_PATCHES = 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from damex.studies.damex2023.conclusion import conclusion
+from damex.studies.damex2023.fault_rows import exact_rows, fault_rows
 from damex.studies.damex2023.figure import draw_figure
 from damex.studies.damex2023.measurements import (
     Plan,
@@ -9,12 +11,7 @@ from damex.studies.damex2023.measurements import (
     measure_mixing,
 )
 from damex.studies.damex2023.mixing import Mixing
-from damex.studies.damex2023.rows import (
-    conclusion,
-    exact_rows,
-    fault_rows,
-    mixing_rows,
-)
+from damex.studies.damex2023.mixing_rows import mixing_rows
 from damex.studies.progress import StudyProgress
 from damex.studies.result import StudyResult, StudySettings
 
@@ -45,7 +42,7 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
         conclusion=conclusion(outcomes, faults),
         figure=draw_figure(outcomes, faults),
         settings={
-            "experts": mixing.num_experts,
+            "experts": f"{mixing.num_experts} unless the row says otherwise",
             "cubic filters per expert": mixing.hidden_dims,
             "clusters per data set": mixing.clusters,
             "training samples": mixing.num_samples,
@@ -62,6 +59,8 @@ def _plan(settings: StudySettings) -> Plan:
             mixing=Mixing(steps=120, batch_size=256, num_samples=3000),
             datasets=(2, 8),
             kinds=(False, True),
+            longer=(),
+            more_experts=(32,),
             seeds=range(settings.seeds or 1),
             router_steps=100,
             label_steps=60,
@@ -71,5 +70,7 @@ def _plan(settings: StudySettings) -> Plan:
         mixing=Mixing(),
         datasets=(2, 4, 8),
         kinds=(False, True),
+        longer=(4,),
+        more_experts=(16, 32),
         seeds=range(settings.seeds or SEEDS),
     )
