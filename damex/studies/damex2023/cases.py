@@ -31,7 +31,7 @@ class Case:
     longer: int = 1
 
 
-# One expert that has a data set to itself, with as many samples as a whole mixture.
+# One expert with a data set to itself, and as many filters and samples as a mixture.
 ALONE = Case(shared=False, num_datasets=1, method="damex", num_experts=1)
 
 

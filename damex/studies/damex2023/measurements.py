@@ -42,7 +42,8 @@ class Plan:
         longer: Factors on the steps, for DAMEX on the largest mixture whose data sets
             disturb themselves.
         more_experts: Further numbers of experts for the largest mixture whose data sets
-            disturb themselves; both methods.
+            disturb themselves; both methods. All experts together have as many filters
+            as in `mixing`.
         seeds: Of the mixtures; the faults take the same.
         router_steps: Steps of a router in the demonstrations.
         label_steps: Steps of a classifier.
@@ -86,11 +87,7 @@ def measure_mixing(plan: Plan, progress: StudyProgress) -> dict[Case, list[Outco
     runs = [(case, seed) for seed in plan.seeds for case in cases]
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
     for case, seed in progress.track(runs, "mixtures of data sets"):
-        mixing = replace(
-            plan.mixing,
-            num_experts=case.num_experts,
-            steps=plan.mixing.steps * case.longer,
-        )
+        mixing = _sizes(plan.mixing, case)
         generator = torch.Generator().manual_seed(TEST_SEED + seed)
         task = draw_mixture(
             mixing, case.num_datasets, shared=case.shared, generator=generator
@@ -111,6 +108,17 @@ def measure_faults(plan: Plan, progress: StudyProgress) -> list[Faults]:
     return [
         _faults(plan, seed) for seed in progress.track(plan.seeds, "released faults")
     ]
+
+
+def _sizes(mixing: Mixing, case: Case) -> Mixing:
+    """More experts share the same number of filters, so parameters stay the same."""
+    filters = mixing.num_experts * mixing.hidden_dims
+    return replace(
+        mixing,
+        num_experts=case.num_experts,
+        hidden_dims=filters // case.num_experts,
+        steps=mixing.steps * case.longer,
+    )
 
 
 def _cases(plan: Plan) -> list[Case]:

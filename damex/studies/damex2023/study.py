@@ -43,7 +43,7 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
         figure=draw_figure(outcomes, faults),
         settings={
             "experts": f"{mixing.num_experts} unless the row says otherwise",
-            "cubic filters per expert": mixing.hidden_dims,
+            "cubic filters of all experts": mixing.num_experts * mixing.hidden_dims,
             "clusters per data set": mixing.clusters,
             "training samples": mixing.num_samples,
             "steps of Adam": mixing.steps,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from damex.studies.deepmoe2019.measurements import Case, Measured
 
@@ -17,7 +19,7 @@ Found = Mapping[Case, Sequence[Measured]]
 
 
 def draw_figure(found: Found, *, num_images: int) -> Figure:
-    """Accuracy by active channels, gate patterns by lambda, accuracy by operations.
+    """Error by active channels, gate patterns by lambda, error by operations.
 
     Args:
         found: By case.
@@ -41,27 +43,22 @@ def _draw_active(
     sweep: Mapping[float, Sequence[Measured]],
     plain: Sequence[Measured],
 ) -> None:
-    for weight, networks in sweep.items():
+    colors = colormaps["viridis"](np.linspace(0.0, 0.9, len(sweep)))
+    for color, (weight, networks) in zip(colors, sweep.items(), strict=True):
         active = [one.final.active for one in networks]
-        accuracy = [one.final.accuracy for one in networks]
-        axes.scatter(active, accuracy, s=14, color=BLUE)
-        axes.annotate(
-            f"$\\lambda$ = {weight:g}",
-            (np.mean(active), np.mean(accuracy)),
-            textcoords="offset points",
-            xytext=(4, -14),
-            fontsize=8,
-        )
-    mean = float(np.mean([one.final.accuracy for one in plain]))
+        label = f"$\\lambda$ = {weight:g}"
+        axes.scatter(active, _errors(networks), s=18, color=color, label=label)
+    mean = float(np.mean(_errors(plain)))
     axes.axhline(mean, color=ORANGE, linestyle="--", label="plain network")
     axes.set(
         title="digits, three convolutions of 32 channels",
         xlabel="active channels (%)",
-        ylabel="test accuracy (%)",
+        ylabel="test error (%)",
         xscale="log",
+        yscale="log",
     )
-    axes.margins(x=0.25)  # room for what is written beside the points
-    axes.legend(loc="lower right")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.legend(fontsize=8)
 
 
 def _draw_patterns(
@@ -88,13 +85,21 @@ def _draw_operations(axes: Axes, found: Found) -> None:
         if case[0] != "VGG":
             continue
         flops = np.array([one.flops for one in networks]) / 1e6
-        accuracy = [one.final.accuracy for one in networks]
         color = "black" if case[1] == "plain" else None
-        axes.scatter(flops, accuracy, s=16, color=color, label=case[1])
+        axes.scatter(flops, _errors(networks), s=16, color=color, label=case[1])
     axes.set(
         title="VGG-16 in small, gated and widened",
         xlabel="executed operations per image (million)",
-        ylabel="test accuracy (%)",
+        ylabel="test error (%)",
         xscale="log",
+        yscale="log",
     )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.legend(fontsize=8)
+
+
+def _errors(networks: Sequence[Measured]) -> list[float]:
+    return [100.0 - one.final.accuracy for one in networks]

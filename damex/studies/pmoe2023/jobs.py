@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from damex.studies.digits import DigitImages
 from damex.studies.pmoe2023.digits import DigitSource
 from damex.studies.pmoe2023.hits import largest_hits, top_hits
 from damex.studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe
@@ -46,9 +47,7 @@ class Task:
             count: Number of samples.
             seed: Equal seeds give equal samples.
         """
-        return draw_samples(
-            source.train, count, seed=seed, classes=self.classes, spurious=self.spurious
-        )
+        return self._draw(source.train, count, seed, self.spurious)
 
     def test(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
         """Test samples of one seed; see `train`.
@@ -58,12 +57,14 @@ class Task:
             count: Number of samples.
             seed: Equal seeds give equal samples.
         """
+        chance = None if self.spurious is None else 0.5
+        return self._draw(source.test, count, TEST_SEED + seed, chance)
+
+    def _draw(
+        self, digits: DigitImages, count: int, seed: int, spurious: float | None
+    ) -> PatchSamples:
         return draw_samples(
-            source.test,
-            count,
-            seed=TEST_SEED + seed,
-            classes=self.classes,
-            spurious=None if self.spurious is None else 0.5,
+            digits, count, seed=seed, classes=self.classes, spurious=spurious
         )
 
 
