@@ -63,6 +63,7 @@ def markdown_report(result: StudyResult, name: str, *, run: Mapping[str, Any]) -
     ]
     settings = ", ".join(f"{key} {value}" for key, value in result.settings.items())
     facts = "; ".join(f"{key}: {value}" for key, value in run.items())
+    versions = ", ".join(f"{key} {value}" for key, value in _versions().items())
     return "\n".join(
         [
             f"## {result.title}",
@@ -74,7 +75,7 @@ def markdown_report(result: StudyResult, name: str, *, run: Mapping[str, Any]) -
             f"![{name}]({name}.png)",
             "",
             *([f"Settings: {settings}.", ""] if settings else []),
-            f"Run: {facts}.",
+            f"Run: {facts}; with {versions}.",
             "",
         ]
     )

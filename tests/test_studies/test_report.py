@@ -1,4 +1,5 @@
 import json
+from importlib.metadata import version
 
 import pytest
 from matplotlib.figure import Figure
@@ -39,7 +40,9 @@ def test_the_report_shows_published_beside_ours_and_what_fails(result):
     assert "| \\|entropy\\| | - | - | 0.250 | 1 | - | - |" in lines
     assert "| bound | - | <= 87.5 | 90.0 | 1 | <= 88.3 | **no** |" in lines
     assert "Settings: width 8." in lines
-    assert "Run: command: `study`; date: 2020-01-01; minutes: 1.5." in lines
+    run = "Run: command: `study`; date: 2020-01-01; minutes: 1.5; with python 3."
+    assert lines[-1].startswith(run)
+    assert f"torch {version('torch')}" in lines[-1]
 
 
 def test_three_files_are_written_and_the_json_holds_every_seed(result, tmp_path):
