@@ -6,6 +6,7 @@ Axes: K clusters, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "TOLERANCE",
     "mixture_rows",
     "purity",
+    "reason_rows",
     "single_rows",
     "unevenness",
 ]
@@ -86,6 +88,25 @@ def single_rows(
                 digits=2,
             )
         )
+    return rows
+
+
+def reason_rows(found: Found) -> list[Row]:
+    """What other data, other starts and more steps do; nothing is claimed.
+
+    Args:
+        found: Outcomes of these mixtures.
+    """
+    rows = []
+    for case, outcomes in found.items():
+        where = f"{case.recipe.name}, setting {case.setting}"
+        if case.data_seed is not None:
+            where += f", all on the data of seed {case.data_seed}"
+        name = f"{NAMES.get(case.activation, case.activation)} mixture"
+        rows += [
+            replace(row, criterion="", holds=None)
+            for row in _accuracy_and_entropy(case, outcomes, name, where)
+        ]
     return rows
 
 

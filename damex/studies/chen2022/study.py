@@ -16,6 +16,7 @@ from damex.studies.chen2022.rows import (
     ENTROPY_GAP,
     TOLERANCE,
     mixture_rows,
+    reason_rows,
     single_rows,
 )
 from damex.studies.chen2022.theory import additive_margin, routing_shares, smoothness
@@ -49,9 +50,14 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
     """
     plan = make_plan(settings)
     theory = theory_rows(plan.draws)
-    found = run_cases(plan, progress)
+    found = run_cases(plan.cases, plan.num, progress)
+    reasons = run_cases(plan.reasons, plan.num, progress)
     accuracies = run_singles(plan, progress)
-    trained = [*mixture_rows(found), *single_rows(plan, accuracies, found)]
+    trained = [
+        *mixture_rows(found),
+        *single_rows(plan, accuracies, found),
+        *reason_rows(reasons),
+    ]
     if settings.quick:
         trained = [replace(row, holds=None) for row in trained]
     rows = [*trained, *theory]
