@@ -20,16 +20,15 @@ COLUMNS = 4
 STYLES = ("o-", "s-", "^-", "d-", "v-", "P-")
 
 
-def rates_figure(sizes: Sequence[int], found: Mapping[str, Found]) -> Figure:
+def rates_figure(curves: Mapping[str, tuple[Sequence[int], Found]]) -> Figure:
     """Medians over repetitions and seeds.
 
     Args:
-        sizes: Sample sizes.
-        found: Errors of each case and seed.
+        curves: Sample sizes of each case, and its errors for each seed.
     """
-    rows = ceil(len(found) / COLUMNS)
+    rows = ceil(len(curves) / COLUMNS)
     figure = Figure(figsize=(4.2 * COLUMNS, 3.4 * rows), layout="constrained")
-    for place, (name, seeds) in enumerate(found.items(), 1):
+    for place, (name, (sizes, seeds)) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(rows, COLUMNS, place)
         _panel(axes, name, sizes, seeds)
     return figure

@@ -62,13 +62,16 @@ def identity_rows(seeds: Sequence[int]) -> list[Row]:
     return [*rows, *_rescaling_rows(), *_merge_rows()]
 
 
-def rate_rows(case: Case, sizes: Sequence[int], found: Found) -> list[Row]:
+def rate_rows(
+    case: Case, sizes: Sequence[int], found: Found, *, where: str | None = None
+) -> list[Row]:
     """Slopes of one case beside the theory.
 
     Args:
         case: The case.
         sizes: Sample sizes.
         found: Errors of each seed.
+        where: What the report calls the setting; the case's name by default.
     """
     rows = []
     for claim in CLAIMS[case.name]:
@@ -81,7 +84,7 @@ def rate_rows(case: Case, sizes: Sequence[int], found: Found) -> list[Row]:
                 slopes,
                 criterion,
                 holds,
-                case.name,
+                where or case.name,
                 2,
             )
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from damex.studies import softmax_gating2025
 from damex.studies.progress import StudyProgress
 from damex.studies.result import Row, StudySettings
 from damex.studies.softmax_gating2025 import QUICK_CASES, identities, plan_of, run
@@ -51,6 +52,32 @@ def test_the_figure_has_a_panel_with_units_for_each_case(result):
     assert len(panels) == len(QUICK_CASES)
     assert panels[0].get_xlabel() == "sample size n (observations)"
     assert {line.get_label() for line in panels[0].lines} >= {"D1", "slope -0.5"}
+
+
+def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(
+    monkeypatch,
+):
+    names = ("tanh, exact", *softmax_gating2025.STARTS)
+    tiny = Plan((1_000, 10_000), repetitions=2, starts=1, steps=3, points=21)
+    changes = dict(
+        CASES={name: CASES[name] for name in names},
+        EXACT=tiny,
+        OVER=tiny,
+        LATE_SIZES=(10**7, 10**8, 10**9),
+        LATE_STEPS=3,
+    )
+    for name, value in changes.items():
+        monkeypatch.setattr(softmax_gating2025, name, value)
+    result = run(StudySettings(seeds=1), StudyProgress(Console(file=io.StringIO())))
+    late = {row.settings for row in result.rows if "1e+07 to 1e+09" in row.settings}
+    assert late == {"tanh, over, n = 1e+07 to 1e+09"}
+    curves = [panel.lines[0].get_xdata() for panel in result.figure.axes]
+    early = [1_000, 10_000]
+    assert [list(curve) for curve in curves] == [
+        early,
+        [*early, 10**7, 10**8, 10**9],
+        early,
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
