@@ -1,4 +1,5 @@
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,14 +92,17 @@ def test_scores_tell_own_gates_from_those_of_another_image(network, digits):
         return {"conv3": one_hot}
 
     labels = digits.test_labels_B
-    network.gating.forward = lambda images: type(
-        "Gates",
-        (),
-        dict(
-            logits_BE=torch.nn.functional.one_hot((labels + 1) % 10, 10),
-            layers=gate(images, labels),
-        ),
-    )()
+
+    # An embedding that is right in training, and calls 0 1, 1 2 and so on in a test.
+    def gating(images):
+        training = images is digits.train_images_B1HW
+        true = digits.train_labels_B if training else labels
+        said = true if training else (true + 1) % 10
+        return SimpleNamespace(
+            logits_BE=torch.nn.functional.one_hot(said, 10), layers=gate(images, true)
+        )
+
+    network.gating.forward = gating
     with torch.no_grad():
         network.layers[2].norm.bias.fill_(50.0)
         network.fc.weight.zero_().fill_diagonal_(1.0)
@@ -110,6 +114,10 @@ def test_scores_tell_own_gates_from_those_of_another_image(network, digits):
     assert found.accuracy == pytest.approx(known)
     assert found.blank_accuracy == pytest.approx(known)
     assert found.embedding_accuracy == 0.0
+    assert found.embedding_train_accuracy == 100.0
+    # What is 9 is 0 for the embedding, and for the network with no gate open.
+    nines = (labels == 9).double().mean().item() * 100
+    assert found.copied == pytest.approx(nines)
     borrowed = labels.roll(1)
     said = torch.where(borrowed < 8, borrowed, 0)
     agree = (said == labels).double().mean().item() * 100

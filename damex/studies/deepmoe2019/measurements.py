@@ -58,6 +58,7 @@ class Plan:
         strategies: Names of widening strategies.
         vgg_divisor: By how much VGG-16's widths are divided.
         recipe: Of the networks with three convolutions.
+        other_recipes: Further ones for the plain and the gated network, by name.
         vgg_recipe: Of those with thirteen.
         num_train: Training images.
         num_flop_images: Test images with which operations are counted.
@@ -68,6 +69,7 @@ class Plan:
     strategies: Sequence[str]
     vgg_divisor: int
     recipe: Recipe
+    other_recipes: Mapping[str, Recipe]
     vgg_recipe: Recipe
     num_train: int = 1200
     num_flop_images: int = 100
@@ -179,6 +181,9 @@ def _cases(plan: Plan) -> dict[Case, Design]:
         ("mu 0",): Design(WIDE, replace(plan.recipe, aux_weight=0.0)),
         ("weak embedding",): Design(WIDE, plan.recipe, WEAK_EMBEDDING_WIDTHS),
     }
+    for name, recipe in plan.other_recipes.items():
+        cases["plain", name] = Design(WIDE, recipe, None)
+        cases["other", name] = Design(WIDE, recipe)
     for weight in plan.l1_weights:
         recipe = replace(plan.recipe, l1_weight=weight)
         cases["sweep", f"{weight:g}"] = Design(WIDE, recipe)

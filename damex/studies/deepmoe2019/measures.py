@@ -37,6 +37,8 @@ class Scores:
         active: Open channels, in percent.
         patterns: Number of different sets of open channels.
         embedding_accuracy: Of the embedding network alone, in percent.
+        embedding_train_accuracy: The same on the training images.
+        copied: Answers that are the embedding's, in percent.
         borrowed_accuracy: With the gates of another test image, in percent.
         blank_accuracy: Of a blank image with the gates of the real one, in percent.
     """
@@ -45,6 +47,8 @@ class Scores:
     active: float = 100.0
     patterns: int = 1
     embedding_accuracy: float = 0.0
+    embedding_train_accuracy: float = 0.0
+    copied: float = 0.0
     borrowed_accuracy: float = 0.0
     blank_accuracy: float = 0.0
 
@@ -61,8 +65,9 @@ def score(network: DigitNet, digits: Digits) -> Scores:
     _skip(network, skip=False)
     logits_BE, gates = network(images_B1HW)
     accuracy = _percent(logits_BE, labels_B)
-    if gates is None:
+    if gates is None or network.gating is None:
         return Scores(accuracy)
+    train_gates = network.gating(digits.train_images_B1HW)
     borrowed = {name: g_BC.roll(1, dims=0) for name, g_BC in gates.layers.items()}
     layers = list(gates.layers.values())
     return Scores(
@@ -70,6 +75,8 @@ def score(network: DigitNet, digits: Digits) -> Scores:
         active=100.0 * active_share(layers).item(),
         patterns=distinct_patterns(layers),
         embedding_accuracy=_percent(gates.logits_BE, labels_B),
+        embedding_train_accuracy=_percent(train_gates.logits_BE, digits.train_labels_B),
+        copied=_percent(logits_BE, gates.logits_BE.argmax(dim=1)),
         borrowed_accuracy=_percent(network.classify(images_B1HW, borrowed), labels_B),
         blank_accuracy=_percent(
             network.classify(torch.zeros_like(images_B1HW), gates.layers), labels_B

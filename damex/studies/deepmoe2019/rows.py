@@ -1,21 +1,35 @@
-"""The table of the study and what it says."""
+"""The table of the study."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from damex.studies.deepmoe2019.measurements import Case, Measured
+from damex.studies.deepmoe2019.row_parts import (
+    CHOSEN,
+    HALF,
+    PLAIN,
+    THIN,
+    Found,
+    accuracy_of,
+    active_of,
+    at_least,
+    below,
+    checked,
+    differences,
+    gated_networks,
+    left_of,
+    patterns_of,
+    sweep_cases,
+    told,
+)
 from damex.studies.deepmoe2019.widening import STRATEGIES, VGG, conv_parameters
 from damex.studies.result import Row
 
-__all__ = ["all_rows", "conclusion"]
+__all__ = ["all_rows"]
 
-Found = Mapping[Case, Sequence[Measured]]
-PLAIN: Case = ("plain", "32")
-HALF: Case = ("plain", "16")
-THIN: Case = ("plain", "5")
-CHOSEN: Case = ("sweep", "0.001")
 MILLION = 1e6
 
 
@@ -28,6 +42,7 @@ def all_rows(found: Found) -> list[Row]:
     return [
         *_sweep_rows(found),
         *_claim_rows(found),
+        *_other_rows(found),
         *_gate_rows(found),
         *_stage_rows(found),
         *_flop_rows(found),
@@ -37,19 +52,19 @@ def all_rows(found: Found) -> list[Row]:
 
 def _sweep_rows(found: Found) -> list[Row]:
     rows = [
-        _told("accuracy, %", f"plain, width {case[1]}", found[case], _accuracy)
+        told("accuracy, %", f"plain, width {case[1]}", found[case], accuracy_of)
         for case in (PLAIN, HALF, THIN)
     ]
-    for case in _sweep(found):
+    for case in sweep_cases(found):
         label = f"lambda {case[1]}"
         rows += [
-            _told("accuracy, %", label, found[case], _accuracy),
-            _told("active channels, %", label, found[case], _active),
-            _told("distinct gate patterns", label, found[case], _patterns, digits=0),
+            told("accuracy, %", label, found[case], accuracy_of),
+            told("active channels, %", label, found[case], active_of),
+            told("distinct gate patterns", label, found[case], patterns_of, digits=0),
         ]
     falls = [
-        min(_active(few) - _active(many) for few, many in pairwise(networks))
-        for networks in zip(*(found[case] for case in _sweep(found)), strict=True)
+        min(active_of(few) - active_of(many) for few, many in pairwise(networks))
+        for networks in zip(*(found[case] for case in sweep_cases(found)), strict=True)
     ]
     rows.append(
         Row(
@@ -66,25 +81,25 @@ def _sweep_rows(found: Found) -> list[Row]:
 
 def _claim_rows(found: Found) -> list[Row]:
     chosen, label = found[CHOSEN], "lambda 0.001"
-    loss = _differences(found[PLAIN], chosen, _accuracy)
+    loss = differences(found[PLAIN], chosen, accuracy_of)
     return [
         Row(
             "accuracy lost to the plain network of the same width, points",
             "-",
             loss,
             "mean <= 1",
-            _mean(loss) <= 1.0,
+            fmean(loss) <= 1.0,
             label,
             2,
         ),
-        _checked("active channels, %", label, chosen, _active, "< 25", _below(25.0)),
-        _checked(
+        checked("active channels, %", label, chosen, active_of, "< 25", below(25.0)),
+        checked(
             "distinct gate patterns of the 597 test images",
             label,
             chosen,
-            _patterns,
+            patterns_of,
             ">= 100",
-            _from(100.0),
+            at_least(100.0),
             published="not one (A.1)",
             digits=0,
         ),
@@ -96,7 +111,7 @@ def _claim_rows(found: Found) -> list[Row]:
 def _at_lower_compute(found: Found, plain: Case, which: str) -> list[Row]:
     """The paper's claim: higher accuracy at lower compute than a plain network's."""
     chosen, label = found[CHOSEN], "width 32, lambda 0.001"
-    gain = _differences(chosen, found[plain], _accuracy)
+    gain = differences(chosen, found[plain], accuracy_of)
     share = [
         gated.flops / other.flops
         for gated, other in zip(chosen, found[plain], strict=True)
@@ -107,7 +122,7 @@ def _at_lower_compute(found: Found, plain: Case, which: str) -> list[Row]:
             "> 0",
             gain,
             "mean > 0",
-            _mean(gain) > 0.0,
+            fmean(gain) > 0.0,
             label,
             2,
         ),
@@ -123,29 +138,54 @@ def _at_lower_compute(found: Found, plain: Case, which: str) -> list[Row]:
     ]
 
 
+def _other_rows(found: Found) -> list[Row]:
+    """Whether another training changes what the gates cost."""
+    rows = []
+    for case in found:
+        if case[0] != "other":
+            continue
+        gated, plain = found[case], found["plain", case[1]]
+        label = f"{case[1]}, lambda 0.001"
+        loss = differences(plain, gated, accuracy_of)
+        name = "accuracy lost to the plain network of the same width, points"
+        rows += [
+            told("accuracy, %", f"{case[1]}, plain", plain, accuracy_of),
+            told("accuracy, %", label, gated, accuracy_of),
+            told("active channels, %", label, gated, active_of),
+            Row(name, "-", loss, settings=label, digits=2),
+        ]
+    return rows
+
+
 def _gate_rows(found: Found) -> list[Row]:
     chosen, label = found[CHOSEN], "lambda 0.001"
     weak, weak_label = found["weak embedding",], f"weak embedding, {label}"
     return [
-        _checked(
+        checked(
             "accuracy of the embedding network alone, %",
             "mu 1",
             chosen,
             lambda one: one.final.embedding_accuracy,
             ">= 85",
-            _from(85.0),
+            at_least(85.0),
         ),
-        _told(
+        told(
             "accuracy of the embedding network alone, %",
             "mu 0",
             found["mu 0",],
             lambda one: one.final.embedding_accuracy,
         ),
-        _told("accuracy, %", "mu 0, lambda 0.001", found["mu 0",], _accuracy),
+        told("accuracy, %", "mu 0, lambda 0.001", found["mu 0",], accuracy_of),
+        told(
+            "accuracy of the embedding network on training images, %",
+            label,
+            chosen,
+            lambda one: one.final.embedding_train_accuracy,
+        ),
         *_reliance_rows(chosen, label),
-        _told("accuracy, %", weak_label, weak, _accuracy),
-        _told("active channels, %", weak_label, weak, _active),
-        _told(
+        told("accuracy, %", weak_label, weak, accuracy_of),
+        told("active channels, %", weak_label, weak, active_of),
+        told(
             "accuracy of the embedding network alone, %",
             weak_label,
             weak,
@@ -158,13 +198,19 @@ def _gate_rows(found: Found) -> list[Row]:
 def _reliance_rows(networks: Sequence[Measured], label: str) -> list[Row]:
     """How much of the answer is in the gates, and how much in the channels."""
     return [
-        _told(
+        told(
+            "answers that are the embedding's, %",
+            label,
+            networks,
+            lambda one: one.final.copied,
+        ),
+        told(
             "accuracy with the gates of another image, %",
             label,
             networks,
             lambda one: one.final.borrowed_accuracy,
         ),
-        _told(
+        told(
             "accuracy of a blank image with the real one's gates, %",
             label,
             networks,
@@ -174,10 +220,10 @@ def _reliance_rows(networks: Sequence[Measured], label: str) -> list[Row]:
 
 
 def _stage_rows(found: Found) -> list[Row]:
-    gated = _gated(found)
-    gain = [_accuracy(one) - one.joint.accuracy for one in found[CHOSEN]]
+    gated = gated_networks(found)
+    gain = [accuracy_of(one) - one.joint.accuracy for one in found[CHOSEN]]
     return [
-        _checked(
+        checked(
             "change of embedding, heads and batch-norm statistics in stage 2",
             "largest, each gated network",
             gated,
@@ -190,10 +236,10 @@ def _stage_rows(found: Found) -> list[Row]:
 
 
 def _flop_rows(found: Found) -> list[Row]:
-    gated, chosen = _gated(found), found[CHOSEN]
+    gated, chosen = gated_networks(found), found[CHOSEN]
     everything = [one for networks in found.values() for one in networks]
     rows = [
-        _checked(
+        checked(
             "logits with gates of 1 minus those without gates",
             "largest, each network",
             everything,
@@ -201,25 +247,25 @@ def _flop_rows(found: Found) -> list[Row]:
             "0",
             lambda value: value == 0.0,
         ),
-        _checked(
+        checked(
             "logits with closed channels skipped minus those with them masked",
             "largest, each gated network",
             gated,
             lambda one: one.skip_gap,
             "< 0.001",
-            _below(1e-3),
+            below(1e-3),
             digits=7,
         ),
-        _checked(
+        checked(
             "operations executed over operations by hand, minus 1",
             "each network",
             everything,
             lambda one: abs(one.flops / one.flops_by_hand - 1.0),
             "< 1e-6",
-            _below(1e-6),
+            below(1e-6),
             digits=7,
         ),
-        _checked(
+        checked(
             "operations of the gating path over the convolutions', %",
             "width 32",
             chosen,
@@ -229,15 +275,15 @@ def _flop_rows(found: Found) -> list[Row]:
             published="2",
         ),
     ]
-    for case in _sweep(found):
+    for case in sweep_cases(found):
         label = f"lambda {case[1]}, gating path included"
-        rows.append(_told("operations left by skipping, %", label, found[case], _left))
+        rows.append(told("operations left by skipping, %", label, found[case], left_of))
     return rows
 
 
 def _widening_rows(found: Found) -> list[Row]:
     plain = found["VGG", "plain"]
-    rows = [_told("accuracy, %", "VGG, plain", plain, _accuracy)]
+    rows = [told("accuracy, %", "VGG, plain", plain, accuracy_of)]
     for case in found:
         if case[0] != "VGG" or case[1] == "plain":
             continue
@@ -251,8 +297,8 @@ def _widening_rows(found: Found) -> list[Row]:
                 settings=label,
                 digits=1,
             ),
-            _told("accuracy, %", label, networks, _accuracy),
-            _told("active channels, %", label, networks, _active),
+            told("accuracy, %", label, networks, accuracy_of),
+            told("active channels, %", label, networks, active_of),
             Row(
                 "operations over the plain VGG's",
                 "-",
@@ -265,108 +311,3 @@ def _widening_rows(found: Found) -> list[Row]:
             ),
         ]
     return rows
-
-
-def conclusion(rows: Sequence[Row], found: Found) -> str:
-    """Says what was confirmed and what was not.
-
-    Args:
-        rows: The table.
-        found: By case.
-    """
-    chosen = found[CHOSEN]
-    failed = [f"{row.name} ({row.criterion})" for row in rows if row.holds is False]
-    tested = sum(row.holds is not None for row in rows)
-    text = (
-        f"At lambda 0.001 {_mean([_active(one) for one in chosen]):.0f} % of the "
-        f"channels are open, in {_mean([_patterns(one) for one in chosen]):.0f} "
-        f"patterns, and skipping the others leaves "
-        f"{_mean([_left(one) for one in chosen]):.0f} % of the operations at "
-        f"{_mean([_accuracy(one) for one in chosen]):.1f} % accuracy against "
-        f"{_mean([_accuracy(one) for one in found[PLAIN]]):.1f} % of the plain "
-        f"network; {tested - len(failed)} of {tested} criteria hold"
-    )
-    text += f", but not: {'; '.join(failed)}." if failed else "."
-    blank = _mean([one.final.blank_accuracy for one in chosen])
-    known = _mean([_accuracy(one) for one in chosen]) - blank < 5.0
-    verdict = "nearly all" if known else "not all"
-    return (
-        f"{text} The gates alone, with a blank image, reach {blank:.1f} %: {verdict} "
-        "that the network knows is in them."
-    )
-
-
-def _accuracy(one: Measured) -> float:
-    return one.final.accuracy
-
-
-def _active(one: Measured) -> float:
-    return one.final.active
-
-
-def _patterns(one: Measured) -> float:
-    return float(one.final.patterns)
-
-
-def _left(one: Measured) -> float:
-    return 100.0 * one.flops / one.dense_flops
-
-
-def _sweep(found: Found) -> list[Case]:
-    return sorted(
-        (case for case in found if case[0] == "sweep"), key=lambda case: float(case[1])
-    )
-
-
-def _gated(found: Found) -> list[Measured]:
-    plain = (PLAIN, HALF, THIN, ("VGG", "plain"))
-    return [one for case in found if case not in plain for one in found[case]]
-
-
-def _told(
-    name: str,
-    label: str,
-    networks: Sequence[Measured],
-    value: Callable[[Measured], float],
-    *,
-    digits: int = 2,
-) -> Row:
-    values = [value(one) for one in networks]
-    return Row(name, "-", values, settings=label, digits=digits)
-
-
-def _checked(
-    name: str,
-    label: str,
-    networks: Sequence[Measured],
-    value: Callable[[Measured], float],
-    criterion: str,
-    test: Callable[[float], bool],
-    *,
-    published: str = "-",
-    digits: int = 2,
-) -> Row:
-    """A row whose criterion has to hold for each network."""
-    values = [value(one) for one in networks]
-    holds = all(test(one) for one in values)
-    return Row(name, published, values, criterion, holds, label, digits)
-
-
-def _differences(
-    first: Sequence[Measured],
-    second: Sequence[Measured],
-    value: Callable[[Measured], float],
-) -> list[float]:
-    return [value(one) - value(other) for one, other in zip(first, second, strict=True)]
-
-
-def _below(limit: float) -> Callable[[float], bool]:
-    return lambda value: value < limit
-
-
-def _from(limit: float) -> Callable[[float], bool]:
-    return lambda value: value >= limit
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from damex.studies.deepmoe2019.conclusion import conclusion
 from damex.studies.deepmoe2019.digits import draw_digits
 from damex.studies.deepmoe2019.figure import draw_figure
 from damex.studies.deepmoe2019.measurements import (
@@ -10,7 +11,7 @@ from damex.studies.deepmoe2019.measurements import (
     Plan,
     measure_all,
 )
-from damex.studies.deepmoe2019.rows import all_rows, conclusion
+from damex.studies.deepmoe2019.rows import all_rows
 from damex.studies.deepmoe2019.training import Recipe
 from damex.studies.progress import StudyProgress
 from damex.studies.result import StudyResult, StudySettings
@@ -61,6 +62,7 @@ def _plan(settings: StudySettings) -> Plan:
             strategies=("W1-Mid",),
             vgg_divisor=16,
             recipe=Recipe(joint_epochs=6, frozen_epochs=2),
+            other_recipes={},
             vgg_recipe=Recipe(joint_epochs=2, frozen_epochs=1, lr=0.02),
             num_train=600,
             num_flop_images=20,
@@ -71,5 +73,9 @@ def _plan(settings: StudySettings) -> Plan:
         strategies=("W1-High", "W1-Mid", "W4-Low", "W13-All"),
         vgg_divisor=8,
         recipe=Recipe(),
+        other_recipes={
+            "learning rate 0.02": Recipe(lr=0.02),
+            "twice the epochs": Recipe(joint_epochs=60, frozen_epochs=20),
+        },
         vgg_recipe=Recipe(joint_epochs=15, frozen_epochs=5, lr=0.02),
     )
