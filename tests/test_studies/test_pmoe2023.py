@@ -14,7 +14,7 @@ from damex.studies.digits import DigitImages
 from damex.studies.pmoe2023 import run
 from damex.studies.pmoe2023.compute import cnn_compute, pmoe_compute
 from damex.studies.pmoe2023.digits import mnist_digits, sklearn_digits
-from damex.studies.pmoe2023.hits import largest_hits, top_hits
+from damex.studies.pmoe2023.hits import largest_hits, taken_hits, top_hits
 from damex.studies.pmoe2023.jobs import Outcome
 from damex.studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe
 from damex.studies.pmoe2023.patch_data import PatchSamples, draw_samples
@@ -242,6 +242,11 @@ def test_hits():
     assert top_hits(model, samples, 2) == 100.0
     # firsts by class: expert 0 one of two and none of one, expert 1 one and one
     assert largest_hits(model, samples) == (50.0, 100.0)
+    # with l = 2, expert 0 takes both of class 0 and its rival, ranked third, not
+    model.recipe = dataclasses.replace(model.recipe, num_tokens=2)
+    assert taken_hits(model, samples) == (100.0, 100.0)
+    model.recipe = dataclasses.replace(model.recipe, num_tokens=1)
+    assert taken_hits(model, samples) == largest_hits(model, samples)
 
 
 def test_compute_by_hand():
@@ -305,7 +310,7 @@ def faked_results(pmoe, cnn):
     for job in FULL.jobs():
         value = cnn if isinstance(job.network, type(CNN)) else pmoe
         top, largest = dict.fromkeys((1, 2, 4, 6), pmoe), (pmoe, pmoe)
-        outcomes[job] = [Outcome(value, 100.0, 1, top, largest)] * 2
+        outcomes[job] = [Outcome(value, 100.0, 1, top, largest, largest)] * 2
     # l and k have to matter, too
     for job in outcomes if pmoe > cnn else ():
         network = job.network

@@ -12,7 +12,7 @@ from damex.moe import ExpertChoiceGate
 from damex.studies.pmoe2023.models import PatchMoE
 from damex.studies.pmoe2023.patch_data import PatchSamples
 
-__all__ = ["largest_hits", "top_hits"]
+__all__ = ["largest_hits", "taken_hits", "top_hits"]
 
 
 def top_hits(model: PatchMoE, samples: PatchSamples, num_tokens: int) -> float:
@@ -38,11 +38,28 @@ def largest_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
     Returns:
         For each class the percentage of its samples, for its best expert.
     """
-    taken_BE = _discriminative_taken(model, samples, 1).double()
-    classes = range(model.num_classes)
+    return _best_expert(_discriminative_taken(model, samples, 1), samples)
+
+
+def taken_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
+    """How often one expert takes the patch at all, with whatever gating value.
+
+    Args:
+        model: Any pMoE.
+        samples: Test samples.
+
+    Returns:
+        As `largest_hits`.
+    """
+    num_tokens = model.recipe.num_tokens
+    return _best_expert(_discriminative_taken(model, samples, num_tokens), samples)
+
+
+def _best_expert(taken_BE: Tensor, samples: PatchSamples) -> tuple[float, ...]:
+    """By class, percentage of samples of the expert that has most of them."""
     return tuple(
-        100 * taken_BE[samples.labels_B == label].mean(0).max().item()
-        for label in classes
+        100 * taken_BE[samples.labels_B == label].double().mean(0).max().item()
+        for label in samples.labels_B.unique().tolist()
     )
 
 

@@ -6,7 +6,7 @@ Axes: B samples, N patches of a sample, T = B*N, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from damex.studies.digits import DigitImages
 from damex.studies.pmoe2023.digits import DigitSource
-from damex.studies.pmoe2023.hits import largest_hits, top_hits
+from damex.studies.pmoe2023.hits import largest_hits, taken_hits, top_hits
 from damex.studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe
 from damex.studies.pmoe2023.patch_data import PatchSamples, draw_samples
 from damex.studies.pmoe2023.training import accuracy, fit, train_router
@@ -112,6 +112,7 @@ class Outcome:
         largest: Of other pMoE: percentage of each class's test samples whose
             discriminative patch has the largest gating value of one expert, the same
             for the whole class.
+        taken: Of these: the same for patches that the expert takes at all.
     """
 
     accuracy: float
@@ -119,6 +120,7 @@ class Outcome:
     epochs: int
     top: Mapping[int, float] = field(default_factory=dict)
     largest: tuple[float, ...] = ()
+    taken: tuple[float, ...] = ()
 
 
 Outcomes: TypeAlias = dict[Job, list[Outcome]]
@@ -155,13 +157,14 @@ def _run(job: Job, source: DigitSource, seed: int) -> Outcome:
     if isinstance(model, PatchMoE) and not model.recipe.joint:
         train_router(model, train, lr=job.lr, epochs=job.router_epochs)
     epochs = fit(model, train, lr=job.lr, epochs=job.epochs, seed=seed)
-    top: dict[int, float] = {}
-    largest: tuple[float, ...] = ()
-    if isinstance(model, PatchMoE) and model.recipe.joint:
-        largest = largest_hits(model, test)
-    elif isinstance(model, PatchMoE):
-        top = {count: top_hits(model, test, count) for count in TOP}
-    return Outcome(accuracy(model, test), accuracy(model, train), epochs, top, largest)
+    outcome = Outcome(accuracy(model, test), accuracy(model, train), epochs)
+    if not isinstance(model, PatchMoE):
+        return outcome
+    if model.recipe.joint:
+        return replace(
+            outcome, largest=largest_hits(model, test), taken=taken_hits(model, test)
+        )
+    return replace(outcome, top={count: top_hits(model, test, count) for count in TOP})
 
 
 def _build(job: Job, embed_dims: int) -> nn.Module:

@@ -140,6 +140,9 @@ def _fixed(results: Results) -> Iterator[Row]:
         values = [outcome.largest[number] for outcome in code]
         where_code = f"{where}, released code"
         yield Row(name, published, values, settings=where_code, digits=1)
+        name = f"joint router: one expert takes o{number + 1}, %"
+        values = [outcome.taken[number] for outcome in joint]
+        yield Row(name, "-", values, settings=where, digits=1)
 
 
 def _sample_complexity(results: Results) -> Iterator[Row]:
@@ -215,7 +218,16 @@ def _tasks(results: Results) -> Iterator[Row]:
                 yield _accuracy(f"{name} pMoE", results.accuracies(job), where, None)
                 title = f"{name} pMoE minus CNN-40, points"
                 yield _lead(title, results, job, cnn, 0.0, where)
+                yield from _top_two(results, job, where)
             yield _cnn("CNN-40", results, cnn, label)
+
+
+def _top_two(results: Results, job: Job, where: str) -> Iterator[Row]:
+    """How good a router is that was trained on its own."""
+    values = [outcome.top[2] for outcome in results.outcomes[job] if outcome.top]
+    if values:
+        name = "separate router: pattern in the top 2, %"
+        yield Row(name, "-", values, settings=where, digits=1)
 
 
 def _wide(results: Results) -> Iterator[Row]:

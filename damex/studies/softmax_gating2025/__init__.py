@@ -23,6 +23,7 @@ from damex.studies.softmax_gating2025.tables import (
     identity_rows,
     rate_rows,
     start_rows,
+    stuck_row,
 )
 
 __all__ = ["QUICK_CASES", "STARTS", "plan_of", "run"]
@@ -47,6 +48,9 @@ QUICK_CASES = (
 # Where fits from near and far starts must agree, and where they must not.
 STARTS = ("tanh, over", "linear, over")
 FAR = 2.0
+MANY_STARTS = 8
+# Where the parameters have to stay away from the truth.
+STUCK = ("linear, over", "linear, over, copies start apart")
 
 
 def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
@@ -76,10 +80,19 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
             where = f"{name}, n = {LATE_SIZES[0]:.0e} to {LATE_SIZES[-1]:.0e}"
             rows += rate_rows(CASES[name], LATE_SIZES, one, where=where)
             curves[name] = ((*sizes, *LATE_SIZES), _join(found[name], one))
-        last = {name: replace(plans[name], sizes=sizes[-1:]) for name in STARTS}
-        apart = {name: replace(plan, apart=FAR) for name, plan in last.items()}
-        near = _fit(last, seeds, progress)
-        rows += start_rows(near, _fit(apart, seeds, progress), STARTS)
+        for starts in (plans[STARTS[0]].starts, MANY_STARTS):
+            near = {
+                name: replace(plans[name], sizes=sizes[-1:], starts=starts)
+                for name in STARTS
+            }
+            far = {name: replace(plan, apart=FAR) for name, plan in near.items()}
+            rows += start_rows(
+                _fit(near, seeds, progress),
+                _fit(far, seeds, progress),
+                STARTS,
+                num_starts=starts,
+            )
+        rows += [stuck_row(name, sizes, found[name]) for name in STUCK]
     return StudyResult(
         title=TITLE,
         rows=rows,

@@ -13,7 +13,14 @@ from damex.studies.softmax_gating2025.cases import Case
 from damex.studies.softmax_gating2025.claims import CLAIMS, WORST
 from damex.studies.softmax_gating2025.rates import median_curve, slope
 
-__all__ = ["Found", "conclusion", "identity_rows", "rate_rows", "start_rows"]
+__all__ = [
+    "Found",
+    "conclusion",
+    "identity_rows",
+    "rate_rows",
+    "start_rows",
+    "stuck_row",
+]
 
 # For each seed: quantity -> (sizes, repetitions).
 Found = Sequence[Mapping[str, Tensor]]
@@ -21,6 +28,7 @@ Found = Sequence[Mapping[str, Tensor]]
 ROUNDING = 1e-12
 APART = 1.0
 FACTOR = 1.7
+STUCK_SIZE = 31_623
 
 
 def identity_rows(seeds: Sequence[int]) -> list[Row]:
@@ -92,7 +100,11 @@ def rate_rows(
 
 
 def start_rows(
-    near: Mapping[str, Found], far: Mapping[str, Found], case_names: Sequence[str]
+    near: Mapping[str, Found],
+    far: Mapping[str, Found],
+    case_names: Sequence[str],
+    *,
+    num_starts: int,
 ) -> list[Row]:
     """Whether the fit depends on where its copies of an expert started.
 
@@ -100,6 +112,7 @@ def start_rows(
         near: Errors of each case at one sample size, copies starting together.
         far: The same samples, copies starting apart.
         case_names: A case where they must agree, and one where they must not.
+        num_starts: Descents from each way to write the truth.
     """
     published = ("one limit", "no limit: merged experts fit as well")
     rows = []
@@ -113,6 +126,7 @@ def start_rows(
             for here, there in zip(near[name], far[name], strict=True)
         ]
         mean = float(np.mean(ratios))
+        where = f"{name}, {num_starts} starts for each split"
         rows.append(
             Row(
                 "error of the cell of several atoms, far / near starts",
@@ -120,7 +134,7 @@ def start_rows(
                 ratios,
                 ">= 1.5" if linear else "in [0.67, 1.5]",
                 mean >= 1.5 if linear else 0.67 <= mean <= 1.5,
-                name,
+                where,
                 2,
             )
         )
@@ -131,11 +145,31 @@ def start_rows(
                 gains,
                 "|mean| <= 2, so neither fits better" if linear else "",
                 abs(float(np.mean(gains))) <= 2 if linear else None,
-                name,
+                where,
                 2,
             )
         )
     return rows
+
+
+def stuck_row(name: str, sizes: Sequence[int], found: Found) -> Row:
+    """Linear experts: the error of the merged cell where that of the function is small.
+
+    Args:
+        name: Of the case.
+        sizes: Sample sizes, 31,623 among them.
+        found: Errors of each seed.
+    """
+    place = list(sizes).index(STUCK_SIZE)
+    values = [float(median_curve(one["over"])[place]) for one in found]
+    return Row(
+        f"error of the cell of several atoms at n = {STUCK_SIZE}",
+        "does not fall as a power of n (Theorem 2)",
+        values,
+        "> 0.3 in every seed",
+        min(values) > 0.3,
+        name,
+    )
 
 
 def conclusion(rows: Sequence[Row]) -> str:

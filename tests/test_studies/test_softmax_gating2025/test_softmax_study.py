@@ -16,7 +16,7 @@ from damex.studies.softmax_gating2025 import QUICK_CASES, identities, plan_of, r
 from damex.studies.softmax_gating2025.cases import CASES
 from damex.studies.softmax_gating2025.claims import CLAIMS
 from damex.studies.softmax_gating2025.simulation import Plan, simulate
-from damex.studies.softmax_gating2025.tables import conclusion, start_rows
+from damex.studies.softmax_gating2025.tables import conclusion, start_rows, stuck_row
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def test_the_figure_has_a_panel_with_units_for_each_case(result):
 def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(
     monkeypatch,
 ):
-    names = ("tanh, exact", *softmax_gating2025.STARTS)
-    tiny = Plan((1_000, 10_000), repetitions=2, starts=1, steps=3, points=21)
+    names = ("tanh, exact", "tanh, over", *softmax_gating2025.STUCK)
+    tiny = Plan((1_000, 31_623), repetitions=2, starts=1, steps=3, points=21)
     changes = dict(
         CASES={name: CASES[name] for name in names},
         EXACT=tiny,
@@ -72,10 +72,11 @@ def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(
     late = {row.settings for row in result.rows if "1e+07 to 1e+09" in row.settings}
     assert late == {"tanh, over, n = 1e+07 to 1e+09"}
     curves = [panel.lines[0].get_xdata() for panel in result.figure.axes]
-    early = [1_000, 10_000]
+    early = [1_000, 31_623]
     assert [list(curve) for curve in curves] == [
         early,
         [*early, 10**7, 10**8, 10**9],
+        early,
         early,
     ]
 
@@ -150,11 +151,22 @@ def test_far_starts_are_judged_against_near_ones():
 
     near = {"a": [errors(0.2, 30.0)], "b": [errors(0.2, 30.0)]}
     far = {"a": [errors(0.2, 30.0)], "b": [errors(0.6, 30.5)]}
-    rows = start_rows(near, far, ("a", "b"))
+    rows = start_rows(near, far, ("a", "b"), num_starts=2)
     assert [row.values[0] for row in rows] == pytest.approx([1.0, 0.0, 3.0, 0.5])
     assert [row.holds for row in rows] == [True, None, True, True]
-    swapped = start_rows({"b": near["a"], "a": near["b"]}, far | {"a": far["b"]}, "ab")
+    swapped = start_rows(
+        {"b": near["a"], "a": near["b"]}, far | {"a": far["b"]}, "ab", num_starts=2
+    )
     assert swapped[0].holds is False
+
+
+def test_a_merged_cell_is_judged_in_every_seed_at_one_sample_size():
+    sizes = (1_000, 31_623, 100_000)
+    seeds = [dict(over=torch.tensor([[9.0], [far], [9.0]])) for far in (0.5, 0.31)]
+    assert stuck_row("a", sizes, seeds).values == pytest.approx([0.5, 0.31])
+    assert stuck_row("a", sizes, seeds).holds is True
+    seeds.append(dict(over=torch.tensor([[9.0], [0.29], [9.0]])))
+    assert stuck_row("a", sizes, seeds).holds is False
 
 
 def test_the_conclusion_names_what_failed():
