@@ -360,7 +360,7 @@ def test_the_quick_run_learns_as_it_should(quick):
     # patches, it stays where it started or learns slowly.
     assert mean("joint pMoE, accuracy, %", "N = 300") > 96
     assert mean("joint router: largest gate for o2, %", "N = 300") > 90
-    assert mean("joint pMoE: best l inside minus l = 1, points", "N = 100") > 5
+    assert mean("joint pMoE: l = 6 minus l = 1, points", "N = 100") > 5
 
 
 def test_the_figure_has_all_panels(quick):

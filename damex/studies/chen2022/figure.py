@@ -33,7 +33,9 @@ def make_figure(found: Mapping[Case, Sequence[Outcome]]) -> Figure:
     axes = figure.subplots(2, 2)
     plain = {case: outcomes for case, outcomes in found.items() if not case.balance}
     released = {c: o for c, o in plain.items() if c.recipe.as_released}
-    printed = {c: o for c, o in plain.items() if not c.recipe.as_released}
+    printed = {
+        c: o for c, o in plain.items() if not c.recipe.as_released and c.setting == "1"
+    }
     _curves(
         axes[0, 0],
         {

@@ -91,7 +91,8 @@ def make_plan(settings: StudySettings) -> Plan:
     published = range(settings.seeds or PAPER_SEEDS)
     cases = {Case(OFFICIAL, s, a): published for s in "1234" for a in both}
     cases |= {Case(OFFICIAL, s, "identity", balance=True): seeds for s in "1234"}
-    cases |= {Case(r, "1", a): seeds for r in (PAPER_X10, PAPER) for a in both}
+    printed = (PAPER_X10, PAPER)
+    cases |= {Case(r, s, a): seeds for r in printed for s in "1234" for a in both}
     reasons = {Case(OFFICIAL, "2", "cubic", data_seed=d): seeds for d in DATA_SEEDS}
     longer = replace(PAPER, name=f"paper, {LONG_STEPS} steps", steps=LONG_STEPS)
     reasons[Case(longer, "1", "cubic")] = seeds

@@ -65,9 +65,9 @@ def _samples(axes: Axes, results: Results) -> None:
             results.accuracies(plan.pmoe(JOINT, count)) for count in plan.samples
         ],
     }
-    for filters in (CNN, CNN_4):
+    for filters, epochs in ((CNN, plan.long_epochs), (CNN_4, plan.epochs)):
         lines[f"CNN-{filters.num_filters}"] = [
-            results.accuracies(results.best_cnn(filters, count))
+            results.accuracies(results.best_cnn(filters, count, epochs=epochs))
             for count in plan.samples
         ]
     _lines(axes, plan.samples, lines)

@@ -51,7 +51,8 @@ class Plan:
         fixed: Training samples of the rows that the paper gives in words.
         rates: Learning rates that the CNNs may choose from.
         epochs: At most, of every training.
-        long_epochs: At most, for a CNN that is trained longer.
+        long_epochs: At most, for the CNNs of figure 4, which are slow to lose their
+            last training errors.
         phase_samples: Training samples of figure 5.
         phase_tokens: Values of l of figure 5.
         tokens: Values of l of figure 7.
@@ -147,9 +148,9 @@ class Plan:
         for count in self.samples:
             yield self.pmoe(SEPARATE, count)
             yield self.pmoe(JOINT, count)
-            yield from self.cnn(CNN, count)
+            yield from self.cnn(CNN, count, epochs=self.long_epochs)
             yield from self.cnn(CNN_4, count)
-        yield from self.cnn(CNN, self.fixed, epochs=self.long_epochs)
+        yield from self.cnn(CNN, self.fixed)
         yield self.pmoe(SEPARATE_CODE, self.fixed)
         yield self.pmoe(JOINT_CODE, self.fixed)
         for count in self.phase_samples:
@@ -193,7 +194,7 @@ QUICK = Plan(
     phase_samples=(100,),
     phase_tokens=(2, 8),
     tokens=(1, 6, 16),
-    experts=(2, 8),
+    experts=(8, 20),
     sweep_samples=(100,),
     task_samples=(200,),
     wide_samples=(100,),
