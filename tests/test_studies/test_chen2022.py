@@ -211,8 +211,13 @@ def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
     assert not torch.equal(counts.sum(0), noisy)
 
 
-def test_only_the_code_stops_early(monkeypatch):
-    monkeypatch.setattr(training, "ENOUGH", 10.0)  # any loss that is no new best
+@pytest.mark.parametrize(
+    ("enough", "worse"),
+    [(10.0, 10.0), (0.0, -1.0)],  # each stops at any loss that is no new best
+)
+def test_only_the_code_stops_early(monkeypatch, enough, worse):
+    monkeypatch.setattr(training, "ENOUGH", enough)
+    monkeypatch.setattr(training, "WORSE", worse)
     task = tiny_task()
     lengths = [
         training.train_mixture(
@@ -222,6 +227,14 @@ def test_only_the_code_stops_early(monkeypatch):
     ]
     assert lengths[0] == 20
     assert lengths[1] < 20
+
+
+def test_a_loss_that_is_neither_enough_nor_worse_stops_nothing(monkeypatch):
+    monkeypatch.setattr(training, "ENOUGH", 0.0)
+    monkeypatch.setattr(training, "WORSE", 10.0)
+    recipe = replace(OFFICIAL, steps=20)
+    outcome = training.train_mixture(recipe, tiny_task(), activation="cubic", seed=0)
+    assert outcome.steps == 20
 
 
 def test_accuracy_counts_signs():

@@ -93,10 +93,12 @@ def test_outcomes_of_a_router_that_knows_the_data_sets(model, task, generator):
 
 
 def test_images_hold_tokens_of_their_own_data_set(task, generator):
-    tokens = draw_images(task, torch.tensor([2, 0]), 20, generator, num_datasets=4)
-    assert tokens.shape == (2, 20, 32)
+    tokens = draw_images(task, torch.tensor([2, 0]), 200, generator, num_datasets=4)
+    assert tokens.shape == (2, 200, 32)
     cluster = (tokens @ task.centers_KD.t()).argmax(2)
-    assert (cluster // 4).float().mode(1).values.tolist() == [2, 0]
+    # Noise makes another cluster's centre the nearest now and then.
+    for image, dataset in enumerate((2, 0)):
+        assert ((cluster[image] // 4) == dataset).double().mean() > 0.9
 
 
 def test_loss_test_time_ids_and_capacity_are_exact():

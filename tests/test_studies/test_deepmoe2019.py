@@ -160,12 +160,16 @@ def test_without_mu_and_lambda_only_the_classes_train_the_gates(digits):
 
 
 def test_the_widening_strategies_have_the_layers_and_weights_of_table_1():
-    assert all([len(s) for s in stages] == [2, 2, 3, 3, 3] for stages in [VGG])
+    for stages in (VGG, *STRATEGIES.values()):
+        assert [len(stage) for stage in stages] == [2, 2, 3, 3, 3]
     millions = {name: conv_parameters(s) / 1e6 for name, s in STRATEGIES.items()}
     # W1-Mid: 9 * (3*64 + 64*64 + 64*128 + 128*128 + 128*2990 + 2990*256 + 256*256
     #              + 256*512 + 5*512*512) = 9 * 2684352.
     assert millions["W1-Mid"] == pytest.approx(9 * 2.684352)
+    # W4-Low: 9 * (3*512 + 3*512*512 + 512*256 + 2*256*256 + 256*512 + 5*512*512)
+    assert millions["W4-Low"] == pytest.approx(9 * 2.491904)
     assert millions["W13-All"] == pytest.approx(24.183018)
+    # Its last width is lost; ours was chosen for as many weights as the two have.
     assert millions["W1-High"] == pytest.approx(24.17, abs=0.01)
     assert shrink(STRATEGIES["W1-Mid"], 8)[2] == (374, 32, 32)
 
