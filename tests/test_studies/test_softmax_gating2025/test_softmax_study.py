@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from damex.moe import LinearRouter, MLPRouter
 from damex.studies import softmax_gating2025
 from damex.studies.progress import StudyProgress
 from damex.studies.result import Row, StudySettings
@@ -110,6 +111,30 @@ def test_rescaling_and_merging_by_hand():
     change, loss = identities.merge("tanh", apart=0.5)
     assert change > 1e-2
     assert loss == pytest.approx(0.5 * 2.718281828**0.3)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+def test_a_router_with_an_activation_breaks_the_invariance_of_scale(activation):
+    torch.manual_seed(0)
+    tokens = torch.randn(50, 3, dtype=torch.float64)
+    linear = LinearRouter(3, 4, bias=True, init_std=1.0).double()
+    mlp = MLPRouter(3, 4, hidden_dims=4, activation=activation, init_std=1.0).double()
+    with torch.no_grad():
+        linear.bias_E.normal_()
+        mlp.b2_E.normal_()
+    changes = []
+    # Slopes, biases and temperature times 2 (eq. 15 and 17).
+    for router, scaled in (
+        (linear, (linear.weight_ED, linear.bias_E)),
+        (mlp, (mlp.w1_HD, mlp.b1_H, mlp.b2_E)),
+    ):
+        with torch.no_grad():
+            before = (router(tokens) / 0.7).softmax(1)
+            for parameter in scaled:
+                parameter.mul_(2.0)
+            changes.append(((router(tokens) / 1.4).softmax(1) - before).abs().max())
+    assert changes[0] < 1e-12
+    assert changes[1] > 1e-3
 
 
 def test_an_over_specified_cell_shrinks_and_a_merged_one_need_not():
