@@ -13,7 +13,7 @@ from rich.console import Console
 from damex.moe import NormalizedGD
 from damex.studies.chen2022 import run, training
 from damex.studies.chen2022.data import draw_setting, draw_train_and_test
-from damex.studies.chen2022.experts import PatchSumRouter, PatchwiseExperts
+from damex.studies.chen2022.experts import PatchwiseExperts
 from damex.studies.chen2022.figure import entropy_band
 from damex.studies.chen2022.plan import Case, make_plan, run_cases
 from damex.studies.chen2022.published import DISPATCH, SINGLES
@@ -28,6 +28,7 @@ from damex.studies.chen2022.rows import ENTROPY_GAP, purity, unevenness
 from damex.studies.chen2022.study import conclude, theory_rows
 from damex.studies.chen2022.theory import additive_margin
 from damex.studies.cluster_data import ClusterSamples
+from damex.studies.patch_sum_router import PatchSumRouter
 from damex.studies.progress import StudyProgress
 from damex.studies.result import Row, StudySettings
 

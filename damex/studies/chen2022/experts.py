@@ -1,4 +1,4 @@
-"""The paper's experts and router: small CNNs whose patches are summed (eq. 3.1).
+"""The paper's experts: small CNNs whose patches are summed (eq. 3.1).
 
 Axes: T samples (a sample is one token), P patches of a sample, D numbers in a patch,
 E experts, F filters of an expert, C outputs, R routes (sample-expert pairs).
@@ -9,42 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from damex.moe import LinearRouter
 from damex.moe.experts import ACTIVATIONS
 from damex.moe.grouped import map_runs
 
-__all__ = ["PatchSumRouter", "PatchwiseExperts"]
-
-
-class PatchSumRouter(nn.Module):
-    """h_m(x) = <theta_m, sum_p x_p>, with theta = 0 at the start.
-
-    Args:
-        num_experts: E.
-        patch_dims: D.
-    """
-
-    def __init__(self, num_experts: int, patch_dims: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.patch_dims = patch_dims
-        self.linear = LinearRouter(patch_dims, num_experts, init_std=0.0)
-
-    def reset_parameters(self) -> None:
-        """Zeroes theta."""
-        self.linear.reset_parameters()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every sample.
-
-        Args:
-            tokens: (..., P*D).
-
-        Returns:
-            logits: (..., E).
-        """
-        patches = tokens.unflatten(-1, (-1, self.patch_dims))
-        return self.linear(patches.sum(-2))
+__all__ = ["PatchwiseExperts"]
 
 
 class PatchwiseExperts(nn.Module):

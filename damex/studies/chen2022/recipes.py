@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from damex.moe import LoadBalanceLoss, MoELayer, TopKGate
 from damex.studies.chen2022.data import PATCH_DIMS
-from damex.studies.chen2022.experts import PatchSumRouter, PatchwiseExperts
+from damex.studies.chen2022.experts import PatchwiseExperts
+from damex.studies.patch_sum_router import PatchSumRouter
 
 __all__ = [
     "OFFICIAL",

@@ -22,6 +22,7 @@ from damex.moe import (
     RoutingRecord,
     TopKGate,
 )
+from damex.studies.patch_sum_router import PatchSumRouter
 
 __all__ = [
     "NUM_PATCHES",
@@ -35,21 +36,6 @@ __all__ = [
 Method = Literal["vanilla", "damex"]
 NUM_PATCHES = 4
 ROUTER_STD = 0.005  # DAMEX's
-
-
-class _PatchSumRouter(nn.Module):
-    """h(x) = theta' sum_p x_p (Chen et al. 2022)."""
-
-    def __init__(self, dims: int, num_experts: int) -> None:
-        super().__init__()
-        self.router = LinearRouter(dims, num_experts, init_std=ROUTER_STD)
-        self.num_experts = num_experts
-
-    def reset_parameters(self) -> None:
-        self.router.reset_parameters()
-
-    def forward(self, samples: Tensor) -> Tensor:
-        return self.router(samples.unflatten(-1, (NUM_PATCHES, -1)).sum(dim=-2))
 
 
 class _PatchSumExperts(nn.Module):
@@ -100,7 +86,7 @@ class ClusterMoE(nn.Module):
         if method == "vanilla":
             losses = (ImportanceLoss(weight=0.05), LoadBalanceLoss(weight=0.05))
         self.layer = MoELayer(
-            router=_PatchSumRouter(dims, num_experts),
+            router=PatchSumRouter(num_experts, dims, init_std=ROUTER_STD),
             gate=TopKGate(noise="gaussian", capacity=capacity),
             experts=_PatchSumExperts(num_experts, dims, hidden_dims),
             losses=losses,
