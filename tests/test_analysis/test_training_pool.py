@@ -40,8 +40,11 @@ def test_ends_come_in_their_order_with_their_status():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_training_outlives_the_command(number):
     script = """if True:
-        import subprocess, sys
+        import signal, subprocess, sys
         from damex.analysis.training_pool import run_all
+
+        # Where tests run in a shell's background, Ctrl-C is ignored from the start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         class Announced:
             def start(self, *, threads):
