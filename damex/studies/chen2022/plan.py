@@ -46,6 +46,14 @@ class Case:
     balance: bool = False
     data_seed: int | None = None
 
+    @property
+    def where(self) -> str:
+        """What the report calls the setting."""
+        text = f"{self.recipe.name}, setting {self.setting}"
+        if self.data_seed is None:
+            return text
+        return f"{text}, all on the data of seed {self.data_seed}"
+
 
 @dataclass(frozen=True)
 class Single:

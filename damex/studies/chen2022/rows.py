@@ -45,14 +45,12 @@ def mixture_rows(found: Found) -> list[Row]:
     """
     rows = []
     for case, outcomes in found.items():
-        where = f"{case.recipe.name}, setting {case.setting}"
-        name = NAMES.get(case.activation, case.activation)
         if case.balance:
-            rows.append(_balance_row(found, case, where))
+            rows.append(_balance_row(found, case))
             continue
-        rows += _accuracy_and_entropy(case, outcomes, f"{name} mixture", where)
+        rows += _accuracy_and_entropy(case, outcomes)
         if case.activation == "cubic":
-            rows += _gap_rows(found, case, where)
+            rows += _gap_rows(found, case)
     return rows
 
 
@@ -97,17 +95,11 @@ def reason_rows(found: Found) -> list[Row]:
     Args:
         found: Outcomes of these mixtures.
     """
-    rows = []
-    for case, outcomes in found.items():
-        where = f"{case.recipe.name}, setting {case.setting}"
-        if case.data_seed is not None:
-            where += f", all on the data of seed {case.data_seed}"
-        name = f"{NAMES.get(case.activation, case.activation)} mixture"
-        rows += [
-            replace(row, criterion="", holds=None)
-            for row in _accuracy_and_entropy(case, outcomes, name, where)
-        ]
-    return rows
+    return [
+        replace(row, criterion="", holds=None)
+        for case, outcomes in found.items()
+        for row in _accuracy_and_entropy(case, outcomes)
+    ]
 
 
 def purity(counts_KE: Tensor) -> float:
@@ -129,9 +121,8 @@ def unevenness(counts_KE: Tensor) -> float:
     return 100.0 * ((load_E - load_E.mean()).abs().max() / load_E.mean()).item()
 
 
-def _accuracy_and_entropy(
-    case: Case, outcomes: Sequence[Outcome], name: str, where: str
-) -> list[Row]:
+def _accuracy_and_entropy(case: Case, outcomes: Sequence[Outcome]) -> list[Row]:
+    name = f"{NAMES.get(case.activation, case.activation)} mixture"
     cubic = case.activation == "cubic"
     accuracies = [outcome.accuracy for outcome in outcomes]
     accuracy, entropy = MIXTURES[case.setting, case.activation]
@@ -147,7 +138,7 @@ def _accuracy_and_entropy(
             accuracies,
             "mean >= 95" if cubic else f"mean within 4 of {accuracy[0]}",
             fmean(accuracies) >= 95.0 if cubic else near,
-            where,
+            case.where,
             digits=2,
         )
     ]
@@ -158,13 +149,13 @@ def _accuracy_and_entropy(
             values,
             "mean <= 0.25" if cubic else "mean >= 1.0",
             fmean(values) <= 0.25 if cubic else fmean(values) >= 1.0,
-            where,
+            case.where,
         )
         rows.append(row)
     return rows
 
 
-def _gap_rows(found: Found, cubic: Case, where: str) -> list[Row]:
+def _gap_rows(found: Found, cubic: Case) -> list[Row]:
     linear = Case(cubic.recipe, cubic.setting, "identity")
     pairs = list(zip(found[linear], found[cubic], strict=True))
     gaps = [low.entropy - high.entropy for low, high in pairs]
@@ -179,7 +170,7 @@ def _gap_rows(found: Found, cubic: Case, where: str) -> list[Row]:
             gaps,
             ">= 0.75 in every seed",
             min(gaps) >= 0.75,
-            where,
+            cubic.where,
         ),
         Row(
             "accuracy of cubic minus linear, points",
@@ -187,12 +178,12 @@ def _gap_rows(found: Found, cubic: Case, where: str) -> list[Row]:
             ahead,
             "mean > 0",
             fmean(ahead) > 0.0,
-            where,
+            cubic.where,
             digits=2,
         ),
     ]
     if cubic.recipe.as_released and cubic.setting == "1":
-        rows += _dispatch_rows(found[linear], found[cubic], where)
+        rows += _dispatch_rows(found[linear], found[cubic], cubic.where)
     return rows
 
 
@@ -236,7 +227,7 @@ def _dispatch_rows(
     ]
 
 
-def _balance_row(found: Found, case: Case, where: str) -> Row:
+def _balance_row(found: Found, case: Case) -> Row:
     values = [outcome.accuracy for outcome in found[case]]
     cubic = found[Case(case.recipe, case.setting, "cubic")]
     best = fmean(outcome.accuracy for outcome in cubic)
@@ -246,7 +237,7 @@ def _balance_row(found: Found, case: Case, where: str) -> Row:
         values,
         "mean below that of the cubic mixture",
         fmean(values) < best,
-        where,
+        case.where,
         digits=2,
     )
 

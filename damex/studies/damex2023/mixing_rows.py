@@ -9,6 +9,7 @@ from statistics import fmean
 
 from damex.studies.damex2023.cases import (
     ALONE,
+    METHODS,
     Case,
     cases_with_more_experts,
     growing_cases,
@@ -29,13 +30,17 @@ def mixing_rows(outcomes: Outcomes) -> list[Row]:
     Args:
         outcomes: By case.
     """
-    rows, usual = [], []
-    for shared in sorted({case.shared for case in outcomes}):
-        for method in ("vanilla", "damex"):
-            usual += growing_cases(outcomes, method, shared=shared)
+    kinds = sorted({case.shared for case in outcomes})
+    usual = [
+        case
+        for shared in kinds
+        for method in METHODS
+        for case in growing_cases(outcomes, method, shared=shared)
+    ]
+    rows = []
     for case in sorted(usual, key=lambda case: (case.shared, case.num_datasets)):
         rows += _case_rows(case, outcomes[case], claims=True)
-    for shared in sorted({case.shared for case in usual}):
+    for shared in kinds:
         rows += _lemma_rows(outcomes, shared=shared)
     for case, found in outcomes.items():
         if case == ALONE:

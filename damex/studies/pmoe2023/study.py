@@ -102,7 +102,7 @@ def _describe(plan: Plan, source: DigitSource) -> dict[str, Any]:
     return {
         "patches from": source.name,
         "batch": BATCH_SIZE,
-        "epochs at most": plan.epochs,
+        "epochs at most": f"{plan.epochs}, or as the row says",
         "learning rate of pMoE": 0.2,
         "of CNNs, best on the test samples": " ".join(map(str, plan.rates)),
         "test samples": plan.test_samples,
