@@ -1,7 +1,7 @@
 """Dataset-aware mixture-of-experts detectors for MMDetection.
 
 Importing ``damex`` only makes sure that mmdet can be imported; importing
-``damex.registration`` adds damex's datasets, detectors and hooks to mmdet's registries
+``damex.registry`` adds damex's datasets, detectors and hooks to mmdet's registries
 (configs do it by ``custom_imports``).
 """
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mmdet
 import numpy as np
 import pytest
+import torch
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
 from mmengine.registry import init_default_scope
+from mmengine.structures import InstanceData
 from PIL import Image
 
-import damex.registration
+import damex.registry
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,7 +30,7 @@ def registered() -> None:
     The import above fills mmdet's registries (and makes mmdet importable where mmcv has
     no compiled ops); the scope lets mmengine's ``Compose`` find mmdet's transforms.
     """
-    assert damex.registration.__all__
+    assert damex.registry.__all__
     init_default_scope("mmdet")
     # Every mmengine dataset calls gc.collect(); without a freeze, each call looks
     # through all of torch and takes 0.2 s.
@@ -123,3 +130,189 @@ def _write_coco_dataset(
         val="val.json",
         img="images/",
     )
+
+
+MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.fixture
+def model_config():
+    """Config of the tiny DINO with DAMEX, for three dataset groups and four classes."""
+
+    def make(*, moe="damex", num_groups=3, base="moe-dino_tiny", **changes):
+        import damex.registry  # noqa: F401 - registers the detectors
+
+        init_default_scope("mmdet")
+        cfg = Config.fromfile(CONFIGS / f"_base_/models/{base}.py").model
+        cfg.bbox_head.num_classes = 4
+        if isinstance(moe, str):
+            moe = Config.fromfile(CONFIGS / f"_base_/moe/{moe}.py").moe
+        cfg.update(moe=moe, num_groups=num_groups, **changes)
+        return cfg
+
+    return make
+
+
+@pytest.fixture
+def build(model_config):
+    """Build and initialise a detector under a fixed seed."""
+
+    def make(**kwargs):
+        torch.manual_seed(0)
+        detector = MODELS.build(model_config(**kwargs))
+        detector.init_weights()
+        return detector
+
+    return make
+
+
+@pytest.fixture
+def make_batch():
+    """Data as a loader hands it to ``data_preprocessor``: images with boxes."""
+
+    def make(groups, *, sizes=None, boxes=None, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        sizes = sizes or [(64, 64)] * len(groups)
+        boxes = boxes or [2] * len(groups)
+        inputs, samples = [], []
+        for group, (height, width), count in zip(groups, sizes, boxes, strict=True):
+            inputs.append(
+                torch.randint(0, 256, (3, height, width), generator=generator).to(
+                    torch.uint8
+                )
+            )
+            shape = dict(img_shape=(height, width), ori_shape=(height, width), img_id=1)
+            sample = DetDataSample(metainfo=dict(scale_factor=(1.0, 1.0), **shape))
+            if group is not None:
+                sample.set_metainfo(dict(group_id=group, dataset_id=group))
+            corner = torch.rand(count, 2, generator=generator) * 20
+            sample.gt_instances = InstanceData(
+                bboxes=torch.cat([corner, corner + 24], dim=1),
+                labels=torch.randint(0, 4, (count,), generator=generator),
+            )
+            samples.append(sample)
+        return dict(inputs=inputs, data_samples=samples)
+
+    return make
+
+
+# damex's detectors and the configs of mmdet that theirs are built from.
+DETECTORS = {
+    "MoEDINO": "dino/dino-4scale_r50_8xb2-12e_coco.py",
+    "MoEDeformableDETR": "deformable_detr/deformable-detr_r50_16xb2-50e_coco.py",
+    "MoEDABDETR": "dab_detr/dab-detr_r50_8xb2-50e_coco.py",
+    "MoEConditionalDETR": "conditional_detr/conditional-detr_r50_8xb2-50e_coco.py",
+    "MoEDETR": "detr/detr_r50_8xb2-150e_coco.py",
+    "MoEDDQDETR": "ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py",
+}
+
+
+@pytest.fixture(params=DETECTORS)
+def detector_name(request):
+    """Every detector of damex, one after the other."""
+    return request.param
+
+
+@pytest.fixture
+def build_mmdet():
+    """Build a detector from mmdet's own config plus ``moe``, shrunk."""
+
+    def make(name, *, num_groups=2, moe=None, **changes):
+        init_default_scope("mmdet")
+        model = Config.fromfile(MMDET_CONFIGS / DETECTORS[name]).model
+        model.backbone.init_cfg = None  # the pretrained weights are a download
+        # mmdet's Conditional DETR encodes its queries' places in 256 channels always.
+        keep = {"MoEConditionalDETR": 256}
+        _narrow(model, embed_dims=keep.get(name, 32))
+        model.bbox_head.embed_dims = keep.get(name, 32)
+        model.backbone.update(depth=18, base_channels=8, stem_channels=8)
+        widths = {2048: 64, 1024: 32, 512: 16}
+        model.neck.in_channels = [widths[c] for c in model.neck.in_channels]
+        model.update(type=name, moe=moe, num_groups=num_groups, num_queries=20)
+        model.test_cfg.max_per_img = 10
+        if "dn_cfg" in model:
+            model.dn_cfg.group_cfg.num_dn_queries = 12
+        for part in ("encoder", "decoder"):
+            model[part].num_layers = 2
+            model[part].update(changes.get(part, {}))
+        torch.manual_seed(0)
+        detector = MODELS.build(model)
+        detector.init_weights()
+        return detector
+
+    return make
+
+
+def _narrow(config, *, embed_dims):
+    """Replace the widths of a DETR, wherever they stand."""
+    small = {
+        "embed_dims": embed_dims,
+        "out_channels": embed_dims,
+        "feedforward_channels": 64,
+        "num_feats": embed_dims // 2,
+        "num_groups": 4,
+    }
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _narrow(value, embed_dims=embed_dims)
+        elif key in small and isinstance(value, int):
+            config[key] = small[key]
+
+
+@pytest.fixture
+def run_loss():
+    """``run_loss(detector, batch)``: mmdet's loss dict, under a fixed seed."""
+
+    def run(detector, batch):
+        detector.train()
+        torch.manual_seed(1)
+        data = detector.data_preprocessor(copy.deepcopy(batch), True)
+        return detector(**data, mode="loss")
+
+    return run
+
+
+@pytest.fixture
+def run_predict():
+    """``run_predict(detector, batch)``: mmdet's data samples."""
+
+    def run(detector, batch):
+        detector.eval()
+        data = detector.data_preprocessor(copy.deepcopy(batch), False)
+        with torch.no_grad():
+            return detector(**data, mode="predict")
+
+    return run
+
+
+@pytest.fixture
+def total():
+    """``total(losses)``: what mmengine would call the loss."""
+
+    def add_up(losses):
+        return sum(
+            torch.stack(v).sum() if isinstance(v, list) else v
+            for k, v in losses.items()
+            if "loss" in k
+        )
+
+    return add_up
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Records of every MoE layer, as they enter the routing context."""
+    from damex.models.context import RoutingContext
+
+    seen = {}
+    add = RoutingContext.add
+    monkeypatch.setattr(
+        RoutingContext,
+        "add",
+        lambda self, name, record: (
+            seen.update({name: record}),
+            add(self, name, record),
+        ),
+    )
+    return seen

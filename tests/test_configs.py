@@ -13,7 +13,7 @@ from mmengine.config import Config
 from mmengine.structures import InstanceData
 from PIL import Image
 
-from damex.engine.resolve import resolve_config
+from damex.engine.config import resolve_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 COMPLETE = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
@@ -23,7 +23,7 @@ COMPLETE = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path
 def test_complete_configs_name_a_mixture_a_runner_and_the_registration(path):
     cfg = Config.fromfile(path)
     assert cfg.runner_type == "MixtureRunner"
-    assert cfg.custom_imports.imports == ["damex.registration"]
+    assert cfg.custom_imports.imports == ["damex.registry"]
     assert len(cfg.mixture) >= 2
     assert cfg.model.bbox_head.num_classes is None
     assert cfg.train_dataloader.dataset.type == "MixtureDataset"

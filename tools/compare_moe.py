@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from damex.analysis.compare_moe import compare_moe
+from damex.analysis.compare import compare_moe
 from damex.engine.cli import run_command
 
 if __name__ == "__main__":

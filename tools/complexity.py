@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import damex.registration  # noqa: F401  (first: it keeps mmdet's import silent)
+import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
 
 # isort: split
-from damex.analysis.complexity_report import complexity
+from damex.analysis.complexity import complexity
 from damex.engine.cli import run_command
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # What every damex config shares: registration, runner, hooks, the screen.
-custom_imports = dict(imports=["damex.registration"], allow_failed_imports=False)
+custom_imports = dict(imports=["damex.registry"], allow_failed_imports=False)
 default_scope = "mmdet"
 runner_type = "MixtureRunner"
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import mmcv
+import numpy as np
+import torch
 from mmdet.registry import DATASETS
 from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.seeded_index import SeededIndex, local_seed
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import DataError
 
-__all__ = ["MixtureDataset"]
+__all__ = [
+    "MixtureDataset",
+    "SeededIndex",
+    "local_seed",
+    "mix_seed",
+]
 
 
 @DATASETS.register_module()
@@ -266,3 +274,48 @@ def _check_image(path: str, dataset: str, split: str) -> None:
             "bytes) cannot be decoded. Replace the file, or take it out of the "
             "annotation file."
         )
+
+
+class SeededIndex(int):
+    """An ``int`` index with the seed for everything random about this sample.
+
+    With it, augmentation depends on the place of a sample in the run and not on the
+    number of workers, on their history, or on whether the run was resumed.
+    """
+
+    seed: int
+
+    def __new__(cls, index: int, seed: int) -> SeededIndex:
+        """Make an index with its seed."""
+        value = super().__new__(cls, index)
+        value.seed = seed
+        return value
+
+    def __reduce__(self) -> tuple[type[SeededIndex], tuple[int, int]]:
+        return SeededIndex, (int(self), self.seed)
+
+
+def mix_seed(*parts: int) -> int:
+    """One 32-bit seed from several integers, well mixed.
+
+    Example:
+        >>> mix_seed(0, 1) != mix_seed(1, 0)
+        True
+    """
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+@contextmanager
+def local_seed(seed: int) -> Iterator[None]:
+    """Seed random, numpy and torch for a while and put their states back after."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    # torch.manual_seed would also reseed every GPU, whose states are not put back.
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

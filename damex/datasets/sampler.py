@@ -12,8 +12,7 @@ from mmengine.dist import get_dist_info, sync_random_seed
 from mmengine.logging import print_log
 from torch.utils.data import Sampler
 
-from damex.datasets.mixture import MixtureDataset
-from damex.datasets.seeded_index import SeededIndex, mix_seed
+from damex.datasets.mixture import MixtureDataset, SeededIndex, mix_seed
 from damex.errors import ConfigError
 
 __all__ = ["MixtureSampler"]

@@ -140,8 +140,8 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     options = dict(options)
     inner = [name for name in options if name.startswith("moe.")]
     if inner and ("moe" in options or "moe" in cfg):
-        import damex.registration  # noqa: F401  (first: it keeps mmdet's import silent)
-        from damex.engine.resolve import moe_of_file
+        import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
+        from damex.engine.config import moe_of_file
 
         moe = options.pop("moe", cfg.get("moe"))
         cfg.moe = moe_of_file(moe) if isinstance(moe, str) else moe
@@ -158,7 +158,7 @@ def build_runner(cfg: Config) -> Runner:
 
     mmengine's own would not know the keys ``moe`` and ``mixture``, and say nothing.
     """
-    import damex.registration  # noqa: F401
+    import damex.registry  # noqa: F401
 
     cfg.setdefault("runner_type", "MixtureRunner")
     return RUNNERS.build(cfg)

@@ -22,8 +22,8 @@ from damex.engine.checkpoint import (
     check_tensors,
     load_checkpoint_safely,
 )
-from damex.engine.resolve import label_space_of, resolve_config
-from damex.engine.screen import quiet_screen
+from damex.engine.config import label_space_of, resolve_config
+from damex.engine.console import quiet_screen
 from damex.errors import ConfigError
 from damex.models.upcycling import upcycling_note
 

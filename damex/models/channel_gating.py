@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.models.channel_context import ChannelContext
-from damex.moe import GatingPath, active_share, gate_l1, presence_loss
+from damex.moe import ChannelGates, GatingPath, active_share, gate_l1, presence_loss
 
-__all__ = ["ChannelGating", "image_mask_BHW"]
+__all__ = [
+    "ChannelContext",
+    "ChannelGating",
+    "image_mask_BHW",
+]
 
 
 class ChannelGating(nn.Module):
@@ -134,3 +137,63 @@ def _dataset_BE(logits_BE: Tensor, group_ids_B: Tensor | None) -> Tensor:
         return torch.zeros_like(logits_BE, dtype=torch.bool)
     one_hot_BE = functional.one_hot(group_ids_B.clamp(min=0), logits_BE.shape[1])
     return one_hot_BE.bool() & (group_ids_B >= 0)[:, None]
+
+
+class ChannelContext:
+    """The gates that the gated layers of one detector share during one forward pass.
+
+    As :class:`damex.models.context.RoutingContext`, it is filled for the time of a step
+    and empty outside of it.
+    """
+
+    def __init__(self) -> None:
+        self._gates: ChannelGates | None = None
+
+    @property
+    def gates(self) -> ChannelGates:
+        """Gates of the images of the current step.
+
+        Raises:
+            RuntimeError: If no step is open.
+        """
+        if self._gates is None:
+            raise RuntimeError(
+                "gated layers run only inside of a step of their detector, which looks "
+                "at the images first: call the detector's loss, predict or forward, "
+                "not its parts."
+            )
+        return self._gates
+
+    @contextmanager
+    def step(self, gates: ChannelGates) -> Iterator[None]:
+        """Open one forward pass.
+
+        Args:
+            gates: What the gating path says about its images.
+        """
+        self._gates = gates
+        try:
+            yield
+        finally:
+            self._gates = None
+
+    def snapshot(self) -> ChannelGates | None:
+        """The gates of now, for a later :meth:`replay`."""
+        return self._gates
+
+    @contextmanager
+    def replay(self, snapshot: ChannelGates | None) -> Iterator[None]:
+        """Let layers that are computed a second time read the gates of the first.
+
+        Args:
+            snapshot: What :meth:`snapshot` gave in the first run.
+        """
+        present, self._gates = self._gates, snapshot
+        try:
+            yield
+        finally:
+            self._gates = present
+
+    def layer(self, name: str) -> Tensor:
+        """Gates (images, channels) of one layer."""
+        return self.gates.layers[name]

@@ -11,18 +11,16 @@ from mmdet.models.backbones import ResNet
 from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.channel_context import ChannelContext
-from damex.models.channel_gating import ChannelGating
-from damex.models.gated_ffn_block import GatedFFNBlock
-from damex.models.gated_residual import GatedResidualBlock
-from damex.models.insertion_plan import layers_of
-from damex.models.layer_choice import (
+from damex.models.build import build_part
+from damex.models.channel_blocks import GatedFFNBlock, GatedResidualBlock
+from damex.models.channel_gating import ChannelContext, ChannelGating
+from damex.models.config import layers_of
+from damex.models.sites import (
     PARTS,
     backbone_stages,
     layer_numbers,
     transformer_layer,
 )
-from damex.models.part_building import build_part
 from damex.moe import GatingPath
 
 __all__ = ["ChannelReport", "insert_channels"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from damex.models.foreground import GroundTruth
+from damex.models.queries import GroundTruth
 from damex.moe import RoutingRecord
 
 __all__ = ["RoutingContext"]

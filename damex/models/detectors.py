@@ -20,22 +20,26 @@ from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from torch import Tensor
 
+from damex.engine.schedule import (
+    StagedTraining,
+    gather_loads,
+    prepare_gates,
+    read_router_stage,
+    training_progress,
+)
 from damex.errors import ConfigError
+from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
+from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.channel_gating import ChannelGating
 from damex.models.channel_insertion import insert_channels
-from damex.models.checkpointing import checkpoint_layers, take_num_cp
 from damex.models.context import RoutingContext
-from damex.models.denoising import denoising_query_mask
-from damex.models.foreground import (
+from damex.models.insertion import insert_moe, moe_blocks
+from damex.models.queries import (
+    denoising_query_mask,
     encoder_foreground,
     ground_truth_of,
     query_foreground,
 )
-from damex.models.gate_progress import gather_loads, prepare_gates, training_progress
-from damex.models.insertion import insert_moe, moe_blocks
-from damex.models.moe_ffn import MoEFFN
-from damex.models.moe_patch_conv import MoEPatchConv
-from damex.models.router_stage import StagedTraining, read_router_stage
 from damex.models.routing_summary import attach_routing, routing_losses
 from damex.models.timm_backbone import check_neck
 

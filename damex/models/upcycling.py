@@ -28,7 +28,7 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     loader to report.
 
     Args:
-        block: A :class:`damex.models.moe_ffn.MoEFFN`.
+        block: A :class:`damex.models.blocks.MoEFFN`.
         state: Changed in place.
         prefix: Of the block's keys.
         *rest: What else torch hands to such a hook.

@@ -1,6 +1,5 @@
 """The mathematics of mixtures of experts; imports torch and nothing else."""
 
-from damex.moe.assignment import Assignment
 from damex.moe.channels import (
     ChannelGate,
     ChannelGates,
@@ -16,7 +15,7 @@ from damex.moe.channels import (
     gated_ffn,
     presence_loss,
 )
-from damex.moe.experts import FFNExperts
+from damex.moe.experts import FFNExperts, SharedExpert
 from damex.moe.gates import (
     BiasBalancer,
     DenseSoftmaxGate,
@@ -26,8 +25,6 @@ from damex.moe.gates import (
     TopKGate,
 )
 from damex.moe.grouped import grouped_linear
-from damex.moe.groups import expert_groups
-from damex.moe.joined_optimizer import JoinedOptimizer
 from damex.moe.layer import MoELayer, group_experts_mask
 from damex.moe.losses import (
     DatasetRoutingLoss,
@@ -55,23 +52,23 @@ from damex.moe.metrics import (
     own_expert_counts,
     own_expert_share,
 )
-from damex.moe.optim import NormalizedGD, expert_parameters
-from damex.moe.patch_conv import PatchConvExperts, route_patches
+from damex.moe.optim import JoinedOptimizer, NormalizedGD, expert_parameters
 from damex.moe.patches import (
+    PatchConvExperts,
     merge_patches,
     patch_grid,
     real_patches,
+    route_patches,
     split_patches,
 )
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
-from damex.moe.record import RoutingRecord
 from damex.moe.routers import (
     CosineRouter,
     HierarchicalRouter,
     LinearRouter,
     MLPRouter,
 )
-from damex.moe.shared_expert import SharedExpert
+from damex.moe.routing import Assignment, RoutingRecord, expert_groups
 from damex.moe.split import (
     load_dense_split,
     repeat_router_rows,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from damex.moe.experts import SharedExpert
 from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
-from damex.moe.record import RoutingRecord
-from damex.moe.shared_expert import SharedExpert
+from damex.moe.routing import RoutingRecord
 
 
 class MoELayer(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from damex.moe.record import RoutingRecord
+from damex.moe.routing import RoutingRecord
 
 
 def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> Tensor:

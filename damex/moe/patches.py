@@ -6,9 +6,16 @@ left, P x Q cells of a patch (with its halo, where there is one).
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+
+from damex.moe.grouped import map_runs
+from damex.moe.layer import MoELayer
+from damex.moe.routing import RoutingRecord
 
 
 def patch_grid(size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
@@ -86,3 +93,202 @@ def real_patches(
     rows_B = share_B2[:, :1].double() * size[0] - 1e-6
     columns_B = share_B2[:, 1:].double() * size[1] - 1e-6
     return ((top < rows_B).unsqueeze(2) & (left < columns_B).unsqueeze(1)).flatten(1)
+
+
+BORDERS = ("zeros", "neighbours")
+
+
+class PatchConvExperts(nn.Module):
+    """E convolutions without bias, each with an equal slice of the output channels.
+
+    Expert e holds output channels e*O to (e+1)*O - 1 of a dense convolution: together
+    the experts have its parameters, and each computes for its own patches only.
+
+    Args:
+        num_experts: E.
+        in_channels: C.
+        out_channels: F; a multiple of E.
+        patch_size: Side of a patch in cells, or (height, width).
+        kernel_size: K, odd. 1 needs fewer parameters (pMoE on CIFAR-10).
+        border: What a kernel sees outside of its patch: 'zeros', so that patches do not
+            know of each other as in pMoE's theory, or 'neighbours', the map as it is:
+            experts that get all patches with weight 1 then equal a dense convolution,
+            and pretrained kernels keep their meaning.
+
+    Raises:
+        ValueError: If a size is not positive, E does not divide `out_channels`, the
+            kernel is even or the border unknown.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_channels: int,
+        out_channels: int,
+        *,
+        patch_size: int | tuple[int, int],
+        kernel_size: int = 3,
+        border: Literal["zeros", "neighbours"] = "zeros",
+    ) -> None:
+        super().__init__()
+        self.patch_size = _as_pair(patch_size)
+        _check_sizes(num_experts, in_channels, out_channels, kernel_size)
+        if border not in BORDERS:
+            raise ValueError(
+                f"PatchConvExperts: unknown border {border!r}; use one of {BORDERS}"
+            )
+        self.num_experts = num_experts
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = kernel_size
+        self.border = border
+        self.weight_EOCKK = nn.Parameter(
+            torch.empty(
+                num_experts,
+                out_channels // num_experts,
+                in_channels,
+                kernel_size,
+                kernel_size,
+            )
+        )
+        self.reset_parameters()
+
+    @property
+    def halo(self) -> int:
+        """Cells around a patch that a row holds as well."""
+        return self.kernel_size // 2 if self.border == "neighbours" else 0
+
+    @property
+    def embed_dims(self) -> int:
+        """Numbers in a patch, which the router scores."""
+        return self.in_channels * self.patch_size[0] * self.patch_size[1]
+
+    def reset_parameters(self) -> None:
+        """Draws the kernels as mmdet's ResNet draws the dense convolution.
+
+        Kaiming normal with the fan-out of all F channels.
+        """
+        fan_out = self.out_channels * self.kernel_size**2
+        nn.init.normal_(self.weight_EOCKK, std=math.sqrt(2.0 / fan_out))
+
+    def forward(self, patches_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Applies each expert to its run of patches.
+
+        Args:
+            patches_RD: Flattened patches, with their halo if there is one, sorted by
+                expert.
+            counts_E: Patches of each expert, int64; must sum to R.
+
+        Returns:
+            out_RD: (R, O * patch height * patch width), unweighted.
+        """
+        height, width = (side + 2 * self.halo for side in self.patch_size)
+        patches = patches_RD.unflatten(1, (self.in_channels, height, width))
+        out = map_runs(self._convolve, patches, [self.weight_EOCKK], counts_E)
+        return out.flatten(1)
+
+    def extra_repr(self) -> str:
+        """Sizes and options, for `print(module)`."""
+        return (
+            f"num_experts={self.num_experts}, in_channels={self.in_channels}, "
+            f"out_channels={self.out_channels}, patch_size={self.patch_size}, "
+            f"kernel_size={self.kernel_size}, border={self.border!r}"
+        )
+
+    def _convolve(self, patches: Tensor, weight_OCKK: Tensor) -> Tensor:
+        padding = self.kernel_size // 2 - self.halo
+        return functional.conv2d(patches, weight_OCKK, padding=padding)
+
+
+def route_patches(
+    moe: MoELayer,
+    map_BCHW: Tensor,
+    *,
+    patch_mask_BN: Tensor | None = None,
+    group_ids_B: Tensor | None = None,
+) -> tuple[Tensor, RoutingRecord]:
+    """Convolves a map patch by patch with the experts that took each patch.
+
+    pMoE (Chowdhury et al., ICML 2023, arXiv 2306.04073), section 5.2: the router scores
+    flattened patches, the gate chooses, and the outputs of the experts stand side by
+    side as channels. A patch has zeros in the channels of experts that did not take it.
+    Only taken patches are computed, so that with expert choice of l of n patches the
+    convolution costs l/n of a dense one.
+
+    The weight of a route scales the output. Without bias that is the same as scaling
+    the patch, as the paper's released code does, up to its batch norm in between.
+
+    Args:
+        moe: Router, any gate, and `PatchConvExperts`; a token is a patch.
+        map_BCHW: Feature map. Sides that the patch does not divide are filled up with
+            zeros, at the right and at the bottom.
+        patch_mask_BN: True for patches to route, see `patches.real_patches`; None for
+            all.
+        group_ids_B: As in `MoELayer.forward`.
+
+    Returns:
+        out_BFHW: In the dtype that the convolution answers in.
+        record: What was routed, patches being tokens.
+
+    Raises:
+        ValueError: If the experts are others, or as in `MoELayer.forward`.
+    """
+    experts = moe.experts
+    if not isinstance(experts, PatchConvExperts):
+        raise ValueError(
+            "route_patches: the layer needs PatchConvExperts, got "
+            f"{type(experts).__name__}"
+        )
+    patches_BNCPQ = split_patches(map_BCHW, experts.patch_size)
+    record = moe.route(
+        patches_BNCPQ.flatten(2), token_mask_BN=patch_mask_BN, group_ids_B=group_ids_B
+    )
+    if experts.halo:
+        patches_BNCPQ = split_patches(map_BCHW, experts.patch_size, halo=experts.halo)
+    assignment = record.assignment
+    rows_RD = assignment.dispatch(patches_BNCPQ.flatten(2).flatten(0, 1))
+    out_RD = experts(rows_RD, assignment.counts_E)
+    weighted_RD = (out_RD * assignment.weight_R.unsqueeze(1)).to(out_RD.dtype)
+    slot_R = assignment.token_index_R * moe.num_experts + assignment.expert_index_R
+    # As large as the output map: one slot per patch and slice of channels.
+    slots = weighted_RD.new_zeros(
+        assignment.num_tokens * moe.num_experts, weighted_RD.shape[1]
+    ).index_copy(0, slot_R, weighted_RD)
+    size = (map_BCHW.shape[2], map_BCHW.shape[3])
+    down, across = patch_grid(size, experts.patch_size)
+    out_BNFPQ = slots.view(
+        map_BCHW.shape[0], down * across, experts.out_channels, *experts.patch_size
+    )
+    return merge_patches(out_BNFPQ, size), record
+
+
+def _as_pair(patch_size: int | tuple[int, int]) -> tuple[int, int]:
+    sides = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+    valid = isinstance(sides, (tuple, list)) and len(sides) == 2
+    if not valid or not all(type(side) is int and side >= 1 for side in sides):
+        raise ValueError(
+            "PatchConvExperts: patch_size must be a positive integer or a pair of "
+            f"them, got {patch_size!r}"
+        )
+    return sides[0], sides[1]
+
+
+def _check_sizes(
+    num_experts: int, in_channels: int, out_channels: int, kernel_size: int
+) -> None:
+    if min(num_experts, in_channels, out_channels) < 1:
+        raise ValueError(
+            "PatchConvExperts: num_experts, in_channels and out_channels must be "
+            f"positive, got {num_experts}, {in_channels} and {out_channels}"
+        )
+    if out_channels % num_experts:
+        raise ValueError(
+            "PatchConvExperts: num_experts must divide out_channels, as each expert "
+            f"has an equal share of the channels, got {num_experts} experts and "
+            f"{out_channels} channels"
+        )
+    if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(
+            "PatchConvExperts: kernel_size must be an odd positive integer, got "
+            f"{kernel_size!r}"
+        )

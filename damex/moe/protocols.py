@@ -14,8 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from damex.moe.assignment import Assignment
-from damex.moe.record import RoutingRecord
+from damex.moe.routing import Assignment, RoutingRecord
 
 
 class Router(Protocol):

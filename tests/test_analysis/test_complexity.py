@@ -11,8 +11,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
-from damex.analysis.complexity import count_complexity
-from damex.analysis.complexity_report import complexity
+from damex.analysis.complexity import complexity, count_complexity
 from damex.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

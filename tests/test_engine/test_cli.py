@@ -9,7 +9,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from damex.engine import cli
-from damex.engine.resolve import label_space_of, resolve_config
+from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 

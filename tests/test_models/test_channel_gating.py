@@ -1,3 +1,5 @@
+"""None"""
+
 import copy
 
 import pytest
@@ -6,6 +8,9 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
+
+from damex.models.channel_gating import ChannelContext
+from damex.moe import ChannelGates
 
 CHANNELS = dict(
     layers=dict(backbone=[3], encoder=[0], decoder="even"),
@@ -53,7 +58,7 @@ def batch(make_batch):
 @pytest.fixture
 def gates_of(monkeypatch):
     """The gates of the last step of a detector."""
-    from damex.models.channel_context import ChannelContext
+    from damex.models.channel_gating import ChannelContext
 
     seen = []
     step = ChannelContext.step
@@ -233,3 +238,23 @@ def test_both_stages_are_one_detector():
     assert second.layers == first.layers
     assert second.channels.embedding == first.channels.embedding
     assert second.channels.frozen is True
+
+
+def test_gates_are_known_during_the_step_only():
+    context = ChannelContext()
+    gates = ChannelGates(
+        logits_BE=torch.zeros(1, 2), layers={"encoder.0": torch.ones(1, 3)}
+    )
+    with context.step(gates):
+        assert context.gates is gates
+        assert context.layer("encoder.0") is gates.layers["encoder.0"]
+    with pytest.raises(RuntimeError, match="only inside of a step"):
+        context.layer("encoder.0")
+
+
+def test_an_error_in_a_step_leaves_nothing_behind():
+    context = ChannelContext()
+    with pytest.raises(KeyError), context.step(ChannelGates(torch.zeros(1), {})):
+        context.layer("decoder.9")
+    with pytest.raises(RuntimeError, match="call the detector's loss, predict"):
+        _ = context.gates

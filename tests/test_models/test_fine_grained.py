@@ -7,10 +7,10 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 
 from damex.errors import ConfigError
+from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
 from damex.models.fine_grained import FineGrained, SplitStart
 from damex.models.insertion import moe_blocks
-from damex.models.moe_ffn import MoEFFN
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate, split_hidden_dims
 
 FINE = dict(layers=dict(decoder="all"), fine_grained=dict(parts=2, copies=4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from damex.models import router_stage
+from damex.engine import schedule as router_stage
 from damex.models.insertion import moe_blocks
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/_base_/moe").glob("*.py"))

@@ -11,7 +11,7 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from torch.nn import functional
 
-from damex.engine.resolve import resolve_config
+from damex.engine.config import resolve_config
 from damex.models.insertion import moe_blocks
 
 

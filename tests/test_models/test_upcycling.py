@@ -6,8 +6,8 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.config import Config
 
+from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
-from damex.models.moe_ffn import MoEFFN
 from damex.models.upcycling import upcycling_note
 from damex.moe import (
     ExpertChoiceGate,

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import merge_patches, patch_grid, real_patches, split_patches
+from damex.moe import (
+    DatasetRoutingLoss,
+    ExpertChoiceGate,
+    FFNExperts,
+    LinearRouter,
+    MoELayer,
+    PatchConvExperts,
+    TopKGate,
+    merge_patches,
+    patch_grid,
+    real_patches,
+    route_patches,
+    split_patches,
+)
 
 
 def test_patches_by_hand():
@@ -53,3 +68,204 @@ def test_a_share_in_float32_does_not_add_a_patch():
     share_B2 = torch.tensor([[3 / 7, 6 / 7]])
     mask = real_patches(share_B2, (7, 7), (1, 1)).view(7, 7)
     assert mask.sum(0).tolist() == [3, 3, 3, 3, 3, 3, 0]
+
+
+def make_layer(gate, *, patch_size=2, experts=3, channels=4, **kwargs):
+    torch.manual_seed(0)
+    convs = {
+        name: kwargs.pop(name) for name in ("kernel_size", "border") & kwargs.keys()
+    }
+    bank = PatchConvExperts(experts, channels, 6, patch_size=patch_size, **convs)
+    router = LinearRouter(bank.embed_dims, experts, init_std=0.5)
+    return MoELayer(router=router, gate=gate, experts=bank, **kwargs)
+
+
+def masked_reference(moe, map_BCHW, record):
+    """Every expert convolves every patch; a mask of weights picks afterwards."""
+    bank, size = moe.experts, tuple(map_BCHW.shape[2:])
+    weight_TE = torch.zeros_like(record.logits_TE)
+    routes = record.assignment
+    weight_TE = weight_TE.index_put(
+        (routes.token_index_R, routes.expert_index_R), routes.weight_R
+    )
+    patches = split_patches(map_BCHW, bank.patch_size)
+    images, count = patches.shape[:2]
+    outs = []
+    for expert in range(moe.num_experts):
+        weight_OCKK = bank.weight_EOCKK[expert]
+        padding = bank.kernel_size // 2
+        if bank.border == "neighbours":
+            # cells that hang over are cut off at the end
+            pad = [-side % p for side, p in zip(size, bank.patch_size, strict=True)]
+            whole = functional.pad(map_BCHW, (0, pad[1], 0, pad[0]))
+            out = functional.conv2d(whole, weight_OCKK, padding=padding)
+            out = split_patches(out, bank.patch_size)
+        else:
+            out = functional.conv2d(patches.flatten(0, 1), weight_OCKK, padding=padding)
+            out = out.unflatten(0, (images, count))
+        outs.append(out * weight_TE[:, expert].view(images, count, 1, 1, 1))
+    return merge_patches(torch.cat(outs, dim=2), size)
+
+
+@pytest.mark.parametrize("border", ["zeros", "neighbours"])
+@pytest.mark.parametrize("kernel_size", [1, 3])
+@pytest.mark.parametrize(
+    "gate",
+    [
+        ExpertChoiceGate(num_tokens=2),
+        ExpertChoiceGate(share=0.4, weights="all"),
+        TopKGate(1),
+    ],
+    ids=["selected", "all", "top1"],
+)
+def test_gathered_patches_equal_masked_ones_in_outputs_and_gradients(
+    gate, kernel_size, border
+):
+    moe = make_layer(gate, kernel_size=kernel_size, border=border).double()
+    base = torch.randn(2, 4, 5, 6, dtype=torch.double)
+    found = []
+    for masked in (False, True):
+        map_BCHW = base.clone().requires_grad_()
+        moe.zero_grad()
+        out, record = route_patches(moe, map_BCHW)
+        if masked:
+            out = masked_reference(moe, map_BCHW, record)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        grads = [map_BCHW.grad, *(p.grad.clone() for p in moe.parameters())]
+        found.append([out.detach(), *grads])
+    for gathered, reference in zip(*found, strict=True):
+        torch.testing.assert_close(gathered, reference)
+    assert all(part.abs().sum() > 0 for part in found[0])
+
+
+def test_all_patches_with_weight_one_are_a_dense_convolution():
+    moe = make_layer(TopKGate(3), border="neighbours")
+    map_BCHW = torch.randn(2, 4, 5, 7)
+    bank = moe.experts
+    rows = split_patches(map_BCHW, (2, 2), halo=1).flatten(2).flatten(0, 1)
+    counts_E = torch.full((3,), len(rows))
+    out_RD = bank(rows.repeat(3, 1), counts_E)
+    # (expert, patch, channel) -> channels of all experts side by side
+    patches = out_RD.view(3, 2, 12, 2, 2, 2).permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+    dense = functional.conv2d(map_BCHW, bank.weight_EOCKK.flatten(0, 1), padding=1)
+    torch.testing.assert_close(merge_patches(patches, (5, 7)), dense)
+
+
+@pytest.mark.parametrize("num_patches", [1, 2, 4, 8])
+def test_flops_are_l_of_n_of_the_dense_convolution(num_patches):
+    moe = make_layer(ExpertChoiceGate(num_tokens=num_patches))
+    map_BCHW = torch.randn(2, 4, 4, 8)  # 8 patches of 2 x 2
+    with FlopCounterMode(display=False) as counter:
+        route_patches(moe, map_BCHW)
+    counts = counter.get_flop_counts()["Global"]
+    found = counts[torch.ops.aten.convolution]
+    # 2 images x 32 cells x 4 channels in x 6 out x 9 kernel cells, multiply and add
+    dense = 2 * 32 * 4 * 6 * 9 * 2
+    assert found == dense * num_patches // 8
+    # the router: 16 patches of 16 numbers for 3 experts, multiply and add
+    assert sum(counts.values()) - found == 16 * 16 * 3 * 2
+
+
+def test_exactly_l_patches_per_expert_and_image_are_not_zero():
+    moe = make_layer(ExpertChoiceGate(num_tokens=3))
+    out, record = route_patches(moe, torch.randn(2, 4, 6, 8))
+    patches = split_patches(out, (2, 2)).unflatten(2, (3, 2))
+    taken_BNE = patches.flatten(3).abs().sum(3) > 0
+    assert taken_BNE.sum(1).tolist() == [[3, 3, 3], [3, 3, 3]]
+    assert record.assignment.counts_E.tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("weights", ["selected", "all"])
+def test_gates_of_an_expert_and_image_sum_to_one_or_less(weights):
+    moe = make_layer(ExpertChoiceGate(num_tokens=3, weights=weights))
+    _, record = route_patches(moe, torch.randn(2, 4, 6, 8))
+    routes = record.assignment
+    sums = torch.zeros(2, 3).index_put(
+        (routes.token_index_R // 12, routes.expert_index_R),
+        routes.weight_R,
+        accumulate=True,
+    )
+    if weights == "selected":
+        torch.testing.assert_close(sums, torch.ones(2, 3))
+    else:
+        assert (sums < 1).all()
+
+
+def test_padding_is_not_routed_and_changes_nothing():
+    moe = make_layer(ExpertChoiceGate(share=0.5))
+    map_BCHW = torch.randn(1, 4, 4, 4)
+    alone, _ = route_patches(moe, map_BCHW)
+    padded = torch.full((1, 4, 6, 8), 1e6)
+    padded[..., :4, :4] = map_BCHW
+    mask_BN = torch.zeros(1, 3, 4, dtype=torch.bool)
+    mask_BN[:, :2, :2] = True
+    out, record = route_patches(moe, padded, patch_mask_BN=mask_BN.flatten(1))
+    torch.testing.assert_close(out[..., :4, :4], alone)
+    assert out[..., 4:, :].abs().sum() == out[..., 4:].abs().sum() == 0
+    assert record.assignment.counts_E.tolist() == [2, 2, 2]
+
+
+def test_the_dataset_loss_works_on_patches():
+    """DAMEX on patches: both images learn to send theirs to their own expert."""
+    moe = make_layer(
+        TopKGate(1),
+        experts=2,
+        losses=[DatasetRoutingLoss(weight=1.0)],
+        group_experts=[[0], [1]],
+    )
+    maps = torch.cat([torch.rand(1, 4, 4, 4), -torch.rand(1, 4, 4, 4)])
+    optimizer = torch.optim.SGD(moe.router.parameters(), lr=0.5)
+    for _ in range(60):
+        optimizer.zero_grad()
+        _, record = route_patches(moe, maps, group_ids_B=torch.tensor([0, 1]))
+        record.losses["dataset_routing"].backward()
+        optimizer.step()
+    # 4 patches per image, all with their own expert
+    routes = record.assignment
+    assert torch.equal(routes.token_index_R // 4, routes.expert_index_R)
+
+
+def test_an_expert_without_patches_has_zero_gradients():
+    moe = make_layer(TopKGate(1))
+    with torch.no_grad():
+        moe.router.weight_ED[0] = 0
+        moe.router.weight_ED[1:] = -1
+    out, record = route_patches(moe, torch.rand(1, 4, 4, 4))
+    out.square().sum().backward()
+    assert record.assignment.counts_E.tolist() == [4, 0, 0]
+    grad_E = moe.experts.weight_EOCKK.grad.flatten(1).abs().sum(1)
+    assert (grad_E > 0).tolist() == [True, False, False]
+
+
+def test_half_precision_keeps_its_dtype():
+    moe = make_layer(ExpertChoiceGate(num_tokens=2)).bfloat16()
+    out, record = route_patches(moe, torch.randn(1, 4, 4, 4, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    assert record.logits_TE.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_experts=4), "4 experts and 6 channels"),
+        (dict(num_experts=0), "must be positive, got 0, 4 and 6"),
+        (dict(kernel_size=2), "odd positive integer, got 2"),
+        (dict(kernel_size=3.0), "odd positive integer, got 3.0"),
+        (dict(patch_size=0), "pair of them, got 0"),
+        (dict(patch_size=(2, 2, 2)), r"got \(2, 2, 2\)"),
+        (dict(patch_size="2"), "got '2'"),
+        (dict(border="reflect"), r"border 'reflect'; use one of \('zeros', 'neigh"),
+    ],
+)
+def test_experts_that_cannot_work(changes, message):
+    values = dict(num_experts=3, in_channels=4, out_channels=6, patch_size=2)
+    with pytest.raises(ValueError, match=message):
+        PatchConvExperts(**{**values, **changes})
+
+
+def test_other_experts_are_refused():
+    moe = MoELayer(
+        router=LinearRouter(4, 2), gate=TopKGate(1), experts=FFNExperts(2, 4, 4)
+    )
+    with pytest.raises(ValueError, match="needs PatchConvExperts, got FFNExperts"):
+        route_patches(moe, torch.zeros(1, 4, 2, 2))

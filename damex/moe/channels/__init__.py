@@ -1,13 +1,25 @@
 """DeepMoE (Wang et al. 2019): the channels of a layer as experts, gated per image."""
 
-from damex.moe.channels.activation import check_activation
-from damex.moe.channels.gate import ChannelGate
-from damex.moe.channels.gated_conv import GatedConv2d, check_gateable, gated_conv2d
-from damex.moe.channels.gated_ffn import GatedFFN, gated_ffn
-from damex.moe.channels.gating_path import ChannelGates, GatingPath
-from damex.moe.channels.losses import gate_l1, presence_loss
-from damex.moe.channels.metrics import active_share, distinct_patterns
-from damex.moe.channels.shallow_embedding import ShallowEmbedding
+from damex.moe.channels.gates import (
+    ChannelGate,
+    ChannelGates,
+    GatingPath,
+    ShallowEmbedding,
+    check_activation,
+)
+from damex.moe.channels.layers import (
+    GatedConv2d,
+    GatedFFN,
+    check_gateable,
+    gated_conv2d,
+    gated_ffn,
+)
+from damex.moe.channels.losses import (
+    active_share,
+    distinct_patterns,
+    gate_l1,
+    presence_loss,
+)
 
 __all__ = [
     "ChannelGate",

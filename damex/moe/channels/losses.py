@@ -70,3 +70,35 @@ def presence_loss(logits_BE: Tensor, present_BE: Tensor) -> Tensor:
 
 def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def active_share(gates: Sequence[Tensor]) -> Tensor:
+    """Share of open channels, over all layers and images, in [0, 1].
+
+    Args:
+        gates: Gates (B, C) of each layer.
+
+    Returns:
+        share: Scalar, float32.
+    """
+    return _open(gates).float().mean()
+
+
+def distinct_patterns(gates: Sequence[Tensor]) -> int:
+    """Number of different sets of open channels among the images.
+
+    One pattern for all images would be a pruned network and no mixture: expressive
+    power grows with the number of patterns (Wang et al. 2019, appendix A.1).
+
+    Args:
+        gates: Gates (B, C) of each layer, of as many images as shall be compared.
+
+    Returns:
+        count: 1 to B.
+    """
+    return int(torch.unique(_open(gates), dim=0).shape[0])
+
+
+def _open(gates: Sequence[Tensor]) -> Tensor:
+    """True for open channels, of all layers side by side."""
+    return torch.cat([gates_BC > 0 for gates_BC in gates], dim=1)

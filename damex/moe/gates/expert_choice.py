@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from damex.moe.assignment import Assignment
+from damex.moe.routing import Assignment
 
 WEIGHTS = ("selected", "all", "one")
 # 0.07 * 100 is 7.000000000000001 in float64 and must stay 7 tokens.

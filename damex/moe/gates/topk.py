@@ -1,7 +1,6 @@
-"""Token choice: every token goes to its K best experts.
+"""From images of tokens to one list of tokens.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+Axes: B images, N tokens per image, T = B*N tokens, E experts.
 """
 
 from __future__ import annotations
@@ -11,10 +10,26 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from damex.moe.assignment import Assignment
-from damex.moe.gates.bias_balancer import BiasBalancer
-from damex.moe.gates.capacity import ExpertCapacity
-from damex.moe.gates.flatten import flatten_images
+from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
+from damex.moe.routing import Assignment
+
+
+def flatten_images(
+    logits_BNE: Tensor, token_mask_BN: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Joins the tokens of all images, for gates to which images are all the same.
+
+    Args:
+        logits_BNE: Router logits.
+        token_mask_BN: True for real tokens; None when all are real.
+
+    Returns:
+        logits_TE: The tokens of image 0, then those of image 1, and so on.
+        token_mask_T: In the same order; None when all are real.
+    """
+    mask_T = None if token_mask_BN is None else token_mask_BN.flatten()
+    return logits_BNE.flatten(0, 1), mask_T
+
 
 NOISES = ("gaussian", "uniform")
 WEIGHTS = ("softmax", "logit")

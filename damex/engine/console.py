@@ -1,0 +1,262 @@
+"""ProgressHook: what a person sees while a detector trains and is evaluated."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmdet.engine.hooks import DetVisualizationHook
+from mmdet.registry import HOOKS
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.runner import BaseLoop, Runner
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from damex.datasets.mixture import MixtureDataset
+from damex.models.insertion import moe_blocks
+
+__all__ = [
+    "PaintedImagesHook",
+    "ProgressHook",
+    "quiet_screen",
+]
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """One live line with time left, loss, and where tokens go.
+
+    On a terminal it is a bar; in a pipe or a file it is a plain line now and then.
+
+    Args:
+        every_seconds: Seconds between plain lines.
+        smoothing: Weight of the past in the shown running means, in [0, 1).
+    """
+
+    priority = "LOW"
+
+    def __init__(self, *, every_seconds: float = 15.0, smoothing: float = 0.9) -> None:
+        self.every_seconds = every_seconds
+        self.smoothing = smoothing
+        self._console = Console(file=sys.stdout)
+        self._progress: Progress | None = None
+        self._means: dict[str, float] = {}
+        self._label = ""
+        self._started = self._last_line = 0.0
+        self._first = 0
+
+    def before_train(self, runner: Runner) -> None:
+        """Say what is trained."""
+        if runner.rank != 0:
+            return
+        self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
+        self._open("train", runner.max_iters, runner.iter)
+
+    def after_train_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Update the line."""
+        if runner.rank != 0:
+            return
+        for key in ("loss", "moe_own_share", "moe_active_channels"):
+            if outputs and key in outputs:
+                value = float(torch.as_tensor(outputs[key]).detach())
+                old = self._means.get(key, value)
+                self._means[key] = self.smoothing * old + (1 - self.smoothing) * value
+        self._advance(runner.iter + 1, runner.max_iters, self._status())
+
+    def after_train(self, runner: Runner) -> None:
+        """Close the bar."""
+        self._close()
+
+    def before_val(self, runner: Runner) -> None:
+        """Show a bar for the evaluation."""
+        self._begin_evaluation(runner, "evaluate", runner.val_dataloader)
+
+    def before_test(self, runner: Runner) -> None:
+        """Show a bar for the test."""
+        if runner.rank == 0:
+            self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
+        self._begin_evaluation(runner, "test", runner.test_dataloader)
+
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, *_: Any, **__: Any
+    ) -> None:
+        """Advance the evaluation's bar."""
+        if runner.rank == 0:
+            self._advance(batch_idx + 1, len(runner.val_dataloader), "")
+
+    def after_test_iter(
+        self, runner: Runner, batch_idx: int, *_: Any, **__: Any
+    ) -> None:
+        """Advance the test's bar."""
+        if runner.rank == 0:
+            self._advance(batch_idx + 1, len(runner.test_dataloader), "")
+
+    def after_val(self, runner: Runner) -> None:
+        """Go back to the training's bar."""
+        self._close()
+        training = isinstance(runner._train_loop, BaseLoop)
+        if runner.rank == 0 and training and runner.iter < runner.max_iters:
+            self._open("train", runner.max_iters, runner.iter)
+
+    def after_test(self, runner: Runner) -> None:
+        """Close the bar."""
+        self._close()
+
+    def _begin_evaluation(self, runner: Runner, label: str, loader: Any) -> None:
+        if runner.rank != 0:
+            return
+        self._close()
+        self._open(label, len(loader), 0)
+
+    def _open(self, label: str, total: int, done: int) -> None:
+        self._label, self._first = label, done
+        self._started = self._last_line = time.monotonic()
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description:>8}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left  {task.fields[status]}"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(
+            label, total=total, completed=done, status=""
+        )
+        self._progress.start()
+
+    def _advance(self, done: int, total: int, status: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, status=status)
+            return
+        now = time.monotonic()
+        if now - self._last_line < self.every_seconds and done < total:
+            return
+        self._last_line = now
+        per_step = (now - self._started) / max(done - self._first, 1)
+        left = timedelta(seconds=round(per_step * (total - done)))
+        self._console.print(
+            f"{self._label:>8} {done}/{total}  {left} left  {status}", highlight=False
+        )
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _status(self) -> str:
+        parts = []
+        if "loss" in self._means:
+            parts.append(f"loss {self._means['loss']:.2f}")
+        if "moe_own_share" in self._means:
+            parts.append(f"tokens to own expert {self._means['moe_own_share']:.1%}")
+        if "moe_active_channels" in self._means:
+            parts.append(f"open channels {self._means['moe_active_channels']:.1%}")
+        return "  ".join(parts)
+
+
+def describe_run(runner: Runner) -> str:
+    """A few lines: the model, its experts, the data, and where the log is."""
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    blocks = moe_blocks(model)
+    experts = "dense"
+    if blocks:
+        experts = f"{blocks[0].moe.num_experts} experts in " + ", ".join(
+            block.name for block in blocks
+        )
+    gating = getattr(model, "channel_gating", None)
+    if gating is not None:
+        heads = gating.path.heads.values()
+        channels = sum(head.num_channels for head in heads)
+        experts = f"gates on {channels:,} channels of {len(heads)} layers"
+    lines = [f"{type(model).__name__}: {millions:.2f} M parameters, {experts}"]
+    # Asking for the other loop's data would load it.
+    training = isinstance(runner._train_loop, BaseLoop)
+    loader = runner.train_dataloader if training else runner.test_dataloader
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, MixtureDataset):
+        rows = zip(dataset.specs, dataset.sizes, strict=True)
+        names = ", ".join(f"{spec.name} ({size})" for spec, size in rows)
+        classes = len(dataset.metainfo["classes"])
+        verb = "trained" if training else "tested"
+        lines.append(f"{verb} on {names}: {classes} classes")
+    lines.append(f"details in {runner.logger.log_file or runner.log_dir}")
+    return "\n".join(lines)
+
+
+# Said by mmengine and mmdet about their own code; a user can do nothing about them.
+UPSTREAM_MESSAGES = (
+    '"FileClient" will be deprecated',
+    '"HardDiskBackend" is the alias',
+)
+UPSTREAM_WARNINGS = (r"torch\.meshgrid: in an upcoming release",)
+
+
+def quiet_screen(logger: logging.Logger) -> None:
+    """Leave warnings and errors on the screen; the log file keeps every line.
+
+    Args:
+        logger: A logger with stream and file handlers.
+    """
+    for handler in logger.handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setLevel(max(handler.level, logging.WARNING))
+            handler.addFilter(_is_for_users)
+    for pattern in UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=pattern)
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(text in message for text in UPSTREAM_MESSAGES)
+
+
+@HOOKS.register_module()
+class PaintedImagesHook(DetVisualizationHook):
+    """Writes ``--show-dir`` images to a folder of the dataset that they come from.
+
+    mmdet names them by the file alone, so that equal names of two datasets would
+    replace each other.
+    """
+
+    test_out_dir: str | None
+
+    def after_test_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any,
+        outputs: Sequence[Any],
+    ) -> None:
+        """Paint every image of a batch into its dataset's folder."""
+        folder = self.test_out_dir
+        for sample in outputs:
+            if folder is not None:
+                # An absolute path is what mmdet's own join leaves as it is.
+                root = (Path(runner.work_dir) / runner.timestamp / folder).resolve()
+                name = sample.metainfo.get("dataset_name", "")
+                self.test_out_dir = str(root / name)
+            super().after_test_iter(runner, batch_idx, data_batch, [sample])
+        self.test_out_dir = folder

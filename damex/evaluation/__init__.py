@@ -1,1 +1,0 @@
-"""Metrics per dataset, in one pass over the data."""

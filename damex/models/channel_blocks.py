@@ -1,0 +1,198 @@
+"""GatedFFNBlock: mmcv's ``FFN`` with gated hidden channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from damex.errors import ConfigError
+from damex.models.channel_gating import ChannelContext
+from damex.moe import check_gateable, gated_conv2d, gated_ffn
+from damex.moe.channels import check_activation
+
+__all__ = [
+    "GATED_CONVS",
+    "GatedFFNBlock",
+    "GatedResidualBlock",
+]
+
+
+class GatedFFNBlock(nn.Module):
+    """Takes over the layers of an ``FFN``, under their names, and gates them.
+
+    So the block loads what an ``FFN`` saved, and is called like one. All tokens of an
+    image share its gates.
+
+    Args:
+        ffn: With two linear layers.
+        name: Where it stands, for instance ``encoder.0``.
+        context: Where gates come from.
+        skip_closed: Whether closed channels are left out of the computation in
+            evaluation.
+
+    Raises:
+        ConfigError: If the FFN has another shape or an activation that moves zero.
+    """
+
+    def __init__(
+        self, ffn: FFN, *, name: str, context: ChannelContext, skip_closed: bool = True
+    ) -> None:
+        super().__init__()
+        if ffn.num_fcs != 2 or not ffn.add_identity:
+            raise ConfigError(
+                f"moe.layers: {name} is an FFN with num_fcs={ffn.num_fcs} and "
+                f"add_identity={ffn.add_identity}; channels can be gated of FFNs with "
+                "num_fcs=2 and add_identity=True."
+            )
+        try:
+            check_activation(ffn.layers[0][1])
+        except ValueError as error:
+            raise ConfigError(f"moe.layers: {name}: {error}") from error
+        # Under mmcv's names, for checkpoints.
+        self.layers = ffn.layers
+        self.dropout_layer = ffn.dropout_layer
+        self.gamma2 = ffn.gamma2
+        self.name = name
+        self.context = context
+        self.skip_closed = skip_closed
+
+    @property
+    def channels(self) -> dict[str, int]:
+        """Number of hidden channels by the name of the block."""
+        return {self.name: self.layers[0][0].out_features}
+
+    def forward(self, query_BND: Tensor, identity_BND: Tensor | None = None) -> Tensor:
+        """As mmcv's ``FFN``, with closed hidden channels at zero."""
+        (first, *activation), second, dropout = self.layers
+        out_BND = gated_ffn(
+            query_BND,
+            self.context.layer(self.name),
+            first=first,
+            activation=nn.Sequential(*activation),
+            second=second,
+            skip_closed=self.skip_closed and not self.training,
+        )
+        out_BND = self.dropout_layer(self.gamma2(dropout(out_BND)))
+        return (query_BND if identity_BND is None else identity_BND) + out_BND
+
+
+# Wang et al. 2019: both of a basic block, the first two of a bottleneck (type A). The
+# last convolution of a bottleneck stays whole, but its closed inputs are skipped.
+GATED_CONVS = {BasicBlock: (True, True), Bottleneck: (True, True, False)}
+
+
+class GatedResidualBlock(BaseModule):
+    """Takes over the layers of a residual block, under their names, and gates them.
+
+    So the block loads what mmdet's ResNet saved. Each image has its own gates, which
+    the context knows by ``<name>.conv1`` and so on.
+
+    Args:
+        block: A basic block or a bottleneck.
+        name: Where it stands, for instance ``backbone.2.0``.
+        context: Where gates come from.
+        skip_closed: Whether closed channels are left out of the computation in
+            evaluation.
+
+    Raises:
+        ConfigError: If the block is of another kind, or has what cannot be gated.
+    """
+
+    def __init__(
+        self,
+        block: Any,
+        *,
+        name: str,
+        context: ChannelContext,
+        skip_closed: bool = True,
+    ) -> None:
+        _check(block, name)
+        super().__init__(block.init_cfg)
+        for child, module in block.named_children():
+            self.add_module(child, module)
+        self.name = name
+        self.context = context
+        self.skip_closed = skip_closed
+        gated = GATED_CONVS[type(block)]
+        self._steps: list[tuple[str, str, bool]] = [
+            (f"conv{n}", str(getattr(block, f"norm{n}_name")), is_gated)
+            for n, is_gated in enumerate(gated, start=1)
+        ]
+
+    @property
+    def norm2(self) -> nn.Module:
+        """Second norm; mmdet's initialisation sets the last one of a block to zero."""
+        return self._norm(2)
+
+    @property
+    def norm3(self) -> nn.Module:
+        """Third norm, of a bottleneck."""
+        return self._norm(3)
+
+    @property
+    def channels(self) -> dict[str, int]:
+        """Number of channels of each gated convolution by its full name."""
+        return {
+            f"{self.name}.{conv}": getattr(self, conv).out_channels
+            for conv, _, is_gated in self._steps
+            if is_gated
+        }
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """As the block of mmdet, with closed channels at zero."""
+        out_BCHW, in_gates_BC = x_BCHW, None
+        last = self._steps[-1][0]
+        for conv, norm, is_gated in self._steps:
+            gates_BC = self.context.layer(f"{self.name}.{conv}") if is_gated else None
+            out_BCHW = gated_conv2d(
+                out_BCHW,
+                gates_BC,
+                conv=getattr(self, conv),
+                norm=getattr(self, norm),
+                activation=None if conv == last else self.relu,
+                in_gates_BC=in_gates_BC,
+                skip_closed=self.skip_closed and not self.training,
+            )
+            in_gates_BC = gates_BC
+        downsample = getattr(self, "downsample", None)
+        identity_BCHW = x_BCHW if downsample is None else downsample(x_BCHW)
+        return self.relu(out_BCHW + identity_BCHW)
+
+    def _norm(self, number: int) -> nn.Module:
+        return getattr(self, self._steps[number - 1][1])
+
+
+def _check(block: Any, name: str) -> None:
+    if type(block) not in GATED_CONVS:
+        known = " and ".join(_kind(block_type) for block_type in GATED_CONVS)
+        raise ConfigError(
+            f"moe.layers.backbone: {name} is a {_kind(type(block))}; channels of "
+            f"mmdet's {known} can be gated (listed twice, or gated already?)."
+        )
+    if block.with_cp:
+        raise ConfigError(
+            f"model.backbone.with_cp runs {name} a second time without its gates; set "
+            "with_cp=False."
+        )
+    if getattr(block, "with_plugins", False):
+        raise ConfigError(
+            f"model.backbone.plugins: {name} has a plugin, which would see closed "
+            "channels; gate stages without plugins."
+        )
+    for number, is_gated in enumerate(GATED_CONVS[type(block)], start=1):
+        conv, norm = getattr(block, f"conv{number}"), getattr(block, f"norm{number}")
+        try:
+            check_gateable(conv, norm, block.relu if is_gated else None)
+        except ValueError as error:
+            raise ConfigError(
+                f"moe.layers.backbone: {name}.conv{number}: {error}"
+            ) from error
+
+
+def _kind(block_type: type) -> str:
+    """A class with its module: other ResNets call their blocks Bottleneck, too."""
+    return f"{block_type.__module__.rsplit('.', 1)[-1]}.{block_type.__name__}"

@@ -1,0 +1,128 @@
+"""Queries of a DETR: which of them are tokens, and which lie on an object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "GroundTruth",
+    "denoising_query_mask",
+    "encoder_foreground",
+    "ground_truth_of",
+    "query_foreground",
+]
+
+
+def denoising_query_mask(
+    boxes_per_image: Sequence[int],
+    *,
+    num_denoising: int,
+    num_matching: int,
+    device: torch.device | None = None,
+) -> Tensor | None:
+    """Mask of decoder queries, in the layout of mmdet's ``CdnQueryGenerator``.
+
+    Denoising queries come first, in blocks as long as the largest number of boxes in
+    the batch; an image with fewer boxes fills its blocks up with zeros. Those fillers
+    are no tokens: they must not be routed or counted.
+
+    Args:
+        boxes_per_image: Number of boxes of each of the B images.
+        num_denoising: Number of denoising queries, fillers included.
+        num_matching: Number of matching queries after them.
+        device: Where the mask is made.
+
+    Returns:
+        Bool tensor (B, num_denoising + num_matching), True for real queries; None
+        where all are real.
+    """
+    block = max(boxes_per_image, default=0)
+    if num_denoising == 0 or min(boxes_per_image) == block:
+        return None
+    counts_B1 = torch.tensor(boxes_per_image, device=device)[:, None]
+    place = torch.arange(num_denoising, device=device) % block
+    denoising = place[None, :] < counts_B1
+    matching = denoising.new_ones(len(boxes_per_image), num_matching)
+    return torch.cat([denoising, matching], dim=1)
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """The boxes of a batch.
+
+    Attributes:
+        boxes: For each image (boxes, 4), x1 y1 x2 y2 in shares of the image.
+        batch_size_B2: Width and height of the padded batch in shares of the image; 1
+            where an image is not padded.
+    """
+
+    boxes: tuple[Tensor, ...]
+    batch_size_B2: Tensor
+
+
+def ground_truth_of(batch_data_samples: Sequence[Any]) -> GroundTruth:
+    """Reads the boxes of mmdet's data samples.
+
+    Args:
+        batch_data_samples: Samples with ``gt_instances``, ``img_shape`` and
+            ``batch_input_shape``.
+    """
+    boxes, sizes = [], []
+    for sample in batch_data_samples:
+        height, width = sample.img_shape[:2]
+        batch_height, batch_width = sample.batch_input_shape
+        pixels = sample.gt_instances.bboxes
+        pixels = getattr(pixels, "tensor", pixels)  # mmdet's box types hold a tensor
+        boxes.append(pixels / pixels.new_tensor([width, height, width, height]))
+        size = [batch_width / width, batch_height / height]
+        sizes.append(pixels.new_tensor(size))
+    return GroundTruth(tuple(boxes), torch.stack(sizes))
+
+
+def encoder_foreground(truth: GroundTruth, spatial_shapes_L2: Tensor) -> Tensor:
+    """Feature cells whose centre is on an object.
+
+    Args:
+        truth: The boxes.
+        spatial_shapes_L2: Height and width of each level, over the padded batch.
+
+    Returns:
+        Bool tensor (B, N) in the order of the encoder's tokens: level by level, row by
+        row. Padded cells are background.
+    """
+    levels = []
+    for height, width in spatial_shapes_L2.tolist():
+        y_H = (torch.arange(height, device=truth.batch_size_B2.device) + 0.5) / height
+        x_W = (torch.arange(width, device=truth.batch_size_B2.device) + 0.5) / width
+        grid_y, grid_x = torch.meshgrid(y_H, x_W, indexing="ij")
+        levels.append(torch.stack([grid_x, grid_y], dim=-1).flatten(0, 1))
+    centres_N2 = torch.cat(levels)
+    return _on_object(truth, centres_N2 * truth.batch_size_B2.unsqueeze(1))
+
+
+def query_foreground(truth: GroundTruth, reference_points_BN: Tensor) -> Tensor:
+    """Decoder queries whose reference is centred on an object.
+
+    Args:
+        truth: The boxes.
+        reference_points_BN: References that the decoder starts from, (B, N, 2) centres
+            or (B, N, 4) boxes as centre and size, in shares of the image.
+
+    Returns:
+        Bool tensor (B, N); denoising queries follow the same rule as all others.
+    """
+    return _on_object(truth, reference_points_BN[..., :2].detach())
+
+
+def _on_object(truth: GroundTruth, points_BN2: Tensor) -> Tensor:
+    masks = []
+    for boxes_G4, points_N2 in zip(truth.boxes, points_BN2, strict=True):
+        points_N12 = points_N2.unsqueeze(1)
+        inside_NG = (points_N12 >= boxes_G4[:, :2]) & (points_N12 < boxes_G4[:, 2:])
+        masks.append(inside_NG.all(dim=-1).any(dim=-1))
+    return torch.stack(masks)

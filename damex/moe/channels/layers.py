@@ -1,0 +1,314 @@
+"""A convolution whose output channels an image opens and closes.
+
+Axes: B images, C channels, H and W height and width; O open channels of one image.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from damex.moe.channels.gates import check_activation
+
+
+class GatedConv2d(nn.Module):
+    """Convolution, norm, times the gate, activation: a DeepMoE layer.
+
+    In training all channels are computed and multiplied by their gates. In evaluation
+    closed channels are not computed at all, image by image; the result is the same.
+
+    Args:
+        conv: Neither grouped nor transposed.
+        norm: A batch norm with running statistics, or none.
+        activation: A function of each value that keeps zero at zero, or none.
+        skip_closed: Whether evaluation skips closed channels. Gathering weights has its
+            own cost, which wide layers with few open channels repay.
+
+    Raises:
+        ValueError: If conv, norm or activation cannot be gated.
+    """
+
+    def __init__(
+        self,
+        conv: nn.Conv2d,
+        *,
+        norm: nn.Module | None = None,
+        activation: nn.Module | None = None,
+        skip_closed: bool = True,
+    ) -> None:
+        super().__init__()
+        check_gateable(conv, norm, activation)
+        self.conv = conv
+        self.norm = norm
+        self.activation = activation
+        self.skip_closed = skip_closed
+
+    def forward(
+        self,
+        x_BCHW: Tensor,
+        gates_BC: Tensor | None,
+        *,
+        in_gates_BC: Tensor | None = None,
+    ) -> Tensor:
+        """See `gated_conv2d`."""
+        return gated_conv2d(
+            x_BCHW,
+            gates_BC,
+            conv=self.conv,
+            norm=self.norm,
+            activation=self.activation,
+            in_gates_BC=in_gates_BC,
+            skip_closed=self.skip_closed and not self.training,
+        )
+
+
+def gated_conv2d(
+    x_BCHW: Tensor,
+    gates_BC: Tensor | None,
+    *,
+    conv: nn.Conv2d,
+    norm: nn.Module | None = None,
+    activation: nn.Module | None = None,
+    in_gates_BC: Tensor | None = None,
+    skip_closed: bool = False,
+) -> Tensor:
+    """y_c = activation(g_c(x) * norm_c(conv_c(x))) (Wang et al. 2019).
+
+    Args:
+        x_BCHW: Input.
+        gates_BC: Gates of the output channels; None leaves all open as they are.
+        conv: Applied first; see `check_gateable` for what it may be.
+        norm: Applied to the convolution's output, if any.
+        activation: Applied last, if any.
+        in_gates_BC: Gates of the layer that made `x_BCHW`, where its closed channels
+            are still zero; with `skip_closed` they are not read.
+        skip_closed: Compute open channels only, image by image. On a GPU this waits
+            for the gates of each image. Batch norm must be in evaluation.
+
+    Returns:
+        y_BCHW: In the dtype of the norm's output; closed channels are exactly zero.
+    """
+    if skip_closed and (gates_BC is not None or in_gates_BC is not None):
+        y_BCHW = torch.cat(
+            [
+                _one_image(
+                    x_BCHW[image : image + 1],
+                    None if gates_BC is None else gates_BC[image],
+                    None if in_gates_BC is None else in_gates_BC[image],
+                    conv=conv,
+                    norm=norm,
+                )
+                for image in range(x_BCHW.shape[0])
+            ]
+        )
+    else:
+        y_BCHW = conv(x_BCHW)
+        if norm is not None:
+            y_BCHW = norm(y_BCHW)
+        if gates_BC is not None:
+            y_BCHW = y_BCHW * gates_BC.to(y_BCHW.dtype)[:, :, None, None]
+    return y_BCHW if activation is None else activation(y_BCHW)
+
+
+def check_gateable(
+    conv: nn.Module, norm: nn.Module | None, activation: nn.Module | None
+) -> None:
+    """Refuses layers whose closed channels could not be left out.
+
+    Args:
+        conv: Must be a Conv2d with groups=1 and zero padding.
+        norm: Must treat channels apart in evaluation: a batch norm with running
+            statistics, an Identity, or None.
+        activation: Must act on each value alone and keep zero at zero; that it keeps
+            zero is tested.
+
+    Raises:
+        ValueError: If one of them cannot be gated.
+    """
+    if (
+        not isinstance(conv, nn.Conv2d)
+        or conv.groups != 1
+        or conv.padding_mode != "zeros"
+        or isinstance(conv.padding, str)
+    ):
+        raise ValueError(
+            "channels can be gated of a Conv2d with groups=1, zeros as padding and its "
+            f"amount in numbers, got {conv}"
+        )
+    per_channel = isinstance(norm, _BatchNorm) and norm.running_mean is not None
+    if norm is not None and not per_channel and not isinstance(norm, nn.Identity):
+        raise ValueError(
+            "channels can be gated behind a batch norm with running statistics, as "
+            f"other norms mix the channels of an image, got {norm}"
+        )
+    if activation is not None:
+        check_activation(activation)
+
+
+def _one_image(
+    x_1CHW: Tensor,
+    gates_C: Tensor | None,
+    in_gates_C: Tensor | None,
+    *,
+    conv: nn.Conv2d,
+    norm: nn.Module | None,
+) -> Tensor:
+    """The open channels of one image, from the open ones of its input."""
+    open_O = None if gates_C is None else gates_C.nonzero().squeeze(1)
+    weight, bias = conv.weight, conv.bias
+    if open_O is not None:
+        weight = weight.index_select(0, open_O)
+        bias = None if bias is None else bias.index_select(0, open_O)
+    if in_gates_C is not None:
+        open_in = in_gates_C.nonzero().squeeze(1)
+        weight = weight.index_select(1, open_in)
+        x_1CHW = x_1CHW.index_select(1, open_in)
+    y_1OHW = _conv(x_1CHW, weight, bias, like=conv)
+    y_1OHW = _norm(y_1OHW, norm, open_O)
+    if gates_C is None or open_O is None:
+        return y_1OHW
+    y_1OHW = y_1OHW * gates_C.index_select(0, open_O).to(y_1OHW.dtype)[:, None, None]
+    y_1CHW = y_1OHW.new_zeros(1, gates_C.shape[0], *y_1OHW.shape[2:])
+    return y_1CHW.index_copy(1, open_O, y_1OHW)
+
+
+def _conv(
+    x_1CHW: Tensor, weight: Tensor, bias: Tensor | None, *, like: nn.Conv2d
+) -> Tensor:
+    """Convolution with selected channels; of none of them nothing is computed."""
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        size = [_out_size(x_1CHW.shape[2 + axis], like, axis) for axis in (0, 1)]
+        y_1OHW = x_1CHW.new_zeros(1, weight.shape[0], *size)
+        return y_1OHW if bias is None else y_1OHW + bias[:, None, None]
+    return functional.conv2d(
+        x_1CHW, weight, bias, like.stride, like.padding, like.dilation
+    )
+
+
+def _out_size(size: int, conv: nn.Conv2d, axis: int) -> int:
+    """Height or width of a convolution's output; see torch's Conv2d."""
+    reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1) + 1
+    return (size + 2 * int(conv.padding[axis]) - reach) // conv.stride[axis] + 1
+
+
+def _norm(y_1OHW: Tensor, norm: nn.Module | None, open_O: Tensor | None) -> Tensor:
+    """Batch norm of selected channels, if any, with their running statistics."""
+    if not isinstance(norm, _BatchNorm) or y_1OHW.shape[1] == 0:
+        return y_1OHW
+
+    def chosen(values_C: Tensor | None) -> Tensor | None:
+        if values_C is None or open_O is None:
+            return values_C
+        return values_C.index_select(0, open_O)
+
+    return functional.batch_norm(
+        y_1OHW,
+        chosen(norm.running_mean),
+        chosen(norm.running_var),
+        chosen(norm.weight),
+        chosen(norm.bias),
+        eps=norm.eps,
+    )
+
+
+class GatedFFN(nn.Module):
+    """Linear, times the gate, activation, linear, with the gates of the image.
+
+    DeepMoE's rule for convolutions put to the hidden channels of a DETR's FFN: all
+    tokens of an image share its gates. In training all channels are computed; in
+    evaluation closed ones are not, image by image, and the result is the same. There
+    is no identity path in here.
+
+    Args:
+        embed_dims: D.
+        hidden_dims: H.
+        activation: A function of each value that keeps zero at zero; ReLU by default.
+        dropout: Probability, behind both linear layers.
+        skip_closed: Whether evaluation skips closed channels.
+
+    Raises:
+        ValueError: If a size is not positive or the activation moves zero.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        hidden_dims: int,
+        *,
+        activation: nn.Module | None = None,
+        dropout: float = 0.0,
+        skip_closed: bool = True,
+    ) -> None:
+        super().__init__()
+        if min(embed_dims, hidden_dims) < 1:
+            raise ValueError(
+                "GatedFFN: embed_dims and hidden_dims must be positive, got "
+                f"{embed_dims} and {hidden_dims}"
+            )
+        self.first = nn.Linear(embed_dims, hidden_dims)
+        self.second = nn.Linear(hidden_dims, embed_dims)
+        self.activation = nn.ReLU() if activation is None else activation
+        self.dropout = nn.Dropout(dropout)
+        self.skip_closed = skip_closed
+        check_activation(self.activation)
+
+    def forward(self, tokens_BND: Tensor, gates_BH: Tensor) -> Tensor:
+        """See `gated_ffn`."""
+        out_BND = gated_ffn(
+            tokens_BND,
+            gates_BH,
+            first=self.first,
+            activation=nn.Sequential(self.activation, self.dropout),
+            second=self.second,
+            skip_closed=self.skip_closed and not self.training,
+        )
+        return self.dropout(out_BND)
+
+
+def gated_ffn(
+    tokens_BND: Tensor,
+    gates_BH: Tensor,
+    *,
+    first: nn.Linear,
+    activation: nn.Module,
+    second: nn.Linear,
+    skip_closed: bool = False,
+) -> Tensor:
+    """second(activation(g(x) * first(tokens))).
+
+    Args:
+        tokens_BND: Tokens, batch first.
+        gates_BH: Gates of the hidden channels.
+        first: D -> H.
+        activation: Keeps zero at zero; may drop out.
+        second: H -> D.
+        skip_closed: Compute open channels only, image by image.
+
+    Returns:
+        out_BND: With a gate of zero a hidden channel adds nothing.
+    """
+    if not skip_closed:
+        hidden_BNH = first(tokens_BND)
+        hidden_BNH = hidden_BNH * gates_BH.to(hidden_BNH.dtype)[:, None, :]
+        return second(activation(hidden_BNH))
+    outputs = []
+    for tokens_ND, gates_H in zip(tokens_BND, gates_BH, strict=True):
+        open_O = gates_H.nonzero().squeeze(1)
+        hidden_NO = functional.linear(
+            tokens_ND, first.weight.index_select(0, open_O), _chosen(first.bias, open_O)
+        )
+        hidden_NO = hidden_NO * gates_H.index_select(0, open_O).to(hidden_NO.dtype)
+        outputs.append(
+            functional.linear(
+                activation(hidden_NO),
+                second.weight.index_select(1, open_O),
+                second.bias,
+            )
+        )
+    return torch.stack(outputs)
+
+
+def _chosen(bias_H: Tensor | None, open_O: Tensor) -> Tensor | None:
+    return None if bias_H is None else bias_H.index_select(0, open_O)

@@ -1,0 +1,388 @@
+"""The number format of routers: float32 or wider, whatever autocast says.
+
+Routing must not flip between experts because of bfloat16 rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.moe.routing import expert_groups
+
+
+def full_precision_linear(
+    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None
+) -> Tensor:
+    """`functional.linear` in float32 with autocast off; float64 stays float64.
+
+    Args:
+        x: (..., in), of any float dtype.
+        weight_OI: (out, in).
+        bias_O: Bias per output, or None.
+
+    Returns:
+        (..., out), float32 (float64 for float64 input).
+    """
+    dtype = torch.promote_types(x.dtype, weight_OI.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    bias_O = None if bias_O is None else bias_O.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return functional.linear(x.to(dtype), weight_OI.to(dtype), bias_O)
+
+
+def check_sizes(owner: str, **sizes: int) -> None:
+    """Raises ValueError, naming the router, unless all sizes are positive."""
+    if min(sizes.values()) < 1:
+        raise ValueError(
+            f"{owner}: {' and '.join(sizes)} must be positive, "
+            f"got {' and '.join(str(size) for size in sizes.values())}"
+        )
+
+
+class LinearRouter(nn.Module):
+    """Logits as one linear map of the token.
+
+    Dtype policy: computed in float32 with autocast off, also in a half-precision model;
+    float64 tokens or parameters keep float64. Routing must not flip between experts
+    because of bfloat16 rounding.
+
+    Args:
+        embed_dims: D.
+        num_experts: E.
+        bias: Whether to add a bias per expert; DAMEX has none.
+        init_std: Standard deviation of the normal initial weights; 0.0 starts all
+            experts equal (Chen et al. 2022). The bias starts at zero.
+
+    Raises:
+        ValueError: If a size is not positive or `init_std` is negative.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_experts: int,
+        *,
+        bias: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        check_sizes("LinearRouter", embed_dims=embed_dims, num_experts=num_experts)
+        if not init_std >= 0.0:
+            raise ValueError(f"LinearRouter: init_std must be >= 0, got {init_std}")
+        self.embed_dims = embed_dims
+        self.num_experts = num_experts
+        self.init_std = init_std
+        self.weight_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
+        self.bias_E = nn.Parameter(torch.empty(num_experts)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew and zeroes the bias."""
+        nn.init.normal_(self.weight_ED, std=self.init_std)
+        if self.bias_E is not None:
+            nn.init.zeros_(self.bias_E)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores every expert for every token.
+
+        Args:
+            tokens: (..., D).
+
+        Returns:
+            logits: (..., E), float32 (float64 for float64 input).
+        """
+        return full_precision_linear(tokens, self.weight_ED, self.bias_E)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(module)`."""
+        return (
+            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
+            f"bias={self.bias_E is not None}, init_std={self.init_std}"
+        )
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+        "gelu": functional.gelu,
+        "relu": functional.relu,
+    }
+)
+
+
+class MLPRouter(nn.Module):
+    """Logits as linear(activation(linear(token))).
+
+    With a linear router a temperature can be traded for the size of the router's
+    weights, so neither can be estimated; a non-linear router mends that (Nguyen et al.
+    2025, arXiv 2503.03213, eq. 17 and Theorem 4). `activation` should then differ from
+    that of the experts.
+
+    Dtype policy: that of `LinearRouter`.
+
+    Args:
+        embed_dims: D.
+        num_experts: E.
+        hidden_dims: H of the router; None stands for D.
+        activation: One of 'tanh', 'sigmoid', 'gelu', 'relu'.
+        init_std: Standard deviation of the normal initial weights of the second layer;
+            0.0 starts all experts equal. The first is xavier uniform, biases are zero.
+
+    Raises:
+        ValueError: If a size is not positive, the activation is unknown or `init_std`
+            is negative.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_experts: int,
+        *,
+        hidden_dims: int | None = None,
+        activation: str = "tanh",
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        hidden_dims = embed_dims if hidden_dims is None else hidden_dims
+        check_sizes(
+            "MLPRouter",
+            embed_dims=embed_dims,
+            num_experts=num_experts,
+            hidden_dims=hidden_dims,
+        )
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"MLPRouter: unknown activation {activation!r}; "
+                f"use one of {sorted(ACTIVATIONS)}"
+            )
+        if not init_std >= 0.0:
+            raise ValueError(f"MLPRouter: init_std must be >= 0, got {init_std}")
+        self.embed_dims = embed_dims
+        self.num_experts = num_experts
+        self.activation = activation
+        self.init_std = init_std
+        self.w1_HD = nn.Parameter(torch.empty(hidden_dims, embed_dims))
+        self.b1_H = nn.Parameter(torch.empty(hidden_dims))
+        self.w2_EH = nn.Parameter(torch.empty(num_experts, hidden_dims))
+        self.b2_E = nn.Parameter(torch.empty(num_experts))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew and zeroes the biases."""
+        nn.init.xavier_uniform_(self.w1_HD)
+        nn.init.normal_(self.w2_EH, std=self.init_std)
+        nn.init.zeros_(self.b1_H)
+        nn.init.zeros_(self.b2_E)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores every expert for every token.
+
+        Args:
+            tokens: (..., D).
+
+        Returns:
+            logits: (..., E), float32 (float64 for float64 input).
+        """
+        hidden = full_precision_linear(tokens, self.w1_HD, self.b1_H)
+        hidden = ACTIVATIONS[self.activation](hidden)
+        return full_precision_linear(hidden, self.w2_EH, self.b2_E)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(module)`."""
+        return (
+            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
+            f"hidden_dims={self.b1_H.shape[0]}, activation={self.activation!r}, "
+            f"init_std={self.init_std}"
+        )
+
+
+class CosineRouter(nn.Module):
+    """Logits as the cosine of the projected token and an expert's key, over tau.
+
+    The length of a token does not count, and logits stay within 1 / tau. The learned
+    temperature tau is kept as log(1 / tau) and clamped from below at `min_temperature`;
+    its gradient is zero while it is clamped, as in Tutel (`CosineTopKGate`; Li et al.
+    2023, arXiv 2206.04046; SM3Det, arXiv 2412.20665).
+
+    Dtype policy: that of `LinearRouter`.
+
+    Args:
+        embed_dims: D.
+        num_experts: E.
+        proj_dims: P.
+        init_temperature: tau at the start.
+        min_temperature: The smallest tau.
+
+    Raises:
+        ValueError: If a size is not positive, or not 0 < `min_temperature` <=
+            `init_temperature`.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_experts: int,
+        *,
+        proj_dims: int = 256,
+        init_temperature: float = 0.5,
+        min_temperature: float = 0.01,
+    ) -> None:
+        super().__init__()
+        check_sizes(
+            "CosineRouter",
+            embed_dims=embed_dims,
+            num_experts=num_experts,
+            proj_dims=proj_dims,
+        )
+        if not 0.0 < min_temperature <= init_temperature:
+            raise ValueError(
+                "CosineRouter: needs 0 < min_temperature <= init_temperature, got "
+                f"{min_temperature} and {init_temperature}"
+            )
+        self.embed_dims = embed_dims
+        self.num_experts = num_experts
+        self.init_temperature = init_temperature
+        self.min_temperature = min_temperature
+        self.proj_PD = nn.Parameter(torch.empty(proj_dims, embed_dims))
+        self.bias_P = nn.Parameter(torch.empty(proj_dims))
+        self.key_EP = nn.Parameter(torch.empty(num_experts, proj_dims))
+        self.log_scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    @property
+    def temperature(self) -> Tensor:
+        """tau, never below `min_temperature`; a scalar of the parameters' dtype."""
+        return torch.exp(-self.log_scale.clamp(max=-math.log(self.min_temperature)))
+
+    def reset_parameters(self) -> None:
+        """Draws projection and keys anew and sets the temperature back."""
+        nn.init.xavier_uniform_(self.proj_PD)
+        # Not zero: the cosine of a zero token would have no direction to learn.
+        bound = self.embed_dims**-0.5
+        nn.init.uniform_(self.bias_P, -bound, bound)
+        nn.init.normal_(self.key_EP, std=0.01)
+        nn.init.constant_(self.log_scale, -math.log(self.init_temperature))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores every expert for every token.
+
+        Args:
+            tokens: (..., D).
+
+        Returns:
+            logits: (..., E), float32 (float64 for float64 input).
+        """
+        projected = full_precision_linear(tokens, self.proj_PD, self.bias_P)
+        key_EP = functional.normalize(self.key_EP.to(projected.dtype), dim=-1)
+        cosine = full_precision_linear(functional.normalize(projected, dim=-1), key_EP)
+        return cosine / self.temperature.to(cosine.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(module)`."""
+        return (
+            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
+            f"proj_dims={self.bias_P.shape[0]}, "
+            f"init_temperature={self.init_temperature}, "
+            f"min_temperature={self.min_temperature}"
+        )
+
+
+class HierarchicalRouter(nn.Module):
+    """Logits as log softmax over groups + log softmax inside of the group.
+
+    The softmax over all experts is then the product of the two levels (Nguyen et al.
+    2025, arXiv 2503.03213, eq. 20), and any gate can follow. Groups are those of
+    `damex.moe.expert_groups`, as a layer's dataset groups are: `DatasetRoutingLoss`
+    then teaches the first level alone, and the second is free to divide a dataset's
+    tokens between its experts.
+
+    Dtype policy: that of `LinearRouter`.
+
+    Args:
+        embed_dims: D.
+        num_experts: E, at least G.
+        num_groups: G.
+        init_std: Standard deviation of the normal initial weights of both levels; the
+            biases start at zero.
+
+    Raises:
+        ValueError: If a size is not positive, there are more groups than experts, or
+            `init_std` is negative.
+    """
+
+    slot_GS: Tensor
+    place_E: Tensor
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_experts: int,
+        *,
+        num_groups: int,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        check_sizes(
+            "HierarchicalRouter", embed_dims=embed_dims, num_experts=num_experts
+        )
+        if not init_std >= 0.0:
+            raise ValueError(
+                f"HierarchicalRouter: init_std must be >= 0, got {init_std}"
+            )
+        groups = expert_groups(num_groups, num_experts)
+        width = max(len(group) for group in groups)
+        self.embed_dims = embed_dims
+        self.num_experts = num_experts
+        self.num_groups = num_groups
+        self.init_std = init_std
+        self.group_weight_GD = nn.Parameter(torch.empty(num_groups, embed_dims))
+        self.group_bias_G = nn.Parameter(torch.empty(num_groups))
+        self.weight_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
+        self.bias_E = nn.Parameter(torch.empty(num_experts))
+        # Groups laid out side by side in rows of S; slots left over point to a column E
+        # of minus infinity.
+        rows = [[*group, *[num_experts] * (width - len(group))] for group in groups]
+        slot_GS = torch.tensor(rows)
+        self.register_buffer("slot_GS", slot_GS, persistent=False)
+        place_E = (slot_GS.flatten() < num_experts).nonzero().squeeze(1)
+        self.register_buffer("place_E", place_E, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew and zeroes the biases."""
+        for weight in (self.group_weight_GD, self.weight_ED):
+            nn.init.normal_(weight, std=self.init_std)
+        for bias in (self.group_bias_G, self.bias_E):
+            nn.init.zeros_(bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores every expert for every token.
+
+        Args:
+            tokens: (..., D).
+
+        Returns:
+            logits: (..., E), float32 (float64 for float64 input); log probabilities,
+                whose exponentials sum to 1.
+        """
+        group = full_precision_linear(tokens, self.group_weight_GD, self.group_bias_G)
+        inner = full_precision_linear(tokens, self.weight_ED, self.bias_E)
+        inner = functional.pad(inner, (0, 1), value=-torch.inf)
+        inner = inner.index_select(-1, self.slot_GS.flatten())
+        inner = torch.log_softmax(inner.unflatten(-1, self.slot_GS.shape), dim=-1)
+        both = torch.log_softmax(group, dim=-1).unsqueeze(-1) + inner
+        return both.flatten(-2).index_select(-1, self.place_E)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(module)`."""
+        return (
+            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
+            f"num_groups={self.num_groups}, init_std={self.init_std}"
+        )

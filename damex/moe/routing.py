@@ -1,0 +1,342 @@
+"""The one language of routing: which token goes to which expert, with what weight.
+
+Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
+E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "expert_groups",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """A list of routes, sorted by expert (stable: equal experts keep token order).
+
+    Build it with `from_topk` or `from_pairs`, which do the sorting. Each route is one
+    (token, expert, weight) triple; a token may have none, one or many.
+
+    Attributes:
+        token_index_R: Token of each route, an index into the T flattened tokens.
+        expert_index_R: Expert of each route, in rising order.
+        weight_R: Weight with which the expert's output is added to the token.
+        counts_E: Number of routes of each expert, int64; sums to R.
+        num_tokens: T, padded tokens included.
+        routes_per_token: K when every token that has a route has exactly K of them,
+            else None. Known K makes `combine` deterministic on every device.
+        dropped: Routes that were chosen and found no place at their expert, see
+            `ExpertCapacity`; None where experts take any number. The others of these
+            attributes do not count them.
+    """
+
+    token_index_R: Tensor
+    expert_index_R: Tensor
+    weight_R: Tensor
+    counts_E: Tensor
+    num_tokens: int
+    routes_per_token: int | None
+    dropped: Assignment | None = None
+
+    @classmethod
+    def from_topk(
+        cls,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        num_experts: int,
+        token_mask_T: Tensor | None = None,
+    ) -> Assignment:
+        """Builds the routes of a gate that gives every token K experts.
+
+        Without a mask no value is read back to the host, so a GPU is not stalled.
+
+        Args:
+            expert_ids_TK: int64 expert ids, each in [0, num_experts).
+            weights_TK: Weights of the same shape; gradients flow through them.
+            num_experts: E.
+            token_mask_T: True for real tokens; the others get no route.
+
+        Raises:
+            ValueError: If the shapes do not fit together.
+        """
+        if expert_ids_TK.dim() != 2 or expert_ids_TK.shape != weights_TK.shape:
+            raise ValueError(
+                "Assignment.from_topk: expert_ids_TK and weights_TK must both be "
+                f"(T, K), got {tuple(expert_ids_TK.shape)} and "
+                f"{tuple(weights_TK.shape)}"
+            )
+        num_tokens, k = expert_ids_TK.shape
+        if k < 1:
+            raise ValueError("Assignment.from_topk: K must be at least 1, got 0")
+        if token_mask_T is None:
+            tokens_V = torch.arange(num_tokens, device=expert_ids_TK.device)
+        else:
+            if token_mask_T.shape != (num_tokens,) or token_mask_T.dtype != torch.bool:
+                raise ValueError(
+                    "Assignment.from_topk: token_mask_T must be bool of shape "
+                    f"({num_tokens},), got {token_mask_T.dtype} of shape "
+                    f"{tuple(token_mask_T.shape)}"
+                )
+            tokens_V = token_mask_T.nonzero().squeeze(1)
+            expert_ids_TK = expert_ids_TK.index_select(0, tokens_V)
+            weights_TK = weights_TK.index_select(0, tokens_V)
+        expert_index = expert_ids_TK.reshape(-1)
+        order_R = torch.argsort(expert_index, stable=True)
+        return cls(
+            token_index_R=tokens_V.index_select(0, order_R // k),
+            expert_index_R=expert_index.index_select(0, order_R),
+            weight_R=weights_TK.reshape(-1).index_select(0, order_R),
+            counts_E=_count(expert_index, num_experts),
+            num_tokens=num_tokens,
+            routes_per_token=k,
+        )
+
+    @classmethod
+    def from_pairs(
+        cls,
+        token_index: Tensor,
+        expert_index: Tensor,
+        weight: Tensor,
+        *,
+        num_tokens: int,
+        num_experts: int,
+    ) -> Assignment:
+        """Builds an assignment from any set of (token, expert, weight) triples.
+
+        This is the door for gates where experts choose tokens, or where the number
+        of experts differs from token to token.
+
+        Args:
+            token_index: int64 (R,), each in [0, num_tokens), in any order.
+            expert_index: int64 (R,), each in [0, num_experts).
+            weight: (R,); gradients flow through it.
+            num_tokens: T.
+            num_experts: E.
+
+        Raises:
+            ValueError: If the three are not 1-D of one length, or (checked on the
+                CPU only, a GPU would have to wait) if an index is out of range.
+                Not checked in a compiled graph.
+        """
+        # A compiler knows the number of pairs only when the graph runs.
+        if not torch.compiler.is_compiling():
+            _check_pairs(token_index, expert_index, weight)
+            _check_range("token_index", token_index, num_tokens)
+            _check_range("expert_index", expert_index, num_experts)
+        order_R = torch.argsort(expert_index, stable=True)
+        return cls(
+            token_index_R=token_index.index_select(0, order_R),
+            expert_index_R=expert_index.index_select(0, order_R),
+            weight_R=weight.index_select(0, order_R),
+            counts_E=_count(expert_index, num_experts),
+            num_tokens=num_tokens,
+            routes_per_token=None,
+        )
+
+    @property
+    def num_routes(self) -> int:
+        """R, the number of token-expert pairs."""
+        return self.token_index_R.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E, experts without a route included."""
+        return self.counts_E.shape[0]
+
+    def dispatch(self, tokens_TD: Tensor) -> Tensor:
+        """Copies the tokens in the order of the routes.
+
+        Args:
+            tokens_TD: (T, D).
+
+        Returns:
+            tokens_RD: (R, D), one row per route, grouped by expert.
+        """
+        return tokens_TD.index_select(0, self.token_index_R)
+
+    def combine(self, expert_out_RD: Tensor) -> Tensor:
+        """Adds the weighted expert outputs up, token by token.
+
+        The sum is taken in the wider of the two dtypes (float32 weights make it
+        float32) and returned in the dtype of `expert_out_RD`. It is bit-equal on
+        repeat when `routes_per_token` is known: the routes are put back into token
+        order and summed along an axis of length K, so there are no atomic adds. Without
+        it rows are added in the order of the routes, on a GPU after a sort.
+
+        Args:
+            expert_out_RD: (R, D), in the order of the routes.
+
+        Returns:
+            tokens_TD: (T, D); tokens without a route are exactly zero.
+        """
+        weighted_RD = expert_out_RD * self.weight_R.unsqueeze(1)
+        if self.routes_per_token is None:
+            zeros_TD = weighted_RD.new_zeros(self.num_tokens, weighted_RD.shape[1])
+            tokens_TD = _add_rows(zeros_TD, self.token_index_R, weighted_RD)
+        else:
+            tokens_TD = self._combine_fixed(weighted_RD, self.routes_per_token)
+        return tokens_TD.to(expert_out_RD.dtype)
+
+    def keep(self, keep_R: Tensor) -> Assignment:
+        """Keeps some routes and moves the others to `dropped`.
+
+        Args:
+            keep_R: True for the routes to keep.
+        """
+        return dataclasses.replace(self._subset(keep_R), dropped=self._subset(~keep_R))
+
+    def detached(self) -> Assignment:
+        """The same routes with weights cut off from the autograd graph."""
+        dropped = None if self.dropped is None else self.dropped.detached()
+        return dataclasses.replace(
+            self, weight_R=self.weight_R.detach(), dropped=dropped
+        )
+
+    def _subset(self, mask_R: Tensor) -> Assignment:
+        index_R = mask_R.nonzero().squeeze(1)  # in order, so still sorted
+        expert_index_R = self.expert_index_R.index_select(0, index_R)
+        return Assignment(
+            token_index_R=self.token_index_R.index_select(0, index_R),
+            expert_index_R=expert_index_R,
+            weight_R=self.weight_R.index_select(0, index_R),
+            counts_E=_count(expert_index_R, self.num_experts),
+            num_tokens=self.num_tokens,
+            # Of several routes a token may lose one and keep another.
+            routes_per_token=1 if self.routes_per_token == 1 else None,
+        )
+
+    def _combine_fixed(self, weighted_RD: Tensor, k: int) -> Tensor:
+        num_routes, width = weighted_RD.shape
+        order_R = torch.argsort(self.token_index_R, stable=True)
+        by_token_RD = weighted_RD.index_select(0, order_R)
+        summed_VD = by_token_RD.view(num_routes // k, k, width).sum(1)
+        # In a compiled graph the number of routes may be known only when it runs.
+        if not torch.compiler.is_compiling() and num_routes == self.num_tokens * k:
+            return summed_VD
+        tokens_V = self.token_index_R.index_select(0, order_R[::k])
+        zeros_TD = weighted_RD.new_zeros(self.num_tokens, width)
+        return zeros_TD.index_copy(0, tokens_V, summed_VD)
+
+
+def _add_rows(into_TD: Tensor, index_R: Tensor, rows_RD: Tensor) -> Tensor:
+    """`index_add` along axis 0 in the same order at every call.
+
+    On a GPU `index_add` is atomic, so equal inputs give sums that differ in the last
+    bits; accumulating `index_put` sorts first.
+    """
+    if into_TD.device.type == "cpu":
+        return into_TD.index_add(0, index_R, rows_RD)
+    return into_TD.index_put((index_R,), rows_RD, accumulate=True)
+
+
+def _count(expert_index: Tensor, num_experts: int) -> Tensor:
+    """Routes per expert; scatter_add because bincount stalls a GPU."""
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_index.device)
+    return counts_E.scatter_add(0, expert_index, torch.ones_like(expert_index))
+
+
+def _check_pairs(*columns: Tensor) -> None:
+    shapes = [tuple(column.shape) for column in columns]
+    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+        raise ValueError(
+            "Assignment.from_pairs: token_index, expert_index and weight must be "
+            f"1-D and of one length, got shapes {shapes}"
+        )
+
+
+def _check_range(name: str, index: Tensor, limit: int) -> None:
+    if index.device.type != "cpu" or index.numel() == 0:
+        return
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= limit:
+        raise ValueError(
+            f"Assignment.from_pairs: {name} must lie in [0, {limit}), "
+            f"got values from {low} to {high}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingRecord:
+    """The routing of one forward; returned by the layer and stored nowhere.
+
+    Attributes:
+        logits_TE: Clean router logits (before any gate noise), float32. Rows of padded
+            tokens are zero and mean nothing.
+        token_mask_T: True for real tokens; None when all tokens are real.
+        group_ids_T: Dataset group of each token's image, -1 where unknown; None when
+            no ids were given.
+        assignment: The routes that were computed.
+        group_experts_GE: True where a group may use an expert; None without a map.
+        foreground_T: True for tokens on an object, padded ones being False or not; None
+            where that is not known.
+        losses: Weighted losses by name; empty in evaluation.
+    """
+
+    logits_TE: Tensor
+    token_mask_T: Tensor | None
+    group_ids_T: Tensor | None
+    assignment: Assignment
+    group_experts_GE: Tensor | None = None
+    foreground_T: Tensor | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def probs_TE(self) -> Tensor:
+        """Softmax of the clean logits over all experts, (T, E)."""
+        return torch.softmax(self.logits_TE, dim=-1)
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.logits_TE.shape[1]
+
+    def valid_mask(self) -> Tensor:
+        """A (T,) bool mask of the real tokens, also when no mask was given."""
+        if self.token_mask_T is not None:
+            return self.token_mask_T
+        return self.logits_TE.new_ones(self.logits_TE.shape[0], dtype=torch.bool)
+
+    def detached(self) -> RoutingRecord:
+        """A copy without autograd graph, safe to keep in hooks and metrics."""
+        return dataclasses.replace(
+            self,
+            logits_TE=self.logits_TE.detach(),
+            assignment=self.assignment.detached(),
+            losses={name: loss.detach() for name, loss in self.losses.items()},
+        )
+
+
+def expert_groups(num_groups: int, num_experts: int) -> tuple[tuple[int, ...], ...]:
+    """Share experts among dataset groups, evenly and in order.
+
+    Args:
+        num_groups: Number of groups (G).
+        num_experts: Number of experts (E), at least G.
+
+    Returns:
+        The experts of each group. When G does not divide E, the first groups get one
+        more.
+
+    Raises:
+        ValueError: If there are more groups than experts.
+
+    Example:
+        >>> expert_groups(2, 5)
+        ((0, 1, 2), (3, 4))
+    """
+    if not 1 <= num_groups <= num_experts:
+        raise ValueError(
+            f"expert_groups needs 1 <= num_groups <= num_experts, got {num_groups} "
+            f"groups and {num_experts} experts"
+        )
+    small, more = divmod(num_experts, num_groups)
+    starts = [g * small + min(g, more) for g in range(num_groups + 1)]
+    return tuple(tuple(range(starts[g], starts[g + 1])) for g in range(num_groups))

@@ -1,0 +1,57 @@
+"""Importing this module adds everything of damex to mmdet's registries.
+
+The core of ``damex.moe`` knows no registry, so its classes are added here. A class of
+a user's own is added the same way, with ``MODELS.register_module()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+with contextlib.redirect_stdout(io.StringIO()):
+    # mmdet prints, twice, that an optional package of its fork is not there.
+    import mmdet.datasets  # noqa: F401
+from mmdet.registry import MODELS
+
+from damex import evaluation, moe
+from damex.datasets import coco, mixture, sampler
+from damex.engine import console, optim, runner, schedule, summary
+from damex.models import detectors
+
+__all__ = [
+    "coco",
+    "console",
+    "detectors",
+    "evaluation",
+    "mixture",
+    "optim",
+    "runner",
+    "sampler",
+    "schedule",
+    "summary",
+]
+
+for part in (
+    moe.LinearRouter,
+    moe.MLPRouter,
+    moe.CosineRouter,
+    moe.HierarchicalRouter,
+    moe.TopKGate,
+    moe.DenseSoftmaxGate,
+    moe.DenseToSparseGate,
+    moe.ExpertChoiceGate,
+    moe.BiasBalancer,
+    moe.ExpertCapacity,
+    moe.FFNExperts,
+    moe.PatchConvExperts,
+    moe.SharedExpert,
+    moe.ShallowEmbedding,
+    moe.DatasetRoutingLoss,
+    moe.LoadBalanceLoss,
+    moe.ImportanceLoss,
+    moe.LoadLoss,
+    moe.RouterZLoss,
+    moe.SeparateRouterLoss,
+):
+    MODELS.register_module(module=part)

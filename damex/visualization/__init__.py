@@ -1,1 +1,0 @@
-"""Pictures of detections and of routing."""

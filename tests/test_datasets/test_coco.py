@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from mmdet.datasets import CocoDataset
+
+from damex.datasets.coco import NamedCocoDataset
+from damex.errors import DataError
+
+UNION = ("car", "person", "bus", "dog")
+
+
+@pytest.fixture
+def park(two_datasets):
+    """Path of a file with the categories person, dog, car and 48 x 32 px images."""
+    return Path(two_datasets[1]["data_root"]) / "train.json"
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """Messages that the module logs."""
+    seen: list[str] = []
+    monkeypatch.setattr(
+        "damex.datasets.coco.print_log", lambda text, **_: seen.append(text)
+    )
+    return seen
+
+
+def load(path, classes=("person", "dog", "car"), **options):
+    return NamedCocoDataset(
+        name="park",
+        ann_file=str(path),
+        data_prefix=dict(img="images/"),
+        metainfo=dict(classes=tuple(classes)),
+        pipeline=[],
+        **options,
+    )
+
+
+def names_in_file(path):
+    """Class names per image, read without any COCO library."""
+    document = json.loads(path.read_text())
+    category = {c["id"]: c["name"] for c in document["categories"]}
+    return [
+        [
+            category[a["category_id"]]
+            for a in document["annotations"]
+            if a["image_id"] == image["id"]
+        ]
+        for image in document["images"]
+    ]
+
+
+def names_in_dataset(dataset):
+    classes = dataset.metainfo["classes"]
+    return [
+        [classes[k["bbox_label"]] for k in dataset.get_data_info(i)["instances"]]
+        for i in range(len(dataset))
+    ]
+
+
+def set_record(key, number, **values):
+    """An edit that overwrites fields of one record; None removes the field."""
+
+    def change(document):
+        record = document[key][number]
+        record.update(values)
+        for name in [name for name, value in values.items() if value is None]:
+            del record[name]
+
+    return change
+
+
+def test_mmdet_mislabels_with_a_union_class_list_and_we_do_not(park):
+    # mmdet numbers the categories that the file has, in file order (person, dog, car),
+    # so that label 0 is person; UNION[0] is car.
+    theirs = CocoDataset(
+        ann_file=str(park),
+        data_prefix=dict(img="images/"),
+        metainfo=dict(classes=UNION),
+        pipeline=[],
+    )
+    assert names_in_file(park)[0] == ["person", "dog"]
+    assert names_in_dataset(theirs)[0] == ["car", "person"]
+    with pytest.raises(DataError, match=r"'park': .* has no class 'bus'"):
+        load(park, UNION)  # a class that the file lacks is never passed over
+    ours = load(park, ["car", "person", "dog"])
+    assert names_in_dataset(ours) == names_in_file(park)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("in_file", list(itertools.permutations(range(3))))
+def test_labels_are_right_for_any_order_in_file_and_config(
+    park, edit_json, in_file, wanted
+):
+    edit_json(
+        park, lambda d: d.update(categories=[d["categories"][i] for i in in_file])
+    )
+    names = ("person", "dog", "car")
+    dataset = load(park, [names[i] for i in wanted])
+    assert names_in_dataset(dataset) == names_in_file(park)
+
+
+def test_class_subset_leaves_out_other_boxes_and_other_images(park):
+    # Classes of the three images: person dog | dog car | car person.
+    dataset = load(park, ["dog"], filter_cfg=dict(filter_empty_gt=True))
+    assert names_in_dataset(dataset) == [["dog"], ["dog"]]
+
+
+def test_typo_in_a_class_name_is_refused_with_a_suggestion(park):
+    with pytest.raises(DataError) as caught:
+        load(park, ["persn"])
+    text = str(caught.value)
+    assert f"dataset 'park': {park} has no class 'persn'" in text
+    assert "did you mean 'person'? It has: person, dog, car." in text
+    assert "Correct 'classes' in the mixture entry, or the file." in text
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(
+        DataError, match=r"'park': there is no annotation file .*no\.js"
+    ):
+        load(tmp_path / "no.json")
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        [48, 0, 5, 5],  # right
+        [0, 32, 5, 5],  # below
+        [-9, 0, 5, 5],  # left
+        [-5, 0, 5, 5],  # left, touching the border
+        [0, -5, 5, 5],  # above, touching the border
+    ],
+)
+def test_box_outside_of_its_image(park, edit_json, warnings, box):
+    edit_json(park, set_record("annotations", 3, bbox=box))
+    with pytest.raises(DataError) as caught:
+        load(park)
+    text = str(caught.value)
+    # Record 3 has id 4 and is the second box of the second image.
+    assert f"dataset 'park': {park}: annotation 4 of image '1.png'" in text
+    assert f"[x, y, width, height] = {box} lies outside of the image (48 x 32" in text
+    assert "on_bad_box='drop'" in text
+    dataset = load(park, on_bad_box="drop")
+    assert names_in_dataset(dataset)[1] == ["dog"]
+    assert warnings == [
+        f"dataset 'park': {park}: 1 boxes outside of their image dropped."
+    ]
+
+
+def test_boxes_over_the_border_are_clipped_and_counted(park, edit_json, warnings):
+    edit_json(park, set_record("annotations", 0, bbox=[-4, 20, 60, 20]))
+    dataset = load(park)
+    # x: -4..56 -> 0..48; y: 20..40 -> 20..32
+    assert dataset.get_data_info(0)["instances"][0]["bbox"] == [0, 20, 48, 32]
+    assert warnings == [f"dataset 'park': {park}: 1 boxes clipped at the image border."]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (dict(bbox=[5, 5, 0.5, 9]), "boxes thinner than 1 px left out of training"),
+        (dict(bbox=[0, 0, 0, 0]), "boxes thinner than 1 px left out of training"),
+        (dict(area=0), "boxes with area 0 left out of training"),
+        (dict(ignore=1), "boxes marked 'ignore' left out of training"),
+    ],
+)
+def test_every_box_left_out_is_counted(park, edit_json, warnings, values, reason):
+    edit_json(park, set_record("annotations", 0, **values))
+    assert names_in_dataset(load(park))[0] == ["dog"]
+    assert warnings == [f"dataset 'park': {park}: 1 {reason}."]
+
+
+def test_clean_file_is_not_mentioned(park, warnings):
+    load(park)
+    assert warnings == []
+
+
+def test_annotation_of_an_unknown_image_is_counted(park, edit_json, warnings):
+    edit_json(park, set_record("annotations", 0, image_id=77))
+    load(park)
+    assert "1 annotations of images that the file does not list" in warnings[0]
+
+
+def test_missing_area_follows_from_the_box(park, edit_json):
+    edit_json(park, set_record("annotations", 0, bbox=[1, 2, 6, 7], area=None))
+    info = load(park, test_mode=True).get_data_info(0)
+    assert info["ground_truth"][0]["area"] == 42
+    assert len(info["instances"]) == 2
+
+
+@pytest.mark.parametrize("bbox", [None, [1, 2, 3], dict(x=1)])
+def test_malformed_box(park, edit_json, bbox):
+    edit_json(park, set_record("annotations", 0, bbox=bbox))
+    with pytest.raises(
+        DataError, match=r"annotation 1 of image '0\.png': bbox must be"
+    ):
+        load(park)
+
+
+@pytest.mark.parametrize("key", ["file_name", "width", "height"])
+def test_incomplete_image_record(park, edit_json, key):
+    edit_json(park, set_record("images", 1, **{key: None}))
+    with pytest.raises(DataError, match=f"'park': .*: image 2 has no '{key}'; add it"):
+        load(park)
+
+
+@pytest.mark.parametrize("key", ["images", "annotations", "categories"])
+def test_id_given_twice(park, edit_json, key):
+    edit_json(park, set_record(key, 1, id=1))
+    with pytest.raises(DataError, match=f"'park': .*'{key}' has id 1, already in use"):
+        load(park)
+
+
+def test_record_without_id(park, edit_json):
+    edit_json(park, set_record("annotations", 1, id=None))
+    with pytest.raises(DataError, match="a record of 'annotations' has no id"):
+        load(park)
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match=r"on_bad_box must be one of .* got 'skip'"):
+        NamedCocoDataset(name="a", on_bad_box="skip", ann_file="t.json")
+
+
+def test_ground_truth_is_the_file_with_crowds_areas_and_thin_boxes(park, edit_json):
+    edit_json(park, set_record("annotations", 0, iscrowd=1, area=7.5))
+    edit_json(park, set_record("annotations", 1, bbox=[40.5, 2, 20, 0.5], area=10))
+    info = load(park, ["car", "dog", "person"], test_mode=True).get_data_info(0)
+    records = json.loads(park.read_text())["annotations"][:2]
+    assert info["ground_truth"] == [
+        dict(bbox=records[0]["bbox"], label=2, area=7.5, iscrowd=1),
+        dict(bbox=[40.5, 2, 20, 0.5], label=1, area=10, iscrowd=0),
+    ]
+    assert [k["ignore_flag"] for k in info["instances"]] == [1]
+
+
+def test_ground_truth_is_only_for_evaluation(park):
+    assert "ground_truth" not in load(park).get_data_info(0)

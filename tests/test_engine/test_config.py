@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+
+from damex.datasets.label_space import LabelSpace
+from damex.datasets.spec import parse_mixture
+from damex.engine.config import resolve_config
+from damex.errors import ConfigError, DataError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MOE = dict(num_experts=2, gate=dict(type="TopKGate", k=1))
+
+
+def loader(split, **dataset):
+    return dict(
+        batch_size=1, dataset=dict(type="MixtureDataset", split=split, **dataset)
+    )
+
+
+def config(mixture, **changes):
+    values = dict(
+        mixture=mixture,
+        model=dict(type="MoEDINO", bbox_head=dict(type="DINOHead", num_classes=None)),
+        train_dataloader=loader("train"),
+        val_dataloader=loader("val"),
+        test_dataloader=None,
+    )
+    return Config(copy.deepcopy({**values, **changes}))
+
+
+def test_mixture_fills_in_what_follows_from_it(two_datasets):
+    cfg = resolve_config(config(two_datasets, moe=MOE))
+    # car, person, bus + dog
+    assert cfg.model.bbox_head.num_classes == 4
+    assert cfg.model.num_groups == 2
+    assert cfg.model.moe == MOE
+    for name in ("train_dataloader", "val_dataloader"):
+        dataset = cfg[name].dataset
+        assert [entry["name"] for entry in dataset.datasets] == ["street", "park"]
+        space = LabelSpace.from_metainfo(dataset.label_space)
+        assert space.classes == ("car", "person", "bus", "dog")
+    assert cfg.test_dataloader is None
+
+
+def test_the_config_passed_in_is_not_changed(two_datasets):
+    cfg = config(two_datasets, moe=MOE)
+    before = copy.deepcopy(cfg.to_dict())
+    resolve_config(cfg)
+    assert cfg.to_dict() == before
+
+
+@pytest.mark.parametrize("moe", [MOE, None])
+def test_written_config_can_be_read_and_resolved_again(two_datasets, tmp_path, moe):
+    # mmengine writes the resolved config into work_dir; people start from that file.
+    two_datasets[1]["rename"] = dict(dog="traffic light's dog")
+    once = resolve_config(config(two_datasets, moe=moe, label_space="partitioned"))
+    once.dump(tmp_path / "written.py")
+    again = resolve_config(Config.fromfile(tmp_path / "written.py"))
+    assert again.to_dict() == once.to_dict()
+
+
+def test_label_space_of_the_config_is_used(two_datasets):
+    cfg = resolve_config(config(two_datasets, label_space="partitioned"))
+    assert cfg.model.bbox_head.num_classes == 6
+    assert cfg.train_dataloader.dataset.label_space["classes"][0] == "street/car"
+
+
+def test_datasets_of_one_group_count_once(two_datasets):
+    for entry in two_datasets:
+        entry["group"] = "outdoor"
+    assert resolve_config(config(two_datasets, moe=MOE)).model.num_groups == 1
+
+
+def test_evaluation_on_one_dataset_keeps_the_labels_of_the_mixture(two_datasets):
+    cfg = config(two_datasets, val_dataloader=loader("val", datasets=two_datasets[1:]))
+    dataset = resolve_config(cfg).val_dataloader.dataset
+    assert [entry["name"] for entry in dataset.datasets] == ["park"]
+    assert dataset.label_space["classes"] == ("car", "person", "bus", "dog")
+
+
+def test_mixture_inside_of_a_wrapper_is_found(two_datasets):
+    wrapped = loader("train")
+    wrapped["dataset"] = dict(type="MultiImageMixDataset", dataset=wrapped["dataset"])
+    cfg = resolve_config(config(two_datasets, train_dataloader=wrapped))
+    assert "label_space" not in cfg.train_dataloader.dataset
+    assert len(cfg.train_dataloader.dataset.dataset.datasets) == 2
+
+
+def test_config_without_mixture_stays_as_it_is():
+    cfg = Config(dict(model=dict(type="DINO", bbox_head=dict(num_classes=80))))
+    assert resolve_config(cfg).to_dict() == cfg.to_dict()
+
+
+def test_right_number_of_classes_may_be_typed(two_datasets):
+    model = dict(bbox_head=dict(num_classes=4))
+    assert resolve_config(config(two_datasets, model=model)).model.bbox_head == dict(
+        num_classes=4
+    )
+
+
+def test_wrong_number_of_classes_names_both_numbers(two_datasets):
+    model = dict(bbox_head=dict(num_classes=80))
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(config(two_datasets, model=model))
+    text = str(caught.value)
+    assert "num_classes is 80, but the mixture of street, park has 4 classes" in text
+    assert "leave num_classes out" in text
+
+
+def test_faults_of_the_mixture_come_before_anything_is_built(two_datasets):
+    two_datasets[0]["weight"] = 2.0
+    with pytest.raises(ConfigError, match=r"street=2\.0\) but not for park"):
+        resolve_config(config(two_datasets))
+
+
+def test_wrong_annotation_path(two_datasets):
+    two_datasets[1]["train"] = "trian.json"
+    with pytest.raises(DataError, match=r"'park': there is no .*park/trian\.json"):
+        resolve_config(config(two_datasets))
+
+
+# --- the top-level moe ----------------------------------------------------------------
+
+
+def test_moe_none_makes_the_detector_dense(two_datasets):
+    model = resolve_config(config(two_datasets, moe=None)).model
+    assert model.moe is None
+    assert "num_groups" not in model
+
+
+def test_without_moe_nothing_is_added(two_datasets):
+    model = resolve_config(config(two_datasets)).model
+    assert "moe" not in model
+    assert "num_groups" not in model
+
+
+def test_moe_by_the_path_of_a_config_file(two_datasets):
+    path = CONFIGS / "_base_" / "moe" / "damex.py"
+    model = resolve_config(config(two_datasets, moe=str(path))).model
+    assert model.moe == Config.fromfile(path).moe
+    assert model.num_groups == 2
+
+
+def test_moe_file_may_say_none(two_datasets):
+    path = CONFIGS / "_base_" / "moe" / "dense.py"
+    assert resolve_config(config(two_datasets, moe=str(path))).model.moe is None
+
+
+def test_missing_moe_file_suggests_a_name(two_datasets, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(config(two_datasets, moe="configs/_base_/moe/damx.py"))
+    text = str(caught.value)
+    assert "moe names the file 'configs/_base_/moe/damx.py', which does not" in text
+    assert "did you mean 'configs/_base_/moe/damex.py'?" in text
+
+
+def test_file_without_moe(two_datasets):
+    path = CONFIGS / "_base_" / "runtime.py"
+    with pytest.raises(ConfigError, match=r"runtime\.py sets no moe=dict"):
+        resolve_config(config(two_datasets, moe=str(path)))
+
+
+def test_moe_in_two_places(two_datasets):
+    cfg = config(two_datasets, moe=MOE, model=dict(type="MoEDINO", moe=None))
+    with pytest.raises(ConfigError, match=r"both moe and model\.moe are set; keep one"):
+        resolve_config(cfg)
+
+
+def test_moe_without_mixture_still_reaches_the_model():
+    cfg = resolve_config(Config(dict(model=dict(type="MoEDINO"), moe=MOE)))
+    assert cfg.model.moe == MOE
+    assert "moe" not in cfg
+
+
+# --- the configs that come with the project -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sorted(CONFIGS.rglob("*.py")) if "mixture = [" in p.read_text()],
+    ids=lambda path: path.stem,
+)
+def test_bundled_mixtures_are_in_order(path):
+    specs = parse_mixture([dict(e) for e in Config.fromfile(path).mixture])
+    for spec in specs:
+        for split in ("train", "val", "test"):
+            assert "type" in spec.dataset_config(split)
+
+
+def test_coco_and_voc_merge_into_eighty_classes(make_coco_dataset, tmp_path):
+    from mmdet.datasets import CocoDataset
+
+    names = list(CocoDataset.METAINFO["classes"])
+    coco = make_coco_dataset(tmp_path / "coco", classes=names, num_images=1)
+    path = CONFIGS / "_base_" / "datasets" / "coco_voc.py"
+    voc = dict(Config.fromfile(path).mixture[1])
+    space = LabelSpace.from_specs(parse_mixture([coco, voc]))
+    assert space.num_classes == 80
+    assert len(space.valid_labels(1)) == 20
+
+
+def test_experts_for_a_detector_without_a_place_for_them_are_refused(two_datasets):
+    model = dict(type="DINO", bbox_head=dict(type="DINOHead", num_classes=None))
+    message = "model.type='DINO' takes no experts; did you mean 'MoEDINO'?"
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        resolve_config(config(two_datasets, moe=MOE, model=model))
+    assert (
+        "moe" not in resolve_config(config(two_datasets, moe=None, model=model)).model
+    )

@@ -1,0 +1,82 @@
+"""None"""
+
+import io
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from damex.engine.console import ProgressHook, quiet_screen
+
+
+@pytest.fixture
+def hook():
+    hook = ProgressHook(every_seconds=0.0, smoothing=0.5)
+    hook._console = Console(file=io.StringIO(), width=100)
+    return hook
+
+
+def lines(hook):
+    return hook._console.file.getvalue().splitlines()
+
+
+def train_iter(hook, done, **outputs):
+    runner = SimpleNamespace(rank=0, iter=done - 1, max_iters=10)
+    hook.after_train_iter(runner, batch_idx=done - 1, outputs=outputs)
+
+
+def test_a_pipe_gets_plain_lines_with_loss_and_share(hook):
+    hook._open("train", 10, 0)
+    train_iter(hook, 1, loss=torch.tensor(4.0), moe_own_share=torch.tensor(0.5))
+    train_iter(hook, 2, loss=torch.tensor(2.0), moe_own_share=torch.tensor(1.0))
+    # smoothing 0.5: loss 0.5 * 4 + 0.5 * 2 = 3, share 0.5 * 0.5 + 0.5 * 1 = 0.75
+    assert "train 2/10" in lines(hook)[1]
+    assert "loss 3.00" in lines(hook)[1]
+    assert "tokens to own expert 75.0%" in lines(hook)[1]
+
+
+def test_lines_come_now_and_then_and_at_the_end(hook):
+    hook.every_seconds = 3600.0
+    hook._open("train", 10, 0)
+    for done in range(1, 11):
+        train_iter(hook, done, loss=1.0)
+    assert len(lines(hook)) == 1
+    assert "train 10/10" in lines(hook)[0]
+
+
+def test_a_dense_detector_shows_no_share(hook):
+    hook._open("train", 10, 0)
+    train_iter(hook, 1, loss=torch.tensor(1.0))
+    assert "expert" not in lines(hook)[0]
+
+
+def test_gated_channels_show_how_many_are_open(hook):
+    hook._open("train", 10, 0)
+    train_iter(hook, 1, loss=1.0, moe_active_channels=torch.tensor(0.25))
+    assert "loss 1.00  open channels 25.0%" in lines(hook)[0]
+
+
+def test_other_processes_are_silent(hook):
+    runner = SimpleNamespace(rank=1, iter=0, max_iters=10)
+    hook.after_train_iter(runner, batch_idx=0, outputs=dict(loss=1.0))
+    assert lines(hook) == []
+
+
+@pytest.fixture
+def logger(tmp_path):
+    log = logging.Logger("test")
+    log.addHandler(logging.StreamHandler(io.StringIO()))
+    log.addHandler(logging.FileHandler(tmp_path / "log.txt"))
+    quiet_screen(log)
+    return log
+
+
+def test_the_screen_shows_warnings_and_the_file_everything(logger, tmp_path):
+    logger.info("one of hundreds of lines")
+    logger.warning("a box was dropped")
+    logger.warning('"FileClient" will be deprecated in future.')
+    screen = logger.handlers[0].stream.getvalue()
+    assert screen == "a box was dropped\n"
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 3

@@ -1,0 +1,495 @@
+"""None"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmdet.evaluation import CocoMetric
+
+from damex.datasets.label_space import LabelSpace
+from damex.datasets.mixture import MixtureDataset
+from damex.datasets.spec import DatasetSpec
+from damex.errors import ConfigError, DataError
+from damex.evaluation import COCO_BACKENDS, ImageResult, MixtureMetric, coco_scores
+
+NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
+
+
+@pytest.fixture(params=COCO_BACKENDS)
+def backend(request):
+    return request.param
+
+
+def truth(box, label=0, *, area=None, crowd=0):
+    """Ground truth of a box x, y, width, height."""
+    area = box[2] * box[3] if area is None else area
+    return dict(bbox=box, label=label, area=area, iscrowd=crowd)
+
+
+def image(found, ground_truth):
+    """A 640 x 480 image; ``found`` is (x1, y1, x2, y2, score, label) per detection."""
+    rows = np.asarray(found, dtype=np.float32).reshape(-1, 6)
+    return ImageResult(
+        width=640,
+        height=480,
+        boxes=rows[:, :4],
+        scores=rows[:, 4],
+        labels=rows[:, 5].astype(int),
+        ground_truth=ground_truth,
+    )
+
+
+def test_average_precision_by_hand(backend):
+    # Two objects; detections by score: hit (0.9), miss (0.8), hit (0.7).
+    # Precision 1 at recall 1/2 and 2/3 at recall 1. COCO reads 101 recalls: 51 of them
+    # (0.00 to 0.50) at precision 1, 50 at 2/3: (51 + 50 * 2 / 3) / 101 = 0.83498.
+    objects = [truth([0, 0, 100, 100]), truth([200, 0, 100, 100])]
+    found = [
+        (0, 0, 100, 100, 0.9, 0),
+        (400, 300, 500, 400, 0.8, 0),
+        (200, 0, 300, 100, 0.7, 0),
+    ]
+    scores = coco_scores([image(found, objects)], classes={0: "a"}, backend=backend)
+    assert tuple(scores) == NAMES
+    for name in ("AP", "AP50", "AP75", "AP_large"):
+        assert scores[name] == pytest.approx((51 + 50 * 2 / 3) / 101)
+    # No object is smaller than 96 x 96.
+    assert math.isnan(scores["AP_small"])
+    assert math.isnan(scores["AP_medium"])
+
+
+def test_overlap_decides_by_threshold(backend):
+    # Shifted by 20 of 100 px: IoU = 80 / 120 = 0.667, a hit at the thresholds 0.50,
+    # 0.55, 0.60 and 0.65: 4 of 10.
+    scores = coco_scores(
+        [image([(20, 0, 120, 100, 0.9, 0)], [truth([0, 0, 100, 100])])],
+        classes={0: "a"},
+        backend=backend,
+    )
+    assert scores["AP"] == pytest.approx(0.4)
+    assert scores["AP50"] == pytest.approx(1.0)
+    assert scores["AP75"] == 0.0
+
+
+def test_mean_over_classes(backend):
+    # Class 2 is found (1.0), class 5 is not (0.0); class 7 has no object: left out.
+    objects = [truth([0, 0, 50, 50], 2), truth([100, 100, 50, 50], 5)]
+    scores = coco_scores(
+        [image([(0, 0, 50, 50, 0.9, 2)], objects)],
+        classes={2: "a", 5: "b", 7: "c"},
+        backend=backend,
+    )
+    assert scores["AP"] == pytest.approx(0.5)
+
+
+def test_label_has_to_be_right(backend):
+    scores = coco_scores(
+        [image([(0, 0, 50, 50, 0.9, 1)], [truth([0, 0, 50, 50], 0)])],
+        classes={0: "a", 1: "b"},
+        backend=backend,
+    )
+    assert scores["AP"] == 0.0
+
+
+def test_detections_and_objects_of_other_classes_do_not_count(backend):
+    objects = [truth([0, 0, 50, 50], 1)]
+    found = [(0, 0, 50, 50, 0.5, 1)]
+    plain = coco_scores([image(found, objects)], classes={1: "a"}, backend=backend)
+    more = coco_scores(
+        [
+            image(
+                [*found, (0, 0, 50, 50, 0.9, 0), (300, 0, 350, 50, 0.8, 2)],
+                [*objects, truth([300, 300, 50, 50], 2)],
+            )
+        ],
+        classes={1: "a"},
+        backend=backend,
+    )
+    assert plain["AP"] == pytest.approx(1.0)
+    np.testing.assert_equal(more, plain)
+
+
+def test_other_classes_do_not_use_up_the_100_detections(backend):
+    # COCO keeps the 100 best detections of an image and class.
+    noise = [(300, 0, 350, 50, 0.9, 0)] * 150
+    scores = coco_scores(
+        [image([*noise, (0, 0, 50, 50, 0.1, 1)], [truth([0, 0, 50, 50], 1)])],
+        classes={1: "a"},
+        backend=backend,
+    )
+    assert scores["AP"] == pytest.approx(1.0)
+
+
+def test_detection_in_a_crowd_is_no_mistake(backend):
+    # The best detection lies inside of the crowd; it is ignored, and the crowd need not
+    # be found. As an ordinary object it would cost: one hit of two, after a miss.
+    found = [(210, 10, 230, 30, 0.9, 0), (0, 0, 50, 50, 0.8, 0)]
+    scores = {}
+    for crowd in (0, 1):
+        objects = [truth([0, 0, 50, 50]), truth([200, 0, 200, 200], crowd=crowd)]
+        scores[crowd] = coco_scores(
+            [image(found, objects)], classes={0: "a"}, backend=backend
+        )["AP"]
+    # Without the flag: precision 1/2 for the recalls 0.00 to 0.50, 0 beyond.
+    assert scores[1] == pytest.approx(1.0)
+    assert scores[0] == pytest.approx(51 * 0.5 / 101)
+
+
+def test_size_follows_the_annotated_area(backend):
+    # A 100 x 100 box around an outline of 500 px is a small object (< 32 x 32 = 1024).
+    scores = coco_scores(
+        [image([(0, 0, 100, 100, 0.9, 0)], [truth([0, 0, 100, 100], area=500)])],
+        classes={0: "a"},
+        backend=backend,
+    )
+    assert scores["AP_small"] == pytest.approx(1.0)
+    assert math.isnan(scores["AP_large"])
+
+
+def test_nothing_detected_is_zero_where_there_is_something(backend):
+    scores = coco_scores(
+        [image([], [truth([0, 0, 50, 50])])], classes={0: "a"}, backend=backend
+    )
+    assert [scores[name] for name in ("AP", "AP50", "AP75", "AP_medium")] == [0.0] * 4
+    assert math.isnan(scores["AP_small"])
+    assert math.isnan(scores["AP_large"])
+
+
+@pytest.mark.parametrize("found", [[], [(0, 0, 50, 50, 0.9, 0)]])
+@pytest.mark.parametrize(
+    "objects",
+    [[], [truth([0, 0, 50, 50], 1)], [truth([0, 0, 50, 50], crowd=1)]],
+    ids=["no objects", "other class", "crowd only"],
+)
+def test_nothing_to_find_is_nan(backend, found, objects):
+    scores = coco_scores([image(found, objects)], classes={0: "a"}, backend=backend)
+    assert all(math.isnan(value) for value in scores.values())
+
+
+def test_false_detections_in_an_empty_image_count(backend):
+    hit = image([(0, 0, 50, 50, 0.5, 0)], [truth([0, 0, 50, 50])])
+    empty = image([(0, 0, 50, 50, 0.9, 0)], [])
+    scores = coco_scores([hit, empty], classes={0: "a"}, backend=backend)
+    # The mistake comes first: precision 1/2 at every recall.
+    assert scores["AP"] == pytest.approx(0.5)
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match=r"backend must be one of .* got 'coco'"):
+        coco_scores([], classes={}, backend="coco")
+
+
+@pytest.fixture
+def jittered(make_coco_dataset, edit_json, tmp_path):
+    """A COCO file of 640 x 480 images, and detections near and far from its boxes."""
+    entry = make_coco_dataset(
+        tmp_path / "city",
+        classes=["car", "person", "bus"],
+        num_images=6,
+        boxes_per_image=7,
+        size=(640, 480),
+    )
+    path = Path(entry["data_root"]) / "val.json"
+    rng = np.random.default_rng(4)
+
+    def vary(document):
+        for record in document["annotations"]:
+            shrink = rng.choice([0.1, 0.3, 1.0])  # small, medium and large objects
+            record["bbox"][2] = max(2, int(record["bbox"][2] * shrink))
+            record["bbox"][3] = max(2, int(record["bbox"][3] * shrink))
+            record["area"] = record["bbox"][2] * record["bbox"][3] * 0.8
+            record["iscrowd"] = int(rng.random() < 0.15)
+
+    edit_json(path, vary)
+    document = json.loads(path.read_text())
+    results = []
+    for record in document["images"]:
+        objects = [
+            truth(a["bbox"], a["category_id"] - 1, area=a["area"], crowd=a["iscrowd"])
+            for a in document["annotations"]
+            if a["image_id"] == record["id"]
+        ]
+        found = []
+        for o in [*objects, *objects]:
+            x, y, w, h = o["bbox"]
+            dx, dy = rng.normal(0, 0.08, 2) * (w, h)
+            label = o["label"] if rng.random() < 0.8 else int(rng.integers(3))
+            found.append((x + dx, y + dy, x + dx + w, y + dy + h, rng.random(), label))
+        results.append(image(found, objects))
+    return path, results
+
+
+def test_equals_mmdets_coco_metric_and_backends_agree(jittered):
+    path, results = jittered
+    classes = ("car", "person", "bus")
+    metric = CocoMetric(ann_file=str(path), metric="bbox")
+    metric.dataset_meta = dict(classes=classes)
+    samples = [
+        dict(
+            img_id=image_id,
+            ori_shape=(480, 640),
+            pred_instances=dict(
+                bboxes=torch.from_numpy(result.boxes),
+                scores=torch.from_numpy(result.scores),
+                labels=torch.from_numpy(result.labels),
+            ),
+        )
+        for image_id, result in enumerate(results, start=1)
+    ]
+    metric.process({}, samples)
+    theirs = metric.evaluate(len(samples))
+    ours = {
+        backend: coco_scores(results, classes=dict(enumerate(classes)), backend=backend)
+        for backend in COCO_BACKENDS
+    }
+    keys = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")
+    for name, key in zip(NAMES, keys, strict=True):
+        for scores in ours.values():
+            # mmdet rounds to three digits.
+            assert round(scores[name], 3) == theirs[f"coco/bbox_{key}"]
+        assert ours[COCO_BACKENDS[0]][name] == pytest.approx(
+            ours[COCO_BACKENDS[1]][name], abs=1e-9
+        )
+    # The case says something: neither nothing nor everything is found.
+    assert 0.05 < ours[COCO_BACKENDS[0]]["AP"] < 0.95
+
+
+# Labels: car 0, person 1, dog 2; street annotates car and person, park person and dog.
+SPACE = LabelSpace.from_specs(
+    [
+        DatasetSpec("street", classes=("car", "person")),
+        DatasetSpec("park", classes=("person", "dog")),
+    ]
+)
+STREET, PARK = 0, 1
+CAR, PERSON, DOG = 0, 1, 2
+BOX = (10, 10, 60, 60)  # x1, y1, x2, y2
+AWAY = (100, 100, 150, 150)
+
+
+def sample(dataset_id, found=(), truth=(), *, counts=None, groups=None):
+    """A data sample as mmengine hands it to a metric.
+
+    ``found`` is (box, score, label), ``truth`` is (box, label); all images have the
+    same image id. ``counts`` are token counts, ``groups`` the experts of each group.
+    """
+    result = dict(
+        img_id=1,
+        dataset_id=dataset_id,
+        dataset_name=f"dataset {dataset_id}",
+        ori_shape=(200, 300),
+        pred_instances=dict(
+            bboxes=torch.tensor([f[0] for f in found], dtype=torch.float).view(-1, 4),
+            scores=torch.tensor([f[1] for f in found]),
+            labels=torch.tensor([f[2] for f in found], dtype=torch.long),
+        ),
+        ground_truth=[
+            dict(
+                bbox=[box[0], box[1], box[2] - box[0], box[3] - box[1]],
+                label=label,
+                area=(box[2] - box[0]) * (box[3] - box[1]),
+                iscrowd=0,
+            )
+            for box, label in truth
+        ],
+    )
+    if counts is not None:
+        result["routing_counts"] = counts
+    if groups is not None:
+        result["group_experts"] = groups
+    return result
+
+
+def evaluate(samples, *, space=SPACE, batch_size=2, backend=None):
+    metric = MixtureMetric(backend=backend)
+    metric.dataset_meta = space.to_metainfo()
+    for start in range(0, len(samples), batch_size):
+        metric.process({}, samples[start : start + batch_size])
+    scores = metric.evaluate(len(samples))
+    assert all(key.startswith("mixture/") for key in scores)
+    return {key.removeprefix("mixture/"): value for key, value in scores.items()}
+
+
+def hit(dataset_id, label, **options):
+    return sample(dataset_id, [(BOX, 0.9, label)], [(BOX, label)], **options)
+
+
+@pytest.mark.parametrize("backend", ["faster_coco_eval", "pycocotools"])
+def test_equal_image_ids_of_two_datasets_do_not_meet(backend):
+    # street: found. park: the same box in the image of the same id, not found.
+    scores = evaluate(
+        [hit(STREET, PERSON), sample(PARK, truth=[(BOX, PERSON)])], backend=backend
+    )
+    assert scores["street/AP"] == pytest.approx(1.0)
+    assert scores["park/AP"] == 0.0
+    assert scores["mean/AP"] == pytest.approx(0.5)
+
+
+def test_two_images_of_one_dataset_with_one_id_stay_two():
+    # Each detection lies where the other image has its object.
+    samples = [
+        sample(STREET, [(AWAY, 0.9, CAR)], [(BOX, CAR)]),
+        sample(STREET, [(BOX, 0.9, CAR)], [(AWAY, CAR)]),
+    ]
+    scores = evaluate(samples)
+    assert scores["street/AP"] == 0.0
+    assert scores["street/images"] == 2
+
+
+def test_classes_of_other_datasets_are_ignored():
+    # A confident dog in street would be a mistake, but street does not annotate dogs;
+    # in park it is one.
+    dog = (AWAY, 0.95, DOG)
+    samples = [
+        sample(dataset_id, [dog, (BOX, 0.9, PERSON)], [(BOX, PERSON), *extra])
+        for dataset_id, extra in ((STREET, []), (PARK, [((200, 0, 250, 50), DOG)]))
+    ]
+    scores = evaluate(samples)
+    assert scores["street/AP"] == pytest.approx(1.0)
+    # person 1, dog 0
+    assert scores["park/AP"] == pytest.approx(0.5)
+
+
+def test_numbers_of_images_and_boxes():
+    scores = evaluate(
+        [
+            sample(PARK, truth=[(BOX, PERSON), (AWAY, DOG)]),
+            sample(STREET, truth=[(BOX, CAR)]),
+            sample(PARK),
+        ]
+    )
+    assert (scores["street/images"], scores["street/boxes"]) == (1, 1)
+    assert (scores["park/images"], scores["park/boxes"]) == (2, 2)
+
+
+def test_dataset_without_objects_is_nan_and_not_in_the_mean():
+    scores = evaluate([hit(STREET, CAR), sample(PARK, [(BOX, 0.9, DOG)])])
+    assert math.isnan(scores["park/AP"])
+    assert scores["mean/AP"] == pytest.approx(1.0)
+    assert scores["mean/AP50"] == pytest.approx(1.0)
+
+
+def test_without_any_object_there_is_no_mean():
+    scores = evaluate([sample(STREET), sample(PARK)])
+    assert "mean/AP" not in scores
+    assert math.isnan(scores["street/AP"])
+
+
+def test_dataset_without_samples_is_left_out():
+    scores = evaluate([hit(PARK, DOG)])
+    assert not [key for key in scores if key.startswith("street/")]
+    assert scores["mean/AP"] == pytest.approx(1.0)
+
+
+def test_own_share_by_hand():
+    # Experts 0 and 3 are street's, 1 and 2 are park's.
+    groups = [[0, 3], [1, 2]]
+    samples = [
+        hit(
+            STREET, CAR, counts={"l0": [5, 2, 0, 1], "l2": [1, 0, 0, 1]}, groups=groups
+        ),
+        hit(PARK, DOG, counts={"l0": [1, 1, 5, 1], "l2": [0, 0, 2, 0]}, groups=groups),
+        hit(
+            STREET, CAR, counts={"l0": [0, 8, 0, 0], "l2": [0, 0, 0, 2]}, groups=groups
+        ),
+    ]
+    scores = evaluate(samples)
+    # street: experts 0 and 3 have 8 + 2 of 10 + 10 tokens.
+    assert scores["street/own_share"] == pytest.approx(10 / 20)
+    # park: experts 1 and 2 have 6 + 2 of 10.
+    assert scores["park/own_share"] == pytest.approx(8 / 10)
+    assert scores["mean/own_share"] == pytest.approx(0.65)
+    # l0: 6, 11, 5, 2 of 24 tokens; l2: 1, 0, 2, 3 of 6.
+    assert scores["mean/busiest_share"] == pytest.approx((11 / 24 + 3 / 6) / 2)
+
+
+def test_own_share_counts_the_experts_of_the_group():
+    space = LabelSpace.from_specs(
+        [
+            DatasetSpec("a", classes=("x",), group="night"),
+            DatasetSpec("b", classes=("x",)),
+            DatasetSpec("c", classes=("x",), group="night"),
+        ]
+    )
+    # Groups: night (a, c) has expert 0, b has expert 1.
+    routed = dict(counts={"l": [3, 1]}, groups=[[0], [1]])
+    samples = [hit(i, 0, **routed) for i in range(3)]
+    scores = evaluate(samples, space=space)
+    assert scores["a/own_share"] == scores["c/own_share"] == pytest.approx(0.75)
+    assert scores["b/own_share"] == pytest.approx(0.25)
+
+
+def test_dense_detector_has_no_own_share():
+    assert not [key for key in evaluate([hit(STREET, CAR)]) if "_share" in key]
+
+
+def test_dataset_that_routed_no_token_has_share_zero():
+    scores = evaluate([hit(STREET, CAR, counts={"l": [0, 0]}, groups=[[0], [1]])])
+    assert scores["street/own_share"] == 0.0
+
+
+def test_experts_that_no_dataset_owns_have_no_own_share():
+    scores = evaluate([hit(STREET, CAR, counts={"l": [3, 1]})])
+    assert scores["mean/busiest_share"] == 0.75
+    assert not [key for key in scores if key.endswith("own_share")]
+
+
+def test_scores_do_not_depend_on_the_batches():
+    samples = [
+        sample(i % 2, [(BOX, 0.1 * i, PERSON)], [(BOX if i % 3 else AWAY, PERSON)])
+        for i in range(1, 8)
+    ]
+    assert evaluate(samples, batch_size=1) == pytest.approx(
+        evaluate(samples, batch_size=7), nan_ok=True
+    )
+
+
+def test_sample_of_another_dataset_class_is_refused():
+    stranger = sample(STREET)
+    del stranger["dataset_id"]
+    with pytest.raises(ConfigError, match="without dataset_id; use it with a dataset"):
+        MixtureMetric().process({}, [stranger])
+
+
+def test_predicting_the_annotations_of_real_files_scores_one(two_datasets, edit_json):
+    # From the files through MixtureDataset into the metric; ids collide on purpose.
+    edit_json(
+        two_datasets[1]["data_root"] + "val.json",
+        lambda d: d["annotations"][0].update(iscrowd=1),
+    )
+    dataset = MixtureDataset(
+        datasets=two_datasets,
+        split="val",
+        pipeline=[
+            dict(type="LoadImageFromFile"),
+            dict(type="LoadAnnotations", with_bbox=True),
+            dict(type="PackDetInputs"),
+        ],
+    )
+    samples = []
+    for index in range(len(dataset)):
+        data = dataset[index]["data_samples"]
+        truth = data.gt_instances
+        found = dict(
+            bboxes=truth.bboxes.tensor,
+            labels=truth.labels,
+            scores=torch.linspace(0.5, 0.9, len(truth.labels)),
+        )
+        samples.append({**data.to_dict(), "pred_instances": found})
+    space = LabelSpace.from_metainfo(dataset.metainfo)
+    scores = evaluate(samples, space=space)
+    assert scores["street/AP"] == pytest.approx(1.0)
+    assert scores["park/AP"] == pytest.approx(1.0)
+    assert (scores["street/boxes"], scores["park/boxes"]) == (10, 6)
+
+
+def test_scores_that_are_no_numbers_name_the_dataset_and_the_likely_cause():
+    with pytest.raises(
+        DataError, match=r"dataset 'dataset 1'; did the training diverge\?"
+    ):
+        evaluate([sample(PARK, [(BOX, math.nan, DOG)], [(BOX, DOG)])])

@@ -1,0 +1,144 @@
+"""None"""
+
+import pytest
+import torch
+from torch import nn
+
+from damex.models.blocks import MoEFFN
+from damex.models.context import RoutingContext
+from damex.models.insertion import moe_blocks
+from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    layer = MoELayer(
+        router=LinearRouter(8, 3),
+        gate=TopKGate(k=2, renormalize=True),
+        experts=FFNExperts(3, 8, 16),
+    )
+    return MoEFFN(layer, name="decoder.0", context=RoutingContext())
+
+
+@pytest.fixture
+def tokens_BND():
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_residual_is_added_as_by_mmcv(block, tokens_BND):
+    output_BND, _ = block.moe(tokens_BND)
+    torch.testing.assert_close(block(tokens_BND), tokens_BND + output_BND)
+    other_BND = torch.ones_like(tokens_BND)
+    torch.testing.assert_close(block(tokens_BND, other_BND), other_BND + output_BND)
+
+
+def test_padded_tokens_keep_their_residual(block, tokens_BND):
+    mask_BN = torch.ones(2, 5, dtype=torch.bool)
+    mask_BN[1, 3:] = False
+    with block.context.step(), block.context.part(mask_BN):
+        output_BND = block(tokens_BND)
+    assert torch.equal(output_BND[1, 3:], tokens_BND[1, 3:])
+    assert not torch.equal(output_BND[1, :3], tokens_BND[1, :3])
+
+
+PMOE = dict(
+    layers=dict(backbone=[3]),
+    num_experts=4,
+    gate=dict(type="ExpertChoiceGate", share=0.5),
+    experts=dict(type="PatchConvExperts", patch_size=1, border="neighbours"),
+)
+DAMEX_ON_PATCHES = {
+    **PMOE,
+    "gate": dict(type="TopKGate", k=1),
+    "losses": [dict(type="DatasetRoutingLoss", weight=0.1)],
+}
+
+
+def train_step(detector, batch):
+    detector.train()
+    return detector(**detector.data_preprocessor(batch, True), mode="loss")
+
+
+@pytest.mark.parametrize("with_cp", [False, True])
+def test_damex_on_patches_trains_a_detector(build, make_batch, with_cp):
+    detector = build(moe={**DAMEX_ON_PATCHES, "with_cp": with_cp})
+    (block,) = moe_blocks(detector)
+    batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)])
+    # The last norm of a block starts at zero, and with it the gradient of the experts.
+    nn.init.ones_(detector.backbone.layer4[1].norm2.weight)
+    losses = train_step(detector, batch)
+    total = losses["loss_moe_dataset_routing"] + losses["loss_cls"]
+    total.backward()
+    for name, parameter in block.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+    assert 0.0 <= losses["moe_own_share"] <= 1.0
+
+
+@pytest.mark.parametrize("mode", ["predict", "tensor"])
+def test_patches_of_padding_are_not_routed(build, make_batch, records, mode):
+    """Two images of 128 x 128 and 128 x 64: 16 and 8 cells in the last stage."""
+    detector = build(moe=DAMEX_ON_PATCHES).eval()
+    batch = make_batch([0, 1], sizes=[(128, 128), (128, 64)])
+    with torch.no_grad():
+        found = detector(**detector.data_preprocessor(batch), mode=mode)
+    record = records["backbone.layer4.1.conv2"]
+    assert record.valid_mask().view(2, 16).sum(1).tolist() == [16, 8]
+    assert record.assignment.num_routes == 24
+    if mode == "predict":
+        counts = [s.routing_counts["backbone.layer4.1.conv2"] for s in found]
+        assert [sum(row) for row in counts] == [16, 8]
+
+
+def test_an_image_does_not_depend_on_the_others(build, make_batch):
+    detector = build(moe=PMOE).eval()
+    sizes = [(64, 64), (64, 64)]
+    both = detector.data_preprocessor(make_batch([0, 1], sizes=sizes))
+    with torch.no_grad():
+        together = detector.backbone(both["inputs"])[-1]
+        alone = detector.backbone(both["inputs"][1:])[-1]
+    torch.testing.assert_close(together[1:], alone)
+
+
+def test_dense_kernels_become_those_of_the_experts(build):
+    dense, sparse = build(moe=None), build(moe=PMOE)
+    found = sparse.load_state_dict(dense.state_dict(), strict=False)
+    assert found.missing_keys == found.unexpected_keys == []
+    kernel = dense.backbone.layer4[1].conv2.weight
+    (block,) = moe_blocks(sparse)
+    # expert 1 has output channels 64 to 127
+    assert torch.equal(block.moe.experts.weight_EOCKK[1], kernel[64:128])
+    again = build(moe=PMOE)
+    again.load_state_dict(sparse.state_dict(), strict=True)
+
+
+def test_loaded_experts_that_take_all_patches_equal_the_dense_backbone(
+    build, make_batch
+):
+    gate = dict(type="ExpertChoiceGate", share=1.0, mean_one=True)
+    router = dict(type="LinearRouter", init_std=0.0)
+    dense = build(moe=None).eval()
+    nn.init.ones_(dense.backbone.layer4[1].norm2.weight)
+    sparse = build(moe={**PMOE, "gate": gate, "router": router}).eval()
+    sparse.load_state_dict(dense.state_dict(), strict=False)
+    images = torch.randn(2, 3, 96, 64)
+    with torch.no_grad():
+        pairs = zip(dense.backbone(images), sparse.backbone(images), strict=True)
+        for expected, found in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kernel_of_another_size_is_not_loaded(build):
+    dense = build(moe=None)
+    small = {**PMOE, "experts": {**PMOE["experts"], "kernel_size": 1}}
+    found = build(moe=small).load_state_dict(dense.state_dict(), strict=False)
+    assert found.unexpected_keys == ["backbone.layer4.1.conv2.weight"]
+
+
+def test_kernels_that_were_drawn_or_loaded_are_not_drawn_again(build):
+    detector = build(moe=PMOE)
+    before = moe_blocks(detector)[0].moe.experts.weight_EOCKK.clone()
+    detector.init_weights()
+    assert torch.equal(moe_blocks(detector)[0].moe.experts.weight_EOCKK, before)
+    # Kaiming normal of 256 channels out and 9 cells: std sqrt(2 / 2304) = 0.02946
+    assert before.std().item() == pytest.approx(0.02946, rel=0.01)

@@ -1,0 +1,255 @@
+"""Which tokens of a detector are foreground."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.structures import InstanceData
+from torch.nn import functional
+
+from damex.errors import ConfigError
+from damex.models.context import RoutingContext
+from damex.models.insertion import moe_blocks
+from damex.models.queries import (
+    denoising_query_mask,
+    encoder_foreground,
+    ground_truth_of,
+    query_foreground,
+)
+
+
+def test_mask_follows_the_layout_of_mmdets_generator():
+    """Two images with 1 and 3 boxes, two groups of positive and negative queries."""
+    # block = 3; 2 groups x (positive, negative) = 4 blocks = 12 denoising queries.
+    mask_BN = denoising_query_mask([1, 3], num_denoising=12, num_matching=2)
+    assert mask_BN is not None
+    first = [True, False, False] * 4 + [True, True]
+    assert mask_BN.tolist() == [first, [True] * 14]
+
+
+def test_mask_agrees_with_mmdets_generator():
+    """Fillers are exactly the queries that the generator leaves at zero."""
+    from mmdet.models.layers import CdnQueryGenerator
+    from mmdet.structures import DetDataSample
+    from mmengine.structures import InstanceData
+
+    generator = CdnQueryGenerator(
+        num_classes=3,
+        embed_dims=8,
+        num_matching_queries=5,
+        group_cfg=dict(dynamic=True, num_dn_queries=20),
+    )
+    boxes_per_image = [2, 0, 4]
+    samples = []
+    for count in boxes_per_image:
+        sample = DetDataSample(metainfo=dict(img_shape=(32, 32)))
+        sample.gt_instances = InstanceData(
+            bboxes=torch.tensor([[4.0, 4.0, 20.0, 20.0]]).repeat(count, 1),
+            labels=torch.zeros(count, dtype=torch.long),
+        )
+        samples.append(sample)
+    query_BND, _, _, meta = generator(samples)
+    mask_BN = denoising_query_mask(
+        boxes_per_image,
+        num_denoising=meta["num_denoising_queries"],
+        num_matching=5,
+    )
+    assert mask_BN is not None
+    assert torch.equal(
+        query_BND.abs().sum(-1) > 0, mask_BN[:, : meta["num_denoising_queries"]]
+    )
+    assert mask_BN[:, -5:].all()
+
+
+@pytest.mark.parametrize(("boxes", "queries"), [([2, 2], 8), ([0, 0], 0)])
+def test_no_mask_where_all_queries_are_real(boxes, queries):
+    assert denoising_query_mask(boxes, num_denoising=queries, num_matching=3) is None
+
+
+def test_experts_choose_no_queries_where_some_hold_the_ground_truth(
+    build_mmdet, detector_name
+):
+    """Else a change of the boxes would change which matching queries are served."""
+    moe = dict(
+        layers=dict(encoder=[0], decoder=[1]),
+        num_experts=2,
+        gate=dict(type="ExpertChoiceGate", share=0.5),
+    )
+    if detector_name not in ("MoEDINO", "MoEDDQDETR"):
+        assert len(moe_blocks(build_mmdet(detector_name, moe=moe))) == 2
+        return
+    with pytest.raises(ConfigError, match=r"moe.gate is ExpertChoiceGate .*decoder\.1"):
+        build_mmdet(detector_name, moe=moe)
+    moe["layers"] = dict(encoder="all")
+    assert len(moe_blocks(build_mmdet(detector_name, moe=moe))) == 2
+
+
+MOE = dict(
+    layers=dict(encoder=[0], decoder=[0]),
+    losses=[dict(type="DatasetRoutingLoss", weight=1.0, tokens="foreground")],
+)
+
+
+def sample(boxes, *, image, batch):
+    instances = InstanceData(bboxes=torch.tensor(boxes).view(-1, 4))
+    return SimpleNamespace(
+        gt_instances=instances, img_shape=image, batch_input_shape=batch
+    )
+
+
+@pytest.fixture
+def truth():
+    """A batch of 64 x 64 (height x width): one full image, one 32 high and 64 wide."""
+    return ground_truth_of(
+        [
+            sample([[0.0, 16.0, 32.0, 32.0]], image=(64, 64), batch=(64, 64)),
+            sample([[40.0, 0.0, 64.0, 32.0]], image=(32, 64), batch=(64, 64)),
+        ]
+    )
+
+
+def test_boxes_are_shares_of_their_own_image(truth):
+    assert truth.boxes[0].tolist() == [[0.0, 0.25, 0.5, 0.5]]
+    assert truth.boxes[1].tolist() == [[0.625, 0.0, 1.0, 1.0]]
+    # width, height of the batch over those of the image
+    assert truth.batch_size_B2.tolist() == [[1.0, 1.0], [1.0, 2.0]]
+
+
+def test_feature_cells_by_their_centres(truth):
+    masks = encoder_foreground(truth, torch.tensor([[4, 4], [1, 2]]))
+    # Centres in pixels: 8, 24, 40, 56; coarse level: y = 32, x = 16 and 48.
+    first = [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    # x of 40 lies on the left edge, which counts; rows 2 and 3 are padding
+    second = [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert masks[:, :16].int().view(2, 4, 4).tolist() == [first, second]
+    # y = 32 is the lower edge of both boxes, which does not count
+    assert masks[:, 16:].int().tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_queries_by_the_centre_of_their_reference(truth, size):
+    # The same share of the image is another pixel in the second, which is half as high.
+    points = torch.tensor([[0.25, 0.3], [0.7, 0.9], [0.5, 0.3], [0.625, 0.0]])
+    references = torch.cat([points, torch.full((4, 2), 0.9)], dim=1)[:, :size]
+    masks = query_foreground(truth, references.expand(2, 4, size))
+    assert masks.int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 1]]
+
+
+def test_images_without_boxes_have_no_foreground():
+    truth = ground_truth_of([sample([], image=(8, 8), batch=(8, 8))])
+    assert not encoder_foreground(truth, torch.tensor([[2, 2]])).any()
+    assert not query_foreground(truth, torch.rand(1, 3, 4)).any()
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Records of every MoE layer, as they enter the routing context."""
+    seen = {}
+    add = RoutingContext.add
+
+    def spy(self, name, record):
+        seen[name] = record
+        add(self, name, record)
+
+    monkeypatch.setattr(RoutingContext, "add", spy)
+    return seen
+
+
+def run_loss(detector, batch):
+    detector.train()
+    torch.manual_seed(1)
+    data = detector.data_preprocessor(copy.deepcopy(batch), True)
+    return detector(**data, mode="loss")
+
+
+def test_a_detector_counts_its_foreground_tokens(build, make_batch, records):
+    """Two images of different size: what is counted, and the loss of that."""
+    detector = build(moe=MOE)
+    batch = make_batch([2, 0], sizes=[(64, 64), (32, 64)], boxes=[1, 1])
+    batch["data_samples"][0].gt_instances.bboxes = torch.tensor([[0.0, 0, 16, 24]])
+    batch["data_samples"][1].gt_instances.bboxes = torch.tensor([[32.0, 0, 64, 32]])
+    losses = run_loss(detector, batch)
+    # 64 x 64 at strides 8, 16, 32. First: 2 x 3 cells; centres 8 and (8, 24): the
+    # second is on the edge, so 1; none at stride 32 (centre 16 on the edge).
+    # Second: 4 x 4, 2 x 2 and 1 cell; the padded half is not counted.
+    encoder = records["encoder.0"].foreground_T.view(2, -1)
+    assert encoder.sum(1).tolist() == [6 + 1, 16 + 4 + 1]
+    expected = []
+    for record in records.values():
+        counted_T = record.foreground_T & record.valid_mask()
+        target_T = torch.tensor([2, 0]).repeat_interleave(len(counted_T) // 2)
+        assert 0 < counted_T.sum() < record.valid_mask().sum()
+        expected.append(
+            functional.cross_entropy(record.logits_TE[counted_T], target_T[counted_T])
+        )
+    torch.testing.assert_close(
+        losses["loss_moe_dataset_routing"], torch.stack(expected).mean()
+    )
+
+
+def test_positive_denoising_queries_are_foreground(build, make_batch, records):
+    """Their centres move by less than half of the box, so they stay inside of it."""
+    detector = build(moe=MOE)
+    run_loss(detector, make_batch([0, 1], boxes=[1, 1]))
+    # One box: 50 groups, each one positive and one negative query; 50 matching ones.
+    foreground = records["decoder.0"].foreground_T.view(2, -1)
+    assert foreground.shape[1] == 150
+    assert foreground[:, 0:100:2].all()
+    assert not foreground[:, 1:100:2].all()
+
+
+def test_a_batch_without_boxes_has_a_zero_loss_and_trains(build, make_batch):
+    detector = build(moe=MOE)
+    losses = run_loss(detector, make_batch([0, 1], boxes=[0, 0]))
+    assert losses["loss_moe_dataset_routing"] == 0.0
+    losses["loss_moe_dataset_routing"].backward()
+
+
+def test_nothing_is_left_over_and_nothing_kept_where_no_loss_asks(
+    build, make_batch, records
+):
+    detector = build(moe=MOE)
+    run_loss(detector, make_batch([0, 1]))
+    assert detector.routing.ground_truth is None
+    assert detector.routing.foreground_BN is None
+    run_loss(build(), make_batch([0, 1]))
+    assert records["decoder.0"].foreground_T is None
+
+
+def test_recomputation_counts_the_same(build, make_batch):
+    batch, outcomes = make_batch([0, 2], sizes=[(64, 64), (64, 32)]), []
+    for with_cp in (False, True):
+        detector = build(moe={**MOE, "with_cp": with_cp})
+        loss = run_loss(detector, batch)["loss_moe_dataset_routing"]
+        loss.backward()
+        grads = [p.grad for p in detector.parameters() if p.grad is not None]
+        outcomes.append((loss.detach(), grads))
+    torch.testing.assert_close(outcomes[1], outcomes[0])
+
+
+@pytest.mark.parametrize("name", ["MoEDETR", "MoEConditionalDETR", "MoEDABDETR"])
+def test_detectors_without_reference_points_refuse(name):
+    from mmdet.registry import MODELS
+
+    from damex.models.detectors import RoutedDetector
+
+    kind = MODELS.get(name)
+    detector = kind.__new__(kind)
+    torch.nn.Module.__init__(detector)
+    loss = SimpleNamespace(tokens="foreground")
+    block = _block_with(loss)
+    detector.decoder = block
+    with pytest.raises(ConfigError, match=f"reference points, which {name} has not"):
+        RoutedDetector._check_foreground(detector)
+
+
+def _block_with(loss):
+    from damex.models.blocks import MoEFFN
+    from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
+
+    layer = MoELayer(
+        router=LinearRouter(4, 2), gate=TopKGate(1), experts=FFNExperts(2, 4, 4)
+    )
+    layer.losses = (loss,)
+    return MoEFFN(layer, name="decoder.0", context=RoutingContext())

@@ -1,0 +1,107 @@
+"""None"""
+
+import pytest
+from mmdet.registry import MODELS
+from torch import nn
+
+from damex.errors import ConfigError
+from damex.models.insertion import moe_blocks
+from damex.models.sites import backbone_stages
+
+ON_PATCHES = dict(num_experts=4, experts=dict(type="PatchConvExperts", patch_size=1))
+CHANNELS = dict(channels=dict(embedding=dict(type="ShallowEmbedding", widths=(8,))))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "stages"),
+    [("all", [0, 1, 2, 3]), ("even", [0, 2]), ("last", [3]), ([3, 1], [3, 1])],
+)
+def test_stages_behind_a_word_or_a_list(chosen, stages):
+    assert list(backbone_stages(chosen, 4)) == stages
+
+
+@pytest.mark.parametrize("moe", [ON_PATCHES, CHANNELS], ids=["experts", "channels"])
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([4], "backbone names stage 4, but .* 4 stages: 0 to 3"),
+        ([-1], "backbone names stage -1"),
+        ([True], "backbone names stage True"),
+        ("first", "backbone must be .*'all', 'even' or 'last', got 'first'"),
+        (3, "backbone must be a list of stage numbers, .*got 3"),
+        ({"all": 1}, "backbone must be a list of stage numbers"),
+    ],
+)
+def test_experts_and_channels_refuse_the_same_stages(build, moe, chosen, message):
+    with pytest.raises(ConfigError, match=message):
+        build(moe={**moe, "layers": dict(backbone=chosen)})
+
+
+def test_experts_and_channels_know_the_same_words(build):
+    gated = build(moe={**CHANNELS, "layers": dict(backbone="last")})
+    names = {name.split(".")[1] for name in gated.channel_gating.path.names}
+    assert names == {"3"}
+    replaced = build(moe={**ON_PATCHES, "layers": dict(backbone="even")})
+    assert [block.name.split(".")[1] for block in moe_blocks(replaced)] == [
+        "layer1",
+        "layer3",
+    ]
+
+
+PMOE = dict(
+    layers=dict(backbone=[3]),
+    num_experts=4,
+    gate=dict(type="ExpertChoiceGate", share=0.5),
+    experts=dict(type="PatchConvExperts", patch_size=1, border="neighbours"),
+)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        ([1, 3], ["backbone.layer2.1.conv2", "backbone.layer4.1.conv2"]),
+        ("last", ["backbone.layer4.1.conv2"]),
+        ("even", ["backbone.layer1.1.conv2", "backbone.layer3.1.conv2"]),
+        ("all", [f"backbone.layer{n}.1.conv2" for n in range(1, 5)]),
+    ],
+)
+def test_chosen_stages_and_no_others_get_experts(build, chosen, names):
+    detector = build(moe={**PMOE, "layers": dict(backbone=chosen)})
+    assert [block.name for block in moe_blocks(detector)] == names
+    kept = [m for m in detector.backbone.modules() if isinstance(m, nn.Conv2d)]
+    # 20 convolutions of a ResNet-18: a stem, 16 in blocks and three for skips
+    assert len(kept) == 20 - len(names)
+
+
+def test_a_stage_is_replaced_once(build):
+    with pytest.raises(ConfigError, match=r"stage 3: .*experts already"):
+        build(moe={**PMOE, "layers": dict(backbone=[3, 3])})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(with_cp=True), "stage 3 is recomputed by model.backbone.with_cp"),
+        (dict(frozen_stages=4), "stage 3 is frozen by .*frozen_stages=4.*=3 or less"),
+        (dict(dilations=(1, 1, 1, 2), strides=(1, 2, 2, 1)), None),
+        (
+            dict(depth=50, dilations=(1, 1, 1, 2), strides=(1, 2, 2, 1)),
+            "stride 1 only, but its last block has dilation=2",
+        ),
+    ],
+)
+def test_a_backbone_that_cannot_take_experts(model_config, changes, message):
+    config = model_config(moe=PMOE)
+    config.backbone.update(changes)
+    if message is None:  # the second convolution of a basic block is never dilated
+        assert len(moe_blocks(MODELS.build(config))) == 1
+        return
+    with pytest.raises(ConfigError, match=message):
+        MODELS.build(config)
+
+
+def test_another_backbone_is_refused(model_config):
+    config = model_config(moe=PMOE)
+    config.backbone = dict(type="Darknet", out_indices=(3, 4, 5))
+    with pytest.raises(ConfigError, match=r"needs a ResNet of mmdet .*got Darknet"):
+        MODELS.build(config)

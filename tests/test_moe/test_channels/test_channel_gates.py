@@ -1,0 +1,194 @@
+"""None"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from damex.moe import ChannelGate, GatedConv2d, GatingPath, ShallowEmbedding, gate_l1
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return ShallowEmbedding(5, widths=(4, 8, 8))
+
+
+def images(*sizes, padded, fill=7.0):
+    """Images of the given sizes at the top left of a padded batch, and their mask."""
+    generator = torch.Generator().manual_seed(1)
+    batch_BCHW = torch.full((len(sizes), 3, *padded), fill)
+    mask_BHW = torch.zeros(len(sizes), *padded, dtype=torch.bool)
+    for image, (height, width) in enumerate(sizes):
+        batch_BCHW[image, :, :height, :width] = torch.randn(
+            3, height, width, generator=generator
+        )
+        mask_BHW[image, :height, :width] = True
+    return batch_BCHW, mask_BHW
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_padding_changes_nothing(net, training):
+    """Odd sizes, so that strides do not end at the border of the image."""
+    net.train(training)
+    tight, wide = {}, {}
+    for found, padded, fill in ((tight, (21, 30), 0.0), (wide, (40, 37), 1e4)):
+        torch.manual_seed(0)
+        fresh = ShallowEmbedding(5, widths=(4, 8, 8)).train(training)
+        found["out"] = fresh(*images((21, 13), (10, 30), padded=padded, fill=fill))
+        found["mean"] = fresh.norms[2].running_mean
+    torch.testing.assert_close(tight["out"], wide["out"])
+    torch.testing.assert_close(tight["mean"], wide["mean"])
+
+
+def test_a_masked_image_is_embedded_as_by_itself(net):
+    net.eval()
+    batch_BCHW, mask_BHW = images((21, 13), (10, 30), padded=(32, 32))
+    together_BE = net(batch_BCHW, mask_BHW)
+    alone_1E = net(batch_BCHW[1:, :, :10, :30])
+    torch.testing.assert_close(together_BE[1:], alone_1E)
+    assert not torch.allclose(net(batch_BCHW)[1:], alone_1E)  # the padding is seen
+
+
+def test_a_mask_of_only_real_pixels_is_no_mask(net):
+    batch_BCHW, mask_BHW = images((16, 16), (16, 16), padded=(16, 16))
+    first_BE = net(batch_BCHW, mask_BHW)
+    torch.testing.assert_close(first_BE, net(batch_BCHW))
+
+
+def test_it_is_convolutions_mean_and_one_linear_layer():
+    net = ShallowEmbedding(2, widths=(3,)).eval()
+    x_BCHW = torch.randn(2, 3, 9, 6, generator=torch.Generator().manual_seed(0))
+    conv = functional.conv2d(x_BCHW, net.convs[0].weight, stride=2, padding=1)
+    assert conv.shape[2:] == (5, 3)
+    # Fresh batch norm in evaluation divides by sqrt(1 + 1e-5).
+    mean_BC = (conv / (1 + 1e-5) ** 0.5).clamp(min=0).mean(dim=(2, 3))
+    torch.testing.assert_close(net(x_BCHW), net.fc(mean_BC))
+
+
+def test_flops_by_hand():
+    # 3 -> 4 on 8 x 8 outputs and 4 -> 8 on 4 x 4, of 9 products each, and 8 x 5.
+    products = 3 * 4 * 9 * 64 + 4 * 8 * 9 * 16 + 8 * 5
+    net = ShallowEmbedding(5, widths=(4, 8)).eval()
+    with FlopCounterMode(display=False) as counter:
+        net(torch.zeros(1, 3, 16, 16))
+    assert counter.get_total_flops() == 2 * products
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(embed_dims=0), "needs positive embed_dims"),
+        (dict(embed_dims=2, widths=()), "one or more positive widths"),
+        (dict(embed_dims=2, widths=(4, 0)), r"got 2, 3 and \[4, 0\]"),
+    ],
+)
+def test_bad_sizes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ShallowEmbedding(**arguments)
+
+
+def test_a_mask_of_another_size_is_refused(net):
+    with pytest.raises(ValueError, match=r"bool of shape \(1, 8, 8\), got torch.bool"):
+        net(torch.zeros(1, 3, 8, 8), torch.ones(1, 8, 9, dtype=torch.bool))
+
+
+def test_gates_by_hand():
+    gate = ChannelGate(2, 3)
+    with torch.no_grad():
+        gate.weight_CE.copy_(torch.tensor([[1.0, 2.0], [0.5, -1.0], [-1.0, 1.0]]))
+    # e = (2, 1): 2+2, 1-1, -2+1; e = (-1, 1): -1+2, -0.5-1, 1+1; negative is closed.
+    gates_BC = gate(torch.tensor([[2.0, 1.0], [-1.0, 1.0]]))
+    assert gates_BC.tolist() == [[4.0, 0.0, 0.0], [1.0, 0.0, 2.0]]
+
+
+def test_initial_weights():
+    torch.manual_seed(0)
+    weight_CE = ChannelGate(50, 100).weight_CE
+    # Uniform on [-0.5, 1): mean 0.25, std 1.5 / sqrt(12) = 0.433.
+    assert -0.5 <= weight_CE.min().item() < -0.49
+    assert 0.99 < weight_CE.max().item() < 1.0
+    assert weight_CE.mean().item() == pytest.approx(0.25, abs=0.02)
+    assert weight_CE.std().item() == pytest.approx(0.433, abs=0.01)
+    assert torch.equal(ChannelGate(2, 3, init="ones").weight_CE, torch.ones(3, 2))
+
+
+def test_gates_are_full_precision_under_autocast():
+    gate = ChannelGate(4, 8)
+    logits_BE = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gates_BC = gate(logits_BE)
+    assert torch.equal(gates_BC, gate(logits_BE))
+
+
+def test_an_unknown_init_is_named():
+    with pytest.raises(ValueError, match=r"one of \['uniform', 'ones'\], got 'zeros'"):
+        ChannelGate(2, 3, init="zeros")
+
+
+@pytest.fixture
+def path():
+    torch.manual_seed(0)
+    return GatingPath(ShallowEmbedding(3, widths=(4, 4)), {"stage.0": 5, "stage.1": 7})
+
+
+@pytest.fixture
+def images_BCHW():
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def test_one_embedding_feeds_a_gate_per_layer(path, images_BCHW):
+    gates = path.eval()(images_BCHW)
+    assert torch.equal(gates.logits_BE, path.embedding(images_BCHW))
+    assert {name: g.shape for name, g in gates.layers.items()} == {
+        "stage.0": (4, 5),
+        "stage.1": (4, 7),
+    }
+    weight_CE = path.state_dict()["heads.stage_1.weight_CE"]
+    expected_BC = (gates.logits_BE @ weight_CE.t()).clamp(min=0)
+    torch.testing.assert_close(gates.layers["stage.1"], expected_BC)
+
+
+def test_stage_two_leaves_the_gating_path_bit_identical(path, images_BCHW):
+    """Batch norm statistics too, in training mode and with weight decay."""
+    base = GatedConv2d(nn.Conv2d(3, 5, 3), norm=nn.BatchNorm2d(5))
+    model = nn.ModuleDict(dict(path=path, base=base))
+    path.freeze()
+    before = copy.deepcopy(model.state_dict())
+    model.train()
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1
+    )
+    for _ in range(2):
+        gates_BC = path(images_BCHW).layers["stage.0"]
+        base(images_BCHW, gates_BC).square().sum().backward()
+        optimizer.step()
+    after = model.state_dict()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert {name.split(".")[0] for name in changed} == {"base"}
+    assert "base.conv.weight" in changed
+
+
+def test_stage_one_trains_all_of_it(path, images_BCHW):
+    path.train()
+    gates = path(images_BCHW)
+    before = path.embedding.norms[0].running_mean.clone()
+    gate_l1(list(gates.layers.values())).backward()
+    assert [n for n, p in path.named_parameters() if p.grad is None] == []
+    path(images_BCHW)
+    assert not torch.equal(path.embedding.norms[0].running_mean, before)
+
+
+def test_a_frozen_copy_stays_frozen(path):
+    path.freeze()
+    other = copy.deepcopy(path)
+    other.train()
+    assert not other.embedding.norms[0].training
+
+
+def test_layers_are_needed():
+    with pytest.raises(ValueError, match="one or more layers"):
+        GatingPath(ShallowEmbedding(3), {})

@@ -1,0 +1,219 @@
+"""None"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from damex.moe import GatedConv2d, GatedFFN, gated_conv2d
+
+
+@pytest.fixture
+def x_BCHW():
+    return torch.randn(2, 6, 9, 7, generator=torch.Generator().manual_seed(1))
+
+
+def layer(*, norm=True, bias=False, **conv):
+    """A gated 6 -> 8 convolution whose batch norm has seen something."""
+    torch.manual_seed(0)
+    block = GatedConv2d(
+        nn.Conv2d(6, 8, 3, padding=1, bias=bias, **conv),
+        norm=nn.BatchNorm2d(8) if norm else None,
+        activation=nn.ReLU(),
+    )
+    if norm:
+        for values in (block.norm.running_mean, block.norm.bias.data):
+            nn.init.normal_(values)
+        for values in (block.norm.running_var, block.norm.weight.data):
+            nn.init.uniform_(values, 0.5, 2.0)
+    return block
+
+
+def gates(*rows):
+    return torch.tensor(rows)
+
+
+TWO_IMAGES = gates(
+    [0.5, 0.0, 2.0, 0.0, 0.0, 1.0, 0.0, 0.1], [0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+)
+IN_GATES = gates([1.0, 0.0, 0.0, 2.0, 0.0, 0.3], [0.0, 0.0, 0.0, 0.0, 0.4, 0.0])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["masked", "skipping"])
+def test_open_gates_are_the_plain_convolution(x_BCHW, training):
+    block = layer().train(training)
+    plain = nn.Sequential(block.conv, block.norm, nn.ReLU())
+    torch.testing.assert_close(block(x_BCHW, torch.ones(2, 8)), plain(x_BCHW))
+    assert torch.equal(block(x_BCHW, None), plain(x_BCHW))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["masked", "skipping"])
+def test_a_gate_of_zero_is_a_channel_of_zeros(x_BCHW, training):
+    """Although bias and batch norm shift every channel."""
+    y_BCHW = layer(bias=True).train(training)(x_BCHW, TWO_IMAGES)
+    is_zero_BC = y_BCHW.flatten(2).abs().sum(dim=2) == 0.0
+    assert torch.equal(is_zero_BC, TWO_IMAGES == 0.0)
+
+
+def test_the_gate_acts_between_norm_and_activation(x_BCHW):
+    block = layer().eval()
+    # With tanh, gate times tanh and tanh of gate times differ.
+    block.activation = nn.Tanh()
+    expected = torch.tanh(block.norm(block.conv(x_BCHW)) * TWO_IMAGES[:, :, None, None])
+    torch.testing.assert_close(block(x_BCHW, TWO_IMAGES), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(norm=False),
+        dict(bias=True),
+        dict(norm=False, bias=True),
+        dict(stride=2),
+        dict(stride=(1, 2), dilation=(2, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gates_BC", [TWO_IMAGES, 0 * TWO_IMAGES, None], ids=str)
+@pytest.mark.parametrize("in_gates_BC", [IN_GATES, 0 * IN_GATES, None], ids=str)
+def test_skipping_equals_masking(x_BCHW, options, gates_BC, in_gates_BC):
+    block = layer(**options).eval()
+    if in_gates_BC is not None:
+        x_BCHW = x_BCHW * in_gates_BC[:, :, None, None]
+    found = block(x_BCHW, gates_BC, in_gates_BC=in_gates_BC)
+    block.skip_closed = False
+    torch.testing.assert_close(found, block(x_BCHW, gates_BC), rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_does_not_depend_on_the_others(x_BCHW):
+    block = layer().eval()
+    together = block(x_BCHW, TWO_IMAGES)
+    assert torch.equal(together[1:], block(x_BCHW[1:], TWO_IMAGES[1:]))
+
+
+def test_closed_channels_cost_nothing(x_BCHW):
+    """Products per pixel of the 9 x 7 output: open in x open out x 9, by image."""
+    block = layer().eval()
+    # 4 and 1 of 8 open out; 3 and 1 of 6 open in.
+    for in_gates_BC, products in (
+        (None, 6 * 4 * 9 + 6 * 1 * 9),
+        (IN_GATES, 3 * 4 * 9 + 1 * 1 * 9),
+        (0 * IN_GATES, 0),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            block(x_BCHW, TWO_IMAGES, in_gates_BC=in_gates_BC)
+        assert counter.get_total_flops() == 2 * 63 * products
+    block.train()
+    with FlopCounterMode(display=False) as counter:
+        block(x_BCHW, TWO_IMAGES)
+    assert counter.get_total_flops() == 2 * 63 * 2 * 6 * 8 * 9
+
+
+def test_gates_and_weights_get_gradients(x_BCHW):
+    block = layer()
+    open_BC = TWO_IMAGES.clone().requires_grad_()
+    block(x_BCHW, open_BC).square().sum().backward()
+    # d/dg of relu(g z)^2 is 0 at g = 0 and, behind a batch norm, not where it is open.
+    assert torch.equal(open_BC.grad != 0.0, TWO_IMAGES != 0.0)
+    # Channels 1, 4 and 6 are closed in both images.
+    moved_C = block.conv.weight.grad.flatten(1).abs().sum(dim=1) > 0
+    assert moved_C.tolist() == [True, False, True, True, False, True, False, True]
+
+
+def test_half_precision_stays_half(x_BCHW):
+    conv = nn.Conv2d(6, 8, 1).bfloat16()
+    for skip_closed in (True, False):
+        y_BCHW = gated_conv2d(
+            x_BCHW.bfloat16(), TWO_IMAGES, conv=conv, skip_closed=skip_closed
+        )
+        assert y_BCHW.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("conv", "norm", "activation", "message"),
+    [
+        (nn.Conv2d(4, 4, 3, groups=2), None, None, "groups=1"),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), None, None, "zeros"),
+        (nn.Conv2d(4, 4, 3, padding="same"), None, None, "in numbers"),
+        (nn.ConvTranspose2d(4, 4, 3), None, None, "of a Conv2d"),
+        (nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), None, "mix the channels"),
+        (
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4, track_running_stats=False),
+            None,
+            "running statistics",
+        ),
+        (nn.Conv2d(4, 4, 3), None, nn.Sigmoid(), r"Sigmoid\(\) of 0 is not 0"),
+    ],
+    ids=["grouped", "reflect", "same", "transposed", "group norm", "no stats", "act"],
+)
+def test_what_cannot_be_skipped_is_refused(conv, norm, activation, message):
+    with pytest.raises(ValueError, match=message):
+        GatedConv2d(conv, norm=norm, activation=activation)
+
+
+GATES = torch.tensor([[0.5, 0.0, 2.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 3.0, 0.0, 0.0]])
+
+
+@pytest.fixture
+def tokens_BND():
+    return torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def ffn():
+    torch.manual_seed(0)
+    return GatedFFN(4, 6)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["masked", "skipping"])
+def test_open_gates_are_the_plain_ffn(ffn, tokens_BND, training):
+    ffn.train(training)
+    plain = nn.Sequential(ffn.first, nn.ReLU(), ffn.second)
+    torch.testing.assert_close(ffn(tokens_BND, torch.ones(2, 6)), plain(tokens_BND))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["masked", "skipping"])
+def test_an_image_without_open_channels_gets_the_bias(ffn, tokens_BND, training):
+    out_BND = ffn.train(training)(tokens_BND, torch.zeros(2, 6))
+    assert torch.equal(out_BND, ffn.second.bias.expand(2, 5, 4))
+
+
+def test_only_open_channels_reach_the_output(ffn, tokens_BND):
+    """Image 1 has channel 3 alone: 3 * relu(z_3) times column 3, plus the bias."""
+    z_N = tokens_BND[1] @ ffn.first.weight[3] + ffn.first.bias[3]
+    expected_ND = 3.0 * z_N.clamp(min=0)[:, None] * ffn.second.weight[:, 3]
+    torch.testing.assert_close(ffn(tokens_BND, GATES)[1], expected_ND + ffn.second.bias)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.PReLU()], ids=str)
+def test_ffn_skipping_equals_masking(tokens_BND, activation):
+    ffn = GatedFFN(4, 6, activation=activation, dropout=0.5).eval()
+    found = ffn(tokens_BND, GATES)
+    ffn.skip_closed = False
+    torch.testing.assert_close(found, ffn(tokens_BND, GATES))
+
+
+def test_closed_ffn_channels_cost_nothing(ffn, tokens_BND):
+    # 5 tokens; 3 and 1 open of 6; 4 products in and 4 out for each.
+    for training, hidden in ((False, 3 + 1), (True, 6 + 6)):
+        ffn.train(training)
+        with FlopCounterMode(display=False) as counter:
+            ffn(tokens_BND, GATES)
+        assert counter.get_total_flops() == 2 * 5 * hidden * (4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(embed_dims=0, hidden_dims=4), "must be positive, got 0 and 4"),
+        (
+            dict(embed_dims=2, hidden_dims=4, activation=nn.Sigmoid()),
+            "of 0 is not 0",
+        ),
+    ],
+)
+def test_what_cannot_be_gated_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GatedFFN(**arguments)
