@@ -10,6 +10,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from damex import __version__
 from damex.compat import ensure_ops
 from damex.doctor.checks import (
     TRIALS,
@@ -24,7 +25,6 @@ from damex.doctor.checks import (
     explain_failure,
 )
 from damex.doctor.requirement import Requirement, declared, version_of
-from damex.version import __version__
 
 OPENCV = Requirement("opencv-python", "")
 """Not asked for by damex itself, but mmcv cannot be imported without it."""
