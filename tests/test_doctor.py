@@ -300,11 +300,11 @@ def test_checkpoints(torch, names_weights_only, well):
     assert ("onedl-mmengine" in row.mend) is not well
 
 
-def test_stand_in_will_do_but_no_ops_will_not():
+def test_stub_will_do_but_no_ops_will_not():
     assert check_ops(OpsReport("compiled")).problem == ""
-    stand_in = check_ops(OpsReport("stand-in", "no ops"))
-    assert (stand_in.found, stand_in.note, stand_in.problem) == (
-        "stand-in",
+    stub = check_ops(OpsReport("stub", "no ops"))
+    assert (stub.found, stub.note, stub.problem) == (
+        "stub",
         "no ops",
         "",
     )
