@@ -134,7 +134,8 @@ def _focal_loss(
     # torchvision's takes 1 - p: where p rounds to 1 its slope is not a number for a
     # gamma below 1.
     focus = torch.exp(gamma * logsigmoid(-right))
-    loss = -torch.where(positive, alpha, 1 - alpha) * focus * logsigmoid(right)
+    loss = -focus * logsigmoid(right)
+    loss = torch.where(positive, alpha * loss, (1 - alpha) * loss)
     if weight.numel() == 0:
         return loss
     # The compiled op reads past the weights for a background row.
