@@ -24,7 +24,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@touch $@
 
 quickstart: $(STAMP)
-	$(VENV)/bin/python -m damex.datasets.minimix --out data/minimix
+	$(VENV)/bin/python -m damex.toydata --out data/toy
 	$(VENV)/bin/python tools/train.py configs/quickstart.py
 
 test: $(STAMP)

@@ -1,10 +1,10 @@
-# The five-minute run: a tiny DAMEX-DINO on the bundled mixture, on the CPU.
-#   python -m damex.datasets.minimix && python tools/train.py configs/quickstart.py
+# The five-minute run: a tiny DAMEX-DINO on the toy mixture, on the CPU.
+#   python -m damex.toydata && python tools/train.py configs/quickstart.py
 # Needs: nothing that is not generated. Ends with a table of AP per dataset.
 _base_ = [
     "_base_/models/moe-dino_tiny.py",
     "_base_/moe/damex.py",
-    "_base_/datasets/minimix.py",
+    "_base_/datasets/toy.py",
     "_base_/schedules/adamw_tiny.py",
     "_base_/runtime.py",
 ]

@@ -9,9 +9,8 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from mmengine.model import BaseModule
@@ -25,14 +24,6 @@ __all__ = ["TimmBackbone", "check_neck"]
 
 # What models of a fixed image size are told, so that they take any: windows, patches.
 ANY_SIZE = ("strict_img_size", False), ("dynamic_img_size", True)
-
-
-class _Start(NamedTuple):
-    """Where weights come from when a training starts."""
-
-    pretrained: bool
-    checkpoint: str | None
-    options: dict[str, Any]
 
 
 @MODELS.register_module()
@@ -96,7 +87,8 @@ class TimmBackbone(BaseModule):
         self.norm_eval = norm_eval
         self.out_indices = tuple(out_indices)
         self.net = _create(name, self.out_indices, **options)
-        self._start = _Start(pretrained, checkpoint, options)
+        self._pretrained, self._checkpoint = pretrained, checkpoint
+        self._options = options
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
         self.reductions: list[int] = info.reduction()
@@ -115,11 +107,11 @@ class TimmBackbone(BaseModule):
             ConfigError: If timm has no weights of this name, or the file does not hold
                 this model's.
         """
-        if self._start.checkpoint is not None:
-            _load(self.net, Path(self._start.checkpoint), name=self.name)
-        elif self._start.pretrained:
-            options = self._start.options
-            source = _create(self.name, self.out_indices, pretrained=True, **options)
+        if self._checkpoint is not None:
+            _load(self.net, Path(self._checkpoint), name=self.name)
+        elif self._pretrained:
+            options = self._options | {"pretrained": True}
+            source = _create(self.name, self.out_indices, **options)
             self.net.load_state_dict(source.state_dict())
 
     def train(self, mode: bool = True) -> TimmBackbone:
@@ -219,52 +211,45 @@ def _any_size(name: str, **options: Any) -> nn.Module:
 
 
 def _load(net: nn.Module, path: Path, *, name: str) -> None:
-    """Load weights of a full timm model into its feature maps."""
+    """Load weights of a full timm model into its feature maps, or refuse the file.
+
+    timm's own loading into feature maps keeps random weights for what a file lacks.
+    """
+    from timm.models import load_state_dict
+
     if not path.is_file():
         raise ConfigError(
             f"TimmBackbone: there is no checkpoint file {path} (seen from "
             f"{Path.cwd()})."
         )
-    own = net.state_dict()
-    given = {_own_name(key, own): value for key, value in _read(path).items()}
-    missing = sorted(set(own) - set(given))
-    wrong = [k for k, v in given.items() if k in own and v.shape != own[k].shape]
-    if missing or wrong:
-        raise ConfigError(
-            f"TimmBackbone: {path} does not hold the weights of {name!r}: "
-            f"{len(missing)} of {len(own)} tensors are missing {missing[:3]} and "
-            f"{len(wrong)} have another shape {wrong[:3]}; save timm's "
-            "model.state_dict() of this model."
-        )
-    net.load_state_dict({key: given[key] for key in own})
-    unused = sorted(set(given) - set(own))
-    if unused:
-        print_log(
-            f"{path}: {len(unused)} tensors are of no use to the backbone, such as "
-            f"{unused[:3]}.",
-            logger="current",
-            level=logging.INFO,
-        )
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file; no code in it is run."""
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_state_dict(str(path), use_ema=False, weights_only=True)
     except Exception as error:  # what a reader says of a broken file is its own
         raise ConfigError(
             f"TimmBackbone: {path} cannot be read as a file of tensors "
             f"({type(error).__name__}); a file that needs more than tensors is "
             "refused, as reading it would run code."
         ) from error
-    for key in ("state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    return {k: v for k, v in state.items() if isinstance(v, Tensor)}
+    own = net.state_dict()
+    given = {_own_name(key, own): value for key, value in state.items()}
+    missing = sorted(set(own) - set(given))
+    known = set(own) & set(given)
+    wrong = [k for k in known if getattr(given[k], "shape", None) != own[k].shape]
+    if missing or wrong:
+        raise ConfigError(
+            f"TimmBackbone: {path} does not hold the weights of {name!r}: "
+            f"{len(missing)} of {len(own)} tensors are missing {missing[:3]} and "
+            f"{len(wrong)} have another shape {sorted(wrong)[:3]}; save timm's "
+            "model.state_dict() of this model."
+        )
+    unused = net.load_state_dict(given, strict=False).unexpected_keys
+    if unused:
+        print_log(
+            f"{path}: {len(unused)} tensors are of no use to the backbone, such as "
+            f"{sorted(unused)[:3]}.",
+            logger="current",
+            level=logging.INFO,
+        )
 
 
 def _own_name(key: str, own: Mapping[str, Tensor]) -> str:

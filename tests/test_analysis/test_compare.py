@@ -33,7 +33,7 @@ def config(tmp_path, two_datasets):
         for name in (
             "models/moe-dino_tiny",
             "moe/damex",
-            "datasets/minimix",
+            "datasets/toy",
             "schedules/adamw_tiny",
             "runtime",
         )

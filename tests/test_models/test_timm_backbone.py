@@ -216,6 +216,16 @@ def test_weights_of_another_model_are_refused(tmp_path):
         TimmBackbone("test_convnext", checkpoint=str(path)).init_weights()
 
 
+def test_weights_that_lack_a_stage_are_refused(tmp_path):
+    # timm itself would leave random weights there and say so in its log only.
+    path = tmp_path / "w.pth"
+    state = timm.create_model("test_convnext").state_dict()
+    partial = {k: v for k, v in state.items() if not k.startswith("stages.2.")}
+    torch.save(partial, path)
+    with pytest.raises(ConfigError, match=r"tensors are missing \['stages_2\."):
+        TimmBackbone("test_convnext", checkpoint=str(path)).init_weights()
+
+
 def test_starting_weights_are_read_by_a_training_only(monkeypatch):
     backbone = TimmBackbone("test_resnet", checkpoint="no.pth")
     with pytest.raises(ConfigError, match="no checkpoint file no"):

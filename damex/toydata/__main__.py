@@ -1,4 +1,4 @@
-"""Command line of the bundled mixture: `python -m damex.datasets.minimix`."""
+"""Command line of the toy mixture: `python -m damex.toydata`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from damex.datasets.minimix import contact_sheet, generate_minimix
+from damex.errors import ConfigError, DataError
+from damex.toydata import contact_sheet, generate_toy_mixture
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Generate the mixture and write a table of its sizes to the screen.
-
-    Args:
-        arguments: Words of the command line, by default those of the process.
-
-    Returns:
-        Exit status: 0, or 2 if the folder is refused.
-    """
+    """Generate the mixture, show its sizes and return 0, or 2 if that is refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m damex.datasets.minimix",
-        description="Generate the bundled mixture of small detection datasets.",
+        prog="python -m damex.toydata",
+        description="Generate the toy mixture of five small detection datasets.",
     )
-    parser.add_argument("--out", type=Path, default=Path("data/minimix"))
+    parser.add_argument("--out", type=Path, default=Path("data/toy"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--force",
@@ -34,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        report = generate_minimix(args.out, seed=args.seed, force=args.force)
-    except ValueError as error:
+        report = generate_toy_mixture(args.out, seed=args.seed, force=args.force)
+    except (ConfigError, DataError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(f"{args.out}\n{report.table()}\n")

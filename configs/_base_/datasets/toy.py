@@ -1,9 +1,9 @@
-# The bundled mixture at its own size; made by: python -m damex.datasets.minimix
+# The toy mixture at its own size; made by: python -m damex.toydata
 _base_ = ["./mixture.py"]
 mixture = [
     dict(
         name=name,
-        data_root=f"data/minimix/{name}/",
+        data_root=f"data/toy/{name}/",
         train="train.json",
         val="val.json",
         img="images/",

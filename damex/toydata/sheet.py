@@ -5,12 +5,14 @@ from __future__ import annotations
 import colorsys
 import json
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from damex.datasets.minimix.mixture import DATASETS
+from damex.errors import DataError
+from damex.toydata.domains import DATASETS
 
 _ZOOM = 2
 _TILE = 128 * _ZOOM
@@ -28,7 +30,7 @@ def contact_sheet(
     A class name has one colour, in whichever dataset it occurs.
 
     Args:
-        root: Folder that `generate_minimix` made.
+        root: Folder that `generate_toy_mixture` made.
         num_columns: Number of samples of each dataset.
         split: 'train' or 'val'.
 
@@ -36,14 +38,14 @@ def contact_sheet(
         A picture with a small palette, one row per dataset.
 
     Raises:
-        ValueError: If no dataset of the mixture is in `root`.
+        DataError: If no dataset of the mixture is in `root`.
     """
     root = Path(root)
     names = [spec.name for spec in DATASETS if (root / spec.name).is_dir()]
     if not names:
-        raise ValueError(
-            f"contact_sheet: no dataset of minimix in {str(root)!r}; make it with "
-            f"python -m damex.datasets.minimix --out {root}"
+        raise DataError(
+            f"contact_sheet: no dataset of the toy mixture in {str(root)!r}; "
+            f"make it with python -m damex.toydata --out {root}"
         )
     width = _MARGIN + num_columns * (_TILE + _GAP)
     sheet = Image.new("RGB", (width, len(names) * (_TILE + _GAP) + _GAP), "white")
@@ -61,11 +63,9 @@ def contact_sheet(
 
 def _samples(content: dict[str, Any], num: int) -> list[dict[str, Any]]:
     """Choose images with a few boxes each: enough to see, not too many to read."""
-    counts: dict[int, int] = {}
-    for annotation in content["annotations"]:
-        counts[annotation["image_id"]] = counts.get(annotation["image_id"], 0) + 1
+    counts = Counter(annotation["image_id"] for annotation in content["annotations"])
     first = content["images"][: 4 * num]
-    return sorted(first, key=lambda image: abs(counts.get(image["id"], 0) - 4))[:num]
+    return sorted(first, key=lambda image: abs(counts[image["id"]] - 4))[:num]
 
 
 def _draw_title(sheet: Image.Image, y: int, name: str, content: dict[str, Any]) -> None:
@@ -94,23 +94,19 @@ def _tile(folder: Path, image: dict[str, Any], content: dict[str, Any]) -> Image
         outline = (x - 1, y - 1, x + width, y + height)
         draw.rectangle(outline, outline=color, width=2)
     for box in boxes:
-        x, y, _, height = (value * _ZOOM for value in box["bbox"])
-        _draw_label(draw, tile.size, (x, y, y + height), names[box["category_id"]])
+        _draw_label(draw, tile.size, box["bbox"], names[box["category_id"]])
     return tile
 
 
 def _draw_label(
-    draw: ImageDraw.ImageDraw,
-    size: tuple[int, int],
-    box: tuple[int, int, int],
-    name: str,
+    draw: ImageDraw.ImageDraw, size: tuple[int, int], bbox: list[int], name: str
 ) -> None:
-    """Write a name above the box (left, top, bottom), or below it at the rim."""
-    left, top, bottom = box
+    """Write a name above the box, or below it at the rim."""
+    left, top, _, box_height = (value * _ZOOM for value in bbox)
     font = ImageFont.load_default(12)
     width, height = round(draw.textlength(name, font)) + 4, 14
     x = max(0, min(left - 1, size[0] - width))
-    y = top - height - 1 if top > height else bottom
+    y = top - height - 1 if top > height else top + box_height
     color = _class_color(name, value=0.6)
     draw.rectangle((x, y, x + width, y + height), fill=color)
     draw.text((x + 2, y), name, fill="white", font=font)

@@ -1,0 +1,329 @@
+"""Checks the installation and prints the command that mends each problem.
+
+Run ``python -m damex.doctor``. What it checks it imports one by one, so it also runs
+where torch or mmdet is missing or broken. The exit status is 0 if all is well, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from damex import __version__
+from damex.compat import OpsReport, ensure_ops
+
+try:
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    sys.exit(f"damex.doctor: {error}; mend it by: pip install packaging rich")
+
+
+class Trial(NamedTuple):
+    """The import that shows whether a distribution works."""
+
+    module: str
+    needs: tuple[str, ...] = ()  # whose failure would only repeat itself here
+    twins: tuple[str, ...] = ()  # of the same module; pip lets them overwrite it
+
+
+TRIALS: Mapping[str, Trial] = MappingProxyType(
+    {
+        "torch": Trial("torch"),
+        "torchvision": Trial("torchvision", ("torch",)),
+        "opencv-python": Trial("cv2", twins=("opencv-python-headless",)),
+        "onedl-mmengine": Trial("mmengine", ("torch",), ("mmengine>=0.10.5",)),
+        "onedl-mmcv": Trial(
+            "mmcv", ("onedl-mmengine", "opencv-python"), ("mmcv>=2.0.1", "mmcv-lite")
+        ),
+        "onedl-mmdetection": Trial(
+            "mmdet.models", ("onedl-mmcv", "torchvision"), ("mmdet>=3.3",)
+        ),
+        "timm": Trial("timm", ("torchvision",)),
+        "pycocotools": Trial("pycocotools.mask"),
+        "faster-coco-eval": Trial("faster_coco_eval"),
+    }
+)
+"""In this order; other requirements are judged by their version alone."""
+
+OPENCV = Requirement("opencv-python")
+"""Not asked for by damex itself, but mmcv cannot be imported without it."""
+
+NOT_INSTALLED, MISFIT = "not installed", "version does not fit"
+TORCH_PAIR = "pip install --upgrade --force-reinstall torch torchvision"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table."""
+
+    name: str
+    found: str = "-"  # version
+    needed: str = ""  # versions that will do, empty for any
+    note: str = ""  # worth knowing, but no problem
+    untried: bool = False  # the import, because something before it failed
+    problem: str = ""  # empty if there is none
+    mend: str = ""  # the command that mends the problem
+
+    def status(self) -> str:
+        """Returns the last column."""
+        if self.problem or self.untried:
+            return "PROBLEM" if self.problem else "not tried (see above)"
+        return f"ok ({self.note})" if self.note else "ok"
+
+
+def judge(row: Finding, ok: bool, problem: str, mend: str) -> Finding:
+    """Returns the row, with the problem and its mending command if it is not ok."""
+    return row if ok else replace(row, problem=problem, mend=mend)
+
+
+def main() -> int:
+    """Prints the table and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m damex.doctor",
+        description="Check the installation and print how to mend each problem.",
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="print nothing unless there is a problem"
+    )
+    quiet = parser.parse_args().quiet
+    findings = examine()
+    problems = any(row.problem for row in findings)
+    if problems or not quiet:
+        show(findings)
+    return int(problems)
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Prints the table and, below it, each problem with its mending command."""
+    # Cells may wrap on a screen; a log or a pipe gets whole lines.
+    width = None if sys.stdout.isatty() else 200
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    table = Table("component", "found", "needed", "status", box=box.SIMPLE_HEAD)
+    for row in findings:
+        style = "bold red" if row.problem else None
+        table.add_row(row.name, row.found, row.needed, row.status(), style=style)
+    console.print(table)
+    problems = [row for row in findings if row.problem]
+    lines = ["To mend, from the top:" if problems else "All is well."]
+    for row in problems:
+        lines += [f"  {row.name}: {row.problem}", f"      {row.mend}"]
+    missing = [row for row in problems if row.problem == NOT_INSTALLED]
+    if len(missing) > 1:
+        names = " ".join(f'"{row.name}{row.needed}"' for row in missing)
+        lines += ["All that is not installed at once:", f"      pip install {names}"]
+    console.print("\n".join(lines), soft_wrap=True)  # commands are for copying
+
+
+def examine() -> list[Finding]:
+    """Runs every check on this machine; one whose subject is broken is left out."""
+    python, needs = declared()
+    packages = list(_examine_packages([*needs, OPENCV]))
+    origin = "" if version_of("damex") else "runs from source, not installed"
+    return [
+        check_python(python, ".".join(map(str, sys.version_info[:3]))),
+        Finding("damex", __version__, note=origin),
+        *packages,
+        *_examine_pairs({row.name: row for row in packages}),
+    ]
+
+
+def declared() -> tuple[Requirement, list[Requirement]]:
+    """Reads the versions of Python and the distributions that damex needs.
+
+    They are in its metadata or, where it is not installed, in the files behind that.
+    """
+    try:
+        about = metadata.metadata("damex")
+    except metadata.PackageNotFoundError:
+        root = Path(__file__).resolve().parents[1]
+        project = (root / "pyproject.toml").read_text("utf-8")
+        python = re.findall(r'^requires-python = "(.*)"$', project, re.MULTILINE)[0]
+        lines = (root / "requirements.txt").read_text("utf-8").splitlines()
+    else:
+        python = about["Requires-Python"]
+        lines = about.get_all("Requires-Dist") or []
+    return Requirement(f"python{python}"), _unconditional(lines)
+
+
+def version_of(name: str) -> str | None:
+    """Returns the version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def fits(need: Requirement, version: str) -> bool:
+    """Tells whether a version will do; local parts such as +cpu do not count."""
+    return need.specifier.contains(version, prereleases=True)
+
+
+def check_python(need: Requirement, version: str) -> Finding:
+    """Judges the version of Python."""
+    row = Finding("python", version, str(need.specifier))
+    mend = "uv venv --python 3.11  # or: conda create -n damex python=3.11"
+    return judge(row, fits(need, version), MISFIT, mend)
+
+
+def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
+    """Judges a distribution, or a twin in its place, by the versions installed."""
+    present = [choice for choice in _choices(need) if choice.name in installed]
+    install = f'pip install --upgrade "{need.name}{need.specifier}"'
+    if not present:
+        row = Finding(need.name, needed=str(need.specifier))
+        return judge(row, False, NOT_INSTALLED, install)
+    names = [choice.name for choice in present]
+    found, needed = installed[names[0]], str(present[0].specifier)
+    twin = "" if names[0] == need.name else names[0]
+    row = Finding(need.name, found, needed, note=f"from {twin}" if twin else "")
+    if len(names) > 1 and need.name != OPENCV.name:  # both OpenCVs are the same files
+        clash = f"{' and '.join(names)} overwrite each other"
+        mend = f"pip uninstall -y {' '.join(names)} && {install}"
+        return judge(row, False, clash, mend)
+    mend = f"pip uninstall -y {twin} && {install}" if twin else install
+    return judge(row, fits(present[0], found), MISFIT, mend)
+
+
+def explain_failure(row: Finding, error: str) -> Finding:
+    """Adds what an import raised, and what mends it, to a row whose version fits."""
+    name = row.note.removeprefix("from ") or row.name
+    mend = f'pip install --force-reinstall --no-deps "{name}=={row.found}"'
+    module = TRIALS[row.name].module.partition(".")[0]
+    missing = re.search(r"No module named '([^'.]+)'", error)
+    if row.name == "torchvision" or "torchvision::" in error:
+        mend = TORCH_PAIR
+    elif row.name == OPENCV.name and re.search(r"lib\w+\.so", error):
+        mend = (
+            "pip uninstall -y opencv-python && "
+            "pip install --force-reinstall --no-deps opencv-python-headless"
+        )
+    elif missing and missing[1] != module:
+        mend = f"pip install {missing[1]}"
+    return judge(row, False, f"import fails: {error}", mend)
+
+
+def check_torchvision(need: Requirement, torch: str) -> Finding:
+    """Compares the torch that torchvision was built for with the one installed."""
+    row = Finding("torchvision on torch", torch, str(need.specifier))
+    problem = f"torchvision was built for torch {need.specifier}"
+    return judge(row, fits(need, torch), problem, TORCH_PAIR)
+
+
+def check_numpy(error: str) -> Finding:
+    """Judges whether torch and numpy share memory, from what trying it raised."""
+    row = Finding("numpy and torch", "-" if error else "ok")
+    mend = 'pip install "numpy<2"  # or a newer torch and torchvision'
+    return judge(row, not error, f"torch cannot use this numpy: {error}", mend)
+
+
+def check_checkpoints(torch: str, *, names_weights_only: bool) -> Finding:
+    """Judges whether mmengine can load the checkpoints that it writes.
+
+    From 2.6 on ``torch.load`` refuses mmengine's ``HistoryBuffer`` unless
+    ``weights_only=False`` is passed (open-mmlab/mmengine issue 1655).
+    """
+    ok = names_weights_only or Version(torch).release < (2, 6)
+    row = Finding("mmengine checkpoints", "ok" if ok else "-")
+    problem = f"torch {torch} refuses to load what this mmengine saves"
+    mend = "pip uninstall -y mmengine onedl-mmengine && pip install onedl-mmengine"
+    return judge(row, ok, problem, mend)
+
+
+def check_ops(report: OpsReport) -> Finding:
+    """Judges which ops an installed mmcv has; torch versions of them will do."""
+    row = Finding("mmcv ops", report.kind, note=report.reason)
+    mend = "pip uninstall -y mmcv-lite && pip install onedl-mmcv"
+    return judge(row, report.kind != "absent", report.reason, mend)
+
+
+def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
+    """Judges versions and, where they fit, tries the imports, in order of need."""
+    order = {name: position for position, name in enumerate(TRIALS)}
+    broken: set[str] = set()
+    for need in sorted(needs, key=lambda need: order.get(need.name, len(order))):
+        found = {choice.name: version_of(choice.name) for choice in _choices(need)}
+        row = check_versions(need, {k: v for k, v in found.items() if v})
+        trial = TRIALS.get(need.name)
+        if trial and not row.problem:
+            if broken.intersection(trial.needs):
+                row = replace(row, untried=True)
+            elif error := _error_of(import_module, trial.module):
+                row = explain_failure(row, error)
+        if row.problem or row.untried:
+            broken.add(need.name)
+        elif need.name == "torch":
+            row = replace(row, note=_devices())
+        yield row
+
+
+def _examine_pairs(rows: Mapping[str, Finding]) -> Iterator[Finding]:
+    """Judges what depends on two packages at once, where both are there."""
+    torch, mmengine, mmcv = (rows[n] for n in ("torch", "onedl-mmengine", "onedl-mmcv"))
+    if version_of("torchvision") and version_of("torch"):
+        needs = _unconditional(metadata.requires("torchvision") or [])
+        for need in needs:
+            if need.name == "torch":
+                yield check_torchvision(need, torch.found)
+    if not torch.problem:
+        yield check_numpy(_error_of(lambda: import_module("torch").zeros(1).numpy()))
+    if not (torch.problem or mmengine.problem or mmengine.untried):
+        # The source is read because forks with and without it share version numbers.
+        spec = find_spec("mmengine.runner.checkpoint")
+        source = Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
+        known = "weights_only" in source
+        yield check_checkpoints(torch.found, names_weights_only=known)
+    if not (mmcv.problem or mmcv.untried):
+        yield check_ops(ensure_ops())
+
+
+def _choices(need: Requirement) -> list[Requirement]:
+    trial = TRIALS.get(need.name)
+    return [need, *map(Requirement, trial.twins if trial else ())]
+
+
+def _unconditional(lines: Sequence[str]) -> list[Requirement]:
+    """Parses requirements and leaves out those of extras and other platforms."""
+    needs = map(Requirement, lines)
+    return [n for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
+
+
+def _error_of(attempt: Callable[..., object], *arguments: str) -> str:
+    """Tries something and returns what it raised, empty if nothing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attempt(*arguments)
+    except Exception as error:  # whatever it raises is the finding
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def _devices() -> str:
+    """Names the CUDA build of torch and the GPUs that it sees."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "CPU build"
+    build = f"CUDA {torch.version.cuda} build"
+    names = [
+        torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+    ]
+    seen = f"{len(names)} x {' and '.join(sorted(set(names)))}"
+    return f"{build}, {seen if names else 'no GPU seen'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,374 @@
+"""Shapes, backgrounds and noise, and the canvas that knows the boxes true for it.
+
+Legend: H, W = height and width of the canvas, h, w = of a sprite; colours are floats in
+[0, 1], RGB. A pixel belongs to an object when the object covers at least half of it and
+no later sprite does.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+Color = tuple[float, float, float]
+Range = tuple[float, float]
+
+MIN_VISIBLE = 0.6
+MAX_BOX_OVERLAP = 0.3
+_SOLID_ALPHA = 0.5
+_OVERSAMPLING = 4
+_WHITE: Color = (0.95, 0.95, 0.92)
+_DARK: Color = (0.12, 0.12, 0.14)
+_GLASS: Color = (0.75, 0.88, 0.95)
+
+
+class Layer(NamedTuple):
+    """One polygon of a drawing.
+
+    Attributes:
+        points: Corners of shape (N, 2) in the unit disc, x to the right and y down, so
+            that a drawing stays inside its square whatever its angle.
+        paint: A colour of its own, the brightness of the drawing's colour (1 is that
+            colour), or None to cut a hole into the layers below.
+    """
+
+    points: np.ndarray
+    paint: Color | float | None
+
+
+@dataclass(frozen=True)
+class Sprite:
+    """One drawn thing, ready to be pasted.
+
+    Attributes:
+        color: RGB of shape (h, w, 3).
+        alpha: Coverage of shape (h, w), 0 outside the thing.
+    """
+
+    color: np.ndarray
+    alpha: np.ndarray
+
+
+def _regular(
+    num_corners: int, *, radius: float = 1.0, center: tuple[float, float] = (0.0, 0.0)
+) -> np.ndarray:
+    turns = np.arange(num_corners) / num_corners * 2 * np.pi
+    x = center[0] + radius * np.sin(turns)
+    y = center[1] - radius * np.cos(turns)
+    return np.stack([x, y], axis=1)
+
+
+def _rectangle(left: float, top: float, right: float, bottom: float) -> np.ndarray:
+    return np.array([(left, top), (right, top), (right, bottom), (left, bottom)])
+
+
+def _leaf() -> np.ndarray:
+    along = np.linspace(-1, 1, 17)
+    across = 0.42 * np.cos(along * np.pi / 2)
+    edge = np.stack([along, across], axis=1)
+    return np.concatenate([edge, edge[::-1] * (1, -1)])
+
+
+_STAR = _regular(10) * np.where(np.arange(10) % 2 == 0, 1.0, 0.45)[:, None]
+_KITE = np.array([(0.0, -1.0), (0.6, -0.35), (0.0, 0.7), (-0.6, -0.35)])
+
+SHAPES: Mapping[str, Sequence[Layer]] = MappingProxyType(
+    {
+        "circle": (Layer(_regular(48), 1),),
+        "ring": (Layer(_regular(48), 1), Layer(_regular(48, radius=0.55), None)),
+        "square": (Layer(_rectangle(-0.7, -0.7, 0.7, 0.7), 1),),
+        "triangle": (Layer(_regular(3), 1),),
+        "star": (Layer(_STAR, 1),),
+        "shiny_disc": (
+            Layer(_regular(48), 0.55),
+            Layer(_regular(48, radius=0.82), 1),
+            Layer(_regular(24, radius=0.22, center=(-0.3, -0.35)), _WHITE),
+        ),
+        "framed_box": (
+            Layer(_rectangle(-0.7, -0.7, 0.7, 0.7), 0.55),
+            Layer(_rectangle(-0.52, -0.52, 0.52, 0.52), 1),
+            Layer(np.array([(-0.6, 0.4), (-0.4, 0.6), (0.6, -0.4), (0.4, -0.6)]), 0.55),
+        ),
+        "split_wedge": (
+            Layer(np.array([(0.0, -1.0), (0.75, 0.65), (-0.75, 0.65)]), 1),
+            Layer(np.array([(0.0, -1.0), (0.75, 0.65), (0.0, 0.4)]), 0.55),
+        ),
+        "car": (  # seen from the side, heading right
+            Layer(_rectangle(-0.95, -0.1, 0.95, 0.26), 1),
+            Layer(
+                np.array([(-0.6, -0.05), (-0.38, -0.42), (0.25, -0.42), (0.55, -0.05)]),
+                1,
+            ),
+            Layer(
+                np.array([(-0.42, -0.08), (-0.3, -0.32), (0.18, -0.32), (0.36, -0.08)]),
+                _GLASS,
+            ),
+            Layer(_regular(20, radius=0.2, center=(-0.5, 0.28)), _DARK),
+            Layer(_regular(20, radius=0.2, center=(0.5, 0.28)), _DARK),
+        ),
+        "kite": (
+            Layer(_KITE, 1),
+            Layer(_KITE[:3] * 0.98, 0.6),
+            Layer(np.array([(-0.18, 0.95), (0.0, 0.6), (0.18, 0.95)]), _WHITE),
+        ),
+        "leaf": (
+            Layer(_leaf(), 1),
+            Layer(_rectangle(-0.8, -0.04, 0.8, 0.04), _WHITE),
+        ),
+        "cross": (
+            Layer(_rectangle(-0.95, -0.2, 0.95, 0.2), 1),
+            Layer(_rectangle(-0.2, -0.95, 0.2, 0.95), 1),
+        ),
+        "stick": (Layer(_rectangle(-0.97, -0.08, 0.97, 0.08), 1),),
+    }
+)
+"""The layers of every drawing, first to last; the first of each has a colour."""
+
+
+def draw(
+    layers: Sequence[Layer], color: Color, *, size: int, angle: float = 0.0
+) -> Sprite:
+    """Draw layers, first to last.
+
+    They are drawn at four times the size and averaged down, which gives soft edges and
+    exact coverage.
+
+    Args:
+        layers: What to draw, for instance ``SHAPES["star"]``.
+        color: What layers with a brightness are painted with.
+        size: Side in pixels of the square around the unit disc.
+        angle: Turn in radians, clockwise on the screen.
+
+    Returns:
+        A sprite of at most (size, size), without empty border.
+    """
+    side = size * _OVERSAMPLING
+    base = _to_bytes(_mix(layers[0], color) or color)
+    image, alpha = Image.new("RGB", (side, side), base), Image.new("L", (side, side), 0)
+    draw_color, draw_alpha = ImageDraw.Draw(image), ImageDraw.Draw(alpha)
+    turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
+    for layer in layers:
+        corners = ((layer.points @ turn + 1) / 2 * (side - 1)).round().astype(int)
+        flat = [int(value) for value in corners.ravel()]
+        mixed = _mix(layer, color)
+        draw_alpha.polygon(flat, fill=0 if mixed is None else 255)
+        if mixed is not None:
+            draw_color.polygon(flat, fill=_to_bytes(mixed))
+    return trim(Sprite(color=_shrink(image), alpha=_shrink(alpha)))
+
+
+def draw_random(
+    shape: str,
+    rng: np.random.Generator,
+    *,
+    color: Color | None = None,
+    saturation: Range = (0.5, 1.0),
+    value: Range = (0.5, 1.0),
+    size: Range = (26, 60),
+    angle: Range = (0, 2 * np.pi),
+) -> Sprite:
+    """Draw one of ``SHAPES`` with colour, size and angle from the given ranges."""
+    color = color or random_color(rng, saturation=saturation, value=value)
+    side = random_size(rng, *size)
+    return draw(SHAPES[shape], color, size=side, angle=rng.uniform(*angle))
+
+
+def random_color(rng: np.random.Generator, *, saturation: Range, value: Range) -> Color:
+    """Return a colour of any hue with saturation and value in the given ranges."""
+    return colorsys.hsv_to_rgb(
+        rng.uniform(), rng.uniform(*saturation), rng.uniform(*value)
+    )
+
+
+def random_size(rng: np.random.Generator, low: float, high: float) -> int:
+    """Return a side in pixels, log-uniform, so that small ones are not rare."""
+    return round(float(np.exp(rng.uniform(np.log(low), np.log(high)))))
+
+
+def shade(color: Color, factor: float) -> Color:
+    """Return a darker (factor below 1) or lighter (above 1) shade of a colour."""
+    red, green, blue = (min(1.0, channel * factor) for channel in color)
+    return red, green, blue
+
+
+def trim(sprite: Sprite) -> Sprite:
+    """Cut away the empty border of a sprite."""
+    x, y, width, height = _extent(sprite.alpha > 0)
+    area = (slice(y, y + height), slice(x, x + width))
+    return Sprite(color=sprite.color[area], alpha=sprite.alpha[area])
+
+
+def flat(size_hw: tuple[int, int], color: Color) -> np.ndarray:
+    """Return one colour everywhere, shape (H, W, 3)."""
+    return np.broadcast_to(np.array(color), (*size_hw, 3)).copy()
+
+
+def gradient(
+    size_hw: tuple[int, int], first: Color, last: Color, *, angle: float
+) -> np.ndarray:
+    """Return a straight fade from one colour to another, shape (H, W, 3).
+
+    The angle is the direction of the fade in radians, 0 is to the right.
+    """
+    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+    along = columns * np.cos(angle) + rows * np.sin(angle)
+    along = ((along - along.min()) / np.ptp(along))[:, :, None]
+    return np.array(first) * (1 - along) + np.array(last) * along
+
+
+def clouds(
+    size_hw: tuple[int, int], rng: np.random.Generator, *, cells_hw: tuple[int, int]
+) -> np.ndarray:
+    """Return smooth noise in [-1, 1] of so many blobs, shape (H, W, 1)."""
+    coarse = Image.fromarray(rng.integers(0, 256, cells_hw, dtype=np.uint8))
+    fine = coarse.resize(size_hw[::-1], Image.Resampling.BICUBIC)
+    return np.asarray(fine, dtype=np.float64)[:, :, None] / 127.5 - 1
+
+
+def grain(
+    size_hw: tuple[int, int], rng: np.random.Generator, *, sigma: float
+) -> np.ndarray:
+    """Return Gaussian pixel noise that is equal in all channels, shape (H, W, 1)."""
+    return rng.normal(0.0, sigma, (*size_hw, 1))
+
+
+def print_screen(size_hw: tuple[int, int], *, period: float) -> np.ndarray:
+    """Return the dots of a printed photograph in [-1, 1], shape (H, W, 1).
+
+    The period is the number of pixels from dot to dot along a diagonal of the screen.
+    """
+    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+    falling = np.cos(2 * np.pi * (columns + rows) / period)
+    rising = np.cos(2 * np.pi * (columns - rows) / period)
+    return ((falling + rising) / 2)[:, :, None]
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned box in whole pixels, with the class name of its object."""
+
+    name: str
+    x: int
+    y: int
+    width: int
+    height: int
+
+    def overlap(self, other: Box) -> float:
+        """Return the shared area as a part of the smaller box's area."""
+        width = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
+        height = min(self.y + self.height, other.y + other.height)
+        height -= max(self.y, other.y)
+        smaller = min(self.width * self.height, other.width * other.height)
+        return max(width, 0) * max(height, 0) / smaller
+
+
+@dataclass
+class _Placed:
+    """A pasted object: its box when whole, and its pixels that are still visible."""
+
+    whole: Box
+    num_pixels: int
+    visible: np.ndarray
+
+
+class Canvas:
+    """A background on which sprites are pasted, later ones over earlier ones.
+
+    Args:
+        background: RGB of shape (H, W, 3); copied.
+    """
+
+    def __init__(self, background: np.ndarray) -> None:
+        self.pixels = background.astype(np.float64)
+        self._placed: list[_Placed] = []
+
+    def paste(self, sprite: Sprite, x: int, y: int, *, name: str | None) -> bool:
+        """Paste a sprite, unless it would hide too much of an earlier object.
+
+        Args:
+            sprite: What to paste; it must fit inside the canvas at (x, y).
+            x: Column of the sprite's left edge.
+            y: Row of the sprite's top edge.
+            name: Class name, or None for a distractor, which gets no box.
+
+        Returns:
+            Whether it was pasted. Nothing changes if less than `MIN_VISIBLE` of an
+            earlier object would stay visible, or if two boxes would share more than
+            `MAX_BOX_OVERLAP` of the smaller one, as thin objects could.
+        """
+        height, width = sprite.alpha.shape
+        area = (slice(y, y + height), slice(x, x + width))
+        solid_HW = np.zeros(self.pixels.shape[:2], dtype=bool)
+        solid_HW[area] = sprite.alpha >= _SOLID_ALPHA
+        left = [placed.visible & ~solid_HW for placed in self._placed]
+        for placed, visible_HW in zip(self._placed, left, strict=True):
+            if visible_HW.sum() < MIN_VISIBLE * placed.num_pixels:
+                return False
+        if name is not None:
+            box = Box(name, *_extent(solid_HW))
+            if any(box.overlap(p.whole) > MAX_BOX_OVERLAP for p in self._placed):
+                return False
+        for placed, visible_HW in zip(self._placed, left, strict=True):
+            placed.visible = visible_HW
+        if name is not None:
+            self._placed.append(_Placed(box, int(solid_HW.sum()), solid_HW))
+        alpha = sprite.alpha[:, :, None]
+        self.pixels[area] = self.pixels[area] * (1 - alpha) + sprite.color * alpha
+        return True
+
+    def scatter(
+        self, sprite: Sprite, rng: np.random.Generator, *, name: str | None
+    ) -> bool:
+        """Paste a sprite at a random place that hides no earlier object too much.
+
+        Returns:
+            Whether a place was found in a few tries.
+        """
+        rows = self.pixels.shape[0] - sprite.alpha.shape[0]
+        columns = self.pixels.shape[1] - sprite.alpha.shape[1]
+        if rows < 0 or columns < 0:
+            return False
+        for _ in range(8):
+            x, y = int(rng.integers(columns + 1)), int(rng.integers(rows + 1))
+            if self.paste(sprite, x, y, name=name):
+                return True
+        return False
+
+    def boxes(self) -> list[Box]:
+        """Return the tight box of the visible pixels of every object."""
+        return [Box(p.whole.name, *_extent(p.visible)) for p in self._placed]
+
+    def image(self) -> Image.Image:
+        """Return the picture as 8-bit RGB."""
+        return Image.fromarray((self.pixels.clip(0, 1) * 255).round().astype(np.uint8))
+
+
+def _extent(mask: np.ndarray) -> tuple[int, int, int, int]:
+    """Return x, y, width and height of what is set."""
+    rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+    x, y = int(columns[0]), int(rows[0])
+    return x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1
+
+
+def _mix(layer: Layer, color: Color) -> Color | None:
+    """Return the colour of a layer, None for a hole."""
+    return (
+        shade(color, layer.paint)
+        if isinstance(layer.paint, float | int)
+        else layer.paint
+    )
+
+
+def _shrink(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.reduce(_OVERSAMPLING), dtype=np.float64) / 255
+
+
+def _to_bytes(color: Color) -> tuple[int, int, int]:
+    red, green, blue = (round(255 * channel) for channel in color)
+    return red, green, blue
