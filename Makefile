@@ -1,12 +1,13 @@
 # make quickstart   install, then train and evaluate a small detector on the CPU
 # make test         install, then run the tests
-# make check        install, then lint, format and type checks
+# make check        install, then lint, format and type checks, and build the docs
+# make docs         install, then build the docs into docs/_build/html
 # make install      make .venv alone
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test check
+.PHONY: install quickstart test check docs
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml
@@ -30,7 +31,11 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest
 
+docs: $(STAMP)
+	$(VENV)/bin/python -m sphinx -q -W -b html docs docs/_build/html
+
 check: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(MAKE) docs
