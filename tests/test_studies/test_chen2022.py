@@ -1,7 +1,3 @@
-"""Tests of damex.studies.chen2022."""
-
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import replace
@@ -11,26 +7,31 @@ import torch
 from rich.console import Console
 
 from damex.moe import NormalizedGD
-from damex.studies.chen2022 import run, training
-from damex.studies.chen2022.data import draw_setting, draw_train_and_test
-from damex.studies.chen2022.experts import PatchwiseExperts
-from damex.studies.chen2022.figure import entropy_band
-from damex.studies.chen2022.plan import Case, make_plan, run_cases
-from damex.studies.chen2022.published import DISPATCH, SINGLES
-from damex.studies.chen2022.recipes import (
+from studies.chen2022 import training
+from studies.chen2022.models import (
     OFFICIAL,
     PAPER,
+    PatchwiseExperts,
     build_mixture,
     class_margin,
+    draw_setting,
+    draw_train_and_test,
     mixture_loss,
 )
-from damex.studies.chen2022.rows import ENTROPY_GAP, purity, unevenness
-from damex.studies.chen2022.study import conclude, theory_rows
-from damex.studies.chen2022.theory import additive_margin
-from damex.studies.cluster_data import ClusterSamples
-from damex.studies.patch_sum_router import PatchSumRouter
-from damex.studies.progress import StudyProgress
-from damex.studies.result import Row, StudySettings
+from studies.chen2022.rows import DISPATCH, ENTROPY_GAP, SINGLES, purity, unevenness
+from studies.chen2022.study import (
+    additive_margin,
+    conclude,
+    entropy_band,
+    run,
+    theory_rows,
+)
+from studies.chen2022.training import Case, make_plan, run_cases
+from studies.cluster_data import ClusterSamples, PatchSumRouter
+from studies.harness import StudyProgress
+from studies.report import Row, StudySettings
+
+pytestmark = pytest.mark.studies
 
 # Models
 

@@ -8,17 +8,24 @@ from rich.console import Console
 from torch.nn import functional
 
 from damex.moe import ExpertCapacity
-from damex.studies.damex2023 import run
-from damex.studies.damex2023.exact import (
+from studies.damex2023.faults import (
+    draw_images,
     drops_of_a_good_router,
     loss_gap,
     metadata_gap,
 )
-from damex.studies.damex2023.faults import draw_images
-from damex.studies.damex2023.mixing import Mixing, draw_mixture, evaluate
-from damex.studies.damex2023.model import ClusterMoE, dataset_experts
-from damex.studies.progress import StudyProgress
-from damex.studies.result import StudySettings
+from studies.damex2023.mixing import (
+    ClusterMoE,
+    Mixing,
+    dataset_experts,
+    draw_mixture,
+    evaluate,
+)
+from studies.damex2023.study import run
+from studies.harness import StudyProgress
+from studies.report import StudySettings
+
+pytestmark = pytest.mark.studies
 
 MIXING = Mixing(dims=32, num_experts=4, hidden_dims=3, clusters=4, num_samples=64)
 

@@ -5,9 +5,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from damex.studies.deepmoe2019 import run
-from damex.studies.deepmoe2019.digits import draw_digits
-from damex.studies.deepmoe2019.measures import (
+from studies.deepmoe2019.measures import (
     conv_flops,
     counted_flops,
     embedding_flops,
@@ -15,20 +13,22 @@ from damex.studies.deepmoe2019.measures import (
     open_gate_gap,
     score,
 )
-from damex.studies.deepmoe2019.network import build_network
-from damex.studies.deepmoe2019.training import (
+from studies.deepmoe2019.network import (
+    STRATEGIES,
+    VGG,
     Recipe,
+    build_network,
+    conv_parameters,
+    draw_digits,
+    shrink,
     train_joint,
     train_with_fixed_gates,
 )
-from damex.studies.deepmoe2019.widening import (
-    STRATEGIES,
-    VGG,
-    conv_parameters,
-    shrink,
-)
-from damex.studies.progress import StudyProgress
-from damex.studies.result import StudySettings
+from studies.deepmoe2019.study import run
+from studies.harness import StudyProgress
+from studies.report import StudySettings
+
+pytestmark = pytest.mark.studies
 
 STAGES = ((4, 6), (8,))
 

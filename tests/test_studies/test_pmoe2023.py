@@ -10,27 +10,33 @@ from rich.console import Console
 from torch.nn import functional
 
 from damex.moe import split_patches
-from damex.studies.digits import DigitImages
-from damex.studies.pmoe2023 import run
-from damex.studies.pmoe2023.compute import cnn_compute, pmoe_compute
-from damex.studies.pmoe2023.digits import mnist_digits, sklearn_digits
-from damex.studies.pmoe2023.hits import largest_hits, taken_hits, top_hits
-from damex.studies.pmoe2023.jobs import Outcome
-from damex.studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe
-from damex.studies.pmoe2023.patch_data import PatchSamples, draw_samples
-from damex.studies.pmoe2023.plan import CNN, FULL, JOINT, MULTI, SPURIOUS
-from damex.studies.pmoe2023.results import Results
-from damex.studies.pmoe2023.rows import learned_rows
-from damex.studies.pmoe2023.study import conclude
-from damex.studies.pmoe2023.training import accuracy, fit, train_router
-from damex.studies.pmoe2023.wide_resnet import (
+from studies.digits import DigitImages, mnist_digits, sklearn_digits
+from studies.harness import StudyProgress
+from studies.pmoe2023.data import PatchSamples, draw_samples
+from studies.pmoe2023.models import (
+    PatchCNN,
+    PatchMoE,
+    Recipe,
     WideResNet,
     as_images,
     last_layer_parameters,
 )
-from damex.studies.pmoe2023.wide_runs import WideRuns
-from damex.studies.progress import StudyProgress
-from damex.studies.result import Row, StudySettings
+from studies.pmoe2023.plan import CNN, FULL, JOINT, MULTI, SPURIOUS, Results
+from studies.pmoe2023.rows import cnn_compute, learned_rows, pmoe_compute
+from studies.pmoe2023.study import conclude, run
+from studies.pmoe2023.training import (
+    Outcome,
+    WideRuns,
+    accuracy,
+    fit,
+    largest_hits,
+    taken_hits,
+    top_hits,
+    train_router,
+)
+from studies.report import Row, StudySettings
+
+pytestmark = pytest.mark.studies
 
 TINY = Recipe(num_experts=2, num_filters=2, num_tokens=2, joint=True)
 # Each "picture" is its own digit, so that patches can be read.

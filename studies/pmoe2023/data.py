@@ -1,0 +1,103 @@
+"""Samples of n patches: one shows the digit of the class, the others any other digit.
+
+Axes: B samples, N patches of a sample, D pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from studies.digits import DigitImages
+
+__all__ = ["GRID", "NUM_PATCHES", "PatchSamples", "draw_samples"]
+
+GRID = 4  # patches down and across
+NUM_PATCHES = GRID * GRID
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSamples:
+    """Labelled samples (section 4.2 of the paper).
+
+    Attributes:
+        patches_BND: Patches, row by row.
+        labels_B: int64, index of the class.
+        position_B: int64, which patch is the class-discriminative one.
+    """
+
+    patches_BND: Tensor
+    labels_B: Tensor
+    position_B: Tensor
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.labels_B)
+
+
+def draw_samples(
+    digits: DigitImages,
+    count: int,
+    *,
+    seed: int,
+    classes: Sequence[int] = (1, 0),
+    spurious: float | None = None,
+) -> PatchSamples:
+    """Draws samples, as many of each class, give or take one.
+
+    Args:
+        digits: Pictures to choose patches from.
+        count: B.
+        seed: Equal seeds give equal samples.
+        classes: The class-discriminative digit of each class; o1 and o2 of the paper
+            are 1 and 0.
+        spurious: With two classes: probability with which one more patch shows the
+            digit that goes with the class, 2 or 3; else it shows the other of the two.
+            No other patch shows these then. None for no such patch.
+
+    Returns:
+        Samples whose other patches show any of the remaining digits.
+
+    Raises:
+        ValueError: If `spurious` is given for other than the classes 1 and 0.
+    """
+    if spurious is not None and tuple(classes) != (1, 0):
+        raise ValueError(
+            f"draw_samples: spurious needs the classes (1, 0), got {tuple(classes)}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    taken = (*classes, 2, 3) if spurious is not None else tuple(classes)
+    others = [digit for digit in range(10) if digit not in {*taken, 0, 1}]
+    rows_B = torch.arange(count)
+    labels_B = torch.randperm(count, generator=generator) % len(classes)
+    position_B = torch.randint(NUM_PATCHES, (count,), generator=generator)
+    wanted_BN = torch.tensor(others)[
+        torch.randint(len(others), (count, NUM_PATCHES), generator=generator)
+    ]
+    wanted_BN[rows_B, position_B] = torch.tensor(classes)[labels_B]
+    if spurious is not None:
+        step_B = torch.randint(1, NUM_PATCHES, (count,), generator=generator)
+        agrees_B = torch.rand(count, generator=generator) < spurious
+        wanted_BN[rows_B, (position_B + step_B) % NUM_PATCHES] = torch.where(
+            agrees_B, 2 + labels_B, 3 - labels_B
+        )
+    index_BN = _pictures_of(digits.labels_S, wanted_BN, generator)
+    return PatchSamples(digits.images_SD[index_BN], labels_B, position_B)
+
+
+def _pictures_of(
+    labels_S: Tensor, wanted_BN: Tensor, generator: torch.Generator
+) -> Tensor:
+    """A random picture of each digit that is wanted."""
+    index_BN = torch.empty_like(wanted_BN)
+    for digit in wanted_BN.unique().tolist():
+        candidates = (labels_S == digit).nonzero().squeeze(1)
+        here_BN = wanted_BN == digit
+        draw = torch.randint(
+            len(candidates), (int(here_BN.sum()),), generator=generator
+        )
+        index_BN[here_BN] = candidates[draw]
+    return index_BN

@@ -1,0 +1,425 @@
+"""Trainings of two-layer networks: what is trained on what, and what comes of it.
+
+Axes: B samples, N patches of a sample, T = B*N, E experts.
+
+Training of the two-layer networks (section 3.2), and of the router on its own.
+
+Axes: B samples, N patches of a sample, D pixels of a patch, E experts.
+
+Whether the class-discriminative patch comes to the right expert (figures 8 and 9).
+
+Axes: B samples, N patches of a sample, T = B*N, E experts, G classes.
+
+Training of the wide residual networks with and without experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.moe import ExpertChoiceGate, MoELayer, SeparateRouterLoss
+from studies.digits import DigitImages, DigitSource
+from studies.harness import StudyProgress
+from studies.pmoe2023.data import PatchSamples, draw_samples
+from studies.pmoe2023.models import (
+    PatchCNN,
+    PatchMoE,
+    Recipe,
+    WideResNet,
+    as_images,
+    last_layer_parameters,
+)
+
+__all__ = [
+    "BATCH_SIZE",
+    "TOP",
+    "Filters",
+    "Job",
+    "Outcome",
+    "Outcomes",
+    "Task",
+    "WideRuns",
+    "accuracy",
+    "fit",
+    "largest_hits",
+    "run_jobs",
+    "run_wide",
+    "taken_hits",
+    "top_hits",
+    "train_router",
+]
+
+TOP = (1, 2, 4, 6)  # of how many patches figure 8 asks whether the right one is there
+TEST_SEED = 10_000  # far from the seeds of training samples
+
+
+@dataclass(frozen=True)
+class Task:
+    """What has to be told apart; see `draw_samples`.
+
+    Attributes:
+        classes: The digit of each class.
+        spurious: Share of the training samples whose second pattern agrees with the
+            class; in tests it is one half, which tells nothing.
+    """
+
+    classes: tuple[int, ...] = (1, 0)
+    spurious: float | None = None
+
+    def train(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
+        """Training samples of one seed.
+
+        Args:
+            source: Pictures.
+            count: Number of samples.
+            seed: Equal seeds give equal samples.
+        """
+        return self._draw(source.train, count, seed, self.spurious)
+
+    def test(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
+        """Test samples of one seed; see `train`.
+
+        Args:
+            source: Pictures.
+            count: Number of samples.
+            seed: Equal seeds give equal samples.
+        """
+        chance = None if self.spurious is None else 0.5
+        return self._draw(source.test, count, TEST_SEED + seed, chance)
+
+    def _draw(
+        self, digits: DigitImages, count: int, seed: int, spurious: float | None
+    ) -> PatchSamples:
+        return draw_samples(
+            digits, count, seed=seed, classes=self.classes, spurious=spurious
+        )
+
+
+@dataclass(frozen=True)
+class Filters:
+    """A CNN with `num_filters` hidden nodes."""
+
+    num_filters: int
+    filter_std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training; equal jobs of two experiments are run once.
+
+    Attributes:
+        network: What is trained.
+        num_samples: Training samples.
+        epochs: At most; fewer when an epoch makes no training error.
+        lr: Learning rate.
+        task: What has to be told apart.
+        test_samples: Number of test samples.
+        router_epochs: Of a router that is trained on its own.
+    """
+
+    network: Recipe | Filters
+    num_samples: int
+    epochs: int
+    lr: float = 0.2
+    task: Task = field(default_factory=Task)
+    test_samples: int = 1000
+    router_epochs: int = 100
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job with one seed.
+
+    Attributes:
+        accuracy: On test samples, in percent.
+        train_accuracy: On the training samples at the end, in percent.
+        epochs: That were needed.
+        top: Of pMoE with an expert per class: percentage of test samples whose
+            discriminative patch is among the first l of the class's own expert, by l.
+        largest: Of other pMoE: percentage of each class's test samples whose
+            discriminative patch has the largest gating value of one expert, the same
+            for the whole class.
+        taken: Of these: the same for patches that the expert takes at all.
+    """
+
+    accuracy: float
+    train_accuracy: float
+    epochs: int
+    top: Mapping[int, float] = field(default_factory=dict)
+    largest: tuple[float, ...] = ()
+    taken: tuple[float, ...] = ()
+
+
+Outcomes: TypeAlias = dict[Job, list[Outcome]]
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    source: DigitSource,
+    seeds: Sequence[int],
+    progress: StudyProgress,
+) -> Outcomes:
+    """Trains every job with every seed.
+
+    Args:
+        jobs: What to train; repetitions are left out.
+        source: Pictures.
+        seeds: Seeds of samples, starting values and orders.
+        progress: Shown here.
+    """
+    outcomes: Outcomes = {job: [] for job in jobs}
+    pairs = [(job, seed) for seed in seeds for job in outcomes]
+    for job, seed in progress.track(pairs, "two-layer networks"):
+        outcomes[job].append(_run(job, source, seed))
+    return outcomes
+
+
+def _run(job: Job, source: DigitSource, seed: int) -> Outcome:
+    train = job.task.train(source, job.num_samples, seed)
+    test = job.task.test(source, job.test_samples, seed)
+    # Starting values of a seed depend on no job that ran before.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _build(job, train.patches_BND.shape[2])
+    if isinstance(model, PatchMoE) and not model.recipe.joint:
+        train_router(model, train, lr=job.lr, epochs=job.router_epochs)
+    epochs = fit(model, train, lr=job.lr, epochs=job.epochs, seed=seed)
+    outcome = Outcome(accuracy(model, test), accuracy(model, train), epochs)
+    if not isinstance(model, PatchMoE):
+        return outcome
+    if model.recipe.joint:
+        return replace(
+            outcome, largest=largest_hits(model, test), taken=taken_hits(model, test)
+        )
+    return replace(outcome, top={count: top_hits(model, test, count) for count in TOP})
+
+
+def _build(job: Job, embed_dims: int) -> nn.Module:
+    num_classes = len(job.task.classes)
+    if isinstance(job.network, Recipe):
+        return PatchMoE(job.network, embed_dims=embed_dims, num_classes=num_classes)
+    return PatchCNN(
+        job.network.num_filters,
+        embed_dims=embed_dims,
+        num_classes=num_classes,
+        filter_std=job.network.filter_std,
+    )
+
+
+BATCH_SIZE = 20  # as in the paper's released code
+
+
+def train_router(
+    model: PatchMoE, samples: PatchSamples, *, lr: float, epochs: int
+) -> None:
+    """Stage 1 of separate training: minimises eq. 6, then freezes the router.
+
+    The loss is linear in the router's weights, so that its gradient is constant: one
+    step with the learning rate of all batches of an epoch together is that epoch.
+
+    Args:
+        model: Its router has one expert per class. Classes 2i and 2i + 1 are a pair.
+        samples: Training samples.
+        lr: Learning rate of a step with one batch.
+        epochs: Passes over the samples.
+    """
+    classes = range(model.num_classes)
+    loss = SeparateRouterLoss(pairs=[(c, c + 1) for c in classes if c % 2 == 0])
+    stage = MoELayer(
+        router=model.moe.router,
+        gate=model.moe.gate,
+        experts=model.moe.experts,
+        losses=[loss],
+        group_experts=[[c] for c in classes],
+    )
+    weight_ED = model.router_weight_ED
+    # Eq. 6 sums over the patches of a sample where the loss takes their mean.
+    num_patches = samples.patches_BND.shape[1]
+    steps = len(samples) / BATCH_SIZE
+    optimizer = torch.optim.SGD([weight_ED], lr=lr * num_patches * steps)
+    for _ in range(epochs):
+        record = stage.route(samples.patches_BND, group_ids_B=samples.labels_B)
+        optimizer.zero_grad()
+        record.losses[loss.name].backward()
+        optimizer.step()
+    weight_ED.requires_grad_(False)
+
+
+def fit(
+    model: nn.Module,
+    samples: PatchSamples,
+    *,
+    lr: float,
+    epochs: int,
+    seed: int,
+    batch_size: int = BATCH_SIZE,
+) -> int:
+    """Plain SGD on the logistic loss until an epoch makes no training error.
+
+    Args:
+        model: Patches -> logits.
+        samples: Training samples.
+        lr: Learning rate.
+        epochs: Passes over the samples at most.
+        seed: Of the order of samples.
+        batch_size: Samples of a step.
+
+    Returns:
+        Epochs that were needed.
+    """
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=lr)
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(epochs):
+        errors = torch.zeros((), dtype=torch.int64)
+        for rows in torch.randperm(len(samples), generator=generator).split(batch_size):
+            logits = model(samples.patches_BND[rows])
+            labels = samples.labels_B[rows]
+            optimizer.zero_grad()
+            functional.cross_entropy(logits, labels).backward()
+            optimizer.step()
+            errors += (logits.argmax(1) != labels).sum()
+        if errors == 0:
+            return epoch + 1
+    return epochs
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, samples: PatchSamples) -> float:
+    """Share of samples that are classified right, in percent.
+
+    Args:
+        model: Patches -> logits.
+        samples: Test samples.
+    """
+    model.eval()
+    hits = model(samples.patches_BND).argmax(1) == samples.labels_B
+    model.train()
+    return 100 * hits.double().mean().item()
+
+
+def top_hits(model: PatchMoE, samples: PatchSamples, num_tokens: int) -> float:
+    """Figure 8: share of samples whose class's expert would take the patch, in percent.
+
+    Args:
+        model: With one expert per class.
+        samples: Test samples.
+        num_tokens: l, how many patches the expert may take.
+    """
+    taken_BE = _discriminative_taken(model, samples, num_tokens)
+    own_B = taken_BE.gather(1, samples.labels_B.unsqueeze(1))
+    return 100 * own_B.double().mean().item()
+
+
+def largest_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
+    """Figure 9: how often the patch has the largest gating value of one expert.
+
+    Args:
+        model: Any pMoE.
+        samples: Test samples.
+
+    Returns:
+        For each class the percentage of its samples, for its best expert.
+    """
+    return _best_expert(_discriminative_taken(model, samples, 1), samples)
+
+
+def taken_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
+    """How often one expert takes the patch at all, with whatever gating value.
+
+    Args:
+        model: Any pMoE.
+        samples: Test samples.
+
+    Returns:
+        As `largest_hits`.
+    """
+    num_tokens = model.recipe.num_tokens
+    return _best_expert(_discriminative_taken(model, samples, num_tokens), samples)
+
+
+def _best_expert(taken_BE: Tensor, samples: PatchSamples) -> tuple[float, ...]:
+    """By class, percentage of samples of the expert that has most of them."""
+    return tuple(
+        100 * taken_BE[samples.labels_B == label].double().mean(0).max().item()
+        for label in samples.labels_B.unique().tolist()
+    )
+
+
+@torch.no_grad()
+def _discriminative_taken(
+    model: PatchMoE, samples: PatchSamples, num_tokens: int
+) -> Tensor:
+    """Whether each expert has the discriminative patch among its first few."""
+    _, record = model.forward_with_record(samples.patches_BND)
+    num_samples, num_patches, _ = samples.patches_BND.shape
+    logits_BNE = record.logits_TE.unflatten(0, (num_samples, num_patches))
+    assignment = ExpertChoiceGate(num_tokens=num_tokens)(logits_BNE)
+    taken_TE = torch.zeros_like(record.logits_TE, dtype=torch.bool)
+    taken_TE[assignment.token_index_R, assignment.expert_index_R] = True
+    patch_B = torch.arange(num_samples) * num_patches + samples.position_B
+    return taken_TE[patch_B]
+
+
+LR = 0.1  # as in the paper
+
+
+@dataclass(frozen=True)
+class WideRuns:
+    """Results of the wide residual networks.
+
+    Attributes:
+        accuracy: By whether there are experts and number of samples: one accuracy per
+            seed, in percent.
+        parameters: By whether there are experts: parameters of the last convolution or
+            of all its experts, and of their router.
+    """
+
+    accuracy: dict[tuple[bool, int], list[float]]
+    parameters: dict[bool, tuple[int, int]]
+
+
+def run_wide(
+    counts: Sequence[int],
+    source: DigitSource,
+    seeds: Sequence[int],
+    progress: StudyProgress,
+    *,
+    epochs: int,
+    test_samples: int,
+) -> WideRuns:
+    """Trains WRN and WRN-pMoE with every number of samples and every seed.
+
+    Args:
+        counts: Numbers of training samples.
+        source: Pictures.
+        seeds: Seeds of samples, starting values and orders.
+        progress: Shown here.
+        epochs: At most.
+        test_samples: Number of test samples.
+    """
+    runs = WideRuns({}, {})
+    cells = [
+        (seed, count, experts)
+        for seed in seeds
+        for count in counts
+        for experts in (False, True)
+    ]
+    for seed, count, experts in progress.track(cells, "wide residual networks"):
+        train = as_images(Task().train(source, count, seed))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = WideResNet(
+                side=train.patches_BND.shape[-1], num_classes=2, experts=experts
+            )
+        fit(model, train, lr=LR, epochs=epochs, seed=seed)
+        test = as_images(Task().test(source, test_samples, seed))
+        runs.accuracy.setdefault((experts, count), []).append(accuracy(model, test))
+        runs.parameters[experts] = last_layer_parameters(model)
+    return runs
