@@ -1,10 +1,9 @@
-"""Data of Definition 3.1 of Chen et al. 2022 (arXiv 2208.02813), alone or as a mixture.
+"""Data and router of Chen et al. 2022 (arXiv 2208.02813).
 
-Axes: B samples, P = 4 patches, D features of a patch, K clusters, S = 2K directions.
+The data are those of Definition 3.1, of one distribution or of a mixture of them.
 
-The router of Chen et al. 2022 (arXiv 2208.02813), over samples of several patches.
-
-Axes: P patches of a sample, D numbers in a patch, E experts.
+Axes: B samples, P = 4 patches, D features of a patch, K clusters, S = 2K directions,
+E experts.
 """
 
 from __future__ import annotations

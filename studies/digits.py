@@ -1,30 +1,23 @@
-"""The handwritten digits that come with scikit-learn, parted at random.
+"""Pictures of handwritten digits: scikit-learn's, or MNIST where its files lie.
 
-Axes: S pictures, D pixels.
-
-Where pictures of digits come from: scikit-learn, or MNIST where its files lie.
+Axes: S pictures, H and W their height and width.
 """
 
 from __future__ import annotations
 
-import gzip
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
+from torchvision.datasets import mnist
 
-__all__ = [
-    "DIGIT_SIDE",
-    "DigitImages",
-    "DigitSource",
-    "mnist_digits",
-    "sklearn_digits",
-    "split_digits",
-]
+from damex.errors import DataError
 
-DIGIT_SIDE = 8  # pixels, height and width
+__all__ = ["DIGIT_SIDE", "DigitImages", "DigitSource", "mnist_digits", "sklearn_digits"]
+
+DIGIT_SIDE = 8  # pixels of scikit-learn's digits, height and width
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,49 +25,30 @@ class DigitImages:
     """Pictures with the digit that each shows.
 
     Attributes:
-        images_SD: Pixels from 0 to 1, row by row.
+        images_S1HW: Pixels from 0 to 1.
         labels_S: int64, 0 to 9.
     """
 
-    images_SD: Tensor
+    images_S1HW: Tensor
     labels_S: Tensor
 
+    def __len__(self) -> int:
+        """S."""
+        return len(self.labels_S)
 
-def split_digits(num_train: int, *, seed: int) -> tuple[DigitImages, DigitImages]:
-    """Parts the 1797 digits in those to learn from and those to be tested on.
-
-    Args:
-        num_train: Pictures of the first part; the others are the second.
-        seed: Of the order. The digits come by writer; both parts get all writers.
-    """
-    source = load_digits()
-    images_SD = torch.tensor(source.data, dtype=torch.float32) / 16
-    labels_S = torch.tensor(source.target, dtype=torch.int64)
-    generator = torch.Generator().manual_seed(seed)
-    order_S = torch.randperm(len(labels_S), generator=generator)
-    first_S, second_S = order_S[:num_train], order_S[num_train:]
-    return (
-        DigitImages(images_SD[first_S], labels_S[first_S]),
-        DigitImages(images_SD[second_S], labels_S[second_S]),
-    )
+    def __getitem__(self, chosen: Tensor | slice) -> DigitImages:
+        """Some of the pictures."""
+        return DigitImages(self.images_S1HW[chosen], self.labels_S[chosen])
 
 
-NUM_TRAIN = 1100  # of scikit-learn's 1797 digits; no test picture is seen in training
-IDX_IMAGES, IDX_LABELS = 2051, 2049
-MNIST_FILES = (
-    ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DigitSource:
     """Where pictures come from.
 
     Attributes:
         name: For the report.
-        train: Pictures for training samples.
-        test: Others, for test samples.
+        train: Pictures to learn from.
+        test: Others, to be tested on.
     """
 
     name: str
@@ -82,52 +56,50 @@ class DigitSource:
     test: DigitImages
 
 
-def sklearn_digits() -> DigitSource:
-    """The 8x8 digits that come with scikit-learn, as a stand-in for MNIST."""
-    return DigitSource("scikit-learn digits, 8x8", *split_digits(NUM_TRAIN, seed=0))
+def sklearn_digits(num_train: int, *, seed: int) -> DigitSource:
+    """The 1797 digits that come with scikit-learn, divided at random.
+
+    Args:
+        num_train: Pictures to learn from; the others are for tests.
+        seed: Of the order. The digits come by writer; both parts get all writers.
+    """
+    source = load_digits()
+    images_SHW = torch.tensor(source.images, dtype=torch.float32) / 16
+    digits = DigitImages(images_SHW.unsqueeze(1), torch.tensor(source.target).long())
+    generator = torch.Generator().manual_seed(seed)
+    order_S = torch.randperm(len(digits), generator=generator)
+    return DigitSource(
+        "scikit-learn digits, 8x8",
+        digits[order_S[:num_train]],
+        digits[order_S[num_train:]],
+    )
 
 
 def mnist_digits(folder: Path) -> DigitSource:
-    """MNIST from its four idx files, gzipped or not.
+    """MNIST from its four idx files, unpacked.
 
     Args:
         folder: Where `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the two
-            `t10k-` files lie, each with or without `.gz`.
+            `t10k-` files lie.
 
     Raises:
-        ValueError: If a file is missing or none of that kind.
+        DataError: If a file is missing or cannot be read.
     """
-    splits = (
+    train, test = (
         DigitImages(
-            _read_idx(folder, images, IDX_IMAGES, sides=2).flatten(1).float() / 255,
-            _read_idx(folder, labels, IDX_LABELS, sides=0).long(),
+            _read(folder / f"{part}-images-idx3-ubyte").unsqueeze(1).float() / 255,
+            _read(folder / f"{part}-labels-idx1-ubyte").long(),
         )
-        for images, labels in MNIST_FILES
+        for part in ("train", "t10k")
     )
-    return DigitSource("MNIST, 28x28", *splits)
+    return DigitSource("MNIST, 28x28", train, test)
 
 
-def _read_idx(folder: Path, name: str, magic: int, *, sides: int) -> Tensor:
-    """One idx file: magic number, count, sides of a picture, then bytes."""
-    paths = [folder / name, folder / f"{name}.gz"]
-    found = [path for path in paths if path.is_file()]
-    if not found:
-        raise ValueError(
-            f"MNIST: {paths[0]} is missing, also with .gz; put the four idx files "
-            "there, or rename the folder to run on scikit-learn's digits"
-        )
-    content = found[0].read_bytes()
-    if found[0].suffix == ".gz":
-        content = gzip.decompress(content)
-    start = 4 * (2 + sides)
-    header = [int.from_bytes(content[i : i + 4], "big") for i in range(0, start, 4)]
-    size = 1
-    for side in header[1:]:
-        size *= side
-    if header[0] != magic or len(content) != start + size:
-        raise ValueError(
-            f"MNIST: {found[0]} is no idx file of kind {magic}: header {header}, "
-            f"{len(content)} bytes, expected {start + size}; fetch it again"
-        )
-    values = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start)
-    return values.view(*header[1:])
+def _read(path: Path) -> Tensor:
+    try:
+        return mnist.read_sn3_pascalvincent_tensor(str(path))
+    except (OSError, AssertionError, KeyError, ValueError) as error:
+        raise DataError(
+            f"MNIST: {path} is missing or no idx file ({error}); put the four unpacked "
+            "files there, or rename the folder to run on scikit-learn's digits."
+        ) from error

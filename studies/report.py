@@ -1,36 +1,38 @@
-"""What a study ends with: rows beside published values, a figure, one sentence.
-
-Files of a finished study: JSON, Markdown and the figure.
-"""
+"""What a study ends with: rows beside published values, and its files."""
 
 from __future__ import annotations
 
 import json
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["Row", "StudyResult", "StudySettings", "markdown_report", "write_report"]
+__all__ = [
+    "NO_CLAIM",
+    "Row",
+    "StudyResult",
+    "at_least",
+    "at_most",
+    "below",
+    "checked",
+    "differences",
+    "draw_seeds",
+    "markdown_report",
+    "near",
+    "unjudged",
+    "write_report",
+]
 
-
-@dataclass(frozen=True)
-class StudySettings:
-    """How much of a study to run.
-
-    Attributes:
-        quick: Small data and few steps: two minutes or less on two cores, to see that
-            everything works; its numbers are not compared with the paper's.
-        seeds: Number of seeds; None for the study's own number.
-    """
-
-    quick: bool = False
-    seeds: int | None = None
+PACKAGES = ("damex", "torch", "numpy", "scikit-learn")
+NO_CLAIM = "The quick run makes no claim about what training shows."
+SIGNS: Mapping[bool | None, str] = {True: "yes", False: "**no**", None: "-"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,61 @@ class Row:
         )
 
 
+def checked(
+    name: str,
+    values: Sequence[float],
+    criterion: str,
+    test: Callable[[float], bool],
+    settings: str = "",
+    *,
+    published: str = "-",
+    digits: int = 2,
+) -> Row:
+    """A row whose criterion has to hold for each value.
+
+    Args:
+        name: See `Row`, like the rest.
+        values: See there.
+        criterion: In words.
+        test: The same for one value.
+        settings: See there.
+        published: See there.
+        digits: See there.
+    """
+    holds = all(test(value) for value in values)
+    return Row(name, published, values, criterion, holds, settings, digits)
+
+
+def at_least(limit: float) -> Callable[[float], bool]:
+    """A test for `checked`."""
+    return lambda value: value >= limit
+
+
+def at_most(limit: float) -> Callable[[float], bool]:
+    """A test for `checked`."""
+    return lambda value: value <= limit
+
+
+def below(limit: float) -> Callable[[float], bool]:
+    """A test for `checked`."""
+    return lambda value: value < limit
+
+
+def near(expected: float, distance: float) -> Callable[[float], bool]:
+    """A test for `checked`."""
+    return lambda value: abs(value - expected) <= distance
+
+
+def unjudged(rows: Iterable[Row]) -> list[Row]:
+    """The same rows, of which nothing is claimed."""
+    return [replace(row, criterion="", holds=None) for row in rows]
+
+
+def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """First minus second, seed by seed."""
+    return [a - b for a, b in zip(first, second, strict=True)]
+
+
 @dataclass(frozen=True)
 class StudyResult:
     """A finished study.
@@ -95,24 +152,49 @@ class StudyResult:
     Attributes:
         title: The paper, with its number in arXiv.
         rows: In the order of the report.
-        conclusion: What was confirmed and what was not, in a sentence or two.
         figure: Like the paper's.
         settings: What all rows share, for instance sizes and learning rates.
+        remark: What the numbers mean, in a sentence or two.
     """
 
     title: str
     rows: Sequence[Row]
-    conclusion: str
     figure: Figure
     settings: Mapping[str, Any] = field(default_factory=dict)
+    remark: str = ""
 
     def failures(self) -> list[Row]:
         """Rows whose criterion is not met."""
         return [row for row in self.rows if row.holds is False]
 
+    @property
+    def conclusion(self) -> str:
+        """How many criteria hold, which do not, and the remark."""
+        judged = [row for row in self.rows if row.holds is not None]
+        failed = [
+            f"{row.name} ({row.settings})" if row.settings else row.name
+            for row in self.failures()
+        ]
+        text = f"{len(judged) - len(failed)} of {len(judged)} criteria hold"
+        if failed:
+            text += f"; not confirmed: {'; '.join(failed)}"
+        return f"{text}. {self.remark}".strip()
 
-PACKAGES = ("damex", "torch", "numpy", "scikit-learn")
-SIGNS: Mapping[bool | None, str] = {True: "yes", False: "**no**", None: "-"}
+
+def draw_seeds(
+    axes: Axes, x: Sequence[float], values: Sequence[Sequence[float]], **style: Any
+) -> None:
+    """A line through means; bars show one sample standard deviation over seeds.
+
+    Args:
+        axes: Where.
+        x: One per point.
+        values: One sequence per point, a value for each seed.
+        style: As in `Axes.errorbar`.
+    """
+    means = [statistics.fmean(seeds) for seeds in values]
+    spreads = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in values]
+    axes.errorbar(x, means, spreads, **style)
 
 
 def write_report(

@@ -1,13 +1,9 @@
-"""Sizes of the data, and one task per seed.
-
-The paper's experts: small CNNs whose patches are summed (eq. 3.1).
-
-Axes: T samples (a sample is one token), P patches of a sample, D numbers in a patch,
-E experts, F filters of an expert, C outputs, R routes (sample-expert pairs).
-
-What is trained, and how: the paper as printed, and the authors' code.
+"""The data and the mixtures: the paper as printed, and the authors' code.
 
 The two differ in more than a constant, and the published accuracies come from the code.
+
+Axes: B samples (a sample is one token), P patches of a sample, D numbers in a patch,
+E experts, F filters of an expert, C outputs, R routes (sample-expert pairs).
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
-"""The study as a whole: plan, training, rows, conclusion.
-
-What can be checked without training: Theorem 4.1 and Lemma 5.1.
+"""The study as a whole: training, theory, figure.
 
 Axes: B samples, P patches, D numbers in a patch, K clusters, E experts.
-
-Figure 3 of the paper, and Tables 4 and 6 as pictures.
-
-Axes: K clusters, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,21 +39,18 @@ from studies.chen2022.training import (
     Plan,
     accuracy,
     make_plan,
-    run_cases,
-    run_singles,
+    train_mixture,
+    train_single,
 )
 from studies.cluster_data import NUM_PATCHES, ClusterSamples, ClusterTask
-from studies.harness import StudyProgress
-from studies.report import Row, StudyResult, StudySettings
+from studies.harness import Session, seeded, track
+from studies.report import NO_CLAIM, Row, StudyResult, unjudged
 
 __all__ = [
     "additive_margin",
-    "conclude",
     "entropy_band",
-    "make_figure",
-    "routing_shares",
+    "remark",
     "run",
-    "smoothness",
     "theory_rows",
 ]
 
@@ -74,36 +64,46 @@ LEMMA_DISTANCE = 0.05
 LEMMA_PAIRS = 5
 
 
-def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
+def run(session: Session) -> StudyResult:
     """Runs the study on damex's layer, gate, losses, optimiser and metrics.
 
     Args:
-        settings: How much to run.
-        progress: Shows how far it is.
+        session: How much to run.
 
     Returns:
         Rows for Tables 1, 3 to 9, Theorem 4.1 and Lemma 5.1. A quick run makes no
         claim about the values of trained models.
     """
-    plan = make_plan(settings)
+    plan = make_plan(session)
     theory = theory_rows(plan.draws)
-    found = run_cases(plan.cases, plan.num, progress)
-    reasons = run_cases(plan.reasons, plan.num, progress)
-    accuracies = run_singles(plan, progress)
+    found, reasons = (
+        _train(cases, plan.num, session) for cases in (plan.cases, plan.reasons)
+    )
+    accuracies = {
+        single: train_single(single, plan.num, steps=plan.single_steps)
+        for single in track(plan.singles, "train single models", session.console)
+    }
     trained = [
         *mixture_rows(found),
         *single_rows(plan, accuracies, found),
         *reason_rows(reasons),
     ]
-    if settings.quick:
-        trained = [replace(row, holds=None) for row in trained]
-    rows = [*trained, *theory]
+    rows = [*(unjudged(trained) if session.quick else trained), *theory]
     return StudyResult(
         title=TITLE,
         rows=rows,
-        conclusion=conclude(rows),
-        figure=make_figure(found),
+        figure=_figure(found),
         settings=_settings(plan),
+        remark=NO_CLAIM if session.quick else remark(rows),
+    )
+
+
+def _train(
+    cases: Mapping[Case, range], num: int, session: Session
+) -> dict[Case, list[Outcome]]:
+    jobs = [(case, seed) for case, seeds in cases.items() for seed in seeds]
+    return session.run(
+        jobs, lambda case, seed: train_mixture(case, num, seed), "train mixtures"
     )
 
 
@@ -113,8 +113,7 @@ def theory_rows(draws: int) -> list[Row]:
     Args:
         draws: Draws of noise for each estimate.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         generator = torch.Generator().manual_seed(0)
         task = draw_setting("verify", generator)
         samples = task.draw(THEORY_SAMPLES, generator)
@@ -162,26 +161,17 @@ def theory_rows(draws: int) -> list[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> str:
-    """Says which claims hold, from the rows alone.
+def remark(rows: Sequence[Row]) -> str:
+    """Where experts divide the clusters as the paper says.
 
     Args:
         rows: Of the study.
     """
-    judged = [row for row in rows if row.holds is not None]
-    failed = [row for row in judged if not row.holds]
-    gaps = [row for row in rows if row.name == ENTROPY_GAP]
-    firm = [row.settings for row in gaps if row.holds]
-    text = f"{len(judged) - len(failed)} of {len(judged)} claims hold."
-    if firm:
-        text += (
-            " Cubic experts separate the clusters and linear ones do not: "
-            f"{'; '.join(firm)}."
-        )
-    if failed:
-        names = [f"{row.name} ({row.settings}: {row.measured()})" for row in failed]
-        text += " Not confirmed: " + "; ".join(names) + "."
-    return text
+    firm = [row.settings for row in rows if row.name == ENTROPY_GAP and row.holds]
+    if not firm:
+        return ""
+    said = "Cubic experts separate the clusters and linear ones do not"
+    return f"{said}: {'; '.join(firm)}."
 
 
 def _settings(plan: Plan) -> dict[str, object]:
@@ -270,7 +260,7 @@ COLORS = {"identity": "#d95f02", "cubic": "#1b6ca8"}
 STYLES = ("-", "--", ":", "-.")
 
 
-def make_figure(found: Mapping[Case, Sequence[Outcome]]) -> Figure:
+def _figure(found: Mapping[Case, Sequence[Outcome]]) -> Figure:
     """Entropy over training in each form, and where clusters went.
 
     Args:

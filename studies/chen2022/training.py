@@ -1,15 +1,13 @@
-"""Training of mixtures (Algorithm 1) and of single models.
-
-Axes: K clusters, E experts, B samples, C outputs.
-
-What a run consists of, and what comes out of it.
+"""What is trained, and how: mixtures (Algorithm 1) and single models.
 
 Full size on one thread: a cubic mixture takes about 18 s, a linear one 10 s.
+
+Axes: K clusters, E experts, B samples, C outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,8 +37,7 @@ from studies.chen2022.models import (
     mixture_loss,
 )
 from studies.cluster_data import ClusterSamples
-from studies.harness import StudyProgress
-from studies.report import StudySettings
+from studies.harness import Session, seeded
 
 __all__ = [
     "CURVE_STRIDE",
@@ -50,8 +47,6 @@ __all__ = [
     "Single",
     "accuracy",
     "make_plan",
-    "run_cases",
-    "run_singles",
     "train_mixture",
     "train_single",
 ]
@@ -91,85 +86,59 @@ class Outcome:
     steps: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Descent:
-    first_KE: Tensor
-    last_KE: Tensor
-    curve: Sequence[float]
-    steps: int
-
-
-def train_mixture(
-    recipe: Recipe,
-    task: tuple[ClusterSamples, ClusterSamples],
-    *,
-    activation: str,
-    seed: int,
-    balance: bool = False,
-) -> Outcome:
+def train_mixture(case: Case, num: int, seed: int) -> Outcome:
     """Algorithm 1: normalised descent for experts, plain descent for the router.
 
     Args:
-        recipe: The form.
-        task: Training and test data.
-        activation: Of the experts.
-        seed: Of initial values and noise.
-        balance: Whether to add the load balance loss.
+        case: Which mixture.
+        num: Samples for training, and as many for test.
+        seed: Of initial values and noise; of the data unless the case has its own.
     """
-    train, test = task
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layer = build_mixture(recipe, activation, balance=balance)
-        descent = _descend(recipe, layer, train)
+    recipe = case.recipe
+    data_seed = seed if case.data_seed is None else case.data_seed
+    train, test = draw_train_and_test(case.setting, num, data_seed)
+    with seeded(seed):
+        layer = build_mixture(recipe, case.activation, balance=case.balance)
+        counts, curve = _descend(recipe, layer, train)
         layer.train(recipe.as_released)  # the code never leaves training mode
         with torch.no_grad():
             out_BC, record = _forward(layer, _tokens(recipe, test), test.clusters_B)
-    last_KE = descent.last_KE if recipe.as_released else _counts(record)
+    last_KE = counts[-1] if recipe.as_released else _counts(record)
     return Outcome(
         accuracy=accuracy(class_margin(out_BC), test.labels_B),
         entropy=dispatch_entropy(last_KE).item(),
-        noisy_entropy=dispatch_entropy(descent.last_KE).item(),
-        curve=descent.curve,
-        first_KE=descent.first_KE,
+        noisy_entropy=dispatch_entropy(counts[-1]).item(),
+        curve=curve,
+        first_KE=counts[0],
         last_KE=last_KE,
-        steps=descent.steps,
+        steps=len(counts),
     )
 
 
-def train_single(
-    task: tuple[ClusterSamples, ClusterSamples],
-    *,
-    activation: str,
-    num_filters: int,
-    steps: int,
-    seed: int,
-) -> float:
+def train_single(single: Single, num: int, *, steps: int) -> float:
     """A single model as the code has it: Adam, two logits with biases, inputs x10.
 
     Args:
-        task: Training and test data.
-        activation: Of the filters.
-        num_filters: Of both classes together.
+        single: Which.
+        num: Samples for training, and as many for test.
         steps: Full-batch steps.
-        seed: Of initial values.
 
     Returns:
         Accuracy on test data, per cent.
     """
-    train, test = task
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    train, test = draw_train_and_test(single.setting, num, seed=0)
+    with seeded(0):
         model = PatchwiseExperts(
             1,
             PATCH_DIMS,
-            num_filters,
+            single.num_filters,
             num_outputs=2,
-            activation=activation,
+            activation=single.activation,
             bias=True,
             init="uniform",
             init_scale=1.0,
         )
-    linear = activation == "identity"
+    linear = single.activation == "identity"
     optimizer = torch.optim.Adam(
         model.parameters(),
         lr=SINGLE_LINEAR_LR if linear else SINGLE_LR,
@@ -197,7 +166,10 @@ def accuracy(margin_B: Tensor, labels_B: Tensor) -> float:
     return 100.0 * (margin_B * labels_B > 0).double().mean().item()
 
 
-def _descend(recipe: Recipe, layer: MoELayer, train: ClusterSamples) -> _Descent:
+def _descend(
+    recipe: Recipe, layer: MoELayer, train: ClusterSamples
+) -> tuple[list[Tensor], list[float]]:
+    """The dispatch of every step, and the curve of its entropy."""
     groups, others = expert_parameters(layer)
     optimizers = (
         NormalizedGD(
@@ -228,7 +200,7 @@ def _descend(recipe: Recipe, layer: MoELayer, train: ClusterSamples) -> _Descent
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-    return _Descent(counts[0], counts[-1], curve, len(counts))
+    return counts, curve
 
 
 def _tokens(recipe: Recipe, data: ClusterSamples) -> Tensor:
@@ -267,7 +239,7 @@ class Case:
 
     Attributes:
         recipe: The form.
-        setting: Key of `damex.studies.cluster_data.SETTINGS`.
+        setting: Key of `studies.cluster_data.SETTINGS`.
         activation: Of the experts.
         balance: Whether to add the load balance loss.
         data_seed: Of the one set of data that all seeds share, as the authors' code has
@@ -320,17 +292,16 @@ class Plan:
     draws: int
 
 
-def make_plan(settings: StudySettings) -> Plan:
+def make_plan(session: Session) -> Plan:
     """The full plan, or a quick one with smaller data.
 
     Args:
-        settings: Of the study.
+        session: How much to run.
     """
-    if settings.quick:
-        return _quick_plan(range(settings.seeds or 1))
-    seeds = range(settings.seeds or SEEDS)
+    if session.quick:
+        return _quick_plan(session.seed_range(1))
     both = ("identity", "cubic")
-    published = range(settings.seeds or PAPER_SEEDS)
+    seeds, published = session.seed_range(SEEDS), session.seed_range(PAPER_SEEDS)
     cases = {Case(OFFICIAL, s, a): published for s in "1234" for a in both}
     cases |= {Case(OFFICIAL, s, "identity", balance=True): seeds for s in "1234"}
     printed = (PAPER_X10, PAPER)
@@ -349,54 +320,6 @@ def make_plan(settings: StudySettings) -> Plan:
         single_steps=250,
         draws=400_000,
     )
-
-
-def run_cases(
-    cases: Mapping[Case, range], num: int, progress: StudyProgress
-) -> dict[Case, list[Outcome]]:
-    """Trains mixtures.
-
-    Args:
-        cases: Which, with their seeds.
-        num: Samples for training, and as many for test.
-        progress: Shows how far it is.
-    """
-    jobs = [(case, seed) for case, seeds in cases.items() for seed in seeds]
-    found: dict[Case, list[Outcome]] = {case: [] for case in cases}
-    for case, seed in progress.track(jobs, "train mixtures"):
-        data_seed = seed if case.data_seed is None else case.data_seed
-        outcome = train_mixture(
-            case.recipe,
-            draw_train_and_test(case.setting, num, data_seed),
-            activation=case.activation,
-            seed=seed,
-            balance=case.balance,
-        )
-        found[case].append(outcome)
-    return found
-
-
-def run_singles(plan: Plan, progress: StudyProgress) -> dict[Single, float]:
-    """Trains all single models.
-
-    Args:
-        plan: What to run.
-        progress: Shows how far it is.
-
-    Returns:
-        Accuracy on test data, per cent.
-    """
-    singles: Iterable[Single] = progress.track(plan.singles, "train single models")
-    return {
-        single: train_single(
-            draw_train_and_test(single.setting, plan.num, seed=0),
-            activation=single.activation,
-            num_filters=single.num_filters,
-            steps=plan.single_steps,
-            seed=0,
-        )
-        for single in singles
-    }
 
 
 def _quick_plan(seeds: range) -> Plan:

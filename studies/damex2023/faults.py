@@ -4,16 +4,11 @@ Read in the code at github.com/jinga-lala/DAMEX, commit 20ded9d.
 
 Axes: B images, N tokens per image, T = B*N tokens, D features, E experts, G data sets,
 C classes.
-
-What has to hold exactly, whatever is trained.
-
-Axes: B images, N tokens per image, T = B*N tokens, D features, E experts.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +20,18 @@ from damex.moe import (
     MoELayer,
     TopKGate,
     dataset_routing_loss,
-    dropped_counts,
     dropped_share,
     own_expert_counts,
 )
 from studies.cluster_data import ClusterTask
-from studies.damex2023.mixing import ROUTER_STD, damex_layer
+from studies.damex2023.mixing import damex_layer
+from studies.harness import seeded
 
 __all__ = [
-    "FirstWeights",
     "Routing",
     "capacity_curve",
     "draw_images",
-    "drops_of_a_good_router",
-    "first_gate_weights",
     "label_accuracy",
-    "loss_gap",
-    "metadata_gap",
     "targets_accuracy",
 ]
 
@@ -220,8 +210,7 @@ def label_accuracy(
     generator = torch.Generator().manual_seed(seed)
     dims, classes = task.signals_KD.shape[1], task.num_clusters
     layer = damex_layer(dims, 2, seed=seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         head = nn.Linear(dims, classes)
 
     def draw(size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,7 +252,7 @@ def _quality(
     layer.eval()
     record = layer.route(tokens_BND, group_ids_B=datasets_B)
     dropless = TopKGate()(record.logits_TE.unflatten(0, tokens_BND.shape[:2]))
-    record = dataclasses.replace(record, assignment=dropless)
+    record = replace(record, assignment=dropless)
     hits_G, tokens_G = own_expert_counts(record)
     own_T = datasets_B.repeat_interleave(tokens_BND.shape[1])
     own_prob_T = record.probs_TE.gather(1, own_T.unsqueeze(1))
@@ -280,112 +269,3 @@ def _dropped(layer: MoELayer, tokens_BND: Tensor) -> float:
         for image_ND in tokens_BND
     ]
     return 100.0 * sum(shares) / len(shares)
-
-
-DIMS, NUM_EXPERTS, NUM_TOKENS = 16, 8, 900
-LARGEST_OF_EIGHT = 1.4236  # expected largest of eight standard normal values
-
-
-@dataclass(frozen=True)
-class FirstWeights:
-    """Gate weights before training, times E.
-
-    Attributes:
-        mean: Over routes.
-        smallest: Of all routes.
-        largest: Of all routes.
-        expected: What `mean` should be, by arithmetic.
-    """
-
-    mean: float
-    smallest: float
-    largest: float
-    expected: float
-
-
-def loss_gap(*, seed: int) -> float:
-    """Difference of the layer's loss to cross-entropy, two images of two data sets.
-
-    The expected value is the mean of the two images' own cross-entropies, computed
-    with the tokens query by query.
-
-    Args:
-        seed: Of weights and tokens.
-    """
-    layer, tokens_BND = damex_layer(DIMS, NUM_EXPERTS, seed=seed), _tokens(2, seed=seed)
-    _, record = layer(tokens_BND, group_ids_B=torch.tensor([3, 1]))
-    logits_NBE = layer.router(tokens_BND.transpose(0, 1))
-    targets_NB = torch.tensor([3, 1]).expand(NUM_TOKENS, 2)
-    expected = functional.cross_entropy(logits_NBE.flatten(0, 1), targets_NB.flatten())
-    return abs(record.losses["dataset_routing"].item() - 0.1 * expected.item())
-
-
-@torch.no_grad()
-def metadata_gap(*, seed: int) -> float:
-    """Largest difference between outputs with and without data set ids in a test.
-
-    Args:
-        seed: Of weights and tokens.
-    """
-    layer, tokens_BND = (
-        damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval(),
-        _tokens(2, seed=seed),
-    )
-    told, _ = layer(tokens_BND, group_ids_B=torch.tensor([5, 2]))
-    untold, _ = layer(tokens_BND)
-    return (told - untold).abs().max().item()
-
-
-@torch.no_grad()
-def first_gate_weights(*, seed: int) -> FirstWeights:
-    """Weights of routes before any training, times E.
-
-    A logit is normal with the standard deviation `ROUTER_STD` |x|, and the largest of
-    eight lies 1.4236 deviations above their mean; to first order that is what the
-    weight of a top-1 route times E is above 1.
-
-    Args:
-        seed: Of weights and tokens.
-    """
-    layer = damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval()
-    tokens_BND = _tokens(2, seed=seed)
-    weight_R = layer.route(tokens_BND).assignment.weight_R * NUM_EXPERTS
-    deviation = ROUTER_STD * tokens_BND.norm(dim=2).mean().item()
-    return FirstWeights(
-        mean=weight_R.mean().item(),
-        smallest=weight_R.min().item(),
-        largest=weight_R.max().item(),
-        expected=1.0 + LARGEST_OF_EIGHT * deviation,
-    )
-
-
-@torch.no_grad()
-def drops_of_a_good_router(
-    num_tokens: int, *, capacity: ExpertCapacity | None
-) -> tuple[int, float]:
-    """One image whose tokens all belong to one expert.
-
-    Args:
-        num_tokens: Of the image.
-        capacity: Places of the experts; None for no limit.
-
-    Returns:
-        Served tokens, and the largest output of a token that was not (0 if all were).
-    """
-    layer = damex_layer(DIMS, NUM_EXPERTS, seed=0, capacity=capacity).eval()
-    # The first feature is 1 for all tokens, and only expert 5 looks at it.
-    weight_ED = layer.get_parameter("router.weight_ED").zero_()
-    weight_ED[5, 0] = 6.0
-    tokens_1ND = _tokens(1, seed=0, num_tokens=num_tokens)
-    tokens_1ND[..., 0] = 1.0
-    out_1ND, record = layer(tokens_1ND)
-    dropped, asked = dropped_counts(record)
-    served_T = torch.zeros(num_tokens, dtype=torch.bool)
-    served_T[record.assignment.token_index_R] = True
-    rest = out_1ND.flatten(0, 1)[~served_T]
-    return int(asked - dropped), rest.abs().max().item() if len(rest) else 0.0
-
-
-def _tokens(num_images: int, *, seed: int, num_tokens: int = NUM_TOKENS) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_images, num_tokens, DIMS, generator=generator)

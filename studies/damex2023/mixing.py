@@ -1,10 +1,6 @@
-"""A mixture of experts over samples of four patches, out of the detector's own parts.
+"""A mixture of experts, out of the detector's own parts, on a mixture of data sets.
 
-Axes: B samples, P = 4 patches, D features of a patch, E experts, R routes.
-
-Lemma 1 made visible: more and more data sets, and no more experts.
-
-Axes: B samples, P patches, D features, E experts, G data sets.
+Axes: B samples, P = 4 patches, D features of a patch, E experts, R routes, G data sets.
 """
 
 from __future__ import annotations
@@ -28,22 +24,22 @@ from damex.moe import (
     RoutingLoss,
     RoutingRecord,
     TopKGate,
-    coefficient_of_variation,
     dispatch_counts,
     dispatch_entropy,
     mutual_information,
     own_expert_counts,
 )
 from studies.cluster_data import (
+    NUM_PATCHES,
     SETTINGS,
     ClusterSamples,
     ClusterTask,
     PatchSumRouter,
     draw_task,
 )
+from studies.harness import seeded
 
 __all__ = [
-    "NUM_PATCHES",
     "ROUTER_STD",
     "ClusterMoE",
     "Method",
@@ -58,7 +54,6 @@ __all__ = [
 ]
 
 Method = Literal["vanilla", "damex"]
-NUM_PATCHES = 4
 ROUTER_STD = 0.005  # DAMEX's
 
 
@@ -92,7 +87,6 @@ class ClusterMoE(nn.Module):
         num_datasets: Data sets that are mixed.
         num_experts: E.
         hidden_dims: Filters of each expert.
-        capacity: Places of an expert; None drops nothing.
     """
 
     def __init__(
@@ -103,7 +97,6 @@ class ClusterMoE(nn.Module):
         num_datasets: int,
         num_experts: int,
         hidden_dims: int,
-        capacity: ExpertCapacity | None = None,
     ) -> None:
         super().__init__()
         losses: tuple[RoutingLoss, ...] = (DatasetRoutingLoss(weight=0.1),)
@@ -111,7 +104,7 @@ class ClusterMoE(nn.Module):
             losses = (ImportanceLoss(weight=0.05), LoadBalanceLoss(weight=0.05))
         self.layer = MoELayer(
             router=PatchSumRouter(num_experts, dims, init_std=ROUTER_STD),
-            gate=TopKGate(noise="gaussian", capacity=capacity),
+            gate=TopKGate(noise="gaussian"),
             experts=_PatchSumExperts(num_experts, dims, hidden_dims),
             losses=losses,
             group_experts=dataset_experts(num_datasets, num_experts),
@@ -165,8 +158,7 @@ def damex_layer(
         seed: Of the parameters; the global generator is left as it was.
         capacity: Of an expert; None drops no token.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return MoELayer(
             router=LinearRouter(dims, num_datasets, init_std=ROUTER_STD),
             gate=TopKGate(noise="gaussian", capacity=capacity),
@@ -214,7 +206,6 @@ class Outcome:
         entropy: `dispatch_entropy` of data sets in experts, in nats.
         information: `mutual_information` of data set and expert, in nats.
         routing: Samples at an expert of their own data set, in percent.
-        imbalance: `coefficient_of_variation` of the experts' load.
         counts_GE: Samples by data set and expert.
     """
 
@@ -222,7 +213,6 @@ class Outcome:
     entropy: float
     information: float
     routing: float
-    imbalance: float
     counts_GE: Tensor
 
 
@@ -270,8 +260,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     samples = task.draw(mixing.num_samples, generator)
     datasets_B = datasets_of(samples, mixing)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = ClusterMoE(
             method,
             dims=mixing.dims,
@@ -311,6 +300,5 @@ def evaluate(model: ClusterMoE, samples: ClusterSamples, mixing: Mixing) -> Outc
         entropy=dispatch_entropy(counts_GE).item(),
         information=mutual_information(counts_GE).item(),
         routing=100.0 * (hits_G.sum() / tokens_G.sum()).item(),
-        imbalance=coefficient_of_variation(counts_GE.sum(0)).item(),
         counts_GE=counts_GE,
     )

@@ -1,7 +1,4 @@
-"""All that the study measures, seed by seed.
-
-The lines of the table: which mixture, which method, how many experts.
-"""
+"""Which mixtures and faults are measured: the lines of the table, seed by seed."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from studies.damex2023.mixing import (
     evaluate,
     train,
 )
-from studies.harness import StudyProgress
+from studies.harness import Session
 
 __all__ = [
     "ALONE",
@@ -89,38 +86,25 @@ class Faults:
     labels: Mapping[tuple[bool, bool], float]
 
 
-def measure_mixing(plan: Plan, progress: StudyProgress) -> dict[Case, list[Outcome]]:
+def measure_mixing(plan: Plan, session: Session) -> dict[Case, list[Outcome]]:
     """Trains and tests both methods on all mixtures, and one expert on one data set.
 
     Args:
         plan: How much.
-        progress: Told after each run.
+        session: Runs it.
     """
-    cases = _cases(plan)
-    runs = [(case, seed) for seed in plan.seeds for case in cases]
-    outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
-    for case, seed in progress.track(runs, "mixtures of data sets"):
+
+    def measure(case: Case, seed: int) -> Outcome:
         mixing = _sizes(plan.mixing, case)
         generator = torch.Generator().manual_seed(TEST_SEED + seed)
         task = draw_mixture(
             mixing, case.num_datasets, shared=case.shared, generator=generator
         )
         model = train(task, mixing, case.method, seed=seed)
-        samples = task.draw(mixing.num_samples, generator)
-        outcomes[case].append(evaluate(model, samples, mixing))
-    return outcomes
+        return evaluate(model, task.draw(mixing.num_samples, generator), mixing)
 
-
-def measure_faults(plan: Plan, progress: StudyProgress) -> list[Faults]:
-    """Shows the released code's faults, each beside the mended way.
-
-    Args:
-        plan: How much.
-        progress: Told after each seed.
-    """
-    return [
-        _faults(plan, seed) for seed in progress.track(plan.seeds, "released faults")
-    ]
+    jobs = [(case, seed) for seed in plan.seeds for case in _cases(plan)]
+    return session.run(jobs, measure, "mixtures of data sets")
 
 
 def _sizes(mixing: Mixing, case: Case) -> Mixing:
@@ -152,7 +136,13 @@ def _cases(plan: Plan) -> list[Case]:
     return [*cases, ALONE]
 
 
-def _faults(plan: Plan, seed: int) -> Faults:
+def measure_faults(plan: Plan, seed: int) -> Faults:
+    """Shows the released code's faults, each beside the mended way.
+
+    Args:
+        plan: How much.
+        seed: Of everything.
+    """
     generator = torch.Generator().manual_seed(TEST_SEED + seed)
     mixing = plan.mixing
     many = max(plan.datasets)

@@ -1,25 +1,13 @@
-"""Rows of the mixtures: Lemma 1, and why it fails where it does.
-
-Rows of the released code's faults, and of what holds exactly.
-
-What the study says in the end.
-"""
+"""Rows of the mixtures (Lemma 1, and why it fails where it does) and of the faults."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from damex.moe import ExpertCapacity
-from studies.damex2023.faults import (
-    Routing,
-    drops_of_a_good_router,
-    first_gate_weights,
-    loss_gap,
-    metadata_gap,
-)
+from studies.damex2023.faults import Routing
 from studies.damex2023.mixing import Outcome
 from studies.damex2023.plan import (
     ALONE,
@@ -29,17 +17,9 @@ from studies.damex2023.plan import (
     cases_with_more_experts,
     growing_cases,
 )
-from studies.report import Row
+from studies.report import Row, at_least, at_most, checked, differences, near
 
-__all__ = [
-    "Outcomes",
-    "conclusion",
-    "exact_rows",
-    "fault_rows",
-    "gains",
-    "kind",
-    "mixing_rows",
-]
+__all__ = ["fault_rows", "mixing_rows", "remark"]
 
 Outcomes = Mapping[Case, Sequence[Outcome]]
 ONE_EXPERT, TOLERANCE = 87.5, 0.8  # per cent, as in the study of chen2022
@@ -74,30 +54,6 @@ def mixing_rows(outcomes: Outcomes) -> list[Row]:
         for case in cases_with_more_experts(outcomes, "damex")
     ]
     return rows
-
-
-def gains(outcomes: Outcomes, damex: Case) -> list[float]:
-    """DAMEX's accuracy minus the vanilla mixture's, in points, seed by seed.
-
-    Args:
-        outcomes: By case.
-        damex: The case; the vanilla one is that with all else the same.
-    """
-    vanilla = outcomes[replace(damex, method="vanilla")]
-    return [
-        ours.accuracy - theirs.accuracy
-        for ours, theirs in zip(outcomes[damex], vanilla, strict=True)
-    ]
-
-
-def kind(*, shared: bool) -> str:
-    """Names a kind of mixture.
-
-    Args:
-        shared: See `draw_mixture`.
-    """
-    whose = "any data set" if shared else "the same data set"
-    return f"disturbing signals come from {whose}"
 
 
 def _case_rows(case: Case, found: Sequence[Outcome], *, claims: bool) -> list[Row]:
@@ -152,7 +108,7 @@ def _lemma_rows(outcomes: Outcomes, *, shared: bool) -> list[Row]:
             fall,
             "> 0 for all seeds",
             min(fall) > 0.0,
-            kind(shared=shared),
+            _kind(shared=shared),
             2,
         ),
         _gain_row(outcomes, replace(most, method="damex"), claims=True),
@@ -160,8 +116,8 @@ def _lemma_rows(outcomes: Outcomes, *, shared: bool) -> list[Row]:
 
 
 def _gain_row(outcomes: Outcomes, damex: Case, *, claims: bool) -> Row:
-    values = gains(outcomes, damex)
-    where = kind(shared=damex.shared)
+    values = _gains(outcomes, damex)
+    where = _kind(shared=damex.shared)
     name = f"DAMEX minus vanilla at {damex.num_datasets} data sets, points"
     if not claims:
         where = f"{damex.num_experts} experts, {where}"
@@ -179,9 +135,23 @@ def _alone_row(found: Sequence[Outcome]) -> Row:
         values,
         f"<= {ONE_EXPERT} + {TOLERANCE}",
         max(values) <= ONE_EXPERT + TOLERANCE,
-        f"one expert, one data set, {kind(shared=ALONE.shared)}",
+        f"one expert, one data set, {_kind(shared=ALONE.shared)}",
         2,
     )
+
+
+def _gains(outcomes: Outcomes, damex: Case) -> list[float]:
+    """DAMEX's accuracy minus that of a vanilla mixture with all else the same."""
+    ours, theirs = (
+        [outcome.accuracy for outcome in outcomes[case]]
+        for case in (damex, replace(damex, method="vanilla"))
+    )
+    return differences(ours, theirs)
+
+
+def _kind(*, shared: bool) -> str:
+    whose = "any data set" if shared else "the same data set"
+    return f"disturbing signals come from {whose}"
 
 
 def _label(case: Case, *, usual: bool) -> str:
@@ -191,7 +161,7 @@ def _label(case: Case, *, usual: bool) -> str:
         parts.append(f"{case.num_experts} experts")
     if case.longer > 1:
         parts.append(f"{case.longer} times the steps")
-    return ", ".join([*parts, kind(shared=case.shared)])
+    return ", ".join([*parts, _kind(shared=case.shared)])
 
 
 def fault_rows(faults: Sequence[Faults]) -> list[Row]:
@@ -207,182 +177,83 @@ def _target_rows(faults: Sequence[Faults]) -> list[Row]:
     rows = []
     for number, released in faults[0].targets:
         found = [fault.targets[number, released] for fault in faults]
-        label = (
-            f"{'released' if released else 'our'} layout, two images, "
-            f"{number} data sets"
-        )
+        whose = "released" if released else "our"
+        where = f"{whose} layout, two images, {number} data sets"
         wrong = 50.0 if released else 0.0
-        rows.append(
-            _checked(
+        rows += [
+            checked(
                 "wrong routing targets, %",
-                label,
                 [routing.wrong_targets for routing in found],
                 f"{wrong:g}",
-                _close_to(wrong),
-            )
-        )
-        rows.append(_routing_accuracy(found, label, number, released=released))
-        rows.append(
-            _plain(
-                "probability of the own expert, %",
-                label,
-                [routing.confidence for routing in found],
+                near(wrong, 1e-6),
+                where,
                 digits=1,
-            )
-        )
+            ),
+            _routing_accuracy(found, where, number, released=released),
+            Row(
+                "probability of the own expert, %",
+                "-",
+                [routing.confidence for routing in found],
+                settings=where,
+                digits=1,
+            ),
+        ]
     return rows
 
 
 def _routing_accuracy(
-    found: Sequence[Routing], label: str, number: int, *, released: bool
+    found: Sequence[Routing], where: str, number: int, *, released: bool
 ) -> Row:
     values = [routing.accuracy for routing in found]
     name = "routed to the expert of the data set, %"
     if not released:
-        return _checked(name, label, values, ">= 95", lambda value: value >= 95.0)
+        return checked(name, values, ">= 95", at_least(95.0), where, digits=1)
     if number == 2:  # every target is a coin toss
-        return _checked(name, label, values, "<= 75", lambda value: value <= 75.0)
-    return _plain(name, label, values, digits=1)
+        return checked(name, values, "<= 75", at_most(75.0), where, digits=1)
+    return Row(name, "-", values, settings=where, digits=1)
 
 
 def _capacity_rows(faults: Sequence[Faults]) -> list[Row]:
-    rows = []
-    for limited in (True, False):
-        values = [fault.curves[limited][-1][1] for fault in faults]
-        label = f"{'capacity 1.25' if limited else 'dropless'}, trained router"
-        rows.append(
-            _checked(
-                "dropped tokens, 900 of one data set, %",
-                label,
-                values,
-                ">= 80" if limited else "0",
-                (lambda value: value >= 80.0)
-                if limited
-                else (lambda value: value == 0.0),
-                published="84.3 (by its arithmetic)" if limited else "-",
-            )
-        )
-    return rows
+    """What is dropped in the end, with the released capacity and without a limit."""
+    name = "dropped tokens, 900 of one data set, %"
+    limited, free = (
+        [fault.curves[limit][-1][1] for fault in faults] for limit in (True, False)
+    )
+    said = "84.3 (by its arithmetic)"
+    return [
+        checked(
+            name,
+            limited,
+            ">= 80",
+            at_least(80.0),
+            "capacity 1.25, trained router",
+            published=said,
+            digits=1,
+        ),
+        checked(name, free, "0", at_most(0.0), "dropless, trained router", digits=1),
+    ]
 
 
 def _label_rows(faults: Sequence[Faults]) -> list[Row]:
-    wanted: Mapping[tuple[bool, bool], tuple[str, Callable[[float], bool]]] = {
-        (False, False): ("50 +- 3", lambda value: abs(value - 50.0) <= 3.0),
-        (True, False): (">= 95", lambda value: value >= 95.0),
-        (True, True): (">= 95", lambda value: value >= 95.0),
-    }
     rows = []
+    name = "class accuracy, the same classes numbered differently, %"
     for by_name, marked in faults[0].labels:
-        label = (
-            f"{'labels by name' if by_name else 'own numbers (released)'}, tokens "
-            f"{'show' if marked else 'do not show'} their data set"
-        )
+        numbers = "labels by name" if by_name else "own numbers (released)"
+        show = "show" if marked else "do not show"
+        where = f"{numbers}, tokens {show} their data set"
         values = [fault.labels[by_name, marked] for fault in faults]
-        name = "class accuracy, the same classes numbered differently, %"
-        if (by_name, marked) in wanted:
-            criterion, test = wanted[by_name, marked]
-            rows.append(_checked(name, label, values, criterion, test))
+        if by_name:
+            row = checked(name, values, ">= 95", at_least(95.0), where, digits=1)
+        elif not marked:
+            row = checked(name, values, "50 +- 3", near(50.0, 3.0), where, digits=1)
         else:
-            rows.append(_plain(name, label, values, digits=1))
+            row = Row(name, "-", values, settings=where, digits=1)
+        rows.append(row)
     return rows
 
 
-def exact_rows(seeds: Sequence[int]) -> list[Row]:
-    """What has to hold exactly.
-
-    Args:
-        seeds: Of weights and tokens.
-    """
-    capacity = ExpertCapacity(factor=1.25)
-    gaps = [loss_gap(seed=seed) for seed in seeds]
-    rows = [
-        Row(
-            "loss minus cross-entropy, two images of two data sets",
-            "0",
-            gaps,
-            "< 1e-6",
-            max(gaps) < 1e-6,
-            digits=8,
-        ),
-        _checked(
-            "output with minus without data set ids in a test",
-            "",
-            [metadata_gap(seed=seed) for seed in seeds],
-            "0",
-            lambda value: value == 0.0,
-        ),
-        *_first_weight_rows(seeds),
-    ]
-    for tokens, limit, expected in (
-        (900, capacity, 141),
-        (1100, capacity, 172),
-        (900, None, 900),
-    ):
-        served, rest = drops_of_a_good_router(tokens, capacity=limit)
-        rows.append(
-            Row(
-                f"served of {tokens} tokens that go to one of 8 experts",
-                str(expected) if limit else "-",
-                [float(served)],
-                f"= {expected}, others exactly 0",
-                served == expected and rest == 0.0,
-                "capacity 1.25" if limit else "dropless",
-                0,
-            )
-        )
-    return rows
-
-
-def _first_weight_rows(seeds: Sequence[int]) -> list[Row]:
-    """Gate weights before training: what a router of eight normal logits gives."""
-    found = [first_gate_weights(seed=seed) for seed in seeds]
-    means = [weights.mean for weights in found]
-    expected = fmean(weights.expected for weights in found)
-    extremes = [edge for one in found for edge in (one.smallest, one.largest)]
-    return [
-        Row(
-            "E times the mean gate weight at the start",
-            "-",
-            means,
-            f"mean within 0.005 of {expected:.3f} (eight normal logits)",
-            abs(fmean(means) - expected) <= 0.005,
-            "router std 0.005",
-        ),
-        Row(
-            "E times a gate weight at the start (smallest and largest by seed)",
-            "-",
-            extremes,
-            "in [0.9, 1.1]",
-            min(extremes) >= 0.9 and max(extremes) <= 1.1,
-            "router std 0.005",
-        ),
-    ]
-
-
-def _checked(
-    name: str,
-    label: str,
-    values: Sequence[float],
-    criterion: str,
-    test: Callable[[float], bool],
-    *,
-    published: str = "-",
-) -> Row:
-    """A row whose criterion has to hold for each seed."""
-    holds = all(test(value) for value in values)
-    return Row(name, published, values, criterion, holds, label, 1)
-
-
-def _close_to(expected: float) -> Callable[[float], bool]:
-    return lambda value: abs(value - expected) < 1e-6
-
-
-def _plain(name: str, label: str, values: Sequence[float], *, digits: int = 2) -> Row:
-    return Row(name, "-", values, settings=label, digits=digits)
-
-
-def conclusion(outcomes: Outcomes, faults: Sequence[Faults]) -> str:
-    """Says what was confirmed and what was not.
+def remark(outcomes: Outcomes, faults: Sequence[Faults]) -> str:
+    """Whether DAMEX gains, and what the faults cost.
 
     Args:
         outcomes: By case.
@@ -391,11 +262,11 @@ def conclusion(outcomes: Outcomes, faults: Sequence[Faults]) -> str:
     parts = []
     for shared in sorted({case.shared for case in outcomes}):
         damex = growing_cases(outcomes, "damex", shared=shared)[-1]
-        holds = min(gains(outcomes, damex)) > 0.0
+        holds = min(_gains(outcomes, damex)) > 0.0
         verdict = "is confirmed" if holds else "is not confirmed"
         parts.append(
             f"DAMEX's gain over a vanilla MoE with the same parameters {verdict} where "
-            f"{kind(shared=shared)}: {_against(outcomes, damex)} at "
+            f"{_kind(shared=shared)}: {_against(outcomes, damex)} at "
             f"{damex.num_datasets} data sets and {damex.num_experts} experts"
         )
         parts += [

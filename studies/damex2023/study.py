@@ -1,7 +1,4 @@
-"""The study: mixtures of data sets, the released faults, and what holds exactly.
-
-The figure of the study.
-"""
+"""The study: mixtures of data sets, the released faults, and what holds exactly."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from studies.damex2023.exact import exact_rows
 from studies.damex2023.mixing import Method, Mixing, Outcome
 from studies.damex2023.plan import (
     ALONE,
@@ -23,25 +21,25 @@ from studies.damex2023.plan import (
     measure_faults,
     measure_mixing,
 )
-from studies.damex2023.rows import conclusion, exact_rows, fault_rows, mixing_rows
-from studies.harness import StudyProgress
-from studies.report import StudyResult, StudySettings
+from studies.damex2023.rows import fault_rows, mixing_rows, remark
+from studies.harness import Session, track
+from studies.report import StudyResult, draw_seeds
 
-__all__ = ["draw_figure", "run"]
+__all__ = ["run"]
 
 SEEDS = 5
 
 
-def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
+def run(session: Session) -> StudyResult:
     """Runs the study.
 
     Args:
-        settings: How much.
-        progress: Told how far it is.
+        session: How much.
     """
-    plan = _plan(settings)
-    outcomes = measure_mixing(plan, progress)
-    faults = measure_faults(plan, progress)
+    plan = _plan(session)
+    outcomes = measure_mixing(plan, session)
+    seeds = track(plan.seeds, "released faults", session.console)
+    faults = [measure_faults(plan, seed) for seed in seeds]
     rows = [
         *mixing_rows(outcomes),
         *fault_rows(faults),
@@ -51,8 +49,7 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
     return StudyResult(
         title="DAMEX (Jain et al. 2023, arXiv 2311.04894)",
         rows=rows,
-        conclusion=conclusion(outcomes, faults),
-        figure=draw_figure(outcomes, faults),
+        figure=_figure(outcomes, faults),
         settings={
             "experts": f"{mixing.num_experts} unless the row says otherwise",
             "cubic filters of all experts": mixing.num_experts * mixing.hidden_dims,
@@ -62,18 +59,19 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
             "batch": mixing.batch_size,
             "learning rate": mixing.lr,
         },
+        remark=remark(outcomes, faults),
     )
 
 
-def _plan(settings: StudySettings) -> Plan:
-    if settings.quick:
+def _plan(session: Session) -> Plan:
+    if session.quick:
         return Plan(
             mixing=Mixing(steps=120, batch_size=256, num_samples=3000),
             datasets=(2, 8),
             kinds=(False, True),
             longer=(),
             more_experts=(32,),
-            seeds=range(settings.seeds or 1),
+            seeds=session.seed_range(1),
             router_steps=100,
             label_steps=60,
             tokens=16,
@@ -84,7 +82,7 @@ def _plan(settings: StudySettings) -> Plan:
         kinds=(False, True),
         longer=(4,),
         more_experts=(16, 32),
-        seeds=range(settings.seeds or SEEDS),
+        seeds=session.seed_range(SEEDS),
     )
 
 
@@ -92,7 +90,7 @@ COLORS: Mapping[Method, str] = {"vanilla": "#b2603a", "damex": "#2a6f97"}
 NAMES: Mapping[Method, str] = {"vanilla": "vanilla MoE", "damex": "DAMEX"}
 
 
-def draw_figure(
+def _figure(
     outcomes: Mapping[Case, Sequence[Outcome]], faults: Sequence[Faults]
 ) -> Figure:
     """Accuracy by number of data sets, who goes where, and what a capacity drops.
@@ -163,18 +161,8 @@ def _draw_curve(
     method: Method,
 ) -> None:
     values = [[o.accuracy for o in outcomes] for outcomes in found]
-    means = [float(np.mean(seeds)) for seeds in values]
-    spreads = [
-        float(np.std(seeds, ddof=1)) if len(seeds) > 1 else 0.0 for seeds in values
-    ]
-    axes.errorbar(
-        numbers,
-        means,
-        spreads,
-        color=COLORS[method],
-        marker="o",
-        label=NAMES[method],
-    )
+    style = dict(color=COLORS[method], marker="o", label=NAMES[method])
+    draw_seeds(axes, numbers, values, **style)
 
 
 def _draw_drops(axes: Axes, faults: Sequence[Faults]) -> None:

@@ -1,6 +1,4 @@
-"""All that the study measures, network by network and seed by seed.
-
-What is measured of a trained network.
+"""Which networks are trained, and what is measured of each.
 
 Axes: B images, H and W height and width, C channels, E entries of the embedding.
 """
@@ -19,32 +17,26 @@ from studies.deepmoe2019.network import (
     STRATEGIES,
     VGG,
     DigitNet,
-    Digits,
     Recipe,
     Stages,
     build_network,
     draw_digits,
     shrink,
-    train_joint,
-    train_with_fixed_gates,
+    train,
 )
-from studies.digits import DIGIT_SIDE
-from studies.harness import StudyProgress
+from studies.digits import DIGIT_SIDE, DigitSource
+from studies.harness import Session
 
 __all__ = [
     "EMBEDDING_WIDTHS",
     "WEAK_EMBEDDING_WIDTHS",
-    "WIDE",
     "Case",
-    "Design",
     "Measured",
     "Plan",
-    "Scores",
     "conv_flops",
     "counted_flops",
     "embedding_flops",
     "flops_by_hand",
-    "measure",
     "measure_all",
     "open_gate_gap",
     "score",
@@ -128,48 +120,38 @@ class Measured:
     gating_moved: float
 
 
-def measure_all(plan: Plan, progress: StudyProgress) -> dict[Case, list[Measured]]:
+def measure_all(plan: Plan, session: Session) -> dict[Case, list[Measured]]:
     """Trains and tests every network for every seed.
 
     Args:
         plan: How much.
-        progress: Told after each network.
+        session: Runs it.
     """
-    cases = _cases(plan)
-    runs = [(case, seed) for seed in plan.seeds for case in cases]
-    found: dict[Case, list[Measured]] = {case: [] for case in cases}
-    for case, seed in progress.track(runs, "networks"):
+    designs = _designs(plan)
+
+    def measure(case: Case, seed: int) -> Measured:
         digits = draw_digits(seed=seed, num_train=plan.num_train)
-        found[case].append(
-            measure(
-                cases[case], digits, seed=seed, num_flop_images=plan.num_flop_images
-            )
-        )
-    return found
+        return _measure(designs[case], digits, seed, plan.num_flop_images)
+
+    jobs = [(case, seed) for seed in plan.seeds for case in designs]
+    return session.run(jobs, measure, "networks")
 
 
-def measure(
-    design: Design, digits: Digits, *, seed: int, num_flop_images: int
+def _measure(
+    design: Design, digits: DigitSource, seed: int, num_flop_images: int
 ) -> Measured:
-    """Builds, trains in both stages and measures one network.
-
-    Args:
-        design: The network and its training.
-        digits: The data.
-        seed: Of weights and order.
-        num_flop_images: Test images with which operations are counted.
-    """
+    """Builds, trains in both stages and measures one network."""
     recipe = design.recipe
     network = build_network(
         design.stages, embedding_widths=design.embedding_widths, seed=seed
     )
     generator = torch.Generator().manual_seed(seed)
-    train_joint(network, digits, recipe, generator)
+    train(network, digits, recipe, generator, stage=1)
     joint, before = score(network, digits), _gating_state(network)
-    train_with_fixed_gates(network, digits, recipe, generator)
+    train(network, digits, recipe, generator, stage=2)
     after = _gating_state(network)
     moved = [(before[key] - after[key]).abs().max().item() for key in before]
-    images_B1HW = digits.test_images_B1HW[:num_flop_images]
+    images_B1HW = digits.test.images_S1HW[:num_flop_images]
     flops, gap = counted_flops(network, images_B1HW)
     return Measured(
         joint=joint,
@@ -184,7 +166,7 @@ def measure(
     )
 
 
-def _cases(plan: Plan) -> dict[Case, Design]:
+def _designs(plan: Plan) -> dict[Case, Design]:
     cases: dict[Case, Design] = {
         ("plain", "32"): Design(WIDE, plan.recipe, None),
         ("plain", "16"): Design(HALF, plan.recipe, None),
@@ -244,20 +226,20 @@ class Scores:
 
 
 @torch.no_grad()
-def score(network: DigitNet, digits: Digits) -> Scores:
+def score(network: DigitNet, digits: DigitSource) -> Scores:
     """Tests a network, all channels computed and closed ones multiplied by zero.
 
     Args:
         network: In evaluation.
         digits: The data.
     """
-    images_B1HW, labels_B = digits.test_images_B1HW, digits.test_labels_B
+    images_B1HW, labels_B = digits.test.images_S1HW, digits.test.labels_S
     _skip(network, skip=False)
     logits_BE, gates = network(images_B1HW)
     accuracy = _percent(logits_BE, labels_B)
     if gates is None or network.gating is None:
         return Scores(accuracy)
-    train_gates = network.gating(digits.train_images_B1HW)
+    train_gates = network.gating(digits.train.images_S1HW)
     borrowed = {name: g_BC.roll(1, dims=0) for name, g_BC in gates.layers.items()}
     layers = list(gates.layers.values())
     return Scores(
@@ -265,7 +247,7 @@ def score(network: DigitNet, digits: Digits) -> Scores:
         active=100.0 * active_share(layers).item(),
         patterns=distinct_patterns(layers),
         embedding_accuracy=_percent(gates.logits_BE, labels_B),
-        embedding_train_accuracy=_percent(train_gates.logits_BE, digits.train_labels_B),
+        embedding_train_accuracy=_percent(train_gates.logits_BE, digits.train.labels_S),
         copied=_percent(logits_BE, gates.logits_BE.argmax(dim=1)),
         borrowed_accuracy=_percent(network.classify(images_B1HW, borrowed), labels_B),
         blank_accuracy=_percent(

@@ -1,24 +1,13 @@
-"""A convolutional network whose channels the image opens: DeepMoE at digit size.
+"""DeepMoE at digit size: a network whose channels the image opens, and its training.
 
 Axes: B images, H and W height and width, C channels, E entries of the embedding.
-
-Small images to tell apart, one channel each, and their batches.
-
-Axes: B images, H and W their height and width.
-
-DeepMoE's training: everything jointly at first, then the network with fixed gates.
-
-Axes: B images, H and W height and width, E entries of the embedding.
-
-The widening strategies of DeepMoE's Table 1 for VGG-16, and a size that fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +15,21 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from damex.moe import ChannelGates, GatedConv2d, GatingPath, ShallowEmbedding, gate_l1
-from studies.digits import DIGIT_SIDE, split_digits
+from studies.digits import DigitImages, DigitSource, sklearn_digits
+from studies.harness import seeded
 
 __all__ = [
     "NUM_CLASSES",
     "STRATEGIES",
     "VGG",
     "DigitNet",
-    "Digits",
     "Recipe",
     "Stages",
     "build_network",
     "conv_parameters",
     "draw_digits",
     "shrink",
-    "train_joint",
-    "train_with_fixed_gates",
+    "train",
 ]
 
 # Widths of the convolutions, one tuple per stage; a max pooling between stages.
@@ -133,8 +121,7 @@ def build_network(
         embedding_widths: See `DigitNet`.
         seed: Of the weights; the caller's random state stays as it is.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return DigitNet(stages, embedding_widths=embedding_widths)
 
 
@@ -142,52 +129,15 @@ NUM_CLASSES = 10
 NUM_TRAIN = 1200  # of 1797; the other 597 are the test images
 
 
-@dataclass(frozen=True, eq=False)
-class Digits:
-    """Images in [0, 1] with one channel, (B, 1, 8, 8), and their classes.
-
-    Attributes:
-        train_images_B1HW: To learn from.
-        train_labels_B: int64.
-        test_images_B1HW: To be tested on.
-        test_labels_B: int64.
-    """
-
-    train_images_B1HW: Tensor
-    train_labels_B: Tensor
-    test_images_B1HW: Tensor
-    test_labels_B: Tensor
-
-    def batches(
-        self, size: int, generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch of training images in a new order; an incomplete batch is left out.
-
-        Args:
-            size: Images per batch.
-            generator: Of the order.
-        """
-        order_B = torch.randperm(len(self.train_labels_B), generator=generator)
-        for index_B in order_B.split(size):
-            if len(index_B) == size:
-                yield self.train_images_B1HW[index_B], self.train_labels_B[index_B]
-
-
-def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> Digits:
-    """Parts the images in two at random.
+def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> DigitSource:
+    """Divides scikit-learn's digits at random.
 
     Args:
-        seed: Of the parting; the test images are the same for any `num_train`.
+        seed: Of the division; the test images are the same for any `num_train`.
         num_train: Training images, 1200 at most.
     """
-    train, test = split_digits(NUM_TRAIN, seed=seed)
-    shape_1HW = (1, DIGIT_SIDE, DIGIT_SIDE)
-    return Digits(
-        train.images_SD[:num_train].unflatten(1, shape_1HW),
-        train.labels_S[:num_train],
-        test.images_SD.unflatten(1, shape_1HW),
-        test.labels_S,
-    )
+    digits = sklearn_digits(NUM_TRAIN, seed=seed)
+    return replace(digits, train=digits.train[:num_train])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,44 +163,28 @@ class Recipe:
     weight_decay: float = 5e-4
 
 
-def train_joint(
-    network: DigitNet, digits: Digits, recipe: Recipe, generator: torch.Generator
-) -> None:
-    """Stage 1: L = CE(x, y) + lambda sum_l ||g^l(x)||_1 + mu CE(e(x), y).
-
-    Args:
-        network: Trained in place, left in evaluation.
-        digits: The data.
-        recipe: How.
-        generator: Of the order.
-    """
-    _train(network, digits, recipe, generator, stage=1)
-
-
-def train_with_fixed_gates(
-    network: DigitNet, digits: Digits, recipe: Recipe, generator: torch.Generator
-) -> None:
-    """Stage 2: the gating path is frozen, both weights are zero.
-
-    Args:
-        network: See `train_joint`, like the rest.
-        digits: See there.
-        recipe: See there.
-        generator: See there.
-    """
-    if network.gating is not None:
-        network.gating.freeze()
-    _train(network, digits, recipe, generator, stage=2)
-
-
-def _train(
+def train(
     network: DigitNet,
-    digits: Digits,
+    digits: DigitSource,
     recipe: Recipe,
     generator: torch.Generator,
     *,
     stage: int,
 ) -> None:
+    """One of the two stages.
+
+    1: L = CE(x, y) + lambda sum_l ||g^l(x)||_1 + mu CE(e(x), y). 2: the gating path is
+    frozen and both weights are zero.
+
+    Args:
+        network: Trained in place, left in evaluation.
+        digits: The data. An incomplete batch is left out.
+        recipe: How.
+        generator: Of the order.
+        stage: 1, then 2.
+    """
+    if stage == 2 and network.gating is not None:
+        network.gating.freeze()
     optimizer = SGD(
         [p for p in network.parameters() if p.requires_grad],
         lr=recipe.lr if stage == 1 else recipe.lr / 10,
@@ -258,10 +192,12 @@ def _train(
         weight_decay=recipe.weight_decay,
     )
     network.train()
-    epochs = recipe.joint_epochs if stage == 1 else recipe.frozen_epochs
-    for _ in range(epochs):
-        for images_B1HW, labels_B in digits.batches(recipe.batch_size, generator):
-            loss = _loss(network, images_B1HW, labels_B, recipe, stage=stage)
+    for _ in range(recipe.joint_epochs if stage == 1 else recipe.frozen_epochs):
+        order_S = torch.randperm(len(digits.train), generator=generator)
+        for index_B in order_S.split(recipe.batch_size):
+            if len(index_B) < recipe.batch_size:
+                continue
+            loss = _loss(network, digits.train[index_B], recipe, stage=stage)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -269,19 +205,14 @@ def _train(
 
 
 def _loss(
-    network: DigitNet,
-    images_B1HW: Tensor,
-    labels_B: Tensor,
-    recipe: Recipe,
-    *,
-    stage: int,
+    network: DigitNet, batch: DigitImages, recipe: Recipe, *, stage: int
 ) -> Tensor:
-    logits_BE, gates = network(images_B1HW)
-    loss = functional.cross_entropy(logits_BE, labels_B)
+    logits_BE, gates = network(batch.images_S1HW)
+    loss = functional.cross_entropy(logits_BE, batch.labels_S)
     if gates is None or stage == 2:
         return loss
     sparsity = gate_l1(list(gates.layers.values()))
-    auxiliary = functional.cross_entropy(gates.logits_BE, labels_B)
+    auxiliary = functional.cross_entropy(gates.logits_BE, batch.labels_S)
     return loss + recipe.l1_weight * sparsity + recipe.aux_weight * auxiliary
 
 
@@ -289,14 +220,12 @@ VGG: Stages = ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3)
 # Two widths are lost in the text of the table. The last of W1-High is the one that
 # gives it as many weights as W1-Mid and W13-All have (24.2 million both); W4-Low widens
 # four layers and shows 512 for the first two of them.
-STRATEGIES: Mapping[str, Stages] = MappingProxyType(
-    {
-        "W1-High": ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512, 512, 2565)),
-        "W1-Mid": ((64, 64), (128, 128), (2990, 256, 256), (512,) * 3, (512,) * 3),
-        "W4-Low": ((512, 512), (512, 512), (256,) * 3, (512,) * 3, (512,) * 3),
-        "W13-All": ((128, 128), (256, 256), (405,) * 3, (615,) * 3, (615,) * 3),
-    }
-)
+STRATEGIES: Mapping[str, Stages] = {
+    "W1-High": ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512, 512, 2565)),
+    "W1-Mid": ((64, 64), (128, 128), (2990, 256, 256), (512,) * 3, (512,) * 3),
+    "W4-Low": ((512, 512), (512, 512), (256,) * 3, (512,) * 3, (512,) * 3),
+    "W13-All": ((128, 128), (256, 256), (405,) * 3, (615,) * 3, (615,) * 3),
+}
 
 
 def conv_parameters(stages: Stages, *, in_channels: int = 3) -> int:

@@ -1,9 +1,4 @@
-"""The study: lambda, stages, operations and widening on digits.
-
-What the study says in the end.
-
-The figure of the study.
-"""
+"""The study: lambda, stages, operations and widening on digits."""
 
 from __future__ import annotations
 
@@ -34,31 +29,28 @@ from studies.deepmoe2019.rows import (
     left_of,
     patterns_of,
 )
-from studies.harness import StudyProgress
-from studies.report import Row, StudyResult, StudySettings
+from studies.harness import Session
+from studies.report import StudyResult
 
-__all__ = ["conclusion", "draw_figure", "run"]
+__all__ = ["run"]
 
 SEEDS = 5
 
 
-def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
+def run(session: Session) -> StudyResult:
     """Runs the study.
 
     Args:
-        settings: How much.
-        progress: Told how far it is.
+        session: How much.
     """
-    plan = _plan(settings)
-    found = measure_all(plan, progress)
-    rows = all_rows(found)
-    num_images = len(draw_digits(seed=0).test_labels_B)
+    plan = _plan(session)
+    found = measure_all(plan, session)
+    num_images = len(draw_digits(seed=0).test)
     recipe, deep = plan.recipe, plan.vgg_recipe
     return StudyResult(
         title="DeepMoE (Wang et al. 2019, arXiv 1806.01531)",
-        rows=rows,
-        conclusion=conclusion(rows, found),
-        figure=draw_figure(found, num_images=num_images),
+        rows=all_rows(found),
+        figure=_figure(found, num_images=num_images),
         settings={
             "training images": plan.num_train,
             "test images": num_images,
@@ -72,13 +64,14 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
             "widths of the embedding": EMBEDDING_WIDTHS,
             "of the weak one": WEAK_EMBEDDING_WIDTHS,
         },
+        remark=_remark(found),
     )
 
 
-def _plan(settings: StudySettings) -> Plan:
-    if settings.quick:
+def _plan(session: Session) -> Plan:
+    if session.quick:
         return Plan(
-            seeds=range(settings.seeds or 1),
+            seeds=session.seed_range(1),
             l1_weights=(0.0, 1e-3, 1e-1),
             strategies=("W1-Mid",),
             vgg_divisor=16,
@@ -89,7 +82,7 @@ def _plan(settings: StudySettings) -> Plan:
             num_flop_images=20,
         )
     return Plan(
-        seeds=range(settings.seeds or SEEDS),
+        seeds=session.seed_range(SEEDS),
         l1_weights=(0.0, 1e-4, 1e-3, 1e-2, 1e-1),
         strategies=("W1-High", "W1-Mid", "W4-Low", "W13-All"),
         vgg_divisor=8,
@@ -102,39 +95,29 @@ def _plan(settings: StudySettings) -> Plan:
     )
 
 
-def conclusion(rows: Sequence[Row], found: Found) -> str:
-    """Says what was confirmed and what was not.
-
-    Args:
-        rows: The table.
-        found: By case.
-    """
+def _remark(found: Found) -> str:
+    """What the gates save and cost, and how much of the answer is in them."""
     chosen = found[CHOSEN]
-    failed = [f"{row.name} ({row.criterion})" for row in rows if row.holds is False]
-    tested = sum(row.holds is not None for row in rows)
-    text = (
-        f"At lambda 0.001 {fmean([active_of(one) for one in chosen]):.0f} % of the "
-        f"channels are open, in {fmean([patterns_of(one) for one in chosen]):.0f} "
-        f"patterns, and skipping the others leaves "
-        f"{fmean([left_of(one) for one in chosen]):.0f} % of the operations at "
-        f"{fmean([accuracy_of(one) for one in chosen]):.1f} % accuracy against "
-        f"{fmean([accuracy_of(one) for one in found[PLAIN]]):.1f} % of the plain "
-        f"network; {tested - len(failed)} of {tested} criteria hold"
+    active, patterns, left, accuracy = (
+        fmean(map(value, chosen))
+        for value in (active_of, patterns_of, left_of, accuracy_of)
     )
-    text += f", but not: {'; '.join(failed)}." if failed else "."
-    blank = fmean([one.final.blank_accuracy for one in chosen])
-    known = fmean([accuracy_of(one) for one in chosen]) - blank < 5.0
-    verdict = "nearly all" if known else "not all"
+    plain = fmean(map(accuracy_of, found[PLAIN]))
+    blank = fmean(one.final.blank_accuracy for one in chosen)
+    verdict = "nearly all" if accuracy - blank < 5.0 else "not all"
     return (
-        f"{text} The gates alone, with a blank image, reach {blank:.1f} %: {verdict} "
-        "that the network knows is in them."
+        f"At lambda 0.001 {active:.0f} % of the channels are open, in {patterns:.0f} "
+        f"patterns, and skipping the others leaves {left:.0f} % of the operations at "
+        f"{accuracy:.1f} % accuracy against {plain:.1f} % of the plain network. The "
+        f"gates alone, with a blank image, reach {blank:.1f} %: {verdict} that the "
+        "network knows is in them."
     )
 
 
 BLUE, ORANGE = "#2a6f97", "#b2603a"
 
 
-def draw_figure(found: Found, *, num_images: int) -> Figure:
+def _figure(found: Found, *, num_images: int) -> Figure:
     """Error by active channels, gate patterns by lambda, error by operations.
 
     Args:

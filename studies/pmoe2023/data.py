@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from studies.digits import DigitImages
+from studies.digits import DigitImages, DigitSource
 
-__all__ = ["GRID", "NUM_PATCHES", "PatchSamples", "draw_samples"]
+__all__ = ["GRID", "NUM_PATCHES", "PatchSamples", "Task", "draw_samples"]
 
 GRID = 4  # patches down and across
 NUM_PATCHES = GRID * GRID
+TEST_SEED = 10_000  # far from the seeds of training samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,48 @@ class PatchSamples:
     def __len__(self) -> int:
         """B."""
         return len(self.labels_B)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What has to be told apart; see `draw_samples`.
+
+    Attributes:
+        classes: The digit of each class.
+        spurious: Share of the training samples whose second pattern agrees with the
+            class; in tests it is one half, which tells nothing.
+    """
+
+    classes: tuple[int, ...] = (1, 0)
+    spurious: float | None = None
+
+    def train(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
+        """Training samples of one seed.
+
+        Args:
+            source: Pictures.
+            count: Number of samples.
+            seed: Equal seeds give equal samples.
+        """
+        return self._draw(source.train, count, seed, self.spurious)
+
+    def test(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
+        """Test samples of one seed; see `train`.
+
+        Args:
+            source: Pictures.
+            count: Number of samples.
+            seed: Equal seeds give equal samples.
+        """
+        chance = None if self.spurious is None else 0.5
+        return self._draw(source.test, count, TEST_SEED + seed, chance)
+
+    def _draw(
+        self, digits: DigitImages, count: int, seed: int, spurious: float | None
+    ) -> PatchSamples:
+        return draw_samples(
+            digits, count, seed=seed, classes=self.classes, spurious=spurious
+        )
 
 
 def draw_samples(
@@ -85,7 +128,7 @@ def draw_samples(
             agrees_B, 2 + labels_B, 3 - labels_B
         )
     index_BN = _pictures_of(digits.labels_S, wanted_BN, generator)
-    return PatchSamples(digits.images_SD[index_BN], labels_B, position_B)
+    return PatchSamples(digits.images_S1HW.flatten(1)[index_BN], labels_B, position_B)
 
 
 def _pictures_of(

@@ -1,11 +1,8 @@
-"""The two-layer networks of section 3.1: pMoE and the CNN that it is compared with.
+"""The networks: pMoE and the CNN of section 3.1, WRN-pMoE and WRN of section 5.2.
 
 Axes: B samples, N patches of a sample, D pixels of a patch, E experts, O filters of an
-expert, R routes (patch-expert pairs), C scores of a sample, G classes.
-
-A small wide residual network, and WRN-pMoE beside it (section 5.2, appendix L).
-
-Axes: B images, C channels, H x W cells of a map, E experts, G classes.
+expert, R routes (patch-expert pairs), C scores of a sample or channels of a map of H x
+W cells, G classes.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""Which networks are trained on how many samples: the full plan and the quick one.
-
-Everything that was measured, with the look-ups that rows and figure share.
-"""
+"""Which networks are trained on how many samples, and what was measured of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
+from studies.pmoe2023.data import Task
 from studies.pmoe2023.models import Recipe
-from studies.pmoe2023.training import Filters, Job, Outcomes, Task, WideRuns
+from studies.pmoe2023.training import Filters, Job, Outcome
 
 __all__ = [
     "CNN",
@@ -28,7 +25,6 @@ __all__ = [
     "SPURIOUS",
     "Plan",
     "Results",
-    "minus",
 ]
 
 # Section 5.1: about as many parameters in each.
@@ -37,15 +33,16 @@ JOINT = Recipe(num_experts=8, num_filters=40, num_tokens=6, joint=True)
 CNN = Filters(40)
 # The released code: other starting values, a fixed second layer of signs, a mean over
 # all patches, and a CNN with a tenth of the filters.
-SEPARATE_CODE = dataclasses.replace(
+SEPARATE_CODE = replace(
     SEPARATE, router_std=0.1, filter_std=0.1, output="signs", pool="all"
 )
-JOINT_CODE = dataclasses.replace(JOINT, filter_std=0.01, pool="all")
+JOINT_CODE = replace(JOINT, filter_std=0.01, pool="all")
 CNN_4 = Filters(4, filter_std=0.1)
 
+BINARY = Task()
 SPURIOUS = Task(spurious=0.95)
 MULTI = Task(classes=(1, 0, 2, 3))
-MULTI_SEPARATE = dataclasses.replace(SEPARATE, num_experts=len(MULTI.classes))
+MULTI_SEPARATE = replace(SEPARATE, num_experts=len(MULTI.classes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +84,7 @@ class Plan:
     wide_epochs: int
     test_samples: int = 1000
 
-    def pmoe(self, recipe: Recipe, count: int, task: Task | None = None) -> Job:
+    def pmoe(self, recipe: Recipe, count: int, task: Task = BINARY) -> Job:
         """A pMoE, with the paper's learning rate.
 
         Args:
@@ -99,7 +96,7 @@ class Plan:
             network=recipe,
             num_samples=count,
             epochs=self.epochs,
-            task=task or Task(),
+            task=task,
             test_samples=self.test_samples,
         )
 
@@ -107,7 +104,7 @@ class Plan:
         self,
         filters: Filters,
         count: int,
-        task: Task | None = None,
+        task: Task = BINARY,
         *,
         epochs: int | None = None,
     ) -> list[Job]:
@@ -125,7 +122,7 @@ class Plan:
                 num_samples=count,
                 epochs=epochs or self.epochs,
                 lr=rate,
-                task=task or Task(),
+                task=task,
                 test_samples=self.test_samples,
             )
             for rate in self.rates
@@ -139,7 +136,7 @@ class Plan:
             num_tokens: l.
             count: Training samples.
         """
-        return self.pmoe(dataclasses.replace(recipe, num_tokens=num_tokens), count)
+        return self.pmoe(replace(recipe, num_tokens=num_tokens), count)
 
     def with_experts(self, num_experts: int, count: int) -> Job:
         """A joint pMoE with another k and as many filters in all.
@@ -148,7 +145,7 @@ class Plan:
             num_experts: k.
             count: Training samples.
         """
-        return self.pmoe(dataclasses.replace(JOINT, num_experts=num_experts), count)
+        return self.pmoe(replace(JOINT, num_experts=num_experts), count)
 
     def jobs(self) -> Iterator[Job]:
         """All trainings of two-layer networks."""
@@ -219,21 +216,14 @@ class Results:
 
     Attributes:
         plan: What was run.
-        embed_dims: Pixels of a patch.
-        outcomes: Of the two-layer networks.
-        wide: Of the wide residual networks.
-        wrong_counts: By seed, see `selection_errors`.
-        sum_errors: By seed, see there.
-        router_errors: By seed, see `closed_form_error`.
+        outcomes: Of the two-layer networks, by seed.
+        wide: Accuracies of the wide residual networks by seed, in percent, by whether
+            there are experts and number of samples.
     """
 
     plan: Plan
-    embed_dims: int
-    outcomes: Outcomes
-    wide: WideRuns
-    wrong_counts: Sequence[int]
-    sum_errors: Sequence[float]
-    router_errors: Sequence[float]
+    outcomes: Mapping[Job, Sequence[Outcome]]
+    wide: Mapping[tuple[bool, int], Sequence[float]]
 
     def accuracies(self, job: Job) -> list[float]:
         """Test accuracies of a job by seed, in percent.
@@ -249,13 +239,13 @@ class Results:
         Args:
             job: One that was run.
         """
-        return statistics.fmean(self.accuracies(job))
+        return fmean(self.accuracies(job))
 
     def best_cnn(
         self,
         filters: Filters,
         count: int,
-        task: Task | None = None,
+        task: Task = BINARY,
         *,
         epochs: int | None = None,
     ) -> Job:
@@ -279,13 +269,3 @@ class Results:
         """
         counts = [job.num_samples for job in jobs if self.mean(job) >= GOAL]
         return min(counts, default=None)
-
-
-def minus(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Differences seed by seed.
-
-    Args:
-        first: Values by seed.
-        second: Values of the same seeds.
-    """
-    return [a - b for a, b in zip(first, second, strict=True)]

@@ -1,23 +1,20 @@
-"""The study from pictures to report.
-
-One picture with small ones like figures 4 to 11 of the paper.
-"""
+"""The study from pictures to report, and its figure."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from studies.digits import DigitSource, mnist_digits, sklearn_digits
-from studies.harness import StudyProgress
+from studies.harness import Session
+from studies.pmoe2023.data import Task
+from studies.pmoe2023.exact import exact_rows
 from studies.pmoe2023.plan import (
     CNN,
     CNN_4,
@@ -32,97 +29,62 @@ from studies.pmoe2023.plan import (
     Plan,
     Results,
 )
-from studies.pmoe2023.rows import (
-    closed_form_error,
-    exact_rows,
-    learned_rows,
-    selection_errors,
-)
-from studies.pmoe2023.training import BATCH_SIZE, Job, Task, run_jobs, run_wide
-from studies.report import Row, StudyResult, StudySettings
+from studies.pmoe2023.rows import learned_rows
+from studies.pmoe2023.training import BATCH_SIZE, Job, Outcome, run_job, run_wide
+from studies.report import NO_CLAIM, StudyResult, draw_seeds, unjudged
 
-__all__ = ["MNIST_FOLDER", "TITLE", "draw", "run"]
+__all__ = ["NUM_TRAIN", "run"]
 
-TITLE = "pMoE (Chowdhury et al., ICML 2023, arXiv 2306.04073)"
 MNIST_FOLDER = Path("data/mnist")
+NUM_TRAIN = 1100  # of scikit-learn's 1797 digits; no test picture is seen in training
 
 
-def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
+def run(session: Session) -> StudyResult:
     """Runs the study.
 
     Args:
-        settings: Full or quick.
-        progress: Shown here.
+        session: Full or quick.
     """
-    plan = QUICK if settings.quick else FULL
-    source = _source(quick=settings.quick)
-    seeds = range(settings.seeds or plan.seeds)
-    with torch.random.fork_rng(devices=[]):
-        results = _measure(plan, source, seeds, progress)
-    rows = [*exact_rows(results), *_unless_quick(learned_rows(results), settings.quick)]
+    plan = QUICK if session.quick else FULL
+    source = sklearn_digits(NUM_TRAIN, seed=0)
+    if MNIST_FOLDER.is_dir() and not session.quick:
+        source = mnist_digits(MNIST_FOLDER)
+    seeds = session.seed_range(plan.seeds)
+    results = _measure(plan, source, seeds, session)
+    learned = list(learned_rows(results))
+    if session.quick:
+        learned = unjudged(learned)
     return StudyResult(
-        title=TITLE,
-        rows=rows,
-        conclusion=conclude(rows, quick=settings.quick),
-        figure=draw(results),
+        title="pMoE (Chowdhury et al., ICML 2023, arXiv 2306.04073)",
+        rows=[*exact_rows(source, seeds), *learned],
+        figure=_draw(results),
         settings=_describe(plan, source),
+        remark=NO_CLAIM if session.quick else "",
     )
-
-
-def conclude(rows: Sequence[Row], *, quick: bool) -> str:
-    """What was confirmed and what was not.
-
-    Args:
-        rows: Of the report.
-        quick: Whether criteria of what training shows were left open.
-    """
-    claimed = [row for row in rows if row.holds is not None]
-    failed = [
-        f"{row.name} ({row.settings})" if row.settings else row.name
-        for row in claimed
-        if not row.holds
-    ]
-    held = len(claimed) - len(failed)
-    text = f"{held} of {len(claimed)} criteria hold"
-    text += f"; not confirmed: {'; '.join(failed)}." if failed else "."
-    if quick:
-        text += " The quick run makes no claim about accuracies."
-    return text
 
 
 def _measure(
-    plan: Plan, source: DigitSource, seeds: Sequence[int], progress: StudyProgress
+    plan: Plan, source: DigitSource, seeds: Sequence[int], session: Session
 ) -> Results:
-    selection = [selection_errors(source, seed) for seed in seeds]
+    def two_layers(job: Job, seed: int) -> Outcome:
+        return run_job(job, source, seed)
+
+    def wide(case: tuple[bool, int], seed: int) -> float:
+        epochs, test_samples = plan.wide_epochs, plan.test_samples
+        return run_wide(*case, source, seed, epochs=epochs, test_samples=test_samples)
+
+    jobs = [(job, seed) for seed in seeds for job in dict.fromkeys(plan.jobs())]
+    cases = [
+        ((experts, count), seed)
+        for seed in seeds
+        for count in plan.wide_samples
+        for experts in (False, True)
+    ]
     return Results(
-        plan=plan,
-        embed_dims=source.train.images_SD.shape[1],
-        wrong_counts=[wrong for wrong, _ in selection],
-        sum_errors=[error for _, error in selection],
-        router_errors=[closed_form_error(source, seed) for seed in seeds],
-        outcomes=run_jobs(plan.jobs(), source, seeds, progress),
-        wide=run_wide(
-            plan.wide_samples,
-            source,
-            seeds,
-            progress,
-            epochs=plan.wide_epochs,
-            test_samples=plan.test_samples,
-        ),
+        plan,
+        session.run(jobs, two_layers, "two-layer networks"),
+        session.run(cases, wide, "wide residual networks"),
     )
-
-
-def _source(*, quick: bool) -> DigitSource:
-    if not quick and MNIST_FOLDER.is_dir():
-        return mnist_digits(MNIST_FOLDER)
-    return sklearn_digits()
-
-
-def _unless_quick(rows: Iterable[Row], quick: bool) -> list[Row]:
-    """Accuracies of a quick run are shown and compared with nothing."""
-    if not quick:
-        return list(rows)
-    return [dataclasses.replace(row, criterion="", holds=None) for row in rows]
 
 
 def _describe(plan: Plan, source: DigitSource) -> dict[str, Any]:
@@ -138,6 +100,7 @@ def _describe(plan: Plan, source: DigitSource) -> dict[str, Any]:
 
 SAMPLES = "training samples"
 ACCURACY = "test accuracy (%)"
+_line = partial(draw_seeds, capsize=3)
 STYLES = {
     "separate pMoE": dict(color="C0", marker="o"),
     "joint pMoE": dict(color="C1", marker="s"),
@@ -148,7 +111,7 @@ STYLES = {
 }
 
 
-def draw(results: Results) -> Figure:
+def _draw(results: Results) -> Figure:
     """Draws all experiments; bars show one sample standard deviation over seeds.
 
     Args:
@@ -263,7 +226,7 @@ def _task(axes: Axes, results: Results, task: Task, title: str) -> None:
 def _wide(axes: Axes, results: Results) -> None:
     counts = results.plan.wide_samples
     lines = {
-        label: [results.wide.accuracy[experts, count] for count in counts]
+        label: [results.wide[experts, count] for count in counts]
         for label, experts in (("WRN-pMoE", True), ("WRN", False))
     }
     _lines(axes, counts, lines)
@@ -286,20 +249,6 @@ def _lines(
     for label, values in lines.items():
         _line(axes, x, values, label=label, **STYLES[label])
     axes.legend()
-
-
-def _line(
-    axes: Axes,
-    x: Sequence[int],
-    values: Sequence[Sequence[float]],
-    *,
-    label: str,
-    marker: str,
-    color: str | None = None,
-) -> None:
-    means = [statistics.fmean(cell) for cell in values]
-    spreads = [statistics.stdev(cell) if len(cell) > 1 else 0.0 for cell in values]
-    axes.errorbar(x, means, spreads, label=label, marker=marker, color=color, capsize=3)
 
 
 def _label(axes: Axes, title: str, x: str, y: str) -> None:

@@ -1,40 +1,25 @@
-"""Trainings of two-layer networks: what is trained on what, and what comes of it.
+"""What is trained, how, and what comes of it.
 
-Axes: B samples, N patches of a sample, T = B*N, E experts.
+Two-layer networks (section 3.2), routers on their own, and wide residual networks.
 
-Training of the two-layer networks (section 3.2), and of the router on its own.
-
-Axes: B samples, N patches of a sample, D pixels of a patch, E experts.
-
-Whether the class-discriminative patch comes to the right expert (figures 8 and 9).
-
-Axes: B samples, N patches of a sample, T = B*N, E experts, G classes.
-
-Training of the wide residual networks with and without experts.
+Axes: B samples, N patches of a sample, D pixels of a patch, T = B*N, E experts,
+G classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from damex.moe import ExpertChoiceGate, MoELayer, SeparateRouterLoss
-from studies.digits import DigitImages, DigitSource
-from studies.harness import StudyProgress
-from studies.pmoe2023.data import PatchSamples, draw_samples
-from studies.pmoe2023.models import (
-    PatchCNN,
-    PatchMoE,
-    Recipe,
-    WideResNet,
-    as_images,
-    last_layer_parameters,
-)
+from studies.digits import DigitSource
+from studies.harness import seeded
+from studies.pmoe2023.data import PatchSamples, Task
+from studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe, WideResNet, as_images
 
 __all__ = [
     "BATCH_SIZE",
@@ -42,13 +27,10 @@ __all__ = [
     "Filters",
     "Job",
     "Outcome",
-    "Outcomes",
-    "Task",
-    "WideRuns",
     "accuracy",
     "fit",
     "largest_hits",
-    "run_jobs",
+    "run_job",
     "run_wide",
     "taken_hits",
     "top_hits",
@@ -56,49 +38,8 @@ __all__ = [
 ]
 
 TOP = (1, 2, 4, 6)  # of how many patches figure 8 asks whether the right one is there
-TEST_SEED = 10_000  # far from the seeds of training samples
-
-
-@dataclass(frozen=True)
-class Task:
-    """What has to be told apart; see `draw_samples`.
-
-    Attributes:
-        classes: The digit of each class.
-        spurious: Share of the training samples whose second pattern agrees with the
-            class; in tests it is one half, which tells nothing.
-    """
-
-    classes: tuple[int, ...] = (1, 0)
-    spurious: float | None = None
-
-    def train(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
-        """Training samples of one seed.
-
-        Args:
-            source: Pictures.
-            count: Number of samples.
-            seed: Equal seeds give equal samples.
-        """
-        return self._draw(source.train, count, seed, self.spurious)
-
-    def test(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
-        """Test samples of one seed; see `train`.
-
-        Args:
-            source: Pictures.
-            count: Number of samples.
-            seed: Equal seeds give equal samples.
-        """
-        chance = None if self.spurious is None else 0.5
-        return self._draw(source.test, count, TEST_SEED + seed, chance)
-
-    def _draw(
-        self, digits: DigitImages, count: int, seed: int, spurious: float | None
-    ) -> PatchSamples:
-        return draw_samples(
-            digits, count, seed=seed, classes=self.classes, spurious=spurious
-        )
+WIDE_LR = 0.1  # as in the paper
+BATCH_SIZE = 20  # as in the paper's released code
 
 
 @dataclass(frozen=True)
@@ -156,36 +97,17 @@ class Outcome:
     taken: tuple[float, ...] = ()
 
 
-Outcomes: TypeAlias = dict[Job, list[Outcome]]
-
-
-def run_jobs(
-    jobs: Iterable[Job],
-    source: DigitSource,
-    seeds: Sequence[int],
-    progress: StudyProgress,
-) -> Outcomes:
-    """Trains every job with every seed.
+def run_job(job: Job, source: DigitSource, seed: int) -> Outcome:
+    """Trains and tests a two-layer network.
 
     Args:
-        jobs: What to train; repetitions are left out.
+        job: What is trained.
         source: Pictures.
-        seeds: Seeds of samples, starting values and orders.
-        progress: Shown here.
+        seed: Of samples, starting values and orders.
     """
-    outcomes: Outcomes = {job: [] for job in jobs}
-    pairs = [(job, seed) for seed in seeds for job in outcomes]
-    for job, seed in progress.track(pairs, "two-layer networks"):
-        outcomes[job].append(_run(job, source, seed))
-    return outcomes
-
-
-def _run(job: Job, source: DigitSource, seed: int) -> Outcome:
     train = job.task.train(source, job.num_samples, seed)
     test = job.task.test(source, job.test_samples, seed)
-    # Starting values of a seed depend on no job that ran before.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = _build(job, train.patches_BND.shape[2])
     if isinstance(model, PatchMoE) and not model.recipe.joint:
         train_router(model, train, lr=job.lr, epochs=job.router_epochs)
@@ -210,9 +132,6 @@ def _build(job: Job, embed_dims: int) -> nn.Module:
         num_classes=num_classes,
         filter_std=job.network.filter_std,
     )
-
-
-BATCH_SIZE = 20  # as in the paper's released code
 
 
 def train_router(
@@ -367,59 +286,31 @@ def _discriminative_taken(
     return taken_TE[patch_B]
 
 
-LR = 0.1  # as in the paper
-
-
-@dataclass(frozen=True)
-class WideRuns:
-    """Results of the wide residual networks.
-
-    Attributes:
-        accuracy: By whether there are experts and number of samples: one accuracy per
-            seed, in percent.
-        parameters: By whether there are experts: parameters of the last convolution or
-            of all its experts, and of their router.
-    """
-
-    accuracy: dict[tuple[bool, int], list[float]]
-    parameters: dict[bool, tuple[int, int]]
-
-
 def run_wide(
-    counts: Sequence[int],
+    experts: bool,
+    count: int,
     source: DigitSource,
-    seeds: Sequence[int],
-    progress: StudyProgress,
+    seed: int,
     *,
     epochs: int,
     test_samples: int,
-) -> WideRuns:
-    """Trains WRN and WRN-pMoE with every number of samples and every seed.
+) -> float:
+    """Trains and tests WRN-pMoE, or WRN.
 
     Args:
-        counts: Numbers of training samples.
+        experts: Whether the last convolution is a pMoE layer.
+        count: Training samples.
         source: Pictures.
-        seeds: Seeds of samples, starting values and orders.
-        progress: Shown here.
+        seed: Of samples, starting values and orders.
         epochs: At most.
         test_samples: Number of test samples.
+
+    Returns:
+        Accuracy on test samples, in percent.
     """
-    runs = WideRuns({}, {})
-    cells = [
-        (seed, count, experts)
-        for seed in seeds
-        for count in counts
-        for experts in (False, True)
-    ]
-    for seed, count, experts in progress.track(cells, "wide residual networks"):
-        train = as_images(Task().train(source, count, seed))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = WideResNet(
-                side=train.patches_BND.shape[-1], num_classes=2, experts=experts
-            )
-        fit(model, train, lr=LR, epochs=epochs, seed=seed)
-        test = as_images(Task().test(source, test_samples, seed))
-        runs.accuracy.setdefault((experts, count), []).append(accuracy(model, test))
-        runs.parameters[experts] = last_layer_parameters(model)
-    return runs
+    train = as_images(Task().train(source, count, seed))
+    side = train.patches_BND.shape[-1]
+    with seeded(seed):
+        model = WideResNet(side=side, num_classes=2, experts=experts)
+    fit(model, train, lr=WIDE_LR, epochs=epochs, seed=seed)
+    return accuracy(model, as_images(Task().test(source, test_samples, seed)))

@@ -1,18 +1,14 @@
-"""What is fitted to what: truths, mixtures and the loss of each theorem.
+"""What is fitted to what, and what the theorems say of the slopes in each case.
 
-Slopes of errors against the sample size, with intervals over seeds.
-
-What the theorems say of the slopes in each case.
-
-Slopes between -0.6 and -0.4 count as n^-1/2 for functions. Voronoi losses and cells
-of one atom get [-0.75, -0.4], cells of several [-0.4, -0.15] for n^-1/4.
+A slope is that of log error against log n. Slopes between -0.6 and -0.4 count as
+n^-1/2 for functions. Voronoi losses and cells of one atom get [-0.75, -0.4], cells of
+several [-0.4, -0.15] for n^-1/4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 from scipy import stats
@@ -23,7 +19,6 @@ from studies.softmax_gating2025.regression import Gating
 
 __all__ = [
     "CASES",
-    "CLAIMS",
     "TRUTH",
     "WORST",
     "Case",
@@ -67,137 +62,6 @@ OVER = ((0, 0, 1), (0, 1, 1))
 # for the rate of large n to show.
 LOW_NOISE = 0.02
 LOWEST_NOISE = 0.002
-
-
-@dataclass(frozen=True)
-class Case:
-    """A truth and what is fitted to it.
-
-    Attributes:
-        name: For the report.
-        gating: See `Family`.
-        activation: Of the experts.
-        truth: The true mixture.
-        atom_of: Ways to write the truth with as many experts as are fitted; each is
-            where descents start.
-        loss: Name of the Voronoi loss in the paper.
-        order: Its r, or None; see `voronoi_loss`.
-        noise: Standard deviation of the observations.
-        normalised: Whether experts see the normalised input.
-        apart: How far copies of an expert stand apart in the starts.
-    """
-
-    name: str
-    gating: Gating
-    activation: str
-    truth: Truth
-    atom_of: tuple[tuple[int, ...], ...]
-    loss: str
-    order: float | None = None
-    noise: float = 0.05
-    normalised: bool = False
-    apart: float = 0.0
-
-    @property
-    def num_experts(self) -> int:
-        """K."""
-        return len(self.atom_of[0])
-
-    @property
-    def over(self) -> bool:
-        """Whether more experts are fitted than there are."""
-        return self.num_experts > len(self.truth.gate_slope)
-
-    @property
-    def linear(self) -> bool:
-        """Whether experts are linear."""
-        return self.activation == "identity"
-
-
-_ALL = (
-    Case("tanh, exact", "softmax", "tanh", TRUTH, EXACT, "D1"),
-    Case("GELU, exact", "softmax", "gelu", TRUTH, EXACT, "D1"),
-    Case(
-        "sigmoid, exact", "softmax", "sigmoid", SIGMOID_TRUTH, EXACT, "D1", noise=0.025
-    ),
-    Case("tanh, over", "softmax", "tanh", TRUTH, OVER, "D1", noise=LOW_NOISE),
-    Case(
-        "tanh of normalised input, over",
-        "softmax",
-        "tanh",
-        TRUTH,
-        OVER,
-        "D1",
-        noise=LOW_NOISE,
-        normalised=True,
-    ),
-    Case("GELU, over", "softmax", "gelu", TRUTH, OVER, "D1", noise=LOW_NOISE),
-    Case("linear, exact", "softmax", "identity", TRUTH, EXACT, "D2,1", 1.0),
-    Case(
-        "linear, over", "softmax", "identity", TRUTH, OVER, "D2,1", 1.0, noise=LOW_NOISE
-    ),
-    Case(
-        "linear, over, copies start apart",
-        "softmax",
-        "identity",
-        TRUTH,
-        OVER,
-        "D2,1",
-        1.0,
-        noise=LOW_NOISE,
-        apart=2.0,
-    ),
-    Case(
-        "temperature, linear router",
-        "linear_temperature",
-        "gelu",
-        WARM_TRUTH,
-        EXACT,
-        "D3,1",
-        1.0,
-    ),
-    Case(
-        "temperature, tanh router", "tanh_temperature", "gelu", WARM_TRUTH, EXACT, "D4"
-    ),
-    Case(
-        "temperature, tanh router, over",
-        "tanh_temperature",
-        "gelu",
-        WARM_TRUTH,
-        OVER,
-        "D4",
-        noise=LOW_NOISE,
-    ),
-    Case(
-        "hierarchy, tanh, exact",
-        "hierarchical",
-        "tanh",
-        GROUPED_TRUTH,
-        ((0, 1, 2),),
-        "D5",
-        noise=LOWEST_NOISE,
-    ),
-    Case(
-        "hierarchy, tanh, over",
-        "hierarchical",
-        "tanh",
-        GROUPED_TRUTH,
-        ((0, 1, 2, 2),),
-        "D5",
-        noise=LOWEST_NOISE,
-    ),
-    Case(
-        "hierarchy, linear, over",
-        "hierarchical",
-        "identity",
-        GROUPED_LINEAR_TRUTH,
-        ((0, 1, 2, 2),),
-        "D6,1",
-        1.0,
-        noise=LOWEST_NOISE,
-    ),
-)
-CASES = {case.name: case for case in _ALL}
 
 
 def median_curve(errors: Tensor) -> np.ndarray:
@@ -284,6 +148,53 @@ def _join(*texts: str) -> str:
     return "; ".join(text for text in texts if text)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A truth and what is fitted to it.
+
+    Attributes:
+        name: For the report.
+        gating: See `Family`.
+        activation: Of the experts.
+        truth: The true mixture.
+        atom_of: Ways to write the truth with as many experts as are fitted; each is
+            where descents start.
+        loss: Name of the Voronoi loss in the paper.
+        order: Its r, or None; see `voronoi_loss`.
+        noise: Standard deviation of the observations.
+        normalised: Whether experts see the normalised input.
+        apart: How far copies of an expert stand apart in the starts.
+        claims: What the theorems say of its slopes.
+    """
+
+    name: str
+    gating: Gating
+    activation: str
+    truth: Truth
+    atom_of: tuple[tuple[int, ...], ...]
+    loss: str
+    order: float | None = None
+    noise: float = 0.05
+    normalised: bool = False
+    apart: float = 0.0
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def num_experts(self) -> int:
+        """K."""
+        return len(self.atom_of[0])
+
+    @property
+    def over(self) -> bool:
+        """Whether more experts are fitted than there are."""
+        return self.num_experts > len(self.truth.gate_slope)
+
+    @property
+    def linear(self) -> bool:
+        """Whether experts are linear."""
+        return self.activation == "identity"
+
+
 HALF = "n^-1/2"
 QUARTER = "n^-1/4"
 NEVER = "slower than any power of n"
@@ -312,73 +223,138 @@ def _reported(quantity: str, label: str, theorem: str) -> Claim:
     return Claim(quantity, label, f"{NEVER} for the {WORST} ({theorem})")
 
 
-def _exact(theorem: str, loss: str) -> tuple[Claim, ...]:
-    return (
-        _half("loss", loss, theorem),
-        _half("exact", "cells of one atom", theorem),
-    )
+def _exact(function: Claim, theorem: str, loss: str) -> tuple[Claim, ...]:
+    cells = _half("exact", "cells of one atom", theorem)
+    return (function, _half("loss", loss, theorem), cells)
 
 
-def _over(theorem: str, loss: str) -> tuple[Claim, ...]:
-    return (*_exact(theorem, loss), _quarter(theorem))
+def _over(function: Claim, theorem: str, loss: str) -> tuple[Claim, ...]:
+    return (*_exact(function, theorem, loss), _quarter(theorem))
+
+
+def _flat(function: Claim, theorem: str, loss: str) -> tuple[Claim, ...]:
+    """Linear experts, too many of them."""
+    cells = _never("over", "cells of several atoms", theorem)
+    return (function, _never("loss", loss, theorem), cells)
 
 
 _SOFTMAX = _function("Prop. 1")
 _DENSE_TO_SPARSE = _function("Prop. 2")
 _HIERARCHY = _function("Prop. 3")
 _FIRST_LEVEL = _half("first level", "first level", "Theorem 5")
-_TAU = ("tau", "tau")
-_SLOPE = ("slope", "b1")
-_RATIO = _half("ratio", "b1 / tau", "eq. 15: all that is identified")
 
-CLAIMS: Mapping[str, tuple[Claim, ...]] = MappingProxyType(
-    {
-        "tanh, exact": (_SOFTMAX, *_exact("Theorem 1", "D1")),
-        "GELU, exact": (_SOFTMAX, *_exact("Theorem 1", "D1")),
-        "sigmoid, exact": (_SOFTMAX, *_exact("Theorem 1", "D1")),
-        "tanh, over": (_SOFTMAX, *_over("Theorem 1", "D1")),
-        "tanh of normalised input, over": (_SOFTMAX, *_over("Theorem 1", "D1")),
-        "GELU, over": (_SOFTMAX, *_over("Theorem 1", "D1")),
-        "linear, exact": (_SOFTMAX, _reported("loss", "D2,1", "Theorem 2")),
-        "linear, over": (
-            _SOFTMAX,
-            _never("loss", "D2,1", "Theorem 2"),
-            _never("over", "cells of several atoms", "Theorem 2"),
-        ),
-        "linear, over, copies start apart": (
-            _SOFTMAX,
-            _never("loss", "D2,1", "Theorem 2"),
-            _never("over", "cells of several atoms", "Theorem 2"),
-        ),
-        "temperature, linear router": (
+_TANH = Case(
+    "tanh, exact",
+    "softmax",
+    "tanh",
+    TRUTH,
+    EXACT,
+    "D1",
+    claims=_exact(_SOFTMAX, "Theorem 1", "D1"),
+)
+_TANH_OVER = replace(
+    _TANH,
+    name="tanh, over",
+    atom_of=OVER,
+    noise=LOW_NOISE,
+    claims=_over(_SOFTMAX, "Theorem 1", "D1"),
+)
+_LINEAR = replace(
+    _TANH,
+    name="linear, exact",
+    activation="identity",
+    loss="D2,1",
+    order=1.0,
+    claims=(_SOFTMAX, _reported("loss", "D2,1", "Theorem 2")),
+)
+_LINEAR_OVER = replace(
+    _LINEAR,
+    name="linear, over",
+    atom_of=OVER,
+    noise=LOW_NOISE,
+    claims=_flat(_SOFTMAX, "Theorem 2", "D2,1"),
+)
+_WARM = Case(
+    "temperature, tanh router",
+    "tanh_temperature",
+    "gelu",
+    WARM_TRUTH,
+    EXACT,
+    "D4",
+    claims=(
+        *_exact(_DENSE_TO_SPARSE, "Theorem 4", "D4"),
+        _half("tau", "tau", "Theorem 4"),
+        _half("slope", "b1", "Theorem 4"),
+        _half("experts", "experts", "Theorem 4"),
+    ),
+)
+_GROUPED = Case(
+    "hierarchy, tanh, exact",
+    "hierarchical",
+    "tanh",
+    GROUPED_TRUTH,
+    ((0, 1, 2),),
+    "D5",
+    noise=LOWEST_NOISE,
+    claims=(*_exact(_HIERARCHY, "Theorem 5", "D5"), _FIRST_LEVEL),
+)
+_GROUPED_OVER = replace(
+    _GROUPED,
+    name="hierarchy, tanh, over",
+    atom_of=((0, 1, 2, 2),),
+    claims=(*_over(_HIERARCHY, "Theorem 5", "D5"), _FIRST_LEVEL),
+)
+_ALL = (
+    _TANH,
+    replace(_TANH, name="GELU, exact", activation="gelu"),
+    replace(
+        _TANH,
+        name="sigmoid, exact",
+        activation="sigmoid",
+        truth=SIGMOID_TRUTH,
+        noise=0.025,
+    ),
+    _TANH_OVER,
+    replace(_TANH_OVER, name="tanh of normalised input, over", normalised=True),
+    replace(_TANH_OVER, name="GELU, over", activation="gelu"),
+    _LINEAR,
+    _LINEAR_OVER,
+    replace(_LINEAR_OVER, name="linear, over, copies start apart", apart=2.0),
+    replace(
+        _WARM,
+        name="temperature, linear router",
+        gating="linear_temperature",
+        loss="D3,1",
+        order=1.0,
+        claims=(
             _DENSE_TO_SPARSE,
-            _never(*_TAU, "Theorem 3"),
-            _never(*_SLOPE, "Theorem 3"),
-            _RATIO,
+            _never("tau", "tau", "Theorem 3"),
+            _never("slope", "b1", "Theorem 3"),
+            _half("ratio", "b1 / tau", "eq. 15: all that is identified"),
             _reported("experts", "experts", "Theorem 3"),
         ),
-        "temperature, tanh router": (
-            _DENSE_TO_SPARSE,
-            *_exact("Theorem 4", "D4"),
-            _half(*_TAU, "Theorem 4"),
-            _half(*_SLOPE, "Theorem 4"),
-            _half("experts", "experts", "Theorem 4"),
-        ),
-        "temperature, tanh router, over": (
-            _DENSE_TO_SPARSE,
-            *_over("Theorem 4", "D4"),
-        ),
-        "hierarchy, tanh, exact": (
-            _HIERARCHY,
-            *_exact("Theorem 5", "D5"),
-            _FIRST_LEVEL,
-        ),
-        "hierarchy, tanh, over": (_HIERARCHY, *_over("Theorem 5", "D5"), _FIRST_LEVEL),
-        "hierarchy, linear, over": (
-            _HIERARCHY,
-            _never("loss", "D6,1", "Theorem 6"),
-            _never("over", "cells of several atoms", "Theorem 6"),
+    ),
+    _WARM,
+    replace(
+        _WARM,
+        name="temperature, tanh router, over",
+        atom_of=OVER,
+        noise=LOW_NOISE,
+        claims=_over(_DENSE_TO_SPARSE, "Theorem 4", "D4"),
+    ),
+    _GROUPED,
+    _GROUPED_OVER,
+    replace(
+        _GROUPED_OVER,
+        name="hierarchy, linear, over",
+        activation="identity",
+        truth=GROUPED_LINEAR_TRUTH,
+        loss="D6,1",
+        order=1.0,
+        claims=(
+            *_flat(_HIERARCHY, "Theorem 6", "D6,1"),
             _reported("first level", "first level", "Theorem 6"),
         ),
-    }
+    ),
 )
+CASES = {case.name: case for case in _ALL}

@@ -5,6 +5,7 @@ Axes: N points, P parameters, E experts, S parameter vectors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,14 +13,15 @@ from torch import Tensor
 from torch.func import functional_call, jacfwd
 
 from damex.moe import expert_groups
+from studies.report import Row, at_least, at_most, checked
 from studies.softmax_gating2025.cases import GROUPED_LINEAR_TRUTH, TRUTH, WARM_TRUTH
 from studies.softmax_gating2025.measures import Truth, align, voronoi_loss
 from studies.softmax_gating2025.regression import Family, Gating
 from studies.softmax_gating2025.simulation import support
 
 __all__ = [
-    "TEMPERATURE_GATINGS",
     "group_residual",
+    "identity_rows",
     "linear_residual",
     "merge",
     "rescaling",
@@ -27,8 +29,44 @@ __all__ = [
 ]
 
 POINTS = 21
+ROUNDING = 1e-12
+APART = 1.0  # how far the halves of a split expert are from it
+FACTOR = 1.7  # on slopes, biases and temperature
 # The linear router first.
 TEMPERATURE_GATINGS: tuple[Gating, Gating] = ("linear_temperature", "tanh_temperature")
+
+
+def identity_rows(seeds: Sequence[int]) -> list[Row]:
+    """The equations behind the theorems, by autograd in float64.
+
+    Args:
+        seeds: Of the parameters at which they are checked.
+    """
+    linear, plain, normalised = (
+        [linear_residual(name, seed=seed, normalised=moved) for seed in seeds]
+        for name, moved in (("identity", False), ("tanh", False), ("tanh", True))
+    )
+    rows = [
+        _zero("eq. 9, linear experts", linear),
+        _broken("eq. 9, tanh experts of the normalised input", normalised),
+        Row(
+            "eq. 9, tanh experts of the plain input, residual",
+            "x dh/db = dh/da, so Definition 1 fails",
+            plain,
+            settings="not in the paper, which takes a transformed input",
+            digits=16,
+        ),
+    ]
+    for level in ("first", "second"):
+        residuals = [group_residual(level, seed=seed) for seed in seeds]
+        rows.append(_zero(f"eq. 28, {level} level", residuals))
+    linear, tanh = (
+        [temperature_residual(gating, seed=seed) for seed in seeds]
+        for gating in TEMPERATURE_GATINGS
+    )
+    rows.append(_zero("eq. 15, linear router", linear))
+    rows.append(_broken("eq. 15, tanh router", tanh))
+    return [*rows, *_rescaling_rows(), *_merge_rows()]
 
 
 def linear_residual(activation: str, *, seed: int, normalised: bool = False) -> float:
@@ -198,3 +236,41 @@ def _term(family: Family, theta_P: Tensor) -> Tensor:
     bank = layer.get_submodule("experts")
     out_RD = functional_call(bank, experts, (rows_RD, assignment.counts_E))
     return numerator_N * out_RD.view(E, len(numerator_N), -1)[0, :, 0]
+
+
+def _rescaling_rows() -> list[Row]:
+    linear, lost = rescaling("linear_temperature", factor=FACTOR)
+    tanh, _ = rescaling("tanh_temperature", factor=FACTOR)
+    settings = f"b1, b0 and tau times {FACTOR}, D3,1 = {lost:.2f}"
+    return [
+        _zero("change of f, linear router", [linear], "0 (eq. 15)", settings),
+        _broken("change of f, tanh router", [tanh], "not 0 (Theorem 4)", settings),
+    ]
+
+
+def _merge_rows() -> list[Row]:
+    rows = []
+    for activation in ("identity", "tanh"):
+        linear = activation == "identity"
+        change, loss = merge(activation, apart=APART)
+        settings = f"one expert as two, {APART} apart: {'D2,1' if linear else 'D1'}"
+        settings += f" = {loss:.2f}"
+        name = f"change of f, {'linear' if linear else activation} experts"
+        make = _zero if linear else _broken
+        published = "o(D2,r) (eq. 48)" if linear else "at least c D1 (eq. 7)"
+        rows.append(make(name, [change], published, settings))
+    return rows
+
+
+def _zero(
+    name: str, values: Sequence[float], published: str = "0", where: str = ""
+) -> Row:
+    criterion, test = f"<= {ROUNDING}", at_most(ROUNDING)
+    return checked(name, values, criterion, test, where, published=published, digits=16)
+
+
+def _broken(
+    name: str, values: Sequence[float], published: str = "not 0", where: str = ""
+) -> Row:
+    criterion, test = ">= 0.001", at_least(1e-3)
+    return checked(name, values, criterion, test, where, published=published, digits=3)

@@ -1,16 +1,7 @@
-"""Mixing measures: weighted atoms, and the two translations that a softmax ignores.
-
-Axes: S measures, K atoms, J atoms of the truth, A coordinates of a gate's slope,
-Q parameters of an expert.
-
-The Voronoi losses D1 to D6 between fitted mixing measures and the true one.
+"""Mixing measures (weighted atoms), true ones, and the Voronoi losses D1 to D6.
 
 Axes: S measures, K atoms, J atoms of the truth, A coordinates of a gate's slope,
 Q parameters of an expert, G groups of a hierarchy.
-
-True mixtures, and ways to write one with more experts than it needs.
-
-Axes: J experts of the truth, S = 1 of measures.
 """
 
 from __future__ import annotations
@@ -25,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 __all__ = [
-    "CellErrors",
     "Hierarchy",
     "Measure",
     "Truth",

@@ -1,14 +1,10 @@
-"""The three mixtures of the paper, as layers of damex.moe, and what is free in them.
+"""The paper's regression functions: MoE layers as functions of a parameter vector.
 
-Axes: S parameter vectors, P free parameters, N points, E = K fitted experts, J true
-ones, A coordinates of a gate's slope, Q parameters of an expert, G groups.
+Axes: S parameter vectors, P free parameters, N points, D width of a token, E = K fitted
+experts, A coordinates of a gate's slope, Q parameters of an expert, G groups.
 
 Inputs have one dimension. An expert is sigma(a x + b), or sigma(a t(x) + b) with
 t(x) = x / sqrt(1 + x^2), the "normalised input" of the paper's Definition 1.
-
-The paper's regression functions: a MoE layer as a function of a parameter vector.
-
-Axes: S parameter vectors, P free parameters, N points, D width of a token, E experts.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from damex.moe import (
 )
 from studies.softmax_gating2025.measures import Hierarchy, Measure, Truth
 
-__all__ = ["Family", "Gating", "Regression"]
+__all__ = ["Family", "Gating"]
 
 Gating = Literal["softmax", "linear_temperature", "tanh_temperature", "hierarchical"]
 

@@ -1,10 +1,9 @@
 """Fits to simulated samples, and how far each is from the truth.
 
-Axes: S samples, A starts, P parameters, N support points of the inputs, K experts.
+Least squares is done for many small problems at once: Levenberg and Marquardt in a box.
 
-Least squares for many small problems at once: Levenberg and Marquardt in a box.
-
-Axes: S problems, A starts per problem, P parameters, N points.
+Axes: S samples (problems), A starts of each, P parameters, N support points of the
+inputs.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from studies.softmax_gating2025.measures import (
 from studies.softmax_gating2025.regression import Family
 
 __all__ = [
-    "Fit",
     "Plan",
-    "errors_at",
     "family_of",
     "fit_from_starts",
     "levenberg_marquardt",

@@ -2,10 +2,6 @@
 
 The paper has theorems and no experiment. Here its regression functions are layers of
 damex.moe, fitted by least squares to samples of a known mixture.
-
-Rows of the report: identities, slopes and what decides a flat fit.
-
-Errors against the sample size, one panel per case, with the theory's slopes.
 """
 
 from __future__ import annotations
@@ -20,28 +16,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from studies.harness import StudyProgress
-from studies.report import Row, StudyResult, StudySettings
-from studies.softmax_gating2025 import identities
+from studies.harness import Session
+from studies.report import Row, StudyResult
 from studies.softmax_gating2025.cases import (
     CASES,
-    CLAIMS,
     WORST,
     Case,
     median_curve,
     slope,
 )
+from studies.softmax_gating2025.identities import identity_rows
 from studies.softmax_gating2025.simulation import BOUND, SPREAD, Plan, simulate
 
 __all__ = [
     "QUICK_CASES",
-    "STARTS",
-    "Found",
-    "conclusion",
-    "identity_rows",
+    "STUCK",
     "plan_of",
-    "rate_rows",
-    "rates_figure",
+    "remark",
     "run",
     "start_rows",
     "stuck_row",
@@ -72,32 +63,25 @@ MANY_STARTS = 8
 STUCK = ("linear, over", "linear, over, copies start apart")
 
 
-def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
+def run(session: Session) -> StudyResult:
     """Fits all cases and compares the slopes with the theorems.
 
     Args:
-        settings: The quick run has a few cases with a known number of experts.
-        progress: Where to show how far it is.
+        session: The quick run has a few cases with a known number of experts.
     """
-    default = 2 if settings.quick else 5
-    seeds = range(settings.seeds if settings.seeds is not None else default)
-    names = QUICK_CASES if settings.quick else tuple(CASES)
-    plans = {name: plan_of(CASES[name], quick=settings.quick) for name in names}
-    found = _fit(plans, seeds, progress)
+    seeds = session.seed_range(2 if session.quick else 5)
+    names = QUICK_CASES if session.quick else tuple(CASES)
+    plans = {name: plan_of(CASES[name], quick=session.quick) for name in names}
+    found = _fit(plans, seeds, session)
     sizes = plans[names[0]].sizes
     rows = identity_rows(seeds)
     for name in names:
-        rows += rate_rows(CASES[name], sizes, found[name])
-    curves = {name: (sizes, one) for name, one in found.items()}
-    if not settings.quick:
-        late = {
-            name: replace(plans[name], sizes=LATE_SIZES, steps=LATE_STEPS)
-            for name in names
-            if CASES[name].over and not CASES[name].linear
-        }
-        for name, one in _fit(late, seeds, progress).items():
+        rows += _rate_rows(CASES[name], sizes, found[name])
+    curves: Curves = {name: (sizes, one) for name, one in found.items()}
+    if not session.quick:
+        for name, one in _fit(_late(plans), seeds, session).items():
             where = f"{name}, n = {LATE_SIZES[0]:.0e} to {LATE_SIZES[-1]:.0e}"
-            rows += rate_rows(CASES[name], LATE_SIZES, one, where=where)
+            rows += _rate_rows(CASES[name], LATE_SIZES, one, where=where)
             curves[name] = ((*sizes, *LATE_SIZES), _join(found[name], one))
         for starts in (plans[STARTS[0]].starts, MANY_STARTS):
             near = {
@@ -105,20 +89,25 @@ def run(settings: StudySettings, progress: StudyProgress) -> StudyResult:
                 for name in STARTS
             }
             far = {name: replace(plan, apart=FAR) for name, plan in near.items()}
-            rows += start_rows(
-                _fit(near, seeds, progress),
-                _fit(far, seeds, progress),
-                STARTS,
-                num_starts=starts,
-            )
+            here, there = (_fit(some, seeds, session) for some in (near, far))
+            rows += start_rows(here, there, STARTS, num_starts=starts)
         rows += [stuck_row(name, sizes, found[name]) for name in STUCK]
     return StudyResult(
         title=TITLE,
         rows=rows,
-        conclusion=conclusion(rows),
-        figure=rates_figure(curves),
+        figure=_figure(curves),
         settings=_facts(plans),
+        remark=remark(rows),
     )
+
+
+def _late(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Larger samples for the cases whose rates show late."""
+    return {
+        name: replace(plan, sizes=LATE_SIZES, steps=LATE_STEPS)
+        for name, plan in plans.items()
+        if CASES[name].over and not CASES[name].linear
+    }
 
 
 def plan_of(case: Case, *, quick: bool = False) -> Plan:
@@ -136,13 +125,13 @@ def plan_of(case: Case, *, quick: bool = False) -> Plan:
 
 
 def _fit(
-    plans: Mapping[str, Plan], seeds: Sequence[int], progress: StudyProgress
-) -> dict[str, Found]:
+    plans: Mapping[str, Plan], seeds: Sequence[int], session: Session
+) -> dict[str, list[dict[str, Tensor]]]:
+    def fit(name: str, seed: int) -> dict[str, Tensor]:
+        return simulate(CASES[name], plans[name], seed=seed)
+
     jobs = [(name, seed) for name in plans for seed in seeds]
-    found: dict[str, list[dict[str, Tensor]]] = {name: [] for name in plans}
-    for name, seed in progress.track(jobs, "fits"):
-        found[name].append(simulate(CASES[name], plans[name], seed=seed))
-    return dict(found)
+    return session.run(jobs, fit, "fits")
 
 
 def _join(early: Found, late: Found) -> Found:
@@ -168,53 +157,12 @@ def _facts(plans: Mapping[str, Plan]) -> dict[str, str]:
 
 # For each seed: quantity -> (sizes, repetitions).
 Found = Sequence[Mapping[str, Tensor]]
+Curves = dict[str, tuple[Sequence[int], Found]]  # with the sample sizes of each case
 
-ROUNDING = 1e-12
-APART = 1.0
-FACTOR = 1.7
 STUCK_SIZE = 31_623
 
 
-def identity_rows(seeds: Sequence[int]) -> list[Row]:
-    """The equations behind the theorems, by autograd in float64.
-
-    Args:
-        seeds: Of the parameters at which they are checked.
-    """
-    linear = [identities.linear_residual("identity", seed=seed) for seed in seeds]
-    rows = [_zero("eq. 9, linear experts", linear)]
-    rows.append(
-        _broken(
-            "eq. 9, tanh experts of the normalised input",
-            [
-                identities.linear_residual("tanh", seed=seed, normalised=True)
-                for seed in seeds
-            ],
-        )
-    )
-    plain = [identities.linear_residual("tanh", seed=seed) for seed in seeds]
-    rows.append(
-        Row(
-            "eq. 9, tanh experts of the plain input, residual",
-            "x dh/db = dh/da, so Definition 1 fails",
-            plain,
-            settings="not in the paper, which takes a transformed input",
-            digits=16,
-        )
-    )
-    for level in ("first", "second"):
-        residuals = [identities.group_residual(level, seed=seed) for seed in seeds]
-        rows.append(_zero(f"eq. 28, {level} level", residuals))
-    linear, tanh = (
-        [identities.temperature_residual(gating, seed=seed) for seed in seeds]
-        for gating in identities.TEMPERATURE_GATINGS
-    )
-    rows.append(_zero("eq. 15, linear router", linear))
-    rows.append(_broken("eq. 15, tanh router", tanh))
-    return [*rows, *_rescaling_rows(), *_merge_rows()]
-
-
-def rate_rows(
+def _rate_rows(
     case: Case, sizes: Sequence[int], found: Found, *, where: str | None = None
 ) -> list[Row]:
     """Slopes of one case beside the theory.
@@ -226,7 +174,7 @@ def rate_rows(
         where: What the report calls the setting; the case's name by default.
     """
     rows = []
-    for claim in CLAIMS[case.name]:
+    for claim in case.claims:
         slopes = [slope(sizes, median_curve(one[claim.quantity])) for one in found]
         criterion, holds = claim.judge(slopes)
         rows.append(
@@ -316,66 +264,23 @@ def stuck_row(name: str, sizes: Sequence[int], found: Found) -> Row:
     )
 
 
-def conclusion(rows: Sequence[Row]) -> str:
-    """What was confirmed and what was not, from the rows.
+def remark(rows: Sequence[Row]) -> str:
+    """What a fixed truth shows where the theorems bound the worst one.
 
     Args:
         rows: All rows of the study.
     """
-    judged = [row for row in rows if row.holds is not None]
-    failed = [row for row in judged if not row.holds]
-    text = f"{len(judged) - len(failed)} of {len(judged)} criteria hold"
-    if failed:
-        names = "; ".join(f"{row.name} ({row.settings})" for row in failed)
-        text += f"; not confirmed: {names}"
     fixed = ", ".join(
         f"{row.mean:.2f} ({row.settings}: {row.name.rpartition(', ')[2]})"
         for row in rows
         if WORST in row.published
     )
-    if fixed:
-        text += (
-            f". Theorems 2, 3 and 6 bound the {WORST}, which no fixed truth can show; "
-            f"at ours the exponents of n are {fixed}"
-        )
-    return text + "."
-
-
-def _rescaling_rows() -> list[Row]:
-    linear, lost = identities.rescaling("linear_temperature", factor=FACTOR)
-    tanh, _ = identities.rescaling("tanh_temperature", factor=FACTOR)
-    settings = f"b1, b0 and tau times {FACTOR}, D3,1 = {lost:.2f}"
-    return [
-        _zero("change of f, linear router", [linear], "0 (eq. 15)", settings),
-        _broken("change of f, tanh router", [tanh], "not 0 (Theorem 4)", settings),
-    ]
-
-
-def _merge_rows() -> list[Row]:
-    rows = []
-    for activation in ("identity", "tanh"):
-        linear = activation == "identity"
-        change, loss = identities.merge(activation, apart=APART)
-        settings = f"one expert as two, {APART} apart: {'D2,1' if linear else 'D1'}"
-        settings += f" = {loss:.2f}"
-        name = f"change of f, {'linear' if linear else activation} experts"
-        make = _zero if linear else _broken
-        published = "o(D2,r) (eq. 48)" if linear else "at least c D1 (eq. 7)"
-        rows.append(make(name, [change], published, settings))
-    return rows
-
-
-def _zero(
-    name: str, values: Sequence[float], published: str = "0", settings: str = ""
-) -> Row:
-    holds = max(values) <= ROUNDING
-    return Row(name, published, values, f"<= {ROUNDING}", holds, settings, 16)
-
-
-def _broken(
-    name: str, values: Sequence[float], published: str = "not 0", settings: str = ""
-) -> Row:
-    return Row(name, published, values, ">= 0.001", min(values) >= 1e-3, settings)
+    if not fixed:
+        return ""
+    return (
+        f"Theorems 2, 3 and 6 bound the {WORST}, which no fixed truth can show; "
+        f"at ours the exponents of n are {fixed}."
+    )
 
 
 def _median(values: Tensor) -> float:
@@ -386,7 +291,7 @@ COLUMNS = 4
 STYLES = ("o-", "s-", "^-", "d-", "v-", "P-")
 
 
-def rates_figure(curves: Mapping[str, tuple[Sequence[int], Found]]) -> Figure:
+def _figure(curves: Curves) -> Figure:
     """Medians over repetitions and seeds.
 
     Args:
@@ -401,7 +306,7 @@ def rates_figure(curves: Mapping[str, tuple[Sequence[int], Found]]) -> Figure:
 
 
 def _panel(axes: Axes, name: str, sizes: Sequence[int], seeds: Found) -> None:
-    for style, claim in zip(STYLES, CLAIMS[name], strict=False):
+    for style, claim in zip(STYLES, CASES[name].claims, strict=False):
         curves = [median_curve(seed[claim.quantity]) for seed in seeds]
         axes.loglog(sizes, np.median(curves, axis=0), style, ms=4, label=claim.label)
     low, high = axes.get_ylim()

@@ -1,10 +1,9 @@
-import io
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
+from matplotlib.figure import Figure
 
 from damex.moe import NormalizedGD
 from studies.chen2022 import training
@@ -21,15 +20,15 @@ from studies.chen2022.models import (
 from studies.chen2022.rows import DISPATCH, ENTROPY_GAP, SINGLES, purity, unevenness
 from studies.chen2022.study import (
     additive_margin,
-    conclude,
     entropy_band,
+    remark,
     run,
     theory_rows,
 )
-from studies.chen2022.training import Case, make_plan, run_cases
+from studies.chen2022.training import Case, make_plan
 from studies.cluster_data import ClusterSamples, PatchSumRouter
-from studies.harness import StudyProgress
-from studies.report import Row, StudySettings
+from studies.harness import Session
+from studies.report import NO_CLAIM, Row, StudyResult
 
 pytestmark = pytest.mark.studies
 
@@ -117,8 +116,8 @@ def test_losses_by_hand():
     assert (class_margin(out) * labels > 0).all()
 
 
-def tiny_task(num=400):
-    return draw_train_and_test("1", num, 0)
+def tiny_mixture(recipe):
+    return training.train_mixture(Case(recipe, "1", "cubic"), 400, seed=0)
 
 
 def test_the_weight_of_a_route_scales_the_output_in_each_form():
@@ -185,7 +184,7 @@ def test_one_step_moves_served_experts_by_eta_and_others_not():
 @pytest.mark.parametrize("recipe", [PAPER, OFFICIAL])
 def test_the_code_tests_with_noise_and_the_paper_without(recipe):
     recipe = replace(recipe, steps=2)
-    outcome = training.train_mixture(recipe, tiny_task(), activation="cubic", seed=0)
+    outcome = tiny_mixture(recipe)
     assert outcome.first_KE.sum() == outcome.last_KE.sum() == 400
     # 50 expected each, five deviations of a binomial(400, 1/8) are 33, so 66 %.
     assert unevenness(outcome.first_KE) < 66
@@ -200,7 +199,7 @@ def test_the_code_tests_with_noise_and_the_paper_without(recipe):
 
 def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
     torch.manual_seed(0)
-    train, _ = tiny_task()
+    train, _ = draw_train_and_test("1", 400, 0)
     layer = build_mixture(PAPER, "cubic")
     with torch.no_grad():
         layer.router.linear.weight_ED.normal_(std=0.1)
@@ -220,12 +219,8 @@ def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
 def test_only_the_code_stops_early(monkeypatch, enough, worse):
     monkeypatch.setattr(training, "ENOUGH", enough)
     monkeypatch.setattr(training, "WORSE", worse)
-    task = tiny_task()
     lengths = [
-        training.train_mixture(
-            replace(recipe, steps=20), task, activation="cubic", seed=0
-        ).steps
-        for recipe in (PAPER, OFFICIAL)
+        tiny_mixture(replace(recipe, steps=20)).steps for recipe in (PAPER, OFFICIAL)
     ]
     assert lengths[0] == 20
     assert lengths[1] < 20
@@ -234,9 +229,7 @@ def test_only_the_code_stops_early(monkeypatch, enough, worse):
 def test_a_loss_that_is_neither_enough_nor_worse_stops_nothing(monkeypatch):
     monkeypatch.setattr(training, "ENOUGH", 0.0)
     monkeypatch.setattr(training, "WORSE", 10.0)
-    recipe = replace(OFFICIAL, steps=20)
-    outcome = training.train_mixture(recipe, tiny_task(), activation="cubic", seed=0)
-    assert outcome.steps == 20
+    assert tiny_mixture(replace(OFFICIAL, steps=20)).steps == 20
 
 
 def test_accuracy_counts_signs():
@@ -304,16 +297,15 @@ def test_the_conclusion_names_what_holds_and_what_does_not():
         Row("accuracy, %", "-", [50.0], ">= 95", False, "paper", 1),
         Row("shown", "-", [50.0]),
     ]
-    text = conclude(rows)
-    assert text.startswith("1 of 3 claims hold.")
+    text = StudyResult("Chen", rows, Figure(), remark=remark(rows)).conclusion
+    assert text.startswith("1 of 3 criteria hold; not confirmed: ")
     assert "linear ones do not: code." in text
-    assert "Not confirmed: " in text
-    assert "accuracy, % (paper: 50.0)" in text
+    assert "accuracy, % (paper)" in text
     assert "shown" not in text
 
 
 def test_the_full_plan_has_the_runs_of_the_tables_and_every_activation():
-    plan = make_plan(StudySettings())
+    plan = make_plan(Session())
     assert plan.num == 16_000
     # Means of ten runs in Tables 1 and 3.
     assert {
@@ -331,8 +323,7 @@ def test_the_full_plan_has_the_runs_of_the_tables_and_every_activation():
 @pytest.mark.parametrize(("data_seed", "shared"), [(7, True), (None, False)])
 def test_one_set_of_data_is_for_all_seeds_or_each_has_its_own(data_seed, shared):
     case = Case(replace(OFFICIAL, steps=1), "2", "cubic", data_seed=data_seed)
-    progress = StudyProgress(Console(file=io.StringIO()))
-    one, other = run_cases({case: range(2)}, 400, progress)[case]
+    one, other = (training.train_mixture(case, 400, seed) for seed in range(2))
     # How many samples each cluster has tells the data, wherever they were sent.
     assert torch.equal(one.first_KE.sum(1), other.first_KE.sum(1)) == shared
     assert not torch.equal(one.first_KE, other.first_KE)
@@ -340,8 +331,7 @@ def test_one_set_of_data_is_for_all_seeds_or_each_has_its_own(data_seed, shared)
 
 @pytest.fixture(scope="module")
 def result():
-    console = Console(file=io.StringIO())
-    return run(StudySettings(quick=True), StudyProgress(console))
+    return run(Session(quick=True))
 
 
 def value(result, name, settings):
@@ -391,7 +381,7 @@ def test_no_single_model_passes_the_bound(result):
 def test_a_quick_run_judges_theory_only(result):
     judged = [row for row in result.rows if row.holds is not None]
     assert [row.holds for row in judged] == [True] * 4
-    assert result.conclusion == "4 of 4 claims hold."
+    assert result.conclusion == f"4 of 4 criteria hold. {NO_CLAIM}"
     assert result.settings["training and test samples"].startswith("2000")
 
 

@@ -1,19 +1,13 @@
 import dataclasses
-import io
 import math
 
 import pytest
 import torch
-from rich.console import Console
 from torch.nn import functional
 
 from damex.moe import ExpertCapacity
-from studies.damex2023.faults import (
-    draw_images,
-    drops_of_a_good_router,
-    loss_gap,
-    metadata_gap,
-)
+from studies.damex2023.exact import drops_of_a_good_router, loss_gap, metadata_gap
+from studies.damex2023.faults import draw_images
 from studies.damex2023.mixing import (
     ClusterMoE,
     Mixing,
@@ -22,8 +16,7 @@ from studies.damex2023.mixing import (
     evaluate,
 )
 from studies.damex2023.study import run
-from studies.harness import StudyProgress
-from studies.report import StudySettings
+from studies.harness import Session
 
 pytestmark = pytest.mark.studies
 
@@ -119,8 +112,7 @@ def test_loss_test_time_ids_and_capacity_are_exact():
 
 @pytest.fixture(scope="module")
 def result():
-    console = Console(file=io.StringIO())
-    return run(StudySettings(quick=True), StudyProgress(console))
+    return run(Session(quick=True))
 
 
 def values(result, name, *parts):

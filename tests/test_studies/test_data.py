@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from damex.errors import DataError
 from studies.cluster_data import SETTINGS, Strengths, draw_task
-from studies.digits import split_digits
+from studies.digits import mnist_digits, sklearn_digits
 
 pytestmark = pytest.mark.studies
 
@@ -106,16 +107,18 @@ def test_what_cannot_be_drawn_is_refused(generator, clusters, dims, groups, mess
 
 
 def test_each_picture_is_in_one_part_and_keeps_its_digit():
-    first, second = split_digits(1000, seed=0)
-    assert first.images_SD.shape == (1000, 64)
-    assert second.images_SD.shape == (797, 64)
-    assert torch.cdist(first.images_SD, second.images_SD).min() > 0
-    assert first.images_SD.max() == 1.0
+    source = sklearn_digits(1000, seed=0)
+    assert source.train.images_S1HW.shape == (1000, 1, 8, 8)
+    assert source.test.images_S1HW.shape == (797, 1, 8, 8)
+    first, second = source.train, source.test
+    first_SD, second_SD = first.images_S1HW.flatten(1), second.images_S1HW.flatten(1)
+    assert torch.cdist(first_SD, second_SD).min() > 0
+    assert first_SD.max() == 1.0
     # The sum of all pixels of scikit-learn's digits is 561718; here they are in 16ths.
-    total = first.images_SD.sum() + second.images_SD.sum()
+    total = first_SD.sum() + second_SD.sum()
     assert total.item() == pytest.approx(561718 / 16)
     # The nearest picture of the other part shows the same digit nearly always.
-    nearest = torch.cdist(second.images_SD, first.images_SD).argmin(1)
+    nearest = torch.cdist(second_SD, first_SD).argmin(1)
     right = first.labels_S[nearest] == second.labels_S
     assert right.double().mean() > 0.95
     # About 80 of each in the second part: no part is one writer's.
@@ -123,6 +126,31 @@ def test_each_picture_is_in_one_part_and_keeps_its_digit():
 
 
 def test_the_seed_alone_decides():
-    parts = [split_digits(1000, seed=seed)[0].labels_S for seed in (0, 0, 1)]
+    parts = [sklearn_digits(1000, seed=seed).train.labels_S for seed in (0, 0, 1)]
     assert torch.equal(parts[0], parts[1])
     assert not torch.equal(parts[0], parts[2])
+
+
+def write_idx(path, magic, shape, values):
+    header = b"".join(n.to_bytes(4, "big") for n in (magic, *shape))
+    path.write_bytes(header + bytes(values))
+
+
+def test_mnist_files(tmp_path):
+    for name in ("train", "t10k"):
+        images = tmp_path / f"{name}-images-idx3-ubyte"
+        write_idx(images, 2051, (2, 1, 3), [0, 51, 255, 1, 2, 3])
+        labels = tmp_path / f"{name}-labels-idx1-ubyte"
+        write_idx(labels, 2049, (2,), [7, 4])
+    source = mnist_digits(tmp_path)
+    for split in (source.train, source.test):
+        assert split.images_S1HW.shape == (2, 1, 1, 3)
+        pixels = split.images_S1HW[0].flatten()
+        torch.testing.assert_close(pixels, torch.tensor([0.0, 0.2, 1.0]))
+        assert split.labels_S.tolist() == [7, 4]
+    labels.write_bytes(labels.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte is .* no idx file"):
+        mnist_digits(tmp_path)
+    labels.unlink()
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte is missing"):
+        mnist_digits(tmp_path)
