@@ -8,14 +8,23 @@ E experts, F filters of an expert, C outputs, R routes (sample-expert pairs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe import LoadBalanceLoss, MoELayer, TopKGate
-from damex.moe.experts import ACTIVATIONS
+from damex.moe import (
+    Assignment,
+    Gate,
+    LoadBalanceLoss,
+    MoELayer,
+    RoutingLoss,
+    RoutingRecord,
+    TopKGate,
+)
 from damex.moe.grouped import map_runs
 from studies.cluster_data import (
     SETTINGS,
@@ -71,6 +80,16 @@ def draw_train_and_test(
     return task.draw(num, generator), task.draw(num, generator)
 
 
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "cubic": lambda z: z * z * z,
+    "relu": functional.relu,
+    "celu": functional.celu,
+    "gelu": functional.gelu,
+    "tanh": torch.tanh,
+}
+
+
 class PatchwiseExperts(nn.Module):
     """E functions sum_j sum_p sigma(<w_j, x_p> + b_j), for each of C outputs.
 
@@ -82,7 +101,7 @@ class PatchwiseExperts(nn.Module):
         patch_dims: D.
         num_filters: F, a multiple of C.
         num_outputs: C.
-        activation: sigma, one of `damex.moe.experts.ACTIVATIONS`.
+        activation: sigma, one of `ACTIVATIONS`.
         bias: Whether filters have a bias; the paper has none, its code has.
         init: 'normal' for N(0, init_scale^2), or 'uniform' for init_scale times what
             `nn.Conv1d` draws, U(+-1/sqrt(D)).
@@ -196,6 +215,45 @@ PAPER_X10 = Recipe("paper, inputs x10", input_scale=10.0)
 OFFICIAL = Recipe("official_code", input_scale=10.0, as_released=True, steps=501)
 
 
+class RawLogitGate(nn.Module):
+    """Top-1 of the released code: the noisy logit itself weighs the route."""
+
+    def forward(
+        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
+    ) -> Assignment:
+        """Adds U[0, 1), whether in training or not, and takes the largest.
+
+        Args:
+            logits_BNE: Clean router logits.
+            token_mask_BN: As in `TopKGate`.
+        """
+        noisy_BNE = logits_BNE + torch.rand_like(logits_BNE)
+        routes = TopKGate(1)(noisy_BNE, token_mask_BN)
+        noisy_TE = noisy_BNE.flatten(0, -2)
+        weight_R = noisy_TE[routes.token_index_R, routes.expert_index_R]
+        return replace(routes, weight_R=weight_R)
+
+
+@dataclass(frozen=True)
+class LogitBalanceLoss:
+    """As `LoadBalanceLoss`, of mean logits in place of mean probabilities (released).
+
+    Attributes:
+        weight: Factor in the total loss.
+        name: Key of the loss.
+    """
+
+    needs_groups: ClassVar[bool] = False
+
+    weight: float = BALANCE_WEIGHT
+    name: str = "load_balance"
+
+    def __call__(self, record: RoutingRecord) -> Tensor:
+        """E sum_e f_e mean(h_e), f_e being the share of expert e."""
+        share_E = record.assignment.counts_E / record.assignment.counts_E.sum()
+        return NUM_EXPERTS * (share_E * record.logits_TE.mean(0)).sum()
+
+
 def build_mixture(
     recipe: Recipe, activation: str, *, balance: bool = False
 ) -> MoELayer:
@@ -206,8 +264,10 @@ def build_mixture(
         activation: Of the experts: 'cubic', or 'identity' for linear ones.
         balance: Whether to add the load balance loss (Table 9).
     """
+    gate: Gate
+    loss: RoutingLoss
     if recipe.as_released:
-        gate = TopKGate(1, noise="uniform", noisy_weights=True, weights="logit")
+        gate = RawLogitGate()
         experts = PatchwiseExperts(
             NUM_EXPERTS,
             PATCH_DIMS,
@@ -217,7 +277,7 @@ def build_mixture(
             bias=True,
             init="uniform",
         )
-        loss = LoadBalanceLoss(weight=BALANCE_WEIGHT, scores="logit")
+        loss = LogitBalanceLoss()
     else:
         gate = TopKGate(1, noise="uniform")
         experts = PatchwiseExperts(
@@ -229,6 +289,8 @@ def build_mixture(
         gate=gate,
         experts=experts,
         losses=[loss] if balance else [],
+        # Clusters are there to be counted only: all of them may use all experts.
+        group_experts=[range(NUM_EXPERTS)] * NUM_CLUSTERS,
     )
 
 

@@ -7,11 +7,12 @@ Axes: K clusters, E experts, B samples, C outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from damex.moe import (
@@ -24,7 +25,6 @@ from damex.moe import (
     expert_parameters,
 )
 from studies.chen2022.models import (
-    NUM_CLUSTERS,
     OFFICIAL,
     PAPER,
     PAPER_X10,
@@ -47,6 +47,7 @@ __all__ = [
     "Single",
     "accuracy",
     "make_plan",
+    "sum_norm_step",
     "train_mixture",
     "train_single",
 ]
@@ -161,6 +162,23 @@ def train_single(single: Single, num: int, *, steps: int) -> float:
     return accuracy(class_margin(torch.cat(outs)), test.labels_B)
 
 
+@torch.no_grad()
+def sum_norm_step(bank: Sequence[nn.Parameter], lr: float) -> None:
+    """A step of the released code: norms of an expert's tensors are added up.
+
+    Args:
+        bank: Tensors with one slice per expert, with their gradients.
+        lr: Length of the step where an expert has one tensor.
+    """
+    # float64, as squares of small float32 gradients vanish.
+    grads = [p.grad.double() for p in bank if p.grad is not None]
+    norm_E = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).sum(0)
+    factor_E = torch.where(norm_E == 0, 0.0, lr / norm_E)
+    for parameter, grad in zip(bank, grads, strict=True):
+        step = factor_E.unsqueeze(1) * grad.flatten(1)
+        parameter.sub_(step.view_as(parameter).to(parameter.dtype))
+
+
 def accuracy(margin_B: Tensor, labels_B: Tensor) -> float:
     """Share of margins with the sign of the label, per cent."""
     return 100.0 * (margin_B * labels_B > 0).double().mean().item()
@@ -170,15 +188,11 @@ def _descend(
     recipe: Recipe, layer: MoELayer, train: ClusterSamples
 ) -> tuple[list[Tensor], list[float]]:
     """The dispatch of every step, and the curve of its entropy."""
-    groups, others = expert_parameters(layer)
-    optimizers = (
-        NormalizedGD(
-            groups,
-            lr=EXPERT_LR,
-            norm="sum" if recipe.as_released else "frobenius",
-        ),
-        torch.optim.SGD(others, lr=ROUTER_LR),
-    )
+    experts, others = expert_parameters(layer)
+    move_experts: Callable[[], object] = NormalizedGD(experts, lr=EXPERT_LR).step
+    if recipe.as_released:
+        move_experts = partial(sum_norm_step, experts[0]["params"], EXPERT_LR)
+    router_optimizer = torch.optim.SGD(others, lr=ROUTER_LR)
     tokens_B1X = _tokens(recipe, train)
     counts: list[Tensor] = []
     curve: list[float] = []
@@ -195,11 +209,10 @@ def _descend(
             best = loss.item()
         elif recipe.as_released and not ENOUGH < loss.item() <= best + WORSE:
             break
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        layer.zero_grad()
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        move_experts()
+        router_optimizer.step()
     return counts, curve
 
 
@@ -223,7 +236,7 @@ def _clean_counts(record: RoutingRecord) -> Tensor:
 
 
 def _counts(record: RoutingRecord) -> Tensor:
-    return dispatch_counts(record, num_groups=NUM_CLUSTERS)
+    return dispatch_counts(record)
 
 
 SEEDS = 5

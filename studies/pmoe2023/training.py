@@ -148,24 +148,31 @@ def train_router(
         lr: Learning rate of a step with one batch.
         epochs: Passes over the samples.
     """
-    classes = range(model.num_classes)
-    loss = SeparateRouterLoss(pairs=[(c, c + 1) for c in classes if c % 2 == 0])
-    stage = MoELayer(
-        router=model.moe.router,
-        gate=model.moe.gate,
-        experts=model.moe.experts,
-        losses=[loss],
-        group_experts=[[c] for c in classes],
-    )
-    weight_ED = model.router_weight_ED
+    firsts = range(0, model.num_classes, 2)
+    stages = [
+        MoELayer(
+            router=model.moe.router,
+            gate=model.moe.gate,
+            experts=model.moe.experts,
+            losses=[SeparateRouterLoss()],
+            group_experts=[[first], [first + 1]],
+        )
+        for first in firsts
+    ]
+    weight_ED, labels_B = model.router_weight_ED, samples.labels_B
     # Eq. 6 sums over the patches of a sample where the loss takes their mean.
     num_patches = samples.patches_BND.shape[1]
     steps = len(samples) / BATCH_SIZE
     optimizer = torch.optim.SGD([weight_ED], lr=lr * num_patches * steps)
     for _ in range(epochs):
-        record = stage.route(samples.patches_BND, group_ids_B=samples.labels_B)
+        losses: list[Tensor] = []
+        for first, stage in zip(firsts, stages, strict=True):
+            # 0 or 1 in the pair; -1 elsewhere, which does not count
+            class_B = torch.where(labels_B // 2 == first // 2, labels_B - first, -1)
+            record = stage.route(samples.patches_BND, group_ids_B=class_B)
+            losses += record.losses.values()
         optimizer.zero_grad()
-        record.losses[loss.name].backward()
+        torch.stack(losses).mean().backward()
         optimizer.step()
     weight_ED.requires_grad_(False)
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, jacfwd, vmap
 
 from damex.moe import (
+    Assignment,
     DenseSoftmaxGate,
-    DenseToSparseGate,
     FFNExperts,
     HierarchicalRouter,
     LinearRouter,
@@ -31,6 +31,25 @@ from studies.softmax_gating2025.measures import Hierarchy, Measure, Truth
 __all__ = ["Family", "Gating"]
 
 Gating = Literal["softmax", "linear_temperature", "tanh_temperature", "hierarchical"]
+
+
+class TemperatureGate(DenseSoftmaxGate):
+    """Softmax of logits / tau; tau = exp(log_scale) is estimated with the router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(
+        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
+    ) -> Assignment:
+        """Weighs all experts.
+
+        Args:
+            logits_BNE: Clean router logits.
+            token_mask_BN: As in `DenseSoftmaxGate`.
+        """
+        return super().forward(logits_BNE / self.log_scale.exp(), token_mask_BN)
 
 
 class Family:
@@ -149,11 +168,7 @@ class Family:
     def _layer(self, embed_dims: int) -> MoELayer:
         E = self.num_experts
         experts = FFNExperts(E, embed_dims, 1, activation=self.activation)
-        gate: DenseSoftmaxGate | DenseToSparseGate = DenseSoftmaxGate()
-        if self.has_temperature:
-            gate = DenseToSparseGate(
-                start_temperature=1.0, threshold=0.0, learn_scale=True
-            )
+        gate = TemperatureGate() if self.has_temperature else DenseSoftmaxGate()
         router: LinearRouter | MLPRouter | HierarchicalRouter
         if self.gating == "hierarchical":
             router = HierarchicalRouter(embed_dims, E, num_groups=self.num_groups)

@@ -32,8 +32,6 @@ from studies.report import NO_CLAIM, Row, StudyResult
 
 pytestmark = pytest.mark.studies
 
-# Models
-
 
 def small_experts(**kwargs):
     experts = PatchwiseExperts(2, 2, 2, **kwargs)
@@ -181,6 +179,16 @@ def test_one_step_moves_served_experts_by_eta_and_others_not():
     torch.testing.assert_close(moved, expected, atol=1e-7, rtol=0)
 
 
+def test_a_released_step_is_divided_by_the_sum_of_norms():
+    bank = [torch.nn.Parameter(torch.zeros(2, width)) for width in (2, 1)]
+    bank[0].grad = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    bank[1].grad = torch.tensor([[-5.0], [0.0]])
+    training.sum_norm_step(bank, lr=0.1)
+    # norms 5 and 5: a hundredth of the gradient; the other expert has none and stays
+    assert bank[0].tolist() == [pytest.approx([-0.03, -0.04]), [0.0, 0.0]]
+    assert bank[1].tolist() == [pytest.approx([0.05]), [0.0]]
+
+
 @pytest.mark.parametrize("recipe", [PAPER, OFFICIAL])
 def test_the_code_tests_with_noise_and_the_paper_without(recipe):
     recipe = replace(recipe, steps=2)
@@ -199,7 +207,7 @@ def test_the_code_tests_with_noise_and_the_paper_without(recipe):
 
 def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
     torch.manual_seed(0)
-    train, _ = draw_train_and_test("1", 400, 0)
+    train, _ = draw_train_and_test("1", 400, seed=0)
     layer = build_mixture(PAPER, "cubic")
     with torch.no_grad():
         layer.router.linear.weight_ED.normal_(std=0.1)
@@ -238,9 +246,6 @@ def test_accuracy_counts_signs():
     assert training.accuracy(margin, labels) == 50.0  # zero decides nothing
 
 
-# Theory
-
-
 def test_the_best_sum_over_patches_errs_in_one_of_eight_cases():
     task = draw_setting("verify", torch.Generator().manual_seed(0))
     features, centers = task.signals_KD, task.centers_KD
@@ -266,9 +271,6 @@ def test_theory_holds_for_the_gate():
     assert [row.holds for row in rows] == [True] * 4
     # With two experts a change of +-d moves P by up to 2d: half of the bound 4d.
     assert 0.2 < rows[2].values[0] < 0.6
-
-
-# Report
 
 
 def test_published_dispatch_gives_published_purity():
