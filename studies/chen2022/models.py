@@ -35,6 +35,7 @@ from studies.cluster_data import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "NUM_CLUSTERS",
     "OFFICIAL",
     "PAPER",

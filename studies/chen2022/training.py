@@ -25,6 +25,7 @@ from damex.moe import (
     expert_parameters,
 )
 from studies.chen2022.models import (
+    ACTIVATIONS,
     OFFICIAL,
     PAPER,
     PAPER_X10,
@@ -52,6 +53,10 @@ __all__ = [
     "train_single",
 ]
 
+SEEDS = 5
+PAPER_SEEDS = 10  # runs behind each mean of Tables 1 and 3
+DATA_SEEDS = range(4)
+LONG_STEPS = 2000
 CURVE_STRIDE = 10
 EXPERT_LR, ROUTER_LR = 0.001, 0.1
 ENOUGH, WORSE = 0.314, 0.02  # when the code stops early
@@ -60,6 +65,111 @@ SINGLE_LINEAR_LR = 0.003
 SINGLE_WEIGHT_DECAY = 5e-4
 SINGLE_INPUT_SCALE = 10.0
 CHUNK = 1000  # samples whose hidden values fit into a cache
+
+
+@dataclass(frozen=True)
+class Case:
+    """Mixtures that differ in their seed only.
+
+    Attributes:
+        recipe: The form.
+        setting: Key of `studies.cluster_data.SETTINGS`.
+        activation: Of the experts.
+        balance: Whether to add the load balance loss.
+        data_seed: Of the one set of data that all seeds share, as the authors' code has
+            it; None for new data with each seed.
+    """
+
+    recipe: Recipe
+    setting: str
+    activation: str
+    balance: bool = False
+    data_seed: int | None = None
+
+    @property
+    def where(self) -> str:
+        """What the report calls the setting."""
+        text = f"{self.recipe.name}, setting {self.setting}"
+        if self.data_seed is None:
+            return text
+        return f"{text}, all on the data of seed {self.data_seed}"
+
+
+@dataclass(frozen=True)
+class Single:
+    """A single model, trained once as in the paper."""
+
+    setting: str
+    activation: str
+    num_filters: int = 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        num: Samples for training, and as many for test.
+        cases: Mixtures with their seeds.
+        reasons: Further mixtures, of which nothing is claimed: they tell why others are
+            as they are.
+        singles: Single models.
+        single_steps: Their steps; the code takes 801.
+        draws: Draws of noise for Lemma 5.1.
+    """
+
+    num: int
+    cases: Mapping[Case, range]
+    reasons: Mapping[Case, range]
+    singles: tuple[Single, ...]
+    single_steps: int
+    draws: int
+
+
+def make_plan(session: Session) -> Plan:
+    """The full plan, or a quick one with smaller data.
+
+    Args:
+        session: How much to run.
+    """
+    if session.quick:
+        return _quick_plan(session.seed_range(1))
+    both = ("identity", "cubic")
+    seeds, published = session.seed_range(SEEDS), session.seed_range(PAPER_SEEDS)
+    cases = {Case(OFFICIAL, s, a): published for s in "1234" for a in both}
+    cases |= {Case(OFFICIAL, s, "identity", balance=True): seeds for s in "1234"}
+    printed = (PAPER_X10, PAPER)
+    cases |= {Case(r, s, a): seeds for r in printed for s in "1234" for a in both}
+    reasons = {Case(OFFICIAL, "2", "cubic", data_seed=d): seeds for d in DATA_SEEDS}
+    longer = replace(PAPER, name=f"paper, {LONG_STEPS} steps", steps=LONG_STEPS)
+    reasons[Case(longer, "1", "cubic")] = seeds
+    singles = [Single(s, a) for s in ("1", "2", "verify") for a in ACTIVATIONS]
+    singles += [Single(s, a) for s in "34" for a in both]
+    singles += [Single(s, a, 512) for a in both for s in "1234"]
+    return Plan(
+        num=16_000,
+        cases=cases,
+        reasons=reasons,
+        singles=tuple(singles),
+        single_steps=250,
+        draws=400_000,
+    )
+
+
+def _quick_plan(seeds: range) -> Plan:
+    """Setting 1 with few samples: shows that all parts work."""
+    both = ("identity", "cubic")
+    recipes = [replace(r, steps=250) for r in (OFFICIAL, PAPER_X10)]
+    cases = {Case(r, "1", a): seeds for r in recipes for a in both}
+    cases[Case(recipes[0], "1", "identity", balance=True)] = seeds
+    return Plan(
+        num=2000,
+        cases=cases,
+        reasons={Case(recipes[0], "1", "cubic", data_seed=1): seeds},
+        singles=(Single("3", "identity", 32), Single("3", "cubic", 32)),
+        single_steps=100,
+        draws=50_000,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,115 +347,3 @@ def _clean_counts(record: RoutingRecord) -> Tensor:
 
 def _counts(record: RoutingRecord) -> Tensor:
     return dispatch_counts(record)
-
-
-SEEDS = 5
-PAPER_SEEDS = 10  # runs behind each mean of Tables 1 and 3
-DATA_SEEDS = range(4)
-LONG_STEPS = 2000
-ACTIVATIONS = ("identity", "cubic", "relu", "celu", "gelu", "tanh")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Mixtures that differ in their seed only.
-
-    Attributes:
-        recipe: The form.
-        setting: Key of `studies.cluster_data.SETTINGS`.
-        activation: Of the experts.
-        balance: Whether to add the load balance loss.
-        data_seed: Of the one set of data that all seeds share, as the authors' code has
-            it; None for new data with each seed.
-    """
-
-    recipe: Recipe
-    setting: str
-    activation: str
-    balance: bool = False
-    data_seed: int | None = None
-
-    @property
-    def where(self) -> str:
-        """What the report calls the setting."""
-        text = f"{self.recipe.name}, setting {self.setting}"
-        if self.data_seed is None:
-            return text
-        return f"{text}, all on the data of seed {self.data_seed}"
-
-
-@dataclass(frozen=True)
-class Single:
-    """A single model, trained once as in the paper."""
-
-    setting: str
-    activation: str
-    num_filters: int = 128
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to run.
-
-    Attributes:
-        num: Samples for training, and as many for test.
-        cases: Mixtures with their seeds.
-        reasons: Further mixtures, of which nothing is claimed: they tell why others are
-            as they are.
-        singles: Single models.
-        single_steps: Their steps; the code takes 801.
-        draws: Draws of noise for Lemma 5.1.
-    """
-
-    num: int
-    cases: Mapping[Case, range]
-    reasons: Mapping[Case, range]
-    singles: tuple[Single, ...]
-    single_steps: int
-    draws: int
-
-
-def make_plan(session: Session) -> Plan:
-    """The full plan, or a quick one with smaller data.
-
-    Args:
-        session: How much to run.
-    """
-    if session.quick:
-        return _quick_plan(session.seed_range(1))
-    both = ("identity", "cubic")
-    seeds, published = session.seed_range(SEEDS), session.seed_range(PAPER_SEEDS)
-    cases = {Case(OFFICIAL, s, a): published for s in "1234" for a in both}
-    cases |= {Case(OFFICIAL, s, "identity", balance=True): seeds for s in "1234"}
-    printed = (PAPER_X10, PAPER)
-    cases |= {Case(r, s, a): seeds for r in printed for s in "1234" for a in both}
-    reasons = {Case(OFFICIAL, "2", "cubic", data_seed=d): seeds for d in DATA_SEEDS}
-    longer = replace(PAPER, name=f"paper, {LONG_STEPS} steps", steps=LONG_STEPS)
-    reasons[Case(longer, "1", "cubic")] = seeds
-    singles = [Single(s, a) for s in ("1", "2", "verify") for a in ACTIVATIONS]
-    singles += [Single(s, a) for s in "34" for a in both]
-    singles += [Single(s, a, 512) for a in both for s in "1234"]
-    return Plan(
-        num=16_000,
-        cases=cases,
-        reasons=reasons,
-        singles=tuple(singles),
-        single_steps=250,
-        draws=400_000,
-    )
-
-
-def _quick_plan(seeds: range) -> Plan:
-    """Setting 1 with few samples: shows that all parts work."""
-    both = ("identity", "cubic")
-    recipes = [replace(r, steps=250) for r in (OFFICIAL, PAPER_X10)]
-    cases = {Case(r, "1", a): seeds for r in recipes for a in both}
-    cases[Case(recipes[0], "1", "identity", balance=True)] = seeds
-    return Plan(
-        num=2000,
-        cases=cases,
-        reasons={Case(recipes[0], "1", "cubic", data_seed=1): seeds},
-        singles=(Single("3", "identity", 32), Single("3", "cubic", 32)),
-        single_steps=100,
-        draws=50_000,
-    )

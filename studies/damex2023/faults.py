@@ -59,26 +59,23 @@ def draw_images(
     datasets_B: Tensor,
     num_tokens: int,
     generator: torch.Generator,
-    *,
-    num_datasets: int,
 ) -> Tensor:
     """Images whose tokens are samples of one data set each, patches added up.
 
     Args:
-        task: Clusters, as many for each data set.
+        task: Its groups of clusters are the data sets.
         datasets_B: Data set of each image.
         num_tokens: N.
         generator: Of the samples.
-        num_datasets: G.
 
     Returns:
         tokens_BND: float32.
     """
-    per_dataset = task.num_clusters // num_datasets
+    per_dataset = task.num_clusters // task.num_groups
     tokens = []
     for dataset in datasets_B.tolist():
         # A data set is drawn by leaving the others' clusters out.
-        drawn = task.draw(2 * num_tokens * num_datasets, generator)
+        drawn = task.draw(2 * num_tokens * task.num_groups, generator)
         own_B = drawn.clusters_B // per_dataset == dataset
         tokens.append(drawn.patches_BPD[own_B][:num_tokens].sum(dim=1))
     return torch.stack(tokens)
@@ -87,7 +84,6 @@ def draw_images(
 def targets_accuracy(
     task: ClusterTask,
     *,
-    num_datasets: int,
     released: bool,
     steps: int,
     num_tokens: int,
@@ -98,14 +94,14 @@ def targets_accuracy(
     The released code flattens logits query by query and targets image by image.
 
     Args:
-        task: Clusters, as many for each data set.
-        num_datasets: G, and number of experts.
+        task: Its groups of clusters are the data sets, each with an expert.
         released: Whether to do as the released code.
         steps: Of Adam.
         num_tokens: N.
         seed: Of images and weights.
     """
     generator = torch.Generator().manual_seed(seed)
+    num_datasets = task.num_groups
     layer = damex_layer(task.signals_KD.shape[1], num_datasets, seed=seed)
     optimizer = Adam(_router_parameters(layer), lr=LR)
     mask_GE = torch.eye(num_datasets, dtype=torch.bool)
@@ -113,9 +109,7 @@ def targets_accuracy(
     layer.train()
     for _ in range(steps):
         datasets_B = torch.randperm(num_datasets, generator=generator)[:2]
-        tokens_BND = draw_images(
-            task, datasets_B, num_tokens, generator, num_datasets=num_datasets
-        )
+        tokens_BND = draw_images(task, datasets_B, num_tokens, generator)
         record = layer.route(tokens_BND, group_ids_B=datasets_B)
         logits_BNE = record.logits_TE.unflatten(0, tokens_BND.shape[:2])
         true_BN = datasets_B.unsqueeze(1).expand(-1, num_tokens)
@@ -128,9 +122,7 @@ def targets_accuracy(
         loss.backward()
         optimizer.step()
     datasets_B = torch.arange(num_datasets)
-    tokens_BND = draw_images(
-        task, datasets_B, QUERIES, generator, num_datasets=num_datasets
-    )
+    tokens_BND = draw_images(task, datasets_B, QUERIES, generator)
     accuracy, confidence = _quality(layer, tokens_BND, datasets_B)
     return Routing(100.0 * wrong, accuracy, confidence)
 
@@ -138,7 +130,6 @@ def targets_accuracy(
 def capacity_curve(
     task: ClusterTask,
     *,
-    num_datasets: int,
     capacity: ExpertCapacity | None,
     steps: int,
     every: int,
@@ -147,8 +138,7 @@ def capacity_curve(
     """Watches what is dropped while a router learns from one image per device.
 
     Args:
-        task: Clusters, as many for each data set.
-        num_datasets: G, and number of experts.
+        task: Its groups of clusters are the data sets, each with an expert.
         capacity: Places of the experts; None for no limit.
         steps: Of Adam.
         every: Steps between two looks.
@@ -158,12 +148,11 @@ def capacity_curve(
         Routing accuracy and dropped tokens, both in percent, at each look.
     """
     generator = torch.Generator().manual_seed(seed)
-    layer = damex_layer(
-        task.signals_KD.shape[1], num_datasets, seed=seed, capacity=capacity
-    )
+    num_datasets, dims = task.num_groups, task.signals_KD.shape[1]
+    layer = damex_layer(dims, num_datasets, seed=seed, capacity=capacity)
     optimizer = Adam(_router_parameters(layer), lr=LR)
     all_B = torch.arange(num_datasets)
-    looks_BND = draw_images(task, all_B, QUERIES, generator, num_datasets=num_datasets)
+    looks_BND = draw_images(task, all_B, QUERIES, generator)
     curve = []
     for step in range(steps + 1):
         if step % every == 0:
@@ -171,9 +160,7 @@ def capacity_curve(
             curve.append((accuracy, _dropped(layer, looks_BND)))
         layer.train()
         datasets_B = torch.randint(num_datasets, (1,), generator=generator)
-        tokens_BND = draw_images(
-            task, datasets_B, QUERIES // 10, generator, num_datasets=num_datasets
-        )
+        tokens_BND = draw_images(task, datasets_B, QUERIES // 10, generator)
         record = layer.route(tokens_BND, group_ids_B=datasets_B)
         optimizer.zero_grad()
         record.losses["dataset_routing"].backward()

@@ -39,6 +39,62 @@ __all__ = [
 
 NUM_CLASSES = 8  # of the classifier, one cluster each
 TEST_SEED = 1000  # added to the seed of a run
+METHODS: tuple[Method, ...] = ("vanilla", "damex")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        shared: See `draw_mixture`.
+        num_datasets: G.
+        method: 'vanilla' or 'damex'.
+        num_experts: E.
+        longer: Factor on the steps of the plan.
+    """
+
+    shared: bool
+    num_datasets: int
+    method: Method
+    num_experts: int
+    longer: int = 1
+
+
+# One expert with a data set to itself, and as many filters and samples as a mixture.
+ALONE = Case(shared=False, num_datasets=1, method="damex", num_experts=1)
+
+
+def growing_cases(cases: Iterable[Case], method: Method, *, shared: bool) -> list[Case]:
+    """Those with more and more data sets and all else the same, in this order.
+
+    Args:
+        cases: All.
+        method: 'vanilla' or 'damex'.
+        shared: See `draw_mixture`.
+    """
+    mixed = [case for case in cases if case != ALONE]
+    fewest = min(case.num_experts for case in mixed)
+    wanted = (shared, method, fewest, 1)
+    found = [
+        case
+        for case in mixed
+        if (case.shared, case.method, case.num_experts, case.longer) == wanted
+    ]
+    return sorted(found, key=lambda case: case.num_datasets)
+
+
+def cases_with_more_experts(cases: Iterable[Case], method: Method) -> list[Case]:
+    """Those of the largest mixture with more experts than the other mixtures have.
+
+    Args:
+        cases: All.
+        method: 'vanilla' or 'damex'.
+    """
+    mixed = [case for case in cases if case != ALONE]
+    fewest = min(case.num_experts for case in mixed)
+    found = [c for c in mixed if c.method == method and c.num_experts > fewest]
+    return sorted(found, key=lambda case: case.num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +213,6 @@ def measure_faults(plan: Plan, seed: int) -> Faults:
         targets={
             (number, released): targets_accuracy(
                 task,
-                num_datasets=number,
                 released=released,
                 steps=plan.router_steps,
                 num_tokens=plan.tokens,
@@ -169,7 +224,6 @@ def measure_faults(plan: Plan, seed: int) -> Faults:
         curves={
             limited: capacity_curve(
                 tasks[many],
-                num_datasets=many,
                 capacity=ExpertCapacity(factor=1.25) if limited else None,
                 steps=plan.router_steps,
                 every=max(plan.router_steps // 10, 1),
@@ -189,61 +243,3 @@ def measure_faults(plan: Plan, seed: int) -> Faults:
             for marked in (False, True)
         },
     )
-
-
-METHODS: tuple[Method, ...] = ("vanilla", "damex")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table.
-
-    Attributes:
-        shared: See `draw_mixture`.
-        num_datasets: G.
-        method: 'vanilla' or 'damex'.
-        num_experts: E.
-        longer: Factor on the steps of the plan.
-    """
-
-    shared: bool
-    num_datasets: int
-    method: Method
-    num_experts: int
-    longer: int = 1
-
-
-# One expert with a data set to itself, and as many filters and samples as a mixture.
-ALONE = Case(shared=False, num_datasets=1, method="damex", num_experts=1)
-
-
-def growing_cases(cases: Iterable[Case], method: Method, *, shared: bool) -> list[Case]:
-    """Those with more and more data sets and all else the same, in this order.
-
-    Args:
-        cases: All.
-        method: 'vanilla' or 'damex'.
-        shared: See `draw_mixture`.
-    """
-    mixed = [case for case in cases if case != ALONE]
-    fewest = min(case.num_experts for case in mixed)
-    wanted = (shared, method, fewest, 1)
-    found = [
-        case
-        for case in mixed
-        if (case.shared, case.method, case.num_experts, case.longer) == wanted
-    ]
-    return sorted(found, key=lambda case: case.num_datasets)
-
-
-def cases_with_more_experts(cases: Iterable[Case], method: Method) -> list[Case]:
-    """Those of the largest mixture with more experts than the other mixtures have.
-
-    Args:
-        cases: All.
-        method: 'vanilla' or 'damex'.
-    """
-    mixed = [case for case in cases if case != ALONE]
-    fewest = min(case.num_experts for case in mixed)
-    found = [c for c in mixed if c.method == method and c.num_experts > fewest]
-    return sorted(found, key=lambda case: case.num_experts)

@@ -32,6 +32,8 @@ __all__ = [
     "train",
 ]
 
+NUM_CLASSES = 10
+NUM_TRAIN = 1200  # of 1797; the other 597 are the test images
 # Widths of the convolutions, one tuple per stage; a max pooling between stages.
 Stages = Sequence[Sequence[int]]
 
@@ -123,10 +125,6 @@ def build_network(
     """
     with seeded(seed):
         return DigitNet(stages, embedding_widths=embedding_widths)
-
-
-NUM_CLASSES = 10
-NUM_TRAIN = 1200  # of 1797; the other 597 are the test images
 
 
 def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> DigitSource:

@@ -38,6 +38,11 @@ __all__ = [
     "stuck_row",
 ]
 
+# For each seed: quantity -> (sizes, repetitions).
+Found = Sequence[Mapping[str, Tensor]]
+Curves = dict[str, tuple[Sequence[int], Found]]  # with the sample sizes of each case
+COLUMNS = 4
+STYLES = ("o-", "s-", "^-", "d-", "v-", "P-")
 TITLE = "Convergence rates of softmax gating (Nguyen et al. 2025, arXiv 2503.03213)"
 # n in steps of half a decade.
 SIZES = (1_000, 3_162, 10_000, 31_623, 100_000, 316_228, 1_000_000)
@@ -60,6 +65,7 @@ STARTS = ("tanh, over", "linear, over")
 FAR = 2.0
 MANY_STARTS = 8
 # Where the parameters have to stay away from the truth.
+STUCK_SIZE = 31_623
 STUCK = ("linear, over", "linear, over, copies start apart")
 
 
@@ -153,13 +159,6 @@ def _facts(plans: Mapping[str, Plan]) -> dict[str, str]:
         box=f"[-{BOUND:g}, {BOUND:g}]",
         starts=f"{starts} at truth + N(0, {SPREAD}^2) for each split",
     )
-
-
-# For each seed: quantity -> (sizes, repetitions).
-Found = Sequence[Mapping[str, Tensor]]
-Curves = dict[str, tuple[Sequence[int], Found]]  # with the sample sizes of each case
-
-STUCK_SIZE = 31_623
 
 
 def _rate_rows(
@@ -285,10 +284,6 @@ def remark(rows: Sequence[Row]) -> str:
 
 def _median(values: Tensor) -> float:
     return float(values.nanmedian())
-
-
-COLUMNS = 4
-STYLES = ("o-", "s-", "^-", "d-", "v-", "P-")
 
 
 def _figure(curves: Curves) -> Figure:

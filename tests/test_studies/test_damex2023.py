@@ -93,7 +93,7 @@ def test_outcomes_of_a_router_that_knows_the_data_sets(model, task, generator):
 
 
 def test_images_hold_tokens_of_their_own_data_set(task, generator):
-    tokens = draw_images(task, torch.tensor([2, 0]), 200, generator, num_datasets=4)
+    tokens = draw_images(task, torch.tensor([2, 0]), 200, generator)
     assert tokens.shape == (2, 200, 32)
     cluster = (tokens @ task.centers_KD.t()).argmax(2)
     # Noise makes another cluster's centre the nearest now and then.
