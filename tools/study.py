@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from damex.engine.cli import run_command
-from damex.studies.command import study
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # studies/ is not installed
+
+from studies.harness import study
 
 if __name__ == "__main__":
     sys.exit(run_command(study))

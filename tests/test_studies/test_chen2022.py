@@ -1,38 +1,36 @@
-"""Tests of damex.studies.chen2022."""
-
-from __future__ import annotations
-
-import io
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
+from matplotlib.figure import Figure
 
 from damex.moe import NormalizedGD
-from damex.studies.chen2022 import run, training
-from damex.studies.chen2022.data import draw_setting, draw_train_and_test
-from damex.studies.chen2022.experts import PatchwiseExperts
-from damex.studies.chen2022.figure import entropy_band
-from damex.studies.chen2022.plan import Case, make_plan, run_cases
-from damex.studies.chen2022.published import DISPATCH, SINGLES
-from damex.studies.chen2022.recipes import (
+from studies.chen2022 import training
+from studies.chen2022.models import (
     OFFICIAL,
     PAPER,
+    PatchwiseExperts,
     build_mixture,
     class_margin,
+    draw_setting,
+    draw_train_and_test,
     mixture_loss,
 )
-from damex.studies.chen2022.rows import ENTROPY_GAP, purity, unevenness
-from damex.studies.chen2022.study import conclude, theory_rows
-from damex.studies.chen2022.theory import additive_margin
-from damex.studies.cluster_data import ClusterSamples
-from damex.studies.patch_sum_router import PatchSumRouter
-from damex.studies.progress import StudyProgress
-from damex.studies.result import Row, StudySettings
+from studies.chen2022.rows import DISPATCH, ENTROPY_GAP, SINGLES, purity, unevenness
+from studies.chen2022.study import (
+    additive_margin,
+    entropy_band,
+    remark,
+    run,
+    theory_rows,
+)
+from studies.chen2022.training import Case, make_plan
+from studies.cluster_data import ClusterSamples, PatchSumRouter
+from studies.harness import Session
+from studies.report import NO_CLAIM, Row, StudyResult
 
-# Models
+pytestmark = pytest.mark.studies
 
 
 def small_experts(**kwargs):
@@ -116,8 +114,8 @@ def test_losses_by_hand():
     assert (class_margin(out) * labels > 0).all()
 
 
-def tiny_task(num=400):
-    return draw_train_and_test("1", num, 0)
+def tiny_mixture(recipe):
+    return training.train_mixture(Case(recipe, "1", "cubic"), 400, seed=0)
 
 
 def test_the_weight_of_a_route_scales_the_output_in_each_form():
@@ -181,10 +179,20 @@ def test_one_step_moves_served_experts_by_eta_and_others_not():
     torch.testing.assert_close(moved, expected, atol=1e-7, rtol=0)
 
 
+def test_a_released_step_is_divided_by_the_sum_of_norms():
+    bank = [torch.nn.Parameter(torch.zeros(2, width)) for width in (2, 1)]
+    bank[0].grad = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    bank[1].grad = torch.tensor([[-5.0], [0.0]])
+    training.sum_norm_step(bank, lr=0.1)
+    # norms 5 and 5: a hundredth of the gradient; the other expert has none and stays
+    assert bank[0].tolist() == [pytest.approx([-0.03, -0.04]), [0.0, 0.0]]
+    assert bank[1].tolist() == [pytest.approx([0.05]), [0.0]]
+
+
 @pytest.mark.parametrize("recipe", [PAPER, OFFICIAL])
 def test_the_code_tests_with_noise_and_the_paper_without(recipe):
     recipe = replace(recipe, steps=2)
-    outcome = training.train_mixture(recipe, tiny_task(), activation="cubic", seed=0)
+    outcome = tiny_mixture(recipe)
     assert outcome.first_KE.sum() == outcome.last_KE.sum() == 400
     # 50 expected each, five deviations of a binomial(400, 1/8) are 33, so 66 %.
     assert unevenness(outcome.first_KE) < 66
@@ -199,7 +207,7 @@ def test_the_code_tests_with_noise_and_the_paper_without(recipe):
 
 def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
     torch.manual_seed(0)
-    train, _ = tiny_task()
+    train, _ = draw_train_and_test("1", 400, seed=0)
     layer = build_mixture(PAPER, "cubic")
     with torch.no_grad():
         layer.router.linear.weight_ED.normal_(std=0.1)
@@ -219,12 +227,8 @@ def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
 def test_only_the_code_stops_early(monkeypatch, enough, worse):
     monkeypatch.setattr(training, "ENOUGH", enough)
     monkeypatch.setattr(training, "WORSE", worse)
-    task = tiny_task()
     lengths = [
-        training.train_mixture(
-            replace(recipe, steps=20), task, activation="cubic", seed=0
-        ).steps
-        for recipe in (PAPER, OFFICIAL)
+        tiny_mixture(replace(recipe, steps=20)).steps for recipe in (PAPER, OFFICIAL)
     ]
     assert lengths[0] == 20
     assert lengths[1] < 20
@@ -233,18 +237,13 @@ def test_only_the_code_stops_early(monkeypatch, enough, worse):
 def test_a_loss_that_is_neither_enough_nor_worse_stops_nothing(monkeypatch):
     monkeypatch.setattr(training, "ENOUGH", 0.0)
     monkeypatch.setattr(training, "WORSE", 10.0)
-    recipe = replace(OFFICIAL, steps=20)
-    outcome = training.train_mixture(recipe, tiny_task(), activation="cubic", seed=0)
-    assert outcome.steps == 20
+    assert tiny_mixture(replace(OFFICIAL, steps=20)).steps == 20
 
 
 def test_accuracy_counts_signs():
     margin = torch.tensor([0.5, -2.0, 3.0, 0.0])
     labels = torch.tensor([1.0, 1.0, 1.0, -1.0])
     assert training.accuracy(margin, labels) == 50.0  # zero decides nothing
-
-
-# Theory
 
 
 def test_the_best_sum_over_patches_errs_in_one_of_eight_cases():
@@ -274,9 +273,6 @@ def test_theory_holds_for_the_gate():
     assert 0.2 < rows[2].values[0] < 0.6
 
 
-# Report
-
-
 def test_published_dispatch_gives_published_purity():
     pure = {name: purity(torch.tensor(cells)) for name, cells in DISPATCH.items()}
     assert pure["Table 4"] == 100.0
@@ -303,16 +299,15 @@ def test_the_conclusion_names_what_holds_and_what_does_not():
         Row("accuracy, %", "-", [50.0], ">= 95", False, "paper", 1),
         Row("shown", "-", [50.0]),
     ]
-    text = conclude(rows)
-    assert text.startswith("1 of 3 claims hold.")
+    text = StudyResult("Chen", rows, Figure(), remark=remark(rows)).conclusion
+    assert text.startswith("1 of 3 criteria hold; not confirmed: ")
     assert "linear ones do not: code." in text
-    assert "Not confirmed: " in text
-    assert "accuracy, % (paper: 50.0)" in text
+    assert "accuracy, % (paper)" in text
     assert "shown" not in text
 
 
 def test_the_full_plan_has_the_runs_of_the_tables_and_every_activation():
-    plan = make_plan(StudySettings())
+    plan = make_plan(Session())
     assert plan.num == 16_000
     # Means of ten runs in Tables 1 and 3.
     assert {
@@ -330,8 +325,7 @@ def test_the_full_plan_has_the_runs_of_the_tables_and_every_activation():
 @pytest.mark.parametrize(("data_seed", "shared"), [(7, True), (None, False)])
 def test_one_set_of_data_is_for_all_seeds_or_each_has_its_own(data_seed, shared):
     case = Case(replace(OFFICIAL, steps=1), "2", "cubic", data_seed=data_seed)
-    progress = StudyProgress(Console(file=io.StringIO()))
-    one, other = run_cases({case: range(2)}, 400, progress)[case]
+    one, other = (training.train_mixture(case, 400, seed) for seed in range(2))
     # How many samples each cluster has tells the data, wherever they were sent.
     assert torch.equal(one.first_KE.sum(1), other.first_KE.sum(1)) == shared
     assert not torch.equal(one.first_KE, other.first_KE)
@@ -339,8 +333,7 @@ def test_one_set_of_data_is_for_all_seeds_or_each_has_its_own(data_seed, shared)
 
 @pytest.fixture(scope="module")
 def result():
-    console = Console(file=io.StringIO())
-    return run(StudySettings(quick=True), StudyProgress(console))
+    return run(Session(quick=True))
 
 
 def value(result, name, settings):
@@ -390,7 +383,7 @@ def test_no_single_model_passes_the_bound(result):
 def test_a_quick_run_judges_theory_only(result):
     judged = [row for row in result.rows if row.holds is not None]
     assert [row.holds for row in judged] == [True] * 4
-    assert result.conclusion == "4 of 4 claims hold."
+    assert result.conclusion == f"4 of 4 criteria hold. {NO_CLAIM}"
     assert result.settings["training and test samples"].startswith("2000")
 
 

@@ -1,24 +1,24 @@
 import dataclasses
-import io
 import math
 
 import pytest
 import torch
-from rich.console import Console
 from torch.nn import functional
 
 from damex.moe import ExpertCapacity
-from damex.studies.damex2023 import run
-from damex.studies.damex2023.exact import (
-    drops_of_a_good_router,
-    loss_gap,
-    metadata_gap,
+from studies.damex2023.exact import drops_of_a_good_router, loss_gap, metadata_gap
+from studies.damex2023.faults import draw_images
+from studies.damex2023.mixing import (
+    ClusterMoE,
+    Mixing,
+    dataset_experts,
+    draw_mixture,
+    evaluate,
 )
-from damex.studies.damex2023.faults import draw_images
-from damex.studies.damex2023.mixing import Mixing, draw_mixture, evaluate
-from damex.studies.damex2023.model import ClusterMoE, dataset_experts
-from damex.studies.progress import StudyProgress
-from damex.studies.result import StudySettings
+from studies.damex2023.study import run
+from studies.harness import Session
+
+pytestmark = pytest.mark.studies
 
 MIXING = Mixing(dims=32, num_experts=4, hidden_dims=3, clusters=4, num_samples=64)
 
@@ -93,7 +93,7 @@ def test_outcomes_of_a_router_that_knows_the_data_sets(model, task, generator):
 
 
 def test_images_hold_tokens_of_their_own_data_set(task, generator):
-    tokens = draw_images(task, torch.tensor([2, 0]), 200, generator, num_datasets=4)
+    tokens = draw_images(task, torch.tensor([2, 0]), 200, generator)
     assert tokens.shape == (2, 200, 32)
     cluster = (tokens @ task.centers_KD.t()).argmax(2)
     # Noise makes another cluster's centre the nearest now and then.
@@ -112,8 +112,7 @@ def test_loss_test_time_ids_and_capacity_are_exact():
 
 @pytest.fixture(scope="module")
 def result():
-    console = Console(file=io.StringIO())
-    return run(StudySettings(quick=True), StudyProgress(console))
+    return run(Session(quick=True))
 
 
 def values(result, name, *parts):

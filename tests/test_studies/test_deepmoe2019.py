@@ -1,13 +1,9 @@
-import io
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
-from damex.studies.deepmoe2019 import run
-from damex.studies.deepmoe2019.digits import draw_digits
-from damex.studies.deepmoe2019.measures import (
+from studies.deepmoe2019.measures import (
     conv_flops,
     counted_flops,
     embedding_flops,
@@ -15,20 +11,20 @@ from damex.studies.deepmoe2019.measures import (
     open_gate_gap,
     score,
 )
-from damex.studies.deepmoe2019.network import build_network
-from damex.studies.deepmoe2019.training import (
-    Recipe,
-    train_joint,
-    train_with_fixed_gates,
-)
-from damex.studies.deepmoe2019.widening import (
+from studies.deepmoe2019.network import (
     STRATEGIES,
     VGG,
+    Recipe,
+    build_network,
     conv_parameters,
+    draw_digits,
     shrink,
+    train,
 )
-from damex.studies.progress import StudyProgress
-from damex.studies.result import StudySettings
+from studies.deepmoe2019.study import run
+from studies.harness import Session
+
+pytestmark = pytest.mark.studies
 
 STAGES = ((4, 6), (8,))
 
@@ -46,16 +42,16 @@ def network():
 
 def test_fewer_training_images_leave_the_test_images_as_they_are(digits):
     everything = draw_digits(seed=0)
-    assert everything.train_images_B1HW.shape == (1200, 1, 8, 8)
-    assert everything.test_images_B1HW.shape == (597, 1, 8, 8)
-    assert torch.equal(everything.test_labels_B, digits.test_labels_B)
-    assert torch.equal(everything.train_labels_B[:128], digits.train_labels_B)
-    first = everything.train_images_B1HW[:128]
-    assert torch.equal(first, digits.train_images_B1HW)
+    assert everything.train.images_S1HW.shape == (1200, 1, 8, 8)
+    assert everything.test.images_S1HW.shape == (597, 1, 8, 8)
+    assert torch.equal(everything.test.labels_S, digits.test.labels_S)
+    assert torch.equal(everything.train.labels_S[:128], digits.train.labels_S)
+    first = everything.train.images_S1HW[:128]
+    assert torch.equal(first, digits.train.images_S1HW)
 
 
 def test_operations_by_hand_and_by_the_counter(network, digits):
-    images = digits.test_images_B1HW[:7]
+    images = digits.test.images_S1HW[:7]
     # 2 * 9 multiply-adds: 64 pixels * (1*4 + 4*6) + 16 pixels * 6*8 = 2560.
     assert conv_flops(network, {}, num_images=1) == 2 * 9 * 2560
     gates = {
@@ -75,7 +71,7 @@ def test_operations_by_hand_and_by_the_counter(network, digits):
 
 
 def test_gates_of_one_change_nothing_and_of_zero_all(network, digits):
-    images = digits.test_images_B1HW[:5]
+    images = digits.test.images_S1HW[:5]
     assert open_gate_gap(network, images) == 0.0
     doubled = {"conv2": torch.full((5, 6), 2.0)}
     with torch.no_grad():
@@ -91,12 +87,12 @@ def test_scores_tell_own_gates_from_those_of_another_image(network, digits):
         one_hot = torch.nn.functional.one_hot(labels, 10)[:, :8].float()
         return {"conv3": one_hot}
 
-    labels = digits.test_labels_B
+    labels = digits.test.labels_S
 
     # An embedding that is right in training, and calls 0 1, 1 2 and so on in a test.
     def gating(images):
-        training = images is digits.train_images_B1HW
-        true = digits.train_labels_B if training else labels
+        training = images is digits.train.images_S1HW
+        true = digits.train.labels_S if training else labels
         said = true if training else (true + 1) % 10
         return SimpleNamespace(
             logits_BE=torch.nn.functional.one_hot(said, 10), layers=gate(images, true)
@@ -133,11 +129,11 @@ def test_stage_two_trains_the_network_and_nothing_of_the_gating_path(digits):
     recipe = Recipe(joint_epochs=1, frozen_epochs=1)
     generator = torch.Generator().manual_seed(0)
     start = {k: v.clone() for k, v in network.state_dict().items()}
-    train_joint(network, digits, recipe, generator)
+    train(network, digits, recipe, generator, stage=1)
     joint = {k: v.clone() for k, v in network.state_dict().items()}
     changed = {k for k in start if not torch.equal(start[k], joint[k])}
     assert changed == set(start)
-    train_with_fixed_gates(network, digits, recipe, generator)
+    train(network, digits, recipe, generator, stage=2)
     final = network.state_dict()
     changed = {k for k in start if not torch.equal(joint[k], final[k])}
     assert changed == {k for k in start if not k.startswith("gating.")}
@@ -153,7 +149,7 @@ def test_without_mu_and_lambda_only_the_classes_train_the_gates(digits):
         bias = network.gating.embedding.fc.bias
         before = bias.clone()
         recipe = Recipe(joint_epochs=1, l1_weight=0.0, aux_weight=mu, weight_decay=0.0)
-        train_joint(network, digits, recipe, torch.Generator().manual_seed(0))
+        train(network, digits, recipe, torch.Generator().manual_seed(0), stage=1)
         gradients[mu] = (bias - before).abs().max().item()
     assert gradients[0.0] == 0.0
     assert gradients[1.0] > 1e-3
@@ -176,8 +172,7 @@ def test_the_widening_strategies_have_the_layers_and_weights_of_table_1():
 
 @pytest.fixture(scope="module")
 def result():
-    console = Console(file=io.StringIO())
-    return run(StudySettings(quick=True), StudyProgress(console))
+    return run(Session(quick=True))
 
 
 @pytest.fixture(scope="module")

@@ -1,48 +1,50 @@
 import dataclasses
-import gzip
-import io
 import math
 from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
 from torch.nn import functional
 
 from damex.moe import split_patches
-from damex.studies.digits import DigitImages
-from damex.studies.pmoe2023 import run
-from damex.studies.pmoe2023.compute import cnn_compute, pmoe_compute
-from damex.studies.pmoe2023.digits import mnist_digits, sklearn_digits
-from damex.studies.pmoe2023.hits import largest_hits, taken_hits, top_hits
-from damex.studies.pmoe2023.jobs import Outcome
-from damex.studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe
-from damex.studies.pmoe2023.patch_data import PatchSamples, draw_samples
-from damex.studies.pmoe2023.plan import CNN, FULL, JOINT, MULTI, SPURIOUS
-from damex.studies.pmoe2023.results import Results
-from damex.studies.pmoe2023.rows import learned_rows
-from damex.studies.pmoe2023.study import conclude
-from damex.studies.pmoe2023.training import accuracy, fit, train_router
-from damex.studies.pmoe2023.wide_resnet import (
+from studies.digits import DigitImages, sklearn_digits
+from studies.harness import Session
+from studies.pmoe2023.data import PatchSamples, draw_samples
+from studies.pmoe2023.exact import cnn_compute, pmoe_compute
+from studies.pmoe2023.models import (
+    PatchCNN,
+    PatchMoE,
+    Recipe,
     WideResNet,
     as_images,
     last_layer_parameters,
 )
-from damex.studies.pmoe2023.wide_runs import WideRuns
-from damex.studies.progress import StudyProgress
-from damex.studies.result import Row, StudySettings
+from studies.pmoe2023.plan import CNN, FULL, JOINT, MULTI, SPURIOUS, Results
+from studies.pmoe2023.rows import learned_rows
+from studies.pmoe2023.study import NUM_TRAIN, run
+from studies.pmoe2023.training import (
+    Outcome,
+    accuracy,
+    fit,
+    largest_hits,
+    taken_hits,
+    top_hits,
+    train_router,
+)
+
+pytestmark = pytest.mark.studies
 
 TINY = Recipe(num_experts=2, num_filters=2, num_tokens=2, joint=True)
 # Each "picture" is its own digit, so that patches can be read.
 READABLE = DigitImages(
-    torch.arange(100).remainder(10).float().unsqueeze(1), torch.arange(100) % 10
+    torch.arange(100).remainder(10).float().view(100, 1, 1, 1), torch.arange(100) % 10
 )
+DIGITS = sklearn_digits(NUM_TRAIN, seed=0)
 
 
 @pytest.fixture(scope="module")
 def quick():
-    progress = StudyProgress(Console(file=io.StringIO()))
-    return run(StudySettings(quick=True), progress)
+    return run(Session(quick=True))
 
 
 def mean_of(result, name, settings):
@@ -159,7 +161,7 @@ def test_a_spurious_pattern_agrees_as_often_as_asked(share):
 
 
 def test_tests_of_the_spurious_task_tell_nothing():
-    source = dataclasses.replace(sklearn_digits(), train=READABLE, test=READABLE)
+    source = dataclasses.replace(DIGITS, train=READABLE, test=READABLE)
     for samples, share in (
         (SPURIOUS.train(source, 2000, 0), 0.95),
         (SPURIOUS.test(source, 2000, 0), 0.5),
@@ -181,8 +183,8 @@ def test_four_classes():
 
 
 def test_no_picture_is_in_training_and_in_tests():
-    source = sklearn_digits()
-    train, test = source.train.images_SD, source.test.images_SD
+    source = sklearn_digits(NUM_TRAIN, seed=0)
+    train, test = (part.images_S1HW.flatten(1) for part in (source.train, source.test))
     assert (len(train), len(test)) == (1100, 697)
     assert torch.cdist(train, test).min() > 0
 
@@ -259,7 +261,7 @@ def test_compute_by_hand():
 
 
 def test_images_are_patches_put_together():
-    samples = draw_samples(sklearn_digits().test, 5, seed=0)
+    samples = draw_samples(DIGITS.test, 5, seed=0)
     images = as_images(samples).patches_BND
     assert images.shape == (5, 1, 32, 32)
     again = split_patches(images, (8, 8)).flatten(2)
@@ -278,32 +280,6 @@ def test_wide_networks_have_equal_convolutions():
     assert found == {False: (9216, 0), True: (9216, 1024)}
 
 
-def write_idx(path, magic, shape, values, *, pack=False):
-    header = b"".join(n.to_bytes(4, "big") for n in (magic, *shape))
-    content = header + bytes(values)
-    name = f"{path.name}.gz" if pack else path.name
-    content = gzip.compress(content) if pack else content
-    path.with_name(name).write_bytes(content)
-
-
-def test_mnist_files(tmp_path):
-    for name, pack in (("train", True), ("t10k", False)):
-        images = tmp_path / f"{name}-images-idx3-ubyte"
-        write_idx(images, 2051, (2, 1, 3), [0, 51, 255, 1, 2, 3], pack=pack)
-        labels = tmp_path / f"{name}-labels-idx1-ubyte"
-        write_idx(labels, 2049, (2,), [7, 4], pack=pack)
-    source = mnist_digits(tmp_path)
-    for split in (source.train, source.test):
-        torch.testing.assert_close(split.images_SD[0], torch.tensor([0.0, 0.2, 1.0]))
-        assert split.labels_S.tolist() == [7, 4]
-    labels.write_bytes(labels.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte is no idx file"):
-        mnist_digits(tmp_path)
-    labels.unlink()
-    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte is missing"):
-        mnist_digits(tmp_path)
-
-
 def faked_results(pmoe, cnn):
     """As if every pMoE and every CNN always had the same accuracy."""
     outcomes = {}
@@ -318,7 +294,7 @@ def faked_results(pmoe, cnn):
         if shape in {(8, 1), (8, 16), (2, 8), (20, 6)} and job.task.spurious is None:
             outcomes[job] = [Outcome(pmoe - 1, 100.0, 1)] * 2
     wide = {(e, n): [pmoe if e else cnn] * 2 for e in (0, 1) for n in FULL.wide_samples}
-    return Results(FULL, 64, outcomes, WideRuns(wide, {}), [0], [0.0], [0.0])
+    return Results(FULL, outcomes, wide)
 
 
 def test_criteria_hold_where_pmoe_leads_and_only_there():
@@ -333,15 +309,6 @@ def test_a_lead_below_five_points_is_not_enough():
     rows = list(learned_rows(faked_results(97.0, 93.0)))
     failed = {row.name for row in rows if row.holds is False}
     assert failed == {"separate pMoE minus CNN-40", "joint pMoE minus CNN-40"}
-
-
-def test_the_conclusion_names_what_failed():
-    good = Row("a", "-", [1.0], "> 0", holds=True)
-    bad = Row("b", "-", [1.0], "> 2", holds=False, settings="N = 3")
-    shown = Row("c", "-", [1.0])
-    text = conclude([good, bad, shown], quick=False)
-    assert text == "1 of 2 criteria hold; not confirmed: b (N = 3)."
-    assert conclude([good, shown], quick=True).startswith("1 of 1 criteria hold. ")
 
 
 def test_the_quick_run_finds_the_exact_things_exact(quick):

@@ -1,0 +1,105 @@
+"""Pictures of handwritten digits: scikit-learn's, or MNIST where its files lie.
+
+Axes: S pictures, H and W their height and width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torchvision.datasets import mnist
+
+from damex.errors import DataError
+
+__all__ = ["DIGIT_SIDE", "DigitImages", "DigitSource", "mnist_digits", "sklearn_digits"]
+
+DIGIT_SIDE = 8  # pixels of scikit-learn's digits, height and width
+
+
+@dataclass(frozen=True, eq=False)
+class DigitImages:
+    """Pictures with the digit that each shows.
+
+    Attributes:
+        images_S1HW: Pixels from 0 to 1.
+        labels_S: int64, 0 to 9.
+    """
+
+    images_S1HW: Tensor
+    labels_S: Tensor
+
+    def __len__(self) -> int:
+        """S."""
+        return len(self.labels_S)
+
+    def __getitem__(self, chosen: Tensor | slice) -> DigitImages:
+        """Some of the pictures."""
+        return DigitImages(self.images_S1HW[chosen], self.labels_S[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class DigitSource:
+    """Where pictures come from.
+
+    Attributes:
+        name: For the report.
+        train: Pictures to learn from.
+        test: Others, to be tested on.
+    """
+
+    name: str
+    train: DigitImages
+    test: DigitImages
+
+
+def sklearn_digits(num_train: int, *, seed: int) -> DigitSource:
+    """The 1797 digits that come with scikit-learn, divided at random.
+
+    Args:
+        num_train: Pictures to learn from; the others are for tests.
+        seed: Of the order. The digits come by writer; both parts get all writers.
+    """
+    source = load_digits()
+    images_SHW = torch.tensor(source.images, dtype=torch.float32) / 16
+    digits = DigitImages(images_SHW.unsqueeze(1), torch.tensor(source.target).long())
+    generator = torch.Generator().manual_seed(seed)
+    order_S = torch.randperm(len(digits), generator=generator)
+    return DigitSource(
+        "scikit-learn digits, 8x8",
+        digits[order_S[:num_train]],
+        digits[order_S[num_train:]],
+    )
+
+
+def mnist_digits(folder: Path) -> DigitSource:
+    """MNIST from its four idx files, unpacked.
+
+    Args:
+        folder: Where `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the two
+            `t10k-` files lie.
+
+    Raises:
+        DataError: If a file is missing or cannot be read.
+    """
+    train, test = (
+        DigitImages(
+            _read(folder / f"{part}-images-idx3-ubyte").unsqueeze(1).float() / 255,
+            _read(folder / f"{part}-labels-idx1-ubyte").long(),
+        )
+        for part in ("train", "t10k")
+    )
+    return DigitSource("MNIST, 28x28", train, test)
+
+
+def _read(path: Path) -> Tensor:
+    try:
+        return mnist.read_sn3_pascalvincent_tensor(str(path))
+    except (OSError, AssertionError, KeyError, ValueError) as error:
+        raise DataError(
+            f"MNIST: {path} is missing or no idx file ({error}); put the four unpacked "
+            "files there, or rename the folder to run on scikit-learn's digits."
+        ) from error

@@ -1,0 +1,146 @@
+"""Samples of n patches: one shows the digit of the class, the others any other digit.
+
+Axes: B samples, N patches of a sample, D pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from studies.digits import DigitImages, DigitSource
+
+__all__ = ["GRID", "NUM_PATCHES", "PatchSamples", "Task", "draw_samples"]
+
+GRID = 4  # patches down and across
+NUM_PATCHES = GRID * GRID
+TEST_SEED = 10_000  # far from the seeds of training samples
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSamples:
+    """Labelled samples (section 4.2 of the paper).
+
+    Attributes:
+        patches_BND: Patches, row by row.
+        labels_B: int64, index of the class.
+        position_B: int64, which patch is the class-discriminative one.
+    """
+
+    patches_BND: Tensor
+    labels_B: Tensor
+    position_B: Tensor
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.labels_B)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What has to be told apart; see `draw_samples`.
+
+    Attributes:
+        classes: The digit of each class.
+        spurious: Share of the training samples whose second pattern agrees with the
+            class; in tests it is one half, which tells nothing.
+    """
+
+    classes: tuple[int, ...] = (1, 0)
+    spurious: float | None = None
+
+    def train(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
+        """Training samples of one seed.
+
+        Args:
+            source: Pictures.
+            count: Number of samples.
+            seed: Equal seeds give equal samples.
+        """
+        return self._draw(source.train, count, seed, self.spurious)
+
+    def test(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
+        """Test samples of one seed; see `train`.
+
+        Args:
+            source: Pictures.
+            count: Number of samples.
+            seed: Equal seeds give equal samples.
+        """
+        chance = None if self.spurious is None else 0.5
+        return self._draw(source.test, count, TEST_SEED + seed, chance)
+
+    def _draw(
+        self, digits: DigitImages, count: int, seed: int, spurious: float | None
+    ) -> PatchSamples:
+        return draw_samples(
+            digits, count, seed=seed, classes=self.classes, spurious=spurious
+        )
+
+
+def draw_samples(
+    digits: DigitImages,
+    count: int,
+    *,
+    seed: int,
+    classes: Sequence[int] = (1, 0),
+    spurious: float | None = None,
+) -> PatchSamples:
+    """Draws samples, as many of each class, give or take one.
+
+    Args:
+        digits: Pictures to choose patches from.
+        count: B.
+        seed: Equal seeds give equal samples.
+        classes: The class-discriminative digit of each class; o1 and o2 of the paper
+            are 1 and 0.
+        spurious: With two classes: probability with which one more patch shows the
+            digit that goes with the class, 2 or 3; else it shows the other of the two.
+            No other patch shows these then. None for no such patch.
+
+    Returns:
+        Samples whose other patches show any of the remaining digits.
+
+    Raises:
+        ValueError: If `spurious` is given for other than the classes 1 and 0.
+    """
+    if spurious is not None and tuple(classes) != (1, 0):
+        raise ValueError(
+            f"draw_samples: spurious needs the classes (1, 0), got {tuple(classes)}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    taken = (*classes, 2, 3) if spurious is not None else tuple(classes)
+    others = [digit for digit in range(10) if digit not in {*taken, 0, 1}]
+    rows_B = torch.arange(count)
+    labels_B = torch.randperm(count, generator=generator) % len(classes)
+    position_B = torch.randint(NUM_PATCHES, (count,), generator=generator)
+    wanted_BN = torch.tensor(others)[
+        torch.randint(len(others), (count, NUM_PATCHES), generator=generator)
+    ]
+    wanted_BN[rows_B, position_B] = torch.tensor(classes)[labels_B]
+    if spurious is not None:
+        step_B = torch.randint(1, NUM_PATCHES, (count,), generator=generator)
+        agrees_B = torch.rand(count, generator=generator) < spurious
+        wanted_BN[rows_B, (position_B + step_B) % NUM_PATCHES] = torch.where(
+            agrees_B, 2 + labels_B, 3 - labels_B
+        )
+    index_BN = _pictures_of(digits.labels_S, wanted_BN, generator)
+    return PatchSamples(digits.images_S1HW.flatten(1)[index_BN], labels_B, position_B)
+
+
+def _pictures_of(
+    labels_S: Tensor, wanted_BN: Tensor, generator: torch.Generator
+) -> Tensor:
+    """A random picture of each digit that is wanted."""
+    index_BN = torch.empty_like(wanted_BN)
+    for digit in wanted_BN.unique().tolist():
+        candidates = (labels_S == digit).nonzero().squeeze(1)
+        here_BN = wanted_BN == digit
+        draw = torch.randint(
+            len(candidates), (int(here_BN.sum()),), generator=generator
+        )
+        index_BN[here_BN] = candidates[draw]
+    return index_BN

@@ -1,0 +1,323 @@
+"""What is trained, how, and what comes of it.
+
+Two-layer networks (section 3.2), routers on their own, and wide residual networks.
+
+Axes: B samples, N patches of a sample, D pixels of a patch, T = B*N, E experts,
+G classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.moe import ExpertChoiceGate, MoELayer, SeparateRouterLoss
+from studies.digits import DigitSource
+from studies.harness import seeded
+from studies.pmoe2023.data import PatchSamples, Task
+from studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe, WideResNet, as_images
+
+__all__ = [
+    "BATCH_SIZE",
+    "TOP",
+    "Filters",
+    "Job",
+    "Outcome",
+    "accuracy",
+    "fit",
+    "largest_hits",
+    "run_job",
+    "run_wide",
+    "taken_hits",
+    "top_hits",
+    "train_router",
+]
+
+TOP = (1, 2, 4, 6)  # of how many patches figure 8 asks whether the right one is there
+WIDE_LR = 0.1  # as in the paper
+BATCH_SIZE = 20  # as in the paper's released code
+
+
+@dataclass(frozen=True)
+class Filters:
+    """A CNN with `num_filters` hidden nodes."""
+
+    num_filters: int
+    filter_std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training; equal jobs of two experiments are run once.
+
+    Attributes:
+        network: What is trained.
+        num_samples: Training samples.
+        epochs: At most; fewer when an epoch makes no training error.
+        lr: Learning rate.
+        task: What has to be told apart.
+        test_samples: Number of test samples.
+        router_epochs: Of a router that is trained on its own.
+    """
+
+    network: Recipe | Filters
+    num_samples: int
+    epochs: int
+    lr: float = 0.2
+    task: Task = field(default_factory=Task)
+    test_samples: int = 1000
+    router_epochs: int = 100
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job with one seed.
+
+    Attributes:
+        accuracy: On test samples, in percent.
+        train_accuracy: On the training samples at the end, in percent.
+        epochs: That were needed.
+        top: Of pMoE with an expert per class: percentage of test samples whose
+            discriminative patch is among the first l of the class's own expert, by l.
+        largest: Of other pMoE: percentage of each class's test samples whose
+            discriminative patch has the largest gating value of one expert, the same
+            for the whole class.
+        taken: Of these: the same for patches that the expert takes at all.
+    """
+
+    accuracy: float
+    train_accuracy: float
+    epochs: int
+    top: Mapping[int, float] = field(default_factory=dict)
+    largest: tuple[float, ...] = ()
+    taken: tuple[float, ...] = ()
+
+
+def run_job(job: Job, source: DigitSource, seed: int) -> Outcome:
+    """Trains and tests a two-layer network.
+
+    Args:
+        job: What is trained.
+        source: Pictures.
+        seed: Of samples, starting values and orders.
+    """
+    train = job.task.train(source, job.num_samples, seed)
+    test = job.task.test(source, job.test_samples, seed)
+    with seeded(seed):
+        model = _build(job, train.patches_BND.shape[2])
+    if isinstance(model, PatchMoE) and not model.recipe.joint:
+        train_router(model, train, lr=job.lr, epochs=job.router_epochs)
+    epochs = fit(model, train, lr=job.lr, epochs=job.epochs, seed=seed)
+    outcome = Outcome(accuracy(model, test), accuracy(model, train), epochs)
+    if not isinstance(model, PatchMoE):
+        return outcome
+    if model.recipe.joint:
+        return replace(
+            outcome, largest=largest_hits(model, test), taken=taken_hits(model, test)
+        )
+    return replace(outcome, top={count: top_hits(model, test, count) for count in TOP})
+
+
+def _build(job: Job, embed_dims: int) -> nn.Module:
+    num_classes = len(job.task.classes)
+    if isinstance(job.network, Recipe):
+        return PatchMoE(job.network, embed_dims=embed_dims, num_classes=num_classes)
+    return PatchCNN(
+        job.network.num_filters,
+        embed_dims=embed_dims,
+        num_classes=num_classes,
+        filter_std=job.network.filter_std,
+    )
+
+
+def train_router(
+    model: PatchMoE, samples: PatchSamples, *, lr: float, epochs: int
+) -> None:
+    """Stage 1 of separate training: minimises eq. 6, then freezes the router.
+
+    The loss is linear in the router's weights, so that its gradient is constant: one
+    step with the learning rate of all batches of an epoch together is that epoch.
+
+    Args:
+        model: Its router has one expert per class. Classes 2i and 2i + 1 are a pair.
+        samples: Training samples.
+        lr: Learning rate of a step with one batch.
+        epochs: Passes over the samples.
+    """
+    firsts = range(0, model.num_classes, 2)
+    stages = [
+        MoELayer(
+            router=model.moe.router,
+            gate=model.moe.gate,
+            experts=model.moe.experts,
+            losses=[SeparateRouterLoss()],
+            group_experts=[[first], [first + 1]],
+        )
+        for first in firsts
+    ]
+    weight_ED, labels_B = model.router_weight_ED, samples.labels_B
+    # Eq. 6 sums over the patches of a sample where the loss takes their mean.
+    num_patches = samples.patches_BND.shape[1]
+    steps = len(samples) / BATCH_SIZE
+    optimizer = torch.optim.SGD([weight_ED], lr=lr * num_patches * steps)
+    for _ in range(epochs):
+        losses: list[Tensor] = []
+        for first, stage in zip(firsts, stages, strict=True):
+            # 0 or 1 in the pair; -1 elsewhere, which does not count
+            class_B = torch.where(labels_B // 2 == first // 2, labels_B - first, -1)
+            record = stage.route(samples.patches_BND, group_ids_B=class_B)
+            losses += record.losses.values()
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    weight_ED.requires_grad_(False)
+
+
+def fit(
+    model: nn.Module,
+    samples: PatchSamples,
+    *,
+    lr: float,
+    epochs: int,
+    seed: int,
+    batch_size: int = BATCH_SIZE,
+) -> int:
+    """Plain SGD on the logistic loss until an epoch makes no training error.
+
+    Args:
+        model: Patches -> logits.
+        samples: Training samples.
+        lr: Learning rate.
+        epochs: Passes over the samples at most.
+        seed: Of the order of samples.
+        batch_size: Samples of a step.
+
+    Returns:
+        Epochs that were needed.
+    """
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=lr)
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(epochs):
+        errors = torch.zeros((), dtype=torch.int64)
+        for rows in torch.randperm(len(samples), generator=generator).split(batch_size):
+            logits = model(samples.patches_BND[rows])
+            labels = samples.labels_B[rows]
+            optimizer.zero_grad()
+            functional.cross_entropy(logits, labels).backward()
+            optimizer.step()
+            errors += (logits.argmax(1) != labels).sum()
+        if errors == 0:
+            return epoch + 1
+    return epochs
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, samples: PatchSamples) -> float:
+    """Share of samples that are classified right, in percent.
+
+    Args:
+        model: Patches -> logits.
+        samples: Test samples.
+    """
+    model.eval()
+    hits = model(samples.patches_BND).argmax(1) == samples.labels_B
+    model.train()
+    return 100 * hits.double().mean().item()
+
+
+def top_hits(model: PatchMoE, samples: PatchSamples, num_tokens: int) -> float:
+    """Figure 8: share of samples whose class's expert would take the patch, in percent.
+
+    Args:
+        model: With one expert per class.
+        samples: Test samples.
+        num_tokens: l, how many patches the expert may take.
+    """
+    taken_BE = _discriminative_taken(model, samples, num_tokens)
+    own_B = taken_BE.gather(1, samples.labels_B.unsqueeze(1))
+    return 100 * own_B.double().mean().item()
+
+
+def largest_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
+    """Figure 9: how often the patch has the largest gating value of one expert.
+
+    Args:
+        model: Any pMoE.
+        samples: Test samples.
+
+    Returns:
+        For each class the percentage of its samples, for its best expert.
+    """
+    return _best_expert(_discriminative_taken(model, samples, 1), samples)
+
+
+def taken_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
+    """How often one expert takes the patch at all, with whatever gating value.
+
+    Args:
+        model: Any pMoE.
+        samples: Test samples.
+
+    Returns:
+        As `largest_hits`.
+    """
+    num_tokens = model.recipe.num_tokens
+    return _best_expert(_discriminative_taken(model, samples, num_tokens), samples)
+
+
+def _best_expert(taken_BE: Tensor, samples: PatchSamples) -> tuple[float, ...]:
+    """By class, percentage of samples of the expert that has most of them."""
+    return tuple(
+        100 * taken_BE[samples.labels_B == label].double().mean(0).max().item()
+        for label in samples.labels_B.unique().tolist()
+    )
+
+
+@torch.no_grad()
+def _discriminative_taken(
+    model: PatchMoE, samples: PatchSamples, num_tokens: int
+) -> Tensor:
+    """Whether each expert has the discriminative patch among its first few."""
+    _, record = model.forward_with_record(samples.patches_BND)
+    num_samples, num_patches, _ = samples.patches_BND.shape
+    logits_BNE = record.logits_TE.unflatten(0, (num_samples, num_patches))
+    assignment = ExpertChoiceGate(num_tokens=num_tokens)(logits_BNE)
+    taken_TE = torch.zeros_like(record.logits_TE, dtype=torch.bool)
+    taken_TE[assignment.token_index_R, assignment.expert_index_R] = True
+    patch_B = torch.arange(num_samples) * num_patches + samples.position_B
+    return taken_TE[patch_B]
+
+
+def run_wide(
+    experts: bool,
+    count: int,
+    source: DigitSource,
+    seed: int,
+    *,
+    epochs: int,
+    test_samples: int,
+) -> float:
+    """Trains and tests WRN-pMoE, or WRN.
+
+    Args:
+        experts: Whether the last convolution is a pMoE layer.
+        count: Training samples.
+        source: Pictures.
+        seed: Of samples, starting values and orders.
+        epochs: At most.
+        test_samples: Number of test samples.
+
+    Returns:
+        Accuracy on test samples, in percent.
+    """
+    train = as_images(Task().train(source, count, seed))
+    side = train.patches_BND.shape[-1]
+    with seeded(seed):
+        model = WideResNet(side=side, num_classes=2, experts=experts)
+    fit(model, train, lr=WIDE_LR, epochs=epochs, seed=seed)
+    return accuracy(model, as_images(Task().test(source, test_samples, seed)))

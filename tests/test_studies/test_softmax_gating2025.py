@@ -1,0 +1,324 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import least_squares
+
+from damex.moe import LinearRouter, MLPRouter
+from studies.harness import Session
+from studies.report import Row
+from studies.softmax_gating2025 import identities
+from studies.softmax_gating2025 import study as softmax_gating2025
+from studies.softmax_gating2025.cases import (
+    CASES,
+    Claim,
+    interval,
+    median_curve,
+    slope,
+)
+from studies.softmax_gating2025.simulation import (
+    Plan,
+    family_of,
+    fit_from_starts,
+    levenberg_marquardt,
+    simulate,
+)
+from studies.softmax_gating2025.study import (
+    QUICK_CASES,
+    plan_of,
+    remark,
+    run,
+    start_rows,
+    stuck_row,
+)
+
+pytestmark = pytest.mark.studies
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run(Session(quick=True))
+
+
+def row_of(result, name, settings):
+    found = [row for row in result.rows if (row.name, row.settings) == (name, settings)]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_every_criterion_holds_in_the_quick_run(result):
+    assert [(row.name, row.settings) for row in result.failures()] == []
+    judged = [row for row in result.rows if row.holds is not None]
+    assert result.conclusion.startswith(f"{len(judged)} of {len(judged)} criteria")
+    assert len(judged) >= 20
+
+
+def test_slopes_tell_the_routers_apart(result):
+    linear, tanh = "temperature, linear router", "temperature, tanh router"
+    for what in ("tau", "b1"):
+        assert row_of(result, f"exponent of n, {what}", linear).mean > -0.15
+        assert row_of(result, f"exponent of n, {what}", tanh).mean < -0.4
+    for name in QUICK_CASES:
+        assert -0.55 < row_of(result, "exponent of n, function", name).mean < -0.45
+
+
+def test_the_figure_has_a_panel_with_units_for_each_case(result):
+    panels = result.figure.axes
+    assert len(panels) == len(QUICK_CASES)
+    assert panels[0].get_xlabel() == "sample size n (observations)"
+    assert {line.get_label() for line in panels[0].lines} >= {"D1", "slope -0.5"}
+
+
+def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(
+    monkeypatch,
+):
+    names = ("tanh, exact", "tanh, over", *softmax_gating2025.STUCK)
+    tiny = Plan((1_000, 31_623), repetitions=2, starts=1, steps=3, points=21)
+    changes = dict(
+        CASES={name: CASES[name] for name in names},
+        EXACT=tiny,
+        OVER=tiny,
+        LATE_SIZES=(10**7, 10**8, 10**9),
+        LATE_STEPS=3,
+    )
+    for name, value in changes.items():
+        monkeypatch.setattr(softmax_gating2025, name, value)
+    result = run(Session(seeds=1))
+    late = {row.settings for row in result.rows if "1e+07 to 1e+09" in row.settings}
+    assert late == {"tanh, over, n = 1e+07 to 1e+09"}
+    curves = [panel.lines[0].get_xdata() for panel in result.figure.axes]
+    early = [1_000, 31_623]
+    assert [list(curve) for curve in curves] == [
+        early,
+        [*early, 10**7, 10**8, 10**9],
+        early,
+        early,
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_identities_hold_where_the_paper_says(seed):
+    assert identities.linear_residual("identity", seed=seed) < 1e-12
+    assert identities.linear_residual("tanh", seed=seed, normalised=True) > 0.1
+    assert identities.temperature_residual("linear_temperature", seed=seed) < 1e-12
+    assert identities.temperature_residual("tanh_temperature", seed=seed) > 0.1
+    for level in ("first", "second"):
+        assert identities.group_residual(level, seed=seed) < 1e-12
+
+
+def test_eq_9_needs_a_plain_input_and_not_a_linear_expert():
+    # x dh/db = dh/da for every h = sigma(a x + b)
+    for activation in ("tanh", "gelu", "sigmoid"):
+        assert identities.linear_residual(activation, seed=0) < 1e-12
+
+
+def test_rescaling_and_merging_by_hand():
+    change, loss = identities.rescaling("linear_temperature", factor=2.0)
+    assert change < 1e-12
+    # masses exp(0.3 / 0.7) and 1 stay; each counts |2 b1 - b1| + |1.4 - 0.7|
+    assert loss == pytest.approx(2.718281828 ** (3 / 7) * (2.0 + 0.7) + 0.7)
+    change, loss = identities.merge("identity", apart=0.5)
+    assert change < 1e-12
+    # both copies are 0.5 off in slope and in intercept, their masses sum to exp(0.3)
+    assert loss == pytest.approx(2.718281828**0.3)
+    # |(0.5, 0.5)|^2 = 0.5 in D1
+    change, loss = identities.merge("tanh", apart=0.5)
+    assert change > 1e-2
+    assert loss == pytest.approx(0.5 * 2.718281828**0.3)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+def test_a_router_with_an_activation_breaks_the_invariance_of_scale(activation):
+    torch.manual_seed(0)
+    tokens = torch.randn(50, 3, dtype=torch.float64)
+    linear = LinearRouter(3, 4, bias=True, init_std=1.0).double()
+    mlp = MLPRouter(3, 4, hidden_dims=4, activation=activation, init_std=1.0).double()
+    with torch.no_grad():
+        linear.bias_E.normal_()
+        mlp.b2_E.normal_()
+    changes = []
+    # Slopes, biases and temperature times 2 (eq. 15 and 17).
+    for router, scaled in (
+        (linear, (linear.weight_ED, linear.bias_E)),
+        (mlp, (mlp.w1_HD, mlp.b1_H, mlp.b2_E)),
+    ):
+        with torch.no_grad():
+            before = (router(tokens) / 0.7).softmax(1)
+            for parameter in scaled:
+                parameter.mul_(2.0)
+            changes.append(((router(tokens) / 1.4).softmax(1) - before).abs().max())
+    assert changes[0] < 1e-12
+    assert changes[1] > 1e-3
+
+
+def test_an_over_specified_cell_shrinks_and_a_merged_one_need_not():
+    plan = Plan((3_000, 3_000_000), repetitions=4, steps=150, points=21)
+    gelu = simulate(replace(CASES["GELU, over"], noise=0.01), plan, seed=0)
+    small, large = gelu["over"].nanmedian(1).values.tolist()
+    # n^-1/4 makes 1000^(-1/4) = 0.18 of it
+    assert large < 0.5 * small
+    small, large = gelu["function"].median(1).values.tolist()
+    # n^-1/2 makes 1000^(-1/2) = 0.03 of it
+    assert 0.01 * small < large < 0.1 * small
+    # Linear experts fit as well merged, wherever their copies start: error 2 sqrt(2).
+    apart = replace(plan, apart=2.0)
+    linear = simulate(replace(CASES["linear, over"], noise=0.01), apart, seed=0)
+    assert linear["over"].nanmedian(1).values[1] > 0.5
+    assert linear["function"].median(1).values[1] < large * 10
+
+
+def test_fits_repeat_and_seeds_differ():
+    plan = Plan((1_000,), repetitions=2, starts=1, steps=20, points=21)
+    case = CASES["tanh, exact"]
+    first, again = (simulate(case, plan, seed=0) for _ in range(2))
+    assert torch.equal(first["loss"], again["loss"])
+    assert not torch.equal(first["loss"], simulate(case, plan, seed=1)["loss"])
+
+
+def test_every_case_has_claims_on_what_is_measured():
+    plan = Plan((1_000,), repetitions=1, starts=1, steps=2, points=21)
+    for name, case in CASES.items():
+        found = simulate(case, plan, seed=0)
+        assert case.claims
+        assert {claim.quantity for claim in case.claims} <= set(found)
+        assert plan_of(case).steps == (600 if ", over" in name else 300)
+
+
+def test_far_starts_are_judged_against_near_ones():
+    def errors(over, cost):
+        return dict(over=torch.tensor([[over]]), cost=torch.tensor([[cost]]))
+
+    near = {"a": [errors(0.2, 30.0)], "b": [errors(0.2, 30.0)]}
+    far = {"a": [errors(0.2, 30.0)], "b": [errors(0.6, 30.5)]}
+    rows = start_rows(near, far, ("a", "b"), num_starts=2)
+    assert [row.values[0] for row in rows] == pytest.approx([1.0, 0.0, 3.0, 0.5])
+    assert [row.holds for row in rows] == [True, None, True, True]
+    swapped = start_rows(
+        {"b": near["a"], "a": near["b"]}, far | {"a": far["b"]}, "ab", num_starts=2
+    )
+    assert swapped[0].holds is False
+
+
+def test_a_merged_cell_is_judged_in_every_seed_at_one_sample_size():
+    sizes = (1_000, 31_623, 100_000)
+    seeds = [dict(over=torch.tensor([[9.0], [far], [9.0]])) for far in (0.5, 0.31)]
+    assert stuck_row("a", sizes, seeds).values == pytest.approx([0.5, 0.31])
+    assert stuck_row("a", sizes, seeds).holds is True
+    seeds.append(dict(over=torch.tensor([[9.0], [0.29], [9.0]])))
+    assert stuck_row("a", sizes, seeds).holds is False
+
+
+def test_slopes_at_a_fixed_truth_are_told_where_the_worst_one_is_bounded():
+    rows = [
+        Row("x", "-", [1.0], holds=True),
+        Row("y", "-", [1.0], holds=False, settings="here"),
+        Row("z", "-", [1.0]),
+    ]
+    assert remark(rows) == ""
+    # A minimax bound is no claim on a fixed truth, but what it shows is told.
+    rows.append(Row("n, D2", "never for the worst truth", [-0.5, -0.4], settings="a"))
+    assert remark(rows).endswith("the exponents of n are -0.45 (a: D2).")
+
+
+def line(theta_SP):
+    """theta_0 + theta_1 x at x = 0, 1, 2."""
+    x_N = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    design_NP = torch.stack([torch.ones_like(x_N), x_N], 1)
+    return theta_SP @ design_NP.T, design_NP.expand(len(theta_SP), 3, 2)
+
+
+def fit(model, target, start, scale=None, **kwargs):
+    target_SN = torch.tensor([target], dtype=torch.float64)
+    scale_SN = torch.ones_like(target_SN) if scale is None else torch.tensor([scale])
+    kwargs = dict(bound=100.0, steps=100) | kwargs
+    start_SP = torch.tensor([start], dtype=torch.float64)
+    return levenberg_marquardt(model, target_SN, scale_SN.double(), start_SP, **kwargs)
+
+
+def test_a_line_by_hand():
+    # (0, 1, 5): mean 2 at x = 1, slope (5 - 0) / 2; residuals 0.5, -1, 0.5
+    found = fit(line, [0.0, 1.0, 5.0], [7.0, -3.0])
+    assert found.theta_SP[0].tolist() == pytest.approx([-0.5, 2.5], abs=1e-6)
+    assert found.cost_S.item() == pytest.approx(1.5)
+    assert found.resting_S.item()
+    # Without the last point the line goes through the others.
+    found = fit(line, [0.0, 1.0, 5.0], [7.0, -3.0], [2.0, 1.0, 0.0])
+    assert found.theta_SP[0].tolist() == pytest.approx([0.0, 1.0], abs=1e-5)
+
+
+def test_the_box_is_kept():
+    # With a slope of 2 at most the best intercept is 2 - 2 * 1 = 0.
+    found = fit(line, [0.0, 1.0, 5.0], [0.3, 0.1], bound=2.0)
+    assert found.theta_SP[0].tolist() == pytest.approx([0.0, 2.0], abs=1e-5)
+
+
+def test_fits_agree_with_scipy():
+    case = CASES["temperature, tanh router"]
+    family = family_of(case, 21)
+    generator = torch.Generator().manual_seed(0)
+    truth_P = family.theta(case.truth)
+    model = family.regression.values_and_jacobian
+    noise_N = 0.01 * torch.randn(21, generator=generator, dtype=torch.float64)
+    target_1N = model(truth_P.unsqueeze(0))[0] + noise_N
+    found = levenberg_marquardt(
+        model,
+        target_1N,
+        torch.full_like(target_1N, 100.0),
+        truth_P.unsqueeze(0) + 0.1,
+        bound=8.0,
+        steps=300,
+    )
+
+    def residuals(theta):
+        f_SN, _ = model(torch.from_numpy(theta).unsqueeze(0))
+        return 100.0 * (f_SN - target_1N)[0].numpy()
+
+    theirs = least_squares(residuals, truth_P.numpy() + 0.1, xtol=1e-12, ftol=1e-12)
+    assert found.cost_S.item() == pytest.approx(2 * theirs.cost, abs=1e-3)
+    ours_1N, _ = model(found.theta_SP)
+    theirs_1N, _ = model(torch.from_numpy(theirs.x).unsqueeze(0))
+    torch.testing.assert_close(ours_1N, theirs_1N, atol=1e-4, rtol=0)
+
+
+def wave(theta_SP):
+    """sin(theta): zero at 0, and a local minimum of (f - 2)^2 at pi / 2 + 2 pi k."""
+    return torch.sin(theta_SP) + 0.1 * theta_SP, (torch.cos(theta_SP) + 0.1).unsqueeze(
+        2
+    )
+
+
+def test_the_best_start_wins_for_each_problem_on_its_own():
+    target_SN = torch.tensor([[2.0], [-2.0]], dtype=torch.float64)
+    starts_SAP = torch.tensor([[[1.0], [7.5]], [[-7.5], [-1.0]]], dtype=torch.float64)
+    found = fit_from_starts(
+        wave, target_SN, torch.ones_like(target_SN), starts_SAP, bound=9.0, steps=100
+    )
+    # cos(t) = -0.1 near pi / 2 + 2 pi: t = 7.954, f = 0.995 + 0.795
+    assert found.theta_SP[:, 0].tolist() == pytest.approx([7.954, -7.954], abs=1e-3)
+
+
+def test_slopes_and_intervals_by_hand():
+    sizes = [100, 1_000, 10_000]
+    assert slope(sizes, np.array([1.0, 0.1, 0.01])) == pytest.approx(-1.0)
+    assert slope(sizes, np.array([1.0, np.nan, 0.1])) == pytest.approx(-0.5)
+    assert np.isnan(slope(sizes, np.array([1.0, np.nan, np.nan])))
+    # mean 0.5, standard error 0.5, t(0.975, 1) = 12.706
+    assert interval([0.0, 1.0]) == pytest.approx((-5.853, 6.853), abs=1e-3)
+    assert interval([0.3]) == (-float("inf"), float("inf"))
+    nan = float("nan")
+    errors = torch.tensor([[1.0, nan, 3.0, 7.0], [nan, nan, nan, nan]])
+    assert median_curve(errors).tolist() == pytest.approx([3.0, nan], nan_ok=True)
+
+
+def test_claims_are_judged_by_the_mean():
+    half = Claim("loss", "D1", "n^-1/2", -0.6, -0.4)
+    assert half.judge([-0.7, -0.4])[1] is True
+    assert half.judge([-0.7, -0.6])[1] is False
+    assert half.judge([-0.3])[1] is False
+    never = Claim("tau", "tau", "slower", slower_than=-0.15)
+    assert never.judge([-0.1, 0.0])[1] is True
+    assert never.judge([-0.2])[1] is False
+    text, holds = Claim("tau", "tau", "reported").judge([-0.1, 0.1])
+    assert holds is None
+    assert text == "95 % interval -1.27 to 1.27"
