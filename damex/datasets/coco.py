@@ -15,7 +15,7 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.spec import read_coco
+from damex.datasets.spec import category_names, read_coco
 from damex.errors import ConfigError, DataError, did_you_mean
 
 __all__ = ["BAD_BOX_POLICIES", "NamedCocoDataset"]
@@ -30,13 +30,13 @@ class _NamedCoco(COCO):
     order, so that a union class list mislabels without a word.
     """
 
-    def __init__(self, document: dict[str, Any], dataset: str, path: Path) -> None:
+    def __init__(self, document: dict[str, Any], where: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
             super().__init__()
             self.dataset = document
             self.createIndex()
         self.cat_img_map, self.img_ann_map = self.catToImgs, self.imgToAnns
-        self._where = f"dataset {dataset!r}: {path}"
+        self._where = where
 
     def get_cat_ids(
         self, cat_names: Any = (), sup_names: Any = (), cat_ids: Any = ()
@@ -82,13 +82,15 @@ class NamedCocoDataset(CocoDataset):
     def COCOAPI(self, path: str) -> COCO:
         """Open an annotation file; called by ``CocoDataset.load_data_list``."""
         document = read_coco(Path(path), self.name)
-        _check_ids(document, f"dataset {self.name!r}: {path}")
+        where = f"dataset {self.name!r}: {path}"
+        category_names(document["categories"], where)
+        _check_records(document, where)
         self._names = {c["id"]: str(c["name"]) for c in document["categories"]}
         image_ids = {image["id"] for image in document["images"]}
         lost = sum(a.get("image_id") not in image_ids for a in document["annotations"])
         if lost:
             self._counts["annotations of images that the file does not list"] += lost
-        return _NamedCoco(document, self.name, Path(path))
+        return _NamedCoco(document, where)
 
     def load_data_list(self) -> list[dict]:
         """Load the annotations.
@@ -209,11 +211,12 @@ class NamedCocoDataset(CocoDataset):
         return clipped
 
 
-def _check_ids(document: dict[str, Any], where: str) -> None:
+def _check_records(document: dict[str, Any], where: str) -> None:
     """Refuse ids that would make one record of the file replace another.
 
     Raises:
-        DataError: If an image, annotation or category has no id, or one in use.
+        DataError: If an image, annotation or category has no id, or one in use, or an
+            annotation names no image or no category.
     """
     for key in ("images", "annotations", "categories"):
         seen: set[Any] = set()
@@ -226,6 +229,7 @@ def _check_ids(document: dict[str, Any], where: str) -> None:
                     "record its own id."
                 )
             seen.add(found)
-    for category in document["categories"]:
-        if "name" not in category:
-            raise DataError(f"{where}: a category has no 'name': {category}.")
+    for record in document["annotations"]:
+        for key in ("image_id", "category_id"):
+            if key not in record:
+                raise DataError(f"{where}: annotation {record['id']} has no {key!r}.")

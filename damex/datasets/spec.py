@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,6 +61,11 @@ class DatasetSpec:
             ConfigError: If a key is unknown, or a value cannot work.
         """
         where = f"mixture[{position}]"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(
+                f"{where} must be a dict(name=..., data_root=..., train=..., val=..., "
+                f"img=...), got {entry!r}."
+            )
         known = tuple(cls.__dataclass_fields__)
         for key in entry:
             if key not in known:
@@ -70,9 +77,9 @@ class DatasetSpec:
             raise ConfigError(
                 f"{where}.name must be a non-empty string without '/', got {name!r}."
             )
-        if name == "mean":
+        if name in ("mean", "pooled"):
             raise ConfigError(
-                f"{where}.name: 'mean' is the row of the mean over datasets; choose "
+                f"{where}.name: {name!r} is a row of the table of results; choose "
                 "another name."
             )
         if isinstance(entry.get("classes"), str):
@@ -212,9 +219,14 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
     """Read and cross-check the entries of ``mixture``.
 
     Raises:
-        ConfigError: If the mixture is empty, holds a dataset twice, or gives weights to
-            some datasets only.
+        ConfigError: If the mixture is no list or empty, holds a dataset twice, or gives
+            weights to some datasets only.
     """
+    if not isinstance(entries, (list, tuple)):
+        raise ConfigError(
+            "mixture must be a list of dicts, one per dataset, got a "
+            f"{type(entries).__name__}; write mixture=[dict(name=..., ...), ...]."
+        )
     if not entries:
         raise ConfigError(
             "mixture is empty; add one dict(name=..., data_root=..., train=..., "
@@ -246,16 +258,44 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
 def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
     """Names of the categories of a COCO file, in file order.
 
+    Only this list of the file is parsed: the rest of a large one takes many seconds,
+    and is read once, when the dataset is built.
+
     Raises:
-        DataError: If the file is missing, is not JSON, or has no categories.
+        DataError: If the file is missing, is not JSON, or has no proper categories.
     """
-    document = read_coco(path, dataset)
-    names = tuple(str(category["name"]) for category in document["categories"])
+    text = _read_text(path, dataset)
+    keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
+    categories = None
+    if len(keys) == 1:  # otherwise one may be inside of another record
+        with contextlib.suppress(json.JSONDecodeError):
+            categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
+    if not isinstance(categories, list):
+        categories = read_coco(path, dataset)["categories"]
+    return category_names(categories, f"dataset {dataset!r}: {path}")
+
+
+def category_names(
+    categories: Sequence[Mapping[str, Any]], where: str
+) -> tuple[str, ...]:
+    """Names of COCO's categories.
+
+    Args:
+        categories: Records of a COCO file.
+        where: Dataset and file, for the message.
+
+    Raises:
+        DataError: If a category has no name, or two have the same.
+    """
+    for category in categories:
+        if "name" not in category:
+            raise DataError(f"{where}: a category has no 'name': {category}.")
+    names = tuple(str(category["name"]) for category in categories)
     if len(set(names)) != len(names):
         double = sorted({name for name in names if names.count(name) > 1})
         raise DataError(
-            f"dataset {dataset!r}: {path} has the category names {double} twice; "
-            "every name must belong to one category id."
+            f"{where} has the category names {double} twice; every name must belong to "
+            "one category id."
         )
     return names
 
@@ -266,14 +306,9 @@ def read_coco(path: Path, dataset: str) -> dict[str, Any]:
     Raises:
         DataError: If the file is missing, is not JSON, or lacks a list.
     """
-    if not path.is_file():
-        raise DataError(
-            f"dataset {dataset!r}: there is no annotation file {path} (seen from "
-            f"{Path.cwd()}). Correct data_root, train or val in its mixture entry."
-        )
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        document = json.loads(_read_text(path, dataset))
+    except json.JSONDecodeError as error:
         raise DataError(
             f"dataset {dataset!r}: {path} is not a JSON file ({error})."
         ) from error
@@ -284,6 +319,20 @@ def read_coco(path: Path, dataset: str) -> dict[str, Any]:
                 "'images', 'annotations' and 'categories'."
             )
     return document
+
+
+def _read_text(path: Path, dataset: str) -> str:
+    if not path.is_file():
+        raise DataError(
+            f"dataset {dataset!r}: there is no annotation file {path} (seen from "
+            f"{Path.cwd()}). Correct data_root, train or val in its mixture entry."
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"dataset {dataset!r}: {path} is not a JSON file ({error})."
+        ) from error
 
 
 def _check_weights(specs: Sequence[DatasetSpec]) -> None:

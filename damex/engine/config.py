@@ -46,13 +46,12 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     _check_detector(cfg["model"])
     if cfg.get("mixture") is None:
         return cfg
-    entries = [dict(entry) for entry in cfg["mixture"]]
     space = LabelSpace.from_specs(
-        parse_mixture(entries), mode=cfg.get("label_space") or "union"
+        parse_mixture(cfg["mixture"]), mode=cfg.get("label_space") or "union"
     )
     for loader in LOADERS:
         for dataset in _mixtures((cfg.get(loader) or {}).get("dataset")):
-            dataset.setdefault("datasets", entries)
+            dataset.setdefault("datasets", cfg["mixture"])
             dataset["label_space"] = space.to_metainfo()
     _set_num_classes(cfg["model"], space)
     if cfg["model"].get("moe") is not None:

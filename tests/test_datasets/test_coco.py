@@ -222,6 +222,19 @@ def test_record_without_id(park, edit_json):
         load(park)
 
 
+@pytest.mark.parametrize("key", ["image_id", "category_id"])
+def test_annotation_that_names_no_image_or_category(park, edit_json, key):
+    edit_json(park, set_record("annotations", 2, **{key: None}))
+    with pytest.raises(DataError, match=f"'park': .*: annotation 3 has no '{key}'"):
+        load(park)
+
+
+def test_category_name_given_twice_would_lose_the_boxes_of_one(park, edit_json):
+    edit_json(park, set_record("categories", 1, name="person"))
+    with pytest.raises(DataError, match=r"category names \['person'\] twice"):
+        load(park, ["person"], test_mode=True)
+
+
 def test_unknown_policy():
     with pytest.raises(ValueError, match=r"on_bad_box must be one of .* got 'skip'"):
         NamedCocoDataset(name="a", on_bad_box="skip", ann_file="t.json")

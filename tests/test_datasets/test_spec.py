@@ -58,6 +58,23 @@ def test_empty_mixture_is_refused():
     assert "mixture is empty; add one dict(name=" in message([])
 
 
+@pytest.mark.parametrize(
+    ("entries", "fault"),
+    [
+        (dict(name="a", train="t.json"), "must be a list of dicts, .* got a dict; wr"),
+        (["coco"], r"mixture\[0\] must be a dict\(name=.* got 'coco'"),
+    ],
+)
+def test_mixture_is_a_list_of_dicts(entries, fault):
+    with pytest.raises(ConfigError, match=fault):
+        parse_mixture(entries)
+
+
+@pytest.mark.parametrize("name", ["mean", "pooled"])
+def test_rows_of_the_table_of_results_are_no_names(name):
+    assert f"{name!r} is a row of the table" in message([entry(name)])
+
+
 def test_a_name_may_occur_once():
     text = message([entry("a"), entry("b"), dict(name="a", train="other.json")])
     assert "mixture[2] and mixture[0] are both called 'a'" in text
@@ -185,6 +202,21 @@ def test_file_that_is_not_coco(tmp_path, document):
     (tmp_path / "t.json").write_text(json.dumps(document))
     with pytest.raises(DataError, match=r"'cars': .*t\.json has no list '(cat|im)"):
         read_coco(tmp_path / "t.json", "cars")
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {},
+        dict(categories=[dict(name="not a class")]),
+        dict(note='"categories": [{"name": "no"}]'),
+    ],
+    ids=["plain", "second key", "quoted"],
+)
+def test_own_classes_are_those_at_the_top_of_the_file(two_datasets, edit_json, info):
+    path = two_datasets[0]["data_root"] + "train.json"
+    edit_json(path, lambda d: d.update(info=info))
+    assert parse_mixture(two_datasets)[0].own_classes == ("car", "person", "bus")
 
 
 def test_category_name_given_twice(two_datasets, edit_json):
