@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import math
+import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,9 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.spec import category_names, read_coco
 from damex.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["BAD_BOX_POLICIES", "NamedCocoDataset"]
+__all__ = ["BAD_BOX_POLICIES", "NamedCocoDataset", "read_class_names", "read_coco"]
 
 BAD_BOX_POLICIES = ("error", "drop")
 
@@ -209,6 +211,86 @@ class NamedCocoDataset(CocoDataset):
         if max(abs(a - b) for a, b in zip(box, clipped, strict=True)) > 1.0:
             self._counts["boxes clipped at the image border"] += 1
         return clipped
+
+
+def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
+    """Names of the categories of a COCO file, in file order.
+
+    Only this list of the file is parsed: the rest of a large one takes many seconds,
+    and is read once, when the dataset is built.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or has no proper categories.
+    """
+    text = _read_text(path, dataset)
+    keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
+    categories = None
+    if len(keys) == 1:  # otherwise one may be inside of another record
+        with contextlib.suppress(json.JSONDecodeError):
+            categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
+    if not isinstance(categories, list):
+        categories = read_coco(path, dataset)["categories"]
+    return category_names(categories, f"dataset {dataset!r}: {path}")
+
+
+def category_names(
+    categories: Sequence[Mapping[str, Any]], where: str
+) -> tuple[str, ...]:
+    """Names of COCO's categories.
+
+    Args:
+        categories: Records of a COCO file.
+        where: Dataset and file, for the message.
+
+    Raises:
+        DataError: If a category has no name, or two have the same.
+    """
+    for category in categories:
+        if "name" not in category:
+            raise DataError(f"{where}: a category has no 'name': {category}.")
+    names = tuple(str(category["name"]) for category in categories)
+    if len(set(names)) != len(names):
+        double = sorted({name for name in names if names.count(name) > 1})
+        raise DataError(
+            f"{where} has the category names {double} twice; every name must belong to "
+            "one category id."
+        )
+    return names
+
+
+def read_coco(path: Path, dataset: str) -> dict[str, Any]:
+    """Load a COCO file and check that it has the three lists that COCO promises.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or lacks a list.
+    """
+    try:
+        document = json.loads(_read_text(path, dataset))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"dataset {dataset!r}: {path} is not a JSON file ({error})."
+        ) from error
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(document, dict) or not isinstance(document.get(key), list):
+            raise DataError(
+                f"dataset {dataset!r}: {path} has no list {key!r}; a COCO file has "
+                "'images', 'annotations' and 'categories'."
+            )
+    return document
+
+
+def _read_text(path: Path, dataset: str) -> str:
+    if not path.is_file():
+        raise DataError(
+            f"dataset {dataset!r}: there is no annotation file {path} (seen from "
+            f"{Path.cwd()}). Correct data_root, train or val in its mixture entry."
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"dataset {dataset!r}: {path} is not a JSON file ({error})."
+        ) from error
 
 
 def _check_records(document: dict[str, Any], where: str) -> None:

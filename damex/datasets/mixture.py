@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,14 @@ from typing import Any
 import mmcv
 import numpy as np
 import torch
-from mmdet.registry import DATASETS
+from mmdet.registry import DATASETS, TRANSFORMS
 from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.errors import DataError
+from damex.datasets.spec import DatasetSpec, map_leaves, parse_mixture
+from damex.errors import ConfigError, DataError, did_you_mean
 
 __all__ = [
     "MixtureDataset",
@@ -42,14 +43,15 @@ class MixtureDataset(Dataset):
     Args:
         datasets: The entries of ``mixture``; see ``DatasetSpec``.
         split: ``train``, ``val`` or ``test``.
-        pipeline: mmdet transforms, used for every dataset.
+        pipeline: mmdet transforms for every dataset without its own. Each dataset gets
+            a copy of them, so that CachedMosaic mixes images of one dataset only.
         label_space: ``union``, ``partitioned``, or the metainfo of the mixture that
             the detector was trained on.
         filter_empty: Leave images without boxes out of training.
         on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image.
         max_refetch: How many other images are tried when the pipeline refuses one.
         test_mode: Whether samples are for evaluation; follows ``split`` by default.
-        lazy_init: Accepted for mmdet's tools; loading happens at construction.
+        lazy_init: Load the annotations in ``full_init`` instead of at construction.
 
     Raises:
         ConfigError: If the mixture or an option cannot work.
@@ -69,24 +71,25 @@ class MixtureDataset(Dataset):
         test_mode: bool | None = None,
         lazy_init: bool = False,
     ) -> None:
-        del lazy_init
         self.specs = parse_mixture(datasets)
         self.split = split
         self.test_mode = split != "train" if test_mode is None else test_mode
+        self.filter_empty = filter_empty
+        self.on_bad_box = on_bad_box
         self.max_refetch = max_refetch
         self.label_space = (
             LabelSpace.from_specs(self.specs, mode=label_space)
             if isinstance(label_space, str)
             else LabelSpace.from_metainfo(label_space)
         )
-        self.dataset_ids = [self.label_space.dataset_id(s.name) for s in self.specs]
-        self.parts = [self._build(s, filter_empty, on_bad_box) for s in self.specs]
-        self._ends = list(accumulate(len(part) for part in self.parts))
-        self._labels = [
-            self.label_space.local_to_global(dataset_id, part.metainfo["classes"])
-            for dataset_id, part in zip(self.dataset_ids, self.parts, strict=True)
-        ]
-        self.pipeline = Compose(pipeline)
+        self._identities = [self._identity(spec) for spec in self.specs]
+        pipelines = [spec.pipeline(split) or pipeline for spec in self.specs]
+        for spec, transforms in zip(self.specs, pipelines, strict=True):
+            _check_transforms(transforms, f"dataset {spec.name!r}, {split}")
+        self.pipelines = [Compose(transforms) for transforms in pipelines]
+        self.sources: list[BaseDataset] = []
+        if not lazy_init:
+            self.full_init()
 
     @property
     def metainfo(self) -> dict[str, Any]:
@@ -96,38 +99,49 @@ class MixtureDataset(Dataset):
     @property
     def sizes(self) -> list[int]:
         """Number of images per dataset."""
-        return [len(part) for part in self.parts]
+        return [len(source) for source in self.sources]
 
     def full_init(self) -> None:
-        """Part of mmengine's dataset protocol; everything is loaded already."""
+        """Load the annotations, unless that is done."""
+        if self.sources:
+            return
+        self.sources = [self._build(spec) for spec in self.specs]
+        self._ends = list(accumulate(self.sizes))
+        self._labels = [
+            self.label_space.local_to_global(
+                identity["dataset_id"], source.metainfo["classes"]
+            )
+            for identity, source in zip(self._identities, self.sources, strict=True)
+        ]
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Part of the mixture and index inside of it.
+        """Number of the dataset that an image is from, and its index there.
 
         Raises:
             IndexError: If the index is not below ``len(self)``.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index {int(index)} of a mixture of {len(self)} images.")
-        part = bisect.bisect_right(self._ends, index)
-        return part, int(index) - (self._ends[part - 1] if part else 0)
+        source = bisect.bisect_right(self._ends, index)
+        return source, int(index) - (self._ends[source - 1] if source else 0)
 
     def get_data_info(self, index: int) -> dict[str, Any]:
         """Annotation of one image with mixture labels and its dataset's identity."""
-        part, inner = self.locate(index)
-        info = self.parts[part].get_data_info(inner)
-        labels = self._labels[part]
+        source, inner = self.locate(index)
+        info = self.sources[source].get_data_info(inner)
+        labels = self._labels[source]
         for key in ("instances", "ground_truth"):
             for instance in info.get(key, ()):
                 field = "label" if key == "ground_truth" else "bbox_label"
                 instance[field] = labels[instance[field]]
-        info.update(self._identity(part), sample_idx=int(index))
+        info.update(self._identities[source], sample_idx=int(index))
         return info
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        self.locate(index)  # its IndexError is what ends "for sample in dataset"
         if not isinstance(index, SeededIndex):
             return self._fetch(index)
         with local_seed(index.seed):
@@ -136,69 +150,89 @@ class MixtureDataset(Dataset):
     def _fetch(self, index: int) -> dict[str, Any]:
         """Run the pipeline; in training, pass on to the next image when it refuses."""
         for attempt in range(1 if self.test_mode else self.max_refetch + 1):
-            info = self.get_data_info((index + attempt) % len(self))
-            packed = self._run_pipeline(info)
+            packed = self._run_pipeline((index + attempt) % len(self))
             if packed is not None:
                 return packed
+        info = self.get_data_info(index)
         raise DataError(
             f"the {self.split} pipeline refused {info['img_path']} of dataset "
             f"{info['dataset_name']!r}"
             + ("." if self.test_mode else f" and the {self.max_refetch} images after.")
         )
 
-    def _run_pipeline(self, info: dict[str, Any]) -> dict[str, Any] | None:
-        identity = {
-            k: info[k] for k in ("dataset_id", "dataset_name", "group_id", "sample_idx")
-        }
+    def _run_pipeline(self, index: int) -> dict[str, Any] | None:
+        info = self.get_data_info(index)
+        source, _ = self.locate(index)
+        identity = {**self._identities[source], "sample_idx": info["sample_idx"]}
         if self.test_mode:
             identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(
                 info["instances"]
             )
         path, name = info["img_path"], info["dataset_name"]
         try:
-            packed = self.pipeline(info)
-        except Exception as error:
+            packed = self.pipelines[source](info)
+        except Exception:
             _check_image(path, name, self.split)
-            raise DataError(
-                f"dataset {name!r}: the {self.split} pipeline failed on {path}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if packed is not None and "data_samples" in packed:
+            print_log(
+                f"dataset {name!r}: the {self.split} pipeline failed on {path}:",
+                logger="current",
+                level=logging.ERROR,
+            )
+            raise  # a fault of a transform, whose traceback shows where it is
+        if packed is not None and "data_samples" not in packed:
+            raise ConfigError(
+                f"dataset {name!r}: the {self.split} pipeline has to end with "
+                "dict(type='PackDetInputs'); its samples cannot name their dataset."
+            )
+        if packed is not None:
             packed["data_samples"].set_metainfo(identity)
         return packed
 
-    def _identity(self, part: int) -> dict[str, Any]:
-        dataset_id = self.dataset_ids[part]
-        return dict(
+    def _identity(self, spec: DatasetSpec) -> dict[str, Any]:
+        """What every sample of a dataset carries."""
+        dataset_id = self.label_space.dataset_id(spec.name)
+        identity: dict[str, Any] = dict(
             dataset_id=dataset_id,
-            dataset_name=self.label_space.dataset_names[dataset_id],
+            dataset_name=spec.name,
             group_id=self.label_space.group_id(dataset_id),
         )
+        if self.test_mode:
+            identity["annotated_labels"] = self.label_space.valid_labels(dataset_id)
+        return identity
 
-    def _build(
-        self, spec: DatasetSpec, filter_empty: bool, on_bad_box: str
-    ) -> BaseDataset:
+    def _build(self, spec: DatasetSpec) -> BaseDataset:
         """Build and load one dataset of the mixture."""
-        common: dict[str, Any] = dict(test_mode=self.test_mode)
-        if filter_empty and not self.test_mode:
-            common["filter_cfg"] = dict(filter_empty_gt=True)
         dataset_id = self.label_space.dataset_id(spec.name)
         own = tuple(self.label_space.dataset_classes[dataset_id])
-        named = dict(name=spec.name, on_bad_box=on_bad_box, metainfo=dict(classes=own))
-        if spec.classes is not None:
-            common["metainfo"] = dict(classes=own)
-        config = _completed(spec.dataset_config(self.split), common=common, named=named)
+        filtered = self.filter_empty and not self.test_mode
+
+        def complete(leaf: Mapping[str, Any]) -> dict[str, Any]:
+            config = {**leaf, "pipeline": [], "test_mode": self.test_mode}
+            if filtered and config.get("filter_cfg") is None:
+                config["filter_cfg"] = dict(filter_empty_gt=True)
+            if spec.classes is not None or leaf["type"] == "NamedCocoDataset":
+                config["metainfo"] = dict(classes=own)
+            if leaf["type"] == "NamedCocoDataset":
+                config.update(name=spec.name, on_bad_box=self.on_bad_box)
+            return config
+
         try:
-            dataset = DATASETS.build(config)
+            dataset = DATASETS.build(
+                map_leaves(spec.dataset_config(self.split), complete)
+            )
             dataset.full_init()
             empty = len(dataset) == 0
+        except OSError as error:
+            raise DataError(
+                f"dataset {spec.name!r}: {error}. Correct data_root or the paths of "
+                f"{self.split} in its mixture entry."
+            ) from error
         except ValueError as error:
             # mmengine joins the records of a dataset; none at all end like this.
             if "need at least one array" not in str(error):
                 raise
             empty = True
         if empty:
-            filtered = "filter_cfg" in common
             why = f"no image has a box of {list(own)}" if filtered else "it lists none"
             raise DataError(
                 f"dataset {spec.name!r}: no image of {spec.source(self.split)} is left "
@@ -212,28 +246,39 @@ class MixtureDataset(Dataset):
         return dataset
 
 
-def _completed(
-    config: Mapping[str, Any], *, common: Mapping[str, Any], named: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A dataset config with what the mixture decides, set inside wrappers.
+def _check_transforms(transforms: Any, where: str) -> None:
+    """Look at the names and settings of transforms, nested ones too.
 
     Args:
-        config: Config of an mmdet dataset, or of a wrapper around some.
-        common: Settings for every class; ``filter_cfg`` of the config goes first.
-        named: Further settings for ``NamedCocoDataset``.
+        transforms: Configs of transforms or callables, in lists.
+        where: Dataset and split, for the message.
+
+    Raises:
+        ConfigError: If there is no such transform, or it takes other settings.
     """
-    if "datasets" in config:
-        inner = [_completed(c, common=common, named=named) for c in config["datasets"]]
-        return {**config, "datasets": inner}
-    if "dataset" in config:
-        inner_one = _completed(config["dataset"], common=common, named=named)
-        return {**config, "dataset": inner_one}
-    result = {"pipeline": [], **config, **common}
-    if config.get("filter_cfg") is not None:
-        result["filter_cfg"] = config["filter_cfg"]
-    if config["type"] == "NamedCocoDataset":
-        result.update(named)
-    return result
+    if isinstance(transforms, (list, tuple)):
+        for transform in transforms:
+            _check_transforms(transform, where)
+    if not isinstance(transforms, Mapping):
+        return
+    settings = {
+        key: v for key, v in transforms.items() if key not in ("type", "_scope_")
+    }
+    kind = transforms.get("type")
+    transform_class = TRANSFORMS.get(kind) if isinstance(kind, str) else kind
+    if transform_class is None:
+        raise ConfigError(
+            f"{where}: there is no transform {kind!r}; "
+            f"{did_you_mean(str(kind), sorted(TRANSFORMS.module_dict))}"
+        )
+    signature = inspect.signature(transform_class)
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        unknown = [key for key in settings if key not in signature.parameters]
+        hint = did_you_mean((unknown or [""])[0], signature.parameters)
+        raise ConfigError(f"{where}: transform {kind}: {error}; {hint}") from error
+    _check_transforms(settings.get("transforms"), where)
 
 
 def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

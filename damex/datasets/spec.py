@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +12,8 @@ from typing import Any
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.datasets.coco import read_class_names
+from damex.errors import ConfigError, did_you_mean
 
 __all__ = ["DatasetSpec", "parse_mixture"]
 
@@ -29,7 +27,8 @@ class DatasetSpec:
     Args:
         name: Short unique name; it appears in tables, losses and checkpoints.
         data_root: Folder that the other paths are relative to.
-        train: Annotation file in COCO format, or the config of any mmdet dataset.
+        train: Annotation file in COCO format, or the config of any mmdet dataset. Its
+            ``pipeline``, where it has one, replaces that of the mixture.
         val: Same for evaluation.
         test: Same for ``tools/test.py``; ``val`` where it is not given.
         img: Image folder, relative to ``data_root``; or one per split.
@@ -137,30 +136,71 @@ class DatasetSpec:
                 f"dataset {self.name!r}: {split} is a dict without 'type'; name the "
                 f"mmdet dataset class, as in {split}=dict(type='VOCDataset', ...)."
             )
-        config = _with_named_labels(source)
-        self._check_class(config)
+        self._check_classes(source)
+        return map_leaves(source, lambda leaf: self._completed(leaf, split))
+
+    def pipeline(self, split: str) -> Sequence[Any] | None:
+        """The source's own pipeline, which replaces the mixture's; None without one.
+
+        Raises:
+            ConfigError: If the datasets inside of a wrapper differ in it.
+        """
+        source = self.source(split)
+        if source is None or isinstance(source, str):
+            return None
+        pipelines = [leaf.get("pipeline") or None for leaf in leaves(source)]
+        if any(pipeline != pipelines[0] for pipeline in pipelines):
+            raise ConfigError(
+                f"dataset {self.name!r}: the datasets inside of {split} have different "
+                "pipelines; give all of them the same one, or make them entries of the "
+                "mixture, with one group."
+            )
+        return pipelines[0]
+
+    def _completed(self, leaf: Mapping[str, Any], split: str) -> dict[str, Any]:
+        """A dataset config with damex's COCO class in place of mmdet's, and paths.
+
+        mmdet's own class numbers labels in file order; ours goes by name.
+        """
+        config = dict(leaf)
+        kind = config["type"]
+        name = kind if isinstance(kind, str) else kind.__name__
+        if name.removeprefix("mmdet.") == "CocoDataset":
+            config["type"] = "NamedCocoDataset"
+        if self.data_root:
+            config.setdefault("data_root", self.data_root)
+        if self.img:
+            config.setdefault("data_prefix", dict(img=self._image_folder(split)))
         return config
 
-    def _check_class(self, config: Mapping[str, Any]) -> None:
-        """Refuse dataset classes that do not exist, or that would mislabel.
+    def _check_classes(self, config: Mapping[str, Any]) -> None:
+        """Refuse dataset classes that do not exist, or that would do something else.
 
         Subclasses of mmdet's CocoDataset number a choice of classes in file order.
         """
-        for inner in (*config.get("datasets", ()), config.get("dataset")):
-            if inner is not None:
-                self._check_class(inner)
-        kind = config["type"]
+        inner = inner_configs(config)
+        for inner_config in inner:
+            self._check_classes(inner_config)
+        kind = config.get("type")
         dataset_class = DATASETS.get(kind) if isinstance(kind, str) else kind
         if dataset_class is None:
             raise ConfigError(
                 f"dataset {self.name!r}: mmdet has no dataset class {kind!r}; "
                 f"{did_you_mean(str(kind), sorted(DATASETS.module_dict))}"
             )
-        by_file = issubclass(dataset_class, CocoDataset) and kind != "NamedCocoDataset"
+        if inner and "pipeline" in config:
+            raise ConfigError(
+                f"dataset {self.name!r}: a mixture does not run the pipeline of "
+                f"{dataset_class.__name__}; set pipeline=[...] of the dataset inside. "
+                "CachedMosaic and CachedMixUp in it mix images of this dataset."
+            )
+        name = dataset_class.__name__
+        by_name = name in ("CocoDataset", "NamedCocoDataset")
+        by_file = issubclass(dataset_class, CocoDataset) and not by_name
         if by_file and self.classes is not None:
             raise ConfigError(
                 f"dataset {self.name!r}: classes=[...] cannot be used with "
-                f"{dataset_class.__name__}, which numbers them in file order; give the "
+                f"{name}, which numbers them in file order; give the "
                 "annotation file itself (train='file.json'), or leave classes out."
             )
 
@@ -255,86 +295,6 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
     return specs
 
 
-def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
-    """Names of the categories of a COCO file, in file order.
-
-    Only this list of the file is parsed: the rest of a large one takes many seconds,
-    and is read once, when the dataset is built.
-
-    Raises:
-        DataError: If the file is missing, is not JSON, or has no proper categories.
-    """
-    text = _read_text(path, dataset)
-    keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
-    categories = None
-    if len(keys) == 1:  # otherwise one may be inside of another record
-        with contextlib.suppress(json.JSONDecodeError):
-            categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
-    if not isinstance(categories, list):
-        categories = read_coco(path, dataset)["categories"]
-    return category_names(categories, f"dataset {dataset!r}: {path}")
-
-
-def category_names(
-    categories: Sequence[Mapping[str, Any]], where: str
-) -> tuple[str, ...]:
-    """Names of COCO's categories.
-
-    Args:
-        categories: Records of a COCO file.
-        where: Dataset and file, for the message.
-
-    Raises:
-        DataError: If a category has no name, or two have the same.
-    """
-    for category in categories:
-        if "name" not in category:
-            raise DataError(f"{where}: a category has no 'name': {category}.")
-    names = tuple(str(category["name"]) for category in categories)
-    if len(set(names)) != len(names):
-        double = sorted({name for name in names if names.count(name) > 1})
-        raise DataError(
-            f"{where} has the category names {double} twice; every name must belong to "
-            "one category id."
-        )
-    return names
-
-
-def read_coco(path: Path, dataset: str) -> dict[str, Any]:
-    """Load a COCO file and check that it has the three lists that COCO promises.
-
-    Raises:
-        DataError: If the file is missing, is not JSON, or lacks a list.
-    """
-    try:
-        document = json.loads(_read_text(path, dataset))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"dataset {dataset!r}: {path} is not a JSON file ({error})."
-        ) from error
-    for key in ("images", "annotations", "categories"):
-        if not isinstance(document, dict) or not isinstance(document.get(key), list):
-            raise DataError(
-                f"dataset {dataset!r}: {path} has no list {key!r}; a COCO file has "
-                "'images', 'annotations' and 'categories'."
-            )
-    return document
-
-
-def _read_text(path: Path, dataset: str) -> str:
-    if not path.is_file():
-        raise DataError(
-            f"dataset {dataset!r}: there is no annotation file {path} (seen from "
-            f"{Path.cwd()}). Correct data_root, train or val in its mixture entry."
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"dataset {dataset!r}: {path} is not a JSON file ({error})."
-        ) from error
-
-
 def _check_weights(specs: Sequence[DatasetSpec]) -> None:
     """Refuse weights beside image counts: the two have no common unit.
 
@@ -351,34 +311,41 @@ def _check_weights(specs: Sequence[DatasetSpec]) -> None:
         )
 
 
-def _with_named_labels(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with damex's COCO class in place of mmdet's, inside wrappers too.
+def inner_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Configs of the datasets that a wrapper wraps; none for a plain dataset."""
+    return [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
 
-    mmdet's own class numbers labels in file order; ours goes by name.
-    """
-    config = dict(config)
-    kind = config.get("type")
-    class_name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    if class_name.removeprefix("mmdet.") == "CocoDataset":
-        config["type"] = "NamedCocoDataset"
+
+def leaves(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The plain datasets in a dataset config, wrappers opened."""
+    inner = inner_configs(config)
+    if not inner:
+        yield config
+    for inner_config in inner:
+        yield from leaves(inner_config)
+
+
+def map_leaves(
+    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """A copy of a dataset config with its plain datasets changed, wrappers opened."""
     if "datasets" in config:
-        config["datasets"] = [_with_named_labels(c) for c in config["datasets"]]
+        return {
+            **config,
+            "datasets": [map_leaves(c, change) for c in config["datasets"]],
+        }
     if "dataset" in config:
-        config["dataset"] = _with_named_labels(config["dataset"])
-    return config
+        return {**config, "dataset": map_leaves(config["dataset"], change)}
+    return change(config)
 
 
 def _metainfo_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Classes that a dataset config or its class declares; wrappers are opened."""
-    declared = dict(config.get("metainfo") or {}).get("classes")
-    if declared:
-        return tuple(declared)
-    inner = [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
-    if inner:
-        return _metainfo_classes(inner[0])
-    kind = config.get("type")
+    first = next(leaves(config))
+    declared = dict(first.get("metainfo") or {}).get("classes")
+    kind = first.get("type")
     dataset_class = DATASETS.get(kind) if isinstance(kind, str) else kind
-    return tuple(getattr(dataset_class, "METAINFO", {}).get("classes", ()))
+    return tuple(declared or getattr(dataset_class, "METAINFO", {}).get("classes", ()))
 
 
 def _source_key(spec: DatasetSpec) -> str | None:
@@ -387,6 +354,6 @@ def _source_key(spec: DatasetSpec) -> str | None:
     if isinstance(source, str):
         return str((Path(spec.data_root) / source).resolve())
     if source and isinstance(source.get("ann_file"), str):
-        root = Path(source.get("data_root") or "")
+        root = Path(source.get("data_root") or spec.data_root)
         return str((root / source["ann_file"]).resolve())
     return None

@@ -223,19 +223,10 @@ def test_voc_as_a_part(two_datasets, voc_entry):
 
 def test_class_subset_of_voc(voc_entry):
     voc_entry["classes"] = ["sofa"]
-    dataset = MixtureDataset(datasets=[voc_entry], split="val")
+    dataset = MixtureDataset(datasets=[voc_entry], split="val", pipeline=PIPELINE)
     assert dataset.metainfo["classes"] == ("couch",)
-    assert [k["label"] for k in _ground_truth(dataset, 0)] == [0]
-
-
-def _ground_truth(dataset, index):
-    dataset.pipeline = lambda info: dict(data_samples=_Sample())
-    return dataset[index]["data_samples"].metainfo["ground_truth"]
-
-
-class _Sample:
-    def set_metainfo(self, metainfo):
-        self.metainfo = metainfo
+    truth = dataset[0]["data_samples"].ground_truth
+    assert [record["label"] for record in truth] == [0]
 
 
 @pytest.fixture
@@ -297,6 +288,81 @@ def test_bad_box_in_a_concat_names_the_dataset(concat_entry, edit_json):
     MixtureDataset(datasets=[pets], on_bad_box="drop")
 
 
+def test_data_root_of_an_entry_holds_for_a_dataset_config(two_datasets):
+    street = two_datasets[0]
+    street["train"] = dict(
+        type="CocoDataset",
+        ann_file="train.json",
+        metainfo=dict(classes=("car", "person", "bus")),
+    )
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    assert packed_truth(dataset, 0) == file_truth(street, 0)
+
+
+def test_missing_file_of_another_class_is_named(voc_entry):
+    voc_entry["train"]["ann_file"] = "VOC2007/nothing.txt"
+    with pytest.raises(DataError, match=r"'voc': .*nothing\.txt'?. Correct data_root"):
+        MixtureDataset(datasets=[voc_entry])
+
+
+# --- pipelines of single datasets -----------------------------------------------------
+
+
+def half_size(results):
+    """A pipeline that a test can tell from the mixture's."""
+    results["img"] = results["img"][::2, ::2]
+    results["img_shape"] = results["img"].shape[:2]
+    return results
+
+
+def test_own_pipeline_of_a_dataset_replaces_the_mixtures(two_datasets, concat_entry):
+    pets, _ = concat_entry
+    for config in pets["train"]["datasets"]:
+        config["pipeline"] = [*LOAD, half_size, PIPELINE[-1]]
+    dataset = MixtureDataset(datasets=[*two_datasets, pets], pipeline=PIPELINE)
+    shapes = [
+        tuple(sample["inputs"].shape[1:])
+        for sample in map(dataset.__getitem__, range(13))
+    ]
+    assert shapes == [(32, 48)] * 8 + [(16, 24)] * 5
+    assert dataset[8]["data_samples"].dataset_name == "pets"
+
+
+def test_different_pipelines_inside_of_one_dataset_are_refused(concat_entry):
+    pets, _ = concat_entry
+    pets["train"]["datasets"][0]["pipeline"] = PIPELINE
+    with pytest.raises(
+        ConfigError, match="'pets': the datasets inside of train have d"
+    ):
+        MixtureDataset(datasets=[pets], pipeline=PIPELINE)
+
+
+def test_a_wrapper_with_a_pipeline_is_refused_by_name(concat_entry):
+    pets, _ = concat_entry
+    mosaic = [dict(type="Mosaic", img_scale=(32, 32))]
+    pets["train"] = dict(
+        type="MultiImageMixDataset", dataset=pets["train"], pipeline=mosaic
+    )
+    message = (
+        "'pets': a mixture does not run the pipeline of MultiImageMixDataset; .*Ca"
+    )
+    with pytest.raises(ConfigError, match=message):
+        MixtureDataset(datasets=[pets])
+
+
+def test_cached_mosaic_mixes_images_of_one_dataset(two_datasets):
+    mosaic = dict(type="CachedMosaic", img_scale=(32, 32), max_cached_images=8)
+    pipeline = [*LOAD, mosaic, PIPELINE[-1]]
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=pipeline)
+    seen = {"street": set(), "park": set()}
+    for index in [*range(8)] * 3:
+        data = dataset[index]["data_samples"]
+        seen[data.dataset_name].update(data.gt_instances.labels.tolist())
+    assert data.img_shape == (64, 64)  # four images of 32 x 32
+    # car, person, bus, dog: street has no dog and park no bus.
+    assert seen == {"street": {0, 1, 2}, "park": {0, 1, 3}}
+
+
 # --- faults ---------------------------------------------------------------------------
 
 
@@ -323,13 +389,63 @@ def test_undecodable_image(two_datasets, content):
     assert "cannot be decoded. Replace the file" in text
 
 
-def test_fault_of_the_pipeline_is_not_blamed_on_the_image(two_datasets):
+def test_bug_in_a_transform_keeps_its_traceback(two_datasets, monkeypatch):
+    logged = []
+    monkeypatch.setattr(
+        "damex.datasets.mixture.print_log", lambda text, **_: logged.append(text)
+    )
     broken = [LOAD[0], lambda results: results["no such key"]]
     dataset = MixtureDataset(datasets=two_datasets, pipeline=broken)
-    with pytest.raises(
-        DataError, match=r"'street': the train pipeline failed on .*0\.p"
-    ):
+    with pytest.raises(KeyError, match="no such key"):
         dataset[0]
+    assert "'street': the train pipeline failed on " in logged[-1]
+    assert "0.png" in logged[-1]
+
+
+def test_misspelt_transforms_are_named(two_datasets):
+    nested = [[dict(type="Resize", scal=(24, 16))], [dict(type="RandomFlip")]]
+    cases = {
+        r"'street', train: there is no transform 'Resise'; did you mean 'Resize'": [
+            dict(type="Resise")
+        ],
+        r"transform Resize: .*'scal'; did you mean 'scale'": [
+            dict(type="RandomChoice", transforms=nested)
+        ],
+        "transform RandomCrop: missing a required argument: 'crop_size'": [
+            dict(type="RandomCrop")
+        ],
+    }
+    for fault, pipeline in cases.items():
+        with pytest.raises(ConfigError, match=fault):
+            MixtureDataset(datasets=two_datasets, pipeline=[*LOAD, *pipeline])
+
+
+def test_pipeline_that_packs_nothing_is_refused(two_datasets):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=LOAD)
+    with pytest.raises(ConfigError, match=r"has to end with dict.type='Pack"):
+        dataset[0]
+
+
+def test_iteration_ends(two_datasets):
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    assert len(list(itertools.islice(dataset, 20))) == 8
+
+
+def test_lazy_mixture_reads_no_file_before_full_init(two_datasets):
+    metainfo = MixtureDataset(datasets=two_datasets).metainfo
+    paths = [Path(entry["data_root"], "val.json") for entry in two_datasets]
+    contents = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+    options = dict(datasets=two_datasets, split="val", label_space=metainfo)
+    lazy = MixtureDataset(lazy_init=True, **options)
+    assert lazy.metainfo == metainfo
+    with pytest.raises(DataError, match="there is no annotation file"):
+        lazy.full_init()
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    lazy.full_init()
+    assert lazy.sizes == [5, 3]
 
 
 def test_refused_image_gives_way_to_the_next_in_training(two_datasets):

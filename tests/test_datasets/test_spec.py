@@ -6,7 +6,8 @@ import json
 import pytest
 from mmdet.datasets import CocoDataset, VOCDataset
 
-from damex.datasets.spec import DatasetSpec, parse_mixture, read_coco
+from damex.datasets.coco import read_coco
+from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 
 
