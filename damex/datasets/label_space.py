@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from damex.datasets.spec import DatasetSpec
@@ -76,6 +76,37 @@ class LabelSpace:
             dataset_classes=tuple(dict(entry["classes"]) for entry in datasets),
             groups=tuple(entry["group"] for entry in datasets),
         )
+
+    def check(self, specs: Sequence[DatasetSpec], *, mode: str) -> None:
+        """Refuse a label space that a mixture does not lead to; no file is read.
+
+        Args:
+            specs: The datasets of the mixture.
+            mode: As for :meth:`from_specs`.
+
+        Raises:
+            ConfigError: If the datasets, or what their entries say, have changed.
+        """
+        held = dict(zip(self.dataset_names, self.dataset_classes, strict=True))
+        names = [spec.name for spec in specs]
+        fits = names == list(held)
+        if fits:
+            known = [
+                replace(s, classes=s.classes or tuple(held[s.name])) for s in specs
+            ]
+            made = self.from_specs(known, mode=mode)
+            # A written config has the keys of a dict, here classes, in another order.
+            fits = (
+                sorted(made.classes) == sorted(self.classes)
+                and made.dataset_classes == self.dataset_classes
+                and made.groups == self.groups
+            )
+        if not fits:
+            raise ConfigError(
+                f"the mixture of {', '.join(names)} does not lead to the label_space "
+                "that the config holds; to make a new one, remove label_space from the "
+                "datasets of its dataloaders."
+            )
 
     def to_metainfo(self) -> dict[str, Any]:
         """One dict of plain values: mmdet's ``metainfo``, kept in the checkpoint."""

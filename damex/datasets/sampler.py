@@ -52,6 +52,12 @@ class MixtureSampler(Sampler[SeededIndex]):
         shuffle: bool = True,
         infinite: bool = False,
     ) -> None:
+        if not hasattr(dataset, "specs"):
+            raise ConfigError(
+                f"MixtureSampler draws from a MixtureDataset, got a "
+                f"{type(dataset).__name__}; remove this wrapper: an entry's weight and "
+                "the sampler's samples_per_epoch say how often images are seen."
+            )
         self.dataset = dataset
         self.seed = sync_random_seed() if seed is None else seed
         self.rank, self.world_size = get_dist_info()

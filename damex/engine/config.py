@@ -27,8 +27,10 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
 
     The top-level ``mixture`` list is the one place where datasets are named. Every
     ``MixtureDataset`` without ``datasets`` gets it, together with the label space of
-    the whole mixture, so that labels mean the same in training and evaluation. A config
-    without ``mixture`` is otherwise returned as it is.
+    the whole mixture, so that labels mean the same in training and evaluation. A label
+    space that the config holds already stays, and no annotation file is read: a config
+    from a work dir also works where the training files are not. A config without
+    ``mixture`` is otherwise returned as it is.
 
     Args:
         cfg: A full config. It is not changed.
@@ -46,9 +48,12 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     _check_detector(cfg["model"])
     if cfg.get("mixture") is None:
         return cfg
-    space = LabelSpace.from_specs(
-        parse_mixture(cfg["mixture"]), mode=cfg.get("label_space") or "union"
-    )
+    specs, mode = parse_mixture(cfg["mixture"]), cfg.get("label_space") or "union"
+    space = label_space_of(cfg)
+    if space is None:
+        space = LabelSpace.from_specs(specs, mode=mode)
+    else:
+        space.check(specs, mode=mode)
     for loader in LOADERS:
         for dataset in _mixtures((cfg.get(loader) or {}).get("dataset")):
             dataset.setdefault("datasets", cfg["mixture"])
@@ -137,7 +142,14 @@ def _mixtures(dataset: Any) -> list[dict]:
         return []
     if dataset.get("type") == "MixtureDataset":
         return [dataset]
-    return _mixtures(dataset.get("dataset"))
+    mixtures = _mixtures(dataset.get("dataset"))
+    if mixtures and "pipeline" in dataset:
+        raise ConfigError(
+            f"{dataset['type']} around a MixtureDataset would make images of several "
+            "datasets, which belong to none; remove it, and put CachedMosaic or "
+            "CachedMixUp into the mixture's pipeline: they mix images of one dataset."
+        )
+    return mixtures
 
 
 def _set_num_classes(model: dict, space: LabelSpace) -> None:

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from mmdet.datasets.samplers import AspectRatioBatchSampler
+from mmdet.registry import DATASETS
+from mmengine.runner.loops import _InfiniteDataloaderIterator
+from torch.utils.data import DataLoader, Dataset
 
+from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import DatasetSpec
+from damex.errors import ConfigError
 
 
 @dataclass
@@ -233,3 +239,81 @@ def test_describe_tells_samples_and_passes():
         "  d0: 75.0%, 75.0 samples of 50 images, 1.50 passes",
         "  d1: 25.0%, 25.0 samples of 10 images, 2.50 passes",
     ]
+
+
+def test_a_wrapped_mixture_is_refused_by_name(two_datasets):
+    mixture = dict(type="MixtureDataset", datasets=two_datasets)
+    wrapped = DATASETS.build(dict(type="RepeatDataset", times=2, dataset=mixture))
+    with pytest.raises(ConfigError, match="got a RepeatDataset; remove this wrapper"):
+        MixtureSampler(wrapped)
+
+
+# --- batches of one aspect ratio ------------------------------------------------------
+
+
+@pytest.fixture
+def aspect_loader(two_datasets, edit_json):
+    """``aspect_loader()``: batches of two (index, seed); a third of the images stand."""
+
+    def turn(document):
+        for image in document["images"][::3]:
+            image.update(width=32, height=48)
+        for record in document["annotations"]:
+            record["bbox"] = [1, 1, 5, 5]
+
+    for entry in two_datasets:
+        edit_json(entry["data_root"] + "train.json", turn)
+
+    def make(**options):
+        dataset = MixtureDataset(datasets=two_datasets)
+        sampler = MixtureSampler(dataset, seed=0, samples_per_epoch=13, **options)
+        batches = AspectRatioBatchSampler(sampler, batch_size=2)
+        return DataLoader(
+            _Indices(), batch_sampler=batches, num_workers=0, collate_fn=list
+        )
+
+    return make
+
+
+class _Indices(Dataset):
+    """Gives back the index that it is asked for."""
+
+    def __getitem__(self, index):
+        return int(index), index.seed
+
+
+def test_aspect_ratio_batches_hold_the_sampler_s_epoch(aspect_loader):
+    loader = aspect_loader()
+    sampler = loader.batch_sampler.sampler
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        batches = list(loader)
+        assert len(batches) == len(loader) == 7
+        upright = [[index in (0, 3, 5) for index, _ in batch] for batch in batches]
+        # All but the rest of the two buckets are of one kind.
+        assert all(len(set(kinds)) == 1 for kinds in upright[:-2])
+        assert {kinds[0] for kinds in upright} == {True, False}
+        samples = [sample for batch in batches for sample in batch]
+        assert sorted(samples) == sorted((int(i), i.seed) for i in sampler)
+
+
+def test_aspect_ratio_batches_go_on_after_a_resume_by_epoch(aspect_loader):
+    whole = aspect_loader()
+    for epoch in range(3):
+        whole.batch_sampler.sampler.set_epoch(epoch)
+        expected = list(whole)
+    resumed = aspect_loader()
+    resumed.batch_sampler.sampler.set_epoch(2)
+    assert list(resumed) == expected
+
+
+@pytest.mark.parametrize("infinite", [True, False])
+def test_aspect_ratio_batches_go_on_after_a_resume_by_iteration(
+    aspect_loader, infinite, monkeypatch
+):
+    monkeypatch.setattr("mmengine.runner.loops.time.sleep", lambda seconds: None)
+    whole = _InfiniteDataloaderIterator(aspect_loader(infinite=infinite))
+    expected = [next(whole) for _ in range(30)][17:]
+    resumed = _InfiniteDataloaderIterator(aspect_loader(infinite=infinite))
+    resumed.skip_iter(17)  # in the third epoch of 7 batches
+    assert [next(resumed) for _ in range(13)] == expected

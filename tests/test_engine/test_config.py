@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
+from mmdet.registry import DATASETS
 from mmengine.config import Config
 
 from damex.datasets.label_space import LabelSpace
@@ -84,10 +86,67 @@ def test_evaluation_on_one_dataset_keeps_the_labels_of_the_mixture(two_datasets)
 
 def test_mixture_inside_of_a_wrapper_is_found(two_datasets):
     wrapped = loader("train")
-    wrapped["dataset"] = dict(type="MultiImageMixDataset", dataset=wrapped["dataset"])
+    wrapped["dataset"] = dict(type="RepeatDataset", dataset=wrapped["dataset"])
     cfg = resolve_config(config(two_datasets, train_dataloader=wrapped))
     assert "label_space" not in cfg.train_dataloader.dataset
     assert len(cfg.train_dataloader.dataset.dataset.datasets) == 2
+
+
+def test_mosaic_over_the_whole_mixture_is_refused(two_datasets):
+    wrapped = loader("train")
+    wrapped["dataset"] = dict(
+        type="MultiImageMixDataset",
+        dataset=wrapped["dataset"],
+        pipeline=[dict(type="Mosaic")],
+    )
+    with pytest.raises(
+        ConfigError, match=r"MultiImageMixDataset around a Mixture.*Cach"
+    ):
+        resolve_config(config(two_datasets, train_dataloader=wrapped))
+
+
+@pytest.fixture
+def resolved(two_datasets, tmp_path):
+    """A config as a training leaves it in its work dir; its training files are gone."""
+    two_datasets[1]["rename"] = dict(dog="bus")
+    resolve_config(config(two_datasets)).dump(tmp_path / "resolved.py")
+    for entry in two_datasets:
+        Path(entry["data_root"], "train.json").unlink()
+    return Config.fromfile(tmp_path / "resolved.py")
+
+
+def test_a_resolved_config_evaluates_without_the_training_files(resolved):
+    again = resolve_config(resolved)
+    assert again.to_dict() == resolved.to_dict()
+    dataset = DATASETS.build(again.val_dataloader.dataset)
+    assert dataset.sizes == [5, 3]
+    assert dataset.metainfo["classes"] == ("car", "person", "bus")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cfg: cfg.mixture[1].pop("rename"),
+        lambda cfg: cfg.mixture[1].update(group="street"),
+        lambda cfg: cfg.mixture[1].update(name="park2"),
+        lambda cfg: cfg.mixture[1].update(classes=["person", "dog"]),
+        lambda cfg: cfg.mixture.reverse(),
+        lambda cfg: cfg.update(label_space="partitioned"),
+    ],
+)
+def test_a_mixture_that_left_its_label_space_is_refused(resolved, change):
+    change(resolved)
+    with pytest.raises(ConfigError, match="does not lead to the label_space that the"):
+        resolve_config(resolved)
+
+
+def test_an_annotation_file_is_parsed_once(two_datasets, monkeypatch):
+    parsed = []
+    parse = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(1) or parse(text))
+    cfg = resolve_config(config(two_datasets))
+    DATASETS.build(cfg.train_dataloader.dataset)
+    assert len(parsed) == 2
 
 
 def test_config_without_mixture_stays_as_it_is():
@@ -115,6 +174,11 @@ def test_faults_of_the_mixture_come_before_anything_is_built(two_datasets):
     two_datasets[0]["weight"] = 2.0
     with pytest.raises(ConfigError, match=r"street=2\.0\) but not for park"):
         resolve_config(config(two_datasets))
+
+
+def test_a_dict_instead_of_a_list_is_named(two_datasets):
+    with pytest.raises(ConfigError, match="mixture must be a list of dicts"):
+        resolve_config(config(two_datasets[0]))
 
 
 def test_wrong_annotation_path(two_datasets):
