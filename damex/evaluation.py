@@ -1,4 +1,4 @@
-"""COCO average precision of one dataset, from boxes in memory."""
+"""COCO average precision of a mixture: each dataset by itself, and all together."""
 
 from __future__ import annotations
 
@@ -172,20 +172,48 @@ def _detections(
     return rows
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What one image adds to the scores.
+
+    Args:
+        dataset_id: Position of its dataset in the mixture.
+        of_dataset: With detections of the dataset's classes.
+        of_all: With detections of all classes.
+        tokens_LE: Tokens of each layer by their first expert; None without experts.
+        group_experts: The experts of each group; None where no group has its own.
+    """
+
+    dataset_id: int
+    of_dataset: ImageResult
+    of_all: ImageResult
+    tokens_LE: np.ndarray | None
+    group_experts: Sequence[Sequence[int]] | None
+
+
 @METRICS.register_module()
 class MixtureMetric(BaseMetric):
-    """Average precision per dataset, and where each dataset's tokens went.
+    """Average precision per dataset and pooled, and where each dataset's tokens went.
 
     Every sample is stored once, with the dataset it comes from; image ids of different
-    datasets never meet. Detections are restricted to the classes that the image's
-    dataset annotates.
+    datasets never meet. Two questions are answered from one pass of the detector:
+
+    ``<dataset>/AP`` and so on: how good is it on a dataset whose name is known? Only
+    classes that the dataset annotates count, and a detector of damex chooses its best
+    detections among them (``dataset_instances``). Of another detector, the detections
+    of other classes are left out after it has chosen.
+
+    ``pooled/AP`` and so on: how good is it when nobody says where an image comes from?
+    All images and all classes are one dataset. A detection is a mistake where the
+    class has no annotation, also if the image's dataset does not annotate it.
 
     Keys: ``<dataset>/AP``, ``<dataset>/AP50`` and so on, ``<dataset>/images``,
-    ``<dataset>/boxes``, ``mean/AP``, ``mean/AP50`` (plain mean over datasets, as in the
-    DAMEX paper), and for a detector with experts ``<dataset>/own_share`` and
-    ``mean/own_share``: the share of tokens in MoE layers whose first expert belongs to
-    the dataset's group; ``mean/busiest_share``: the share of all tokens that the
-    busiest expert of a layer is the first expert of, mean over layers (1/E is even).
+    ``<dataset>/boxes``, the same of ``pooled``, ``mean/AP``, ``mean/AP50`` (plain mean
+    over datasets, as in the DAMEX paper), and for a detector with experts
+    ``<dataset>/own_share`` and ``mean/own_share``: the share of tokens in MoE layers
+    whose first expert belongs to the dataset's group; ``mean/busiest_share``: the share
+    of all tokens that the busiest expert of a layer is the first expert of, mean over
+    layers (1/E is even).
 
     Args:
         backend: ``faster_coco_eval`` or ``pycocotools``; the first one installed by
@@ -215,71 +243,89 @@ class MixtureMetric(BaseMetric):
                     "dataset of type='MixtureDataset' in val_dataloader and "
                     "test_dataloader."
                 )
-            predicted = sample["pred_instances"]
-            if not torch.isfinite(predicted["scores"]).all():
+            found = sample["pred_instances"]
+            if not torch.isfinite(found["scores"]).all():
                 raise DataError(
                     f"the detector gives scores that are not numbers on an image of "
                     f"dataset {sample['dataset_name']!r}; did the training diverge? "
                     "Look at the loss in the log, and try a lower learning rate."
                 )
-            height, width = sample["ori_shape"][:2]
-            result = ImageResult(
-                width=int(width),
-                height=int(height),
-                boxes=predicted["bboxes"].cpu().numpy(),
-                scores=predicted["scores"].cpu().numpy(),
-                labels=predicted["labels"].cpu().numpy(),
-                ground_truth=sample["ground_truth"],
-            )
             counts = sample.get("routing_counts") or {}
-            tokens_LE = np.array(list(counts.values())) if counts else None
-            groups = sample.get("group_experts")
-            self.results.append((sample["dataset_id"], result, tokens_LE, groups))
+            of_all = _image_result(sample, found)
+            chosen = sample.get("dataset_instances")
+            row = _Row(
+                dataset_id=sample["dataset_id"],
+                of_dataset=_image_result(sample, chosen) if chosen else of_all,
+                of_all=of_all,
+                tokens_LE=np.array(list(counts.values())) if counts else None,
+                group_experts=sample.get("group_experts"),
+            )
+            self.results.append(row)
 
-    def compute_metrics(self, results: list) -> dict[str, float]:
-        """Scores of every dataset that has samples, and their means."""
+    def compute_metrics(self, results: list[_Row]) -> dict[str, float]:
+        """Scores of every dataset that has samples, their means, and those pooled."""
         space = LabelSpace.from_metainfo(self.dataset_meta)
         scores: dict[str, float] = {}
+        if any(row.of_dataset is row.of_all for row in results):
+            print_log(
+                "the detector chooses its detections among all classes; in the AP of a "
+                "dataset, classes of other datasets may have taken their places.",
+                logger="current",
+                level=logging.WARNING,
+            )
         for dataset_id, name in enumerate(space.dataset_names):
-            rows = [row for row in results if row[0] == dataset_id]
+            rows = [row for row in results if row.dataset_id == dataset_id]
             if not rows:
                 continue
-            images = [row[1] for row in rows]
-            found = coco_scores(
-                images,
-                classes={i: space.classes[i] for i in space.valid_labels(dataset_id)},
-                backend=self.backend,
-            )
-            found["images"] = len(images)
-            found["boxes"] = sum(len(image.ground_truth) for image in images)
-            share = _own_share([row[2:] for row in rows], space.group_id(dataset_id))
+            images = [row.of_dataset for row in rows]
+            found = self._scores(images, space, space.valid_labels(dataset_id))
+            share = _own_share(rows, space.group_id(dataset_id))
             if share is not None:
                 found["own_share"] = share
             scores.update({f"{name}/{key}": value for key, value in found.items()})
         scores.update(_means(scores))
-        tokens_SLE = [row[2] for row in results if row[2] is not None]
+        pooled = self._scores([row.of_all for row in results], space)
+        scores.update({f"pooled/{key}": value for key, value in pooled.items()})
+        tokens_SLE = [row.tokens_LE for row in results if row.tokens_LE is not None]
         if tokens_SLE:
             scores["mean/busiest_share"] = _busiest_share(np.sum(tokens_SLE, axis=0))
         print_log(str(scores), logger="current", level=logging.INFO)
         return scores
 
+    def _scores(
+        self,
+        images: Sequence[ImageResult],
+        space: LabelSpace,
+        labels: Sequence[int] | None = None,
+    ) -> dict[str, float]:
+        """Scores of some images over some labels, all by default."""
+        labels = range(space.num_classes) if labels is None else labels
+        classes = {label: space.classes[label] for label in labels}
+        found = coco_scores(images, classes=classes, backend=self.backend)
+        found["images"] = len(images)
+        found["boxes"] = sum(len(image.ground_truth) for image in images)
+        return found
 
-def _own_share(
-    routed: Sequence[tuple[np.ndarray | None, Sequence[Sequence[int]] | None]],
-    group: int,
-) -> float | None:
-    """Share of a dataset's tokens that its own group's experts take.
 
-    Args:
-        routed: Token counts (layers, experts) of each image, and the experts of each
-            group; None where they are unknown.
-        group: That of the dataset.
-    """
+def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageResult:
+    height, width = sample["ori_shape"][:2]
+    return ImageResult(
+        width=int(width),
+        height=int(height),
+        boxes=found["bboxes"].cpu().numpy(),
+        scores=found["scores"].cpu().numpy(),
+        labels=found["labels"].cpu().numpy(),
+        ground_truth=sample["ground_truth"],
+    )
+
+
+def _own_share(rows: Sequence[_Row], group: int) -> float | None:
+    """Share of tokens that experts of the dataset's group take; None if unknown."""
     own, total, is_known = 0, 0, False
-    for tokens_LE, groups in routed:
-        if tokens_LE is not None and groups is not None:
-            own += tokens_LE[:, list(groups[group])].sum()
-            total += tokens_LE.sum()
+    for row in rows:
+        if row.tokens_LE is not None and row.group_experts is not None:
+            own += row.tokens_LE[:, list(row.group_experts[group])].sum()
+            total += row.tokens_LE.sum()
             is_known = True
     return float(own / max(total, 1)) if is_known else None
 

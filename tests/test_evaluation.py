@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from mmdet.evaluation import CocoMetric
+from mmdet.evaluation import CocoMetric, DumpDetResults
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
@@ -272,22 +275,28 @@ BOX = (10, 10, 60, 60)  # x1, y1, x2, y2
 AWAY = (100, 100, 150, 150)
 
 
-def sample(dataset_id, found=(), truth=(), *, counts=None, groups=None):
+def instances(found):
+    """Detections of (box, score, label) as mmengine hands them to a metric."""
+    return dict(
+        bboxes=torch.tensor([f[0] for f in found], dtype=torch.float).view(-1, 4),
+        scores=torch.tensor([f[1] for f in found]),
+        labels=torch.tensor([f[2] for f in found], dtype=torch.long),
+    )
+
+
+def sample(dataset_id, found=(), truth=(), *, chosen=None, counts=None, groups=None):
     """A data sample as mmengine hands it to a metric.
 
-    ``found`` is (box, score, label), ``truth`` is (box, label); all images have the
-    same image id. ``counts`` are token counts, ``groups`` the experts of each group.
+    ``found`` is (box, score, label), ``chosen`` the same among the dataset's classes;
+    ``truth`` is (box, label); all images have the same image id. ``counts`` are token
+    counts, ``groups`` the experts of each group.
     """
     result = dict(
         img_id=1,
         dataset_id=dataset_id,
         dataset_name=f"dataset {dataset_id}",
         ori_shape=(200, 300),
-        pred_instances=dict(
-            bboxes=torch.tensor([f[0] for f in found], dtype=torch.float).view(-1, 4),
-            scores=torch.tensor([f[1] for f in found]),
-            labels=torch.tensor([f[2] for f in found], dtype=torch.long),
-        ),
+        pred_instances=instances(found),
         ground_truth=[
             dict(
                 bbox=[box[0], box[1], box[2] - box[0], box[3] - box[1]],
@@ -298,6 +307,8 @@ def sample(dataset_id, found=(), truth=(), *, counts=None, groups=None):
             for box, label in truth
         ],
     )
+    if chosen is not None:
+        result["dataset_instances"] = instances(chosen)
     if counts is not None:
         result["routing_counts"] = counts
     if groups is not None:
@@ -353,6 +364,52 @@ def test_classes_of_other_datasets_are_ignored():
     assert scores["street/AP"] == pytest.approx(1.0)
     # person 1, dog 0
     assert scores["park/AP"] == pytest.approx(0.5)
+
+
+def test_classes_of_other_datasets_take_no_places_of_the_dataset():
+    # The detector has one place, which goes to a dog; street does not annotate dogs.
+    found, chosen = [(BOX, 0.9, DOG)], [(BOX, 0.8, CAR)]
+    scores = evaluate([sample(STREET, found, [(BOX, CAR)], chosen=chosen)])
+    assert scores["street/AP"] == pytest.approx(1.0)
+    assert scores["pooled/AP"] == 0.0
+
+
+def test_pooled_scores_know_no_datasets():
+    # park's image has a car that park does not annotate: a mistake, and before the hit.
+    car = (AWAY, 0.95, CAR)
+    samples = [
+        hit(STREET, CAR),
+        sample(PARK, [car, (BOX, 0.9, DOG)], [(BOX, DOG)], chosen=[(BOX, 0.9, DOG)]),
+    ]
+    scores = evaluate(samples)
+    assert (scores["street/AP"], scores["park/AP"]) == pytest.approx((1.0, 1.0))
+    # car 1/2, dog 1; the class person has no object.
+    assert scores["pooled/AP"] == scores["pooled/AP50"] == pytest.approx(0.75)
+    assert scores["mean/AP"] == pytest.approx(1.0)
+    assert (scores["pooled/images"], scores["pooled/boxes"]) == (2, 2)
+
+
+def test_results_written_by_test_py_give_the_same_scores(tmp_path):
+    samples = [
+        sample(STREET, [(BOX, 0.9, DOG)], [(BOX, CAR)], chosen=[(BOX, 0.8, CAR)]),
+        sample(PARK, [(AWAY, 0.9, DOG)], [(BOX, DOG)], chosen=[(BOX, 0.9, DOG)]),
+    ]
+    dump = DumpDetResults(out_file_path=str(tmp_path / "results.pkl"))
+    dump.process({}, samples)
+    dump.evaluate(len(samples))
+    written = pickle.loads((tmp_path / "results.pkl").read_bytes())
+    assert evaluate(written) == pytest.approx(evaluate(samples), nan_ok=True)
+
+
+def test_other_detectors_are_told_of(monkeypatch):
+    logged = []
+    monkeypatch.setattr(
+        "damex.evaluation.print_log", lambda text, **_: logged.append(text)
+    )
+    evaluate([sample(STREET, truth=[(BOX, CAR)], chosen=[])])
+    assert len(logged) == 1
+    evaluate([sample(STREET, truth=[(BOX, CAR)])])
+    assert logged[1].startswith("the detector chooses its detections among all classes")
 
 
 def test_numbers_of_images_and_boxes():
@@ -493,3 +550,87 @@ def test_scores_that_are_no_numbers_name_the_dataset_and_the_likely_cause():
         DataError, match=r"dataset 'dataset 1'; did the training diverge\?"
     ):
         evaluate([sample(PARK, [(BOX, math.nan, DOG)], [(BOX, DOG)])])
+
+
+def test_scores_of_a_dataset_are_pycocotools_on_its_file(two_datasets):
+    names = ("car", "person", "bus", "dog")
+    dataset = MixtureDataset(
+        datasets=two_datasets,
+        split="val",
+        pipeline=[dict(type="LoadImageFromFile"), dict(type="PackDetInputs")],
+    )
+    rng = np.random.default_rng(0)
+    samples, rows = [], {"street": [], "park": []}
+    for data in dataset:
+        record = data["data_samples"].to_dict()
+        found = []
+        for truth in [*record["ground_truth"]] * 3:
+            x, y, w, h = truth["bbox"] + rng.normal(0, 1.5, 4)
+            label = truth["label"] if rng.random() < 0.7 else int(rng.integers(4))
+            found.append(((x, y, x + w, y + h), rng.random(), label))
+        chosen = [f for f in found if f[2] in record["annotated_labels"]]
+        samples.append(
+            {
+                **record,
+                "pred_instances": instances(found),
+                "dataset_instances": instances(chosen),
+            }
+        )
+        rows[record["dataset_name"]] += [(record["img_id"], *f) for f in chosen]
+    scores = evaluate(samples, space=dataset.label_space, backend="pycocotools")
+    for entry in two_datasets:
+        truth = COCO(entry["data_root"] + "val.json")
+        ids = {category["name"]: number for number, category in truth.cats.items()}
+        found = [
+            dict(
+                image_id=image_id,
+                category_id=ids[names[label]],
+                bbox=[*box[:2], box[2] - box[0], box[3] - box[1]],
+                score=score,
+            )
+            for image_id, box, score, label in rows[entry["name"]]
+        ]
+        evaluation = COCOeval(truth, truth.loadRes(found), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        assert 0.05 < evaluation.stats[0] < 0.95
+        for key, value in zip(NAMES[:3], evaluation.stats, strict=False):
+            assert scores[f"{entry['name']}/{key}"] == pytest.approx(value, abs=1e-6)
+
+
+# --- detectors choose their detections among the classes of a dataset -----------------
+
+
+def test_every_detector_chooses_among_the_classes_of_the_dataset(
+    detector_name, build_mmdet, make_batch, run_predict
+):
+    detector = build_mmdet(detector_name)
+    head, outputs = detector.bbox_head, []
+    head.register_forward_hook(lambda *call: outputs.append(call[2]))
+    batch = make_batch([0, 1])
+    plain = run_predict(detector, batch)
+    assert all("dataset_instances" not in sample for sample in plain)
+    labels = [[3, 7], [5, 20, 79]]
+    for sample, allowed in zip(batch["data_samples"], labels, strict=True):
+        sample.set_metainfo(dict(annotated_labels=allowed))
+    samples = run_predict(detector, batch)
+    for image, (sample, allowed) in enumerate(zip(samples, labels, strict=True)):
+        # The plain detections stay, and so few of them are of the dataset's classes
+        # that the case says something.
+        assert torch.equal(
+            sample.pred_instances.scores, plain[image].pred_instances.scores
+        )
+        assert not set(sample.pred_instances.labels.tolist()) <= set(allowed)
+        logits_QC = outputs[-1][0][-1, image]
+        if detector_name == "MoEDDQDETR":
+            mask = head.cache_dict["distinct_query_mask"][-1]
+            logits_QC = logits_QC[mask[image * head.cache_dict["num_heads"]][0]]
+        if head.loss_cls.use_sigmoid:
+            scores = logits_QC[:, allowed].sigmoid().flatten()
+        else:
+            scores = logits_QC[:, [*allowed, 80]].softmax(-1)[:, :-1].amax(-1)
+        expected = scores.sort(descending=True).values[:10]
+        found = sample.dataset_instances
+        torch.testing.assert_close(found.scores, expected)
+        assert set(found.labels.tolist()) <= set(allowed)

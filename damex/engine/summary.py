@@ -202,17 +202,20 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
         scores: ``<dataset>/<score>`` -> value, as MixtureMetric returns them.
 
     Returns:
-        ``mean_ap50``, ``mean_ap``, ``datasets`` and, with experts,
+        ``mean_ap50``, ``mean_ap``, ``pooled_ap50``, ``pooled_ap`` (all images as one
+        dataset, see MixtureMetric), ``datasets`` and, with experts,
         ``own_expert_share`` and ``busiest_expert_share``.
     """
     datasets: dict[str, dict[str, Any]] = {}
     for key, value in scores.items():
         name, score = key.rsplit("/", 1)
         datasets.setdefault(name, {})[score] = _plain(value)
-    mean = datasets.pop("mean", {})
+    mean, pooled = datasets.pop("mean", {}), datasets.pop("pooled", {})
     summary: dict[str, Any] = dict(
         mean_ap50=mean.get("AP50"),
         mean_ap=mean.get("AP"),
+        pooled_ap50=pooled.get("AP50"),
+        pooled_ap=pooled.get("AP"),
         datasets={
             name: dict(
                 ap=row["AP"],
@@ -256,6 +259,8 @@ def score_table(scores: Mapping[str, float]) -> Table:
         _number(summary["mean_ap50"]),
         _percent(shares.get("mean")),
     )
+    pooled = _number(summary["pooled_ap"]), _number(summary["pooled_ap50"])
+    table.add_row("pooled", "", "", *pooled, "")
     return table
 
 

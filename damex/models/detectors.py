@@ -156,14 +156,18 @@ class RoutedDetector(_Detector):
     ) -> list:
         """Detections; every sample also tells where its tokens went.
 
-        No dataset id is read here.
+        No dataset id is read here. Where a sample comes from an evaluation's mixture,
+        ``dataset_instances`` are the detections of its dataset's classes alone.
         """
+        outputs: list[tuple[Tensor, Tensor]] = []
         share_B2 = _image_share(batch_inputs, batch_data_samples)
         with (
             self.routing.step(image_share_B2=share_B2),
             self._gates(batch_inputs, batch_data_samples),
+            self.bbox_head.register_forward_hook(lambda *call: outputs.append(call[2])),
         ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
+            _add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
             return attach_routing(samples, self.routing.records)
 
     def _forward(
@@ -287,6 +291,36 @@ def _group_ids(batch_data_samples: list, device: torch.device) -> Tensor | None:
     if all(value < 0 for value in ids):
         return None
     return torch.tensor(ids, device=device)
+
+
+def _add_dataset_instances(
+    samples: list, outputs: tuple[Tensor, Tensor], head: Any, rescale: bool
+) -> None:
+    """Add detections of the classes alone that the image's dataset annotates.
+
+    A head keeps the best few detections over all classes. Those of other datasets would
+    take their places, so their scores go before it chooses.
+
+    Args:
+        samples: Predicted data samples; those of a mixture name ``annotated_labels``.
+        outputs: Logits (layers, B, queries, classes) and boxes of the head.
+        head: A head of mmdet's DETR family.
+        rescale: As for ``predict``.
+    """
+    if not all("annotated_labels" in sample for sample in samples):
+        return
+    logits_LBQC, boxes = outputs
+    foreign_BC = logits_LBQC.new_ones(logits_LBQC.shape[1::2], dtype=torch.bool)
+    foreign_BC[:, head.num_classes :] = False  # the background of a softmax
+    for foreign_C, sample in zip(foreign_BC, samples, strict=True):
+        foreign_C[sample.annotated_labels] = False
+    masked_LBQC = logits_LBQC.masked_fill(foreign_BC[:, None], float("-inf"))
+    metas = [sample.metainfo for sample in samples]
+    found = head.predict_by_feat(
+        masked_LBQC, boxes, batch_img_metas=metas, rescale=rescale
+    )
+    for sample, instances in zip(samples, found, strict=True):
+        sample.dataset_instances = instances
 
 
 def _image_share(batch_inputs: Tensor, batch_data_samples: list) -> Tensor | None:

@@ -253,7 +253,7 @@ def test_a_wrapped_mixture_is_refused_by_name(two_datasets):
 
 @pytest.fixture
 def aspect_loader(two_datasets, edit_json):
-    """``aspect_loader()``: batches of two (index, seed); a third of the images stand."""
+    """``aspect_loader()``: pairs of (index, seed); a third of the images stand."""
 
     def turn(document):
         for image in document["images"][::3]:

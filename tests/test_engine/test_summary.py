@@ -37,6 +37,9 @@ SCORES = {
     "mean/AP50": 0.5,
     "mean/own_share": 0.9375,
     "mean/busiest_share": 0.625,
+    "pooled/AP": 0.125,
+    "pooled/AP50": 0.375,
+    "pooled/images": 5,
 }
 
 
@@ -44,6 +47,8 @@ def test_summary_has_the_promised_keys():
     assert summarise(SCORES) == dict(
         mean_ap50=0.5,
         mean_ap=0.25,
+        pooled_ap50=0.375,
+        pooled_ap=0.125,
         datasets=dict(
             fish=dict(ap=0.25, ap50=0.5, images=3, boxes=7),
             boards=dict(ap=None, ap50=None, images=2, boxes=0),
@@ -55,7 +60,8 @@ def test_summary_has_the_promised_keys():
 
 def test_a_dense_detector_has_no_share():
     dense = {k: v for k, v in SCORES.items() if not k.endswith("_share")}
-    assert set(summarise(dense)) == {"mean_ap50", "mean_ap", "datasets"}
+    shares = {"own_expert_share", "busiest_expert_share"}
+    assert set(summarise(dense)) == set(summarise(SCORES)) - shares
 
 
 @pytest.mark.parametrize(
@@ -64,9 +70,10 @@ def test_a_dense_detector_has_no_share():
         ("fish", ["3", "7", "0.250", "0.500", "87.5%"]),
         ("boards", ["2", "0", "-", "-", "100.0%"]),
         ("mean", ["", "", "0.250", "0.500", "93.8%"]),
+        ("pooled", ["", "", "0.125", "0.375", ""]),
     ],
 )
-def test_table_shows_one_row_per_dataset_and_the_mean(dataset, cells):
+def test_table_shows_one_row_per_dataset_the_mean_and_the_pooled_scores(dataset, cells):
     screen = io.StringIO()
     Console(file=screen, width=100).print(score_table(SCORES))
     row = next(line for line in screen.getvalue().splitlines() if dataset in line)
