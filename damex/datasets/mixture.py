@@ -18,6 +18,7 @@ import torch
 from mmdet.registry import DATASETS, TRANSFORMS
 from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
+from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
 from torch.utils.data import Dataset
 
 from damex.datasets.label_space import LabelSpace
@@ -267,9 +268,10 @@ def _check_transforms(transforms: Any, where: str) -> None:
     kind = transforms.get("type")
     transform_class = TRANSFORMS.get(kind) if isinstance(kind, str) else kind
     if transform_class is None:
+        known = sorted({**TRANSFORMS.module_dict, **SHARED_TRANSFORMS.module_dict})
         raise ConfigError(
             f"{where}: there is no transform {kind!r}; "
-            f"{did_you_mean(str(kind), sorted(TRANSFORMS.module_dict))}"
+            f"{did_you_mean(str(kind), known, limit=5)}"
         )
     signature = inspect.signature(transform_class)
     try:

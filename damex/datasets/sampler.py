@@ -138,13 +138,13 @@ class MixtureSampler(Sampler[SeededIndex]):
         """
         begins, ends = self._drawn_before(epoch), self._drawn_before(epoch + 1)
         offsets = np.cumsum([0, *self.dataset.sizes[:-1]])
-        parts = [
-            self._stream(part, int(begin), int(end)) + offset
-            for part, (begin, end, offset) in enumerate(
+        streams = [
+            self._stream(source, int(begin), int(end)) + offset
+            for source, (begin, end, offset) in enumerate(
                 zip(begins, ends, offsets, strict=True)
             )
         ]
-        indices = np.concatenate(parts)
+        indices = np.concatenate(streams)
         if self.shuffle:
             rng = np.random.default_rng([self.seed, 0, epoch])
             indices = rng.permutation(indices)
@@ -162,18 +162,18 @@ class MixtureSampler(Sampler[SeededIndex]):
         drawn[largest] += epoch * self.total - drawn.sum()
         return drawn
 
-    def _stream(self, part: int, begin: int, end: int) -> np.ndarray:
+    def _stream(self, source: int, begin: int, end: int) -> np.ndarray:
         """Entries ``begin`` to ``end`` of the endless permutations of one dataset."""
-        size = self.dataset.sizes[part]
+        size = self.dataset.sizes[source]
         if begin == end:
             return np.zeros(0, dtype=np.int64)
         cycles = range(begin // size, (end - 1) // size + 1)
-        row = np.concatenate([self._permutation(part, cycle) for cycle in cycles])
+        row = np.concatenate([self._permutation(source, cycle) for cycle in cycles])
         first = begin - cycles[0] * size
         return row[first : first + end - begin]
 
-    def _permutation(self, part: int, cycle: int) -> np.ndarray:
-        size = self.dataset.sizes[part]
+    def _permutation(self, source: int, cycle: int) -> np.ndarray:
+        size = self.dataset.sizes[source]
         if not self.shuffle:
             return np.arange(size)
-        return np.random.default_rng([self.seed, 1, part, cycle]).permutation(size)
+        return np.random.default_rng([self.seed, 1, source, cycle]).permutation(size)

@@ -70,15 +70,15 @@ def test_every_box_keeps_its_name_and_its_dataset(two_datasets, classes, swap):
     sizes = [3, 5] if swap else [5, 3]
     assert dataset.sizes == sizes
     assert len(dataset) == 8
-    places = [(part, i) for part in range(2) for i in range(sizes[part])]
-    for index, (part, number) in enumerate(places):
-        assert packed_truth(dataset, index) == file_truth(entries[part], number)
+    places = [(source, i) for source in range(2) for i in range(sizes[source])]
+    for index, (source, number) in enumerate(places):
+        assert packed_truth(dataset, index) == file_truth(entries[source], number)
         sample = dataset[index]["data_samples"]
-        assert sample.dataset_id == part
-        assert sample.dataset_name == entries[part]["name"]
-        assert sample.group_id == part
+        assert sample.dataset_id == source
+        assert sample.dataset_name == entries[source]["name"]
+        assert sample.group_id == source
         assert sample.sample_idx == index
-        expected = Path(entries[part]["data_root"], "images", f"{number}.png")
+        expected = Path(entries[source]["data_root"], "images", f"{number}.png")
         assert Path(sample.img_path) == expected
 
 
@@ -112,13 +112,13 @@ def test_class_subset_leaves_out_images_in_training_only(two_datasets):
     assert MixtureDataset(datasets=two_datasets, split="val").sizes == [5, 3]
 
 
-def test_part_of_a_mixture_keeps_the_labels_of_the_whole(two_datasets):
+def test_subset_of_a_mixture_keeps_the_labels_of_the_whole(two_datasets):
     whole = MixtureDataset(datasets=two_datasets)
-    part = MixtureDataset(
+    subset = MixtureDataset(
         datasets=two_datasets[1:], label_space=whole.metainfo, pipeline=PIPELINE
     )
-    assert part.metainfo == whole.metainfo
-    sample = part[0]["data_samples"]
+    assert subset.metainfo == whole.metainfo
+    sample = subset[0]["data_samples"]
     assert sample.dataset_id == 1
     # person and dog: 1 and 3 of car, person, bus, dog
     assert sample.gt_instances.labels.tolist() == [1, 3]
@@ -174,7 +174,7 @@ def test_training_samples_carry_no_ground_truth(two_datasets):
     assert "ground_truth" not in dataset[0]["data_samples"]
 
 
-# --- any mmdet dataset class as a part ------------------------------------------------
+# --- any mmdet dataset class as a source ----------------------------------------------
 
 
 @pytest.fixture
@@ -197,16 +197,16 @@ def voc_entry(tmp_path):
             f"{text}</annotation>"
         )
     (root / "ImageSets/Main/all.txt").write_text("a\nb\n")
-    part = dict(
+    source = dict(
         type="VOCDataset",
         data_root=f"{tmp_path}/",
         ann_file="VOC2007/ImageSets/Main/all.txt",
         data_prefix=dict(sub_data_root="VOC2007/"),
     )
-    return dict(name="voc", train=part, val=part, rename=dict(sofa="couch"))
+    return dict(name="voc", train=source, val=source, rename=dict(sofa="couch"))
 
 
-def test_voc_as_a_part(two_datasets, voc_entry):
+def test_voc_as_a_source(two_datasets, voc_entry):
     entries = [*two_datasets, voc_entry]
     dataset = MixtureDataset(datasets=entries, pipeline=PIPELINE)
     assert dataset.sizes == [5, 3, 1]  # image b is empty
@@ -234,7 +234,7 @@ def concat_entry(make_coco_dataset, tmp_path):
     """Two COCO files with the same classes in opposite orders as one dataset."""
     one = make_coco_dataset(tmp_path / "one", classes=["dog", "cat"], num_images=2)
     two = make_coco_dataset(tmp_path / "two", classes=["cat", "dog"], num_images=3)
-    parts = [
+    sources = [
         dict(
             type="CocoDataset",
             data_root=entry["data_root"],
@@ -244,7 +244,7 @@ def concat_entry(make_coco_dataset, tmp_path):
         )
         for entry in (one, two)
     ]
-    concat = dict(type="ConcatDataset", datasets=parts)
+    concat = dict(type="ConcatDataset", datasets=sources)
     return dict(name="pets", train=concat, val=concat), [one, two]
 
 
@@ -258,7 +258,7 @@ def test_concat_of_two_coco_files_labels_by_name(two_datasets, concat_entry):
     assert dataset[9]["data_samples"].dataset_name == "pets"
 
 
-def test_parts_of_a_concat_follow_the_split(concat_entry, edit_json):
+def test_datasets_of_a_concat_follow_the_split(concat_entry, edit_json):
     pets, files = concat_entry
 
     def change(document):
@@ -407,6 +407,9 @@ def test_misspelt_transforms_are_named(two_datasets):
     cases = {
         r"'street', train: there is no transform 'Resise'; did you mean 'Resize'": [
             dict(type="Resise")
+        ],
+        "no transform 'LoadImageFromFil'; did you mean 'LoadImageFromFile'": [
+            dict(type="LoadImageFromFil")
         ],
         r"transform Resize: .*'scal'; did you mean 'scale'": [
             dict(type="RandomChoice", transforms=nested)

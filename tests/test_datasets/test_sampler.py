@@ -31,7 +31,7 @@ class Mixture:
     def __len__(self):
         return sum(self.sizes)
 
-    def part(self, index):
+    def source(self, index):
         return int(np.searchsorted(np.cumsum(self.sizes), index, side="right"))
 
 
@@ -116,8 +116,8 @@ def test_every_pass_has_a_permutation_of_its_own():
 
 def test_datasets_are_interleaved():
     sampler = MixtureSampler(Mixture([50, 50], [None, None]), seed=0)
-    parts = [index >= 50 for index in sampler.epoch_indices(0)]
-    changes = sum(a != b for a, b in itertools.pairwise(parts))
+    sources = [index >= 50 for index in sampler.epoch_indices(0)]
+    changes = sum(a != b for a, b in itertools.pairwise(sources))
     # 99 neighbours that differ with probability 1/2: 50 on average, 5 deviation.
     assert 25 < changes < 75
 
