@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ def coco_scores(
         if not truth.dataset["annotations"]:
             return dict.fromkeys(SCORE_NAMES, float("nan"))
         rows = _detections(images, np.asarray(labels))
-        found = truth.loadRes(rows) if rows else coco_class()
+        found = truth.loadRes(rows) if len(rows) else coco_class()
         evaluation = eval_class(truth, found, "bbox")
         evaluation.params.catIds = [label + 1 for label in labels]
         evaluation.evaluate()
@@ -149,27 +149,17 @@ def _document(
     )
 
 
-def _detections(
-    images: Sequence[ImageResult], labels: np.ndarray
-) -> list[dict[str, Any]]:
-    """Detections of the given labels in COCO's result format."""
+def _detections(images: Sequence[ImageResult], labels: np.ndarray) -> np.ndarray:
+    """Detections of the given labels: image id, x, y, w, h, score, category id."""
     rows = []
     for image_id, image in enumerate(images, start=1):
         keep = np.isin(image.labels, labels)
         boxes = image.boxes[keep].astype(float)
         boxes[:, 2:] -= boxes[:, :2]
-        for box, score, label in zip(
-            boxes.tolist(), image.scores[keep], image.labels[keep], strict=True
-        ):
-            rows.append(
-                dict(
-                    image_id=image_id,
-                    category_id=int(label) + 1,
-                    bbox=box,
-                    score=float(score),
-                )
-            )
-    return rows
+        ids = np.full(len(boxes), image_id)
+        columns = (ids, boxes, image.scores[keep], image.labels[keep] + 1)
+        rows.append(np.column_stack(columns))
+    return np.concatenate(rows)
 
 
 @dataclass(frozen=True)
@@ -196,24 +186,23 @@ class MixtureMetric(BaseMetric):
     """Average precision per dataset and pooled, and where each dataset's tokens went.
 
     Every sample is stored once, with the dataset it comes from; image ids of different
-    datasets never meet. Two questions are answered from one pass of the detector:
+    datasets never meet. One pass of the detector answers two questions:
 
-    ``<dataset>/AP`` and so on: how good is it on a dataset whose name is known? Only
-    classes that the dataset annotates count, and a detector of damex chooses its best
-    detections among them (``dataset_instances``). Of another detector, the detections
-    of other classes are left out after it has chosen.
+    How good is it on a dataset whose name is known (``<dataset>/AP``)? Only classes
+    that the dataset annotates count, and a detector of damex chooses its best
+    detections among them (``dataset_instances``).
 
-    ``pooled/AP`` and so on: how good is it when nobody says where an image comes from?
-    All images and all classes are one dataset. A detection is a mistake where the
-    class has no annotation, also if the image's dataset does not annotate it.
+    How good is it when nobody says where an image comes from (``pooled/AP``)? All
+    images and all classes are one dataset, without any filter: a detection of a class
+    that the image's dataset does not annotate is a mistake.
 
-    Keys: ``<dataset>/AP``, ``<dataset>/AP50`` and so on, ``<dataset>/images``,
-    ``<dataset>/boxes``, the same of ``pooled``, ``mean/AP``, ``mean/AP50`` (plain mean
-    over datasets, as in the DAMEX paper), and for a detector with experts
-    ``<dataset>/own_share`` and ``mean/own_share``: the share of tokens in MoE layers
-    whose first expert belongs to the dataset's group; ``mean/busiest_share``: the share
-    of all tokens that the busiest expert of a layer is the first expert of, mean over
-    layers (1/E is even).
+    Keys: ``AP``, ``AP50``, ``AP75``, AP by object size, ``images`` and ``boxes`` of
+    every dataset and of ``pooled``; ``mean/AP``, ``mean/AP50``, ``mean/AP75`` (plain
+    mean over datasets, as in the DAMEX paper). For a detector with experts
+    ``<dataset>/routing_accuracy`` and ``mean/routing_accuracy``: the share of tokens in
+    MoE layers whose first expert belongs to the dataset's group; ``mean/max_load``: the
+    share of all tokens that the busiest expert of a layer is the first expert of, mean
+    over layers (1/E is even).
 
     Args:
         backend: ``faster_coco_eval`` or ``pycocotools``; the first one installed by
@@ -279,32 +268,28 @@ class MixtureMetric(BaseMetric):
                 continue
             images = [row.of_dataset for row in rows]
             found = self._scores(images, space, space.valid_labels(dataset_id))
-            share = _own_share(rows, space.group_id(dataset_id))
+            share = _routing_accuracy(rows, space.group_id(dataset_id))
             if share is not None:
-                found["own_share"] = share
+                found["routing_accuracy"] = share
             scores.update({f"{name}/{key}": value for key, value in found.items()})
         scores.update(_means(scores))
-        pooled = self._scores([row.of_all for row in results], space)
+        images = [row.of_all for row in results]
+        pooled = self._scores(images, space, range(space.num_classes))
         scores.update({f"pooled/{key}": value for key, value in pooled.items()})
         tokens_SLE = [row.tokens_LE for row in results if row.tokens_LE is not None]
         if tokens_SLE:
-            scores["mean/busiest_share"] = _busiest_share(np.sum(tokens_SLE, axis=0))
+            scores["mean/max_load"] = _max_load(np.sum(tokens_SLE, axis=0))
         print_log(str(scores), logger="current", level=logging.INFO)
         return scores
 
     def _scores(
-        self,
-        images: Sequence[ImageResult],
-        space: LabelSpace,
-        labels: Sequence[int] | None = None,
+        self, images: Sequence[ImageResult], space: LabelSpace, labels: Iterable[int]
     ) -> dict[str, float]:
-        """Scores of some images over some labels, all by default."""
-        labels = range(space.num_classes) if labels is None else labels
+        """Scores over some classes, and the numbers of images and boxes."""
         classes = {label: space.classes[label] for label in labels}
         found = coco_scores(images, classes=classes, backend=self.backend)
-        found["images"] = len(images)
-        found["boxes"] = sum(len(image.ground_truth) for image in images)
-        return found
+        boxes = sum(len(image.ground_truth) for image in images)
+        return {**found, "images": len(images), "boxes": boxes}
 
 
 def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageResult:
@@ -319,30 +304,31 @@ def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageR
     )
 
 
-def _own_share(rows: Sequence[_Row], group: int) -> float | None:
+def _routing_accuracy(rows: Sequence[_Row], group: int) -> float | None:
     """Share of tokens that experts of the dataset's group take; None if unknown."""
-    own, total, is_known = 0, 0, False
-    for row in rows:
-        if row.tokens_LE is not None and row.group_experts is not None:
-            own += row.tokens_LE[:, list(row.group_experts[group])].sum()
-            total += row.tokens_LE.sum()
-            is_known = True
-    return float(own / max(total, 1)) if is_known else None
+    known = [
+        (row.tokens_LE, list(row.group_experts[group]))
+        for row in rows
+        if row.tokens_LE is not None and row.group_experts is not None
+    ]
+    own = sum(tokens_LE[:, experts].sum() for tokens_LE, experts in known)
+    total = sum(tokens_LE.sum() for tokens_LE, _ in known)
+    return float(own / max(total, 1)) if known else None
 
 
-def _busiest_share(tokens_LE: np.ndarray) -> float:
+def _max_load(tokens_LE: np.ndarray) -> float:
     """Tokens of the busiest expert over all tokens, mean over layers."""
     tokens_L = np.maximum(tokens_LE.sum(1), 1)
     return float((tokens_LE.max(1) / tokens_L).mean())
 
 
 def _means(scores: Mapping[str, float]) -> dict[str, float]:
-    """Plain mean over datasets of AP, AP50, AP75 and own_share."""
+    """Plain mean over datasets of AP, AP50, AP75 and routing_accuracy."""
     columns: dict[str, list[float]] = {}
     for key, value in scores.items():
         columns.setdefault(key.rsplit("/", 1)[1], []).append(value)
     return {
         f"mean/{key}": float(np.nanmean(columns[key]))
-        for key in ("AP", "AP50", "AP75", "own_share")
+        for key in ("AP", "AP50", "AP75", "routing_accuracy")
         if key in columns and not np.all(np.isnan(columns[key]))
     }

@@ -443,7 +443,7 @@ def test_dataset_without_samples_is_left_out():
     assert scores["mean/AP"] == pytest.approx(1.0)
 
 
-def test_own_share_by_hand():
+def test_routing_accuracy_by_hand():
     # Experts 0 and 3 are street's, 1 and 2 are park's.
     groups = [[0, 3], [1, 2]]
     samples = [
@@ -457,15 +457,15 @@ def test_own_share_by_hand():
     ]
     scores = evaluate(samples)
     # street: experts 0 and 3 have 8 + 2 of 10 + 10 tokens.
-    assert scores["street/own_share"] == pytest.approx(10 / 20)
+    assert scores["street/routing_accuracy"] == pytest.approx(10 / 20)
     # park: experts 1 and 2 have 6 + 2 of 10.
-    assert scores["park/own_share"] == pytest.approx(8 / 10)
-    assert scores["mean/own_share"] == pytest.approx(0.65)
+    assert scores["park/routing_accuracy"] == pytest.approx(8 / 10)
+    assert scores["mean/routing_accuracy"] == pytest.approx(0.65)
     # l0: 6, 11, 5, 2 of 24 tokens; l2: 1, 0, 2, 3 of 6.
-    assert scores["mean/busiest_share"] == pytest.approx((11 / 24 + 3 / 6) / 2)
+    assert scores["mean/max_load"] == pytest.approx((11 / 24 + 3 / 6) / 2)
 
 
-def test_own_share_counts_the_experts_of_the_group():
+def test_routing_accuracy_counts_the_experts_of_the_group():
     space = LabelSpace.from_specs(
         [
             DatasetSpec("a", classes=("x",), group="night"),
@@ -477,23 +477,29 @@ def test_own_share_counts_the_experts_of_the_group():
     routed = dict(counts={"l": [3, 1]}, groups=[[0], [1]])
     samples = [hit(i, 0, **routed) for i in range(3)]
     scores = evaluate(samples, space=space)
-    assert scores["a/own_share"] == scores["c/own_share"] == pytest.approx(0.75)
-    assert scores["b/own_share"] == pytest.approx(0.25)
+    assert (
+        scores["a/routing_accuracy"]
+        == scores["c/routing_accuracy"]
+        == pytest.approx(0.75)
+    )
+    assert scores["b/routing_accuracy"] == pytest.approx(0.25)
 
 
-def test_dense_detector_has_no_own_share():
-    assert not [key for key in evaluate([hit(STREET, CAR)]) if "_share" in key]
+def test_dense_detector_has_no_routing_accuracy():
+    assert not [
+        key for key in evaluate([hit(STREET, CAR)]) if "routing" in key or "load" in key
+    ]
 
 
 def test_dataset_that_routed_no_token_has_share_zero():
     scores = evaluate([hit(STREET, CAR, counts={"l": [0, 0]}, groups=[[0], [1]])])
-    assert scores["street/own_share"] == 0.0
+    assert scores["street/routing_accuracy"] == 0.0
 
 
-def test_experts_that_no_dataset_owns_have_no_own_share():
+def test_experts_that_no_dataset_owns_have_no_routing_accuracy():
     scores = evaluate([hit(STREET, CAR, counts={"l": [3, 1]})])
-    assert scores["mean/busiest_share"] == 0.75
-    assert not [key for key in scores if key.endswith("own_share")]
+    assert scores["mean/max_load"] == 0.75
+    assert not [key for key in scores if key.endswith("routing_accuracy")]
 
 
 def test_scores_do_not_depend_on_the_batches():

@@ -82,7 +82,11 @@ class NamedCocoDataset(CocoDataset):
         super().__init__(**kwargs)
 
     def COCOAPI(self, path: str) -> COCO:
-        """Open an annotation file; called by ``CocoDataset.load_data_list``."""
+        """Open an annotation file; called by ``CocoDataset.load_data_list``.
+
+        Raises:
+            DataError: If the file is missing or does not hold what COCO promises.
+        """
         document = read_coco(Path(path), self.name)
         where = f"dataset {self.name!r}: {path}"
         category_names(document["categories"], where)
@@ -93,16 +97,6 @@ class NamedCocoDataset(CocoDataset):
         if lost:
             self._counts["annotations of images that the file does not list"] += lost
         return _NamedCoco(document, where)
-
-    def load_data_list(self) -> list[dict]:
-        """Load the annotations.
-
-        Raises:
-            DataError: If the file is missing or a box lies outside of its image.
-        """
-        if not Path(self.ann_file).is_file():
-            read_coco(Path(self.ann_file), self.name)  # words the error
-        return super().load_data_list()
 
     def filter_data(self) -> list[dict]:
         """Filter as mmdet does, then report everything that was left out or changed."""
@@ -236,11 +230,7 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
 def category_names(
     categories: Sequence[Mapping[str, Any]], where: str
 ) -> tuple[str, ...]:
-    """Names of COCO's categories.
-
-    Args:
-        categories: Records of a COCO file.
-        where: Dataset and file, for the message.
+    """Names of COCO's category records; ``where`` is their file, for the message.
 
     Raises:
         DataError: If a category has no name, or two have the same.

@@ -80,10 +80,6 @@ class LabelSpace:
     def check(self, specs: Sequence[DatasetSpec], *, mode: str) -> None:
         """Refuse a label space that a mixture does not lead to; no file is read.
 
-        Args:
-            specs: The datasets of the mixture.
-            mode: As for :meth:`from_specs`.
-
         Raises:
             ConfigError: If the datasets, or what their entries say, have changed.
         """

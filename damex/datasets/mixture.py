@@ -162,8 +162,8 @@ class MixtureDataset(Dataset):
         )
 
     def _run_pipeline(self, index: int) -> dict[str, Any] | None:
-        info = self.get_data_info(index)
         source, _ = self.locate(index)
+        info = self.get_data_info(index)
         identity = {**self._identities[source], "sample_idx": info["sample_idx"]}
         if self.test_mode:
             identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(

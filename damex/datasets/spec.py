@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -146,16 +146,16 @@ class DatasetSpec:
             ConfigError: If the datasets inside of a wrapper differ in it.
         """
         source = self.source(split)
-        if source is None or isinstance(source, str):
+        if not isinstance(source, Mapping):
             return None
-        pipelines = [leaf.get("pipeline") or None for leaf in leaves(source)]
-        if any(pipeline != pipelines[0] for pipeline in pipelines):
+        first, *others = (leaf.get("pipeline") or None for leaf in leaves(source))
+        if any(pipeline != first for pipeline in others):
             raise ConfigError(
                 f"dataset {self.name!r}: the datasets inside of {split} have different "
                 "pipelines; give all of them the same one, or make them entries of the "
                 "mixture, with one group."
             )
-        return pipelines[0]
+        return first
 
     def _completed(self, leaf: Mapping[str, Any], split: str) -> dict[str, Any]:
         """A dataset config with damex's COCO class in place of mmdet's, and paths.
@@ -178,7 +178,7 @@ class DatasetSpec:
 
         Subclasses of mmdet's CocoDataset number a choice of classes in file order.
         """
-        inner = inner_configs(config)
+        inner = _inner(config)
         for inner_config in inner:
             self._check_classes(inner_config)
         kind = config.get("type")
@@ -311,18 +311,15 @@ def _check_weights(specs: Sequence[DatasetSpec]) -> None:
         )
 
 
-def inner_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def leaves(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The plain datasets in a dataset config, wrappers opened."""
+    inner = _inner(config)
+    return [leaf for c in inner for leaf in leaves(c)] if inner else [config]
+
+
+def _inner(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Configs of the datasets that a wrapper wraps; none for a plain dataset."""
     return [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
-
-
-def leaves(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The plain datasets in a dataset config, wrappers opened."""
-    inner = inner_configs(config)
-    if not inner:
-        yield config
-    for inner_config in inner:
-        yield from leaves(inner_config)
 
 
 def map_leaves(
@@ -330,10 +327,8 @@ def map_leaves(
 ) -> dict[str, Any]:
     """A copy of a dataset config with its plain datasets changed, wrappers opened."""
     if "datasets" in config:
-        return {
-            **config,
-            "datasets": [map_leaves(c, change) for c in config["datasets"]],
-        }
+        inner = [map_leaves(c, change) for c in config["datasets"]]
+        return {**config, "datasets": inner}
     if "dataset" in config:
         return {**config, "dataset": map_leaves(config["dataset"], change)}
     return change(config)
@@ -341,7 +336,7 @@ def map_leaves(
 
 def _metainfo_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Classes that a dataset config or its class declares; wrappers are opened."""
-    first = next(leaves(config))
+    first = leaves(config)[0]
     declared = dict(first.get("metainfo") or {}).get("classes")
     kind = first.get("type")
     dataset_class = DATASETS.get(kind) if isinstance(kind, str) else kind

@@ -226,10 +226,14 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
             for name, row in datasets.items()
         },
     )
-    shares = {n: row["own_share"] for n, row in datasets.items() if "own_share" in row}
+    shares = {
+        n: row["routing_accuracy"]
+        for n, row in datasets.items()
+        if "routing_accuracy" in row
+    }
     if shares:
-        summary["own_expert_share"] = {**shares, "mean": mean.get("own_share")}
-        summary["busiest_expert_share"] = mean.get("busiest_share")
+        summary["own_expert_share"] = {**shares, "mean": mean.get("routing_accuracy")}
+        summary["busiest_expert_share"] = mean.get("max_load")
     return summary
 
 
