@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
-from damex.models.fine_grained import SplitStart
-from damex.models.upcycling import upcycle
+from damex.models.upcycling import SplitStart, slice_channels, upcycle
 from damex.moe import MoELayer, PatchConvExperts, real_patches, route_patches
 
 __all__ = [
@@ -136,7 +135,7 @@ class MoEPatchConv(nn.Module):
         self.moe = moe
         self.name = name
         self.context = context
-        self.register_load_state_dict_pre_hook(_slice_channels)
+        self.register_load_state_dict_pre_hook(slice_channels)
 
     def forward(self, map_BCHW: Tensor) -> Tensor:
         """Convolve the patches that were chosen.
@@ -148,11 +147,11 @@ class MoEPatchConv(nn.Module):
             Feature map of the same height and width.
         """
         size = (map_BCHW.shape[2], map_BCHW.shape[3])
-        share_B2 = self.context.image_share_B2
+        ratio_B2 = self.context.valid_ratio_B2
         mask_BN = None
-        if share_B2 is not None:
+        if ratio_B2 is not None:
             experts = cast(PatchConvExperts, self.moe.experts)
-            mask_BN = real_patches(share_B2, size, experts.patch_size)
+            mask_BN = real_patches(ratio_B2, size, experts.patch_size)
         route = partial(
             route_patches,
             self.moe,
@@ -165,19 +164,3 @@ class MoEPatchConv(nn.Module):
             out_BFHW, record = route(map_BCHW)
         self.context.add(self.name, record)
         return out_BFHW
-
-
-def _slice_channels(
-    block: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
-) -> None:
-    """Turn the kernel of a dense convolution in a state dict into the experts'."""
-    del rest  # what else torch hands to such a hook
-    key, own = f"{prefix}weight", block.state_dict()
-    target = own["moe.experts.weight_EOCKK"]
-    kernel = state.get(key)
-    if kernel is None or kernel.shape != target.flatten(0, 1).shape:
-        return  # the loader reports the keys that do not fit
-    del state[key]
-    for name, tensor in own.items():
-        state[prefix + name] = tensor
-    state[f"{prefix}moe.experts.weight_EOCKK"] = kernel.reshape(target.shape)

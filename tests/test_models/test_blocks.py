@@ -36,7 +36,7 @@ def test_the_residual_is_added_as_by_mmcv(block, tokens_BND):
 def test_padded_tokens_keep_their_residual(block, tokens_BND):
     mask_BN = torch.ones(2, 5, dtype=torch.bool)
     mask_BN[1, 3:] = False
-    with block.context.step(), block.context.part(mask_BN):
+    with block.context.step(), block.context.component(mask_BN):
         output_BND = block(tokens_BND)
     assert torch.equal(output_BND[1, 3:], tokens_BND[1, 3:])
     assert not torch.equal(output_BND[1, :3], tokens_BND[1, :3])
@@ -55,19 +55,14 @@ DAMEX_ON_PATCHES = {
 }
 
 
-def train_step(detector, batch):
-    detector.train()
-    return detector(**detector.data_preprocessor(batch, True), mode="loss")
-
-
 @pytest.mark.parametrize("with_cp", [False, True])
-def test_damex_on_patches_trains_a_detector(build, make_batch, with_cp):
+def test_damex_on_patches_trains_a_detector(build, make_batch, run_loss, with_cp):
     detector = build(moe={**DAMEX_ON_PATCHES, "with_cp": with_cp})
     (block,) = moe_blocks(detector)
     batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)])
     # The last norm of a block starts at zero, and with it the gradient of the experts.
     nn.init.ones_(detector.backbone.layer4[1].norm2.weight)
-    losses = train_step(detector, batch)
+    losses = run_loss(detector, batch)
     total = losses["loss_moe_dataset_routing"] + losses["loss_cls"]
     total.backward()
     for name, parameter in block.named_parameters():
@@ -79,6 +74,7 @@ def test_damex_on_patches_trains_a_detector(build, make_batch, with_cp):
 def test_patches_of_padding_are_not_routed(build, make_batch, records, mode):
     """Two images of 128 x 128 and 128 x 64: 16 and 8 cells in the last stage."""
     detector = build(moe=DAMEX_ON_PATCHES).eval()
+    detector.counts_tokens = True
     batch = make_batch([0, 1], sizes=[(128, 128), (128, 64)])
     with torch.no_grad():
         found = detector(**detector.data_preprocessor(batch), mode=mode)

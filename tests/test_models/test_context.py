@@ -9,7 +9,7 @@ from damex.models.context import RoutingContext
 def test_nothing_is_left_over_after_a_step():
     context = RoutingContext()
     with context.step(torch.tensor([0, 1])):
-        with context.part(torch.ones(2, 3, dtype=torch.bool)):
+        with context.component(torch.ones(2, 3, dtype=torch.bool)):
             assert context.token_mask_BN is not None
         assert context.token_mask_BN is None
         context.add("decoder.0", object())

@@ -1,6 +1,5 @@
 """Which tokens of a detector are foreground."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ from mmengine.structures import InstanceData
 from torch.nn import functional
 
 from damex.errors import ConfigError
-from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
 from damex.models.queries import (
     denoising_query_mask,
@@ -112,8 +110,8 @@ def truth():
 def test_boxes_are_shares_of_their_own_image(truth):
     assert truth.boxes[0].tolist() == [[0.0, 0.25, 0.5, 0.5]]
     assert truth.boxes[1].tolist() == [[0.625, 0.0, 1.0, 1.0]]
-    # width, height of the batch over those of the image
-    assert truth.batch_size_B2.tolist() == [[1.0, 1.0], [1.0, 2.0]]
+    # width, height of the image over those of the batch
+    assert truth.valid_ratio_B2.tolist() == [[1.0, 1.0], [1.0, 0.5]]
 
 
 def test_feature_cells_by_their_centres(truth):
@@ -142,28 +140,7 @@ def test_images_without_boxes_have_no_foreground():
     assert not query_foreground(truth, torch.rand(1, 3, 4)).any()
 
 
-@pytest.fixture
-def records(monkeypatch):
-    """Records of every MoE layer, as they enter the routing context."""
-    seen = {}
-    add = RoutingContext.add
-
-    def spy(self, name, record):
-        seen[name] = record
-        add(self, name, record)
-
-    monkeypatch.setattr(RoutingContext, "add", spy)
-    return seen
-
-
-def run_loss(detector, batch):
-    detector.train()
-    torch.manual_seed(1)
-    data = detector.data_preprocessor(copy.deepcopy(batch), True)
-    return detector(**data, mode="loss")
-
-
-def test_a_detector_counts_its_foreground_tokens(build, make_batch, records):
+def test_a_detector_counts_its_foreground_tokens(build, make_batch, records, run_loss):
     """Two images of different size: what is counted, and the loss of that."""
     detector = build(moe=MOE)
     batch = make_batch([2, 0], sizes=[(64, 64), (32, 64)], boxes=[1, 1])
@@ -188,7 +165,9 @@ def test_a_detector_counts_its_foreground_tokens(build, make_batch, records):
     )
 
 
-def test_positive_denoising_queries_are_foreground(build, make_batch, records):
+def test_positive_denoising_queries_are_foreground(
+    build, make_batch, records, run_loss
+):
     """Their centres move by less than half of the box, so they stay inside of it."""
     detector = build(moe=MOE)
     run_loss(detector, make_batch([0, 1], boxes=[1, 1]))
@@ -199,7 +178,7 @@ def test_positive_denoising_queries_are_foreground(build, make_batch, records):
     assert not foreground[:, 1:100:2].all()
 
 
-def test_a_batch_without_boxes_has_a_zero_loss_and_trains(build, make_batch):
+def test_a_batch_without_boxes_has_a_zero_loss_and_trains(build, make_batch, run_loss):
     detector = build(moe=MOE)
     losses = run_loss(detector, make_batch([0, 1], boxes=[0, 0]))
     assert losses["loss_moe_dataset_routing"] == 0.0
@@ -207,7 +186,7 @@ def test_a_batch_without_boxes_has_a_zero_loss_and_trains(build, make_batch):
 
 
 def test_nothing_is_left_over_and_nothing_kept_where_no_loss_asks(
-    build, make_batch, records
+    build, make_batch, records, run_loss
 ):
     detector = build(moe=MOE)
     run_loss(detector, make_batch([0, 1]))
@@ -217,7 +196,7 @@ def test_nothing_is_left_over_and_nothing_kept_where_no_loss_asks(
     assert records["decoder.0"].foreground_T is None
 
 
-def test_recomputation_counts_the_same(build, make_batch):
+def test_recomputation_counts_the_same(build, make_batch, run_loss):
     batch, outcomes = make_batch([0, 2], sizes=[(64, 64), (64, 32)]), []
     for with_cp in (False, True):
         detector = build(moe={**MOE, "with_cp": with_cp})
@@ -229,27 +208,6 @@ def test_recomputation_counts_the_same(build, make_batch):
 
 
 @pytest.mark.parametrize("name", ["MoEDETR", "MoEConditionalDETR", "MoEDABDETR"])
-def test_detectors_without_reference_points_refuse(name):
-    from mmdet.registry import MODELS
-
-    from damex.models.detectors import RoutedDetector
-
-    kind = MODELS.get(name)
-    detector = kind.__new__(kind)
-    torch.nn.Module.__init__(detector)
-    loss = SimpleNamespace(tokens="foreground")
-    block = _block_with(loss)
-    detector.decoder = block
+def test_detectors_without_reference_points_refuse(name, build_mmdet):
     with pytest.raises(ConfigError, match=f"reference points, which {name} has not"):
-        RoutedDetector._check_foreground(detector)
-
-
-def _block_with(loss):
-    from damex.models.blocks import MoEFFN
-    from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
-
-    layer = MoELayer(
-        router=LinearRouter(4, 2), gate=TopKGate(1), experts=FFNExperts(2, 4, 4)
-    )
-    layer.losses = (loss,)
-    return MoEFFN(layer, name="decoder.0", context=RoutingContext())
+        build_mmdet(name, moe=MOE)
