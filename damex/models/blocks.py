@@ -7,16 +7,24 @@ from typing import Any, cast
 
 import torch
 from mmcv.cnn.bricks.drop import DropPath
+from mmcv.cnn.bricks.transformer import FFN
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
 from damex.models.upcycling import SplitStart, slice_channels, upcycle
-from damex.moe import MoELayer, PatchConvExperts, real_patches, route_patches
+from damex.moe import (
+    MoELayer,
+    PatchConvExperts,
+    RoutingRecord,
+    real_patches,
+    route_patches,
+)
 
 __all__ = [
     "MoEFFN",
     "MoEPatchConv",
+    "activation_of",
 ]
 
 
@@ -29,16 +37,18 @@ class MoEFFN(nn.Module):
         moe: The layer.
         name: Name of the block in records and reports, for instance ``decoder.0``.
         context: Where group ids and the token mask come from and records go to.
+        dense: The FFN that is replaced; its layer scale and drop path stay, under
+            mmcv's names.
         with_cp: Recompute the experts in the backward pass instead of keeping their
             activations. What the context holds is handed over as arguments, since the
             step is closed by then.
         norm: Norm before the router and the experts, not on the residual; None for
             none.
-        drop_path: Chance, in training, that the experts' answer to a token is left out;
-            what stays is scaled up by 1 / (1 - drop_path). Each token has its own
-            chance, as in the released code of DAMEX, where queries are the first axis.
-        split: Starts the experts as the parts of one FFN, which they equal together;
-            None for whole FFNs.
+        drop_path: Probability, in training, that the experts' output for a token is
+            dropped; what stays is scaled up by 1 / (1 - drop_path). Each token is drawn
+            alone, as in the released code of DAMEX, where queries are the first axis.
+        split: Starts the experts as slices of one FFN, which they equal together; None
+            for whole FFNs.
     """
 
     def __init__(
@@ -47,6 +57,7 @@ class MoEFFN(nn.Module):
         *,
         name: str,
         context: RoutingContext,
+        dense: FFN | None = None,
         with_cp: bool = False,
         norm: nn.Module | None = None,
         drop_path: float = 0.0,
@@ -58,6 +69,9 @@ class MoEFFN(nn.Module):
         self.name = name
         self.context = context
         self.norm = norm
+        self.gamma2 = nn.Identity() if dense is None else dense.gamma2
+        self.dropout_layer = nn.Identity() if dense is None else dense.dropout_layer
+        self.dense_activation = None if dense is None else activation_of(dense)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else None
         self.split = split
         if split is not None:
@@ -65,7 +79,7 @@ class MoEFFN(nn.Module):
         self.register_load_state_dict_pre_hook(upcycle)
 
     def reset_parameters(self) -> None:
-        """Draw router and experts anew; the norm is not touched."""
+        """Draw router and experts anew; norm and layer scale are not touched."""
         self.moe.reset_parameters()
         if self.split is not None:
             self.split.draw(self.moe)
@@ -80,22 +94,32 @@ class MoEFFN(nn.Module):
         Returns:
             Tokens of the same shape; padded tokens keep their residual unchanged.
         """
-        inputs: dict[str, Any] = dict(
-            token_mask_BN=self.context.token_mask_BN,
-            group_ids_B=self.context.group_ids_B,
-            foreground_BN=self.context.foreground_BN,
-        )
         tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
-        if self.with_cp and self.training:
-            output_BND, record = checkpoint(
-                self.moe, tokens_BND, use_reentrant=False, **inputs
-            )
-        else:
-            output_BND, record = self.moe(tokens_BND, **inputs)
+        total = tokens_BND.shape[1]
+        counted = total - self.context.num_auxiliary
+        output_BND, record = self._run(tokens_BND, slice(0, counted))
         self.context.add(self.name, record)
+        if counted < total:  # a call of their own, whose record nobody keeps
+            auxiliary_BND, _ = self._run(tokens_BND, slice(counted, total))
+            output_BND = torch.cat([output_BND, auxiliary_BND], dim=1)
         if self.drop_path is not None and self.training:
             output_BND = self._drop(output_BND, self.drop_path)
+        output_BND = self.dropout_layer(self.gamma2(output_BND))
         return (query_BND if identity_BND is None else identity_BND) + output_BND
+
+    def _run(self, tokens_BND: Tensor, chosen: slice) -> tuple[Tensor, RoutingRecord]:
+        """The experts on a range of the tokens of each image."""
+        mask_BN, foreground_BN = self.context.token_mask_BN, self.context.foreground_BN
+        inputs: dict[str, Any] = dict(
+            token_mask_BN=None if mask_BN is None else mask_BN[:, chosen],
+            group_ids_B=self.context.group_ids_B,
+            foreground_BN=None if foreground_BN is None else foreground_BN[:, chosen],
+        )
+        if self.with_cp and self.training:
+            return checkpoint(
+                self.moe, tokens_BND[:, chosen], use_reentrant=False, **inputs
+            )
+        return self.moe(tokens_BND[:, chosen], **inputs)
 
     def _drop(self, output_BND: Tensor, drop_path: DropPath) -> Tensor:
         mask_BN = self.context.token_mask_BN
@@ -105,6 +129,15 @@ class MoEFFN(nn.Module):
         # Only real tokens draw, so that padding does not shift the random stream.
         rows_VD = drop_path(output_BND[mask_BN])
         return torch.zeros_like(output_BND).index_put((mask_BN,), rows_VD)
+
+
+def activation_of(dense: FFN) -> str:
+    """Name of an FFN's activation, as `FFNExperts` knows it.
+
+    Args:
+        dense: With two linear layers.
+    """
+    return type(dense.layers[0][1]).__name__.lower()
 
 
 class MoEPatchConv(nn.Module):

@@ -11,7 +11,7 @@ from mmdet.models.detectors import DeformableDETR
 from torch import nn
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.blocks import MoEFFN, MoEPatchConv, activation_of
 from damex.models.build import build_layer
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
@@ -185,6 +185,7 @@ def _insert_ffns(
                 moe,
                 name=name,
                 context=context,
+                dense=dense,
                 with_cp=config.with_cp,
                 norm=take_closing_norm(layer, name)
                 if config.block.norm == "pre"
@@ -206,7 +207,6 @@ def _build_ffn_experts(
             "experts can replace mmcv FFNs with num_fcs=2 and add_identity=True only, "
             f"got num_fcs={dense.num_fcs}, add_identity={dense.add_identity}."
         )
-    activation, dropout = dense.layers[0][1], dense.layers[0][2]
     hidden_dims, split = dense.feedforward_channels, None
     if config.fine_grained is not None:
         split = SplitStart(parts=config.fine_grained.parts, hidden_dims=hidden_dims)
@@ -217,8 +217,8 @@ def _build_ffn_experts(
     ffn = dict(
         embed_dims=dense.embed_dims,
         hidden_dims=hidden_dims,
-        activation=type(activation).__name__.lower(),
-        dropout=dropout.p,
+        activation=activation_of(dense),
+        dropout=dense.layers[0][2].p,
     )
     return build_layer(config, ffn, num_groups=num_groups, shared_expert=ffn), split
 

@@ -73,26 +73,41 @@ def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
         state: The state dict that it shall load.
 
     Returns:
-        A sentence, or None where there is nothing to say.
+        One line, or None where there is nothing to say.
     """
-    weights = [
-        f"1/{block.moe.num_experts}"
-        for name, block in model.named_modules()
-        if f"{name}.layers.0.0.weight" in state and _shrinks(block)
+    blocks: list[Any] = [
+        module
+        for name, module in model.named_modules()
+        if f"{name}.layers.0.0.weight" in state and hasattr(module, "moe")
     ]
-    if not weights:
-        return None
-    return (
-        f"the FFNs of {len(weights)} layers become experts with gate weights near "
-        f"{weights[0]}, so these layers answer that much less than in the dense "
-        "detector; moe.gate.renormalize=True starts equal to it."
-    )
+    notes = []
+    weights = [f"1/{block.moe.num_experts}" for block in blocks if _shrinks(block)]
+    if weights:
+        notes.append(
+            f"the FFNs of {len(weights)} layers become experts with gate weights near "
+            f"{weights[0]}, so these layers answer that much less than in the dense "
+            "detector; moe.gate.renormalize=True starts equal to it."
+        )
+    pairs = [
+        (b.dense_activation, getattr(b.moe.experts, "activation", None)) for b in blocks
+    ]
+    others = [
+        (old, new) for old, new in pairs if old is not None and new not in (None, old)
+    ]
+    if others:
+        old, new = others[0]
+        notes.append(
+            f"the FFNs of {len(others)} layers were trained with {old} and become "
+            f"experts with {new}, which answer something else; "
+            f"moe.experts.activation={old!r} keeps what they learned."
+        )
+    return " ".join(notes) or None
 
 
 def _shrinks(block: Any) -> bool:
     """Whether copies of the FFN are weighted by a softmax over all experts."""
-    moe = getattr(block, "moe", None)
-    if moe is None or moe.shared_expert is not None or moe.num_experts == 1:
+    moe = block.moe
+    if moe.shared_expert is not None or moe.num_experts == 1:
         return False
     gate = moe.gate
     is_plain = isinstance(gate, TopKGate) and gate.weights == "softmax"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mmdet.registry import MODELS
 from torch import nn
 
 from damex.models.blocks import MoEFFN
@@ -40,6 +41,35 @@ def test_padded_tokens_keep_their_residual(block, tokens_BND):
         output_BND = block(tokens_BND)
     assert torch.equal(output_BND[1, 3:], tokens_BND[1, 3:])
     assert not torch.equal(output_BND[1, :3], tokens_BND[1, :3])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(layer_scale_init_value=0.5),
+        dict(dropout_layer=dict(type="DropPath", drop_prob=0.5)),
+    ],
+    ids=["layer scale", "drop path"],
+)
+def test_layer_scale_and_drop_path_of_the_ffn_stay(model_config, tokens_BND, option):
+    """One expert computes what the FFN that it replaces computes."""
+    found = []
+    for moe in (None, dict(layers=dict(decoder=[0]), num_experts=1)):
+        config = model_config(moe=moe)
+        config.decoder.layer_cfg.ffn_cfg.update(option)
+        found.append(MODELS.build(config).train())
+    dense, sparse = found
+    sparse.load_state_dict(dense.state_dict())  # strict
+    tokens_BND = tokens_BND.repeat(4, 1, 8)
+    outputs = []
+    for detector in found:
+        torch.manual_seed(0)
+        ffn = detector.decoder.layers[0].ffn
+        if "layer_scale_init_value" in option:
+            torch.nn.init.constant_(ffn.gamma2.weight, 3.0)
+        outputs.append(ffn(tokens_BND))
+    torch.testing.assert_close(outputs[1], outputs[0])
+    assert not torch.equal(outputs[0], tokens_BND)
 
 
 PMOE = dict(

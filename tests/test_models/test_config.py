@@ -9,7 +9,7 @@ from torch import nn
 from damex.engine.cli import _message
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
-from damex.models.config import BlockConfig, read_config
+from damex.models.config import BlockConfig, moe_difference, read_config, read_moe
 from damex.models.context import RoutingContext
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
 
@@ -418,3 +418,43 @@ def test_errors_are_one_line_with_field_value_and_choice(config, message, build)
     with pytest.raises(ConfigError, match=message) as caught:
         build(moe=dict(layers=dict(decoder=[0]), block=config))
     assert "\n" not in str(caught.value)
+
+
+DAMEX = dict(
+    layers=dict(decoder="even"),
+    gate=dict(type="TopKGate", noise="gaussian"),
+    losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(), None),
+        (dict(with_cp=True), None),  # the same numbers
+        (dict(gate=dict(type=TopKGate, k=1, noise="gaussian")), None),  # a default
+        (dict(experts=None, block=None), None),
+        (dict(gate=dict(type="TopKGate")), "moe.gate.noise was 'gaussian' and is None"),
+        (
+            dict(gate=dict(type="DenseSoftmaxGate")),
+            "moe.gate was TopKGate and is DenseSoftmaxGate",
+        ),
+        (
+            dict(losses=[dict(type="LoadBalanceLoss")]),
+            "moe.losses.DatasetRoutingLoss was DatasetRoutingLoss and is None; "
+            "moe.losses.LoadBalanceLoss was None and is LoadBalanceLoss",
+        ),
+        (dict(block=dict(norm="pre")), "moe.block.norm was 'post' and is 'pre'"),
+    ],
+)
+def test_a_checkpoint_of_other_experts_is_told_apart(changes, said):
+    saved, present = (read_moe(m).resolved() for m in (DAMEX, {**DAMEX, **changes}))
+    assert moe_difference(saved, present) == said
+
+
+def test_the_resolved_tree_is_plain_data_and_knows_a_dense_detector(build, tmp_path):
+    detector, dense = build(moe=DAMEX), build(moe=None)
+    torch.save(detector.resolved_moe(), tmp_path / "moe.pth")
+    saved = torch.load(tmp_path / "moe.pth", weights_only=True)
+    assert moe_difference(saved, detector.resolved_moe()) is None
+    assert moe_difference(dense.resolved_moe(), saved) is not None

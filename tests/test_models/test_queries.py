@@ -211,3 +211,74 @@ def test_recomputation_counts_the_same(build, make_batch, run_loss):
 def test_detectors_without_reference_points_refuse(name, build_mmdet):
     with pytest.raises(ConfigError, match=f"reference points, which {name} has not"):
         build_mmdet(name, moe=MOE)
+
+
+DDQ = dict(
+    layers=dict(decoder="all"),
+    gate=dict(type="TopKGate", k=1),
+    losses=[dict(type="DatasetRoutingLoss", weight=1.0)],
+)
+
+
+@pytest.fixture
+def selected(monkeypatch):
+    """How many distinct queries DDQ selects in each image, fillers left out."""
+    from mmdet.models.detectors import ddq_detr
+
+    found, align = [], ddq_detr.align_tensor
+
+    def spy(tensors, length=None):
+        if length is not None:
+            found.append([len(tensor) for tensor in tensors])
+        return align(tensors, length)
+
+    monkeypatch.setattr(ddq_detr, "align_tensor", spy)
+    return lambda: found[-1]
+
+
+def test_fillers_of_ddq_are_not_routed(
+    build_mmdet, make_batch, records, run_loss, run_predict, selected
+):
+    """More queries are wanted than there are proposals: mmdet adds zeros."""
+    detector = build_mmdet("MoEDDQDETR", moe=DDQ)
+    detector.num_queries = 120
+    detector.dn_query_generator.num_matching_queries = 120
+    batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[2, 2])
+    samples = run_predict(detector, batch)
+    real = selected()
+    assert 0 < min(real) <= max(real) < 120
+    for name, record in records.items():
+        assert record.assignment.num_routes == sum(real)
+        assert [sum(sample.routing_counts[name]) for sample in samples] == real
+    run_loss(detector, batch)
+    # 12 denoising queries / 2 boxes = 6 groups, positive and negative, of 2 images.
+    for record in records.values():
+        assert record.assignment.num_routes == sum(selected()) + 2 * 6 * 2 * 2
+
+
+def test_auxiliary_queries_of_ddq_pass_the_experts_and_teach_no_router(
+    build_mmdet, make_batch, records, run_loss, total
+):
+    detector = build_mmdet("MoEDDQDETR", moe=DDQ)
+    batch = make_batch([0, 1], boxes=[1, 3])
+    losses = run_loss(detector, batch)
+    # 20 distinct queries of each image and 30 auxiliary ones; 12 denoising queries / 3
+    # boxes = 4 groups, positive and negative, where the images have 1 and 3 boxes.
+    assert detector.cache_dict["num_dense_queries"] == 30
+    for record in records.values():
+        assert record.assignment.num_routes == 2 * 20 + 8 * (1 + 3)
+    experts = [block.moe.experts for block in moe_blocks(detector)]
+    sum(v for k, v in losses.items() if k.startswith("aux_loss")).backward()
+    assert any(bank.w2_EHD.grad.abs().sum() > 0 for bank in experts)
+
+
+def test_ddq_with_one_expert_is_the_dense_detector(build_mmdet, make_batch, run_loss):
+    """Its auxiliary losses, too: those queries are not left without an FFN."""
+    dense = build_mmdet("MoEDDQDETR")
+    sparse = build_mmdet("MoEDDQDETR", moe=DDQ, num_groups=1)
+    sparse.load_state_dict(dense.state_dict())
+    batch = make_batch([0, 0])
+    expected, losses = run_loss(dense, batch), run_loss(sparse, batch)
+    assert any(key.startswith("aux_") for key in expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(losses[key], value, rtol=1e-4, atol=1e-5)
