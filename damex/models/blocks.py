@@ -16,7 +16,6 @@ from damex.models.upcycling import SplitStart, slice_channels, upcycle
 from damex.moe import (
     MoELayer,
     PatchConvExperts,
-    RoutingRecord,
     real_patches,
     route_patches,
 )
@@ -95,39 +94,43 @@ class MoEFFN(nn.Module):
             Tokens of the same shape; padded tokens keep their residual unchanged.
         """
         tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
-        total = tokens_BND.shape[1]
-        counted = total - self.context.num_auxiliary
-        output_BND, record = self._run(tokens_BND, slice(0, counted))
-        self.context.add(self.name, record)
-        if counted < total:  # a call of their own, whose record nobody keeps
-            auxiliary_BND, _ = self._run(tokens_BND, slice(counted, total))
-            output_BND = torch.cat([output_BND, auxiliary_BND], dim=1)
-        if self.drop_path is not None and self.training:
-            output_BND = self._drop(output_BND, self.drop_path)
+        count = self.context.num_auxiliary
+        if count == 0:
+            output_BND = self._run(tokens_BND)
+        else:
+            main_BND = self._run(tokens_BND[:, :-count])
+            auxiliary_BND = self._run(tokens_BND[:, -count:], is_auxiliary=True)
+            output_BND = torch.cat([main_BND, auxiliary_BND], dim=1)
         output_BND = self.dropout_layer(self.gamma2(output_BND))
         return (query_BND if identity_BND is None else identity_BND) + output_BND
 
-    def _run(self, tokens_BND: Tensor, chosen: slice) -> tuple[Tensor, RoutingRecord]:
-        """The experts on a range of the tokens of each image."""
+    def _run(self, tokens_BND: Tensor, *, is_auxiliary: bool = False) -> Tensor:
+        """The experts' output; nobody keeps the record of auxiliary tokens."""
         mask_BN, foreground_BN = self.context.token_mask_BN, self.context.foreground_BN
+        if is_auxiliary:
+            mask_BN = None
+            if foreground_BN is not None:
+                foreground_BN = foreground_BN.new_zeros(tokens_BND.shape[:2])
         inputs: dict[str, Any] = dict(
-            token_mask_BN=None if mask_BN is None else mask_BN[:, chosen],
+            token_mask_BN=mask_BN,
             group_ids_B=self.context.group_ids_B,
-            foreground_BN=None if foreground_BN is None else foreground_BN[:, chosen],
+            foreground_BN=foreground_BN,
         )
         if self.with_cp and self.training:
-            return checkpoint(
-                self.moe, tokens_BND[:, chosen], use_reentrant=False, **inputs
+            output_BND, record = checkpoint(
+                self.moe, tokens_BND, use_reentrant=False, **inputs
             )
-        return self.moe(tokens_BND[:, chosen], **inputs)
-
-    def _drop(self, output_BND: Tensor, drop_path: DropPath) -> Tensor:
-        mask_BN = self.context.token_mask_BN
+        else:
+            output_BND, record = self.moe(tokens_BND, **inputs)
+        if not is_auxiliary:
+            self.context.add(self.name, record)
+        if self.drop_path is None or not self.training:
+            return output_BND
         if mask_BN is None:
-            rows_TD = drop_path(output_BND.flatten(0, 1))
+            rows_TD = self.drop_path(output_BND.flatten(0, 1))
             return rows_TD.unflatten(0, output_BND.shape[:2])
         # Only real tokens draw, so that padding does not shift the random stream.
-        rows_VD = drop_path(output_BND[mask_BN])
+        rows_VD = self.drop_path(output_BND[mask_BN])
         return torch.zeros_like(output_BND).index_put((mask_BN,), rows_VD)
 
 

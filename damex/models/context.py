@@ -32,8 +32,8 @@ class RoutingContext:
         gates: Channel gates of the images; None where no channels are gated.
         token_mask_BN: True for real tokens; None where all are real.
         foreground_BN: True for tokens on an object; None where no loss asks for it.
-        num_auxiliary: How many tokens at the end of each image are there for training
-            only, neither counted nor taught where to go.
+        num_auxiliary: How many tokens follow these in each image for an auxiliary loss.
+            They pass the experts, and are neither counted nor taught where to go.
         records: Records of the step by layer name, in the order of computation.
     """
 

@@ -33,7 +33,6 @@ from damex.models.insertion import (
     moe_blocks,
 )
 from damex.models.queries import (
-    denoising_query_mask,
     encoder_foreground,
     ground_truth_of,
     group_ids_of,
@@ -248,10 +247,14 @@ class RoutedDetector(_Detector):
         num_auxiliary: int = 0,
         **kwargs: Any,
     ) -> dict:
-        """Run the decoder; filled-up queries are no tokens."""
+        """Run the decoder; fillers and auxiliary queries are no tokens to count."""
+        count = kwargs["query"].shape[1] - num_auxiliary
         truth, foreground = self.routing.ground_truth, None
         if truth is not None:
-            foreground = query_foreground(truth, kwargs["reference_points"])
+            points = kwargs["reference_points"][:, :count]
+            foreground = query_foreground(truth, points)
+        if query_mask is not None:
+            query_mask = query_mask[:, :count]
         with self.routing.component(
             query_mask, foreground, num_auxiliary=num_auxiliary
         ):
@@ -262,22 +265,11 @@ class RoutedDetector(_Detector):
 class MoEDINO(RoutedDetector, DINO):
     """DINO (Zhang et al. 2023) with experts: the detector of the DAMEX paper."""
 
-    def pre_decoder(
-        self, *args: Any, batch_data_samples: list | None = None, **kwargs: Any
-    ) -> tuple[dict, dict]:
-        """Prepare the decoder's queries and the mask of those that are real."""
-        inputs, head_inputs = super().pre_decoder(
-            *args, batch_data_samples=batch_data_samples, **kwargs
-        )
-        meta = head_inputs.get("dn_meta")
-        if meta is not None and batch_data_samples is not None:
-            query = inputs["query"]
-            inputs["query_mask"] = denoising_query_mask(
-                [len(sample.gt_instances) for sample in batch_data_samples],
-                num_denoising=meta["num_denoising_queries"],
-                num_matching=query.shape[1] - meta["num_denoising_queries"],
-                device=query.device,
-            )
+    def pre_decoder(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
+        """Prepare the decoder's queries; filled-up denoising queries are no tokens."""
+        inputs, head_inputs = super().pre_decoder(*args, **kwargs)
+        if self.training:
+            inputs["query_mask"] = real_query_mask(inputs["query"])
         return inputs, head_inputs
 
 

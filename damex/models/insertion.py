@@ -195,7 +195,7 @@ def _insert_ffns(
             )
             width = dense.embed_dims
             replaced = f"FFN {width}-{dense.feedforward_channels}-{width}"
-            yield InsertedLayer.of(block, dense, replaced)
+            yield _inserted(block, dense, replaced)
 
 
 def _build_ffn_experts(
@@ -296,7 +296,7 @@ def _insert_patch_convs(
         )
         site.replace(block)
         side, widths = conv.kernel_size[0], f"{conv.in_channels}-{conv.out_channels}"
-        yield InsertedLayer.of(block, conv, f"convolution {widths} {side}x{side}")
+        yield _inserted(block, conv, f"convolution {widths} {side}x{side}")
 
 
 @dataclass(frozen=True)
@@ -308,25 +308,6 @@ class InsertedLayer:
     num_experts: int
     dense_parameters: int
     moe_parameters: int
-
-    @classmethod
-    def of(
-        cls, block: MoEFFN | MoEPatchConv, dense: nn.Module, description: str
-    ) -> InsertedLayer:
-        """Describe a replaced block.
-
-        Args:
-            block: What stands there now.
-            dense: What stood there before.
-            description: Of the latter, for the log.
-        """
-        return cls(
-            name=block.name,
-            dense=description,
-            num_experts=block.moe.num_experts,
-            dense_parameters=_count_parameters(dense),
-            moe_parameters=_count_parameters(block),
-        )
 
 
 @dataclass(frozen=True)
@@ -348,6 +329,18 @@ class InsertionReport:
             for row in self.layers
         ]
         return "\n".join([f"experts in {len(rows)} layers:", *rows])
+
+
+def _inserted(
+    block: MoEFFN | MoEPatchConv, dense: nn.Module, description: str
+) -> InsertedLayer:
+    return InsertedLayer(
+        name=block.name,
+        dense=description,
+        num_experts=block.moe.num_experts,
+        dense_parameters=_count_parameters(dense),
+        moe_parameters=_count_parameters(block),
+    )
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 __all__ = [
     "GroundTruth",
-    "denoising_query_mask",
     "encoder_foreground",
     "ground_truth_of",
     "group_ids_of",
@@ -21,46 +20,15 @@ __all__ = [
 ]
 
 
-def denoising_query_mask(
-    boxes_per_image: Sequence[int],
-    *,
-    num_denoising: int,
-    num_matching: int,
-    device: torch.device | None = None,
-) -> Tensor | None:
-    """Mask of decoder queries, in the layout of mmdet's ``CdnQueryGenerator``.
-
-    Denoising queries come first, in blocks as long as the largest number of boxes in
-    the batch; an image with fewer boxes fills its blocks up with zeros. Those fillers
-    are no tokens: they must not be routed or counted.
-
-    Args:
-        boxes_per_image: Number of boxes of each of the B images.
-        num_denoising: Number of denoising queries, fillers included.
-        num_matching: Number of matching queries after them.
-        device: Where the mask is made.
-
-    Returns:
-        Bool tensor (B, num_denoising + num_matching), True for real queries; None
-        where all are real.
-    """
-    block = max(boxes_per_image, default=0)
-    if num_denoising == 0 or min(boxes_per_image) == block:
-        return None
-    counts_B1 = torch.tensor(boxes_per_image, device=device)[:, None]
-    place = torch.arange(num_denoising, device=device) % block
-    denoising = place[None, :] < counts_B1
-    matching = denoising.new_ones(len(boxes_per_image), num_matching)
-    return torch.cat([denoising, matching], dim=1)
-
-
 def real_query_mask(query_BND: Tensor) -> Tensor:
-    """Mask of decoder queries where mmdet's DDQ DETR fills up with zeros.
+    """Mask of decoder queries where mmdet fills up with zeros.
 
-    Non-maximum suppression may leave fewer proposals of an image than the detector has
-    queries. Zeros follow then, as behind the denoising queries of an image with few
-    boxes, and nobody says how many. A real query is a linear map with bias or an
-    embedding, and never zero in all channels.
+    The denoising queries of DINO come in blocks as long as the largest number of boxes
+    in the batch, and an image with fewer boxes leaves its blocks half empty. In DDQ
+    DETR non-maximum suppression may leave fewer proposals of an image than it has
+    queries, and nobody says how many. These fillers are no tokens: they must not be
+    routed or counted. A real query is an embedding or a linear map with bias, and never
+    zero in all channels.
 
     Args:
         query_BND: The queries that the decoder starts from.

@@ -4,43 +4,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mmdet.models.layers import CdnQueryGenerator
+from mmdet.structures import DetDataSample
 from mmengine.structures import InstanceData
 from torch.nn import functional
 
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.models.queries import (
-    denoising_query_mask,
     encoder_foreground,
     ground_truth_of,
     query_foreground,
+    real_query_mask,
 )
 
 
-def test_mask_follows_the_layout_of_mmdets_generator():
-    """Two images with 1 and 3 boxes, two groups of positive and negative queries."""
-    # block = 3; 2 groups x (positive, negative) = 4 blocks = 12 denoising queries.
-    mask_BN = denoising_query_mask([1, 3], num_denoising=12, num_matching=2)
-    assert mask_BN is not None
-    first = [True, False, False] * 4 + [True, True]
-    assert mask_BN.tolist() == [first, [True] * 14]
-
-
-def test_mask_agrees_with_mmdets_generator():
-    """Fillers are exactly the queries that the generator leaves at zero."""
-    from mmdet.models.layers import CdnQueryGenerator
-    from mmdet.structures import DetDataSample
-    from mmengine.structures import InstanceData
-
+def test_mask_follows_mmdets_generator():
+    """Images of 2, 0 and 4 boxes: blocks of 4 denoising queries, filled with zeros."""
     generator = CdnQueryGenerator(
         num_classes=3,
         embed_dims=8,
         num_matching_queries=5,
         group_cfg=dict(dynamic=True, num_dn_queries=20),
     )
-    boxes_per_image = [2, 0, 4]
     samples = []
-    for count in boxes_per_image:
+    for count in (2, 0, 4):
         sample = DetDataSample(metainfo=dict(img_shape=(32, 32)))
         sample.gt_instances = InstanceData(
             bboxes=torch.tensor([[4.0, 4.0, 20.0, 20.0]]).repeat(count, 1),
@@ -48,21 +36,10 @@ def test_mask_agrees_with_mmdets_generator():
         )
         samples.append(sample)
     query_BND, _, _, meta = generator(samples)
-    mask_BN = denoising_query_mask(
-        boxes_per_image,
-        num_denoising=meta["num_denoising_queries"],
-        num_matching=5,
-    )
-    assert mask_BN is not None
-    assert torch.equal(
-        query_BND.abs().sum(-1) > 0, mask_BN[:, : meta["num_denoising_queries"]]
-    )
-    assert mask_BN[:, -5:].all()
-
-
-@pytest.mark.parametrize(("boxes", "queries"), [([2, 2], 8), ([0, 0], 0)])
-def test_no_mask_where_all_queries_are_real(boxes, queries):
-    assert denoising_query_mask(boxes, num_denoising=queries, num_matching=3) is None
+    # 20 / 4 boxes = 5 groups, positive and negative.
+    assert meta["num_denoising_queries"] == 40
+    first, last = [True, True, False, False] * 10, [True] * 40
+    assert real_query_mask(query_BND).tolist() == [first, [False] * 40, last]
 
 
 def test_experts_choose_no_queries_where_some_hold_the_ground_truth(
@@ -268,7 +245,7 @@ def test_auxiliary_queries_of_ddq_pass_the_experts_and_teach_no_router(
     for record in records.values():
         assert record.assignment.num_routes == 2 * 20 + 8 * (1 + 3)
     experts = [block.moe.experts for block in moe_blocks(detector)]
-    sum(v for k, v in losses.items() if k.startswith("aux_loss")).backward()
+    total({k: v for k, v in losses.items() if "_aux_loss" in k}).backward()
     assert any(bank.w2_EHD.grad.abs().sum() > 0 for bank in experts)
 
 
@@ -279,6 +256,6 @@ def test_ddq_with_one_expert_is_the_dense_detector(build_mmdet, make_batch, run_
     sparse.load_state_dict(dense.state_dict())
     batch = make_batch([0, 0])
     expected, losses = run_loss(dense, batch), run_loss(sparse, batch)
-    assert any(key.startswith("aux_") for key in expected)
+    assert any("_aux_loss" in key for key in expected)
     for key, value in expected.items():
         torch.testing.assert_close(losses[key], value, rtol=1e-4, atol=1e-5)
