@@ -64,28 +64,22 @@ def training_progress() -> float | None:
 def prepare_gates(
     blocks: Iterable[MoEFFN | MoEPatchConv], progress: float | None
 ) -> None:
-    """Tell gates with a ``balance`` or ``set_progress`` that a step begins.
+    """Tell gates that a step begins.
 
-    A balance takes in the load of the step before; ``set_progress`` hears how far the
-    training is. A step is one forward in training: with gradient accumulation every
-    micro-batch counts as one.
+    A step is one forward in training: with gradient accumulation every micro-batch
+    counts as one.
 
     Args:
         blocks: The MoE blocks of a detector.
-        progress: Share of the training that is done, in [0, 1]; None leaves the gates
-            as they are.
+        progress: Share of the training that is done, in [0, 1]; None where no runner
+            tells it.
     """
     for block in blocks:
-        gate = block.moe.gate
-        balance = getattr(gate, "balance", None)
-        if balance is not None:
-            balance.step()
-        if progress is not None and hasattr(gate, "set_progress"):
-            gate.set_progress(progress)
+        block.moe.gate.begin_step(progress)
 
 
 def gather_loads(blocks: Iterable[MoEFFN | MoEPatchConv]) -> None:
-    """Let gates with a ``balance`` sum the load of the forward over all processes.
+    """Let gates sum the load of the forward over all processes.
 
     A checkpoint may be written before the next step, and one process writes it for all.
 
@@ -93,9 +87,7 @@ def gather_loads(blocks: Iterable[MoEFFN | MoEPatchConv]) -> None:
         blocks: The MoE blocks of a detector.
     """
     for block in blocks:
-        balance = getattr(block.moe.gate, "balance", None)
-        if balance is not None:
-            balance.gather()
+        block.moe.gate.end_step()
 
 
 FIELDS = ("share", "iters", "loss")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, cast
 
-import torch
 from mmcv.cnn.bricks.drop import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from damex.models.context import RoutingContext
 from damex.models.fine_grained import SplitStart
 from damex.models.upcycling import upcycle
-from damex.moe import MoELayer, PatchConvExperts, real_patches, route_patches
+from damex.moe import MoELayer, Packing, PatchConvExperts, real_patches, route_patches
 
 __all__ = [
     "MoEFFN",
@@ -29,7 +28,7 @@ class MoEFFN(nn.Module):
     Args:
         moe: The layer.
         name: Name of the block in records and reports, for instance ``decoder.0``.
-        context: Where group ids and the token mask come from and records go to.
+        context: Where group ids and the packing come from and records go to.
         with_cp: Recompute the experts in the backward pass instead of keeping their
             activations. What the context holds is handed over as arguments, since the
             step is closed by then.
@@ -82,7 +81,7 @@ class MoEFFN(nn.Module):
             Tokens of the same shape; padded tokens keep their residual unchanged.
         """
         inputs: dict[str, Any] = dict(
-            token_mask_BN=self.context.token_mask_BN,
+            packing=self.context.packing,
             group_ids_B=self.context.group_ids_B,
             foreground_BN=self.context.foreground_BN,
         )
@@ -99,13 +98,9 @@ class MoEFFN(nn.Module):
         return (query_BND if identity_BND is None else identity_BND) + output_BND
 
     def _drop(self, output_BND: Tensor, drop_path: DropPath) -> Tensor:
-        mask_BN = self.context.token_mask_BN
-        if mask_BN is None:
-            rows_TD = drop_path(output_BND.flatten(0, 1))
-            return rows_TD.unflatten(0, output_BND.shape[:2])
         # Only real tokens draw, so that padding does not shift the random stream.
-        rows_VD = drop_path(output_BND[mask_BN])
-        return torch.zeros_like(output_BND).index_put((mask_BN,), rows_VD)
+        packing = self.context.packing or Packing.full(*output_BND.shape[:2])
+        return packing.unpack(drop_path(packing.pack(output_BND)))
 
 
 class MoEPatchConv(nn.Module):
@@ -149,14 +144,15 @@ class MoEPatchConv(nn.Module):
         """
         size = (map_BCHW.shape[2], map_BCHW.shape[3])
         share_B2 = self.context.image_share_B2
-        mask_BN = None
+        packing = None
         if share_B2 is not None:
             experts = cast(PatchConvExperts, self.moe.experts)
             mask_BN = real_patches(share_B2, size, experts.patch_size)
+            packing = Packing.of_mask(mask_BN)
         route = partial(
             route_patches,
             self.moe,
-            patch_mask_BN=mask_BN,
+            packing=packing,
             group_ids_B=self.context.group_ids_B,
         )
         if self.with_cp and self.training:

@@ -1,4 +1,4 @@
-"""RoutingContext: how dataset ids and token masks reach MoE layers inside mmdet."""
+"""RoutingContext: how dataset ids and packings reach MoE layers inside mmdet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from damex.models.queries import GroundTruth
-from damex.moe import RoutingRecord
+from damex.moe import Packing, RoutingRecord
 
 __all__ = ["RoutingContext"]
 
@@ -19,7 +19,7 @@ class RoutingContext:
 
     mmdet calls ``self.ffn(query)`` and hands over nothing else. So the detector opens
     a :meth:`step`, in it a :meth:`part` per transformer half, and the layers read the
-    group ids and the token mask here and leave their records here. Outside of a step
+    group ids and the packing here and leave their records here. Outside of a step
     the context is empty: nothing is left over for the next one.
 
     Shapes: B images, N tokens per image.
@@ -29,7 +29,7 @@ class RoutingContext:
         self._group_ids_B: Tensor | None = None
         self._ground_truth: GroundTruth | None = None
         self._image_share_B2: Tensor | None = None
-        self._token_mask_BN: Tensor | None = None
+        self._packing: Packing | None = None
         self._foreground_BN: Tensor | None = None
         self._records: dict[str, RoutingRecord] = {}
         self._open = False
@@ -45,9 +45,9 @@ class RoutingContext:
         return self._image_share_B2
 
     @property
-    def token_mask_BN(self) -> Tensor | None:
-        """True for real tokens; None where all are real."""
-        return self._token_mask_BN
+    def packing(self) -> Packing | None:
+        """Which tokens are real, made once for all layers; None where all are."""
+        return self._packing
 
     @property
     def foreground_BN(self) -> Tensor | None:
@@ -91,7 +91,7 @@ class RoutingContext:
             yield self
         finally:
             self._open, self._group_ids_B, self._records = False, None, {}
-            self._token_mask_BN = self._foreground_BN = None
+            self._packing = self._foreground_BN = None
             self._ground_truth = self._image_share_B2 = None
 
     @contextmanager
@@ -99,11 +99,13 @@ class RoutingContext:
         self, token_mask_BN: Tensor | None, foreground_BN: Tensor | None = None
     ) -> Iterator[None]:
         """Set the token mask and the foreground for the encoder or the decoder."""
-        self._token_mask_BN, self._foreground_BN = token_mask_BN, foreground_BN
+        if token_mask_BN is not None:
+            self._packing = Packing.of_mask(token_mask_BN)
+        self._foreground_BN = foreground_BN
         try:
             yield
         finally:
-            self._token_mask_BN = self._foreground_BN = None
+            self._packing = self._foreground_BN = None
 
     def snapshot(self) -> dict[str, Any]:
         """All that layers may read now, for a later :meth:`replay`."""

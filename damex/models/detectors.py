@@ -282,7 +282,7 @@ class MoEDETR(RoutedDetector, DETR):
 def _counts_foreground(detector: torch.nn.Module) -> bool:
     """Whether any routing loss asks which tokens are foreground."""
     losses = [loss for block in moe_blocks(detector) for loss in block.moe.losses]
-    return any(getattr(loss, "tokens", "all") == "foreground" for loss in losses)
+    return any(loss.tokens == "foreground" for loss in losses)
 
 
 def _group_ids(batch_data_samples: list, device: torch.device) -> Tensor | None:

@@ -36,7 +36,7 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
     for record in records.values():
         for name, value in record.losses.items():
             collected.setdefault(f"loss_moe_{name}", []).append(value)
-        if record.group_ids_T is not None and record.group_experts_GE is not None:
+        if record.group_ids_V is not None and record.group_experts_GE is not None:
             hits_G, tokens_G = own_expert_counts(record)
             hits.append(hits_G.sum())
             tokens.append(tokens_G.sum())
@@ -51,23 +51,20 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
     return result
 
 
-def count_tokens_BE(record: RoutingRecord, num_images: int) -> Tensor:
+def count_tokens_BE(record: RoutingRecord) -> Tensor:
     """Number of tokens of each image that have each expert as their first one.
 
     Args:
         record: Record of one layer.
-        num_images: Images in the batch (B).
 
     Returns:
         Integer tensor (B, E).
     """
-    num_experts = record.num_experts
-    expert_T = heaviest_expert(record)
-    image_T = torch.arange(num_images, device=expert_T.device).repeat_interleave(
-        len(expert_T) // num_images
-    )
-    routed_T = expert_T < num_experts
-    cells = image_T[routed_T] * num_experts + expert_T[routed_T]
+    num_images, num_experts = record.packing.num_images, record.num_experts
+    expert_V = heaviest_expert(record)
+    image_V = record.packing.spread(torch.arange(num_images, device=expert_V.device))
+    routed_V = expert_V < num_experts
+    cells = image_V[routed_V] * num_experts + expert_V[routed_V]
     counts = torch.bincount(cells, minlength=num_images * num_experts)
     return counts.view(num_images, num_experts)
 
@@ -86,8 +83,7 @@ def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
     if not records:
         return samples
     counts = {
-        name: count_tokens_BE(record, len(samples)).tolist()
-        for name, record in records.items()
+        name: count_tokens_BE(record).tolist() for name, record in records.items()
     }
     groups = _group_experts(next(iter(records.values())))
     for image, sample in enumerate(samples):

@@ -22,23 +22,19 @@ from damex.moe.gates import (
     DenseToSparseGate,
     ExpertCapacity,
     ExpertChoiceGate,
+    Gate,
     TopKGate,
 )
 from damex.moe.grouped import grouped_linear
-from damex.moe.layer import MoELayer, group_experts_mask
+from damex.moe.layer import Experts, MoELayer, Router, group_experts_mask
 from damex.moe.losses import (
     DatasetRoutingLoss,
     ImportanceLoss,
     LoadBalanceLoss,
     LoadLoss,
     RouterZLoss,
+    RoutingLoss,
     SeparateRouterLoss,
-    dataset_routing_loss,
-    importance_loss,
-    load_balance_loss,
-    load_loss,
-    router_z_loss,
-    separate_router_loss,
 )
 from damex.moe.metrics import (
     coefficient_of_variation,
@@ -61,14 +57,13 @@ from damex.moe.patches import (
     route_patches,
     split_patches,
 )
-from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
 from damex.moe.routers import (
     CosineRouter,
     HierarchicalRouter,
     LinearRouter,
     MLPRouter,
 )
-from damex.moe.routing import Assignment, RoutingRecord, expert_groups
+from damex.moe.routing import Assignment, Packing, RoutingRecord, expert_groups
 from damex.moe.split import (
     load_dense_split,
     repeat_router_rows,
@@ -101,6 +96,7 @@ __all__ = [
     "MLPRouter",
     "MoELayer",
     "NormalizedGD",
+    "Packing",
     "PatchConvExperts",
     "Router",
     "RouterZLoss",
@@ -113,7 +109,6 @@ __all__ = [
     "active_share",
     "check_gateable",
     "coefficient_of_variation",
-    "dataset_routing_loss",
     "dispatch_counts",
     "dispatch_entropy",
     "distinct_patterns",
@@ -128,10 +123,7 @@ __all__ = [
     "group_experts_mask",
     "grouped_linear",
     "heaviest_expert",
-    "importance_loss",
-    "load_balance_loss",
     "load_dense_split",
-    "load_loss",
     "merge_patches",
     "mutual_information",
     "own_expert_counts",
@@ -141,8 +133,6 @@ __all__ = [
     "real_patches",
     "repeat_router_rows",
     "route_patches",
-    "router_z_loss",
-    "separate_router_loss",
     "split_hidden_dims",
     "split_patches",
 ]

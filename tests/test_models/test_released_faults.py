@@ -46,7 +46,7 @@ def test_two_images_of_two_datasets_give_the_loss_of_each_image_on_its_own(
         # As many tokens each, so the mean over tokens is the mean over images.
         values = [record.losses["dataset_routing"] for _, record in alone]
         layers.append(torch.stack(values).mean())
-        logits = torch.stack([record.logits_TE for _, record in alone], dim=1)
+        logits = torch.stack([record.logits_VE for _, record in alone], dim=1)
         target = torch.tensor([2, 0]).repeat_interleave(logits.shape[0])
         mixed_up.append(0.1 * functional.cross_entropy(logits.flatten(0, 1), target))
     torch.testing.assert_close(loss, torch.stack(layers).mean())

@@ -1,6 +1,6 @@
-"""From images of tokens to one list of tokens.
+"""Top-k: every token chooses its experts.
 
-Axes: B images, N tokens per image, T = B*N tokens, E experts.
+Axes: V real tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -8,34 +8,17 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
-from damex.moe.routing import Assignment
-
-
-def flatten_images(
-    logits_BNE: Tensor, token_mask_BN: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Joins the tokens of all images, for gates to which images are all the same.
-
-    Args:
-        logits_BNE: Router logits.
-        token_mask_BN: True for real tokens; None when all are real.
-
-    Returns:
-        logits_TE: The tokens of image 0, then those of image 1, and so on.
-        token_mask_T: In the same order; None when all are real.
-    """
-    mask_T = None if token_mask_BN is None else token_mask_BN.flatten()
-    return logits_BNE.flatten(0, 1), mask_T
-
+from damex.moe.gates.base import Gate
+from damex.moe.routing import Assignment, Packing
 
 NOISES = ("gaussian", "uniform")
 WEIGHTS = ("softmax", "logit")
 
 
-class TopKGate(nn.Module):
+class TopKGate(Gate):
     """Sends each token to the K experts with the largest logits.
 
     The weight of a route is the softmax over all E experts, taken at the chosen expert
@@ -104,49 +87,59 @@ class TopKGate(nn.Module):
 
     @property
     def has_fixed_routes(self) -> bool:
-        """Whether all tokens that are routed get the same number of experts."""
+        """False only where a capacity may drop some of the k routes of a token."""
         return self.capacity is None or self.k == 1
 
-    def forward(
-        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
-    ) -> Assignment:
+    def begin_step(self, progress: float | None) -> None:
+        """Moves the bias by the load of the step before.
+
+        Args:
+            progress: Not read.
+        """
+        if self.balance is not None:
+            self.balance.step()
+
+    def end_step(self) -> None:
+        """Sums the load of the step over all processes."""
+        if self.balance is not None:
+            self.balance.all_reduce()
+
+    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Chooses experts and weights.
 
         Args:
-            logits_BNE: Clean router logits.
-            token_mask_BN: True for real tokens; the others get no route.
+            logits_VE: Clean router logits.
+            packing: Not read.
 
         Returns:
-            Routes over the flattened T = B*N tokens, K for each real token, less those
-            that find no place where there is a capacity.
+            K routes for each token, less those that go beyond a capacity.
 
         Raises:
             ValueError: If there are fewer than k experts.
         """
-        num_experts = logits_BNE.shape[-1]
+        del packing
+        num_experts = logits_VE.shape[-1]
         if self.k > num_experts:
             raise ValueError(
                 f"TopKGate: k={self.k} experts per token asked for, but there are only "
                 f"{num_experts} experts; lower k or raise num_experts"
             )
-        clean_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
-        noisy_TE = self._add_noise(clean_TE, mask_T)
+        noisy_VE = self._add_noise(logits_VE)
         # torch.topk may break ties differently on each device; a stable sort may not.
-        rank_by_TE = noisy_TE if self.balance is None else self.balance(noisy_TE)
-        sorted_ids_TE = torch.sort(rank_by_TE, dim=-1, descending=True, stable=True)[1]
-        ids_TK = sorted_ids_TE[:, : self.k]
-        scores_TE = noisy_TE if self.noisy_weights else clean_TE
+        rank_by_VE = noisy_VE if self.balance is None else self.balance(noisy_VE)
+        sorted_ids_VE = torch.sort(rank_by_VE, dim=-1, descending=True, stable=True)[1]
+        ids_VK = sorted_ids_VE[:, : self.k]
+        scores_VE = noisy_VE if self.noisy_weights else logits_VE
         assignment = Assignment.from_topk(
-            ids_TK,
-            self._weights(scores_TE, ids_TK),
+            ids_VK,
+            self._weights(scores_VE, ids_VK),
             num_experts=num_experts,
-            token_mask_T=mask_T,
         )
         if self.balance is not None and self.training:
             self.balance.observe(assignment.counts_E)
         if self.capacity is not None:
-            probs_TE = torch.softmax(noisy_TE, dim=-1)
-            assignment = self.capacity.apply(assignment, ids_TK, probs_TE)
+            probs_VE = torch.softmax(noisy_VE, dim=-1)
+            assignment = self.capacity.apply(assignment, ids_VK, probs_VE)
         return assignment
 
     def extra_repr(self) -> str:
@@ -158,32 +151,24 @@ class TopKGate(nn.Module):
             f"capacity={self.capacity}"
         )
 
-    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    def _weights(self, scores_VE: Tensor, ids_VK: Tensor) -> Tensor:
         if self.weights == "logit":
-            weights_TK = scores_TE.gather(1, ids_TK)
+            weights_VK = scores_VE.gather(1, ids_VK)
         elif self.renormalize:
             # Equal to dividing the K probabilities by their sum, but cannot be 0/0.
-            weights_TK = torch.softmax(scores_TE.gather(1, ids_TK), dim=-1)
+            weights_VK = torch.softmax(scores_VE.gather(1, ids_VK), dim=-1)
         else:
-            weights_TK = torch.softmax(scores_TE, dim=-1).gather(1, ids_TK)
-        return weights_TK * self.weight_scale
+            weights_VK = torch.softmax(scores_VE, dim=-1).gather(1, ids_VK)
+        return weights_VK * self.weight_scale
 
-    def _add_noise(self, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+    def _add_noise(self, logits_VE: Tensor) -> Tensor:
         if self.noise is None or not self.training:
-            return logits_TE
-        if mask_T is None:
-            return logits_TE + self._draw(logits_TE)
-        # Only real tokens draw, so that padding does not shift the random stream.
-        noise_TE = torch.zeros_like(logits_TE)
-        noise_TE[mask_T] = self._draw(logits_TE[mask_T])
-        return logits_TE + noise_TE
-
-    def _draw(self, like: Tensor) -> Tensor:
+            return logits_VE
+        draw, default = torch.randn_like, 1.0 / logits_VE.shape[-1]
         if self.noise == "uniform":
-            scale = 1.0 if self.noise_scale is None else self.noise_scale
-            return torch.rand_like(like) * scale
-        scale = 1.0 / like.shape[-1] if self.noise_scale is None else self.noise_scale
-        return torch.randn_like(like) * scale
+            draw, default = torch.rand_like, 1.0
+        scale = default if self.noise_scale is None else self.noise_scale
+        return logits_VE + draw(logits_VE) * scale
 
 
 def _check_noise(

@@ -14,6 +14,7 @@ from damex.moe import (
     FFNExperts,
     LinearRouter,
     MoELayer,
+    Packing,
     RoutingRecord,
     TopKGate,
     dropped_counts,
@@ -53,7 +54,7 @@ def test_places_of_each_expert(tokens, experts, factor, k, places):
 
 # Five tokens, all with expert 0 first; ceil(5 / 2) = 3 places.
 LEADS = torch.tensor([0.5, 3.0, 1.0, 2.0, 4.0])
-ONE_SIDED = torch.stack([LEADS, torch.zeros(5)], dim=-1).view(1, 5, 2)
+ONE_SIDED = torch.stack([LEADS, torch.zeros(5)], dim=-1).view(5, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,29 +70,19 @@ def test_who_is_served(priority, served, dropped):
 
 
 def test_equal_scores_are_served_in_order():
-    assignment = capped()(torch.zeros(1, 5, 2))
+    assignment = capped()(torch.zeros(5, 2))
     assert assignment.token_index_R.tolist() == [0, 1, 2]
 
 
 def test_places_are_shared_by_the_images_of_a_batch():
     # 2 x 5 tokens, 5 places: those of the leads 4, 4, 3, 3 and the first 2.
-    assignment = capped()(ONE_SIDED.expand(2, 5, 2))
+    assignment = capped()(ONE_SIDED.repeat(2, 1))
     assert assignment.token_index_R.tolist() == [1, 3, 4, 6, 9]
-
-
-def test_padded_tokens_take_no_place_and_make_none():
-    mask = torch.tensor([[True, False, True, True, False]])
-    logits = ONE_SIDED.clone()
-    logits[:, 1] = 99.0
-    assignment = capped()(logits, mask)
-    # Three real tokens: ceil(3 / 2) = 2 places, for the leads 2 and 1.
-    assert assignment.token_index_R.tolist() == [2, 3]
-    assert assignment.dropped.token_index_R.tolist() == [0]
 
 
 def test_first_choices_are_served_before_second_ones():
     # Token 0 is surer of everything, but expert 1 is its second choice.
-    logits = torch.tensor([[[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]]])
+    logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
     assignment = capped(factor=1.0, k=2)(logits)
     # ceil(3 / 3) = 1, times k: 2 places. Expert 1: first choices of tokens 1 and 2.
     assert pairs(assignment) == [(0, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
@@ -100,7 +91,7 @@ def test_first_choices_are_served_before_second_ones():
 
 
 def test_second_choices_are_dropped_on_their_own_and_weights_stay():
-    logits = torch.tensor([[[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]]])
+    logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
     free, limited = TopKGate(2)(logits), capped(factor=1.0, k=2)(logits)
     weights = dict(zip(pairs(free), free.weight_R.tolist(), strict=True))
     for routes in (limited, limited.dropped):
@@ -109,7 +100,7 @@ def test_second_choices_are_dropped_on_their_own_and_weights_stay():
 
 
 def test_room_for_all_changes_nothing():
-    logits = torch.randn(2, 30, 4)
+    logits = torch.randn(60, 4)
     free, limited = TopKGate(2)(logits), capped(factor=4.0, k=2)(logits)
     assert pairs(free) == pairs(limited)
     assert torch.equal(free.weight_R, limited.weight_R)
@@ -167,39 +158,34 @@ def test_the_share_of_dropped_tokens(layer):
 
 
 def test_a_good_router_leaves_one_expert_with_141_of_900_tokens():
-    logits = torch.zeros(1, 900, 8)
+    logits = torch.zeros(900, 8)
     logits[..., 3] = 5.0
     assignment = capped(factor=1.25)(logits)
     assert assignment.counts_E.tolist() == [0, 0, 0, 141, 0, 0, 0, 0]
-    record = RoutingRecord(logits[0], None, None, assignment)
+    record = RoutingRecord(logits, Packing.full(1, 900), assignment)
     assert dropped_share(record) == pytest.approx(1 - 141 / 900)
 
 
 def test_gradients_flow_through_the_served_routes_alone():
     logits = ONE_SIDED.clone().requires_grad_()
     capped()(logits).weight_R.sum().backward()
-    assert (logits.grad[0].abs().sum(-1) > 0).tolist() == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
+    has_grad_V = logits.grad.abs().sum(-1) > 0
+    assert has_grad_V.tolist() == [False, True, False, True, True]
 
 
 def test_a_detached_record_has_no_graph_in_its_dropped_routes():
     logits = ONE_SIDED.clone().requires_grad_()
     assignment = capped()(logits)
-    record = RoutingRecord(logits[0], None, None, assignment).detached()
+    record = RoutingRecord(logits, Packing.full(1, 5), assignment).detached()
     assert not record.assignment.dropped.weight_R.requires_grad
 
 
 def test_deterministic_and_equal_under_permutation_of_distinct_tokens():
     torch.manual_seed(3)
-    logits = torch.randn(1, 40, 4)
+    logits = torch.randn(40, 4)
     order = torch.randperm(40)
     first = capped(factor=0.5)(logits)
-    second = capped(factor=0.5)(logits[:, order])
+    second = capped(factor=0.5)(logits[order])
     served = order[second.token_index_R].tolist()
     assert sorted(served) == sorted(first.token_index_R.tolist())
 
@@ -250,10 +236,10 @@ def test_load_of_all_processes_counts(monkeypatch):
     assert balance.bias_E.tolist() == [1.0, -1.0]
 
 
-def test_a_gathered_load_is_closed_until_the_step():
+def test_a_summed_load_is_closed_until_the_step():
     balance = BiasBalancer(2, rate=1.0)
     balance.observe(torch.tensor([5, 1]))
-    balance.gather()
+    balance.all_reduce()
     assert balance.counts_E.tolist() == [5, 1]
     balance.observe(torch.tensor([0, 9]))  # as activation recomputation does
     balance.step()
@@ -263,19 +249,18 @@ def test_a_gathered_load_is_closed_until_the_step():
     assert balance.bias_E.tolist() == [0.0, 0.0]
 
 
-def test_only_training_counts_and_only_real_tokens():
+def test_only_training_counts():
     gate = TopKGate(1, balance=BiasBalancer(2))
-    logits = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]])
-    mask = torch.tensor([[True, True, False]])
-    gate(logits, mask)
+    logits = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    gate(logits[:2])
     gate.eval()(logits)
-    gate.balance.gather()
+    gate.balance.all_reduce()
     assert gate.balance.counts_E.tolist() == [1, 1]
 
 
 def test_a_collapsed_router_becomes_balanced():
     torch.manual_seed(0)
-    logits = torch.randn(1, 400, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0])
+    logits = torch.randn(400, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0])
     gate = TopKGate(1, balance=BiasBalancer(4, rate=0.01))
     assert gate(logits).counts_E.max() > 300
     for _ in range(200):
@@ -287,7 +272,7 @@ def test_a_collapsed_router_becomes_balanced():
 def test_a_resumed_balance_goes_on_with_the_load_it_had_seen():
     balance, resumed = BiasBalancer(2), BiasBalancer(2)
     balance.observe(torch.tensor([5, 1]))
-    balance.gather()
+    balance.all_reduce()
     resumed.load_state_dict(balance.state_dict())
     for one in (balance, resumed):
         one.step()
