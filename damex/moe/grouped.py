@@ -1,8 +1,6 @@
 """One linear map per expert over rows sorted by expert, and its back-ends.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
-F stands for the output width of one linear map.
+Axes: E experts, R rows, D input width and F output width of one linear map.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BACKENDS = ("auto", "split", "loop", "grouped_mm")
+BACKENDS = ("auto", "split", "grouped_mm")
 
 
 def grouped_linear(
@@ -31,7 +29,6 @@ def grouped_linear(
     rows (or all experts, when there are no rows) zero gradients, never None.
 
     - 'split': one `linear` per run; fastest on the CPU, reads `counts_E` on the host.
-    - 'loop': one `linear` per boolean mask; slow, the reference for tests.
     - 'grouped_mm': one kernel for all experts, nothing is read on the host.
     - 'auto': 'grouped_mm' for bfloat16 on CUDA devices that have the fast kernel,
       else 'split'.
@@ -53,8 +50,6 @@ def grouped_linear(
     # A compiled graph cannot ask: its number of rows may be known only when it runs.
     if backend == "grouped_mm" and (torch.compiler.is_compiling() or len(x_RD) > 0):
         return _grouped_mm_linear(x_RD, weight_EDF, bias_EF, counts_E)
-    if backend == "loop":
-        return _loop_linear(x_RD, weight_EDF, bias_EF, counts_E)
     return _split_linear(x_RD, weight_EDF, bias_EF, counts_E)
 
 
@@ -67,7 +62,7 @@ def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -
         backend: One of `BACKENDS`.
 
     Returns:
-        'split', 'loop' or 'grouped_mm'.
+        'split' or 'grouped_mm'.
 
     Raises:
         ValueError: If the back-end is unknown or cannot do this input.
@@ -157,20 +152,6 @@ def _split_linear(
         return functional.linear(rows_RD, weight_DF.t(), bias_F)
 
     return map_runs(linear, x_RD, (weight_EDF, bias_EF), counts_E)
-
-
-def _loop_linear(
-    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
-) -> Tensor:
-    num_rows, num_experts = x_RD.shape[0], weight_EDF.shape[0]
-    expert_index_R = _expert_of_row(counts_E, num_rows)
-    out_RF = torch.zeros(
-        num_rows, weight_EDF.shape[2], dtype=_compute_dtype(x_RD), device=x_RD.device
-    )
-    for e in range(num_experts):
-        mine_R = expert_index_R == e
-        out_RF[mine_R] = functional.linear(x_RD[mine_R], weight_EDF[e].t(), bias_EF[e])
-    return out_RF
 
 
 def _grouped_mm_linear(

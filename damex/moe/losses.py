@@ -213,7 +213,11 @@ class LoadLoss(RoutingLoss):
         """Refuses a gate that gives tokens different numbers of experts, too."""
         super().check_layer(gate=gate, num_groups=num_groups)
         if not gate.has_fixed_routes:
-            raise ValueError(_misfit(type(gate).__name__))
+            raise ValueError(
+                "LoadLoss: needs a gate that gives every token the same number of "
+                "experts, such as TopKGate (with k above 1, without a capacity), got "
+                f"{type(gate).__name__}; use LoadBalanceLoss or ImportanceLoss"
+            )
 
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
@@ -221,19 +225,11 @@ class LoadLoss(RoutingLoss):
         """See the base class."""
         k = record.assignment.routes_per_token
         if k is None:
-            raise ValueError(_misfit("different numbers"))
+            raise ValueError("LoadLoss: needs the same number of experts per token")
         std = 1.0 / record.num_experts if self.noise_std is None else self.noise_std
         threshold_V1 = torch.topk(logits_VE, k, dim=1).values[:, -1:]
         chance_VE = torch.special.ndtr((logits_VE - threshold_V1) / std)
         return _squared_cv(chance_VE.sum(0))
-
-
-def _misfit(got: str) -> str:
-    return (
-        "LoadLoss: needs a gate that gives every token the same number of experts, "
-        f"such as TopKGate (with k above 1, without a capacity), got {got}; use "
-        "LoadBalanceLoss or ImportanceLoss"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,24 +271,22 @@ class LoadBalanceLoss(RoutingLoss):
     ) -> Tensor:
         """See the base class."""
         routes = record.assignment
-        counts_E = _counts(routes, record, index_V)
+        counted_V = None if index_V is None else record.foreground_V
+        counts_E = _counts(routes, counted_V)
         if routes.dropped is not None:
-            counts_E = counts_E + _counts(routes.dropped, record, index_V)
-        scores_VE = logits_VE
+            counts_E = counts_E + _counts(routes.dropped, counted_V)
         if self.scores == "probability":
-            scores_VE = torch.softmax(logits_VE, dim=1)
-        score_E = scores_VE.sum(0) / max(scores_VE.shape[0], 1)
+            logits_VE = torch.softmax(logits_VE, dim=1)
+        score_E = logits_VE.sum(0) / max(logits_VE.shape[0], 1)
         fraction_E = counts_E.to(score_E.dtype) / counts_E.sum().clamp_min(1)
         return counts_E.shape[0] * (fraction_E * score_E).sum()
 
 
-def _counts(
-    routes: Assignment, record: RoutingRecord, index_V: Tensor | None
-) -> Tensor:
+def _counts(routes: Assignment, counted_V: Tensor | None) -> Tensor:
     """Routes of each expert that start at tokens that count."""
-    if index_V is None or record.foreground_V is None:
+    if counted_V is None:
         return routes.counts_E
-    counts_R = record.foreground_V.index_select(0, routes.token_index_R)
+    counts_R = counted_V.index_select(0, routes.token_index_R)
     zeros_E = torch.zeros_like(routes.counts_E)
     return zeros_E.scatter_add(0, routes.expert_index_R, counts_R.to(zeros_E.dtype))
 
@@ -387,15 +381,14 @@ class SeparateRouterLoss(RoutingLoss):
                 "SeparateRouterLoss: pairs must be a list of pairs such as [(0, 1)], "
                 f"not empty, or None for all, got {self.pairs!r}"
             )
-        end = sys.maxsize if num_groups is None else num_groups
-        known = "[0, G)" if num_groups is None else f"[0, {num_groups})"
+        end = num_groups or sys.maxsize
         for pair in self.pairs:
             is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
             inside = is_pair and all(type(n) is int and 0 <= n < end for n in pair)
             if not inside or pair[0] == pair[1]:
                 raise ValueError(
-                    "SeparateRouterLoss: pairs must name two different groups in "
-                    f"{known}, got {pair!r}"
+                    "SeparateRouterLoss: pairs must name two different groups in [0, "
+                    f"{num_groups or 'G'}), got {pair!r}"
                 )
 
 

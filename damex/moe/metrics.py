@@ -72,19 +72,6 @@ def mutual_information(counts_GE: Tensor) -> Tensor:
     return (torch.xlogy(probs_GE, probs_GE) - torch.xlogy(probs_GE, outer_GE)).sum()
 
 
-def expert_load(record: RoutingRecord) -> Tensor:
-    """Share of the routes that each expert gets.
-
-    Args:
-        record: Record of one forward.
-
-    Returns:
-        load_E: float64, sums to 1 (all zeros without routes).
-    """
-    counts_E = record.assignment.counts_E.double()
-    return counts_E / counts_E.sum().clamp_min(1)
-
-
 def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """Counts the routes that found no place at their expert; for k=1 they are tokens.
 

@@ -271,13 +271,6 @@ class Assignment:
         """
         return dataclasses.replace(self._subset(keep_R), dropped=self._subset(~keep_R))
 
-    def detached(self) -> Assignment:
-        """The same routes with weights cut off from the autograd graph."""
-        dropped = None if self.dropped is None else self.dropped.detached()
-        return dataclasses.replace(
-            self, weight_R=self.weight_R.detach(), dropped=dropped
-        )
-
     def _subset(self, mask_R: Tensor) -> Assignment:
         index_R = mask_R.nonzero().squeeze(1)  # in order, so still sorted
         expert_index_R = self.expert_index_R.index_select(0, index_R)
@@ -373,15 +366,6 @@ class RoutingRecord:
     def num_experts(self) -> int:
         """E."""
         return self.logits_VE.shape[1]
-
-    def detached(self) -> RoutingRecord:
-        """A copy without autograd graph, safe to keep in hooks and metrics."""
-        return dataclasses.replace(
-            self,
-            logits_VE=self.logits_VE.detach(),
-            assignment=self.assignment.detached(),
-            losses={name: loss.detach() for name, loss in self.losses.items()},
-        )
 
 
 def expert_groups(num_groups: int, num_experts: int) -> tuple[tuple[int, ...], ...]:

@@ -69,12 +69,6 @@ MISTAKES = [
         "factor must be above 0",
     ),
     (
-        dict(gate=dict(capacity=dict(type="ExpertCapacity", priority="best"))),
-        "moe.gate.capacity.priority",
-        "'best'",
-        "'score' or 'order'",
-    ),
-    (
         dict(gate=dict(capacity=dict(factor=1.25))),
         "moe.gate.capacity",
         "unknown type 'None'",

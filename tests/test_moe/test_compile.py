@@ -105,7 +105,8 @@ def run(function, layer, tokens, mask):
     )
     (out.square().sum() + sum(record.losses.values())).backward()
     grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
-    return out.detach(), record.detached().losses, grads
+    losses = {name: loss.detach() for name, loss in record.losses.items()}
+    return out.detach(), losses, grads
 
 
 def tokens_BND(seed=1):

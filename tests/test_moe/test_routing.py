@@ -154,16 +154,6 @@ def test_no_tokens():
     assert none.combine(torch.zeros(0, 4)).shape == (0, 4)
 
 
-def test_detached_cuts_the_graph_and_keeps_the_routes():
-    weights = torch.rand(3, 1, requires_grad=True)
-    ids = torch.tensor([[1], [0], [1]])
-    assignment = Assignment.from_topk(ids, weights, num_experts=2)
-    detached = assignment.detached()
-    assert assignment.weight_R.requires_grad
-    assert not detached.weight_R.requires_grad
-    assert torch.equal(detached.token_index_R, assignment.token_index_R)
-
-
 def test_errors_name_what_is_wrong():
     ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     with pytest.raises(ValueError, match=r"\(3, 1\) and \(2, 1\)"):
@@ -243,21 +233,6 @@ def test_a_mask_has_to_be_bool():
         Packing.of_mask(torch.ones(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"of shape \(3,\)"):
         Packing.of_mask(MASK_BN[0])
-
-
-def test_detached_has_no_graph_and_leaves_the_original_alone():
-    record = make_record()
-    detached = record.detached()
-    tensors = [
-        detached.logits_VE,
-        detached.assignment.weight_R,
-        detached.losses["a"],
-        detached.probs_VE,
-    ]
-    assert not any(tensor.requires_grad for tensor in tensors)
-    assert record.losses["a"].requires_grad
-    assert record.assignment.weight_R.requires_grad
-    assert torch.equal(detached.group_ids_V, record.group_ids_V)
 
 
 def test_frozen():

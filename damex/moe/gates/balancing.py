@@ -6,14 +6,11 @@ Axes: V real tokens, E experts, K experts per token, R routes (token-expert pair
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, distributed, nn
 
 from damex.moe.routing import Assignment
-
-PRIORITIES = ("score", "order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,8 @@ class ExpertCapacity:
     counts the real tokens of the whole batch, and E the experts. Routes that find no
     place are dropped and kept apart in `Assignment.dropped`; a token without any route
     left passes the layer on its residual alone. First choices of all tokens are served
-    before second ones.
+    before second ones, and of these the tokens with the highest probability of their
+    first choice (batch-priority routing of V-MoE, arXiv 2106.05974).
 
     The same factor holds in evaluation. The places are shared by a batch, so with a
     capacity an image's result depends on the other images of its batch: the one option
@@ -37,26 +35,17 @@ class ExpertCapacity:
 
     Attributes:
         factor: Places per expert over those that perfect balance would need; above 0.
-        priority: Who is served first: 'score' for tokens with the highest probability
-            of their first choice (batch-priority routing of V-MoE, arXiv
-            2106.05974), 'order' for tokens that come first in the batch.
 
     Raises:
-        ValueError: If the factor is not positive or the priority is unknown.
+        ValueError: If the factor is not positive.
     """
 
     factor: float = 1.25
-    priority: Literal["score", "order"] = "score"
 
     def __post_init__(self) -> None:
         if not self.factor > 0.0:
             raise ValueError(
                 f"ExpertCapacity: factor must be above 0, got {self.factor}"
-            )
-        if self.priority not in PRIORITIES:
-            raise ValueError(
-                f"ExpertCapacity: unknown priority {self.priority!r}; use one of "
-                f"{PRIORITIES}"
             )
 
     def places(self, num_tokens: int, num_experts: int, *, k: int) -> int:
@@ -92,11 +81,9 @@ class ExpertCapacity:
         is_choice_RK = ids_VK.index_select(0, tokens_R) == experts_R.unsqueeze(1)
         # Routes come sorted by expert and token. Stable sorts, from the last key to the
         # first, put them in the order of service: expert, choice, score, token.
-        order_R = torch.arange(assignment.num_routes, device=tokens_R.device)
-        if self.priority == "score":
-            first_V = probs_VE.detach().gather(1, ids_VK[:, :1]).squeeze(1)
-            score_R = first_V.index_select(0, tokens_R)
-            order_R = torch.argsort(score_R, descending=True, stable=True)
+        first_V = probs_VE.detach().gather(1, ids_VK[:, :1]).squeeze(1)
+        score_R = first_V.index_select(0, tokens_R)
+        order_R = torch.argsort(score_R, descending=True, stable=True)
         for key_R in (is_choice_RK.int().argmax(1), experts_R):
             step_R = torch.argsort(key_R.index_select(0, order_R), stable=True)
             order_R = order_R.index_select(0, step_R)

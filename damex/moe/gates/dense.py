@@ -5,15 +5,11 @@ Axes: V real tokens, E experts, R routes (token-expert pairs).
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, Packing
-
-SCHEDULES = ("exponential", "linear")
 
 
 class DenseToSparseGate(Gate):
@@ -29,8 +25,8 @@ class DenseToSparseGate(Gate):
     1 / (E - end_k + 1) of the training and in evaluation. The threshold may still drop
     more; with `threshold=0.0` every token then has exactly `end_k` routes.
 
-    tau follows the training progress p in [0, 1]: start * (end / start)^p, or start +
-    (end - start) * p. `begin_step` tells it; p is kept in the checkpoint, so that
+    tau follows the training progress p in [0, 1]: start * (end / start)^p. `begin_step`
+    tells it; p is kept in the checkpoint, so that
     evaluation uses the temperature that was trained last.
 
     Unless all routes are kept (`threshold=0.0` and no `end_k`) their number depends on
@@ -43,7 +39,6 @@ class DenseToSparseGate(Gate):
     Args:
         start_temperature: tau at p = 0, above 0.
         end_temperature: tau at p = 1, above 0.
-        schedule: 'exponential' or 'linear'.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
         end_k: Most experts of a token at p = 1; None for no such limit.
         learn_scale: Whether tau is the scheduled one times a learned positive factor,
@@ -51,8 +46,8 @@ class DenseToSparseGate(Gate):
             with the router).
 
     Raises:
-        ValueError: If a temperature is not positive, the schedule is unknown, the
-            threshold is not in [0, 1) or `end_k` is not a positive integer.
+        ValueError: If a temperature is not positive, the threshold is not in [0, 1) or
+            `end_k` is not a positive integer.
     """
 
     progress: Tensor
@@ -62,7 +57,6 @@ class DenseToSparseGate(Gate):
         *,
         start_temperature: float = 2.0,
         end_temperature: float = 0.1,
-        schedule: Literal["exponential", "linear"] = "exponential",
         threshold: float = 0.01,
         end_k: int | None = None,
         learn_scale: bool = False,
@@ -72,11 +66,6 @@ class DenseToSparseGate(Gate):
             raise ValueError(
                 "DenseToSparseGate: temperatures must be above 0, got "
                 f"{start_temperature} at the start and {end_temperature} at the end"
-            )
-        if schedule not in SCHEDULES:
-            raise ValueError(
-                f"DenseToSparseGate: unknown schedule {schedule!r}; "
-                f"use one of {SCHEDULES}"
             )
         if not 0.0 <= threshold < 1.0:
             raise ValueError(
@@ -89,7 +78,6 @@ class DenseToSparseGate(Gate):
             )
         self.start_temperature = start_temperature
         self.end_temperature = end_temperature
-        self.schedule = schedule
         self.threshold = threshold
         self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
@@ -105,10 +93,7 @@ class DenseToSparseGate(Gate):
     def temperature(self) -> Tensor:
         """The tau of the present progress, a scalar."""
         start, end = self.start_temperature, self.end_temperature
-        if self.schedule == "linear":
-            scheduled = start + (end - start) * self.progress
-        else:
-            scheduled = start * (end / start) ** self.progress
+        scheduled = start * (end / start) ** self.progress
         return scheduled if self.log_scale is None else scheduled * self.log_scale.exp()
 
     def limit(self, num_experts: int) -> Tensor:
@@ -195,7 +180,7 @@ class DenseToSparseGate(Gate):
         """Options, for `print(module)`."""
         return (
             f"start_temperature={self.start_temperature}, "
-            f"end_temperature={self.end_temperature}, schedule={self.schedule!r}, "
+            f"end_temperature={self.end_temperature}, "
             f"threshold={self.threshold}, end_k={self.end_k}, "
             f"learn_scale={self.log_scale is not None}"
         )
