@@ -1,7 +1,6 @@
 """Losses on the routing of a layer.
 
-Each is a scalar, at least float32, and zero but attached to the graph when no token
-counts.
+Each is a scalar, zero but attached to the graph when no token counts.
 
 Axes: V tokens that count, E experts, G dataset groups, P pairs of them.
 """
@@ -42,7 +41,6 @@ class RoutingLoss:
     """
 
     needs_groups: ClassVar[bool] = False
-
     weight: float
     name: str
     tokens: TokenChoice = "all"
@@ -84,8 +82,8 @@ class RoutingLoss:
         Raises:
             ValueError: If the record lacks what the loss reads.
         """
-        wide = torch.promote_types(record.logits_VE.dtype, torch.float32)
-        logits_VE = record.logits_VE.to(wide)
+        dtype = torch.promote_types(record.logits_VE.dtype, torch.float32)
+        logits_VE = record.logits_VE.to(dtype)
         if self.tokens == "all":
             return self.compute(logits_VE, record, None)
         if record.foreground_V is None:
@@ -100,7 +98,7 @@ class RoutingLoss:
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """Computes the loss.
+        """Computes the unweighted loss.
 
         Args:
             logits_VE: Clean router logits of the tokens that count, float32 or wider.
@@ -215,8 +213,8 @@ class LoadLoss(RoutingLoss):
         if not gate.has_fixed_routes:
             raise ValueError(
                 "LoadLoss: needs a gate that gives every token the same number of "
-                "experts, such as TopKGate (with k above 1, without a capacity), got "
-                f"{type(gate).__name__}; use LoadBalanceLoss or ImportanceLoss"
+                f"experts, got {type(gate).__name__}; use TopKGate without a capacity, "
+                "or LoadBalanceLoss or ImportanceLoss"
             )
 
     def compute(
@@ -226,7 +224,7 @@ class LoadLoss(RoutingLoss):
         k = record.assignment.routes_per_token
         if k is None:
             raise ValueError("LoadLoss: needs the same number of experts per token")
-        std = 1.0 / record.num_experts if self.noise_std is None else self.noise_std
+        std = self.noise_std or 1.0 / record.num_experts
         threshold_V1 = torch.topk(logits_VE, k, dim=1).values[:, -1:]
         chance_VE = torch.special.ndtr((logits_VE - threshold_V1) / std)
         return _squared_cv(chance_VE.sum(0))
@@ -295,7 +293,7 @@ def _counts(routes: Assignment, counted_V: Tensor | None) -> Tensor:
 class RouterZLoss(RoutingLoss):
     """Mean over tokens of logsumexp(z_v)^2 (ST-MoE, arXiv 2202.08906, eq. 5).
 
-    Keeps logits small, so that rounding matters less.
+    It keeps logits small, so that rounding matters less.
 
     Attributes:
         weight: 0.001 in ST-MoE.
@@ -309,7 +307,7 @@ class RouterZLoss(RoutingLoss):
     ) -> Tensor:
         """See the base class."""
         squares_V = torch.logsumexp(logits_VE, dim=1).square()
-        return squares_V.sum() / max(squares_V.shape[0], 1)
+        return squares_V.sum() / max(len(squares_V), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +341,7 @@ class SeparateRouterLoss(RoutingLoss):
         self._check_pairs(None)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
-        """Refuses pairs of groups that the layer does not have, too."""
+        """Refuses one group and pairs of unknown groups, too."""
         super().check_layer(gate=gate, num_groups=num_groups)
         if num_groups == 1:
             raise ValueError(

@@ -166,11 +166,11 @@ MISTAKES = [
             allowed,
         )
         for pairs, got, allowed in [
-            ([0, 1], "got 0", "two different classes"),
+            ([0, 1], "got 0", "two different groups"),
             ([(0, 9)], "got (0, 9)", "in [0, 2)"),
-            ([(1, 1)], "got (1, 1)", "two different classes"),
-            ([(0, -1)], "got (0, -1)", "two different classes"),
-            ([(0, "a")], "got (0, 'a')", "two different classes"),
+            ([(1, 1)], "got (1, 1)", "two different groups"),
+            ([(0, -1)], "got (0, -1)", "two different groups"),
+            ([(0, "a")], "got (0, 'a')", "two different groups"),
             ([], "got []", "such as [(0, 1)]"),
             ("01", "got '01'", "such as [(0, 1)]"),
             (1, "got 1", "such as [(0, 1)]"),
