@@ -10,8 +10,8 @@ from torch import Tensor
 from damex.moe import (
     RoutingRecord,
     dropped_counts,
-    heaviest_expert,
-    own_expert_counts,
+    routing_hits,
+    top1_expert,
 )
 
 __all__ = ["attach_routing", "count_tokens_BE", "routing_losses"]
@@ -25,11 +25,11 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
 
     Returns:
         ``loss_moe_<name>``: the weighted loss, mean over the layers that have it
-        (DAMEX: 1/|L| sum over L). ``moe_own_share``: share of tokens whose first expert
-        belongs to their dataset's group, in [0, 1], where groups are known.
-        ``moe_dropped_share``: share of tokens (with k above 1, of token-expert pairs)
-        that experts had no place for, where there is a capacity. A dropped token has
-        no first expert.
+        (DAMEX: 1/|L| sum over L). ``moe_routing_accuracy``: share of tokens whose first
+        expert belongs to their dataset's group, in [0, 1], where groups are known.
+        ``moe_drop_rate``: share of tokens (with k above 1, of token-expert pairs)
+        beyond the capacity of experts, where there is one. A dropped token has no first
+        expert.
     """
     collected: dict[str, list[Tensor]] = {}
     hits, tokens = [], []
@@ -37,17 +37,19 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
         for name, value in record.losses.items():
             collected.setdefault(f"loss_moe_{name}", []).append(value)
         if record.group_ids_V is not None and record.group_experts_GE is not None:
-            hits_G, tokens_G = own_expert_counts(record)
+            hits_G, tokens_G = routing_hits(record)
             hits.append(hits_G.sum())
             tokens.append(tokens_G.sum())
     result = {name: torch.stack(v).mean() for name, v in collected.items()}
     if hits:
-        result["moe_own_share"] = torch.stack(hits).sum() / torch.stack(tokens).sum()
+        result["moe_routing_accuracy"] = (
+            torch.stack(hits).sum() / torch.stack(tokens).sum()
+        )
     limited = [r for r in records.values() if r.assignment.dropped is not None]
     if limited:
         pairs = [torch.stack(dropped_counts(record)) for record in limited]
         dropped, asked = torch.stack(pairs).sum(0)
-        result["moe_dropped_share"] = dropped / asked.clamp_min(1)
+        result["moe_drop_rate"] = dropped / asked.clamp_min(1)
     return result
 
 
@@ -61,7 +63,7 @@ def count_tokens_BE(record: RoutingRecord) -> Tensor:
         Integer tensor (B, E).
     """
     num_images, num_experts = record.packing.num_images, record.num_experts
-    expert_V = heaviest_expert(record)
+    expert_V = top1_expert(record)
     image_V = record.packing.spread(torch.arange(num_images, device=expert_V.device))
     routed_V = expert_V < num_experts
     cells = image_V[routed_V] * num_experts + expert_V[routed_V]

@@ -16,7 +16,7 @@ from damex.moe.grouped import (
     check_backend,
     choose_backend,
     grouped_linear,
-    map_runs,
+    map_segments,
     spread_over_rows,
 )
 
@@ -200,7 +200,7 @@ class FFNExperts(nn.Module):
                 target.add_(torch.randn_like(target), alpha=noise_std)
 
     def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its run of rows.
+        """Applies each expert to its segment of rows.
 
         Args:
             tokens_RD: Rows sorted by expert.
@@ -216,7 +216,7 @@ class FFNExperts(nn.Module):
             parameters = [self.w1_EDH, self.b1_EH, self.w2_EHD, self.b2_ED]
             if self.slope_E1 is not None:
                 parameters.append(self.slope_E1)
-            return map_runs(self._one_expert, tokens_RD, parameters, counts_E)
+            return map_segments(self._one_expert, tokens_RD, parameters, counts_E)
         hidden_RH = grouped_linear(
             tokens_RD, self.w1_EDH, self.b1_EH, counts_E, backend=backend
         )

@@ -23,12 +23,13 @@ def grouped_linear(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Applies expert e's linear map to the e-th run of rows.
+    """Applies expert e's linear map to the e-th segment of rows.
 
     All back-ends give the same result, run under autocast, and give experts without
     rows (or all experts, when there are no rows) zero gradients, never None.
 
-    - 'split': one `linear` per run; fastest on the CPU, reads `counts_E` on the host.
+    - 'split': one `linear` per segment; fastest on the CPU, reads the counts on the
+      host.
     - 'grouped_mm': one kernel for all experts, nothing is read on the host.
     - 'auto': 'grouped_mm' for bfloat16 on CUDA devices that have the fast kernel,
       else 'split'.
@@ -92,19 +93,19 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"grouped_linear: unknown backend {backend!r}; {BACKENDS=}")
 
 
-def map_runs(
+def map_segments(
     function: Callable[..., Tensor],
     x_RD: Tensor,
     parameters: Sequence[Tensor],
     counts_E: Tensor,
 ) -> Tensor:
-    """Applies `function(rows, *parameters_of_e)` to each expert's run of rows.
+    """Applies `function(rows, *parameters_of_e)` to each expert's segment of rows.
 
-    Empty runs are skipped, which costs their experts nothing and gives them zero
+    Empty segments are skipped, which costs their experts nothing and gives them zero
     gradients. Reads the counts on the host, unless there is one expert only.
 
     Args:
-        function: Row-wise map from one run of rows and one expert's parameters.
+        function: Row-wise map from one segment of rows and one expert's parameters.
         x_RD: Rows sorted by expert.
         parameters: Tensors whose first axis is E.
         counts_E: Rows of each expert, int64; must sum to R.
@@ -120,13 +121,13 @@ def map_runs(
     # Without any row expert 0 maps an empty slice, which ties all parameters to the
     # graph: unbind gives the experts that are left out zero gradients.
     used = [e for e, size in enumerate(sizes) if size > 0] or [0]
-    runs = x_RD.split(sizes)
-    outs = [function(runs[e], *(slices[e] for slices in unbound)) for e in used]
+    segments = x_RD.split(sizes)
+    outs = [function(segments[e], *(slices[e] for slices in unbound)) for e in used]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
-    """Repeats each expert's values for every row of its run.
+    """Repeats each expert's values for every row of its segment.
 
     One-hot rows times the values is deterministic in the backward pass, where a gather
     would add with atomics.
@@ -151,7 +152,7 @@ def _split_linear(
     def linear(rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor) -> Tensor:
         return functional.linear(rows_RD, weight_DF.t(), bias_F)
 
-    return map_runs(linear, x_RD, (weight_EDF, bias_EF), counts_E)
+    return map_segments(linear, x_RD, (weight_EDF, bias_EF), counts_E)
 
 
 def _grouped_mm_linear(

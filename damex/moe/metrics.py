@@ -73,7 +73,7 @@ def mutual_information(counts_GE: Tensor) -> Tensor:
 
 
 def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Counts the routes that found no place at their expert; for k=1 they are tokens.
+    """Counts the routes beyond the capacity of their expert; for k=1 they are tokens.
 
     Args:
         record: Record of one forward.
@@ -90,8 +90,8 @@ def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     return dropped, served + dropped
 
 
-def dropped_share(record: RoutingRecord) -> Tensor:
-    """Share of routes, for k=1 of tokens, that found no place at their expert.
+def drop_rate(record: RoutingRecord) -> Tensor:
+    """Share of routes, for k=1 of tokens, beyond the capacity of their expert.
 
     Args:
         record: Record of one forward.
@@ -117,7 +117,7 @@ def coefficient_of_variation(load_E: Tensor) -> Tensor:
     return torch.where(mean > 0, std / mean, torch.zeros_like(mean))
 
 
-def own_expert_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
+def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """Counts the tokens whose heaviest route goes to an expert of their own group.
 
     Ties of weight go to the lowest expert id. A token without routes is no hit.
@@ -134,9 +134,9 @@ def own_expert_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """
     group_ids_V = _group_ids(record)
     if record.group_experts_GE is None:
-        raise ValueError("own_expert_counts: the layer has no group_experts")
+        raise ValueError("routing_hits: the layer has no group_experts")
     num_groups, num_experts = record.group_experts_GE.shape
-    top_V = heaviest_expert(record)
+    top_V = top1_expert(record)
     row_V = group_ids_V + 1
     # One more row for unknown groups, one more column for tokens without a route.
     own = torch.zeros(
@@ -149,7 +149,7 @@ def own_expert_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     return hits[1:], tokens[1:]
 
 
-def own_expert_share(record: RoutingRecord) -> Tensor:
+def routing_accuracy(record: RoutingRecord) -> Tensor:
     """Share of each group's tokens whose heaviest route stays in the group.
 
     Args:
@@ -161,11 +161,11 @@ def own_expert_share(record: RoutingRecord) -> Tensor:
     Raises:
         ValueError: If the record has no group ids or no group-expert map.
     """
-    hits_G, tokens_G = own_expert_counts(record)
+    hits_G, tokens_G = routing_hits(record)
     return hits_G.double() / tokens_G
 
 
-def heaviest_expert(record: RoutingRecord) -> Tensor:
+def top1_expert(record: RoutingRecord) -> Tensor:
     """The expert of each token's heaviest route.
 
     Ties of weight go to the lowest expert id.

@@ -125,7 +125,7 @@ def _move(bank: list[nn.Parameter], *, lr: float, norm: str) -> None:
         parameter.sub_(step.view_as(parameter).to(parameter.dtype))
 
 
-class JoinedOptimizer(Optimizer):
+class ChainedOptimizer(Optimizer):
     """Steps two optimisers of different parameters as one.
 
     Its parameter groups are those of the first and then those of the second, the same
@@ -179,7 +179,7 @@ class JoinedOptimizer(Optimizer):
         """Loads groups and state of both.
 
         Args:
-            state_dict: Of a `JoinedOptimizer` of the same parameters.
+            state_dict: Of a `ChainedOptimizer` of the same parameters.
         """
         super().load_state_dict(state_dict)
         self._share()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe.grouped import map_runs
+from damex.moe.grouped import map_segments
 from damex.moe.layer import MoELayer
 from damex.moe.routing import Packing, RoutingRecord
 
@@ -172,7 +172,7 @@ class PatchConvExperts(nn.Module):
         nn.init.normal_(self.weight_EOCKK, std=math.sqrt(2.0 / fan_out))
 
     def forward(self, patches_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its run of patches.
+        """Applies each expert to its segment of patches.
 
         Args:
             patches_RD: Flattened patches, with their halo if there is one, sorted by
@@ -184,7 +184,7 @@ class PatchConvExperts(nn.Module):
         """
         height, width = (side + 2 * self.halo for side in self.patch_size)
         patches = patches_RD.unflatten(1, (self.in_channels, height, width))
-        out = map_runs(self._convolve, patches, [self.weight_EOCKK], counts_E)
+        out = map_segments(self._convolve, patches, [self.weight_EOCKK], counts_E)
         return out.flatten(1)
 
     def extra_repr(self) -> str:

@@ -124,9 +124,9 @@ class Assignment:
         num_tokens: V.
         routes_per_token: K when every token that has a route has exactly K of them,
             else None. Known K makes `combine` deterministic on every device.
-        dropped: Routes that were chosen and found no place at their expert, see
-            `ExpertCapacity`; None where experts take any number. The others of these
-            attributes do not count them.
+        dropped: Routes that were chosen and went beyond the capacity of their expert
+            (see `ExpertCapacity`); None where experts take any number. The others of
+            these attributes do not count them.
     """
 
     token_index_R: Tensor

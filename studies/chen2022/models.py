@@ -25,7 +25,7 @@ from damex.moe import (
     RoutingRecord,
     TopKGate,
 )
-from damex.moe.grouped import map_runs
+from damex.moe.grouped import map_segments
 from studies.cluster_data import (
     SETTINGS,
     ClusterSamples,
@@ -157,7 +157,7 @@ class PatchwiseExperts(nn.Module):
         if self.bias_EF is not None:
             parameters.append(self.bias_EF)
         expert = self._linear if self.activation == "identity" else self._nonlinear
-        return map_runs(expert, tokens_RX, parameters, counts_E)
+        return map_segments(expert, tokens_RX, parameters, counts_E)
 
     def _nonlinear(
         self, rows_RX: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None

@@ -20,8 +20,8 @@ from damex.moe import (
     MoELayer,
     TopKGate,
     dataset_routing_loss,
-    dropped_share,
-    own_expert_counts,
+    drop_rate,
+    routing_hits,
 )
 from studies.cluster_data import ClusterTask
 from studies.damex2023.mixing import damex_layer
@@ -240,7 +240,7 @@ def _quality(
     record = layer.route(tokens_BND, group_ids_B=datasets_B)
     dropless = TopKGate()(record.logits_TE.unflatten(0, tokens_BND.shape[:2]))
     record = replace(record, assignment=dropless)
-    hits_G, tokens_G = own_expert_counts(record)
+    hits_G, tokens_G = routing_hits(record)
     own_T = datasets_B.repeat_interleave(tokens_BND.shape[1])
     own_prob_T = record.probs_TE.gather(1, own_T.unsqueeze(1))
     share = hits_G.sum() / tokens_G.sum()
@@ -252,7 +252,6 @@ def _dropped(layer: MoELayer, tokens_BND: Tensor) -> float:
     """Dropped tokens in percent, one image per device."""
     layer.eval()
     shares = [
-        dropped_share(layer.route(image_ND.unsqueeze(0))).item()
-        for image_ND in tokens_BND
+        drop_rate(layer.route(image_ND.unsqueeze(0))).item() for image_ND in tokens_BND
     ]
     return 100.0 * sum(shares) / len(shares)

@@ -72,7 +72,7 @@ def test_damex_on_patches_trains_a_detector(build, make_batch, with_cp):
     total.backward()
     for name, parameter in block.named_parameters():
         assert parameter.grad.abs().sum() > 0, name
-    assert 0.0 <= losses["moe_own_share"] <= 1.0
+    assert 0.0 <= losses["moe_routing_accuracy"] <= 1.0
 
 
 @pytest.mark.parametrize("mode", ["predict", "tensor"])

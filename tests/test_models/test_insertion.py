@@ -234,7 +234,7 @@ def test_tokens_learn_to_go_to_the_experts_of_their_group(
         optimizer.zero_grad()
         losses["loss_moe_dataset_routing"].backward()
         optimizer.step()
-    assert losses["moe_own_share"] > 0.95
+    assert losses["moe_routing_accuracy"] > 0.95
     detector.eval()
     data = detector.data_preprocessor(copy.deepcopy(batch), False)
     with torch.no_grad():
@@ -295,7 +295,7 @@ def test_many_datasets_need_no_expert_each_where_nothing_asks_for_it(
     detector = build(moe=name, num_groups=17)
     batch = make_batch([0, 16])
     losses = run_loss(detector, batch)
-    assert "moe_own_share" not in losses
+    assert "moe_routing_accuracy" not in losses
     assert torch.isfinite(losses["loss_moe_load_balance"])
     detector.eval()
     data = detector.data_preprocessor(batch, False)

@@ -74,11 +74,11 @@ def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
         assert counts == [0, 0, 0, 0, 0, served, 0, 0]
     losses = run(detector, make_batch([5], sizes=[(256, 256)]), "loss")
     if moe == "damex":
-        assert "moe_dropped_share" not in losses
+        assert "moe_drop_rate" not in losses
     else:
         # 900 queries and 25 groups of two denoising ones for each of 2 boxes: 1000
         # tokens; ceil(1000 / 8) = 125 and int(1.25 * 125) = 156 places.
-        assert losses["moe_dropped_share"].item() == pytest.approx(1 - 156 / 1000)
+        assert losses["moe_drop_rate"].item() == pytest.approx(1 - 156 / 1000)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from damex.moe import (
     dispatch_counts,
     dispatch_entropy,
     mutual_information,
-    own_expert_counts,
-    own_expert_share,
+    routing_accuracy,
+    routing_hits,
 )
 
 
@@ -91,7 +91,7 @@ def test_variation_of_the_load():
     assert coefficient_of_variation(torch.zeros(4)).item() == 0.0
 
 
-def test_own_expert_share():
+def test_routing_accuracy():
     record = make_record(
         [0, 1, 2, 2, 0],
         [0, 0, 1, 1, -1],
@@ -99,14 +99,14 @@ def test_own_expert_share():
     )
     # group 0: expert 0 is its own, 1 is not; group 1: both on expert 2; group 2
     # has no token
-    hits, tokens = own_expert_counts(record)
+    hits, tokens = routing_hits(record)
     assert (hits.tolist(), tokens.tolist()) == ([1, 2, 0], [2, 2, 0])
-    share = own_expert_share(record)
+    share = routing_accuracy(record)
     assert share[:2].tolist() == [0.5, 1.0]
     assert share[2].isnan()
 
 
-def test_own_expert_share_looks_at_the_heaviest_route():
+def test_routing_accuracy_looks_at_the_heaviest_route():
     # token 0: experts 0 (.9) and 1 (.1); token 1: 0 (.4) and 1 (.6);
     # token 2: 0 and 1 tie, so expert 0; token 3 has no route
     assignment = Assignment.from_pairs(
@@ -123,7 +123,7 @@ def test_own_expert_share_looks_at_the_heaviest_route():
         assignment=assignment,
         group_experts_GE=torch.tensor([[True, False]]),
     )
-    hits, tokens = own_expert_counts(record)
+    hits, tokens = routing_hits(record)
     assert (hits.tolist(), tokens.tolist()) == ([2], [4])
 
 
@@ -133,4 +133,4 @@ def test_errors():
     with pytest.raises(ValueError, match="pass num_groups"):
         dispatch_counts(make_record([0], [0]))
     with pytest.raises(ValueError, match="no group_experts"):
-        own_expert_share(make_record([0], [0]))
+        routing_accuracy(make_record([0], [0]))

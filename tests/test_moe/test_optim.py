@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from damex.moe import (
+    ChainedOptimizer,
     FFNExperts,
-    JoinedOptimizer,
     LinearRouter,
     MoELayer,
     NormalizedGD,
@@ -155,7 +155,7 @@ def test_errors():
 def make(*, seed=0, lr=0.1):
     torch.manual_seed(seed)
     dense, bank = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 3))
-    joined = JoinedOptimizer(
+    joined = ChainedOptimizer(
         torch.optim.AdamW([dense], lr=0.01), NormalizedGD([bank], lr=lr)
     )
     return dense, bank, joined
@@ -246,7 +246,7 @@ def test_a_closure_is_called_once():
 def test_a_parameter_has_one_optimiser():
     weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ValueError, match="more than one parameter group"):
-        JoinedOptimizer(torch.optim.SGD([weight], lr=0.1), NormalizedGD([weight]))
+        ChainedOptimizer(torch.optim.SGD([weight], lr=0.1), NormalizedGD([weight]))
 
 
 def test_a_gradient_scaler_skips_both_on_overflow_and_unscales_for_both():

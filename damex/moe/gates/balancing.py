@@ -15,26 +15,26 @@ from damex.moe.routing import Assignment
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCapacity:
-    """Gives every expert k * int(factor * ceil(V / E)) places per forward.
+    """Lets every expert take k * int(factor * ceil(V / E)) routes per forward.
 
     That is the arithmetic of Tutel 0.2.1, and with it of the released code of DAMEX; V
-    counts the real tokens of the whole batch, and E the experts. Routes that find no
-    place are dropped and kept apart in `Assignment.dropped`; a token without any route
+    counts the real tokens of the whole batch, and E the experts. Routes beyond that
+    are dropped and kept apart in `Assignment.dropped`; a token without any route
     left passes the layer on its residual alone. First choices of all tokens are served
     before second ones, and of these the tokens with the highest probability of their
     first choice (batch-priority routing of V-MoE, arXiv 2106.05974).
 
-    The same factor holds in evaluation. The places are shared by a batch, so with a
+    The same factor holds in evaluation. The capacity is shared by a batch, so with a
     capacity an image's result depends on the other images of its batch: the one option
     of this package of which that is true.
 
-    Places are also shared by all queries of a decoder, whatever its attention mask
+    It is also shared by all queries of a decoder, whatever its attention mask
     hides. In training the denoising queries of DINO, which are made of the ground
-    truth, take places from the matching queries; at test time there are none. The
+    truth, take capacity from the matching queries; at test time there are none. The
     released code of DAMEX does the same, so the coupling is kept.
 
     Attributes:
-        factor: Places per expert over those that perfect balance would need; above 0.
+        factor: Capacity over what perfect balance would need; above 0.
 
     Raises:
         ValueError: If the factor is not positive.
@@ -48,8 +48,8 @@ class ExpertCapacity:
                 f"ExpertCapacity: factor must be above 0, got {self.factor}"
             )
 
-    def places(self, num_tokens: int, num_experts: int, *, k: int) -> int:
-        """Places of each expert.
+    def capacity(self, num_tokens: int, num_experts: int, *, k: int) -> int:
+        """Most routes of each expert.
 
         Args:
             num_tokens: Real tokens of the batch.
@@ -57,7 +57,7 @@ class ExpertCapacity:
             k: Experts per token.
 
         Example:
-            >>> ExpertCapacity(factor=1.25).places(900, 8, k=1)
+            >>> ExpertCapacity(factor=1.25).capacity(900, 8, k=1)
             141
         """
         return k * int(self.factor * -(-num_tokens // num_experts))
@@ -65,7 +65,7 @@ class ExpertCapacity:
     def apply(
         self, assignment: Assignment, ids_VK: Tensor, probs_VE: Tensor
     ) -> Assignment:
-        """Drops what goes beyond the places of an expert.
+        """Drops what goes beyond the capacity of an expert.
 
         Args:
             assignment: Routes of a gate with K experts for each real token.
@@ -77,7 +77,8 @@ class ExpertCapacity:
         """
         k = ids_VK.shape[1]
         tokens_R, experts_R = assignment.token_index_R, assignment.expert_index_R
-        places = self.places(assignment.num_routes // k, assignment.num_experts, k=k)
+        num_tokens = assignment.num_routes // k
+        capacity = self.capacity(num_tokens, assignment.num_experts, k=k)
         is_choice_RK = ids_VK.index_select(0, tokens_R) == experts_R.unsqueeze(1)
         # Routes come sorted by expert and token. Stable sorts, from the last key to the
         # first, put them in the order of service: expert, choice, score, token.
@@ -89,10 +90,10 @@ class ExpertCapacity:
             order_R = order_R.index_select(0, step_R)
         counts_E = assignment.counts_E
         start_E = counts_E.cumsum(0) - counts_E
-        place_R = torch.arange(len(order_R), device=order_R.device)
-        place_R = place_R - start_E.index_select(0, experts_R)
+        rank_R = torch.arange(len(order_R), device=order_R.device)
+        rank_R = rank_R - start_E.index_select(0, experts_R)
         served_R = torch.zeros_like(order_R, dtype=torch.bool)
-        return assignment.keep(served_R.index_put((order_R,), place_R < places))
+        return assignment.keep(served_R.index_put((order_R,), rank_R < capacity))
 
 
 class BiasBalancer(nn.Module):

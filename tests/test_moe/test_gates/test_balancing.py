@@ -17,8 +17,8 @@ from damex.moe import (
     Packing,
     RoutingRecord,
     TopKGate,
+    drop_rate,
     dropped_counts,
-    dropped_share,
 )
 
 
@@ -37,7 +37,7 @@ def pairs(assignment):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "factor", "k", "places"),
+    ("tokens", "experts", "factor", "k", "expected"),
     [
         (900, 8, 1.25, 1, 141),  # ceil(900 / 8) = 113; int(141.25)
         (1100, 8, 1.25, 1, 172),  # ceil(1100 / 8) = 138; int(172.5)
@@ -47,11 +47,11 @@ def pairs(assignment):
         (0, 8, 1.25, 1, 0),
     ],
 )
-def test_places_of_each_expert(tokens, experts, factor, k, places):
-    assert ExpertCapacity(factor=factor).places(tokens, experts, k=k) == places
+def test_capacity_of_each_expert(tokens, experts, factor, k, expected):
+    assert ExpertCapacity(factor=factor).capacity(tokens, experts, k=k) == expected
 
 
-# Five tokens, all with expert 0 first; ceil(5 / 2) = 3 places.
+# Five tokens, all with expert 0 first; ceil(5 / 2) = a capacity of 3.
 LEADS = torch.tensor([0.5, 3.0, 1.0, 2.0, 4.0])
 ONE_SIDED = torch.stack([LEADS, torch.zeros(5)], dim=-1).view(5, 2)
 
@@ -69,8 +69,8 @@ def test_equal_scores_are_served_in_order():
     assert assignment.token_index_R.tolist() == [0, 1, 2]
 
 
-def test_places_are_shared_by_the_images_of_a_batch():
-    # 2 x 5 tokens, 5 places: those of the leads 4, 4, 3, 3 and the first 2.
+def test_the_capacity_is_shared_by_the_images_of_a_batch():
+    # 2 x 5 tokens, a capacity of 5: those of the leads 4, 4, 3, 3 and the first 2.
     assignment = capped()(ONE_SIDED.repeat(2, 1))
     assert assignment.token_index_R.tolist() == [1, 3, 4, 6, 9]
 
@@ -79,7 +79,7 @@ def test_first_choices_are_served_before_second_ones():
     # Token 0 is surer of everything, but expert 1 is its second choice.
     logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
     assignment = capped(factor=1.0, k=2)(logits)
-    # ceil(3 / 3) = 1, times k: 2 places. Expert 1: first choices of tokens 1 and 2.
+    # ceil(3 / 3) = 1, times k: 2 routes. Expert 1: first choices of tokens 1 and 2.
     assert pairs(assignment) == [(0, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
     assert pairs(assignment.dropped) == [(0, 1)]
     assert assignment.routes_per_token is None
@@ -141,15 +141,15 @@ def test_dropped_tokens_keep_exactly_their_residual(layer):
 
 def test_the_share_of_dropped_tokens(layer):
     _, record = layer(torch.randn(2, 20, 8))
-    # 40 tokens: int(0.5 * 10) = 5 places, at most 20 are served by four experts.
+    # 40 tokens: int(0.5 * 10) = a capacity of 5, at most 20 are served by four experts.
     served = record.assignment.counts_E.sum()
     assert served <= 20
     assert [int(x) for x in dropped_counts(record)] == [40 - served, 40]
-    assert dropped_share(record) == (40 - served) / 40
+    assert drop_rate(record) == (40 - served) / 40
     layer.gate.capacity = None
     _, record = layer(torch.randn(2, 20, 8))
     assert record.assignment.dropped is None
-    assert dropped_share(record) == 0
+    assert drop_rate(record) == 0
 
 
 def test_a_good_router_leaves_one_expert_with_141_of_900_tokens():
@@ -158,7 +158,7 @@ def test_a_good_router_leaves_one_expert_with_141_of_900_tokens():
     assignment = capped(factor=1.25)(logits)
     assert assignment.counts_E.tolist() == [0, 0, 0, 141, 0, 0, 0, 0]
     record = RoutingRecord(logits, Packing.full(1, 900), assignment)
-    assert dropped_share(record) == pytest.approx(1 - 141 / 900)
+    assert drop_rate(record) == pytest.approx(1 - 141 / 900)
 
 
 def test_gradients_flow_through_the_served_routes_alone():
