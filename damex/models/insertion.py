@@ -124,7 +124,7 @@ def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
 
 
 def _is_constant(loss: RoutingLoss, moe: MoELayer) -> bool:
-    if not isinstance(loss, LoadBalanceLoss) or loss.scores != "probability":
+    if not isinstance(loss, LoadBalanceLoss):
         return False
     if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a part of the tokens
         return loss.tokens == "all"

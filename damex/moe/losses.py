@@ -21,7 +21,6 @@ from damex.moe.gates import Gate
 from damex.moe.routing import Assignment, RoutingRecord
 
 TokenChoice = Literal["all", "foreground"]
-SCORES = ("probability", "logit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,29 +239,16 @@ class LoadBalanceLoss(RoutingLoss):
     leads, not a bound: f and P that disagree can give less.)
 
     It acts on gates whose load can be uneven. Where each expert has the same load, it
-    is 1 whatever the router says and has no gradient (with scores='logit' it does not
-    even out anything either): with `DenseSoftmaxGate`; with `ExpertChoiceGate`, unless
-    tokens='foreground'; and with `DenseToSparseGate` as long as it drops no weight.
+    is 1 whatever the router says and has no gradient: with `DenseSoftmaxGate`; with
+    `ExpertChoiceGate`, unless tokens='foreground'; and with `DenseToSparseGate` as long
+    as it drops no weight.
 
     Attributes:
         weight: 0.01 in Switch Transformer.
-        scores: 'logit' for the mean logit in the place of P_e, as in the released code
-            of Chen et al. 2022 for synthetic data; there is no lower bound then.
-
-    Raises:
-        ValueError: If `scores` is unknown, too.
     """
 
     weight: float = 0.01
     name: str = "load_balance"
-    scores: Literal["probability", "logit"] = "probability"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scores not in SCORES:
-            raise ValueError(
-                f"LoadBalanceLoss: unknown scores {self.scores!r}; use one of {SCORES}"
-            )
 
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
@@ -273,11 +259,9 @@ class LoadBalanceLoss(RoutingLoss):
         counts_E = _counts(routes, counted_V)
         if routes.dropped is not None:
             counts_E = counts_E + _counts(routes.dropped, counted_V)
-        if self.scores == "probability":
-            logits_VE = torch.softmax(logits_VE, dim=1)
-        score_E = logits_VE.sum(0) / max(logits_VE.shape[0], 1)
-        fraction_E = counts_E.to(score_E.dtype) / counts_E.sum().clamp_min(1)
-        return counts_E.shape[0] * (fraction_E * score_E).sum()
+        prob_E = torch.softmax(logits_VE, dim=1).sum(0) / max(logits_VE.shape[0], 1)
+        fraction_E = counts_E.to(prob_E.dtype) / counts_E.sum().clamp_min(1)
+        return counts_E.shape[0] * (fraction_E * prob_E).sum()
 
 
 def _counts(routes: Assignment, counted_V: Tensor | None) -> Tensor:

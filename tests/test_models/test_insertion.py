@@ -129,7 +129,6 @@ def test_dense_detector_has_no_experts(build):
             dict(tokens="foreground"),
             False,
         ),
-        (dict(type="DenseSoftmaxGate"), dict(scores="logit"), False),
     ],
 )
 def test_a_note_tells_of_a_balance_loss_that_cannot_act(

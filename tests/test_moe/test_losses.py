@@ -236,7 +236,7 @@ every_balance_loss = pytest.mark.parametrize(
 )
 
 
-def load_balance(logits_VE, counts, **kwargs):
+def load_balance(logits_VE, counts):
     """The loss of tokens with the given number of routes to each expert."""
     experts_R = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     routes = Assignment.from_pairs(
@@ -246,7 +246,7 @@ def load_balance(logits_VE, counts, **kwargs):
         num_tokens=len(logits_VE),
         num_experts=len(counts),
     )
-    return LoadBalanceLoss(**kwargs)(make(logits_VE, routes=routes))
+    return LoadBalanceLoss()(make(logits_VE, routes=routes))
 
 
 def test_load_balance_by_hand():
@@ -256,20 +256,6 @@ def test_load_balance_by_hand():
     assert load_balance(logits, [2, 1]).item() == pytest.approx(1.0)
     # first token alone: P = (3/4, 1/4), f = (1, 0): 2 * 3/4
     assert load_balance(logits[:1], [1, 0]).item() == pytest.approx(1.5)
-
-
-def test_load_balance_of_logits_by_hand():
-    logits = torch.tensor([[3.0, 1.0], [2.0, 4.0]], requires_grad=True)
-    # mean logits (2.5, 2.5), f = (3/4, 1/4): 2 * 2.5; gradient 2 * f_e / 2 tokens
-    loss = load_balance(logits, [3, 1], scores="logit")
-    assert loss.item() == pytest.approx(5.0)
-    loss.backward()
-    assert logits.grad.tolist() == [[0.75, 0.25], [0.75, 0.25]]
-    # as a part of a layer: tokens go to experts 0 and 1, so f = (1/2, 1/2)
-    record = make(torch.tensor([[3.0, 1.0], [2.0, 5.0]]))
-    assert LoadBalanceLoss(scores="logit")(record).item() == pytest.approx(5.5)
-    with pytest.raises(ValueError, match="unknown scores 'odds'"):
-        LoadBalanceLoss(scores="odds")
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -522,7 +508,6 @@ ROUTING = (
     DatasetRoutingLoss(),
     ImportanceLoss(),
     LoadBalanceLoss(),
-    LoadBalanceLoss(scores="logit"),
     LoadLoss(),
     RouterZLoss(),
     SeparateRouterLoss(),

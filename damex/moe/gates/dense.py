@@ -6,7 +6,7 @@ Axes: V real tokens, E experts, R routes (token-expert pairs).
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, Packing
@@ -34,16 +34,13 @@ class DenseToSparseGate(Gate):
     to expect that; see `MoELayer`.
 
     With a linear router the size of its weights can undo any temperature (eq. 15
-    there), with `MLPRouter` not. `learn_scale` makes sense only with the latter.
+    there), with `MLPRouter` not.
 
     Args:
         start_temperature: tau at p = 0, above 0.
         end_temperature: tau at p = 1, above 0.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
         end_k: Most experts of a token at p = 1; None for no such limit.
-        learn_scale: Whether tau is the scheduled one times a learned positive factor,
-            `log_scale.exp()`, that starts at 1 (Nguyen et al. 2025 estimate tau along
-            with the router).
 
     Raises:
         ValueError: If a temperature is not positive, the threshold is not in [0, 1) or
@@ -59,7 +56,6 @@ class DenseToSparseGate(Gate):
         end_temperature: float = 0.1,
         threshold: float = 0.01,
         end_k: int | None = None,
-        learn_scale: bool = False,
     ) -> None:
         super().__init__()
         if not (start_temperature > 0.0 and end_temperature > 0.0):
@@ -82,7 +78,6 @@ class DenseToSparseGate(Gate):
         self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
         self._is_told = start_temperature == end_temperature and end_k is None
-        self.log_scale = nn.Parameter(torch.zeros(())) if learn_scale else None
 
     @property
     def has_fixed_routes(self) -> bool:
@@ -93,8 +88,7 @@ class DenseToSparseGate(Gate):
     def temperature(self) -> Tensor:
         """The tau of the present progress, a scalar."""
         start, end = self.start_temperature, self.end_temperature
-        scheduled = start * (end / start) ** self.progress
-        return scheduled if self.log_scale is None else scheduled * self.log_scale.exp()
+        return start * (end / start) ** self.progress
 
     def limit(self, num_experts: int) -> Tensor:
         """Most experts of a token at the present progress, a scalar.
@@ -181,8 +175,7 @@ class DenseToSparseGate(Gate):
         return (
             f"start_temperature={self.start_temperature}, "
             f"end_temperature={self.end_temperature}, "
-            f"threshold={self.threshold}, end_k={self.end_k}, "
-            f"learn_scale={self.log_scale is not None}"
+            f"threshold={self.threshold}, end_k={self.end_k}"
         )
 
 

@@ -15,7 +15,6 @@ from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, Packing
 
 NOISES = ("gaussian", "uniform")
-WEIGHTS = ("softmax", "logit")
 
 
 class TopKGate(Gate):
@@ -30,9 +29,6 @@ class TopKGate(Gate):
     weight is 1 where the chosen logits tie, as experts cut from one FFN need it (see
     `damex.moe.split`), and the router still learns.
 
-    `weights="logit"` takes the chosen logit itself, as in the released code of Chen et
-    al. 2022 for synthetic data: weights then have no bound and may be negative.
-
     Ties go to the lowest expert id, on every device. Noise is added in training only.
 
     Args:
@@ -43,7 +39,6 @@ class TopKGate(Gate):
         noise_scale: Factor on the noise; None stands for 1/E (gaussian) or 1 (uniform).
         noisy_weights: Whether weights come from the noisy logits, as in the released
             code of DAMEX, rather than from the clean ones.
-        weights: What a route weighs: 'softmax' for the above, or 'logit'.
         weight_scale: Factor on the weights, above 0.
         balance: Evens out the load of the experts by a bias on the choice; None for no
             bias.
@@ -52,9 +47,8 @@ class TopKGate(Gate):
             batch, see `ExpertCapacity`.
 
     Raises:
-        ValueError: If k < 1, the noise or `weights` is unknown, the noise scale is
-            negative, the weight scale is not positive, a noise option is set without
-            noise, or logits are to be renormalised.
+        ValueError: If k < 1, the noise is unknown, its scale is negative, the weight
+            scale is not positive, or a noise option is set without noise.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class TopKGate(Gate):
         noise: Literal["gaussian", "uniform"] | None = None,
         noise_scale: float | None = None,
         noisy_weights: bool = False,
-        weights: Literal["softmax", "logit"] = "softmax",
         weight_scale: float = 1.0,
         balance: BiasBalancer | None = None,
         capacity: ExpertCapacity | None = None,
@@ -74,13 +67,15 @@ class TopKGate(Gate):
         if k < 1:
             raise ValueError(f"TopKGate: k must be at least 1, got {k}")
         _check_noise(noise, noise_scale, noisy_weights=noisy_weights)
-        _check_weights(weights, weight_scale, renormalize=renormalize)
+        if not weight_scale > 0.0:
+            raise ValueError(
+                f"TopKGate: weight_scale must be above 0, got {weight_scale}"
+            )
         self.k = k
         self.renormalize = renormalize
         self.noise = noise
         self.noise_scale = noise_scale
         self.noisy_weights = noisy_weights
-        self.weights = weights
         self.weight_scale = weight_scale
         self.balance = balance
         self.capacity = capacity
@@ -147,14 +142,12 @@ class TopKGate(Gate):
         return (
             f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
             f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}, "
-            f"weights={self.weights!r}, weight_scale={self.weight_scale}, "
+            f"weight_scale={self.weight_scale}, "
             f"capacity={self.capacity}"
         )
 
     def _weights(self, scores_VE: Tensor, ids_VK: Tensor) -> Tensor:
-        if self.weights == "logit":
-            weights_VK = scores_VE.gather(1, ids_VK)
-        elif self.renormalize:
+        if self.renormalize:
             # Equal to dividing the K probabilities by their sum, but cannot be 0/0.
             weights_VK = torch.softmax(scores_VE.gather(1, ids_VK), dim=-1)
         else:
@@ -185,15 +178,3 @@ def _check_noise(
         )
     if noise_scale is not None and not noise_scale >= 0.0:
         raise ValueError(f"TopKGate: noise_scale must be >= 0, got {noise_scale}")
-
-
-def _check_weights(weights: str, weight_scale: float, *, renormalize: bool) -> None:
-    if weights not in WEIGHTS:
-        raise ValueError(f"TopKGate: unknown weights {weights!r}; use one of {WEIGHTS}")
-    if weights == "logit" and renormalize:
-        raise ValueError(
-            "TopKGate: renormalize makes probabilities sum to 1, and weights='logit' "
-            "has none; leave one of them out"
-        )
-    if not weight_scale > 0.0:
-        raise ValueError(f"TopKGate: weight_scale must be above 0, got {weight_scale}")

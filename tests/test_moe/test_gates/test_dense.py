@@ -114,23 +114,6 @@ def test_a_gate_that_keeps_all_routes_says_how_many_there_are():
         assert torch.equal(getattr(all_kept, name), getattr(found, name))
 
 
-def test_a_learned_factor_multiplies_the_schedule():
-    gate = at(8.0, end_temperature=0.5, learn_scale=True)
-    assert gate.temperature.item() == 8.0
-    gate.begin_step(0.5)
-    with torch.no_grad():
-        gate.log_scale.fill_(LOG2)
-    # 8 * (1/16)^(1/2) = 2, doubled
-    assert gate.temperature.item() == pytest.approx(4.0)
-    # weights 1/3 and 2/3 at logits (0, 4 log 2): p = s(4 log 2 / tau) = s(log 2), and
-    # dp/dlog_scale = p (1 - p) * (-4 log 2 / tau) = -(2/9) log 2
-    weight = gate(torch.tensor([[0.0, 4 * LOG2]])).weight_R[1]
-    weight.backward()
-    assert weight.item() == pytest.approx(2 / 3)
-    assert gate.log_scale.grad.item() == pytest.approx(-2 / 9 * LOG2)
-    assert not list(at(8.0).parameters())
-
-
 def test_training_without_progress_is_refused():
     gate, logits = DenseToSparseGate(), torch.zeros(2, 3)
     for tell in (lambda: None, lambda: gate.begin_step(None)):

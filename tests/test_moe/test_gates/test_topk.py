@@ -66,26 +66,6 @@ def test_tied_experts_weigh_one_each_and_the_router_still_learns(k):
     assert logits.grad[0, 0] > 0
 
 
-def test_logit_weights_are_the_chosen_logits_themselves():
-    logits = torch.tensor([[0.5, -2.0, 3.0]], requires_grad=True)
-    weights = TopKGate(2, weights="logit", weight_scale=2.0)(logits).weight_R
-    # experts 0 and 2 in rising order: 2 * 0.5, 2 * 3
-    assert weights.tolist() == [1.0, 6.0]
-    weights.sum().backward()
-    assert logits.grad.tolist() == [[2.0, 0.0, 2.0]]
-
-
-def test_logit_weights_hold_the_noise_when_asked_and_only_in_training():
-    # 0.25 + U[0, 1): Chen et al. 2022 weigh with what was compared
-    gate = TopKGate(1, noise="uniform", noisy_weights=True, weights="logit")
-    logits = torch.full((300, 2), 0.25)
-    weights = gate(logits).weight_R
-    assert weights.min() >= 0.25
-    # the larger of two uniforms has mean 2/3 and deviation 0.236 / sqrt(300) = 0.014
-    assert weights.mean().item() == pytest.approx(0.25 + 2 / 3, abs=0.06)
-    assert (gate.eval()(logits).weight_R == 0.25).all()
-
-
 def test_uniform_noise_gives_the_chance_of_a_triangle():
     # r1 - r0 of two uniforms has density 1 - |z|: P(0.5 + r0 >= r1) = 1 - 0.5^2 / 2
     torch.manual_seed(0)
@@ -152,10 +132,6 @@ def test_errors():
         TopKGate(1, noise="uniform", noise_scale=-1.0)
     with pytest.raises(ValueError, match=r"weight_scale must be above 0, got 0.0"):
         TopKGate(1, weight_scale=0.0)
-    with pytest.raises(ValueError, match="unknown weights 'raw'"):
-        TopKGate(1, weights="raw")
-    with pytest.raises(ValueError, match="renormalize makes probabilities"):
-        TopKGate(2, weights="logit", renormalize=True)
     with pytest.raises(ValueError, match="no effect without noise"):
         TopKGate(1, noise_scale=1.0)
     with pytest.raises(ValueError, match="no effect without noise"):
