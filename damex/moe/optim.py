@@ -28,7 +28,8 @@ class NormalizedGD(Optimizer):
         lr: Length of the step of each expert, in Frobenius norm.
 
     Raises:
-        ValueError: If `lr` is negative, or tensors of a group differ in their number of experts.
+        ValueError: If `lr` is negative, or tensors of a group differ in their number of
+            experts.
     """
 
     def __init__(
