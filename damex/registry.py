@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 
+from damex.compat import ensure_ops
+
 with contextlib.redirect_stdout(io.StringIO()):
+    ensure_ops()
     # mmdet prints, twice, that an optional package of its fork is not there.
     import mmdet.datasets  # noqa: F401
 from mmdet.registry import MODELS

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-import damex  # noqa: F401 - puts the ops in place
 from damex.compat import OpsReport, ensure_ops
 from damex.compat.mmcv_ext import EXTENSION, KERNELS, OpsStub, rebind_fallbacks
 
@@ -107,9 +106,11 @@ def test_missing_mmcv_is_absent(monkeypatch):
     assert ensure_ops() == OpsReport("absent", "mmcv is not installed")
 
 
-def test_import_of_damex_is_light_and_lets_mmdet_import():
+def test_choosing_the_ops_is_light_and_lets_mmdet_import():
     code = """
-import sys, damex
+import sys
+from damex.compat import ensure_ops
+ensure_ops()
 compiled = not hasattr(sys.modules["mmcv._ext"], "reason")
 assert compiled or "torch" not in sys.modules, "damex imported torch"
 import mmdet.models
@@ -130,6 +131,33 @@ def test_damex_imports_without_torch_and_the_mm_packages():
     blocked = ["torch", "mmcv", "mmdet", "mmengine", "numpy"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import damex"
     result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_mathematics_imports_torch_alone_and_patches_nothing():
+    code = """
+import sys
+import damex.moe
+names = ("mmcv", "mmcv._ext", "mmdet", "mmengine")
+assert not [name for name in names if name in sys.modules]
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "registry",
+        "evaluation",
+        "models.blocks",
+        "engine.runner",
+        "datasets.coco",
+        "analysis.complexity",
+    ],
+)
+def test_every_module_that_needs_mmdet_can_be_the_first_import(module):
+    result = run_python(f"import damex.{module}")
     assert result.returncode == 0, result.stderr
 
 

@@ -373,8 +373,8 @@ HEADER = (
     "mixture of experts",
     "mean AP50",
     "mean AP",
-    "own expert",
-    "busiest expert",
+    "routing accuracy",
+    "max load",
     "s / iteration",
     "against the first row",
     "peak memory",
@@ -394,13 +394,13 @@ def comparison_row(
         timed: ``summary.json`` of the short runs that measure time and memory.
 
     Returns:
-        ``ap50``, ``ap``, ``own_share`` and ``busiest_share``, each a pair of mean and
+        ``ap50``, ``ap``, ``routing_accuracy`` and ``max_load``, each a pair of mean and
         sample standard deviation (None where a run has no such number, the deviation
         None for one run), ``ap50_seeds`` with the AP50 of every run, ``datasets`` with
         the mean AP50 of each, ``seeds``, ``seconds_per_iteration`` and
         ``peak_memory_mib``.
     """
-    shares = [(run.get("own_expert_share") or {}).get("mean") for run in scored]
+    shares = [(run.get("routing_accuracy") or {}).get("mean") for run in scored]
     names = scored[0]["datasets"] if scored else ()
     return dict(
         name=name,
@@ -408,8 +408,8 @@ def comparison_row(
         ap50=_spread([run["mean_ap50"] for run in scored]),
         ap50_seeds=[run["mean_ap50"] for run in scored],
         ap=_spread([run["mean_ap"] for run in scored]),
-        own_share=_spread(shares),
-        busiest_share=_spread([run.get("busiest_expert_share") for run in scored]),
+        routing_accuracy=_spread(shares),
+        max_load=_spread([run.get("max_load") for run in scored]),
         datasets={
             dataset: _spread([run["datasets"][dataset]["ap50"] for run in scored])
             for dataset in names
@@ -439,8 +439,8 @@ def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
         row["name"],
         _plus_minus(row["ap50"]),
         _plus_minus(row["ap"]),
-        _percent(row["own_share"]),
-        _percent(row["busiest_share"]),
+        _percent(row["routing_accuracy"]),
+        _percent(row["max_load"]),
         "-" if seconds is None else f"{seconds:.3f}",
         "-" if seconds is None or base is None else f"{seconds / base:.2f}",
         "-" if memory is None else f"{memory:.0f} MiB",

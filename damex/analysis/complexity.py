@@ -120,11 +120,8 @@ def _note_share(shares: dict[int, float], layer: MoELayer) -> Any:
     """A hook for a gate: keeps the share of the experts that a token of it meets."""
 
     def hook(gate: nn.Module, inputs: tuple[Any, ...], assignment: Assignment) -> None:
-        logits_BNE, *rest = inputs
-        mask_BN = rest[0] if rest else None
-        tokens = logits_BNE[..., 0].numel() if mask_BN is None else int(mask_BN.sum())
         routes = int(assignment.counts_E.sum())
-        share = routes / max(tokens, 1) / layer.num_experts
+        share = routes / max(assignment.num_tokens, 1) / layer.num_experts
         shares[id(layer)] = min(share, 1.0)
 
     return hook

@@ -76,7 +76,7 @@ class ProgressHook(Hook):
         """Update the line."""
         if runner.rank != 0:
             return
-        for key in ("loss", "moe_own_share", "moe_active_channels"):
+        for key in ("loss", "moe_routing_accuracy", "moe_active_channels"):
             if outputs and key in outputs:
                 value = float(torch.as_tensor(outputs[key]).detach())
                 old = self._means.get(key, value)
@@ -169,8 +169,8 @@ class ProgressHook(Hook):
         parts = []
         if "loss" in self._means:
             parts.append(f"loss {self._means['loss']:.2f}")
-        if "moe_own_share" in self._means:
-            parts.append(f"tokens to own expert {self._means['moe_own_share']:.1%}")
+        if "moe_routing_accuracy" in self._means:
+            parts.append(f"routing accuracy {self._means['moe_routing_accuracy']:.1%}")
         if "moe_active_channels" in self._means:
             parts.append(f"open channels {self._means['moe_active_channels']:.1%}")
         return "  ".join(parts)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from damex.errors import ConfigError, did_you_mean
-from damex.moe import JoinedOptimizer, NormalizedGD, expert_parameters
+from damex.moe import ChainedOptimizer, NormalizedGD, expert_parameters
 
 __all__ = ["ExpertOptimWrapperConstructor"]
 
@@ -84,7 +84,7 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             expert_groups = [dict(bank, lr=self.experts_cfg["lr"]) for bank in banks]
         else:
             groups, expert_groups = self._paramwise(bare, banks)
-        optimizer = JoinedOptimizer(
+        optimizer = ChainedOptimizer(
             _build(self.optimizer_cfg, groups, "optimizer"),
             _build(self.experts_cfg, expert_groups, "experts"),
         )

@@ -204,7 +204,7 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
     Returns:
         ``mean_ap50``, ``mean_ap``, ``pooled_ap50``, ``pooled_ap`` (all images as one
         dataset, see MixtureMetric), ``datasets`` and, with experts,
-        ``own_expert_share`` and ``busiest_expert_share``.
+        ``routing_accuracy`` and ``max_load``.
     """
     datasets: dict[str, dict[str, Any]] = {}
     for key, value in scores.items():
@@ -232,18 +232,18 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
         if "routing_accuracy" in row
     }
     if shares:
-        summary["own_expert_share"] = {**shares, "mean": mean.get("routing_accuracy")}
-        summary["busiest_expert_share"] = mean.get("max_load")
+        summary["routing_accuracy"] = {**shares, "mean": mean.get("routing_accuracy")}
+        summary["max_load"] = mean.get("max_load")
     return summary
 
 
 def score_table(scores: Mapping[str, float]) -> Table:
     """The scores per dataset as a table for the screen."""
     summary = summarise(scores)
-    shares = summary.get("own_expert_share", {})
+    shares = summary.get("routing_accuracy", {})
     table = Table(title="evaluation per dataset", title_justify="left")
     table.add_column("dataset")
-    for column in ("images", "boxes", "AP", "AP50", "tokens to own expert"):
+    for column in ("images", "boxes", "AP", "AP50", "routing accuracy"):
         table.add_column(column, justify="right")
     for name, row in summary["datasets"].items():
         table.add_row(

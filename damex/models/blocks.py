@@ -15,6 +15,7 @@ from damex.models.context import RoutingContext
 from damex.models.upcycling import SplitStart, slice_channels, upcycle
 from damex.moe import (
     MoELayer,
+    Packing,
     PatchConvExperts,
     real_patches,
     route_patches,
@@ -35,7 +36,7 @@ class MoEFFN(nn.Module):
     Args:
         moe: The layer.
         name: Name of the block in records and reports, for instance ``decoder.0``.
-        context: Where group ids and the token mask come from and records go to.
+        context: Where group ids and the packing come from and records go to.
         dense: The FFN that is replaced; its layer scale and drop path stay, under
             mmcv's names.
         with_cp: Recompute the experts in the backward pass instead of keeping their
@@ -106,13 +107,13 @@ class MoEFFN(nn.Module):
 
     def _run(self, tokens_BND: Tensor, *, is_auxiliary: bool = False) -> Tensor:
         """The experts' output; nobody keeps the record of auxiliary tokens."""
-        mask_BN, foreground_BN = self.context.token_mask_BN, self.context.foreground_BN
+        packing, foreground_BN = self.context.packing, self.context.foreground_BN
         if is_auxiliary:
-            mask_BN = None
+            packing = None
             if foreground_BN is not None:
                 foreground_BN = foreground_BN.new_zeros(tokens_BND.shape[:2])
         inputs: dict[str, Any] = dict(
-            token_mask_BN=mask_BN,
+            packing=packing,
             group_ids_B=self.context.group_ids_B,
             foreground_BN=foreground_BN,
         )
@@ -126,12 +127,9 @@ class MoEFFN(nn.Module):
             self.context.add(self.name, record)
         if self.drop_path is None or not self.training:
             return output_BND
-        if mask_BN is None:
-            rows_TD = self.drop_path(output_BND.flatten(0, 1))
-            return rows_TD.unflatten(0, output_BND.shape[:2])
         # Only real tokens draw, so that padding does not shift the random stream.
-        rows_VD = self.drop_path(output_BND[mask_BN])
-        return torch.zeros_like(output_BND).index_put((mask_BN,), rows_VD)
+        packing = record.packing
+        return packing.unpack(self.drop_path(packing.pack(output_BND)))
 
 
 def activation_of(dense: FFN) -> str:
@@ -184,14 +182,15 @@ class MoEPatchConv(nn.Module):
         """
         size = (map_BCHW.shape[2], map_BCHW.shape[3])
         ratio_B2 = self.context.valid_ratio_B2
-        mask_BN = None
+        packing = None
         if ratio_B2 is not None:
             experts = cast(PatchConvExperts, self.moe.experts)
             mask_BN = real_patches(ratio_B2, size, experts.patch_size)
+            packing = Packing.of_mask(mask_BN)
         route = partial(
             route_patches,
             self.moe,
-            patch_mask_BN=mask_BN,
+            packing=packing,
             group_ids_B=self.context.group_ids_B,
         )
         if self.with_cp and self.training:

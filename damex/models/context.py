@@ -1,4 +1,4 @@
-"""RoutingContext: how dataset ids and token masks reach MoE layers inside mmdet."""
+"""RoutingContext: how dataset ids and packings reach MoE layers inside mmdet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from damex.models.queries import GroundTruth
-from damex.moe import ChannelGates, RoutingRecord
+from damex.moe import ChannelGates, Packing, RoutingRecord
 
 __all__ = ["RoutingContext"]
 
@@ -19,7 +19,7 @@ class RoutingContext:
 
     mmdet calls ``self.ffn(query)`` and hands over nothing else. So the detector opens
     a :meth:`step`, in it the encoder and the decoder each open a :meth:`component`, and
-    the layers read the group ids and the token mask here and leave their records here.
+    the layers read the group ids and the packing here and leave their records here.
     Outside of a step the context is empty: nothing is left over for the next one.
 
     Shapes: B images, N tokens per image.
@@ -30,7 +30,7 @@ class RoutingContext:
         valid_ratio_B2: (height, width) of each image as a share of the padded input;
             None where no image is padded.
         gates: Channel gates of the images; None where no channels are gated.
-        token_mask_BN: True for real tokens; None where all are real.
+        packing: Which tokens are real, made once for all layers; None where all are.
         foreground_BN: True for tokens on an object; None where no loss asks for it.
         num_auxiliary: How many tokens follow these in each image for an auxiliary loss.
             They pass the experts, and are neither counted nor taught where to go.
@@ -46,7 +46,7 @@ class RoutingContext:
         self.ground_truth: GroundTruth | None = None
         self.valid_ratio_B2: Tensor | None = None
         self.gates: ChannelGates | None = None
-        self.token_mask_BN: Tensor | None = None
+        self.packing: Packing | None = None
         self.foreground_BN: Tensor | None = None
         self.num_auxiliary = 0
         self.records: dict[str, RoutingRecord] = {}
@@ -83,13 +83,21 @@ class RoutingContext:
         *,
         num_auxiliary: int = 0,
     ) -> Iterator[None]:
-        """Say which tokens the encoder or the decoder has; see the attributes."""
-        self.token_mask_BN, self.foreground_BN = token_mask_BN, foreground_BN
+        """Say which tokens the encoder or the decoder has; see the attributes.
+
+        Args:
+            token_mask_BN: True for real tokens; None where all are real.
+            foreground_BN: See the attributes.
+            num_auxiliary: See the attributes.
+        """
+        if token_mask_BN is not None:
+            self.packing = Packing.of_mask(token_mask_BN)
+        self.foreground_BN = foreground_BN
         self.num_auxiliary = num_auxiliary
         try:
             yield
         finally:
-            self.token_mask_BN, self.foreground_BN = None, None
+            self.packing, self.foreground_BN = None, None
             self.num_auxiliary = 0
 
     def snapshot(self) -> dict[str, Any]:

@@ -41,12 +41,7 @@ from damex.models.queries import (
     valid_ratio_of,
 )
 from damex.models.routing_summary import attach_routing, routing_losses
-from damex.models.schedule import (
-    RouterWarmup,
-    begin_gates,
-    check_losses,
-    end_gates,
-)
+from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
 
 if TYPE_CHECKING:
@@ -147,7 +142,8 @@ class RoutedDetector(_Detector):
             ConfigError: If the training is shorter than the routers' warm-up.
         """
         progress = min(iteration / max(max_iters - 1, 1), 1.0)
-        begin_gates((block.moe for block in moe_blocks(self)), progress)
+        for block in moe_blocks(self):
+            block.moe.gate.begin_step(progress)
         if self._warmup is not None:
             self._warmup.begin_step(self, iteration=iteration, max_iters=max_iters)
 
@@ -156,7 +152,8 @@ class RoutedDetector(_Detector):
 
         Before the backward pass, which may compute layers again: that does not count.
         """
-        end_gates(block.moe for block in moe_blocks(self))
+        for block in moe_blocks(self):
+            block.moe.gate.end_step()
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.

@@ -103,7 +103,7 @@ def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
 
 
 def _is_constant(loss: RoutingLoss, moe: MoELayer) -> bool:
-    if not isinstance(loss, LoadBalanceLoss) or loss.scores != "probability":
+    if not isinstance(loss, LoadBalanceLoss):
         return False
     if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a part of the tokens
         return loss.tokens == "all"
@@ -140,7 +140,7 @@ def counts_foreground(blocks: Iterable[MoEFFN | MoEPatchConv]) -> bool:
         blocks: The MoE blocks of a detector.
     """
     losses = [loss for block in blocks for loss in block.moe.losses]
-    return any(getattr(loss, "tokens", "all") == "foreground" for loss in losses)
+    return any(loss.tokens == "foreground" for loss in losses)
 
 
 def _check_foreground(

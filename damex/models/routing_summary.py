@@ -10,8 +10,8 @@ from torch import Tensor
 from damex.moe import (
     RoutingRecord,
     dropped_counts,
-    heaviest_expert,
-    own_expert_counts,
+    routing_hits,
+    top1_expert,
 )
 
 __all__ = ["attach_routing", "count_tokens_BE", "routing_losses"]
@@ -25,49 +25,48 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
 
     Returns:
         ``loss_moe_<name>``: the weighted loss, mean over the layers that have it
-        (DAMEX: 1/|L| sum over L). ``moe_own_share``: share of tokens whose first expert
-        belongs to their dataset's group, in [0, 1], where groups are known.
-        ``moe_dropped_share``: share of tokens (with k above 1, of token-expert pairs)
-        that experts had no place for, where there is a capacity. A dropped token has
-        no first expert.
+        (DAMEX: 1/|L| sum over L). ``moe_routing_accuracy``: share of tokens whose first
+        expert belongs to their dataset's group, in [0, 1], where groups are known.
+        ``moe_drop_rate``: share of tokens (with k above 1, of token-expert pairs)
+        beyond the capacity of experts, where there is one. A dropped token has no first
+        expert.
     """
     collected: dict[str, list[Tensor]] = {}
     hits, tokens = [], []
     for record in records.values():
         for name, value in record.losses.items():
             collected.setdefault(f"loss_moe_{name}", []).append(value)
-        if record.group_ids_T is not None and record.group_experts_GE is not None:
-            hits_G, tokens_G = own_expert_counts(record)
+        if record.group_ids_V is not None and record.group_experts_GE is not None:
+            hits_G, tokens_G = routing_hits(record)
             hits.append(hits_G.sum())
             tokens.append(tokens_G.sum())
     result = {name: torch.stack(v).mean() for name, v in collected.items()}
     if hits:
-        result["moe_own_share"] = torch.stack(hits).sum() / torch.stack(tokens).sum()
+        result["moe_routing_accuracy"] = (
+            torch.stack(hits).sum() / torch.stack(tokens).sum()
+        )
     limited = [r for r in records.values() if r.assignment.dropped is not None]
     if limited:
         pairs = [torch.stack(dropped_counts(record)) for record in limited]
         dropped, asked = torch.stack(pairs).sum(0)
-        result["moe_dropped_share"] = dropped / asked.clamp_min(1)
+        result["moe_drop_rate"] = dropped / asked.clamp_min(1)
     return result
 
 
-def count_tokens_BE(record: RoutingRecord, num_images: int) -> Tensor:
+def count_tokens_BE(record: RoutingRecord) -> Tensor:
     """Number of tokens of each image that have each expert as their first one.
 
     Args:
         record: Record of one layer.
-        num_images: Images in the batch (B).
 
     Returns:
         Integer tensor (B, E).
     """
-    num_experts = record.num_experts
-    expert_T = heaviest_expert(record)
-    image_T = torch.arange(num_images, device=expert_T.device).repeat_interleave(
-        len(expert_T) // num_images
-    )
-    routed_T = expert_T < num_experts
-    cells = image_T[routed_T] * num_experts + expert_T[routed_T]
+    num_images, num_experts = record.packing.num_images, record.num_experts
+    expert_V = top1_expert(record)
+    image_V = record.packing.spread(torch.arange(num_images, device=expert_V.device))
+    routed_V = expert_V < num_experts
+    cells = image_V[routed_V] * num_experts + expert_V[routed_V]
     counts = torch.bincount(cells, minlength=num_images * num_experts)
     return counts.view(num_images, num_experts)
 
@@ -86,8 +85,7 @@ def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
     if not records:
         return samples
     counts = {
-        name: count_tokens_BE(record, len(samples)).tolist()
-        for name, record in records.items()
+        name: count_tokens_BE(record).tolist() for name, record in records.items()
     }
     groups = _group_experts(next(iter(records.values())))
     for image, sample in enumerate(samples):

@@ -1,9 +1,9 @@
-"""What changes from iteration to iteration of a training: gates and what is trained."""
+"""The warm-up of routers: which parameters a training step trains."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,35 +12,7 @@ from damex.errors import ConfigError, did_you_mean
 from damex.models.config import WarmupConfig
 from damex.moe import MoELayer, SeparateRouterLoss
 
-__all__ = ["RouterWarmup", "begin_gates", "check_losses", "end_gates"]
-
-
-def begin_gates(layers: Iterable[MoELayer], progress: float) -> None:
-    """Tell gates that a training step begins.
-
-    Args:
-        layers: The MoE layers of a detector.
-        progress: Share of the training that is done, in [0, 1].
-    """
-    for layer in layers:
-        gate: Any = layer.gate
-        balance = getattr(gate, "balance", None)
-        if balance is not None:
-            balance.step()
-        if hasattr(gate, "set_progress"):
-            gate.set_progress(progress)
-
-
-def end_gates(layers: Iterable[MoELayer]) -> None:
-    """Tell gates that the forward of a training step is over.
-
-    Args:
-        layers: The MoE layers of a detector.
-    """
-    for layer in layers:
-        balance = getattr(layer.gate, "balance", None)
-        if balance is not None:
-            balance.gather()
+__all__ = ["RouterWarmup", "check_losses"]
 
 
 class RouterWarmup:

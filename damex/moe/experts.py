@@ -1,7 +1,6 @@
 """A bank of feed-forward experts in one tensor per parameter.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+Axes: V real tokens, D model width, H hidden width, E experts, R rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from damex.moe.grouped import (
     check_backend,
     choose_backend,
     grouped_linear,
-    map_runs,
+    map_segments,
     spread_over_rows,
 )
 
@@ -201,7 +200,7 @@ class FFNExperts(nn.Module):
                 target.add_(torch.randn_like(target), alpha=noise_std)
 
     def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its run of rows.
+        """Applies each expert to its segment of rows.
 
         Args:
             tokens_RD: Rows sorted by expert.
@@ -217,7 +216,7 @@ class FFNExperts(nn.Module):
             parameters = [self.w1_EDH, self.b1_EH, self.w2_EHD, self.b2_ED]
             if self.slope_E1 is not None:
                 parameters.append(self.slope_E1)
-            return map_runs(self._one_expert, tokens_RD, parameters, counts_E)
+            return map_segments(self._one_expert, tokens_RD, parameters, counts_E)
         hidden_RH = grouped_linear(
             tokens_RD, self.w1_EDH, self.b1_EH, counts_E, backend=backend
         )
@@ -300,23 +299,14 @@ class SharedExpert(nn.Module):
         """Draws the expert anew."""
         self.expert.reset_parameters()
 
-    def forward(self, tokens_TD: Tensor, token_mask_T: Tensor | None = None) -> Tensor:
-        """Applies the expert to all real tokens.
+    def forward(self, tokens_VD: Tensor) -> Tensor:
+        """Applies the expert to all tokens.
 
         Args:
-            tokens_TD: (T, D).
-            token_mask_T: True for real tokens; None when all are real.
+            tokens_VD: (V, D).
 
         Returns:
-            out_TD: Padded tokens are exactly zero.
+            out_VD: Of the same shape.
         """
-        if token_mask_T is None:
-            return self._apply_expert(tokens_TD)
-        index_V = token_mask_T.nonzero().squeeze(1)
-        out_VD = self._apply_expert(tokens_TD.index_select(0, index_V))
-        zeros_TD = out_VD.new_zeros(tokens_TD.shape[0], out_VD.shape[1])
-        return zeros_TD.index_copy(0, index_V, out_VD)
-
-    def _apply_expert(self, tokens_VD: Tensor) -> Tensor:
         counts_E = torch.full((1,), tokens_VD.shape[0], device=tokens_VD.device)
         return self.expert(tokens_VD, counts_E)

@@ -1,8 +1,6 @@
 """One linear map per expert over rows sorted by expert, and its back-ends.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
-F stands for the output width of one linear map.
+Axes: E experts, R rows, D input width and F output width of one linear map.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BACKENDS = ("auto", "split", "loop", "grouped_mm")
+BACKENDS = ("auto", "split", "grouped_mm")
 
 
 def grouped_linear(
@@ -25,13 +23,13 @@ def grouped_linear(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Applies expert e's linear map to the e-th run of rows.
+    """Applies expert e's linear map to the e-th segment of rows.
 
     All back-ends give the same result, run under autocast, and give experts without
     rows (or all experts, when there are no rows) zero gradients, never None.
 
-    - 'split': one `linear` per run; fastest on the CPU, reads `counts_E` on the host.
-    - 'loop': one `linear` per boolean mask; slow, the reference for tests.
+    - 'split': one `linear` per segment; fastest on the CPU, reads the counts on the
+      host.
     - 'grouped_mm': one kernel for all experts, nothing is read on the host.
     - 'auto': 'grouped_mm' for bfloat16 on CUDA devices that have the fast kernel,
       else 'split'.
@@ -53,8 +51,6 @@ def grouped_linear(
     # A compiled graph cannot ask: its number of rows may be known only when it runs.
     if backend == "grouped_mm" and (torch.compiler.is_compiling() or len(x_RD) > 0):
         return _grouped_mm_linear(x_RD, weight_EDF, bias_EF, counts_E)
-    if backend == "loop":
-        return _loop_linear(x_RD, weight_EDF, bias_EF, counts_E)
     return _split_linear(x_RD, weight_EDF, bias_EF, counts_E)
 
 
@@ -67,7 +63,7 @@ def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -
         backend: One of `BACKENDS`.
 
     Returns:
-        'split', 'loop' or 'grouped_mm'.
+        'split' or 'grouped_mm'.
 
     Raises:
         ValueError: If the back-end is unknown or cannot do this input.
@@ -97,19 +93,19 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"grouped_linear: unknown backend {backend!r}; {BACKENDS=}")
 
 
-def map_runs(
+def map_segments(
     function: Callable[..., Tensor],
     x_RD: Tensor,
     parameters: Sequence[Tensor],
     counts_E: Tensor,
 ) -> Tensor:
-    """Applies `function(rows, *parameters_of_e)` to each expert's run of rows.
+    """Applies `function(rows, *parameters_of_e)` to each expert's segment of rows.
 
-    Empty runs are skipped, which costs their experts nothing and gives them zero
+    Empty segments are skipped, which costs their experts nothing and gives them zero
     gradients. Reads the counts on the host, unless there is one expert only.
 
     Args:
-        function: Row-wise map from one run of rows and one expert's parameters.
+        function: Row-wise map from one segment of rows and one expert's parameters.
         x_RD: Rows sorted by expert.
         parameters: Tensors whose first axis is E.
         counts_E: Rows of each expert, int64; must sum to R.
@@ -125,13 +121,13 @@ def map_runs(
     # Without any row expert 0 maps an empty slice, which ties all parameters to the
     # graph: unbind gives the experts that are left out zero gradients.
     used = [e for e, size in enumerate(sizes) if size > 0] or [0]
-    runs = x_RD.split(sizes)
-    outs = [function(runs[e], *(slices[e] for slices in unbound)) for e in used]
+    segments = x_RD.split(sizes)
+    outs = [function(segments[e], *(slices[e] for slices in unbound)) for e in used]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
-    """Repeats each expert's values for every row of its run.
+    """Repeats each expert's values for every row of its segment.
 
     One-hot rows times the values is deterministic in the backward pass, where a gather
     would add with atomics.
@@ -156,21 +152,7 @@ def _split_linear(
     def linear(rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor) -> Tensor:
         return functional.linear(rows_RD, weight_DF.t(), bias_F)
 
-    return map_runs(linear, x_RD, (weight_EDF, bias_EF), counts_E)
-
-
-def _loop_linear(
-    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
-) -> Tensor:
-    num_rows, num_experts = x_RD.shape[0], weight_EDF.shape[0]
-    expert_index_R = _expert_of_row(counts_E, num_rows)
-    out_RF = torch.zeros(
-        num_rows, weight_EDF.shape[2], dtype=_compute_dtype(x_RD), device=x_RD.device
-    )
-    for e in range(num_experts):
-        mine_R = expert_index_R == e
-        out_RF[mine_R] = functional.linear(x_RD[mine_R], weight_EDF[e].t(), bias_EF[e])
-    return out_RF
+    return map_segments(linear, x_RD, (weight_EDF, bias_EF), counts_E)
 
 
 def _grouped_mm_linear(

@@ -1,20 +1,57 @@
 """The mixture-of-experts layer: router, gate, experts and losses put together.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+`MoELayer.forward` takes the real tokens out of the images at its start and puts them
+back at its end; whatever it calls sees real tokens only.
+
+Axes: B images, N tokens per image (padding included), V real tokens of the batch,
+D model width, E experts, R routes (token-expert pairs), G dataset groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from damex.moe.experts import SharedExpert
-from damex.moe.protocols import Experts, Gate, Router, RoutingLoss
-from damex.moe.routing import RoutingRecord
+from damex.moe.gates import Gate
+from damex.moe.losses import RoutingLoss
+from damex.moe.routing import Packing, RoutingRecord
+
+
+class Router(Protocol):
+    """A module that scores experts for tokens: (..., D) -> logits (..., E), row by row.
+
+    Logits are float32 (or float64) whatever autocast says, and their softmax over E is
+    the routing distribution. Rows must not look at each other.
+    """
+
+    num_experts: int
+
+    def __call__(self, tokens: Tensor, /) -> Tensor:
+        """Returns the logits of each row of `tokens`."""
+
+    def reset_parameters(self) -> None:
+        """Draws new parameters."""
+
+
+class Experts(Protocol):
+    """A module that is a bank of E experts, in one tensor per parameter.
+
+    Every parameter must get a gradient (zeros if need be) on every backward, also when
+    an expert, or all of them, received no token.
+    """
+
+    num_experts: int
+
+    def __call__(self, tokens_RD: Tensor, counts_E: Tensor, /) -> Tensor:
+        """Maps rows sorted by expert to outputs of shape (R, D)."""
+
+    def reset_parameters(self) -> None:
+        """Draws new parameters."""
 
 
 class MoELayer(nn.Module):
@@ -27,11 +64,11 @@ class MoELayer(nn.Module):
 
     torch.compile makes one graph (fullgraph=True) with any gate of damex when the
     experts' backend is 'grouped_mm'; 'split' reads the counts on the host and breaks
-    the graph before the experts. With a token mask the number of routes is known only
-    when the graph runs: set `torch._dynamo.config.capture_dynamic_output_shape_ops`;
-    `RouterZLoss` and `DatasetRoutingLoss` then break it (torch.logsumexp asks whether
-    there is any row), and the gates need not. `DenseToSparseGate` needs the setting
-    without a mask, too, unless its threshold is 0 and it has no `end_k`.
+    the graph before the experts. Make the packing outside of the graph. Where the gate
+    decides how many routes there are, the graph has to be told to expect that: set
+    `torch._dynamo.config.capture_dynamic_output_shape_ops` for `DenseToSparseGate`
+    (unless its threshold is 0 and it has no `end_k`), an `ExpertCapacity`, and
+    `ExpertChoiceGate` with padding.
 
     Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
     autocast's dtype if there is one; the output has the dtype of the tokens.
@@ -40,7 +77,7 @@ class MoELayer(nn.Module):
         router: Tokens -> logits.
         gate: Logits -> Assignment.
         experts: Rows sorted by expert -> outputs.
-        shared_expert: What every real token passes beside its routed experts, if any.
+        shared_expert: What every token passes beside its routed experts, if any.
         losses: Routing losses to compute in training.
         group_experts: For each dataset group the ids of its experts; kept in the
             checkpoint as `group_experts_GE`. Groups may share experts.
@@ -78,7 +115,11 @@ class MoELayer(nn.Module):
             mask_GE = group_experts_mask(group_experts, num_experts=experts.num_experts)
         self.register_buffer("group_experts_GE", mask_GE)
         num_groups = None if mask_GE is None else mask_GE.shape[0]
-        _check_losses(self.losses, gate=gate, num_groups=num_groups)
+        names = [loss.name for loss in self.losses]
+        if len(set(names)) != len(names):
+            raise ValueError(f"MoELayer: two losses share a name, got {names}")
+        for loss in self.losses:
+            loss.check_layer(gate=gate, num_groups=num_groups)
 
     @property
     def num_experts(self) -> int:
@@ -96,7 +137,7 @@ class MoELayer(nn.Module):
         self,
         tokens_BND: Tensor,
         *,
-        token_mask_BN: Tensor | None = None,
+        packing: Packing | None = None,
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
     ) -> tuple[Tensor, RoutingRecord]:
@@ -104,8 +145,8 @@ class MoELayer(nn.Module):
 
         Args:
             tokens_BND: Tokens, batch first.
-            token_mask_BN: bool, True for real tokens (the opposite of a DETR
-                key_padding_mask); None when all are real.
+            packing: Which tokens are real; None when all are. Layers that see the same
+                tokens may share one.
             group_ids_B: Dataset group of each image, -1 where unknown. Read only by
                 losses in training, and kept in the record for metrics. The range of
                 ids that live on a GPU is not checked, as that would stall it.
@@ -121,24 +162,23 @@ class MoELayer(nn.Module):
         """
         record = self.route(
             tokens_BND,
-            token_mask_BN=token_mask_BN,
+            packing=packing,
             group_ids_B=group_ids_B,
             foreground_BN=foreground_BN,
         )
-        tokens_TD = tokens_BND.flatten(0, 1)
+        tokens_VD = record.packing.pack(tokens_BND)
         assignment = record.assignment
-        out_RD = self.experts(assignment.dispatch(tokens_TD), assignment.counts_E)
-        out_TD = assignment.combine(out_RD).to(tokens_BND.dtype)
+        out_RD = self.experts(assignment.dispatch(tokens_VD), assignment.counts_E)
+        out_VD = assignment.combine(out_RD).to(tokens_BND.dtype)
         if self.shared_expert is not None:
-            shared_TD = self.shared_expert(tokens_TD, record.token_mask_T)
-            out_TD = out_TD + shared_TD.to(out_TD.dtype)
-        return out_TD.unflatten(0, tokens_BND.shape[:2]), record
+            out_VD = out_VD + self.shared_expert(tokens_VD).to(out_VD.dtype)
+        return record.packing.unpack(out_VD), record
 
     def route(
         self,
         tokens_BND: Tensor,
         *,
-        token_mask_BN: Tensor | None = None,
+        packing: Packing | None = None,
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
     ) -> RoutingRecord:
@@ -146,7 +186,7 @@ class MoELayer(nn.Module):
 
         Args:
             tokens_BND: As in `forward`, like the rest.
-            token_mask_BN: See there.
+            packing: See there.
             group_ids_B: See there.
             foreground_BN: See there.
 
@@ -156,25 +196,18 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: As `forward`.
         """
-        self._check_forward(tokens_BND, token_mask_BN, group_ids_B)
-        _check_mask("foreground_BN", foreground_BN, tokens_BND)
-        num_images, num_tokens, _ = tokens_BND.shape
-        mask_T = None if token_mask_BN is None else token_mask_BN.flatten()
-        logits_TE = self._score(tokens_BND.flatten(0, 1), mask_T)
-        assignment = self.gate(
-            logits_TE.unflatten(0, (num_images, num_tokens)), token_mask_BN
-        )
-        group_ids_T = None
+        packing = self._check_forward(tokens_BND, packing, group_ids_B, foreground_BN)
+        logits_VE = self.router(packing.pack(tokens_BND))
+        group_ids_V = None
         if group_ids_B is not None:
-            group_ids_T = group_ids_B.to(tokens_BND.device)
-            group_ids_T = group_ids_T.repeat_interleave(num_tokens)
+            group_ids_V = packing.spread(group_ids_B.to(logits_VE.device))
         record = RoutingRecord(
-            logits_TE=logits_TE,
-            token_mask_T=mask_T,
-            group_ids_T=group_ids_T,
-            assignment=assignment,
+            logits_VE=logits_VE,
+            packing=packing,
+            assignment=self.gate(logits_VE, packing),
+            group_ids_V=group_ids_V,
             group_experts_GE=self.group_experts_GE,
-            foreground_T=None if foreground_BN is None else foreground_BN.flatten(),
+            foreground_V=None if foreground_BN is None else packing.pack(foreground_BN),
         )
         if self.training:
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}
@@ -185,32 +218,44 @@ class MoELayer(nn.Module):
         """Losses, for `print(module)`."""
         return f"losses={list(self.losses)}"
 
-    def _score(self, tokens_TD: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Logits of real tokens; padded rows are never seen and get zeros."""
-        if mask_T is None:
-            return self.router(tokens_TD)
-        tokens_V = mask_T.nonzero().squeeze(1)
-        logits_VE = self.router(tokens_TD.index_select(0, tokens_V))
-        zeros_TE = logits_VE.new_zeros(tokens_TD.shape[0], self.num_experts)
-        return zeros_TE.index_copy(0, tokens_V, logits_VE)
-
     def _check_forward(
-        self, tokens_BND: Tensor, mask_BN: Tensor | None, group_ids_B: Tensor | None
-    ) -> None:
+        self,
+        tokens_BND: Tensor,
+        packing: Packing | None,
+        group_ids_B: Tensor | None,
+        foreground_BN: Tensor | None,
+    ) -> Packing:
+        """Returns the packing, that of all tokens if there is none."""
         if tokens_BND.dim() != 3:
             raise ValueError(
                 "MoELayer: tokens_BND must be (B, N, D), got shape "
                 f"{tuple(tokens_BND.shape)}"
             )
-        _check_mask("token_mask_BN", mask_BN, tokens_BND)
+        size = (tokens_BND.shape[0], tokens_BND.shape[1])
+        if packing is None:
+            packing = Packing.full(*size)
+        if (packing.num_images, packing.num_tokens) != size:
+            raise ValueError(
+                f"MoELayer: the packing is of {packing.num_images} images with "
+                f"{packing.num_tokens} tokens each, but tokens_BND has {size[0]} with "
+                f"{size[1]}; make it of the mask of these tokens"
+            )
+        if foreground_BN is not None and (
+            foreground_BN.shape != size or foreground_BN.dtype != torch.bool
+        ):
+            raise ValueError(
+                f"MoELayer: foreground_BN must be bool of shape {size}, got "
+                f"{foreground_BN.dtype} of shape {tuple(foreground_BN.shape)}"
+            )
         if group_ids_B is not None:
-            self._check_group_ids(group_ids_B, tokens_BND.shape[0])
+            self._check_group_ids(group_ids_B, size[0])
         elif self.training and any(loss.needs_groups for loss in self.losses):
             names = [loss.name for loss in self.losses if loss.needs_groups]
             raise ValueError(
                 f"MoELayer: in training the losses {names} need group_ids_B, the "
                 "dataset group of each image (-1 where unknown), but got None"
             )
+        return packing
 
     def _check_group_ids(self, group_ids_B: Tensor, num_images: int) -> None:
         if group_ids_B.shape != (num_images,) or group_ids_B.dtype != torch.int64:
@@ -262,34 +307,3 @@ def group_experts_mask(
                 )
             mask_GE[group, expert] = True
     return mask_GE
-
-
-def _check_mask(name: str, mask_BN: Tensor | None, tokens_BND: Tensor) -> None:
-    shape = tokens_BND.shape[:2]
-    if mask_BN is not None and (mask_BN.shape != shape or mask_BN.dtype != torch.bool):
-        raise ValueError(
-            f"MoELayer: {name} must be bool of shape {tuple(shape)}, got "
-            f"{mask_BN.dtype} of shape {tuple(mask_BN.shape)}"
-        )
-
-
-def _check_losses(
-    losses: Sequence[RoutingLoss], *, gate: Gate, num_groups: int | None
-) -> None:
-    names = [loss.name for loss in losses]
-    if len(set(names)) != len(names):
-        raise ValueError(f"MoELayer: two losses share a name, got {names}")
-    for loss in losses:
-        if not loss.weight >= 0.0:
-            raise ValueError(
-                f"MoELayer: the weight of loss {loss.name!r} must be >= 0, "
-                f"got {loss.weight}"
-            )
-        if loss.needs_groups and num_groups is None:
-            raise ValueError(
-                f"MoELayer: loss {loss.name!r} needs group_experts, the experts of "
-                "each dataset group, e.g. group_experts=[[0], [1]] for two datasets"
-            )
-        check = getattr(loss, "check_layer", None)
-        if check is not None:
-            check(gate=gate, num_groups=num_groups)

@@ -2,8 +2,7 @@
 
 Counts add up over batches and layers; take entropies and shares of the sums.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+Axes: V real tokens, E experts, R routes (token-expert pairs), G dataset groups.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> 
     Raises:
         ValueError: If the record has no group ids, or G is not known.
     """
-    group_ids_T = _group_ids(record)
+    group_ids_V = _group_ids(record)
     if num_groups is None:
         if record.group_experts_GE is None:
             raise ValueError(
@@ -36,7 +35,7 @@ def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> 
         num_groups = record.group_experts_GE.shape[0]
     assignment, num_experts = record.assignment, record.num_experts
     # Unknown groups (-1) are counted in a row of their own, which is then cut off.
-    row_R = group_ids_T.index_select(0, assignment.token_index_R) + 1
+    row_R = group_ids_V.index_select(0, assignment.token_index_R) + 1
     cell_R = row_R * num_experts + assignment.expert_index_R
     counts = cell_R.new_zeros((num_groups + 1) * num_experts)
     counts = counts.scatter_add(0, cell_R, torch.ones_like(cell_R))
@@ -73,21 +72,8 @@ def mutual_information(counts_GE: Tensor) -> Tensor:
     return (torch.xlogy(probs_GE, probs_GE) - torch.xlogy(probs_GE, outer_GE)).sum()
 
 
-def expert_load(record: RoutingRecord) -> Tensor:
-    """Share of the routes that each expert gets.
-
-    Args:
-        record: Record of one forward.
-
-    Returns:
-        load_E: float64, sums to 1 (all zeros without routes).
-    """
-    counts_E = record.assignment.counts_E.double()
-    return counts_E / counts_E.sum().clamp_min(1)
-
-
 def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Counts the routes that found no place at their expert; for k=1 they are tokens.
+    """Counts the routes beyond the capacity of their expert; for k=1 they are tokens.
 
     Args:
         record: Record of one forward.
@@ -104,8 +90,8 @@ def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     return dropped, served + dropped
 
 
-def dropped_share(record: RoutingRecord) -> Tensor:
-    """Share of routes, for k=1 of tokens, that found no place at their expert.
+def drop_rate(record: RoutingRecord) -> Tensor:
+    """Share of routes, for k=1 of tokens, beyond the capacity of their expert.
 
     Args:
         record: Record of one forward.
@@ -131,7 +117,7 @@ def coefficient_of_variation(load_E: Tensor) -> Tensor:
     return torch.where(mean > 0, std / mean, torch.zeros_like(mean))
 
 
-def own_expert_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
+def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """Counts the tokens whose heaviest route goes to an expert of their own group.
 
     Ties of weight go to the lowest expert id. A token without routes is no hit.
@@ -141,30 +127,30 @@ def own_expert_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
 
     Returns:
         hits_G: int64, such tokens of each group.
-        tokens_G: int64, all real tokens of each group.
+        tokens_G: int64, all tokens of each group.
 
     Raises:
         ValueError: If the record has no group ids or no group-expert map.
     """
-    group_ids_T = _group_ids(record)
+    group_ids_V = _group_ids(record)
     if record.group_experts_GE is None:
-        raise ValueError("own_expert_counts: the layer has no group_experts")
+        raise ValueError("routing_hits: the layer has no group_experts")
     num_groups, num_experts = record.group_experts_GE.shape
-    top_T = heaviest_expert(record)
-    row_T = torch.where(record.valid_mask(), group_ids_T + 1, 0)
-    # One more row for unknown or padded, one more column for tokens without a route.
+    top_V = top1_expert(record)
+    row_V = group_ids_V + 1
+    # One more row for unknown groups, one more column for tokens without a route.
     own = torch.zeros(
-        num_groups + 1, num_experts + 1, dtype=torch.int64, device=row_T.device
+        num_groups + 1, num_experts + 1, dtype=torch.int64, device=row_V.device
     )
     own[1:, :num_experts] = record.group_experts_GE
-    zeros = row_T.new_zeros(num_groups + 1)
-    hits = zeros.scatter_add(0, row_T, own[row_T, top_T])
-    tokens = zeros.scatter_add(0, row_T, torch.ones_like(row_T))
+    zeros = row_V.new_zeros(num_groups + 1)
+    hits = zeros.scatter_add(0, row_V, own[row_V, top_V])
+    tokens = zeros.scatter_add(0, row_V, torch.ones_like(row_V))
     return hits[1:], tokens[1:]
 
 
-def own_expert_share(record: RoutingRecord) -> Tensor:
-    """Share of each group's real tokens whose heaviest route stays in the group.
+def routing_accuracy(record: RoutingRecord) -> Tensor:
+    """Share of each group's tokens whose heaviest route stays in the group.
 
     Args:
         record: Record of one forward with group ids and a group-expert map.
@@ -175,11 +161,11 @@ def own_expert_share(record: RoutingRecord) -> Tensor:
     Raises:
         ValueError: If the record has no group ids or no group-expert map.
     """
-    hits_G, tokens_G = own_expert_counts(record)
+    hits_G, tokens_G = routing_hits(record)
     return hits_G.double() / tokens_G
 
 
-def heaviest_expert(record: RoutingRecord) -> Tensor:
+def top1_expert(record: RoutingRecord) -> Tensor:
     """The expert of each token's heaviest route.
 
     Ties of weight go to the lowest expert id.
@@ -188,14 +174,14 @@ def heaviest_expert(record: RoutingRecord) -> Tensor:
         record: Record of one forward.
 
     Returns:
-        expert_T: int64; E for tokens without a route.
+        expert_V: int64; E for tokens without a route.
     """
     assignment = record.assignment
     token_index_R, weight_R = assignment.token_index_R, assignment.weight_R.detach()
-    heaviest_T = weight_R.new_zeros(assignment.num_tokens).scatter_reduce(
+    heaviest_V = weight_R.new_zeros(assignment.num_tokens).scatter_reduce(
         0, token_index_R, weight_R, "amax", include_self=False
     )
-    is_heaviest_R = weight_R == heaviest_T.index_select(0, token_index_R)
+    is_heaviest_R = weight_R == heaviest_V.index_select(0, token_index_R)
     none = record.num_experts
     candidate_R = torch.where(is_heaviest_R, assignment.expert_index_R, none)
     return candidate_R.new_full((assignment.num_tokens,), none).scatter_reduce(
@@ -204,9 +190,9 @@ def heaviest_expert(record: RoutingRecord) -> Tensor:
 
 
 def _group_ids(record: RoutingRecord) -> Tensor:
-    if record.group_ids_T is None:
+    if record.group_ids_V is None:
         raise ValueError(
             "routing metrics: the record has no group ids; pass group_ids_B to the "
             "forward of the layer"
         )
-    return record.group_ids_T
+    return record.group_ids_V

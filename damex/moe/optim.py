@@ -6,15 +6,13 @@ Axes: E experts, P tensors of a bank of experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from damex.moe.layer import MoELayer
-
-NORMS = ("frobenius", "sum")
 
 
 class NormalizedGD(Optimizer):
@@ -28,30 +26,21 @@ class NormalizedGD(Optimizer):
         params: Groups as `expert_parameters` gives them, one per bank of experts; each
             tensor of a group has one slice per expert along its first axis.
         lr: Length of the step of each expert, in Frobenius norm.
-        norm: 'frobenius' for the norm over all tensors of an expert together, as in the
-            paper, or 'sum' for the sum of the norms of its tensors, as in the paper's
-            released code; steps are then shorter than `lr`.
 
     Raises:
-        ValueError: If `lr` is negative, the norm is unknown, or tensors of a group
-            differ in their number of experts.
+        ValueError: If `lr` is negative, or tensors of a group differ in their number of
+            experts.
     """
 
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 0.001,
-        *,
-        norm: Literal["frobenius", "sum"] = "frobenius",
     ) -> None:
         if not lr >= 0.0:
             raise ValueError(f"NormalizedGD: lr must be >= 0, got {lr}")
-        super().__init__(params, dict(lr=lr, norm=norm))
+        super().__init__(params, dict(lr=lr))
         for number, group in enumerate(self.param_groups):
-            if group["norm"] not in NORMS:
-                raise ValueError(
-                    f"NormalizedGD: unknown norm {group['norm']!r}; use one of {NORMS}"
-                )
             shapes = [tuple(p.shape) for p in group["params"]]
             if len({shape[:1] for shape in shapes}) > 1 or () in shapes:
                 raise ValueError(
@@ -81,7 +70,7 @@ class NormalizedGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            _move(group["params"], lr=group["lr"], norm=group["norm"])
+            _move(group["params"], lr=group["lr"])
         return loss
 
 
@@ -112,20 +101,20 @@ def expert_parameters(
     return groups, [p for p in model.parameters() if id(p) not in taken]
 
 
-def _move(bank: list[nn.Parameter], *, lr: float, norm: str) -> None:
+def _move(bank: list[nn.Parameter], *, lr: float) -> None:
     pairs = [(p, p.grad) for p in bank if p.grad is not None]
     if not pairs:
         return
     # float64, as squares of small float32 gradients vanish and lr / norm may overflow.
     grads = [grad.double().reshape(grad.shape[0], -1) for _, grad in pairs]
     norms_PE = torch.stack([torch.linalg.vector_norm(grad, dim=1) for grad in grads])
-    norm_E = norms_PE.sum(0) if norm == "sum" else norms_PE.square().sum(0).sqrt()
+    norm_E = norms_PE.square().sum(0).sqrt()
     for (parameter, _), grad in zip(pairs, grads, strict=True):
         step = torch.where(norm_E == 0, 0.0, lr / norm_E).unsqueeze(1) * grad
         parameter.sub_(step.view_as(parameter).to(parameter.dtype))
 
 
-class JoinedOptimizer(Optimizer):
+class ChainedOptimizer(Optimizer):
     """Steps two optimisers of different parameters as one.
 
     Its parameter groups are those of the first and then those of the second, the same
@@ -179,7 +168,7 @@ class JoinedOptimizer(Optimizer):
         """Loads groups and state of both.
 
         Args:
-            state_dict: Of a `JoinedOptimizer` of the same parameters.
+            state_dict: Of a `ChainedOptimizer` of the same parameters.
         """
         super().load_state_dict(state_dict)
         self._share()

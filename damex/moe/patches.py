@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe.grouped import map_runs
+from damex.moe.grouped import map_segments
 from damex.moe.layer import MoELayer
-from damex.moe.routing import RoutingRecord
+from damex.moe.routing import Packing, RoutingRecord
 
 
 def patch_grid(size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
@@ -172,7 +172,7 @@ class PatchConvExperts(nn.Module):
         nn.init.normal_(self.weight_EOCKK, std=math.sqrt(2.0 / fan_out))
 
     def forward(self, patches_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its run of patches.
+        """Applies each expert to its segment of patches.
 
         Args:
             patches_RD: Flattened patches, with their halo if there is one, sorted by
@@ -184,7 +184,7 @@ class PatchConvExperts(nn.Module):
         """
         height, width = (side + 2 * self.halo for side in self.patch_size)
         patches = patches_RD.unflatten(1, (self.in_channels, height, width))
-        out = map_runs(self._convolve, patches, [self.weight_EOCKK], counts_E)
+        out = map_segments(self._convolve, patches, [self.weight_EOCKK], counts_E)
         return out.flatten(1)
 
     def extra_repr(self) -> str:
@@ -204,7 +204,7 @@ def route_patches(
     moe: MoELayer,
     map_BCHW: Tensor,
     *,
-    patch_mask_BN: Tensor | None = None,
+    packing: Packing | None = None,
     group_ids_B: Tensor | None = None,
 ) -> tuple[Tensor, RoutingRecord]:
     """Convolves a map patch by patch with the experts that took each patch.
@@ -222,8 +222,7 @@ def route_patches(
         moe: Router, any gate, and `PatchConvExperts`; a token is a patch.
         map_BCHW: Feature map. Sides that the patch does not divide are filled up with
             zeros, at the right and at the bottom.
-        patch_mask_BN: True for patches to route, see `patches.real_patches`; None for
-            all.
+        packing: Which patches to route, see `real_patches`; None for all.
         group_ids_B: As in `MoELayer.forward`.
 
     Returns:
@@ -241,25 +240,24 @@ def route_patches(
         )
     patches_BNCPQ = split_patches(map_BCHW, experts.patch_size)
     record = moe.route(
-        patches_BNCPQ.flatten(2), token_mask_BN=patch_mask_BN, group_ids_B=group_ids_B
+        patches_BNCPQ.flatten(2), packing=packing, group_ids_B=group_ids_B
     )
     if experts.halo:
         patches_BNCPQ = split_patches(map_BCHW, experts.patch_size, halo=experts.halo)
     assignment = record.assignment
-    rows_RD = assignment.dispatch(patches_BNCPQ.flatten(2).flatten(0, 1))
+    rows_RD = assignment.dispatch(record.packing.pack(patches_BNCPQ.flatten(2)))
     out_RD = experts(rows_RD, assignment.counts_E)
     weighted_RD = (out_RD * assignment.weight_R.unsqueeze(1)).to(out_RD.dtype)
     slot_R = assignment.token_index_R * moe.num_experts + assignment.expert_index_R
-    # As large as the output map: one slot per patch and slice of channels.
+    # One slot per patch and slice of channels.
     slots = weighted_RD.new_zeros(
         assignment.num_tokens * moe.num_experts, weighted_RD.shape[1]
     ).index_copy(0, slot_R, weighted_RD)
-    size = (map_BCHW.shape[2], map_BCHW.shape[3])
-    down, across = patch_grid(size, experts.patch_size)
-    out_BNFPQ = slots.view(
-        map_BCHW.shape[0], down * across, experts.out_channels, *experts.patch_size
+    out_VFPQ = slots.view(
+        assignment.num_tokens, experts.out_channels, *experts.patch_size
     )
-    return merge_patches(out_BNFPQ, size), record
+    size = (map_BCHW.shape[2], map_BCHW.shape[3])
+    return merge_patches(record.packing.unpack(out_VFPQ), size), record
 
 
 def _as_pair(patch_size: int | tuple[int, int]) -> tuple[int, int]:

@@ -1,20 +1,112 @@
 """The one language of routing: which token goes to which expert, with what weight.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+Below the layer there is no padding: tokens are rows that a `Packing` took out of the
+images, and indices count these rows.
+
+Axes: B images, N tokens per image (padding included), V real tokens of the batch,
+D model width, E experts, K experts per token, R routes (token-expert pairs),
+G dataset groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "expert_groups",
-]
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the real tokens of a batch of images stand.
+
+    Build it with `full` or `of_mask`. One packing serves all layers that see the same
+    tokens; only its making reads something back from a GPU.
+
+    Attributes:
+        num_images: B.
+        num_tokens: N, padded tokens included.
+        position_V: Place of each real token among the B*N tokens, in rising order; None
+            when all tokens are real.
+    """
+
+    num_images: int
+    num_tokens: int
+    position_V: Tensor | None = None
+
+    @classmethod
+    def full(cls, num_images: int, num_tokens: int) -> Packing:
+        """Packs images without padding.
+
+        Args:
+            num_images: B.
+            num_tokens: N.
+        """
+        return cls(num_images, num_tokens)
+
+    @classmethod
+    def of_mask(cls, token_mask_BN: Tensor) -> Packing:
+        """Packs the real tokens of padded images.
+
+        Args:
+            token_mask_BN: bool, True for real tokens (the opposite of a DETR
+                key_padding_mask).
+
+        Raises:
+            ValueError: If the mask is not bool or has not two axes.
+        """
+        if token_mask_BN.dim() != 2 or token_mask_BN.dtype != torch.bool:
+            raise ValueError(
+                "Packing.of_mask: token_mask_BN must be bool of shape (B, N), got "
+                f"{token_mask_BN.dtype} of shape {tuple(token_mask_BN.shape)}"
+            )
+        position_V = token_mask_BN.flatten().nonzero().squeeze(1)
+        return cls(token_mask_BN.shape[0], token_mask_BN.shape[1], position_V)
+
+    def pack(self, values_BN: Tensor) -> Tensor:
+        """Takes the rows of real tokens out.
+
+        Args:
+            values_BN: (B, N, ...).
+
+        Returns:
+            values_V: (V, ...), image by image.
+        """
+        values = values_BN.flatten(0, 1)
+        if self.position_V is None:
+            return values
+        return values.index_select(0, self.position_V)
+
+    def unpack(self, values_V: Tensor, *, fill: float = 0) -> Tensor:
+        """Puts the rows of real tokens back.
+
+        Args:
+            values_V: (V, ...).
+            fill: Value of padded tokens.
+
+        Returns:
+            values_BN: (B, N, ...).
+        """
+        shape = (self.num_images, self.num_tokens)
+        if self.position_V is None:
+            return values_V.unflatten(0, shape)
+        blank = values_V.new_full((math.prod(shape), *values_V.shape[1:]), fill)
+        return blank.index_copy(0, self.position_V, values_V).unflatten(0, shape)
+
+    def spread(self, values_B: Tensor) -> Tensor:
+        """Gives every real token the value of its image.
+
+        Args:
+            values_B: (B, ...).
+
+        Returns:
+            values_V: (V, ...).
+        """
+        if self.position_V is None:
+            return values_B.repeat_interleave(self.num_tokens, dim=0)
+        return values_B.index_select(0, self.position_V // self.num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,16 +117,16 @@ class Assignment:
     (token, expert, weight) triple; a token may have none, one or many.
 
     Attributes:
-        token_index_R: Token of each route, an index into the T flattened tokens.
+        token_index_R: Token of each route, an index into the V real tokens.
         expert_index_R: Expert of each route, in rising order.
         weight_R: Weight with which the expert's output is added to the token.
         counts_E: Number of routes of each expert, int64; sums to R.
-        num_tokens: T, padded tokens included.
+        num_tokens: V.
         routes_per_token: K when every token that has a route has exactly K of them,
             else None. Known K makes `combine` deterministic on every device.
-        dropped: Routes that were chosen and found no place at their expert, see
-            `ExpertCapacity`; None where experts take any number. The others of these
-            attributes do not count them.
+        dropped: Routes that were chosen and went beyond the capacity of their expert
+            (see `ExpertCapacity`); None where experts take any number. The others of
+            these attributes do not count them.
     """
 
     token_index_R: Tensor
@@ -48,52 +140,38 @@ class Assignment:
     @classmethod
     def from_topk(
         cls,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
+        expert_ids_VK: Tensor,
+        weights_VK: Tensor,
         *,
         num_experts: int,
-        token_mask_T: Tensor | None = None,
     ) -> Assignment:
         """Builds the routes of a gate that gives every token K experts.
 
-        Without a mask no value is read back to the host, so a GPU is not stalled.
+        No value is read back to the host, so a GPU is not stalled.
 
         Args:
-            expert_ids_TK: int64 expert ids, each in [0, num_experts).
-            weights_TK: Weights of the same shape; gradients flow through them.
+            expert_ids_VK: int64 expert ids, each in [0, num_experts).
+            weights_VK: Weights of the same shape; gradients flow through them.
             num_experts: E.
-            token_mask_T: True for real tokens; the others get no route.
 
         Raises:
             ValueError: If the shapes do not fit together.
         """
-        if expert_ids_TK.dim() != 2 or expert_ids_TK.shape != weights_TK.shape:
+        if expert_ids_VK.dim() != 2 or expert_ids_VK.shape != weights_VK.shape:
             raise ValueError(
-                "Assignment.from_topk: expert_ids_TK and weights_TK must both be "
-                f"(T, K), got {tuple(expert_ids_TK.shape)} and "
-                f"{tuple(weights_TK.shape)}"
+                "Assignment.from_topk: expert_ids_VK and weights_VK must both be "
+                f"(V, K), got {tuple(expert_ids_VK.shape)} and "
+                f"{tuple(weights_VK.shape)}"
             )
-        num_tokens, k = expert_ids_TK.shape
+        num_tokens, k = expert_ids_VK.shape
         if k < 1:
             raise ValueError("Assignment.from_topk: K must be at least 1, got 0")
-        if token_mask_T is None:
-            tokens_V = torch.arange(num_tokens, device=expert_ids_TK.device)
-        else:
-            if token_mask_T.shape != (num_tokens,) or token_mask_T.dtype != torch.bool:
-                raise ValueError(
-                    "Assignment.from_topk: token_mask_T must be bool of shape "
-                    f"({num_tokens},), got {token_mask_T.dtype} of shape "
-                    f"{tuple(token_mask_T.shape)}"
-                )
-            tokens_V = token_mask_T.nonzero().squeeze(1)
-            expert_ids_TK = expert_ids_TK.index_select(0, tokens_V)
-            weights_TK = weights_TK.index_select(0, tokens_V)
-        expert_index = expert_ids_TK.reshape(-1)
+        expert_index = expert_ids_VK.reshape(-1)
         order_R = torch.argsort(expert_index, stable=True)
         return cls(
-            token_index_R=tokens_V.index_select(0, order_R // k),
+            token_index_R=order_R // k,
             expert_index_R=expert_index.index_select(0, order_R),
-            weight_R=weights_TK.reshape(-1).index_select(0, order_R),
+            weight_R=weights_VK.reshape(-1).index_select(0, order_R),
             counts_E=_count(expert_index, num_experts),
             num_tokens=num_tokens,
             routes_per_token=k,
@@ -118,7 +196,7 @@ class Assignment:
             token_index: int64 (R,), each in [0, num_tokens), in any order.
             expert_index: int64 (R,), each in [0, num_experts).
             weight: (R,); gradients flow through it.
-            num_tokens: T.
+            num_tokens: V.
             num_experts: E.
 
         Raises:
@@ -151,16 +229,16 @@ class Assignment:
         """E, experts without a route included."""
         return self.counts_E.shape[0]
 
-    def dispatch(self, tokens_TD: Tensor) -> Tensor:
+    def dispatch(self, tokens_VD: Tensor) -> Tensor:
         """Copies the tokens in the order of the routes.
 
         Args:
-            tokens_TD: (T, D).
+            tokens_VD: (V, D).
 
         Returns:
             tokens_RD: (R, D), one row per route, grouped by expert.
         """
-        return tokens_TD.index_select(0, self.token_index_R)
+        return tokens_VD.index_select(0, self.token_index_R)
 
     def combine(self, expert_out_RD: Tensor) -> Tensor:
         """Adds the weighted expert outputs up, token by token.
@@ -175,15 +253,15 @@ class Assignment:
             expert_out_RD: (R, D), in the order of the routes.
 
         Returns:
-            tokens_TD: (T, D); tokens without a route are exactly zero.
+            tokens_VD: (V, D); tokens without a route are exactly zero.
         """
         weighted_RD = expert_out_RD * self.weight_R.unsqueeze(1)
         if self.routes_per_token is None:
-            zeros_TD = weighted_RD.new_zeros(self.num_tokens, weighted_RD.shape[1])
-            tokens_TD = _add_rows(zeros_TD, self.token_index_R, weighted_RD)
+            zeros_VD = weighted_RD.new_zeros(self.num_tokens, weighted_RD.shape[1])
+            tokens_VD = _add_rows(zeros_VD, self.token_index_R, weighted_RD)
         else:
-            tokens_TD = self._combine_fixed(weighted_RD, self.routes_per_token)
-        return tokens_TD.to(expert_out_RD.dtype)
+            tokens_VD = self._combine_fixed(weighted_RD, self.routes_per_token)
+        return tokens_VD.to(expert_out_RD.dtype)
 
     def keep(self, keep_R: Tensor) -> Assignment:
         """Keeps some routes and moves the others to `dropped`.
@@ -192,13 +270,6 @@ class Assignment:
             keep_R: True for the routes to keep.
         """
         return dataclasses.replace(self._subset(keep_R), dropped=self._subset(~keep_R))
-
-    def detached(self) -> Assignment:
-        """The same routes with weights cut off from the autograd graph."""
-        dropped = None if self.dropped is None else self.dropped.detached()
-        return dataclasses.replace(
-            self, weight_R=self.weight_R.detach(), dropped=dropped
-        )
 
     def _subset(self, mask_R: Tensor) -> Assignment:
         index_R = mask_R.nonzero().squeeze(1)  # in order, so still sorted
@@ -222,19 +293,19 @@ class Assignment:
         if not torch.compiler.is_compiling() and num_routes == self.num_tokens * k:
             return summed_VD
         tokens_V = self.token_index_R.index_select(0, order_R[::k])
-        zeros_TD = weighted_RD.new_zeros(self.num_tokens, width)
-        return zeros_TD.index_copy(0, tokens_V, summed_VD)
+        zeros_VD = weighted_RD.new_zeros(self.num_tokens, width)
+        return zeros_VD.index_copy(0, tokens_V, summed_VD)
 
 
-def _add_rows(into_TD: Tensor, index_R: Tensor, rows_RD: Tensor) -> Tensor:
+def _add_rows(into_VD: Tensor, index_R: Tensor, rows_RD: Tensor) -> Tensor:
     """`index_add` along axis 0 in the same order at every call.
 
     On a GPU `index_add` is atomic, so equal inputs give sums that differ in the last
     bits; accumulating `index_put` sorts first.
     """
-    if into_TD.device.type == "cpu":
-        return into_TD.index_add(0, index_R, rows_RD)
-    return into_TD.index_put((index_R,), rows_RD, accumulate=True)
+    if into_VD.device.type == "cpu":
+        return into_VD.index_add(0, index_R, rows_RD)
+    return into_VD.index_put((index_R,), rows_RD, accumulate=True)
 
 
 def _count(expert_index: Tensor, num_experts: int) -> Tensor:
@@ -268,50 +339,33 @@ class RoutingRecord:
     """The routing of one forward; returned by the layer and stored nowhere.
 
     Attributes:
-        logits_TE: Clean router logits (before any gate noise), float32. Rows of padded
-            tokens are zero and mean nothing.
-        token_mask_T: True for real tokens; None when all tokens are real.
-        group_ids_T: Dataset group of each token's image, -1 where unknown; None when
+        logits_VE: Clean router logits (before any gate noise), float32.
+        packing: Where the tokens stand in their images.
+        group_ids_V: Dataset group of each token's image, -1 where unknown; None when
             no ids were given.
         assignment: The routes that were computed.
         group_experts_GE: True where a group may use an expert; None without a map.
-        foreground_T: True for tokens on an object, padded ones being False or not; None
-            where that is not known.
+        foreground_V: True for tokens on an object; None where that is not known.
         losses: Weighted losses by name; empty in evaluation.
     """
 
-    logits_TE: Tensor
-    token_mask_T: Tensor | None
-    group_ids_T: Tensor | None
+    logits_VE: Tensor
+    packing: Packing
     assignment: Assignment
+    group_ids_V: Tensor | None = None
     group_experts_GE: Tensor | None = None
-    foreground_T: Tensor | None = None
+    foreground_V: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def probs_TE(self) -> Tensor:
-        """Softmax of the clean logits over all experts, (T, E)."""
-        return torch.softmax(self.logits_TE, dim=-1)
+    def probs_VE(self) -> Tensor:
+        """Softmax of the clean logits over all experts, (V, E)."""
+        return torch.softmax(self.logits_VE, dim=-1)
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return self.logits_TE.shape[1]
-
-    def valid_mask(self) -> Tensor:
-        """A (T,) bool mask of the real tokens, also when no mask was given."""
-        if self.token_mask_T is not None:
-            return self.token_mask_T
-        return self.logits_TE.new_ones(self.logits_TE.shape[0], dtype=torch.bool)
-
-    def detached(self) -> RoutingRecord:
-        """A copy without autograd graph, safe to keep in hooks and metrics."""
-        return dataclasses.replace(
-            self,
-            logits_TE=self.logits_TE.detach(),
-            assignment=self.assignment.detached(),
-            losses={name: loss.detach() for name, loss in self.losses.items()},
-        )
+        return self.logits_VE.shape[1]
 
 
 def expert_groups(num_groups: int, num_experts: int) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +20,12 @@ from damex.moe import (
     Gate,
     LoadBalanceLoss,
     MoELayer,
+    Packing,
     RoutingLoss,
     RoutingRecord,
     TopKGate,
 )
-from damex.moe.grouped import map_runs
+from damex.moe.grouped import map_segments
 from studies.cluster_data import (
     SETTINGS,
     ClusterSamples,
@@ -157,7 +157,7 @@ class PatchwiseExperts(nn.Module):
         if self.bias_EF is not None:
             parameters.append(self.bias_EF)
         expert = self._linear if self.activation == "identity" else self._nonlinear
-        return map_runs(expert, tokens_RX, parameters, counts_E)
+        return map_segments(expert, tokens_RX, parameters, counts_E)
 
     def _nonlinear(
         self, rows_RX: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None
@@ -216,43 +216,35 @@ PAPER_X10 = Recipe("paper, inputs x10", input_scale=10.0)
 OFFICIAL = Recipe("official_code", input_scale=10.0, as_released=True, steps=501)
 
 
-class RawLogitGate(nn.Module):
+class RawLogitGate(Gate):
     """Top-1 of the released code: the noisy logit itself weighs the route."""
 
-    def forward(
-        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
-    ) -> Assignment:
+    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Adds U[0, 1), whether in training or not, and takes the largest.
 
         Args:
-            logits_BNE: Clean router logits.
-            token_mask_BN: As in `TopKGate`.
+            logits_VE: Clean router logits.
+            packing: Not read.
         """
-        noisy_BNE = logits_BNE + torch.rand_like(logits_BNE)
-        routes = TopKGate(1)(noisy_BNE, token_mask_BN)
-        noisy_TE = noisy_BNE.flatten(0, -2)
-        weight_R = noisy_TE[routes.token_index_R, routes.expert_index_R]
+        noisy_VE = logits_VE + torch.rand_like(logits_VE)
+        routes = TopKGate(1)(noisy_VE, packing)
+        weight_R = noisy_VE[routes.token_index_R, routes.expert_index_R]
         return replace(routes, weight_R=weight_R)
 
 
-@dataclass(frozen=True)
-class LogitBalanceLoss:
-    """As `LoadBalanceLoss`, of mean logits in place of mean probabilities (released).
-
-    Attributes:
-        weight: Factor in the total loss.
-        name: Key of the loss.
-    """
-
-    needs_groups: ClassVar[bool] = False
+@dataclass(frozen=True, kw_only=True)
+class LogitBalanceLoss(RoutingLoss):
+    """As `LoadBalanceLoss`, of mean logits, not probabilities (released)."""
 
     weight: float = BALANCE_WEIGHT
     name: str = "load_balance"
 
-    def __call__(self, record: RoutingRecord) -> Tensor:
+    def compute(
+        self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
+    ) -> Tensor:
         """E sum_e f_e mean(h_e), f_e being the share of expert e."""
         share_E = record.assignment.counts_E / record.assignment.counts_E.sum()
-        return NUM_EXPERTS * (share_E * record.logits_TE.mean(0)).sum()
+        return NUM_EXPERTS * (share_E * logits_VE.mean(0)).sum()
 
 
 def build_mixture(

@@ -226,7 +226,7 @@ def routing_shares(logits_E: Tensor, draws: int) -> Tensor:
         draws: Number of draws.
     """
     gate = TopKGate(1, noise="uniform")
-    counts_E = gate(logits_E.expand(1, draws, -1)).counts_E
+    counts_E = gate(logits_E.expand(draws, -1)).counts_E
     return counts_E.double() / draws
 
 

@@ -341,7 +341,7 @@ def _forward(
 
 def _clean_counts(record: RoutingRecord) -> Tensor:
     """What the dispatch would be without noise."""
-    assignment = TopKGate(1)(record.logits_TE.unsqueeze(0))
+    assignment = TopKGate(1)(record.logits_VE)
     return _counts(replace(record, assignment=assignment))
 
 

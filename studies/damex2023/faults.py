@@ -16,12 +16,12 @@ from torch.nn import functional
 from torch.optim import Adam
 
 from damex.moe import (
+    DatasetRoutingLoss,
     ExpertCapacity,
     MoELayer,
     TopKGate,
-    dataset_routing_loss,
-    dropped_share,
-    own_expert_counts,
+    drop_rate,
+    routing_hits,
 )
 from studies.cluster_data import ClusterTask
 from studies.damex2023.mixing import damex_layer
@@ -104,20 +104,19 @@ def targets_accuracy(
     num_datasets = task.num_groups
     layer = damex_layer(task.signals_KD.shape[1], num_datasets, seed=seed)
     optimizer = Adam(_router_parameters(layer), lr=LR)
-    mask_GE = torch.eye(num_datasets, dtype=torch.bool)
     wrong = 0.0
     layer.train()
     for _ in range(steps):
         datasets_B = torch.randperm(num_datasets, generator=generator)[:2]
         tokens_BND = draw_images(task, datasets_B, num_tokens, generator)
         record = layer.route(tokens_BND, group_ids_B=datasets_B)
-        logits_BNE = record.logits_TE.unflatten(0, tokens_BND.shape[:2])
+        logits_BNE = record.packing.unpack(record.logits_VE)
         true_BN = datasets_B.unsqueeze(1).expand(-1, num_tokens)
         if released:
             logits_BNE, true_BN = logits_BNE.transpose(0, 1), true_BN.t()
         targets_T = datasets_B.repeat_interleave(num_tokens)
         wrong += (targets_T != true_BN.flatten()).double().mean().item() / steps
-        loss = dataset_routing_loss(logits_BNE.flatten(0, 1), mask_GE[targets_T])
+        loss = DatasetRoutingLoss()(replace(record, logits_VE=logits_BNE.flatten(0, 1)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -238,11 +237,11 @@ def _quality(
     """Routing accuracy and confidence in percent, without a capacity's drops."""
     layer.eval()
     record = layer.route(tokens_BND, group_ids_B=datasets_B)
-    dropless = TopKGate()(record.logits_TE.unflatten(0, tokens_BND.shape[:2]))
+    dropless = TopKGate()(record.logits_VE)
     record = replace(record, assignment=dropless)
-    hits_G, tokens_G = own_expert_counts(record)
+    hits_G, tokens_G = routing_hits(record)
     own_T = datasets_B.repeat_interleave(tokens_BND.shape[1])
-    own_prob_T = record.probs_TE.gather(1, own_T.unsqueeze(1))
+    own_prob_T = record.probs_VE.gather(1, own_T.unsqueeze(1))
     share = hits_G.sum() / tokens_G.sum()
     return 100.0 * share.item(), 100.0 * own_prob_T.mean().item()
 
@@ -252,7 +251,6 @@ def _dropped(layer: MoELayer, tokens_BND: Tensor) -> float:
     """Dropped tokens in percent, one image per device."""
     layer.eval()
     shares = [
-        dropped_share(layer.route(image_ND.unsqueeze(0))).item()
-        for image_ND in tokens_BND
+        drop_rate(layer.route(image_ND.unsqueeze(0))).item() for image_ND in tokens_BND
     ]
     return 100.0 * sum(shares) / len(shares)

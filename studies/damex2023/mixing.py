@@ -27,7 +27,7 @@ from damex.moe import (
     dispatch_counts,
     dispatch_entropy,
     mutual_information,
-    own_expert_counts,
+    routing_hits,
 )
 from studies.cluster_data import (
     NUM_PATCHES,
@@ -294,7 +294,7 @@ def evaluate(model: ClusterMoE, samples: ClusterSamples, mixing: Mixing) -> Outc
     score_B, record = model(samples.patches_BPD, datasets_of(samples, mixing))
     right_B = (score_B > 0) == (samples.labels_B > 0)
     counts_GE = dispatch_counts(record)
-    hits_G, tokens_G = own_expert_counts(record)
+    hits_G, tokens_G = routing_hits(record)
     return Outcome(
         accuracy=100.0 * right_B.double().mean().item(),
         entropy=dispatch_entropy(counts_GE).item(),

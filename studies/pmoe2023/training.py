@@ -285,9 +285,9 @@ def _discriminative_taken(
     """Whether each expert has the discriminative patch among its first few."""
     _, record = model.forward_with_record(samples.patches_BND)
     num_samples, num_patches, _ = samples.patches_BND.shape
-    logits_BNE = record.logits_TE.unflatten(0, (num_samples, num_patches))
-    assignment = ExpertChoiceGate(num_tokens=num_tokens)(logits_BNE)
-    taken_TE = torch.zeros_like(record.logits_TE, dtype=torch.bool)
+    gate = ExpertChoiceGate(num_tokens=num_tokens)
+    assignment = gate(record.logits_VE, record.packing)
+    taken_TE = torch.zeros_like(record.logits_VE, dtype=torch.bool)
     taken_TE[assignment.token_index_R, assignment.expert_index_R] = True
     patch_B = torch.arange(num_samples) * num_patches + samples.position_B
     return taken_TE[patch_B]

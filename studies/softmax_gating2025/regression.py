@@ -24,6 +24,7 @@ from damex.moe import (
     LinearRouter,
     MLPRouter,
     MoELayer,
+    Packing,
     expert_groups,
 )
 from studies.softmax_gating2025.measures import Hierarchy, Measure, Truth
@@ -40,16 +41,14 @@ class TemperatureGate(DenseSoftmaxGate):
         super().__init__()
         self.log_scale = nn.Parameter(torch.zeros(()))
 
-    def forward(
-        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
-    ) -> Assignment:
+    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Weighs all experts.
 
         Args:
-            logits_BNE: Clean router logits.
-            token_mask_BN: As in `DenseSoftmaxGate`.
+            logits_VE: Clean router logits.
+            packing: Not read.
         """
-        return super().forward(logits_BNE / self.log_scale.exp(), token_mask_BN)
+        return super().forward(logits_VE / self.log_scale.exp(), packing)
 
 
 class Family:

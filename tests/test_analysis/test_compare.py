@@ -82,8 +82,8 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(tmp_path, config)
     assert [row["seeds"] for row in rows] == [1, 1]
     assert (tmp_path / "compared" / "comparison.png").stat().st_size > 0
     dense, damex = rows
-    assert dense["own_share"] is None
-    assert 0 <= damex["own_share"][0] <= 1
+    assert dense["routing_accuracy"] is None
+    assert 0 <= damex["routing_accuracy"][0] <= 1
     assert dense["seconds_per_iteration"] > 0
     assert dense["peak_memory_mib"] > 100
 
@@ -197,8 +197,8 @@ def test_the_callers_handler_of_sigterm_is_back_afterwards():
 def scored(ap50, share=None):
     summary = dict(mean_ap50=ap50, mean_ap=ap50 / 2, datasets=dict(a=dict(ap50=ap50)))
     if share is not None:
-        summary["own_expert_share"] = dict(a=share, mean=share)
-        summary["busiest_expert_share"] = share / 2
+        summary["routing_accuracy"] = dict(a=share, mean=share)
+        summary["max_load"] = share / 2
     return summary
 
 
@@ -226,8 +226,8 @@ def test_rows_hold_mean_sample_deviation_and_medians(rows):
     assert dense["ap"] == pytest.approx((0.25, 0.125**0.5 / 2))
     assert dense["ap50_seeds"] == [0.25, 0.75]
     assert dense["datasets"]["a"] == dense["ap50"]
-    assert dense["own_share"] is None
-    assert damex["own_share"] == pytest.approx((0.5, 0.125**0.5))
+    assert dense["routing_accuracy"] is None
+    assert damex["routing_accuracy"] == pytest.approx((0.5, 0.125**0.5))
     assert dense["seconds_per_iteration"] == pytest.approx(10 / 40)
     assert dense["peak_memory_mib"] == 901
 

@@ -29,12 +29,12 @@ def train_iter(hook, done, **outputs):
 
 def test_a_pipe_gets_plain_lines_with_loss_and_share(hook):
     hook._open("train", 10, 0)
-    train_iter(hook, 1, loss=torch.tensor(4.0), moe_own_share=torch.tensor(0.5))
-    train_iter(hook, 2, loss=torch.tensor(2.0), moe_own_share=torch.tensor(1.0))
+    train_iter(hook, 1, loss=torch.tensor(4.0), moe_routing_accuracy=torch.tensor(0.5))
+    train_iter(hook, 2, loss=torch.tensor(2.0), moe_routing_accuracy=torch.tensor(1.0))
     # smoothing 0.5: loss 0.5 * 4 + 0.5 * 2 = 3, share 0.5 * 0.5 + 0.5 * 1 = 0.75
     assert "train 2/10" in lines(hook)[1]
     assert "loss 3.00" in lines(hook)[1]
-    assert "tokens to own expert 75.0%" in lines(hook)[1]
+    assert "routing accuracy 75.0%" in lines(hook)[1]
 
 
 def test_lines_come_now_and_then_and_at_the_end(hook):

@@ -53,15 +53,15 @@ def test_summary_has_the_promised_keys():
             fish=dict(ap=0.25, ap50=0.5, images=3, boxes=7),
             boards=dict(ap=None, ap50=None, images=2, boxes=0),
         ),
-        own_expert_share=dict(fish=0.875, boards=1.0, mean=0.9375),
-        busiest_expert_share=0.625,
+        routing_accuracy=dict(fish=0.875, boards=1.0, mean=0.9375),
+        max_load=0.625,
     )
 
 
 def test_a_dense_detector_has_no_share():
     routing = ("routing_accuracy", "max_load")
     dense = {k: v for k, v in SCORES.items() if not k.endswith(routing)}
-    shares = {"own_expert_share", "busiest_expert_share"}
+    shares = {"routing_accuracy", "max_load"}
     assert set(summarise(dense)) == set(summarise(SCORES)) - shares
 
 

@@ -33,7 +33,7 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
     summary = json.loads((work / "summary.json").read_text())
     assert set(summary["datasets"]) == {entry["name"] for entry in _mixture(config)}
     assert 0 <= summary["mean_ap"] <= summary["mean_ap50"] <= 1
-    assert set(summary["own_expert_share"]) == {*summary["datasets"], "mean"}
+    assert set(summary["routing_accuracy"]) == {*summary["datasets"], "mean"}
     assert summary["iterations"] == 12
     assert (work / "detections.png").is_file()
     assert len(trained.stdout.splitlines()) < 40, trained.stdout
@@ -49,7 +49,7 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
     for file in files:
         Path(f"{file}.away").rename(file)
     again = json.loads((tmp_path / "again" / "test_summary.json").read_text())
-    scores = ("mean_ap", "mean_ap50", "pooled_ap50", "datasets", "own_expert_share")
+    scores = ("mean_ap", "mean_ap50", "pooled_ap50", "datasets", "routing_accuracy")
     assert {key: again[key] for key in scores} == {key: summary[key] for key in scores}
 
     # As if it had been killed in its last evaluation, after the last checkpoint.
@@ -138,7 +138,7 @@ def test_one_word_changes_the_mixture_of_experts(write_config, run_tool, tmp_pat
     )
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "work" / "summary.json").read_text())
-    assert ("own_expert_share" in summary) == (moe != "None")
+    assert ("routing_accuracy" in summary) == (moe != "None")
 
 
 def _mixture(config):

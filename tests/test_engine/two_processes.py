@@ -51,9 +51,9 @@ class DetectorLike(nn.Module):
         self.layer = layer
 
     def forward(self, tokens_BND):
-        self.layer.gate.balance.step()
+        self.layer.gate.begin_step(None)
         out_BND, _ = self.layer(tokens_BND)
-        self.layer.gate.balance.gather()
+        self.layer.gate.end_step()
         return out_BND
 
 

@@ -128,21 +128,21 @@ def test_names_of_parameters_stay(build_mmdet):
 
 def test_replay_restores_everything_and_keeps_no_record():
     context = RoutingContext()
-    mask, ids = torch.ones(2, 3, dtype=torch.bool), torch.tensor([1, 0])
+    mask, ids = torch.tensor([[True, False, True]]), torch.tensor([1])
     with context.step(ids), context.component(mask):
         context.foreground = "a field of later"
-        seen = context.snapshot()
+        seen, packing = context.snapshot(), context.packing
         context.add("first", "record")
     del context.foreground
     with context.step():
         context.add("second", "record")
         with context.replay(seen):
-            assert context.token_mask_BN is mask
+            assert context.packing is packing is not None
             assert context.group_ids_B is ids
             assert context.foreground == "a field of later"
             context.add("again", "record")
         assert context.records == {"second": "record"}
-        assert context.token_mask_BN is None
+        assert context.packing is None
         assert not hasattr(context, "foreground")
 
 

@@ -69,12 +69,6 @@ MISTAKES = [
         "factor must be above 0",
     ),
     (
-        dict(gate=dict(capacity=dict(type="ExpertCapacity", priority="best"))),
-        "moe.gate.capacity.priority",
-        "'best'",
-        "'score' or 'order'",
-    ),
-    (
         dict(gate=dict(capacity=dict(factor=1.25))),
         "moe.gate.capacity",
         "unknown type 'None'",
@@ -172,11 +166,11 @@ MISTAKES = [
             allowed,
         )
         for pairs, got, allowed in [
-            ([0, 1], "got 0", "two different classes"),
+            ([0, 1], "got 0", "two different groups"),
             ([(0, 9)], "got (0, 9)", "in [0, 2)"),
-            ([(1, 1)], "got (1, 1)", "two different classes"),
-            ([(0, -1)], "got (0, -1)", "two different classes"),
-            ([(0, "a")], "got (0, 'a')", "two different classes"),
+            ([(1, 1)], "got (1, 1)", "two different groups"),
+            ([(0, -1)], "got (0, -1)", "two different groups"),
+            ([(0, "a")], "got (0, 'a')", "two different groups"),
             ([], "got []", "such as [(0, 1)]"),
             ("01", "got '01'", "such as [(0, 1)]"),
             (1, "got 1", "such as [(0, 1)]"),
@@ -187,7 +181,7 @@ MISTAKES = [
             dict(gate=gate, losses=[dict(type="LoadLoss")], layers=dict(encoder=[0])),
             "LoadLoss: ",
             f"got {gate['type']}",
-            "use LoadBalanceLoss or ImportanceLoss",
+            "use TopKGate without a capacity",
         )
         for gate in [
             dict(type="ExpertChoiceGate", share=0.5),

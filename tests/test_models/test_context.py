@@ -9,9 +9,9 @@ from damex.models.context import RoutingContext
 def test_nothing_is_left_over_after_a_step():
     context = RoutingContext()
     with context.step(torch.tensor([0, 1])):
-        with context.component(torch.ones(2, 3, dtype=torch.bool)):
-            assert context.token_mask_BN is not None
-        assert context.token_mask_BN is None
+        with context.component(torch.tensor([[True, False]] * 2)):
+            assert context.packing.position_V.tolist() == [0, 2]
+        assert context.packing is None
         context.add("decoder.0", object())
         assert list(context.records) == ["decoder.0"]
     assert context.group_ids_B is None

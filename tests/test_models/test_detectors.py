@@ -39,6 +39,10 @@ def test_a_batch_without_any_box_trains(build, make_batch, run_loss, total):
     assert torch.isfinite(loss)
 
 
+def tokens_per_image(record):
+    return record.packing.spread(torch.arange(2)).bincount(minlength=2).tolist()
+
+
 def test_dataset_loss_is_the_mean_over_layers_of_the_cross_entropy(
     build, make_batch, records, run_loss
 ):
@@ -48,12 +52,8 @@ def test_dataset_loss_is_the_mean_over_layers_of_the_cross_entropy(
     losses = run_loss(detector, batch)
     expected = []
     for record in records.values():
-        tokens = len(record.logits_TE) // 2
-        target_T = torch.tensor([2, 0]).repeat_interleave(tokens)
-        valid_T = record.valid_mask()
-        expected.append(
-            0.1 * functional.cross_entropy(record.logits_TE[valid_T], target_T[valid_T])
-        )
+        target_V = record.packing.spread(torch.tensor([2, 0]))
+        expected.append(0.1 * functional.cross_entropy(record.logits_VE, target_V))
     assert list(records) == ["encoder.0", "decoder.0", "decoder.2"]
     torch.testing.assert_close(
         losses["loss_moe_dataset_routing"], torch.stack(expected).mean()
@@ -66,11 +66,11 @@ def test_padding_and_filler_queries_are_never_routed(
     detector = build(moe=ENCODER_AND_DECODER)
     run_loss(detector, make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[1, 3]))
     # 64 x 64 at strides 8, 16, 32: 64 + 16 + 4 = 84 features; half of them at 64 x 32.
-    assert records["encoder.0"].valid_mask().view(2, -1).sum(1).tolist() == [84, 42]
+    assert tokens_per_image(records["encoder.0"]) == [84, 42]
     # 50 denoising queries / 3 boxes = 16 groups, positive and negative: 96 queries in
     # blocks of 3, of which the first image fills 32; then 50 matching queries.
     decoder = records["decoder.0"]
-    assert decoder.valid_mask().view(2, -1).sum(1).tolist() == [32 + 50, 96 + 50]
+    assert tokens_per_image(decoder) == [32 + 50, 96 + 50]
     assert decoder.assignment.counts_E.sum() == 228
 
 
@@ -200,4 +200,4 @@ def test_bf16_autocast_trains_with_float32_routing(
         loss = total(run_loss(detector, make_batch([0, 1])))
     loss.backward()
     assert torch.isfinite(loss)
-    assert all(record.logits_TE.dtype == torch.float32 for record in records.values())
+    assert all(record.logits_VE.dtype == torch.float32 for record in records.values())

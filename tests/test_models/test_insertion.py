@@ -233,7 +233,7 @@ def test_tokens_learn_to_go_to_the_experts_of_their_group(
         optimizer.zero_grad()
         losses["loss_moe_dataset_routing"].backward()
         optimizer.step()
-    assert losses["moe_own_share"] > 0.95
+    assert losses["moe_routing_accuracy"] > 0.95
     samples = run_predict(detector, batch)
     for group, sample in zip([0, 1, 0, 1], samples, strict=True):
         counts = torch.tensor(sample.routing_counts["decoder.0"])
@@ -291,7 +291,7 @@ def test_many_datasets_need_no_expert_each_where_nothing_asks_for_it(
     detector = build(moe=name, num_groups=17)
     batch = make_batch([0, 16])
     losses = run_loss(detector, batch)
-    assert "moe_own_share" not in losses
+    assert "moe_routing_accuracy" not in losses
     assert torch.isfinite(losses["loss_moe_load_balance"])
     samples = run_predict(detector, batch)
     assert "group_experts" not in samples[0]

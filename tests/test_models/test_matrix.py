@@ -94,7 +94,7 @@ def test_bf16_autocast_routes_as_float32(
     detector = build(moe=moe)
     batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)])
     run_loss(detector, batch, iteration=9)
-    full = {name: record.logits_TE for name, record in records.items()}
+    full = {name: record.logits_VE for name, record in records.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = total(run_loss(detector, batch, iteration=9))
     loss.backward()
@@ -105,9 +105,9 @@ def test_bf16_autocast_routes_as_float32(
                 assert parameter.grad.isfinite().all(), key
                 assert parameter.grad.dtype == torch.float32
     for name, record in records.items():
-        assert record.logits_TE.dtype == torch.float32
+        assert record.logits_VE.dtype == torch.float32
         # bfloat16 has 8 bits: the tokens that arrive differ by about 1 in 100
-        torch.testing.assert_close(record.logits_TE, full[name], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(record.logits_VE, full[name], rtol=0.05, atol=0.05)
 
 
 def test_configs_are_not_changed_by_building(detector_name, build_mmdet):

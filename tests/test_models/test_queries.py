@@ -127,15 +127,16 @@ def test_a_detector_counts_its_foreground_tokens(build, make_batch, records, run
     # 64 x 64 at strides 8, 16, 32. First: 2 x 3 cells; centres 8 and (8, 24): the
     # second is on the edge, so 1; none at stride 32 (centre 16 on the edge).
     # Second: 4 x 4, 2 x 2 and 1 cell; the padded half is not counted.
-    encoder = records["encoder.0"].foreground_T.view(2, -1)
+    encoder = records["encoder.0"]
+    encoder = encoder.packing.unpack(encoder.foreground_V)
     assert encoder.sum(1).tolist() == [6 + 1, 16 + 4 + 1]
     expected = []
     for record in records.values():
-        counted_T = record.foreground_T & record.valid_mask()
-        target_T = torch.tensor([2, 0]).repeat_interleave(len(counted_T) // 2)
-        assert 0 < counted_T.sum() < record.valid_mask().sum()
+        counted_V = record.foreground_V
+        target_V = record.packing.spread(torch.tensor([2, 0]))
+        assert 0 < counted_V.sum() < len(counted_V)
         expected.append(
-            functional.cross_entropy(record.logits_TE[counted_T], target_T[counted_T])
+            functional.cross_entropy(record.logits_VE[counted_V], target_V[counted_V])
         )
     torch.testing.assert_close(
         losses["loss_moe_dataset_routing"], torch.stack(expected).mean()
@@ -149,7 +150,7 @@ def test_positive_denoising_queries_are_foreground(
     detector = build(moe=MOE)
     run_loss(detector, make_batch([0, 1], boxes=[1, 1]))
     # One box: 50 groups, each one positive and one negative query; 50 matching ones.
-    foreground = records["decoder.0"].foreground_T.view(2, -1)
+    foreground = records["decoder.0"].foreground_V.view(2, -1)
     assert foreground.shape[1] == 150
     assert foreground[:, 0:100:2].all()
     assert not foreground[:, 1:100:2].all()
@@ -170,7 +171,7 @@ def test_nothing_is_left_over_and_nothing_kept_where_no_loss_asks(
     assert detector.routing.ground_truth is None
     assert detector.routing.foreground_BN is None
     run_loss(build(), make_batch([0, 1]))
-    assert records["decoder.0"].foreground_T is None
+    assert records["decoder.0"].foreground_V is None
 
 
 def test_recomputation_counts_the_same(build, make_batch, run_loss):

@@ -46,7 +46,7 @@ def test_two_images_of_two_datasets_give_the_loss_of_each_image_on_its_own(
         # As many tokens each, so the mean over tokens is the mean over images.
         values = [record.losses["dataset_routing"] for _, record in alone]
         layers.append(torch.stack(values).mean())
-        logits = torch.stack([record.logits_TE for _, record in alone], dim=1)
+        logits = torch.stack([record.logits_VE for _, record in alone], dim=1)
         target = torch.tensor([2, 0]).repeat_interleave(logits.shape[0])
         mixed_up.append(0.1 * functional.cross_entropy(logits.flatten(0, 1), target))
     torch.testing.assert_close(loss, torch.stack(layers).mean())
@@ -75,11 +75,11 @@ def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
         assert counts == [0, 0, 0, 0, 0, served, 0, 0]
     losses = run(detector, make_batch([5], sizes=[(256, 256)]), "loss")
     if moe == "damex":
-        assert "moe_dropped_share" not in losses
+        assert "moe_drop_rate" not in losses
     else:
         # 900 queries and 25 groups of two denoising ones for each of 2 boxes: 1000
         # tokens; ceil(1000 / 8) = 125 and int(1.25 * 125) = 156 places.
-        assert losses["moe_dropped_share"].item() == pytest.approx(1 - 156 / 1000)
+        assert losses["moe_drop_rate"].item() == pytest.approx(1 - 156 / 1000)
 
 
 @pytest.fixture

@@ -45,6 +45,13 @@ def test_gates_of_a_detector_follow_the_training(
     assert [gate.progress.item() for gate in gates] == [0.5, 0.5]
 
 
+def test_a_gate_that_is_never_told_the_progress_refuses_to_train(build, make_batch):
+    detector = build(moe=MOE).train()
+    data = detector.data_preprocessor(make_batch([0, 1]), True)
+    with pytest.raises(RuntimeError, match="the progress of the training, which nobo"):
+        detector(**data, mode="loss")
+
+
 def test_a_loaded_detector_predicts_at_the_temperature_it_was_trained_at(
     build, make_batch, run_loss
 ):

@@ -26,6 +26,7 @@ from damex.moe import (
     LoadBalanceLoss,
     MLPRouter,
     MoELayer,
+    Packing,
     RouterZLoss,
     SharedExpert,
     TopKGate,
@@ -42,12 +43,12 @@ def biased(gate):
 
 
 def halfway(gate):
-    gate.set_progress(0.5)
+    gate.begin_step(0.5)
     return gate
 
 
 def ended(gate):
-    gate.set_progress(1.0)
+    gate.begin_step(1.0)
     return gate
 
 
@@ -71,10 +72,16 @@ GATES = {
     "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
     "expert choice all": lambda: ExpertChoiceGate(share=0.4, weights="all"),
 }
+# Experts with a capacity: which tokens they serve depends on the whole batch.
+CAPPED = {
+    "top1 with a capacity": lambda: TopKGate(1, capacity=ExpertCapacity(factor=1.0)),
+    "top2 with a capacity": lambda: TopKGate(2, capacity=ExpertCapacity(factor=0.75)),
+}
 # Every gate and a shared expert behind the linear router, other routers before top-2.
 LAYERS = {
     **{name: dict(gate=gate) for name, gate in GATES.items()},
     "shared expert": dict(gate=GATES["top1"], shared=True),
+    **{name: dict(gate=gate) for name, gate in CAPPED.items()},
     **{
         name: dict(gate=GATES["top2"], router=router)
         for name, router in ROUTERS.items()
@@ -83,9 +90,8 @@ LAYERS = {
 }
 every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
 MORE_GATES = {
-    "top1 in places": lambda: TopKGate(1, capacity=ExpertCapacity()),
-    "top2 in places": lambda: TopKGate(2, capacity=ExpertCapacity()),
-    "dense to dense": lambda: DenseToSparseGate(threshold=0.0),
+    **CAPPED,
+    "dense to dense": lambda: ended(DenseToSparseGate(threshold=0.0)),
 }
 
 
@@ -126,7 +132,8 @@ def train_step(layer, tokens, **kwargs):
     out, record = layer(tokens, **kwargs)
     (out.square().sum() + sum(record.losses.values())).backward()
     grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
-    return out.detach(), record.detached().losses, grads
+    losses = {name: loss.detach() for name, loss in record.losses.items()}
+    return out.detach(), losses, grads
 
 
 def set_router(layer, weight_ED, bias_E=None):
@@ -146,9 +153,28 @@ class Reordered(nn.Module):
         return self.router(tokens)[..., self.order]
 
 
-def test_one_expert_equals_the_dense_ffn_in_outputs_and_gradients():
+def test_the_layers_with_a_capacity_drop_something():
+    for gate in CAPPED.values():
+        _, record = make_layer(gate).eval()(make_batch()[0])
+        assert record.assignment.dropped.num_routes > 0
+
+
+# Enough room for all: with less, tokens would lose their only expert.
+ONE_EXPERT_GATES = {
+    "top1": GATES["top1"],
+    "top1 with room": lambda: TopKGate(1, capacity=ExpertCapacity(factor=1.0)),
+    "top1 balanced": lambda: TopKGate(1, balance=BiasBalancer(1)),
+    "dense": DenseSoftmaxGate,
+    "dense to sparse": GATES["dense to sparse"],
+    "expert choice of all": lambda: ExpertChoiceGate(share=1.0, weights="one"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_EXPERT_GATES)
+def test_one_expert_equals_the_dense_ffn_in_outputs_and_gradients(name):
     ffn = nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D))
-    layer = make_layer(num_experts=1, group_experts=None, losses=())
+    gate = ONE_EXPERT_GATES[name]
+    layer = make_layer(gate, num_experts=1, group_experts=None, losses=())
     first, _, second = ffn
     layer.experts.load_dense(first.weight, first.bias, second.weight, second.bias)
     inputs = [make_batch()[0].requires_grad_() for _ in range(2)]
@@ -199,7 +225,7 @@ def test_permuting_experts_changes_nothing(parts):
         for parameter in layer.experts.parameters():
             parameter.copy_(parameter[order].clone())
     layer.router = Reordered(layer.router, order)
-    if getattr(layer.gate, "balance", None) is not None:
+    if parts["gate"] is GATES["top2 balanced"]:
         layer.gate.balance.bias_E = layer.gate.balance.bias_E[order]
     permuted, _ = layer(tokens)
     torch.testing.assert_close(permuted, out)
@@ -216,7 +242,7 @@ def test_padding_changes_no_output_loss_or_gradient(parts, content, amount):
     mask = torch.arange(7 + amount).expand(2, -1) < 7
     plain = train_step(layer, tokens, group_ids_B=group_ids)
     out, losses, grads = train_step(
-        layer, padded, group_ids_B=group_ids, token_mask_BN=mask
+        layer, padded, group_ids_B=group_ids, packing=Packing.of_mask(mask)
     )
     assert torch.equal(out[:, :7], plain[0])
     assert torch.equal(out[:, 7:], torch.zeros(2, amount, D))
@@ -234,7 +260,7 @@ def test_padded_tokens_get_zero_gradients_even_if_nan(parts):
     tokens[0, 2:] = torch.nan
     tokens.requires_grad_()
     mask = ~tokens.isnan().any(dim=2)
-    train_step(layer, tokens, group_ids_B=group_ids, token_mask_BN=mask)
+    train_step(layer, tokens, group_ids_B=group_ids, packing=Packing.of_mask(mask))
     assert torch.equal(tokens.grad[~mask], torch.zeros(5, D))
     assert (tokens.grad[mask] != 0).any(dim=1).all()
 
@@ -249,8 +275,8 @@ def test_evaluation_is_deterministic_and_ignores_groups(parts):
     assert torch.equal(out, again)
     assert torch.equal(out, with_ids)
     assert record.losses == record_with_ids.losses == {}
-    assert record.group_ids_T is None
-    assert record_with_ids.group_ids_T.tolist() == [0] * 7 + [1] * 7
+    assert record.group_ids_V is None
+    assert record_with_ids.group_ids_V.tolist() == [0] * 7 + [1] * 7
 
 
 def test_noise_moves_training_outputs_only():
@@ -261,15 +287,15 @@ def test_noise_moves_training_outputs_only():
     assert torch.equal(noisy.eval()(tokens)[0], clean_out)
 
 
-@every_layer
-def test_images_of_a_batch_are_independent_in_evaluation(parts):
-    layer = make_layer(**parts).eval()
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in CAPPED])
+def test_images_of_a_batch_are_independent_in_evaluation(name):
+    layer = make_layer(**LAYERS[name]).eval()
     tokens, _ = make_batch(3)
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [True] * 7])
-    together, _ = layer(tokens, token_mask_BN=mask)
+    together, _ = layer(tokens, packing=Packing.of_mask(mask))
     for image in range(3):
         alone, _ = layer(
-            tokens[image : image + 1], token_mask_BN=mask[image : image + 1]
+            tokens[image : image + 1], packing=Packing.of_mask(mask[image : image + 1])
         )
         torch.testing.assert_close(together[image], alone[0])
 
@@ -280,7 +306,7 @@ def test_gradients_exist_without_any_valid_token(parts):
     tokens, group_ids = make_batch()
     mask = torch.zeros(2, 7, dtype=torch.bool)
     out, losses, grads = train_step(
-        layer, tokens, group_ids_B=group_ids, token_mask_BN=mask
+        layer, tokens, group_ids_B=group_ids, packing=Packing.of_mask(mask)
     )
     assert torch.equal(out, torch.zeros(2, 7, D))
     assert {loss.item() for loss in losses.values()} == {0.0}
@@ -300,9 +326,10 @@ def test_an_expert_without_tokens_gets_zero_gradients():
     assert (grads["router.weight_ED"] != 0).any()
 
 
-@every_layer
-def test_exactly_the_experts_with_tokens_get_gradients(parts):
-    layer = make_layer(**parts, losses=())
+# One token alone has no place at an expert with 0.75 places.
+@pytest.mark.parametrize("name", [n for n in LAYERS if n != "top2 with a capacity"])
+def test_exactly_the_experts_with_tokens_get_gradients(name):
+    layer = make_layer(**LAYERS[name], losses=())
     tokens, _ = make_batch(1, 1)
     torch.manual_seed(3)  # as train_step
     used_E = layer(tokens)[1].assignment.counts_E > 0
@@ -351,7 +378,7 @@ def test_dataset_loss_is_the_same_for_any_order_of_images():
     key = "dataset_routing"
     torch.testing.assert_close(record.losses[key], shuffled.losses[key])
     # and it is the cross-entropy of each token against its own image's experts
-    log_probs = torch.log_softmax(record.logits_TE, dim=1).view(3, 7, E)
+    log_probs = torch.log_softmax(record.logits_VE, dim=1).view(3, 7, E)
     per_image = [
         -torch.logsumexp(log_probs[image][:, GROUP_EXPERTS[image]], dim=1)
         for image in range(3)
@@ -387,7 +414,7 @@ def test_dataset_loss_teaches_the_router_its_datasets():
         sum(record.losses.values()).backward()
         optimizer.step()
     _, record = layer.eval()(torch.randn(4, 16, D) + shift)
-    chosen = record.logits_TE.argmax(1).view(4, 16)
+    chosen = record.logits_VE.argmax(1).view(4, 16)
     wanted = torch.tensor([2, 0, 2, 0]).view(4, 1)
     assert (chosen == wanted).float().mean() > 0.95
 
@@ -426,8 +453,8 @@ def test_autocast_keeps_float32_routing_and_the_same_choices(parts):
     out, record = layer(tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half_out, half_record = layer(tokens)
-    assert half_record.logits_TE.dtype == torch.float32
-    assert torch.equal(half_record.logits_TE, record.logits_TE)
+    assert half_record.logits_VE.dtype == torch.float32
+    assert torch.equal(half_record.logits_VE, record.logits_VE)
     assert torch.equal(
         half_record.assignment.expert_index_R, record.assignment.expert_index_R
     )
@@ -451,7 +478,7 @@ def test_bfloat16_tokens_come_back_as_bfloat16(parts):
     layer = make_layer(**parts).to(torch.bfloat16).eval()
     out, record = layer(make_batch()[0].to(torch.bfloat16))
     assert out.dtype == torch.bfloat16
-    assert record.logits_TE.dtype == torch.float32
+    assert record.logits_VE.dtype == torch.float32
 
 
 # Noise is drawn anew at every call, which finite differences cannot follow.
@@ -463,7 +490,9 @@ def test_float64_gradcheck_of_the_whole_layer(name):
     mask = torch.tensor([[True, True, True], [True, False, True]])
 
     def step(tokens_BND, *_):
-        out, record = layer(tokens_BND, token_mask_BN=mask, group_ids_B=group_ids)
+        out, record = layer(
+            tokens_BND, packing=Packing.of_mask(mask), group_ids_B=group_ids
+        )
         return out, *record.losses.values()
 
     assert torch.autograd.gradcheck(step, (tokens, *layer.parameters()))
@@ -539,8 +568,12 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match=r"\(B, N, D\), got shape \(7, 8\)"):
         layer(tokens[0], group_ids_B=group_ids)
     mask = torch.ones(7, 2, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match=r"of 7 images with 2 tokens each, .* 2 with 7"
+    ):
+        layer(tokens, packing=Packing.of_mask(mask), group_ids_B=group_ids)
     with pytest.raises(ValueError, match=r"bool of shape \(2, 7\), got torch.bool"):
-        layer(tokens, token_mask_BN=mask, group_ids_B=group_ids)
+        layer(tokens, foreground_BN=mask, group_ids_B=group_ids)
     with pytest.raises(ValueError, match=r"int64 of shape \(2,\).* shape \(1,\)"):
         layer(tokens, group_ids_B=group_ids[:1])
     with pytest.raises(ValueError, match=r"lie in \[-1, 3\).* got \[0, 3\]"):
@@ -563,5 +596,5 @@ def test_router_learns_from_the_task_loss_alone():
 def test_gates_tell_whether_every_token_has_as_many_routes(name):
     """By what a loss needs of them: a known number of routes per token."""
     gate = {**GATES, **MORE_GATES}[name]()
-    found = gate(torch.randn(2, 7, E), None).routes_per_token is not None
-    assert getattr(gate, "has_fixed_routes", True) == found
+    found = gate(torch.randn(7, E)).routes_per_token is not None
+    assert gate.has_fixed_routes == found

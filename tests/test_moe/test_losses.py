@@ -1,4 +1,4 @@
-"""Tests of losses that count foreground tokens only."""
+"""Tests of damex.moe.losses, and of autocast with the losses of channels."""
 
 from __future__ import annotations
 
@@ -19,56 +19,65 @@ from damex.moe import (
     LoadBalanceLoss,
     LoadLoss,
     MoELayer,
+    Packing,
     RouterZLoss,
     RoutingRecord,
     SeparateRouterLoss,
     TopKGate,
-    dataset_routing_loss,
     gate_l1,
-    importance_loss,
-    load_balance_loss,
-    load_loss,
     presence_loss,
-    router_z_loss,
-    separate_router_loss,
 )
 
-LOGITS_TE = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-RECORD = RoutingRecord(
-    logits_TE=LOGITS_TE,
-    token_mask_T=None,
-    assignment=TopKGate(1)(LOGITS_TE.unsqueeze(0)),
-    group_ids_T=torch.tensor([0, 1]),
-    group_experts_GE=torch.eye(2, dtype=torch.bool),
-)
+LOG3 = math.log(3.0)
+
+
+def make(logits_VE, *, foreground=None, groups=None, experts=None, k=1, routes=None):
+    """A record of one image, by default without groups and of a top-k gate."""
+    return RoutingRecord(
+        logits_VE=logits_VE,
+        packing=Packing.full(1, len(logits_VE)),
+        assignment=TopKGate(k)(logits_VE) if routes is None else routes,
+        group_ids_V=None if groups is None else torch.as_tensor(groups),
+        group_experts_GE=experts,
+        foreground_V=None if foreground is None else torch.as_tensor(foreground),
+    )
+
+
+def second_group(logits_VE, foreground=None, *, routes=None):
+    """A record of one image of group 1, whose expert is 1."""
+    groups = torch.ones(len(logits_VE), dtype=torch.int64)
+    experts = torch.eye(2, dtype=torch.bool)
+    return make(
+        logits_VE, foreground=foreground, groups=groups, experts=experts, routes=routes
+    )
+
+
+def dataset_loss(logits_VE, allowed_VE):
+    """The loss of tokens that have a group each, with its own experts."""
+    groups = torch.arange(len(logits_VE))
+    return DatasetRoutingLoss()(make(logits_VE, groups=groups, experts=allowed_VE))
+
+
+def separate_loss(logits_VG, labels_V, **kwargs):
+    """The loss of groups that have an expert each."""
+    experts = torch.eye(logits_VG.shape[1], dtype=torch.bool)
+    return SeparateRouterLoss(**kwargs)(
+        make(logits_VG, groups=labels_V, experts=experts)
+    )
 
 
 @pytest.mark.parametrize("loss", [DatasetRoutingLoss(), SeparateRouterLoss()])
-@pytest.mark.parametrize("missing", ["group_ids_T", "group_experts_GE"])
+@pytest.mark.parametrize("missing", ["group_ids_V", "group_experts_GE"])
 def test_both_losses_say_what_their_record_lacks(loss, missing):
-    assert torch.isfinite(loss(RECORD))
-    record = dataclasses.replace(RECORD, **{missing: None})
-    message = f"{type(loss).__name__}: .*needs group_ids_T and group_experts_GE"
+    complete = second_group(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    assert torch.isfinite(loss(complete))
+    record = dataclasses.replace(complete, **{missing: None})
+    message = f"{type(loss).__name__}: .*needs group_ids_V and group_experts_GE"
     with pytest.raises(ValueError, match=message):
         loss(record)
 
 
-LOG3 = math.log(3.0)
 LOSSES = [DatasetRoutingLoss, ImportanceLoss, LoadLoss, LoadBalanceLoss]
-
-
-def make(logits_TE, foreground, *, mask=None, gate=None):
-    """A record of one image of group 1, whose expert is 1."""
-    mask_T = None if mask is None else torch.tensor(mask)
-    mask_BN = None if mask_T is None else mask_T.unsqueeze(0)
-    return RoutingRecord(
-        logits_TE=logits_TE,
-        token_mask_T=mask_T,
-        group_ids_T=torch.ones(len(logits_TE), dtype=torch.int64),
-        assignment=(gate or TopKGate(1))(logits_TE.unsqueeze(0), mask_BN),
-        group_experts_GE=torch.eye(2, dtype=torch.bool),
-        foreground_T=None if foreground is None else torch.tensor(foreground),
-    )
 
 
 # Probabilities (3/4, 1/4), (1/4, 3/4), (1/2, 1/2).
@@ -76,7 +85,7 @@ LOGITS = torch.tensor([[LOG3, 0.0], [0.0, LOG3], [0.0, 0.0]])
 
 
 def test_dataset_loss_of_foreground_tokens_by_hand():
-    record = make(LOGITS, [True, False, True])
+    record = second_group(LOGITS, [True, False, True])
     # -log 1/4 and -log 1/2, mean: log(8) / 2
     loss = DatasetRoutingLoss(tokens="foreground")(record)
     assert loss.item() == pytest.approx(math.log(8.0) / 2)
@@ -87,14 +96,14 @@ def test_dataset_loss_of_foreground_tokens_by_hand():
 
 def test_importance_of_foreground_tokens_by_hand():
     # Sums (3/4, 1/4): mean 1/2, variance 1/16, squared 1/4.
-    record = make(LOGITS, [True, False, False])
+    record = second_group(LOGITS, [True, False, False])
     loss = ImportanceLoss(tokens="foreground")(record)
     assert loss.item() == pytest.approx(0.25)
     assert ImportanceLoss()(record).item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_load_balance_of_foreground_tokens_by_hand():
-    record = make(LOGITS, [True, False, True])
+    record = second_group(LOGITS, [True, False, True])
     # Both go to expert 0 (ties to the lowest); P_0 = (3/4 + 1/2) / 2 = 5/8; times 2.
     loss = LoadBalanceLoss(tokens="foreground")(record)
     assert loss.item() == pytest.approx(2 * 5 / 8)
@@ -106,8 +115,9 @@ def test_load_balance_of_foreground_tokens_by_hand():
 def test_load_balance_counts_the_demand_of_dropped_tokens(tokens):
     logits = LOGITS[[0, 0, 0, 1]]
     gate = TopKGate(1, capacity=ExpertCapacity(factor=0.5))  # one place each
-    record = make(logits, [True, True, False, True], gate=gate)
-    free = make(logits, [True, True, False, True])
+    foreground = [True, True, False, True]
+    record = second_group(logits, foreground, routes=gate(logits))
+    free = second_group(logits, foreground)
     assert record.assignment.counts_E.tolist() == [1, 1]
     loss = LoadBalanceLoss(tokens=tokens)
     torch.testing.assert_close(loss(record), loss(free))
@@ -118,27 +128,16 @@ def test_foreground_is_the_loss_of_those_tokens_alone(loss):
     torch.manual_seed(0)
     logits = torch.randn(20, 2)
     foreground = (torch.arange(20) % 3 == 0).tolist()
-    some = loss(tokens="foreground")(make(logits, foreground))
-    alone = loss()(make(logits[::3], None))
+    some = loss(tokens="foreground")(second_group(logits, foreground))
+    alone = loss()(second_group(logits[::3]))
     torch.testing.assert_close(some, alone)
-    assert not torch.isclose(some, loss()(make(logits, None)))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_padded_token_is_no_foreground(loss):
-    torch.manual_seed(0)
-    logits = torch.randn(6, 2)
-    mask = [True, True, True, True, False, False]
-    foreground = [True, False, True, True, True, False]
-    padded = loss(tokens="foreground")(make(logits, foreground, mask=mask))
-    short = loss(tokens="foreground")(make(logits[:4], foreground[:4]))
-    torch.testing.assert_close(padded, short)
+    assert not torch.isclose(some, loss()(second_group(logits)))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_without_foreground_the_loss_is_zero_with_a_graph(loss):
     logits = torch.randn(4, 2, requires_grad=True)
-    value = loss(tokens="foreground")(make(logits, [False] * 4))
+    value = loss(tokens="foreground")(second_group(logits, [False] * 4))
     assert value.item() == 0.0
     value.backward()
     assert torch.equal(logits.grad, torch.zeros_like(logits))
@@ -146,8 +145,8 @@ def test_without_foreground_the_loss_is_zero_with_a_graph(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_errors_name_the_loss(loss):
-    with pytest.raises(ValueError, match=f"{loss.__name__}: .*needs foreground_T"):
-        loss(tokens="foreground")(make(LOGITS, None))
+    with pytest.raises(ValueError, match=f"{loss.__name__}: .*needs foreground_V"):
+        loss(tokens="foreground")(second_group(LOGITS))
     with pytest.raises(ValueError, match=f"{loss.__name__}: unknown tokens 'objects'"):
         loss(tokens="objects")
 
@@ -156,37 +155,25 @@ def one_hot(*experts, num_experts):
     return functional.one_hot(torch.tensor(experts), num_experts).bool()
 
 
-def record_of(logits_TE, group_ids_T, group_experts_GE, mask_T=None):
-    mask_BN = None if mask_T is None else mask_T.unsqueeze(0)
-    return RoutingRecord(
-        logits_TE=logits_TE,
-        token_mask_T=mask_T,
-        group_ids_T=group_ids_T,
-        assignment=TopKGate(1)(logits_TE.unsqueeze(0), mask_BN),
-        group_experts_GE=group_experts_GE,
-    )
-
-
 def test_by_hand():
     # probabilities: token 0 (1/6, 2/6, 3/6), token 1 (1/4, 1/4, 2/4)
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 2.0]]).log()
     target = torch.tensor([[False, False, True], [True, True, False]])
     # token 0 may use expert 2: -log 1/2; token 1 experts 0 and 1: -log 1/2
     torch.testing.assert_close(
-        dataset_routing_loss(logits, target), torch.tensor(math.log(2.0))
+        dataset_loss(logits, target), torch.tensor(math.log(2.0))
     )
     # token 0 alone with experts 1 and 2: -log 5/6
-    target = torch.tensor([[False, True, True], [True, True, False]])
+    target = torch.tensor([[False, True, True]])
     torch.testing.assert_close(
-        dataset_routing_loss(logits, target, torch.tensor([True, False])),
-        torch.tensor(math.log(6 / 5)),
+        dataset_loss(logits[:1], target), torch.tensor(math.log(6 / 5))
     )
 
 
 def test_one_expert_is_plain_cross_entropy_in_value_and_gradient():
     logits = torch.randn(9, 5, requires_grad=True)
     targets = torch.randint(5, (9,))
-    ours = dataset_routing_loss(logits, functional.one_hot(targets, 5).bool())
+    ours = dataset_loss(logits, functional.one_hot(targets, 5).bool())
     theirs = functional.cross_entropy(logits, targets)
     torch.testing.assert_close(ours, theirs)
     grads = [torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)]
@@ -195,7 +182,7 @@ def test_one_expert_is_plain_cross_entropy_in_value_and_gradient():
 
 def test_all_experts_allowed_costs_nothing():
     logits = torch.randn(4, 3, requires_grad=True)
-    loss = dataset_routing_loss(logits, torch.ones(4, 3, dtype=torch.bool))
+    loss = dataset_loss(logits, torch.ones(4, 3, dtype=torch.bool))
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(logits.grad, torch.zeros(4, 3))
@@ -204,7 +191,7 @@ def test_all_experts_allowed_costs_nothing():
 def test_tokens_without_a_known_dataset_take_no_part():
     logits = torch.randn(4, 3, requires_grad=True)
     group_experts = one_hot(0, 2, num_experts=3)
-    record = record_of(logits, torch.tensor([1, -1, 0, -1]), group_experts)
+    record = make(logits, groups=[1, -1, 0, -1], experts=group_experts)
     loss = DatasetRoutingLoss()(record)
     expected = functional.cross_entropy(logits[[0, 2]], torch.tensor([2, 0]))
     torch.testing.assert_close(loss, expected)
@@ -212,24 +199,10 @@ def test_tokens_without_a_known_dataset_take_no_part():
     assert torch.equal(logits.grad[[1, 3]], torch.zeros(2, 3))
 
 
-def test_padded_rows_do_not_count_even_if_nan():
-    logits = torch.randn(4, 3)
-    padded = torch.cat([logits[:2], torch.full((3, 3), torch.nan), logits[2:]])
-    padded.requires_grad_()
-    mask = torch.tensor([True, True, False, False, False, True, True])
-    target = one_hot(0, 1, 2, 0, num_experts=3)
-    padded_target = one_hot(0, 1, 1, 1, 1, 2, 0, num_experts=3)
-    loss = dataset_routing_loss(padded, padded_target, mask)
-    assert torch.equal(loss, dataset_routing_loss(logits, target))
-    loss.backward()
-    assert torch.equal(padded.grad[~mask], torch.zeros(3, 3))
-
-
-@pytest.mark.parametrize("valid", [None, torch.zeros(3, dtype=torch.bool)])
-def test_zero_with_graph_when_no_token_takes_part(valid):
+def test_zero_with_graph_when_no_token_takes_part():
     logits = torch.randn(3, 2, requires_grad=True)
-    target = torch.ones(3, 2) == (2 if valid is None else 1)
-    loss = dataset_routing_loss(logits, target, valid)
+    experts = torch.eye(2, dtype=torch.bool)
+    loss = DatasetRoutingLoss()(make(logits, groups=[-1, -1, -1], experts=experts))
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(logits.grad, torch.zeros(3, 2))
@@ -238,79 +211,67 @@ def test_zero_with_graph_when_no_token_takes_part(valid):
 def test_computed_in_float32():
     logits = torch.randn(64, 8).to(torch.bfloat16)
     target = functional.one_hot(torch.randint(8, (64,)), 8).bool()
-    loss = dataset_routing_loss(logits, target)
+    loss = dataset_loss(logits, target)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, dataset_routing_loss(logits.float(), target))
+    torch.testing.assert_close(loss, dataset_loss(logits.float(), target))
 
 
 def test_confident_right_and_wrong_routers_stay_finite():
     logits = torch.tensor([[500.0, -500.0]], requires_grad=True)
-    right = dataset_routing_loss(logits, one_hot(0, num_experts=2))
-    wrong = dataset_routing_loss(logits, one_hot(1, num_experts=2))
+    right = dataset_loss(logits, one_hot(0, num_experts=2))
+    wrong = dataset_loss(logits, one_hot(1, num_experts=2))
     assert (right.item(), wrong.item()) == (0.0, 1000.0)
     wrong.backward()
     assert logits.grad.tolist() == [[1.0, -1.0]]
 
 
 BALANCE_LOSSES = {
-    "load_balance": LoadBalanceLoss(),
-    "importance": ImportanceLoss(),
-    "load": LoadLoss(),
-    "router_z": RouterZLoss(),
+    "load_balance": LoadBalanceLoss,
+    "importance": ImportanceLoss,
+    "load": LoadLoss,
+    "router_z": RouterZLoss,
 }
+every_balance_loss = pytest.mark.parametrize(
+    "kind", BALANCE_LOSSES.values(), ids=BALANCE_LOSSES.keys()
+)
 
 
-def balance_record(logits_TE, mask_T=None, k=1):
-    mask_BN = None if mask_T is None else mask_T.unsqueeze(0)
-    return RoutingRecord(
-        logits_TE=logits_TE,
-        token_mask_T=mask_T,
-        group_ids_T=None,
-        assignment=TopKGate(k)(logits_TE.unsqueeze(0), mask_BN),
+def load_balance(logits_VE, counts):
+    """The loss of tokens with the given number of routes to each expert."""
+    experts_R = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    routes = Assignment.from_pairs(
+        torch.zeros_like(experts_R),
+        experts_R,
+        torch.ones(len(experts_R)),
+        num_tokens=len(logits_VE),
+        num_experts=len(counts),
     )
+    return LoadBalanceLoss()(make(logits_VE, routes=routes))
 
 
 def test_load_balance_by_hand():
     # probabilities (3/4, 1/4) and (1/4, 3/4) and (2/4, 2/4); mean P = (1/2, 1/2)
     logits = torch.tensor([[3.0, 1.0], [1.0, 3.0], [1.0, 1.0]]).log()
-    counts = torch.tensor([2, 1])
     # 2 * (2/3 * 1/2 + 1/3 * 1/2) = 1
-    assert load_balance_loss(logits, counts).item() == pytest.approx(1.0)
+    assert load_balance(logits, [2, 1]).item() == pytest.approx(1.0)
     # first token alone: P = (3/4, 1/4), f = (1, 0): 2 * 3/4
-    valid = torch.tensor([True, False, False])
-    loss = load_balance_loss(logits, torch.tensor([1, 0]), valid)
-    assert loss.item() == pytest.approx(1.5)
-
-
-def test_load_balance_of_logits_by_hand():
-    logits = torch.tensor([[3.0, 1.0], [2.0, 4.0]], requires_grad=True)
-    counts = torch.tensor([3, 1])
-    # mean logits (2.5, 2.5), f = (3/4, 1/4): 2 * 2.5; gradient 2 * f_e / 2 tokens
-    loss = load_balance_loss(logits, counts, scores="logit")
-    assert loss.item() == pytest.approx(5.0)
-    loss.backward()
-    assert logits.grad.tolist() == [[0.75, 0.25], [0.75, 0.25]]
-    # as a part of a layer: tokens go to experts 0 and 1, so f = (1/2, 1/2)
-    record = balance_record(torch.tensor([[3.0, 1.0], [2.0, 5.0]]))
-    assert LoadBalanceLoss(scores="logit")(record).item() == pytest.approx(5.5)
-    with pytest.raises(ValueError, match="unknown scores 'odds'"):
-        LoadBalanceLoss(scores="odds")
+    assert load_balance(logits[:1], [1, 0]).item() == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_load_balance_extremes(k):
-    balanced = load_balance_loss(torch.zeros(8, 4), torch.tensor([2 * k] * 4))
+    balanced = load_balance(torch.zeros(8, 4), [2 * k] * 4)
     assert balanced.item() == pytest.approx(1.0)
     collapsed = torch.full((8, 4), -50.0)
     collapsed[:, 2] = 50.0
-    loss = load_balance_loss(collapsed, torch.tensor([0, 0, 8, 0]))
+    loss = load_balance(collapsed, [0, 0, 8, 0])
     assert loss.item() == pytest.approx(4.0)
 
 
 def test_load_balance_can_fall_below_one():
     # P = (0.3825, 0.6175) and f = (3/4, 1/4) disagree: 2 * (.286875 + .154375)
     probs = torch.tensor([[0.51, 0.49]] * 3 + [[0.0, 1.0]])
-    record = balance_record(probs.log().clamp_min(-100))
+    record = make(probs.log().clamp_min(-100))
     assert LoadBalanceLoss()(record).item() == pytest.approx(0.8825, abs=1e-4)
 
 
@@ -318,72 +279,73 @@ def test_importance_by_hand():
     # importance (3/4 + 1/4 + 3/4, 1/4 + 3/4 + 1/4) = (1.75, 1.25): mean 1.5,
     # population variance 0.0625, CV^2 = 0.0625 / 2.25 = 0.027778
     logits = torch.tensor([[3.0, 1.0], [1.0, 3.0], [3.0, 1.0]]).log()
-    assert importance_loss(logits).item() == pytest.approx(0.0625 / 2.25)
+    assert ImportanceLoss()(make(logits)).item() == pytest.approx(0.0625 / 2.25)
     # one of three has it all: importance (1, 0, 0), mean 1/3, variance 2/9, CV^2 = 2
     collapsed = torch.tensor([[90.0, -90.0, -90.0]])
-    assert importance_loss(collapsed).item() == pytest.approx(2.0)
-    assert importance_loss(torch.zeros(5, 1)).item() == 0.0
+    assert ImportanceLoss()(make(collapsed)).item() == pytest.approx(2.0)
+    assert ImportanceLoss()(make(torch.zeros(5, 1))).item() == 0.0
 
 
 def test_load_by_hand():
     # E = 2, k = 1, std 0.5; token (1, 0): threshold 1, chances Phi(0) = 0.5 and
     # Phi(-2) = 0.0227501; mean 0.2613751, deviation 0.2386249, squared ratio 0.833498
-    loss = load_loss(torch.tensor([[1.0, 0.0]]), k=1, noise_std=0.5)
+    loss = LoadLoss(noise_std=0.5)(make(torch.tensor([[1.0, 0.0]])))
     assert loss.item() == pytest.approx(0.833498, abs=1e-5)
     # k = 2: the threshold is the lower logit 0, chances Phi(2) = 0.9772499 and 0.5;
     # mean 0.7386249, deviation 0.2386249, squared ratio 0.104371
-    loss = load_loss(torch.tensor([[1.0, 0.0]]), k=2, noise_std=0.5)
+    loss = LoadLoss(noise_std=0.5)(make(torch.tensor([[1.0, 0.0]]), k=2))
     assert loss.item() == pytest.approx(0.104371, abs=1e-5)
     # two tokens that mirror each other are balanced
     mirror = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert load_loss(mirror, k=1, noise_std=0.5).item() == pytest.approx(0.0)
+    assert LoadLoss(noise_std=0.5)(make(mirror)).item() == pytest.approx(0.0)
 
 
 def test_load_default_noise_is_that_of_the_gate():
     logits = torch.randn(6, 4)
-    expected = load_loss(logits, k=2, noise_std=0.25)
-    assert torch.equal(LoadLoss()(balance_record(logits, k=2)), expected)
+    expected = LoadLoss(noise_std=0.25)(make(logits, k=2))
+    assert torch.equal(LoadLoss()(make(logits, k=2)), expected)
 
 
 def test_router_z_by_hand():
     # logsumexp(log 1, log 3) = log 4; logsumexp(0, 0) = log 2
     logits = torch.tensor([[1.0, 3.0], [1.0, 1.0]]).log()
     expected = (math.log(4) ** 2 + math.log(2) ** 2) / 2
-    assert router_z_loss(logits).item() == pytest.approx(expected)
-    valid = torch.tensor([False, True])
-    assert router_z_loss(logits, valid).item() == pytest.approx(math.log(2) ** 2)
+    assert RouterZLoss()(make(logits)).item() == pytest.approx(expected)
+    second = make(logits, foreground=[False, True])
+    loss = RouterZLoss(tokens="foreground")(second)
+    assert loss.item() == pytest.approx(math.log(2) ** 2)
 
 
-@pytest.mark.parametrize("loss", BALANCE_LOSSES.values(), ids=BALANCE_LOSSES.keys())
-@pytest.mark.parametrize("amount", [1, 5])
-def test_padding_does_not_count_even_if_nan(loss, amount):
+@pytest.mark.parametrize("kind", [*BALANCE_LOSSES.values(), *LOSSES[:1]])
+def test_background_does_not_count_even_if_nan(kind):
     torch.manual_seed(0)
-    logits = torch.randn(11, 4)
-    padding = torch.full((amount, 4), torch.nan)
-    padded = torch.cat([logits[:4], padding, logits[4:]]).requires_grad_()
-    mask = torch.tensor([True] * 4 + [False] * amount + [True] * 7)
+    logits = torch.randn(11, 2)
+    background = torch.full((5, 2), torch.nan)
+    mixed = torch.cat([logits[:4], background, logits[4:]]).requires_grad_()
+    foreground = torch.tensor([True] * 4 + [False] * 5 + [True] * 7)
     reference = logits.clone().requires_grad_()
-    values = [loss(balance_record(padded, mask)), loss(balance_record(reference))]
-    assert torch.equal(*values)
-    for value in values:
-        value.backward()
-    assert torch.equal(padded.grad[mask], reference.grad)
+    value = kind(tokens="foreground")(second_group(mixed, foreground))
+    expected = kind()(second_group(reference))
+    assert torch.equal(value, expected)
+    value.backward()
+    expected.backward()
+    assert torch.equal(mixed.grad[foreground], reference.grad)
     assert reference.grad.abs().sum() > 0
-    assert torch.equal(padded.grad[~mask], torch.zeros(amount, 4))
+    assert torch.equal(mixed.grad[~foreground], torch.zeros(5, 2))
 
 
-@pytest.mark.parametrize("loss", BALANCE_LOSSES.values(), ids=BALANCE_LOSSES.keys())
-def test_zero_with_graph_without_valid_tokens(loss):
-    logits = torch.randn(3, 4, requires_grad=True)
-    value = loss(balance_record(logits, torch.zeros(3, dtype=torch.bool)))
+@every_balance_loss
+def test_zero_with_graph_without_tokens(kind):
+    logits = torch.randn(0, 4, requires_grad=True)
+    value = kind()(make(logits))
     value.backward()
     assert value.item() == 0.0
-    assert torch.equal(logits.grad, torch.zeros(3, 4))
+    assert torch.equal(logits.grad, torch.zeros(0, 4))
 
 
 @pytest.mark.parametrize("name", ["load_balance", "importance"])
 def test_descent_balances_a_skewed_router(name):
-    loss = BALANCE_LOSSES[name]
+    loss = BALANCE_LOSSES[name]()
     torch.manual_seed(0)
     tokens = torch.randn(200, 6)
     weight = torch.randn(6, 4, requires_grad=True)
@@ -391,8 +353,8 @@ def test_descent_balances_a_skewed_router(name):
     optimizer = torch.optim.SGD([weight, bias], lr=1.0)
     importance = []
     for _ in range(50):
-        record = balance_record(tokens @ weight + bias)
-        importance.append(record.probs_TE.mean(0).max().item())
+        record = make(tokens @ weight + bias)
+        importance.append(record.probs_VE.mean(0).max().item())
         optimizer.zero_grad()
         loss(record).backward()
         optimizer.step()
@@ -400,19 +362,18 @@ def test_descent_balances_a_skewed_router(name):
     assert importance[-1] < 0.35
 
 
-@pytest.mark.parametrize("loss", BALANCE_LOSSES.values(), ids=BALANCE_LOSSES.keys())
-def test_balance_losses_are_computed_in_float32(loss):
+@every_balance_loss
+def test_balance_losses_are_computed_in_float32(kind):
+    loss = kind()
     logits = torch.randn(33, 4).to(torch.bfloat16)
-    value = loss(balance_record(logits))
+    value = loss(make(logits))
     assert value.dtype == torch.float32
-    torch.testing.assert_close(value, loss(balance_record(logits.float())))
+    torch.testing.assert_close(value, loss(make(logits.float())))
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"k must lie in \[1, E=2\], got 3"):
-        load_loss(torch.zeros(1, 2), k=3, noise_std=1.0)
     with pytest.raises(ValueError, match=r"noise_std must be above 0, got 0.0"):
-        load_loss(torch.zeros(1, 2), k=1, noise_std=0.0)
+        LoadLoss(noise_std=0.0)
     pairs = Assignment.from_pairs(
         torch.tensor([0]),
         torch.tensor([0]),
@@ -420,21 +381,15 @@ def test_errors():
         num_tokens=1,
         num_experts=2,
     )
-    record = RoutingRecord(
-        logits_TE=torch.zeros(1, 2),
-        token_mask_T=None,
-        group_ids_T=None,
-        assignment=pairs,
-    )
     with pytest.raises(ValueError, match="same number of experts"):
-        LoadLoss()(record)
+        LoadLoss()(make(torch.zeros(1, 2), routes=pairs))
 
 
 def test_separate_router_by_hand():
-    logits_TG = torch.tensor([[1.0, 3.0], [2.0, -1.0], [0.5, 0.0]])
-    labels_T = torch.tensor([0, 0, 1])
+    logits_VG = torch.tensor([[1.0, 3.0], [2.0, -1.0], [0.5, 0.0]])
+    labels_V = torch.tensor([0, 0, 1])
     # y * (z_0 - z_1): 1 - 3 = -2, 2 + 1 = 3, -(0.5 - 0) = -0.5; mean 0.5 / 3
-    loss = separate_router_loss(logits_TG, labels_T)
+    loss = separate_loss(logits_VG, labels_V)
     assert loss.item() == pytest.approx(-0.5 / 3)
 
 
@@ -448,12 +403,11 @@ def test_gradient_descent_follows_the_closed_form_of_eq_6(steps):
     router = LinearRouter(dims, 2, init_std=0.1)
     start_ED = router.weight_ED.detach().clone()
     optimizer = torch.optim.SGD(router.parameters(), lr=lr)
-    labels_T = (y_N < 0).long().repeat_interleave(num_patches)
+    labels_V = (y_N < 0).long().repeat_interleave(num_patches)
     for _ in range(steps):
         optimizer.zero_grad()
-        separate_router_loss(
-            router(patches_NJD.flatten(0, 1)), labels_T, tokens_per_sample=num_patches
-        ).backward()
+        loss = separate_loss(router(patches_NJD.flatten(0, 1)), labels_V)
+        (num_patches * loss).backward()
         optimizer.step()
     direction_D = (y_N[:, None] * patches_NJD.sum(1)).mean(0)
     moved = router.weight_ED.detach() - start_ED
@@ -469,56 +423,51 @@ def test_the_loss_equals_eq_6_as_printed():
         y * torch.dot(w_ED[0] - w_ED[1], patches.sum(0))
         for y, patches in zip(y_N, patches_NJD, strict=True)
     )
-    loss = separate_router_loss(
+    loss = separate_loss(
         (patches_NJD @ w_ED.t()).flatten(0, 1),
         (y_N < 0).long().repeat_interleave(4),
-        tokens_per_sample=4,
     )
-    torch.testing.assert_close(loss, expected / 6)
+    # eq. 6 divides by the six samples, the loss by their 24 tokens
+    torch.testing.assert_close(loss, expected / 24)
 
 
 def test_half_precision_does_not_overflow_the_sums():
     # 20,000 tokens with a logit of 30 would add up to more than float16 holds.
-    logits_TG = torch.tensor([[30.0, 20.0]]).repeat(20_000, 1)
-    labels_T = torch.zeros(20_000, dtype=torch.int64)
+    logits_VG = torch.tensor([[30.0, 20.0]]).repeat(20_000, 1)
+    labels_V = torch.zeros(20_000, dtype=torch.int64)
     with torch.autocast("cpu", dtype=torch.float16):
-        loss = separate_router_loss(logits_TG, labels_T)
+        loss = separate_loss(logits_VG, labels_V)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(-10.0, rel=1e-4)
 
 
 def test_more_classes_are_the_mean_over_pairs():
     torch.manual_seed(2)
-    logits_TG, labels_T = torch.randn(30, 3), torch.randint(0, 3, (30,))
+    logits_VG, labels_V = torch.randn(30, 3), torch.randint(0, 3, (30,))
     losses = []
     for a, b in [(0, 1), (0, 2), (1, 2)]:
-        rows = (labels_T == a) | (labels_T == b)
-        pair_TG = logits_TG[rows][:, [a, b]]
-        losses.append(separate_router_loss(pair_TG, (labels_T[rows] == b).long()))
-    found = separate_router_loss(logits_TG, labels_T)
+        rows = (labels_V == a) | (labels_V == b)
+        pair_VG = logits_VG[rows][:, [a, b]]
+        losses.append(separate_loss(pair_VG, (labels_V[rows] == b).long()))
+    found = separate_loss(logits_VG, labels_V)
     torch.testing.assert_close(found, torch.stack(losses).mean())
-    one = separate_router_loss(logits_TG, labels_T, pairs=[(0, 2)])
+    one = separate_loss(logits_VG, labels_V, pairs=[(0, 2)])
     torch.testing.assert_close(one, losses[1])
 
 
-def test_unknown_and_padded_tokens_take_no_part():
+def test_tokens_of_unknown_group_take_no_part():
     torch.manual_seed(3)
-    logits_TG, labels_T = torch.randn(6, 2), torch.tensor([0, 1, 0, -1, 1, 0])
-    valid_T = torch.tensor([True, True, True, True, False, False])
-    expected = separate_router_loss(logits_TG[:3], labels_T[:3])
-    dirty_TG = logits_TG.clone()
-    dirty_TG[4:] = torch.nan
-    torch.testing.assert_close(
-        separate_router_loss(dirty_TG, labels_T, valid_T), expected
-    )
+    logits_VG, labels_V = torch.randn(4, 2), torch.tensor([0, 1, 0, -1])
+    expected = separate_loss(logits_VG[:3], labels_V[:3])
+    torch.testing.assert_close(separate_loss(logits_VG, labels_V), expected)
 
 
 def test_without_any_label_it_is_zero_and_attached():
-    logits_TG = torch.randn(4, 2, requires_grad=True)
-    loss = separate_router_loss(logits_TG, torch.full((4,), -1))
+    logits_VG = torch.randn(4, 2, requires_grad=True)
+    loss = separate_loss(logits_VG, torch.full((4,), -1))
     loss.backward()
     assert loss.item() == 0.0
-    assert logits_TG.grad.abs().sum() == 0.0
+    assert logits_VG.grad.abs().sum() == 0.0
 
 
 def test_on_a_record_a_group_has_the_mean_logit_of_its_experts():
@@ -532,28 +481,26 @@ def test_on_a_record_a_group_has_the_mean_logit_of_its_experts():
     )
     tokens_BND = torch.randn(2, 5, 4)
     _, record = moe(tokens_BND, group_ids_B=torch.tensor([1, 0]))
-    z = record.logits_TE
-    margin_T = (z[:, 0] + z[:, 2]) / 2 - z[:, 1]
+    z = record.logits_VE
+    margin_V = (z[:, 0] + z[:, 2]) / 2 - z[:, 1]
     # the first image is of group 1, the second of group 0
-    expected = -2.0 * (margin_T[5:].sum() - margin_T[:5].sum()) / 10
+    expected = -2.0 * (margin_V[5:].sum() - margin_V[:5].sum()) / 10
     torch.testing.assert_close(record.losses["separate_router"], expected)
 
 
 @pytest.mark.parametrize(
-    ("classes", "pairs", "message"),
+    ("groups", "pairs", "message"),
     [
-        (1, None, "two classes or more, got 1"),
-        (2, [(0, 0)], r"two different classes in \[0, 2\), got \(0, 0\)"),
-        (2, [(0, 2)], r"got \(0, 2\)"),
+        (1, None, "needs two or more, got 1"),
+        (2, [(0, 0)], r"two different groups in \[0, G\), got \(0, 0\)"),
+        (2, [(0, 2)], r"two different groups in \[0, 2\), got \(0, 2\)"),
         (2, [(0, 1, 1)], r"got \(0, 1, 1\)"),
         (2, [], r"not empty, .*got \[\]"),
     ],
 )
-def test_separate_router_errors(classes, pairs, message):
+def test_separate_router_errors(groups, pairs, message):
     with pytest.raises(ValueError, match=message):
-        separate_router_loss(
-            torch.zeros(3, classes), torch.zeros(3, dtype=torch.int64), pairs=pairs
-        )
+        SeparateRouterLoss(pairs=pairs).check_layer(gate=TopKGate(1), num_groups=groups)
 
 
 T, E = 1000, 6
@@ -561,7 +508,6 @@ ROUTING = (
     DatasetRoutingLoss(),
     ImportanceLoss(),
     LoadBalanceLoss(),
-    LoadBalanceLoss(scores="logit"),
     LoadLoss(),
     RouterZLoss(),
     SeparateRouterLoss(),
@@ -571,16 +517,11 @@ ROUTING = (
 def on_a_record(loss):
     group_experts_GE = torch.arange(E) % 2 == torch.arange(2).unsqueeze(1)
 
-    def compute(logits_TE):
+    def compute(logits_VE):
         # Routes are those of the float32 logits, so that values can be compared.
-        routes = TopKGate(2)(logits_TE.detach().float().unsqueeze(0))
-        record = RoutingRecord(
-            logits_TE=logits_TE,
-            token_mask_T=torch.arange(T) % 7 > 0,
-            group_ids_T=torch.arange(T) % 5 % 2,
-            assignment=routes,
-            group_experts_GE=group_experts_GE,
-        )
+        routes = TopKGate(2)(logits_VE.detach().float())
+        groups = torch.arange(T) % 5 % 2
+        record = make(logits_VE, groups=groups, experts=group_experts_GE, routes=routes)
         return loss(record)
 
     return compute

@@ -9,48 +9,42 @@ import torch
 
 from damex.moe import (
     Assignment,
+    Packing,
     RoutingRecord,
     TopKGate,
     coefficient_of_variation,
     dispatch_counts,
     dispatch_entropy,
-    expert_load,
     mutual_information,
-    own_expert_counts,
-    own_expert_share,
+    routing_accuracy,
+    routing_hits,
 )
 
 
-def make_record(experts, group_ids, *, mask=None, group_experts=None, num_experts=3):
+def make_record(experts, group_ids, *, group_experts=None, num_experts=3):
     """One token per entry, sent to the given expert."""
     logits = 5.0 * torch.nn.functional.one_hot(torch.tensor(experts), num_experts)
-    mask_T = None if mask is None else torch.tensor(mask)
-    mask_BN = None if mask is None else mask_T.unsqueeze(0)
     return RoutingRecord(
-        logits_TE=logits,
-        token_mask_T=mask_T,
-        group_ids_T=None if group_ids is None else torch.tensor(group_ids),
-        assignment=TopKGate(1)(logits.unsqueeze(0), mask_BN),
+        logits_VE=logits,
+        packing=Packing.full(1, len(logits)),
+        group_ids_V=None if group_ids is None else torch.tensor(group_ids),
+        assignment=TopKGate(1)(logits),
         group_experts_GE=None if group_experts is None else torch.tensor(group_experts),
     )
 
 
-def test_dispatch_counts_leave_out_padded_tokens_and_unknown_groups():
-    record = make_record(
-        [0, 0, 2, 2, 1, 1, 0],
-        [0, 1, 1, 1, -1, 0, 0],
-        mask=[True, True, True, True, True, True, False],
-    )
+def test_dispatch_counts_leave_out_tokens_of_unknown_groups():
+    record = make_record([0, 0, 2, 2, 1, 1], [0, 1, 1, 1, -1, 0])
     counts = dispatch_counts(record, num_groups=3)
     assert counts.tolist() == [[1, 1, 0], [1, 0, 2], [0, 0, 0]]
 
 
 def test_dispatch_counts_know_the_groups_from_the_map_and_count_all_k():
-    logits = torch.tensor([[[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]]])
+    logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     record = RoutingRecord(
-        logits_TE=logits[0],
-        token_mask_T=None,
-        group_ids_T=torch.tensor([0, 1]),
+        logits_VE=logits,
+        packing=Packing.full(1, 2),
+        group_ids_V=torch.tensor([0, 1]),
         assignment=TopKGate(2)(logits),
         group_experts_GE=torch.eye(2, 3).bool(),
     )
@@ -88,34 +82,31 @@ def test_mutual_information():
     assert mutual_information(torch.zeros(2, 2)).item() == 0.0
 
 
-def test_load_and_its_variation():
-    record = make_record([0, 0, 0, 1], None, num_experts=2)
-    assert expert_load(record).tolist() == [0.75, 0.25]
-    # mean 0.5, deviation 0.25
-    assert coefficient_of_variation(expert_load(record)).item() == 0.5
+def test_variation_of_the_load():
+    # mean 2, deviation 1
+    assert coefficient_of_variation(torch.tensor([3, 1])).item() == 0.5
     # collapsed onto one of 5: sqrt(E - 1)
     collapsed = coefficient_of_variation(torch.tensor([0, 9, 0, 0, 0]))
     assert collapsed.item() == pytest.approx(2.0)
     assert coefficient_of_variation(torch.zeros(4)).item() == 0.0
 
 
-def test_own_expert_share():
+def test_routing_accuracy():
     record = make_record(
-        [0, 1, 2, 2, 0, 1],
-        [0, 0, 1, 1, -1, 1],
-        mask=[True, True, True, True, True, False],
+        [0, 1, 2, 2, 0],
+        [0, 0, 1, 1, -1],
         group_experts=[[True, False, False], [False, True, True], [True, True, True]],
     )
-    # group 0: expert 0 is its own, 1 is not; group 1: both on expert 2, its third
-    # token is padded; group 2 has no token
-    hits, tokens = own_expert_counts(record)
+    # group 0: expert 0 is its own, 1 is not; group 1: both on expert 2; group 2
+    # has no token
+    hits, tokens = routing_hits(record)
     assert (hits.tolist(), tokens.tolist()) == ([1, 2, 0], [2, 2, 0])
-    share = own_expert_share(record)
+    share = routing_accuracy(record)
     assert share[:2].tolist() == [0.5, 1.0]
     assert share[2].isnan()
 
 
-def test_own_expert_share_looks_at_the_heaviest_route():
+def test_routing_accuracy_looks_at_the_heaviest_route():
     # token 0: experts 0 (.9) and 1 (.1); token 1: 0 (.4) and 1 (.6);
     # token 2: 0 and 1 tie, so expert 0; token 3 has no route
     assignment = Assignment.from_pairs(
@@ -126,13 +117,13 @@ def test_own_expert_share_looks_at_the_heaviest_route():
         num_experts=2,
     )
     record = RoutingRecord(
-        logits_TE=torch.zeros(4, 2),
-        token_mask_T=None,
-        group_ids_T=torch.zeros(4, dtype=torch.int64),
+        logits_VE=torch.zeros(4, 2),
+        packing=Packing.full(1, 4),
+        group_ids_V=torch.zeros(4, dtype=torch.int64),
         assignment=assignment,
         group_experts_GE=torch.tensor([[True, False]]),
     )
-    hits, tokens = own_expert_counts(record)
+    hits, tokens = routing_hits(record)
     assert (hits.tolist(), tokens.tolist()) == ([2], [4])
 
 
@@ -142,4 +133,4 @@ def test_errors():
     with pytest.raises(ValueError, match="pass num_groups"):
         dispatch_counts(make_record([0], [0]))
     with pytest.raises(ValueError, match="no group_experts"):
-        own_expert_share(make_record([0], [0]))
+        routing_accuracy(make_record([0], [0]))

@@ -13,6 +13,7 @@ from damex.moe import (
     FFNExperts,
     LinearRouter,
     MoELayer,
+    Packing,
     PatchConvExperts,
     TopKGate,
     merge_patches,
@@ -83,9 +84,9 @@ def make_layer(gate, *, patch_size=2, experts=3, channels=4, **kwargs):
 def masked_reference(moe, map_BCHW, record):
     """Every expert convolves every patch; a mask of weights picks afterwards."""
     bank, size = moe.experts, tuple(map_BCHW.shape[2:])
-    weight_TE = torch.zeros_like(record.logits_TE)
+    weight_VE = torch.zeros_like(record.logits_VE)
     routes = record.assignment
-    weight_TE = weight_TE.index_put(
+    weight_VE = weight_VE.index_put(
         (routes.token_index_R, routes.expert_index_R), routes.weight_R
     )
     patches = split_patches(map_BCHW, bank.patch_size)
@@ -103,7 +104,7 @@ def masked_reference(moe, map_BCHW, record):
         else:
             out = functional.conv2d(patches.flatten(0, 1), weight_OCKK, padding=padding)
             out = out.unflatten(0, (images, count))
-        outs.append(out * weight_TE[:, expert].view(images, count, 1, 1, 1))
+        outs.append(out * weight_VE[:, expert].view(images, count, 1, 1, 1))
     return merge_patches(torch.cat(outs, dim=2), size)
 
 
@@ -199,7 +200,9 @@ def test_padding_is_not_routed_and_changes_nothing():
     padded[..., :4, :4] = map_BCHW
     mask_BN = torch.zeros(1, 3, 4, dtype=torch.bool)
     mask_BN[:, :2, :2] = True
-    out, record = route_patches(moe, padded, patch_mask_BN=mask_BN.flatten(1))
+    out, record = route_patches(
+        moe, padded, packing=Packing.of_mask(mask_BN.flatten(1))
+    )
     torch.testing.assert_close(out[..., :4, :4], alone)
     assert out[..., 4:, :].abs().sum() == out[..., 4:].abs().sum() == 0
     assert record.assignment.counts_E.tolist() == [2, 2, 2]
@@ -241,7 +244,7 @@ def test_half_precision_keeps_its_dtype():
     moe = make_layer(ExpertChoiceGate(num_tokens=2)).bfloat16()
     out, record = route_patches(moe, torch.randn(1, 4, 4, 4, dtype=torch.bfloat16))
     assert out.dtype == torch.bfloat16
-    assert record.logits_TE.dtype == torch.float32
+    assert record.logits_VE.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -7,28 +7,23 @@ import dataclasses
 import pytest
 import torch
 
-from damex.moe import Assignment, RoutingRecord, TopKGate, expert_groups
+from damex.moe import Assignment, Packing, RoutingRecord, TopKGate, expert_groups
 
 
-def random_topk(num_tokens=7, k=2, num_experts=4, mask=None, seed=0):
+def random_topk(num_tokens=7, k=2, num_experts=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_tokens, num_experts, generator=generator)
     weights, ids = scores.topk(k, dim=1)
-    return (
-        ids,
-        weights,
-        Assignment.from_topk(ids, weights, num_experts=num_experts, token_mask_T=mask),
-    )
+    return ids, weights, Assignment.from_topk(ids, weights, num_experts=num_experts)
 
 
-def dense_combine(ids_TK, weights_TK, mask_T, outs_ETD):
+def dense_combine(ids_VK, weights_VK, outs_EVD):
     """The definition: sum over k of weight * expert(token), token by token."""
     rows = []
-    for t in range(ids_TK.shape[0]):
-        row = torch.zeros(outs_ETD.shape[2])
-        if mask_T is None or mask_T[t]:
-            for e, w in zip(ids_TK[t].tolist(), weights_TK[t], strict=True):
-                row = row + w * outs_ETD[e, t]
+    for t in range(ids_VK.shape[0]):
+        row = torch.zeros(outs_EVD.shape[2])
+        for e, w in zip(ids_VK[t].tolist(), weights_VK[t], strict=True):
+            row = row + w * outs_EVD[e, t]
         rows.append(row)
     return torch.stack(rows)
 
@@ -51,31 +46,13 @@ def test_from_topk_by_hand():
     assert (assignment.num_routes, assignment.num_experts) == (6, 4)
 
 
-def test_masked_tokens_get_no_route():
-    mask = torch.tensor([True, False, True])
-    assignment = Assignment.from_topk(
-        torch.tensor([[1], [0], [0]]),
-        torch.tensor([[0.5], [0.6], [0.7]]),
-        num_experts=2,
-        token_mask_T=mask,
-    )
-    assert assignment.token_index_R.tolist() == [2, 0]
-    assert assignment.counts_E.tolist() == [1, 1]
-    assert assignment.num_tokens == 3
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("masked", [False, True])
-def test_combine_equals_its_definition(k, masked):
-    mask = torch.tensor([True, False, True, True, False, True, True])
-    mask = mask if masked else None
-    ids, weights, assignment = random_topk(k=k, mask=mask)
-    outs_ETD = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
-    out_RD = outs_ETD[assignment.expert_index_R, assignment.token_index_R]
+def test_combine_equals_its_definition(k):
+    ids, weights, assignment = random_topk(k=k)
+    outs_EVD = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
+    out_RD = outs_EVD[assignment.expert_index_R, assignment.token_index_R]
     combined = assignment.combine(out_RD)
-    torch.testing.assert_close(combined, dense_combine(ids, weights, mask, outs_ETD))
-    if masked:
-        assert (combined[~mask] == 0).all()
+    torch.testing.assert_close(combined, dense_combine(ids, weights, outs_EVD))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -93,9 +70,9 @@ def test_from_pairs_agrees_with_from_topk_in_any_order(k):
     assert pairs.routes_per_token is None
     assert torch.equal(pairs.counts_E, assignment.counts_E)
     assert torch.equal(pairs.expert_index_R, assignment.expert_index_R)
-    outs_ETD = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
+    outs_EVD = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
     combined = [
-        a.combine(outs_ETD[a.expert_index_R, a.token_index_R])
+        a.combine(outs_EVD[a.expert_index_R, a.token_index_R])
         for a in (pairs, assignment)
     ]
     torch.testing.assert_close(*combined)
@@ -171,32 +148,10 @@ def test_gradients_reach_outputs_and_weights():
     assert weights.grad.tolist() == [[3.0, 1.0], [2.0, 4.0]]
 
 
-def test_no_tokens_and_all_masked():
+def test_no_tokens():
     empty = torch.zeros(0, 2)
     none = Assignment.from_topk(empty.long(), empty, num_experts=3)
     assert none.combine(torch.zeros(0, 4)).shape == (0, 4)
-    weights = torch.ones(5, 1, requires_grad=True)
-    masked = Assignment.from_topk(
-        torch.zeros(5, 1, dtype=torch.int64),
-        weights,
-        num_experts=3,
-        token_mask_T=torch.zeros(5, dtype=torch.bool),
-    )
-    assert masked.counts_E.tolist() == [0, 0, 0]
-    out = masked.combine(torch.zeros(0, 4))
-    assert torch.equal(out, torch.zeros(5, 4))
-    out.sum().backward()
-    assert torch.equal(weights.grad, torch.zeros(5, 1))
-
-
-def test_detached_cuts_the_graph_and_keeps_the_routes():
-    weights = torch.rand(3, 1, requires_grad=True)
-    ids = torch.tensor([[1], [0], [1]])
-    assignment = Assignment.from_topk(ids, weights, num_experts=2)
-    detached = assignment.detached()
-    assert assignment.weight_R.requires_grad
-    assert not detached.weight_R.requires_grad
-    assert torch.equal(detached.token_index_R, assignment.token_index_R)
 
 
 def test_errors_name_what_is_wrong():
@@ -205,8 +160,6 @@ def test_errors_name_what_is_wrong():
         Assignment.from_topk(ids, weights[:2], num_experts=1)
     with pytest.raises(ValueError, match="K must be at least 1"):
         Assignment.from_topk(ids[:, :0], weights[:, :0], num_experts=1)
-    with pytest.raises(ValueError, match=r"bool of shape \(3,\), got torch.int64"):
-        Assignment.from_topk(ids, weights, num_experts=1, token_mask_T=ids[:, 0])
     index, one = torch.tensor([0, 4]), torch.ones(2)
     with pytest.raises(ValueError, match=r"token_index must lie in \[0, 4\).* to 4"):
         Assignment.from_pairs(index, index * 0, one, num_tokens=4, num_experts=1)
@@ -216,13 +169,13 @@ def test_errors_name_what_is_wrong():
         Assignment.from_pairs(index, index, one[:1], num_tokens=9, num_experts=9)
 
 
-def make_record(mask_T=None):
+def make_record():
     logits = torch.tensor([[1.0, 3.0], [1.0, 1.0]]).log().requires_grad_()
-    assignment = TopKGate(1)(logits.unsqueeze(0))
+    assignment = TopKGate(1)(logits)
     return RoutingRecord(
-        logits_TE=logits,
-        token_mask_T=mask_T,
-        group_ids_T=torch.tensor([0, 1]),
+        logits_VE=logits,
+        packing=Packing.full(1, 2),
+        group_ids_V=torch.tensor([0, 1]),
         assignment=assignment,
         losses={"a": logits.sum()},
     )
@@ -230,29 +183,56 @@ def make_record(mask_T=None):
 
 def test_probabilities():
     torch.testing.assert_close(
-        make_record().probs_TE, torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+        make_record().probs_VE, torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     )
 
 
-def test_valid_mask_without_and_with_mask():
-    assert make_record().valid_mask().tolist() == [True, True]
-    mask = torch.tensor([True, False])
-    assert make_record(mask).valid_mask().tolist() == [True, False]
+MASK_BN = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 
 
-def test_detached_has_no_graph_and_leaves_the_original_alone():
-    record = make_record()
-    detached = record.detached()
-    tensors = [
-        detached.logits_TE,
-        detached.assignment.weight_R,
-        detached.losses["a"],
-        detached.probs_TE,
-    ]
-    assert not any(tensor.requires_grad for tensor in tensors)
-    assert record.losses["a"].requires_grad
-    assert record.assignment.weight_R.requires_grad
-    assert torch.equal(detached.group_ids_T, record.group_ids_T)
+def test_packing_by_hand():
+    packing = Packing.of_mask(MASK_BN)
+    values_BN = torch.arange(9.0).view(3, 3)
+    assert packing.position_V.tolist() == [0, 2, 6, 7, 8]
+    assert packing.pack(values_BN).tolist() == [0.0, 2.0, 6.0, 7.0, 8.0]
+    back = packing.unpack(packing.pack(values_BN), fill=-1)
+    assert back.tolist() == [[0.0, -1.0, 2.0], [-1.0] * 3, [6.0, 7.0, 8.0]]
+    # the image of each real token; the second image has none
+    assert packing.spread(torch.arange(3)).tolist() == [0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("width", [(), (4,), (2, 3)])
+def test_a_full_packing_is_that_of_a_mask_without_padding(width):
+    full, masked = Packing.full(3, 3), Packing.of_mask(torch.ones_like(MASK_BN))
+    values_BN = torch.randn(3, 3, *width)
+    assert torch.equal(full.pack(values_BN), masked.pack(values_BN))
+    for packing in (full, masked):
+        assert torch.equal(packing.unpack(packing.pack(values_BN)), values_BN)
+        assert packing.spread(values_BN[:, 0]).shape == (9, *width)
+    assert torch.equal(full.spread(values_BN), masked.spread(values_BN))
+
+
+def test_padding_gets_no_gradient_even_if_nan():
+    values_BN = torch.where(MASK_BN, 1.0, torch.nan).requires_grad_()
+    packing = Packing.of_mask(MASK_BN)
+    packing.unpack(packing.pack(values_BN) * 2.0).sum().backward()
+    assert torch.equal(values_BN.grad, 2.0 * MASK_BN)
+
+
+def test_packing_of_nothing():
+    for mask_BN in (torch.zeros(2, 3).bool(), torch.zeros(2, 0).bool()):
+        packing = Packing.of_mask(mask_BN)
+        assert packing.pack(torch.zeros(*mask_BN.shape, 4)).shape == (0, 4)
+        assert packing.spread(torch.zeros(2)).shape == (0,)
+        back = packing.unpack(torch.ones(0, 4))
+        assert torch.equal(back, torch.zeros(*mask_BN.shape, 4))
+
+
+def test_a_mask_has_to_be_bool():
+    with pytest.raises(ValueError, match=r"bool of shape \(B, N\), got torch.int64"):
+        Packing.of_mask(torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"of shape \(3,\)"):
+        Packing.of_mask(MASK_BN[0])
 
 
 def test_frozen():

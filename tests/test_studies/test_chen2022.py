@@ -129,14 +129,14 @@ def test_the_weight_of_a_route_scales_the_output_in_each_form():
         routes = record.assignment
         plain = layer.experts(routes.dispatch(tokens[:, 0]), routes.counts_E)
         index = routes.token_index_R
-        clean = record.logits_TE[index, routes.expert_index_R]
+        clean = record.logits_VE[index, routes.expert_index_R]
         if recipe.as_released:
             # a raw logit with its noise, of which nothing is left in the record
             weight = routes.weight_R
             assert ((weight - clean) > 0).all()
             assert ((weight - clean) < 1).all()
         else:
-            weight = record.probs_TE[index, routes.expert_index_R]
+            weight = record.probs_VE[index, routes.expert_index_R]
         torch.testing.assert_close(out[index, 0], plain * weight.unsqueeze(1))
 
 
@@ -214,7 +214,7 @@ def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
     tokens = train.patches_BPD.flatten(1).unsqueeze(1)
     _, record = layer(tokens, group_ids_B=train.clusters_B)
     counts = training._clean_counts(record)
-    best = record.logits_TE.argmax(1)
+    best = record.logits_VE.argmax(1)
     assert counts.sum(0).tolist() == torch.bincount(best, minlength=8).tolist()
     noisy = torch.bincount(record.assignment.expert_index_R, minlength=8)
     assert not torch.equal(counts.sum(0), noisy)

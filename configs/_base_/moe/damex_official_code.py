@@ -18,7 +18,7 @@ moe = dict(
         noise="gaussian",
         noisy_weights=True,  # damex.py: noise moves the choice and no weight
         # damex.py: no token is ever dropped
-        capacity=dict(type="ExpertCapacity", factor=1.25, priority="score"),
+        capacity=dict(type="ExpertCapacity", factor=1.25),
     ),
     experts=dict(
         type="FFNExperts",

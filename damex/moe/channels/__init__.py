@@ -9,7 +9,6 @@ from damex.moe.channels.gates import (
 )
 from damex.moe.channels.layers import (
     GatedConv2d,
-    GatedFFN,
     check_gateable,
     gated_conv2d,
     gated_ffn,
@@ -25,7 +24,6 @@ __all__ = [
     "ChannelGate",
     "ChannelGates",
     "GatedConv2d",
-    "GatedFFN",
     "GatingPath",
     "ShallowEmbedding",
     "active_share",

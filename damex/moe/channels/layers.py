@@ -1,6 +1,7 @@
-"""A convolution whose output channels an image opens and closes.
+"""Convolutions and FFNs whose channels an image opens and closes.
 
-Axes: B images, C channels, H and W height and width; O open channels of one image.
+Axes: B images, C channels, H and W height and width of a map, N tokens per image,
+D and H widths of an FFN; O open channels of one image.
 """
 
 from __future__ import annotations
@@ -213,60 +214,6 @@ def _norm(y_1OHW: Tensor, norm: nn.Module | None, open_O: Tensor | None) -> Tens
     )
 
 
-class GatedFFN(nn.Module):
-    """Linear, times the gate, activation, linear, with the gates of the image.
-
-    DeepMoE's rule for convolutions put to the hidden channels of a DETR's FFN: all
-    tokens of an image share its gates. In training all channels are computed; in
-    evaluation closed ones are not, image by image, and the result is the same. There
-    is no identity path in here.
-
-    Args:
-        embed_dims: D.
-        hidden_dims: H.
-        activation: A function of each value that keeps zero at zero; ReLU by default.
-        dropout: Probability, behind both linear layers.
-        skip_closed: Whether evaluation skips closed channels.
-
-    Raises:
-        ValueError: If a size is not positive or the activation moves zero.
-    """
-
-    def __init__(
-        self,
-        embed_dims: int,
-        hidden_dims: int,
-        *,
-        activation: nn.Module | None = None,
-        dropout: float = 0.0,
-        skip_closed: bool = True,
-    ) -> None:
-        super().__init__()
-        if min(embed_dims, hidden_dims) < 1:
-            raise ValueError(
-                "GatedFFN: embed_dims and hidden_dims must be positive, got "
-                f"{embed_dims} and {hidden_dims}"
-            )
-        self.first = nn.Linear(embed_dims, hidden_dims)
-        self.second = nn.Linear(hidden_dims, embed_dims)
-        self.activation = nn.ReLU() if activation is None else activation
-        self.dropout = nn.Dropout(dropout)
-        self.skip_closed = skip_closed
-        check_activation(self.activation)
-
-    def forward(self, tokens_BND: Tensor, gates_BH: Tensor) -> Tensor:
-        """See `gated_ffn`."""
-        out_BND = gated_ffn(
-            tokens_BND,
-            gates_BH,
-            first=self.first,
-            activation=nn.Sequential(self.activation, self.dropout),
-            second=self.second,
-            skip_closed=self.skip_closed and not self.training,
-        )
-        return self.dropout(out_BND)
-
-
 def gated_ffn(
     tokens_BND: Tensor,
     gates_BH: Tensor,
@@ -276,7 +223,9 @@ def gated_ffn(
     second: nn.Linear,
     skip_closed: bool = False,
 ) -> Tensor:
-    """second(activation(g(x) * first(tokens))).
+    """second(activation(g(x) * first(tokens))): DeepMoE's rule for a DETR's FFN.
+
+    All tokens of an image share its gates of the hidden channels.
 
     Args:
         tokens_BND: Tokens, batch first.

@@ -1,6 +1,7 @@
-"""Gates: logits -> Assignment, one per file."""
+"""Gates: logits -> Assignment."""
 
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
+from damex.moe.gates.base import Gate
 from damex.moe.gates.dense import DenseSoftmaxGate, DenseToSparseGate
 from damex.moe.gates.expert_choice import ExpertChoiceGate
 from damex.moe.gates.topk import TopKGate
@@ -11,5 +12,6 @@ __all__ = [
     "DenseToSparseGate",
     "ExpertCapacity",
     "ExpertChoiceGate",
+    "Gate",
     "TopKGate",
 ]

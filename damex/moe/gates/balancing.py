@@ -1,66 +1,55 @@
 """Expert capacity: each expert serves so many tokens and no more.
 
-Axes: T tokens, E experts, K experts per token, R routes (token-expert pairs).
+Axes: V real tokens, E experts, K experts per token, R routes (token-expert pairs).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, distributed, nn
 
 from damex.moe.routing import Assignment
 
-PRIORITIES = ("score", "order")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCapacity:
-    """Gives every expert k * int(factor * ceil(T / E)) places per forward.
+    """Lets every expert take k * int(factor * ceil(V / E)) routes per forward.
 
-    That is the arithmetic of Tutel 0.2.1, and with it of the released code of DAMEX; T
-    counts the real tokens of the whole batch, and E the experts. Routes that find no
-    place are dropped and kept apart in `Assignment.dropped`; a token without any route
+    That is the arithmetic of Tutel 0.2.1, and with it of the released code of DAMEX; V
+    counts the real tokens of the whole batch, and E the experts. Routes beyond that
+    are dropped and kept apart in `Assignment.dropped`; a token without any route
     left passes the layer on its residual alone. First choices of all tokens are served
-    before second ones.
+    before second ones, and of these the tokens with the highest probability of their
+    first choice (batch-priority routing of V-MoE, arXiv 2106.05974).
 
-    The same factor holds in evaluation. The places are shared by a batch, so with a
+    The same factor holds in evaluation. The capacity is shared by a batch, so with a
     capacity an image's result depends on the other images of its batch: the one option
     of this package of which that is true.
 
-    Places are also shared by all queries of a decoder, whatever its attention mask
+    It is also shared by all queries of a decoder, whatever its attention mask
     hides. In training the denoising queries of DINO, which are made of the ground
-    truth, take places from the matching queries; at test time there are none. The
+    truth, take capacity from the matching queries; at test time there are none. The
     released code of DAMEX does the same, so the coupling is kept.
 
     Attributes:
-        factor: Places per expert over those that perfect balance would need; above 0.
-        priority: Who is served first: 'score' for tokens with the highest probability
-            of their first choice (batch-priority routing of V-MoE, arXiv
-            2106.05974), 'order' for tokens that come first in the batch.
+        factor: Capacity over what perfect balance would need; above 0.
 
     Raises:
-        ValueError: If the factor is not positive or the priority is unknown.
+        ValueError: If the factor is not positive.
     """
 
     factor: float = 1.25
-    priority: Literal["score", "order"] = "score"
 
     def __post_init__(self) -> None:
         if not self.factor > 0.0:
             raise ValueError(
                 f"ExpertCapacity: factor must be above 0, got {self.factor}"
             )
-        if self.priority not in PRIORITIES:
-            raise ValueError(
-                f"ExpertCapacity: unknown priority {self.priority!r}; use one of "
-                f"{PRIORITIES}"
-            )
 
-    def places(self, num_tokens: int, num_experts: int, *, k: int) -> int:
-        """Places of each expert.
+    def capacity(self, num_tokens: int, num_experts: int, *, k: int) -> int:
+        """Most routes of each expert.
 
         Args:
             num_tokens: Real tokens of the batch.
@@ -68,44 +57,43 @@ class ExpertCapacity:
             k: Experts per token.
 
         Example:
-            >>> ExpertCapacity(factor=1.25).places(900, 8, k=1)
+            >>> ExpertCapacity(factor=1.25).capacity(900, 8, k=1)
             141
         """
         return k * int(self.factor * -(-num_tokens // num_experts))
 
     def apply(
-        self, assignment: Assignment, ids_TK: Tensor, probs_TE: Tensor
+        self, assignment: Assignment, ids_VK: Tensor, probs_VE: Tensor
     ) -> Assignment:
-        """Drops what goes beyond the places of an expert.
+        """Drops what goes beyond the capacity of an expert.
 
         Args:
             assignment: Routes of a gate with K experts for each real token.
-            ids_TK: Experts of each token, best first.
-            probs_TE: Probabilities that decide who is served first; no gradient flows.
+            ids_VK: Experts of each token, best first.
+            probs_VE: Probabilities that decide who is served first; no gradient flows.
 
         Returns:
             The routes that are served, with the others in `dropped`.
         """
-        k = ids_TK.shape[1]
+        k = ids_VK.shape[1]
         tokens_R, experts_R = assignment.token_index_R, assignment.expert_index_R
-        places = self.places(assignment.num_routes // k, assignment.num_experts, k=k)
-        is_choice_RK = ids_TK.index_select(0, tokens_R) == experts_R.unsqueeze(1)
+        num_tokens = assignment.num_routes // k
+        capacity = self.capacity(num_tokens, assignment.num_experts, k=k)
+        is_choice_RK = ids_VK.index_select(0, tokens_R) == experts_R.unsqueeze(1)
         # Routes come sorted by expert and token. Stable sorts, from the last key to the
         # first, put them in the order of service: expert, choice, score, token.
-        order_R = torch.arange(assignment.num_routes, device=tokens_R.device)
-        if self.priority == "score":
-            first_T = probs_TE.detach().gather(1, ids_TK[:, :1]).squeeze(1)
-            score_R = first_T.index_select(0, tokens_R)
-            order_R = torch.argsort(score_R, descending=True, stable=True)
+        first_V = probs_VE.detach().gather(1, ids_VK[:, :1]).squeeze(1)
+        score_R = first_V.index_select(0, tokens_R)
+        order_R = torch.argsort(score_R, descending=True, stable=True)
         for key_R in (is_choice_RK.int().argmax(1), experts_R):
             step_R = torch.argsort(key_R.index_select(0, order_R), stable=True)
             order_R = order_R.index_select(0, step_R)
         counts_E = assignment.counts_E
         start_E = counts_E.cumsum(0) - counts_E
-        place_R = torch.arange(len(order_R), device=order_R.device)
-        place_R = place_R - start_E.index_select(0, experts_R)
+        rank_R = torch.arange(len(order_R), device=order_R.device)
+        rank_R = rank_R - start_E.index_select(0, experts_R)
         served_R = torch.zeros_like(order_R, dtype=torch.bool)
-        return assignment.keep(served_R.index_put((order_R,), place_R < places))
+        return assignment.keep(served_R.index_put((order_R,), rank_R < capacity))
 
 
 class BiasBalancer(nn.Module):
@@ -119,14 +107,14 @@ class BiasBalancer(nn.Module):
 
     A forward in training only counts. `step` moves the bias: call it once per training
     step, as a learning-rate schedule is. A bias that moved in the forward would make
-    activation recomputation choose other experts. damex's detectors `gather` at the end
-    of each forward and `step` at the start of the next one. So a checkpoint between two
-    training steps, which one process writes for all, holds the load of all processes,
-    and a resumed run goes on as if never stopped, with any number of them. What is not
-    gathered is in no checkpoint.
+    activation recomputation choose other experts. damex's detectors
+    `all_reduce` at the end of each forward and `step` at the start of the next one. So
+    a checkpoint between two training steps, which one process writes for all, holds the
+    load of all processes, and a resumed run goes on as if never stopped, with any
+    number of them. What is not summed yet is in no checkpoint.
 
     DDP's `broadcast_buffers` overwrites what other processes have counted but not
-    gathered: with it, `gather` or `step` after every forward.
+    summed: with it, `all_reduce` or `step` after every forward.
 
     Args:
         num_experts: E.
@@ -153,30 +141,30 @@ class BiasBalancer(nn.Module):
         self.register_buffer("bias_E", torch.zeros(num_experts))
         # Of all processes, waiting for the step.
         self.register_buffer("counts_E", torch.zeros(num_experts, dtype=torch.int64))
-        # Of this process alone, waiting to be gathered.
+        # Of this process alone, waiting to be summed.
         seen_E = torch.zeros(num_experts, dtype=torch.int64)
         self.register_buffer("seen_E", seen_E, persistent=False)
-        self._is_gathered = False
+        self._is_reduced = False
 
     @torch.no_grad()
-    def forward(self, logits_TE: Tensor) -> Tensor:
+    def forward(self, logits_VE: Tensor) -> Tensor:
         """Scores to choose by.
 
         Args:
-            logits_TE: Router logits, with the gate's noise if it has any.
+            logits_VE: Router logits, with the gate's noise if it has any.
 
         Returns:
-            scores_TE: Probabilities plus bias, without gradient.
+            scores_VE: Probabilities plus bias, without gradient.
 
         Raises:
             ValueError: If the number of experts is another one.
         """
-        if logits_TE.shape[-1] != self.bias_E.shape[0]:
+        if logits_VE.shape[-1] != self.bias_E.shape[0]:
             raise ValueError(
                 f"BiasBalancer: made for {self.bias_E.shape[0]} experts, but the "
-                f"router scores {logits_TE.shape[-1]}; give both the same num_experts"
+                f"router scores {logits_VE.shape[-1]}; give both the same num_experts"
             )
-        return torch.softmax(logits_TE, dim=-1) + self.bias_E
+        return torch.softmax(logits_VE, dim=-1) + self.bias_E
 
     def observe(self, counts_E: Tensor) -> None:
         """Adds the load of one forward in training to that of the step.
@@ -184,10 +172,10 @@ class BiasBalancer(nn.Module):
         Args:
             counts_E: Routes of each expert.
         """
-        if not self._is_gathered:
+        if not self._is_reduced:
             self.seen_E.add_(counts_E)
 
-    def gather(self) -> None:
+    def all_reduce(self) -> None:
         """Closes the load of the step, summed over all processes, which all call this.
 
         What comes later, such as activation recomputation, counts no more until `step`.
@@ -196,16 +184,16 @@ class BiasBalancer(nn.Module):
             distributed.all_reduce(self.seen_E)
         self.counts_E.add_(self.seen_E)
         self.seen_E.zero_()
-        self._is_gathered = True
+        self._is_reduced = True
 
     def step(self) -> None:
-        """Moves the bias by the load since the last step; gathers it, if none did."""
-        if not self._is_gathered:
-            self.gather()
+        """Moves the bias by the load since the last step, of all processes."""
+        if not self._is_reduced:
+            self.all_reduce()
         load_E = self.counts_E.double()
         self.bias_E.add_(torch.sign(load_E.mean() - load_E).float(), alpha=self.rate)
         self.counts_E.zero_()
-        self._is_gathered = False
+        self._is_reduced = False
 
     def extra_repr(self) -> str:
         """Options, for `print(module)`."""

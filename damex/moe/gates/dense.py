@@ -1,23 +1,18 @@
 """From all experts to few: a softmax whose temperature falls during training.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups.
+Axes: V real tokens, E experts, R routes (token-expert pairs).
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from damex.moe.gates.topk import flatten_images
-from damex.moe.routing import Assignment
-
-SCHEDULES = ("exponential", "linear")
+from damex.moe.gates.base import Gate
+from damex.moe.routing import Assignment, Packing
 
 
-class DenseToSparseGate(nn.Module):
+class DenseToSparseGate(Gate):
     """Weights softmax(logits / tau), routes of small weight dropped.
 
     While tau is high all experts learn from all tokens; as it falls, ever more weights
@@ -30,30 +25,26 @@ class DenseToSparseGate(nn.Module):
     1 / (E - end_k + 1) of the training and in evaluation. The threshold may still drop
     more; with `threshold=0.0` every token then has exactly `end_k` routes.
 
-    tau follows the training progress p in [0, 1]: start * (end / start)^p, or start +
-    (end - start) * p. `set_progress` tells it; p is kept in the checkpoint, so that
-    evaluation uses the temperature that was trained last. Without a call p stays 0.
+    tau follows the training progress p in [0, 1]: start * (end / start)^p. `begin_step`
+    tells it; p is kept in the checkpoint, so that
+    evaluation uses the temperature that was trained last.
 
     Unless all routes are kept (`threshold=0.0` and no `end_k`) their number depends on
     the logits, so a GPU has to tell it to the host, and a compiled graph has to be told
     to expect that; see `MoELayer`.
 
     With a linear router the size of its weights can undo any temperature (eq. 15
-    there), with `MLPRouter` not. `learn_scale` makes sense only with the latter.
+    there), with `MLPRouter` not.
 
     Args:
         start_temperature: tau at p = 0, above 0.
         end_temperature: tau at p = 1, above 0.
-        schedule: 'exponential' or 'linear'.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
         end_k: Most experts of a token at p = 1; None for no such limit.
-        learn_scale: Whether tau is the scheduled one times a learned positive factor,
-            `log_scale.exp()`, that starts at 1 (Nguyen et al. 2025 estimate tau along
-            with the router).
 
     Raises:
-        ValueError: If a temperature is not positive, the schedule is unknown, the
-            threshold is not in [0, 1) or `end_k` is not a positive integer.
+        ValueError: If a temperature is not positive, the threshold is not in [0, 1) or
+            `end_k` is not a positive integer.
     """
 
     progress: Tensor
@@ -63,21 +54,14 @@ class DenseToSparseGate(nn.Module):
         *,
         start_temperature: float = 2.0,
         end_temperature: float = 0.1,
-        schedule: Literal["exponential", "linear"] = "exponential",
         threshold: float = 0.01,
         end_k: int | None = None,
-        learn_scale: bool = False,
     ) -> None:
         super().__init__()
         if not (start_temperature > 0.0 and end_temperature > 0.0):
             raise ValueError(
                 "DenseToSparseGate: temperatures must be above 0, got "
                 f"{start_temperature} at the start and {end_temperature} at the end"
-            )
-        if schedule not in SCHEDULES:
-            raise ValueError(
-                f"DenseToSparseGate: unknown schedule {schedule!r}; "
-                f"use one of {SCHEDULES}"
             )
         if not 0.0 <= threshold < 1.0:
             raise ValueError(
@@ -90,11 +74,10 @@ class DenseToSparseGate(nn.Module):
             )
         self.start_temperature = start_temperature
         self.end_temperature = end_temperature
-        self.schedule = schedule
         self.threshold = threshold
         self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
-        self.log_scale = nn.Parameter(torch.zeros(())) if learn_scale else None
+        self._is_told = start_temperature == end_temperature and end_k is None
 
     @property
     def has_fixed_routes(self) -> bool:
@@ -105,11 +88,7 @@ class DenseToSparseGate(nn.Module):
     def temperature(self) -> Tensor:
         """The tau of the present progress, a scalar."""
         start, end = self.start_temperature, self.end_temperature
-        if self.schedule == "linear":
-            scheduled = start + (end - start) * self.progress
-        else:
-            scheduled = start * (end / start) ** self.progress
-        return scheduled if self.log_scale is None else scheduled * self.log_scale.exp()
+        return start * (end / start) ** self.progress
 
     def limit(self, num_experts: int) -> Tensor:
         """Most experts of a token at the present progress, a scalar.
@@ -130,56 +109,63 @@ class DenseToSparseGate(nn.Module):
         dropped = torch.floor(self.progress * (num_experts - end + 1))
         return (num_experts - dropped).clamp_min(end)
 
-    def set_progress(self, progress: float) -> None:
-        """Tells how much of the training is done.
+    def begin_step(self, progress: float | None) -> None:
+        """Sets the temperature and the limit of the step.
 
         Args:
-            progress: p, 0 at the start and 1 at the end.
+            progress: p, 0 at the start and 1 at the end; None leaves them as they are.
 
         Raises:
             ValueError: If it is not in [0, 1].
         """
+        if progress is None:
+            return
         if not 0.0 <= progress <= 1.0:
             raise ValueError(
                 f"DenseToSparseGate: progress must be in [0, 1], got {progress}"
             )
         self.progress.fill_(progress)
+        self._is_told = True
 
-    def forward(
-        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
-    ) -> Assignment:
+    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Weighs experts and drops those of small weight.
 
         Args:
-            logits_BNE: Clean router logits.
-            token_mask_BN: True for real tokens; the others get no route.
+            logits_VE: Clean router logits.
+            packing: Not read.
 
         Returns:
-            Routes over the flattened T = B*N tokens, 1 to E for each real token.
+            1 to E routes for each token.
+
+        Raises:
+            RuntimeError: In training, if nobody has told the progress.
         """
-        logits_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
-        num_tokens, num_experts = logits_TE.shape
-        weights_TE = torch.softmax(logits_TE / self.temperature, dim=-1)
+        del packing
+        if self.training and not self._is_told:
+            raise RuntimeError(
+                "DenseToSparseGate: the temperature follows the progress of the "
+                "training, which nobody has told this gate; call begin_step(progress), "
+                "from 0 to 1, before each forward in training"
+            )
+        num_tokens, num_experts = logits_VE.shape
+        weights_VE = torch.softmax(logits_VE / self.temperature, dim=-1)
         if self.has_fixed_routes:
-            ids_E = torch.arange(num_experts, device=logits_TE.device)
+            ids_E = torch.arange(num_experts, device=logits_VE.device)
             return Assignment.from_topk(
                 ids_E.expand(num_tokens, num_experts),
-                weights_TE,
+                weights_VE,
                 num_experts=num_experts,
-                token_mask_T=mask_T,
             )
-        keep_TE = weights_TE >= self.threshold
+        keep_VE = weights_VE >= self.threshold
         # Of the logits, as equal weights may hide a difference; argmax of the first.
-        order_TE = torch.sort(logits_TE, dim=-1, descending=True, stable=True)[1]
-        rank_TE = torch.argsort(order_TE, dim=-1)
-        keep_TE = (keep_TE | (rank_TE == 0)) & (rank_TE < self.limit(num_experts))
-        if mask_T is not None:
-            keep_TE = keep_TE & mask_T.unsqueeze(1)
-        token_R, expert_R = keep_TE.nonzero(as_tuple=True)
+        order_VE = torch.sort(logits_VE, dim=-1, descending=True, stable=True)[1]
+        rank_VE = torch.argsort(order_VE, dim=-1)
+        keep_VE = (keep_VE | (rank_VE == 0)) & (rank_VE < self.limit(num_experts))
+        token_R, expert_R = keep_VE.nonzero(as_tuple=True)
         return Assignment.from_pairs(
             token_R,
             expert_R,
-            weights_TE[token_R, expert_R],
+            weights_VE[token_R, expert_R],
             num_tokens=num_tokens,
             num_experts=num_experts,
         )
@@ -188,38 +174,33 @@ class DenseToSparseGate(nn.Module):
         """Options, for `print(module)`."""
         return (
             f"start_temperature={self.start_temperature}, "
-            f"end_temperature={self.end_temperature}, schedule={self.schedule!r}, "
-            f"threshold={self.threshold}, end_k={self.end_k}, "
-            f"learn_scale={self.log_scale is not None}"
+            f"end_temperature={self.end_temperature}, "
+            f"threshold={self.threshold}, end_k={self.end_k}"
         )
 
 
-class DenseSoftmaxGate(nn.Module):
+class DenseSoftmaxGate(Gate):
     """The classical mixture of experts (Nguyen et al. 2025, eq. 2): no expert is off.
 
     Smooth in the router's weights and without unused experts, at E times the compute
     of one expert.
     """
 
-    def forward(
-        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
-    ) -> Assignment:
+    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Weighs all experts.
 
         Args:
-            logits_BNE: Clean router logits.
-            token_mask_BN: True for real tokens; the others get no route.
+            logits_VE: Clean router logits.
+            packing: Not read.
 
         Returns:
-            Routes over the flattened T = B*N tokens, E for each real token; the
-            weights of a token sum to 1.
+            E routes for each token, whose weights sum to 1.
         """
-        logits_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
-        num_tokens, num_experts = logits_TE.shape
-        ids_E = torch.arange(num_experts, device=logits_TE.device)
+        del packing
+        num_tokens, num_experts = logits_VE.shape
+        ids_E = torch.arange(num_experts, device=logits_VE.device)
         return Assignment.from_topk(
             ids_E.expand(num_tokens, num_experts),
-            torch.softmax(logits_TE, dim=-1),
+            torch.softmax(logits_VE, dim=-1),
             num_experts=num_experts,
-            token_mask_T=mask_T,
         )

@@ -1,27 +1,27 @@
 """Expert choice: in every image each expert takes the tokens it scores highest.
 
-Axes: B images, N tokens per image, T = B*N tokens, D model width, H hidden width,
-E experts, K experts per token, R routes (token-expert pairs), G dataset groups,
-L tokens that an expert can take from an image.
+Axes: B images, N tokens per image (padding included), V real tokens, E experts,
+R routes (token-expert pairs), L tokens that an expert can take from an image.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from damex.moe.routing import Assignment
+from damex.moe.gates.base import Gate
+from damex.moe.routing import Assignment, Packing
 
 WEIGHTS = ("selected", "all", "one")
 # 0.07 * 100 is 7.000000000000001 in float64 and must stay 7 tokens.
 ROUNDING = 1e-9
 
 
-class ExpertChoiceGate(nn.Module):
+class ExpertChoiceGate(Gate):
     """pMoE (Chowdhury et al. 2023, arXiv 2306.04073), also Zhou et al. 2022.
 
     Every expert gets the same number l of tokens from every image, so the load is
@@ -34,7 +34,7 @@ class ExpertChoiceGate(nn.Module):
     exist in training alone, such as the denoising queries of DINO, therefore do not
     belong in here; damex refuses this gate in a decoder that has them.
 
-    Without a mask the number of routes follows from the shape; with one a GPU has to
+    Without padding the number of routes follows from the shape; with it a GPU has to
     tell it to the host, and a compiled graph to expect that; see `MoELayer`.
 
     Args:
@@ -53,8 +53,6 @@ class ExpertChoiceGate(nn.Module):
         ValueError: If not exactly one of `num_tokens` and `share` is set, one is out
             of range, `weights` is unknown, or 'one' is to have its mean scaled.
     """
-
-    has_fixed_routes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -92,30 +90,33 @@ class ExpertChoiceGate(nn.Module):
         self._share = 1.0 if share is None else share
         self._limit = sys.maxsize if num_tokens is None else num_tokens
 
-    def forward(
-        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
-    ) -> Assignment:
+    @property
+    def has_fixed_routes(self) -> bool:
+        """False: experts choose, so that a token may have any number of them."""
+        return False
+
+    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Lets the experts choose.
 
         Args:
-            logits_BNE: Clean router logits.
-            token_mask_BN: True for real tokens; the others get no route.
+            logits_VE: Clean router logits.
+            packing: To which image each token belongs; None for one image.
 
         Returns:
-            Routes over the flattened T = B*N tokens, l for each expert and image.
+            l routes for each expert and image.
         """
-        num_images, num_tokens, num_experts = logits_BNE.shape
-        lowest = torch.finfo(logits_BNE.dtype).min
-        scores_BEN = logits_BNE.transpose(1, 2)
-        if token_mask_BN is None:
-            real_B = torch.full((num_images,), num_tokens, device=logits_BNE.device)
-        else:
-            real_B = token_mask_BN.sum(1)
-            # A finite number: a row of minus infinities would have a softmax of NaN.
-            scores_BEN = scores_BEN.masked_fill(~token_mask_BN.unsqueeze(1), lowest)
+        num_tokens, num_experts = logits_VE.shape
+        if packing is None:
+            packing = Packing.full(1, num_tokens)
+        # A finite number: a row of minus infinities would have a softmax of NaN.
+        lowest = torch.finfo(logits_VE.dtype).min
+        scores_BEN = packing.unpack(logits_VE, fill=lowest).transpose(1, 2)
+        row_V = torch.arange(num_tokens, device=logits_VE.device)
+        row_BN = packing.unpack(row_V, fill=-1)
+        real_B = (row_BN >= 0).sum(1)
         order_BEN = torch.sort(scores_BEN, dim=-1, descending=True, stable=True)[1]
-        pick_BEL = order_BEN[..., : self._most(num_tokens)]
-        rank_L = torch.arange(pick_BEL.shape[-1], device=logits_BNE.device)
+        pick_BEL = order_BEN[..., : self._most(packing.num_tokens)]
+        rank_L = torch.arange(pick_BEL.shape[-1], device=logits_VE.device)
         quota_B = self._quota(real_B)
         taken_BL = rank_L < quota_B.unsqueeze(1)
         taken_BEL = taken_BL.unsqueeze(1).expand(-1, num_experts, -1)
@@ -123,23 +124,22 @@ class ExpertChoiceGate(nn.Module):
         if self.mean_one:
             over_B = real_B if self.weights == "all" else quota_B
             weight_BEL = weight_BEL * over_B.view(-1, 1, 1)
-        image_B11 = torch.arange(num_images, device=logits_BNE.device).view(-1, 1, 1)
-        expert_E1 = torch.arange(num_experts, device=logits_BNE.device).view(-1, 1)
+        expert_E1 = torch.arange(num_experts, device=logits_VE.device).view(-1, 1)
         columns = (
-            image_B11 * num_tokens + pick_BEL,
+            row_BN.unsqueeze(1).expand_as(scores_BEN).gather(-1, pick_BEL),
             expert_E1.expand_as(pick_BEL),
             weight_BEL,
         )
         # Without padding all picks count, and no GPU has to tell how many there are.
         token_R, expert_R, weight_R = (
-            column.flatten() if token_mask_BN is None else column[taken_BEL]
+            column.flatten() if packing.position_V is None else column[taken_BEL]
             for column in columns
         )
         return Assignment.from_pairs(
             token_R,
             expert_R,
             weight_R,
-            num_tokens=num_images * num_tokens,
+            num_tokens=num_tokens,
             num_experts=num_experts,
         )
 

@@ -1,6 +1,6 @@
-"""From images of tokens to one list of tokens.
+"""Top-k: every token chooses its experts.
 
-Axes: B images, N tokens per image, T = B*N tokens, E experts.
+Axes: V real tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -8,34 +8,16 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
-from damex.moe.routing import Assignment
-
-
-def flatten_images(
-    logits_BNE: Tensor, token_mask_BN: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Joins the tokens of all images, for gates to which images are all the same.
-
-    Args:
-        logits_BNE: Router logits.
-        token_mask_BN: True for real tokens; None when all are real.
-
-    Returns:
-        logits_TE: The tokens of image 0, then those of image 1, and so on.
-        token_mask_T: In the same order; None when all are real.
-    """
-    mask_T = None if token_mask_BN is None else token_mask_BN.flatten()
-    return logits_BNE.flatten(0, 1), mask_T
-
+from damex.moe.gates.base import Gate
+from damex.moe.routing import Assignment, Packing
 
 NOISES = ("gaussian", "uniform")
-WEIGHTS = ("softmax", "logit")
 
 
-class TopKGate(nn.Module):
+class TopKGate(Gate):
     """Sends each token to the K experts with the largest logits.
 
     The weight of a route is the softmax over all E experts, taken at the chosen expert
@@ -47,9 +29,6 @@ class TopKGate(nn.Module):
     weight is 1 where the chosen logits tie, as experts cut from one FFN need it (see
     `damex.moe.split`), and the router still learns.
 
-    `weights="logit"` takes the chosen logit itself, as in the released code of Chen et
-    al. 2022 for synthetic data: weights then have no bound and may be negative.
-
     Ties go to the lowest expert id, on every device. Noise is added in training only.
 
     Args:
@@ -60,7 +39,6 @@ class TopKGate(nn.Module):
         noise_scale: Factor on the noise; None stands for 1/E (gaussian) or 1 (uniform).
         noisy_weights: Whether weights come from the noisy logits, as in the released
             code of DAMEX, rather than from the clean ones.
-        weights: What a route weighs: 'softmax' for the above, or 'logit'.
         weight_scale: Factor on the weights, above 0.
         balance: Evens out the load of the experts by a bias on the choice; None for no
             bias.
@@ -69,9 +47,8 @@ class TopKGate(nn.Module):
             batch, see `ExpertCapacity`.
 
     Raises:
-        ValueError: If k < 1, the noise or `weights` is unknown, the noise scale is
-            negative, the weight scale is not positive, a noise option is set without
-            noise, or logits are to be renormalised.
+        ValueError: If k < 1, the noise is unknown, its scale is negative, the weight
+            scale is not positive, or a noise option is set without noise.
     """
 
     def __init__(
@@ -82,7 +59,6 @@ class TopKGate(nn.Module):
         noise: Literal["gaussian", "uniform"] | None = None,
         noise_scale: float | None = None,
         noisy_weights: bool = False,
-        weights: Literal["softmax", "logit"] = "softmax",
         weight_scale: float = 1.0,
         balance: BiasBalancer | None = None,
         capacity: ExpertCapacity | None = None,
@@ -91,62 +67,74 @@ class TopKGate(nn.Module):
         if k < 1:
             raise ValueError(f"TopKGate: k must be at least 1, got {k}")
         _check_noise(noise, noise_scale, noisy_weights=noisy_weights)
-        _check_weights(weights, weight_scale, renormalize=renormalize)
+        if not weight_scale > 0.0:
+            raise ValueError(
+                f"TopKGate: weight_scale must be above 0, got {weight_scale}"
+            )
         self.k = k
         self.renormalize = renormalize
         self.noise = noise
         self.noise_scale = noise_scale
         self.noisy_weights = noisy_weights
-        self.weights = weights
         self.weight_scale = weight_scale
         self.balance = balance
         self.capacity = capacity
 
     @property
     def has_fixed_routes(self) -> bool:
-        """Whether all tokens that are routed get the same number of experts."""
+        """False only where a capacity may drop some of the k routes of a token."""
         return self.capacity is None or self.k == 1
 
-    def forward(
-        self, logits_BNE: Tensor, token_mask_BN: Tensor | None = None
-    ) -> Assignment:
+    def begin_step(self, progress: float | None) -> None:
+        """Moves the bias by the load of the step before.
+
+        Args:
+            progress: Not read.
+        """
+        if self.balance is not None:
+            self.balance.step()
+
+    def end_step(self) -> None:
+        """Sums the load of the step over all processes."""
+        if self.balance is not None:
+            self.balance.all_reduce()
+
+    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Chooses experts and weights.
 
         Args:
-            logits_BNE: Clean router logits.
-            token_mask_BN: True for real tokens; the others get no route.
+            logits_VE: Clean router logits.
+            packing: Not read.
 
         Returns:
-            Routes over the flattened T = B*N tokens, K for each real token, less those
-            that find no place where there is a capacity.
+            K routes for each token, less those that go beyond a capacity.
 
         Raises:
             ValueError: If there are fewer than k experts.
         """
-        num_experts = logits_BNE.shape[-1]
+        del packing
+        num_experts = logits_VE.shape[-1]
         if self.k > num_experts:
             raise ValueError(
                 f"TopKGate: k={self.k} experts per token asked for, but there are only "
                 f"{num_experts} experts; lower k or raise num_experts"
             )
-        clean_TE, mask_T = flatten_images(logits_BNE, token_mask_BN)
-        noisy_TE = self._add_noise(clean_TE, mask_T)
+        noisy_VE = self._add_noise(logits_VE)
         # torch.topk may break ties differently on each device; a stable sort may not.
-        rank_by_TE = noisy_TE if self.balance is None else self.balance(noisy_TE)
-        sorted_ids_TE = torch.sort(rank_by_TE, dim=-1, descending=True, stable=True)[1]
-        ids_TK = sorted_ids_TE[:, : self.k]
-        scores_TE = noisy_TE if self.noisy_weights else clean_TE
+        rank_by_VE = noisy_VE if self.balance is None else self.balance(noisy_VE)
+        sorted_ids_VE = torch.sort(rank_by_VE, dim=-1, descending=True, stable=True)[1]
+        ids_VK = sorted_ids_VE[:, : self.k]
+        scores_VE = noisy_VE if self.noisy_weights else logits_VE
         assignment = Assignment.from_topk(
-            ids_TK,
-            self._weights(scores_TE, ids_TK),
+            ids_VK,
+            self._weights(scores_VE, ids_VK),
             num_experts=num_experts,
-            token_mask_T=mask_T,
         )
         if self.balance is not None and self.training:
             self.balance.observe(assignment.counts_E)
         if self.capacity is not None:
-            probs_TE = torch.softmax(noisy_TE, dim=-1)
-            assignment = self.capacity.apply(assignment, ids_TK, probs_TE)
+            probs_VE = torch.softmax(noisy_VE, dim=-1)
+            assignment = self.capacity.apply(assignment, ids_VK, probs_VE)
         return assignment
 
     def extra_repr(self) -> str:
@@ -154,36 +142,26 @@ class TopKGate(nn.Module):
         return (
             f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
             f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}, "
-            f"weights={self.weights!r}, weight_scale={self.weight_scale}, "
+            f"weight_scale={self.weight_scale}, "
             f"capacity={self.capacity}"
         )
 
-    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        if self.weights == "logit":
-            weights_TK = scores_TE.gather(1, ids_TK)
-        elif self.renormalize:
+    def _weights(self, scores_VE: Tensor, ids_VK: Tensor) -> Tensor:
+        if self.renormalize:
             # Equal to dividing the K probabilities by their sum, but cannot be 0/0.
-            weights_TK = torch.softmax(scores_TE.gather(1, ids_TK), dim=-1)
+            weights_VK = torch.softmax(scores_VE.gather(1, ids_VK), dim=-1)
         else:
-            weights_TK = torch.softmax(scores_TE, dim=-1).gather(1, ids_TK)
-        return weights_TK * self.weight_scale
+            weights_VK = torch.softmax(scores_VE, dim=-1).gather(1, ids_VK)
+        return weights_VK * self.weight_scale
 
-    def _add_noise(self, logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+    def _add_noise(self, logits_VE: Tensor) -> Tensor:
         if self.noise is None or not self.training:
-            return logits_TE
-        if mask_T is None:
-            return logits_TE + self._draw(logits_TE)
-        # Only real tokens draw, so that padding does not shift the random stream.
-        noise_TE = torch.zeros_like(logits_TE)
-        noise_TE[mask_T] = self._draw(logits_TE[mask_T])
-        return logits_TE + noise_TE
-
-    def _draw(self, like: Tensor) -> Tensor:
+            return logits_VE
+        draw, default = torch.randn_like, 1.0 / logits_VE.shape[-1]
         if self.noise == "uniform":
-            scale = 1.0 if self.noise_scale is None else self.noise_scale
-            return torch.rand_like(like) * scale
-        scale = 1.0 / like.shape[-1] if self.noise_scale is None else self.noise_scale
-        return torch.randn_like(like) * scale
+            draw, default = torch.rand_like, 1.0
+        scale = default if self.noise_scale is None else self.noise_scale
+        return logits_VE + draw(logits_VE) * scale
 
 
 def _check_noise(
@@ -200,15 +178,3 @@ def _check_noise(
         )
     if noise_scale is not None and not noise_scale >= 0.0:
         raise ValueError(f"TopKGate: noise_scale must be >= 0, got {noise_scale}")
-
-
-def _check_weights(weights: str, weight_scale: float, *, renormalize: bool) -> None:
-    if weights not in WEIGHTS:
-        raise ValueError(f"TopKGate: unknown weights {weights!r}; use one of {WEIGHTS}")
-    if weights == "logit" and renormalize:
-        raise ValueError(
-            "TopKGate: renormalize makes probabilities sum to 1, and weights='logit' "
-            "has none; leave one of them out"
-        )
-    if not weight_scale > 0.0:
-        raise ValueError(f"TopKGate: weight_scale must be above 0, got {weight_scale}")

@@ -14,16 +14,16 @@ from damex.moe import (
     FFNExperts,
     LinearRouter,
     MoELayer,
+    Packing,
     RoutingRecord,
     TopKGate,
+    drop_rate,
     dropped_counts,
-    dropped_share,
 )
 
 
-def capped(factor=1.0, priority="score", k=1, **options):
-    capacity = ExpertCapacity(factor=factor, priority=priority)
-    return TopKGate(k, capacity=capacity, **options)
+def capped(factor=1.0, k=1, **options):
+    return TopKGate(k, capacity=ExpertCapacity(factor=factor), **options)
 
 
 def pairs(assignment):
@@ -37,7 +37,7 @@ def pairs(assignment):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "factor", "k", "places"),
+    ("tokens", "experts", "factor", "k", "expected"),
     [
         (900, 8, 1.25, 1, 141),  # ceil(900 / 8) = 113; int(141.25)
         (1100, 8, 1.25, 1, 172),  # ceil(1100 / 8) = 138; int(172.5)
@@ -47,60 +47,46 @@ def pairs(assignment):
         (0, 8, 1.25, 1, 0),
     ],
 )
-def test_places_of_each_expert(tokens, experts, factor, k, places):
-    assert ExpertCapacity(factor=factor).places(tokens, experts, k=k) == places
+def test_capacity_of_each_expert(tokens, experts, factor, k, expected):
+    assert ExpertCapacity(factor=factor).capacity(tokens, experts, k=k) == expected
 
 
-# Five tokens, all with expert 0 first; ceil(5 / 2) = 3 places.
+# Five tokens, all with expert 0 first; ceil(5 / 2) = a capacity of 3.
 LEADS = torch.tensor([0.5, 3.0, 1.0, 2.0, 4.0])
-ONE_SIDED = torch.stack([LEADS, torch.zeros(5)], dim=-1).view(1, 5, 2)
+ONE_SIDED = torch.stack([LEADS, torch.zeros(5)], dim=-1).view(5, 2)
 
 
-@pytest.mark.parametrize(
-    ("priority", "served", "dropped"),
-    [("score", [1, 3, 4], [0, 2]), ("order", [0, 1, 2], [3, 4])],
-)
-def test_who_is_served(priority, served, dropped):
-    assignment = capped(priority=priority)(ONE_SIDED)
-    assert assignment.token_index_R.tolist() == served
+def test_who_is_served():
+    assignment = capped()(ONE_SIDED)
+    assert assignment.token_index_R.tolist() == [1, 3, 4]
     assert assignment.counts_E.tolist() == [3, 0]
-    assert assignment.dropped.token_index_R.tolist() == dropped
+    assert assignment.dropped.token_index_R.tolist() == [0, 2]
     assert assignment.dropped.counts_E.tolist() == [2, 0]
 
 
 def test_equal_scores_are_served_in_order():
-    assignment = capped()(torch.zeros(1, 5, 2))
+    assignment = capped()(torch.zeros(5, 2))
     assert assignment.token_index_R.tolist() == [0, 1, 2]
 
 
-def test_places_are_shared_by_the_images_of_a_batch():
-    # 2 x 5 tokens, 5 places: those of the leads 4, 4, 3, 3 and the first 2.
-    assignment = capped()(ONE_SIDED.expand(2, 5, 2))
+def test_the_capacity_is_shared_by_the_images_of_a_batch():
+    # 2 x 5 tokens, a capacity of 5: those of the leads 4, 4, 3, 3 and the first 2.
+    assignment = capped()(ONE_SIDED.repeat(2, 1))
     assert assignment.token_index_R.tolist() == [1, 3, 4, 6, 9]
-
-
-def test_padded_tokens_take_no_place_and_make_none():
-    mask = torch.tensor([[True, False, True, True, False]])
-    logits = ONE_SIDED.clone()
-    logits[:, 1] = 99.0
-    assignment = capped()(logits, mask)
-    # Three real tokens: ceil(3 / 2) = 2 places, for the leads 2 and 1.
-    assert assignment.token_index_R.tolist() == [2, 3]
-    assert assignment.dropped.token_index_R.tolist() == [0]
 
 
 def test_first_choices_are_served_before_second_ones():
     # Token 0 is surer of everything, but expert 1 is its second choice.
-    logits = torch.tensor([[[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]]])
+    logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
     assignment = capped(factor=1.0, k=2)(logits)
-    # ceil(3 / 3) = 1, times k: 2 places. Expert 1: first choices of tokens 1 and 2.
+    # ceil(3 / 3) = 1, times k: 2 routes. Expert 1: first choices of tokens 1 and 2.
     assert pairs(assignment) == [(0, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
     assert pairs(assignment.dropped) == [(0, 1)]
     assert assignment.routes_per_token is None
 
 
 def test_second_choices_are_dropped_on_their_own_and_weights_stay():
-    logits = torch.tensor([[[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]]])
+    logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
     free, limited = TopKGate(2)(logits), capped(factor=1.0, k=2)(logits)
     weights = dict(zip(pairs(free), free.weight_R.tolist(), strict=True))
     for routes in (limited, limited.dropped):
@@ -109,7 +95,7 @@ def test_second_choices_are_dropped_on_their_own_and_weights_stay():
 
 
 def test_room_for_all_changes_nothing():
-    logits = torch.randn(2, 30, 4)
+    logits = torch.randn(60, 4)
     free, limited = TopKGate(2)(logits), capped(factor=4.0, k=2)(logits)
     assert pairs(free) == pairs(limited)
     assert torch.equal(free.weight_R, limited.weight_R)
@@ -155,51 +141,39 @@ def test_dropped_tokens_keep_exactly_their_residual(layer):
 
 def test_the_share_of_dropped_tokens(layer):
     _, record = layer(torch.randn(2, 20, 8))
-    # 40 tokens: int(0.5 * 10) = 5 places, at most 20 are served by four experts.
+    # 40 tokens: int(0.5 * 10) = a capacity of 5, at most 20 are served by four experts.
     served = record.assignment.counts_E.sum()
     assert served <= 20
     assert [int(x) for x in dropped_counts(record)] == [40 - served, 40]
-    assert dropped_share(record) == (40 - served) / 40
+    assert drop_rate(record) == (40 - served) / 40
     layer.gate.capacity = None
     _, record = layer(torch.randn(2, 20, 8))
     assert record.assignment.dropped is None
-    assert dropped_share(record) == 0
+    assert drop_rate(record) == 0
 
 
 def test_a_good_router_leaves_one_expert_with_141_of_900_tokens():
-    logits = torch.zeros(1, 900, 8)
+    logits = torch.zeros(900, 8)
     logits[..., 3] = 5.0
     assignment = capped(factor=1.25)(logits)
     assert assignment.counts_E.tolist() == [0, 0, 0, 141, 0, 0, 0, 0]
-    record = RoutingRecord(logits[0], None, None, assignment)
-    assert dropped_share(record) == pytest.approx(1 - 141 / 900)
+    record = RoutingRecord(logits, Packing.full(1, 900), assignment)
+    assert drop_rate(record) == pytest.approx(1 - 141 / 900)
 
 
 def test_gradients_flow_through_the_served_routes_alone():
     logits = ONE_SIDED.clone().requires_grad_()
     capped()(logits).weight_R.sum().backward()
-    assert (logits.grad[0].abs().sum(-1) > 0).tolist() == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
-
-
-def test_a_detached_record_has_no_graph_in_its_dropped_routes():
-    logits = ONE_SIDED.clone().requires_grad_()
-    assignment = capped()(logits)
-    record = RoutingRecord(logits[0], None, None, assignment).detached()
-    assert not record.assignment.dropped.weight_R.requires_grad
+    has_grad_V = logits.grad.abs().sum(-1) > 0
+    assert has_grad_V.tolist() == [False, True, False, True, True]
 
 
 def test_deterministic_and_equal_under_permutation_of_distinct_tokens():
     torch.manual_seed(3)
-    logits = torch.randn(1, 40, 4)
+    logits = torch.randn(40, 4)
     order = torch.randperm(40)
     first = capped(factor=0.5)(logits)
-    second = capped(factor=0.5)(logits[:, order])
+    second = capped(factor=0.5)(logits[order])
     served = order[second.token_index_R].tolist()
     assert sorted(served) == sorted(first.token_index_R.tolist())
 
@@ -209,7 +183,6 @@ def test_deterministic_and_equal_under_permutation_of_distinct_tokens():
     [
         (dict(factor=0.0), r"factor must be above 0, got 0\.0"),
         (dict(factor=math.nan), "factor must be above 0, got nan"),
-        (dict(priority="random"), r"unknown priority 'random'; use one of \('score',"),
     ],
 )
 def test_errors(options, message):
@@ -250,10 +223,10 @@ def test_load_of_all_processes_counts(monkeypatch):
     assert balance.bias_E.tolist() == [1.0, -1.0]
 
 
-def test_a_gathered_load_is_closed_until_the_step():
+def test_a_summed_load_is_closed_until_the_step():
     balance = BiasBalancer(2, rate=1.0)
     balance.observe(torch.tensor([5, 1]))
-    balance.gather()
+    balance.all_reduce()
     assert balance.counts_E.tolist() == [5, 1]
     balance.observe(torch.tensor([0, 9]))  # as activation recomputation does
     balance.step()
@@ -263,19 +236,18 @@ def test_a_gathered_load_is_closed_until_the_step():
     assert balance.bias_E.tolist() == [0.0, 0.0]
 
 
-def test_only_training_counts_and_only_real_tokens():
+def test_only_training_counts():
     gate = TopKGate(1, balance=BiasBalancer(2))
-    logits = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]])
-    mask = torch.tensor([[True, True, False]])
-    gate(logits, mask)
+    logits = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    gate(logits[:2])
     gate.eval()(logits)
-    gate.balance.gather()
+    gate.balance.all_reduce()
     assert gate.balance.counts_E.tolist() == [1, 1]
 
 
 def test_a_collapsed_router_becomes_balanced():
     torch.manual_seed(0)
-    logits = torch.randn(1, 400, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0])
+    logits = torch.randn(400, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0])
     gate = TopKGate(1, balance=BiasBalancer(4, rate=0.01))
     assert gate(logits).counts_E.max() > 300
     for _ in range(200):
@@ -287,7 +259,7 @@ def test_a_collapsed_router_becomes_balanced():
 def test_a_resumed_balance_goes_on_with_the_load_it_had_seen():
     balance, resumed = BiasBalancer(2), BiasBalancer(2)
     balance.observe(torch.tensor([5, 1]))
-    balance.gather()
+    balance.all_reduce()
     resumed.load_state_dict(balance.state_dict())
     for one in (balance, resumed):
         one.step()

@@ -14,25 +14,24 @@ LOG2 = math.log(2.0)
 
 def at(tau, **kwargs):
     kwargs.setdefault("threshold", 0.0)
-    return DenseToSparseGate(start_temperature=tau, **kwargs)
+    gate = DenseToSparseGate(start_temperature=tau, **kwargs)
+    gate.begin_step(0.0)
+    return gate
 
 
-@pytest.mark.parametrize(
-    ("schedule", "halfway"), [("exponential", 2.0), ("linear", 4.25)]
-)
-def test_schedules_by_hand(schedule, halfway):
-    gate = at(8.0, end_temperature=0.5, schedule=schedule)
-    # 8 * (1/16)^(1/2) = 2; 8 - 7.5 / 2 = 4.25
+def test_temperatures_by_hand():
+    gate = at(8.0, end_temperature=0.5)
     found = []
     for progress in (0.0, 0.5, 1.0):
-        gate.set_progress(progress)
+        gate.begin_step(progress)
         found.append(gate.temperature.item())
-    assert found == pytest.approx([8.0, halfway, 0.5])
+    # 8 * (1/16)^(1/2) = 2
+    assert found == pytest.approx([8.0, 2.0, 0.5])
 
 
 def test_weights_by_hand():
     # logits / 0.5 = (log 4, log 16, 0): 4/21, 16/21, 1/21
-    logits = torch.tensor([[[LOG2, 2 * LOG2, 0.0]]])
+    logits = torch.tensor([[LOG2, 2 * LOG2, 0.0]])
     assignment = at(0.5)(logits)
     assert assignment.expert_index_R.tolist() == [0, 1, 2]
     torch.testing.assert_close(assignment.weight_R * 21, torch.tensor([4.0, 16.0, 1.0]))
@@ -42,30 +41,30 @@ def test_weights_by_hand():
 
 
 def test_limits_of_the_temperature():
-    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     uniform = at(1e8)(logits).weight_R
     torch.testing.assert_close(uniform, torch.full((24,), 0.25))
     cold = at(1e-8, threshold=0.01)(logits)
     assert torch.equal(cold.weight_R, torch.ones(6))
     order = cold.token_index_R.argsort()
-    assert torch.equal(cold.expert_index_R[order], logits[0].argmax(1))
+    assert torch.equal(cold.expert_index_R[order], logits.argmax(1))
 
 
 def test_the_best_expert_is_kept_below_the_threshold():
     gate = at(1e8, threshold=0.9)
     # weights all 1/3: the difference shows in the logits only; ties to the lowest id
-    logits = torch.tensor([[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 2.0]]])
+    logits = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
     assignment = gate(logits)
     assert assignment.token_index_R.tolist() == [1, 2, 0]
     assert assignment.expert_index_R.tolist() == [0, 1, 2]
 
 
 def test_falling_temperature_computes_ever_fewer_routes():
-    logits = torch.randn(1, 100, 8, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
     gate = DenseToSparseGate(start_temperature=10.0, end_temperature=0.02)
     routes = []
     for progress in (0.0, 0.3, 0.6, 1.0):
-        gate.set_progress(progress)
+        gate.begin_step(progress)
         routes.append(gate(logits).num_routes)
     assert routes == sorted(routes, reverse=True)
     assert routes[0] == 800
@@ -77,70 +76,60 @@ def test_training_ends_in_top_k_by_hand():
     gate = at(1.0, end_temperature=0.5, end_k=2)
     limits = []
     for progress in (0.0, 0.3, 0.4, 0.6, 0.7, 1.0):
-        gate.set_progress(progress)
+        gate.begin_step(progress)
         limits.append(int(gate.limit(4)))
     assert limits == [4, 4, 3, 3, 2, 2]
 
 
 @pytest.mark.parametrize("end_k", [1, 2, 4])
 def test_at_the_end_every_token_has_its_k_best_experts(end_k):
-    logits = torch.randn(1, 50, 4, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     gate = at(1.0, end_temperature=0.5, end_k=end_k)
-    gate.set_progress(1.0)
+    gate.begin_step(1.0)
     assignment = gate(logits)
     order = torch.argsort(assignment.token_index_R, stable=True)
     chosen = assignment.expert_index_R[order].view(50, end_k)
-    best = logits[0].topk(end_k).indices.sort(dim=1).values
+    best = logits.topk(end_k).indices.sort(dim=1).values
     assert torch.equal(chosen.sort(dim=1).values, best)
     # the weights are those without a limit: softmax over all, at half the temperature
-    probs = torch.softmax(logits[0] / 0.5, dim=-1)
+    probs = torch.softmax(logits / 0.5, dim=-1)
     at_route = probs[assignment.token_index_R, assignment.expert_index_R]
     torch.testing.assert_close(assignment.weight_R, at_route)
 
 
 def test_equal_scores_end_with_the_lowest_experts():
     gate = at(1.0, end_k=2)
-    gate.set_progress(1.0)
-    assert gate(torch.zeros(1, 3, 5)).counts_E.tolist() == [3, 3, 0, 0, 0]
-
-
-def test_padding_gets_no_route():
-    mask = torch.tensor([[True, False, True]])
-    assert at(1.0)(torch.zeros(1, 3, 2), mask).token_index_R.tolist() == [0, 2, 0, 2]
+    gate.begin_step(1.0)
+    assert gate(torch.zeros(3, 5)).counts_E.tolist() == [3, 3, 0, 0, 0]
 
 
 def test_a_gate_that_keeps_all_routes_says_how_many_there_are():
-    logits = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[True] * 5, [True, False, True, True, False]])
-    all_kept = at(0.5)(logits, mask)
+    logits = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+    all_kept = at(0.5)(logits)
     assert all_kept.routes_per_token == 3
     # The other path, with a threshold that drops nothing.
-    found = at(0.5, threshold=1e-30)(logits, mask)
+    found = at(0.5, threshold=1e-30)(logits)
     assert found.routes_per_token is None
     for name in ("token_index_R", "expert_index_R", "weight_R", "counts_E"):
         assert torch.equal(getattr(all_kept, name), getattr(found, name))
 
 
-def test_a_learned_factor_multiplies_the_schedule():
-    gate = at(8.0, end_temperature=0.5, learn_scale=True)
-    assert gate.temperature.item() == 8.0
-    gate.set_progress(0.5)
-    with torch.no_grad():
-        gate.log_scale.fill_(LOG2)
-    # 8 * (1/16)^(1/2) = 2, doubled
-    assert gate.temperature.item() == pytest.approx(4.0)
-    # weights 1/3 and 2/3 at logits (0, 4 log 2): p = s(4 log 2 / tau) = s(log 2), and
-    # dp/dlog_scale = p (1 - p) * (-4 log 2 / tau) = -(2/9) log 2
-    weight = gate(torch.tensor([[[0.0, 4 * LOG2]]])).weight_R[1]
-    weight.backward()
-    assert weight.item() == pytest.approx(2 / 3)
-    assert gate.log_scale.grad.item() == pytest.approx(-2 / 9 * LOG2)
-    assert not list(at(8.0).parameters())
+def test_training_without_progress_is_refused():
+    gate, logits = DenseToSparseGate(), torch.zeros(2, 3)
+    for tell in (lambda: None, lambda: gate.begin_step(None)):
+        tell()
+        with pytest.raises(RuntimeError, match=r"call begin_step\(progress\)"):
+            gate(logits)
+    gate.eval()(logits)
+    gate.train().begin_step(0.0)
+    gate(logits)
+    # a temperature that never moves needs no progress
+    DenseToSparseGate(start_temperature=1.0, end_temperature=1.0)(logits)
 
 
 def test_progress_is_part_of_the_checkpoint():
     gate, other = DenseToSparseGate(), DenseToSparseGate()
-    gate.set_progress(0.75)
+    gate.begin_step(0.75)
     other.load_state_dict(gate.state_dict())
     assert other.temperature.item() == gate.temperature.item() != 2.0
 
@@ -148,21 +137,19 @@ def test_progress_is_part_of_the_checkpoint():
 def test_errors():
     with pytest.raises(ValueError, match=r"above 0, got 0.0 at the start"):
         at(0.0)
-    with pytest.raises(ValueError, match="unknown schedule 'cosine'"):
-        DenseToSparseGate(schedule="cosine")
     with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\), got 1.0"):
         DenseToSparseGate(threshold=1.0)
     with pytest.raises(ValueError, match=r"progress must be in \[0, 1\], got 1.5"):
-        DenseToSparseGate().set_progress(1.5)
+        DenseToSparseGate().begin_step(1.5)
     with pytest.raises(ValueError, match=r"end_k must be .* 1 or more.* 0"):
         DenseToSparseGate(end_k=0)
     with pytest.raises(ValueError, match=r"end_k=3 experts .* only 2 experts"):
-        at(1.0, end_k=3)(torch.zeros(1, 1, 2))
+        at(1.0, end_k=3)(torch.zeros(1, 2))
 
 
 def test_every_token_goes_to_every_expert_by_hand():
     # softmax of (log 3, 0, 0): 3/5, 1/5, 1/5
-    logits = torch.tensor([[[math.log(3.0), 0.0, 0.0], [0.0, 0.0, math.log(3.0)]]])
+    logits = torch.tensor([[math.log(3.0), 0.0, 0.0], [0.0, 0.0, math.log(3.0)]])
     assignment = DenseSoftmaxGate()(logits)
     assert assignment.token_index_R.tolist() == [0, 1, 0, 1, 0, 1]
     assert assignment.expert_index_R.tolist() == [0, 0, 1, 1, 2, 2]
@@ -171,19 +158,12 @@ def test_every_token_goes_to_every_expert_by_hand():
     assert assignment.routes_per_token == 3
 
 
-def test_dense_softmax_gives_padding_no_route():
-    mask = torch.tensor([[True, False], [False, True]])
-    assignment = DenseSoftmaxGate()(torch.zeros(2, 2, 3), mask)
-    assert assignment.token_index_R.tolist() == [0, 3] * 3
-    assert assignment.num_tokens == 4
-
-
 def test_weights_are_smooth_in_the_logits():
-    logits = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: DenseSoftmaxGate()(x).weight_R, logits)
 
 
 def test_a_common_shift_of_the_logits_changes_nothing():
-    logits = torch.randn(2, 3, 4)
+    logits = torch.randn(6, 4)
     shifted = DenseSoftmaxGate()(logits + 8.0).weight_R
     torch.testing.assert_close(shifted, DenseSoftmaxGate()(logits).weight_R)

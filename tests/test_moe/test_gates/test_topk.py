@@ -13,14 +13,14 @@ LOG3 = math.log(3.0)
 
 
 def experts_by_token(assignment, k=1):
-    """Expert ids per token, in token order (no masked tokens)."""
+    """Expert ids per token, in token order."""
     order = torch.argsort(assignment.token_index_R, stable=True)
     return assignment.expert_index_R[order].view(-1, k)
 
 
 def test_top1_weight_is_the_probability_over_all_experts():
     # softmax of (log 3, 0, 0, -inf..): 3/5, 1/5, 1/5
-    logits = torch.tensor([[[LOG3, 0.0, 0.0], [0.0, 0.0, LOG3]]])
+    logits = torch.tensor([[LOG3, 0.0, 0.0], [0.0, 0.0, LOG3]])
     assignment = TopKGate(1)(logits)
     assert assignment.token_index_R.tolist() == [0, 1]
     assert assignment.expert_index_R.tolist() == [0, 2]
@@ -28,7 +28,7 @@ def test_top1_weight_is_the_probability_over_all_experts():
 
 
 def test_top2_weights_with_and_without_renormalisation():
-    logits = torch.tensor([[[0.0, LOG3, math.log(6.0)]]])  # probabilities .1 .3 .6
+    logits = torch.tensor([[0.0, LOG3, math.log(6.0)]])  # probabilities .1 .3 .6
     plain, renorm = TopKGate(2)(logits), TopKGate(2, renormalize=True)(logits)
     assert plain.expert_index_R.tolist() == [1, 2]
     torch.testing.assert_close(plain.weight_R, torch.tensor([0.3, 0.6]))
@@ -37,7 +37,7 @@ def test_top2_weights_with_and_without_renormalisation():
 
 
 def test_renormalised_top1_weighs_one_and_gives_the_router_no_gradient():
-    logits = torch.randn(2, 3, 4, requires_grad=True)
+    logits = torch.randn(6, 4, requires_grad=True)
     assignment = TopKGate(1, renormalize=True)(logits)
     assert (assignment.weight_R == 1).all()
     (assignment.weight_R * torch.randn(6)).sum().backward()
@@ -47,55 +47,35 @@ def test_renormalised_top1_weighs_one_and_gives_the_router_no_gradient():
 @pytest.mark.parametrize("num_experts", [3, 40])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_ties_go_to_the_lowest_expert(k, num_experts):
-    assignment = TopKGate(k)(torch.zeros(1, 50, num_experts))
+    assignment = TopKGate(k)(torch.zeros(50, num_experts))
     assert assignment.counts_E.tolist() == [50] * k + [0] * (num_experts - k)
 
 
 def test_weight_scale_multiplies_the_weights():
-    logits = torch.tensor([[[0.0, LOG3, math.log(6.0)]]])  # probabilities .1 .3 .6
+    logits = torch.tensor([[0.0, LOG3, math.log(6.0)]])  # probabilities .1 .3 .6
     plain = TopKGate(2, weight_scale=2.5)(logits)
     torch.testing.assert_close(plain.weight_R, torch.tensor([0.75, 1.5]))
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_tied_experts_weigh_one_each_and_the_router_still_learns(k):
-    logits = torch.tensor([[[1.0] * k + [0.5]]], requires_grad=True)
+    logits = torch.tensor([[1.0] * k + [0.5]], requires_grad=True)
     weights = TopKGate(k, renormalize=True, weight_scale=k)(logits).weight_R
     torch.testing.assert_close(weights, torch.ones(k))
     weights[0].backward()
-    assert logits.grad[0, 0, 0] > 0
-
-
-def test_logit_weights_are_the_chosen_logits_themselves():
-    logits = torch.tensor([[[0.5, -2.0, 3.0]]], requires_grad=True)
-    weights = TopKGate(2, weights="logit", weight_scale=2.0)(logits).weight_R
-    # experts 0 and 2 in rising order: 2 * 0.5, 2 * 3
-    assert weights.tolist() == [1.0, 6.0]
-    weights.sum().backward()
-    assert logits.grad.tolist() == [[[2.0, 0.0, 2.0]]]
-
-
-def test_logit_weights_hold_the_noise_when_asked_and_only_in_training():
-    # 0.25 + U[0, 1): Chen et al. 2022 weigh with what was compared
-    gate = TopKGate(1, noise="uniform", noisy_weights=True, weights="logit")
-    logits = torch.full((1, 300, 2), 0.25)
-    weights = gate(logits).weight_R
-    assert weights.min() >= 0.25
-    # the larger of two uniforms has mean 2/3 and deviation 0.236 / sqrt(300) = 0.014
-    assert weights.mean().item() == pytest.approx(0.25 + 2 / 3, abs=0.06)
-    assert (gate.eval()(logits).weight_R == 0.25).all()
+    assert logits.grad[0, 0] > 0
 
 
 def test_uniform_noise_gives_the_chance_of_a_triangle():
     # r1 - r0 of two uniforms has density 1 - |z|: P(0.5 + r0 >= r1) = 1 - 0.5^2 / 2
     torch.manual_seed(0)
-    logits = torch.tensor([0.5, 0.0]).expand(1, 40_000, 2)
+    logits = torch.tensor([0.5, 0.0]).expand(40_000, 2)
     share = TopKGate(1, noise="uniform")(logits).counts_E[0].item() / 40_000
     assert share == pytest.approx(0.875, abs=0.008)  # five deviations
 
 
 def test_balance_moves_choices_and_no_weight():
-    logits = torch.tensor([[[LOG3, 0.0], [LOG3, 0.0]]])  # probabilities 3/4, 1/4
+    logits = torch.tensor([[LOG3, 0.0], [LOG3, 0.0]])  # probabilities 3/4, 1/4
     gate = TopKGate(1, balance=BiasBalancer(2, rate=0.3))
     assert gate(logits).expert_index_R.tolist() == [0, 0]
     gate.balance.step()  # biases -0.3, +0.3: scores 0.45 and 0.55
@@ -104,19 +84,10 @@ def test_balance_moves_choices_and_no_weight():
     torch.testing.assert_close(assignment.weight_R, torch.tensor([0.25, 0.25]))
 
 
-def test_mask_and_flattened_token_index():
-    logits = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]])
-    mask = torch.tensor([[True, False], [True, True]])
-    assignment = TopKGate(1)(logits, mask)
-    # token 1 is padded; tokens 0 and 3 choose expert 0, token 2 expert 1
-    assert assignment.token_index_R.tolist() == [0, 3, 2]
-    assert assignment.num_tokens == 4
-
-
 @pytest.mark.parametrize("noise", ["gaussian", "uniform"])
 def test_noise_acts_in_training_only(noise):
     torch.manual_seed(0)
-    logits = torch.zeros(1, 400, 4)
+    logits = torch.zeros(400, 4)
     gate = TopKGate(1, noise=noise)
     counts = gate(logits).counts_E
     # 100 expected each; 5 standard deviations of a binomial(400, 1/4) are 43
@@ -129,7 +100,7 @@ def test_default_noise_scales():
     # uniform noise of scale 1 can never lift expert 1 over a lead of 1.01;
     # gaussian noise of scale 1/E = 1/2 does so with chance Phi(-1.01 / 0.707) = 0.077
     torch.manual_seed(0)
-    logits = torch.tensor([1.01, 0.0]).expand(1, 2000, 2)
+    logits = torch.tensor([1.01, 0.0]).expand(2000, 2)
     assert TopKGate(1, noise="uniform")(logits).counts_E[1] == 0
     share = TopKGate(1, noise="gaussian")(logits).counts_E[1].item() / 2000
     assert abs(share - 0.077) < 0.03
@@ -138,8 +109,8 @@ def test_default_noise_scales():
 
 def test_noise_changes_choices_but_weights_stay_clean_unless_asked():
     torch.manual_seed(0)
-    logits = torch.randn(1, 64, 4)
-    clean = torch.softmax(logits, -1)[0]
+    logits = torch.randn(64, 4)
+    clean = torch.softmax(logits, -1)
     for noisy_weights in (False, True):
         gate = TopKGate(1, noise="gaussian", noise_scale=1.0)
         gate.noisy_weights = noisy_weights
@@ -150,34 +121,17 @@ def test_noise_changes_choices_but_weights_stay_clean_unless_asked():
         assert same == (not noisy_weights)
 
 
-def test_padding_does_not_shift_the_noise():
-    logits = torch.randn(1, 6, 4)
-    padded = torch.cat([logits, torch.full((1, 5, 4), 9.0)], dim=1)
-    mask = torch.tensor([[True] * 6 + [False] * 5])
-    gate = TopKGate(2, noise="gaussian", noise_scale=1.0)
-    torch.manual_seed(5)
-    short = gate(logits)
-    torch.manual_seed(5)
-    long = gate(padded, mask)
-    assert torch.equal(short.expert_index_R, long.expert_index_R)
-    assert torch.equal(short.token_index_R, long.token_index_R)
-
-
 def test_errors():
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         TopKGate(0)
     with pytest.raises(ValueError, match=r"k=3 experts .* only 2 experts"):
-        TopKGate(3)(torch.zeros(1, 1, 2))
+        TopKGate(3)(torch.zeros(1, 2))
     with pytest.raises(ValueError, match="unknown noise 'gumbel'"):
         TopKGate(1, noise="gumbel")
     with pytest.raises(ValueError, match=r"noise_scale must be >= 0, got -1.0"):
         TopKGate(1, noise="uniform", noise_scale=-1.0)
     with pytest.raises(ValueError, match=r"weight_scale must be above 0, got 0.0"):
         TopKGate(1, weight_scale=0.0)
-    with pytest.raises(ValueError, match="unknown weights 'raw'"):
-        TopKGate(1, weights="raw")
-    with pytest.raises(ValueError, match="renormalize makes probabilities"):
-        TopKGate(2, weights="logit", renormalize=True)
     with pytest.raises(ValueError, match="no effect without noise"):
         TopKGate(1, noise_scale=1.0)
     with pytest.raises(ValueError, match="no effect without noise"):
