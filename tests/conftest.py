@@ -264,8 +264,9 @@ def _narrow(config, *, embed_dims):
 def run_loss():
     """``run_loss(detector, batch)``: mmdet's loss dict, under a fixed seed."""
 
-    def run(detector, batch):
+    def run(detector, batch, *, iteration=0, max_iters=10):
         detector.train()
+        detector.begin_step(iteration=iteration, max_iters=max_iters)
         torch.manual_seed(1)
         data = detector.data_preprocessor(copy.deepcopy(batch), True)
         return detector(**data, mode="loss")
@@ -279,6 +280,7 @@ def run_predict():
 
     def run(detector, batch):
         detector.eval()
+        detector.counts_tokens = True
         data = detector.data_preprocessor(copy.deepcopy(batch), False)
         with torch.no_grad():
             return detector(**data, mode="predict")

@@ -95,6 +95,7 @@ def test_full_size_dino_has_experts_in_layers_0_2_and_4(full_size, batch):
 
 def test_full_size_dino_predicts(full_size, batch):
     full_size.eval()
+    full_size.counts_tokens = True
     with torch.no_grad():
         found = full_size(**full_size.data_preprocessor(batch), mode="predict")
     assert [len(s.pred_instances) for s in found] == [300, 300]

@@ -20,6 +20,7 @@ default_hooks = dict(
 )
 custom_hooks = [
     dict(type="IterationSeedHook"),
+    dict(type="TrainingStepHook"),
     dict(type="ProgressHook"),
     dict(type="RunSummaryHook"),
 ]

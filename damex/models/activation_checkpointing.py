@@ -9,34 +9,20 @@ one saw, and what it records is thrown away.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-)
-from typing import Any, Protocol
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.errors import ConfigError
+from damex.models.context import RoutingContext
 
 __all__ = ["checkpoint_layers", "take_num_cp"]
 
-PARTS = ("encoder", "decoder")
-
-
-class Replayable(Protocol):
-    """A context that can show a layer again what it showed before."""
-
-    def snapshot(self) -> Any:
-        """All that layers may read now."""
-
-    def replay(self, snapshot: Any) -> AbstractContextManager[None]:
-        """Let layers read that again."""
+COMPONENTS = ("encoder", "decoder")
 
 
 class CheckpointedForward:
@@ -44,23 +30,23 @@ class CheckpointedForward:
 
     Args:
         layer: A transformer layer.
-        contexts: What its experts or gated channels read.
+        context: What its experts or gated channels read.
     """
 
-    def __init__(self, layer: nn.Module, contexts: Sequence[Replayable]) -> None:
+    def __init__(self, layer: nn.Module, context: RoutingContext) -> None:
         self.layer = layer
-        self.contexts = contexts
+        self.context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.layer).forward
         if not (self.layer.training and torch.is_grad_enabled()):
             return forward(self.layer, *args, **kwargs)
-        seen = [context.snapshot() for context in self.contexts]
+        seen = self.context.snapshot()
 
         def first_and_second_run() -> tuple[
             AbstractContextManager, AbstractContextManager
         ]:
-            return nullcontext(), self._replay(seen)
+            return nullcontext(), self.context.replay(seen)
 
         return checkpoint(
             forward,
@@ -70,13 +56,6 @@ class CheckpointedForward:
             context_fn=first_and_second_run,
             **kwargs,
         )
-
-    @contextmanager
-    def _replay(self, seen: Sequence[Any]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for context, snapshot in zip(self.contexts, seen, strict=True):
-                stack.enter_context(context.replay(snapshot))
-            yield
 
 
 def take_num_cp(
@@ -88,35 +67,32 @@ def take_num_cp(
         config: Arguments of an mmdet detector. Not changed.
 
     Returns:
-        The arguments without it, and the number of layers to recompute for each part
-        that asks for it.
+        The arguments without it, and the number of layers to recompute for each
+        component that asks for it.
 
     Raises:
         ConfigError: If a number is not one of layers.
     """
     config, counts = dict(config), {}
-    for part in PARTS:
-        value = (config.get(part) or {}).get("num_cp")
+    for component in COMPONENTS:
+        value = (config.get(component) or {}).get("num_cp")
         if value is None:
             continue
-        layers = config[part].get("num_layers")
+        layers = config[component].get("num_layers")
         if type(value) is not int or not -1 <= value <= layers:
             raise ConfigError(
-                f"model.{part}.num_cp, the number of layers to recompute, must be an "
-                f"integer from 0 to {layers} (num_layers), or -1 for none, got "
+                f"model.{component}.num_cp, the number of layers to recompute, must be "
+                f"an integer from 0 to {layers} (num_layers), or -1 for none, got "
                 f"{value!r}."
             )
-        config[part] = copy.copy(config[part])
-        del config[part]["num_cp"]
-        counts[part] = value
+        config[component] = copy.copy(config[component])
+        del config[component]["num_cp"]
+        counts[component] = value
     return config, counts
 
 
 def checkpoint_layers(
-    detector: nn.Module,
-    counts: Mapping[str, int],
-    *,
-    contexts: Sequence[Replayable],
+    detector: nn.Module, counts: Mapping[str, int], *, context: RoutingContext
 ) -> None:
     """Recompute the first layers of the encoder or decoder in the backward pass.
 
@@ -125,9 +101,9 @@ def checkpoint_layers(
 
     Args:
         detector: A built detector, experts inserted.
-        counts: Number of layers by part, ``encoder`` or ``decoder``.
-        contexts: What its experts or gated channels read.
+        counts: Number of layers by component, ``encoder`` or ``decoder``.
+        context: What its experts or gated channels read.
     """
-    for part, count in counts.items():
-        for layer in getattr(detector, part).layers[: max(count, 0)]:
-            layer.forward = CheckpointedForward(layer, contexts)
+    for component, count in counts.items():
+        for layer in getattr(detector, component).layers[: max(count, 0)]:
+            layer.forward = CheckpointedForward(layer, context)

@@ -5,18 +5,26 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, cast
 
+import torch
 from mmcv.cnn.bricks.drop import DropPath
+from mmcv.cnn.bricks.transformer import FFN
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
-from damex.models.fine_grained import SplitStart
-from damex.models.upcycling import upcycle
-from damex.moe import MoELayer, Packing, PatchConvExperts, real_patches, route_patches
+from damex.models.upcycling import SplitStart, slice_channels, upcycle
+from damex.moe import (
+    MoELayer,
+    Packing,
+    PatchConvExperts,
+    real_patches,
+    route_patches,
+)
 
 __all__ = [
     "MoEFFN",
     "MoEPatchConv",
+    "activation_of",
 ]
 
 
@@ -29,16 +37,18 @@ class MoEFFN(nn.Module):
         moe: The layer.
         name: Name of the block in records and reports, for instance ``decoder.0``.
         context: Where group ids and the packing come from and records go to.
+        dense: The FFN that is replaced; its layer scale and drop path stay, under
+            mmcv's names.
         with_cp: Recompute the experts in the backward pass instead of keeping their
             activations. What the context holds is handed over as arguments, since the
             step is closed by then.
         norm: Norm before the router and the experts, not on the residual; None for
             none.
-        drop_path: Chance, in training, that the experts' answer to a token is left out;
-            what stays is scaled up by 1 / (1 - drop_path). Each token has its own
-            chance, as in the released code of DAMEX, where queries are the first axis.
-        split: Starts the experts as the parts of one FFN, which they equal together;
-            None for whole FFNs.
+        drop_path: Probability, in training, that the experts' output for a token is
+            dropped; what stays is scaled up by 1 / (1 - drop_path). Each token is drawn
+            alone, as in the released code of DAMEX, where queries are the first axis.
+        split: Starts the experts as slices of one FFN, which they equal together; None
+            for whole FFNs.
     """
 
     def __init__(
@@ -47,6 +57,7 @@ class MoEFFN(nn.Module):
         *,
         name: str,
         context: RoutingContext,
+        dense: FFN | None = None,
         with_cp: bool = False,
         norm: nn.Module | None = None,
         drop_path: float = 0.0,
@@ -58,6 +69,9 @@ class MoEFFN(nn.Module):
         self.name = name
         self.context = context
         self.norm = norm
+        self.gamma2 = nn.Identity() if dense is None else dense.gamma2
+        self.dropout_layer = nn.Identity() if dense is None else dense.dropout_layer
+        self.dense_activation = None if dense is None else activation_of(dense)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else None
         self.split = split
         if split is not None:
@@ -65,7 +79,7 @@ class MoEFFN(nn.Module):
         self.register_load_state_dict_pre_hook(upcycle)
 
     def reset_parameters(self) -> None:
-        """Draw router and experts anew; the norm is not touched."""
+        """Draw router and experts anew; norm and layer scale are not touched."""
         self.moe.reset_parameters()
         if self.split is not None:
             self.split.draw(self.moe)
@@ -80,27 +94,51 @@ class MoEFFN(nn.Module):
         Returns:
             Tokens of the same shape; padded tokens keep their residual unchanged.
         """
-        inputs: dict[str, Any] = dict(
-            packing=self.context.packing,
-            group_ids_B=self.context.group_ids_B,
-            foreground_BN=self.context.foreground_BN,
-        )
         tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
+        count = self.context.num_auxiliary
+        if count == 0:
+            output_BND = self._run(tokens_BND)
+        else:
+            main_BND = self._run(tokens_BND[:, :-count])
+            auxiliary_BND = self._run(tokens_BND[:, -count:], is_auxiliary=True)
+            output_BND = torch.cat([main_BND, auxiliary_BND], dim=1)
+        output_BND = self.dropout_layer(self.gamma2(output_BND))
+        return (query_BND if identity_BND is None else identity_BND) + output_BND
+
+    def _run(self, tokens_BND: Tensor, *, is_auxiliary: bool = False) -> Tensor:
+        """The experts' output; nobody keeps the record of auxiliary tokens."""
+        packing, foreground_BN = self.context.packing, self.context.foreground_BN
+        if is_auxiliary:
+            packing = None
+            if foreground_BN is not None:
+                foreground_BN = foreground_BN.new_zeros(tokens_BND.shape[:2])
+        inputs: dict[str, Any] = dict(
+            packing=packing,
+            group_ids_B=self.context.group_ids_B,
+            foreground_BN=foreground_BN,
+        )
         if self.with_cp and self.training:
             output_BND, record = checkpoint(
                 self.moe, tokens_BND, use_reentrant=False, **inputs
             )
         else:
             output_BND, record = self.moe(tokens_BND, **inputs)
-        self.context.add(self.name, record)
-        if self.drop_path is not None and self.training:
-            output_BND = self._drop(output_BND, self.drop_path)
-        return (query_BND if identity_BND is None else identity_BND) + output_BND
-
-    def _drop(self, output_BND: Tensor, drop_path: DropPath) -> Tensor:
+        if not is_auxiliary:
+            self.context.add(self.name, record)
+        if self.drop_path is None or not self.training:
+            return output_BND
         # Only real tokens draw, so that padding does not shift the random stream.
-        packing = self.context.packing or Packing.full(*output_BND.shape[:2])
-        return packing.unpack(drop_path(packing.pack(output_BND)))
+        packing = record.packing
+        return packing.unpack(self.drop_path(packing.pack(output_BND)))
+
+
+def activation_of(dense: FFN) -> str:
+    """Name of an FFN's activation, as `FFNExperts` knows it.
+
+    Args:
+        dense: With two linear layers.
+    """
+    return type(dense.layers[0][1]).__name__.lower()
 
 
 class MoEPatchConv(nn.Module):
@@ -131,7 +169,7 @@ class MoEPatchConv(nn.Module):
         self.moe = moe
         self.name = name
         self.context = context
-        self.register_load_state_dict_pre_hook(_slice_channels)
+        self.register_load_state_dict_pre_hook(slice_channels)
 
     def forward(self, map_BCHW: Tensor) -> Tensor:
         """Convolve the patches that were chosen.
@@ -143,11 +181,11 @@ class MoEPatchConv(nn.Module):
             Feature map of the same height and width.
         """
         size = (map_BCHW.shape[2], map_BCHW.shape[3])
-        share_B2 = self.context.image_share_B2
+        ratio_B2 = self.context.valid_ratio_B2
         packing = None
-        if share_B2 is not None:
+        if ratio_B2 is not None:
             experts = cast(PatchConvExperts, self.moe.experts)
-            mask_BN = real_patches(share_B2, size, experts.patch_size)
+            mask_BN = real_patches(ratio_B2, size, experts.patch_size)
             packing = Packing.of_mask(mask_BN)
         route = partial(
             route_patches,
@@ -161,19 +199,3 @@ class MoEPatchConv(nn.Module):
             out_BFHW, record = route(map_BCHW)
         self.context.add(self.name, record)
         return out_BFHW
-
-
-def _slice_channels(
-    block: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
-) -> None:
-    """Turn the kernel of a dense convolution in a state dict into the experts'."""
-    del rest  # what else torch hands to such a hook
-    key, own = f"{prefix}weight", block.state_dict()
-    target = own["moe.experts.weight_EOCKK"]
-    kernel = state.get(key)
-    if kernel is None or kernel.shape != target.flatten(0, 1).shape:
-        return  # the loader reports the keys that do not fit
-    del state[key]
-    for name, tensor in own.items():
-        state[prefix + name] = tensor
-    state[f"{prefix}moe.experts.weight_EOCKK"] = kernel.reshape(target.shape)

@@ -1,80 +1,141 @@
-"""Parts of a mixture of experts built from their configs, with errors that help."""
+"""The modules of a MoE layer built from their configs, with errors that help."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from mmdet.registry import MODELS
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.config import check_arguments, parameters_of
-from damex.moe import MoELayer
+from damex.models.config import FineGrained, MoEConfig
+from damex.models.signatures import check_arguments, module_class, parameters_of
+from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate, expert_groups
 
-__all__ = ["assemble_layer", "build_part"]
+__all__ = [
+    "build_layer",
+    "build_module",
+    "group_experts",
+]
 
-# Where damex keeps the parts for a field.
+# Where damex keeps the modules for a field.
 FOLDERS = MappingProxyType({"router": "routers", "gate": "gates", "losses": "losses"})
 
 
-def assemble_layer(
-    moe: Mapping[str, Any],
-    experts: Any,
+def build_layer(
+    config: MoEConfig,
+    experts: Mapping[str, Any],
     *,
-    embed_dims: int,
-    num_experts: int,
-    groups: Sequence[Sequence[int]] | None,
-    gate_defaults: Mapping[str, Any] = MappingProxyType({}),
-    shared_expert: Any = None,
+    num_groups: int | None,
+    shared_expert: Mapping[str, Any] = MappingProxyType({}),
 ) -> MoELayer:
-    """Put router, gate and losses of the config around built experts.
+    """Build router, gate, experts and losses, and put them together.
 
     Args:
-        moe: The config of the mixture of experts.
-        experts: The built bank.
-        embed_dims: Width of what the router sees.
-        num_experts: Number of experts.
-        groups: The experts of each dataset group; None outside of a mixture.
-        gate_defaults: Fields of the gate that the config may leave out.
-        shared_expert: A built shared expert, if any.
+        config: What the detector asks for.
+        experts: What the experts have to know of the block that they replace.
+        num_groups: Number of dataset groups; None outside of a mixture.
+        shared_expert: What a shared expert has to know of it.
 
     Raises:
-        ConfigError: If a part is unknown, an argument is wrong, or the parts do not
+        ConfigError: If a module is unknown, an argument is wrong, or the modules do not
             fit together.
     """
-    losses = moe.get("losses") or []
-    if not isinstance(losses, (list, tuple)):
-        raise ConfigError(f"moe.losses must be a list of dicts, got {losses!r}.")
-    gate = _build_gate(moe.get("gate"), gate_defaults, num_experts)
+    num_experts = _num_experts(config, num_groups)
+    groups = group_experts(config, num_groups, num_experts)
+    bank = build_module(config.experts, "experts", num_experts=num_experts, **experts)
+    shared: Any = None
+    if config.shared_expert is not None:
+        shared = build_module(config.shared_expert, "shared_expert", **shared_expert)
+    gate = _build_gate(config, num_experts)
     try:
-        return MoELayer(
-            router=build_part(
-                moe.get("router"),
-                "LinearRouter",
+        layer = MoELayer(
+            router=build_module(
+                config.router,
                 "router",
                 offer=dict(num_groups=len(groups)) if groups else {},
                 num_experts=num_experts,
-                embed_dims=embed_dims,
+                embed_dims=experts.get("embed_dims") or bank.embed_dims,
             ),
             gate=gate,
-            experts=experts,
-            shared_expert=shared_expert,
-            losses=[build_part(cfg, None, "losses") for cfg in losses],
+            experts=bank,
+            shared_expert=shared,
+            losses=[build_module(loss, "losses") for loss in config.losses],
             group_experts=groups,
         )
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"moe: {error}") from error
+    if config.fine_grained is not None:
+        _check_fine_grained(config, config.fine_grained, layer)
+    return layer
 
 
-def _build_gate(
-    config: Mapping[str, Any] | None, defaults: Mapping[str, Any], num_experts: int
-) -> Any:
-    if defaults:
-        config = {**defaults, **(config or {})}
-    gate = build_part(config, "TopKGate", "gate", offer=dict(num_experts=num_experts))
+def _num_experts(config: MoEConfig, num_groups: int | None) -> int:
+    num_experts = config.num_experts or num_groups
+    if num_experts is None:
+        raise ConfigError(
+            "moe.num_experts is not set and there is no mixture to take it from; set "
+            "num_experts, or train on a MixtureDataset."
+        )
+    return num_experts
+
+
+def group_experts(
+    config: MoEConfig, num_groups: int | None, num_experts: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """The experts of each dataset group, where there are enough for all of them.
+
+    Args:
+        config: What the detector asks for.
+        num_groups: Number of dataset groups; None outside of a mixture.
+        num_experts: Number of experts.
+
+    Returns:
+        Expert ids by group; fine-grained experts as whole copies of the FFN. None
+        outside of a mixture, and where nothing asks for groups and there are too many.
+
+    Raises:
+        ConfigError: If a module works with groups and there are too many.
+    """
+    if not num_groups:
+        return None
+    fine = config.fine_grained
+    most, field = num_experts, "num_experts"
+    if fine is not None:
+        most, field = fine.copies, "fine_grained.copies"
+    if num_groups > most:
+        if not _asks_for_groups(config):
+            return None
+        raise ConfigError(
+            f"the mixture has {num_groups} dataset groups but moe.{field} is {most}; "
+            f"set {field.rsplit('.', 1)[-1]}={num_groups} or more, or let datasets "
+            "share experts by giving their mixture entries the same group='...'."
+        )
+    parts = 1 if fine is None else fine.parts
+    return tuple(
+        tuple(unit * parts + part for unit in units for part in range(parts))
+        for units in expert_groups(num_groups, most)
+    )
+
+
+def _asks_for_groups(config: MoEConfig) -> bool:
+    """Whether a loss or the router works with the experts of dataset groups."""
+    kinds = map(module_class, config.losses)
+    if any(getattr(kind, "needs_groups", False) for kind in kinds):
+        return True
+    router = config.router
+    return "num_groups" not in router and "num_groups" in parameters_of(
+        module_class(router)
+    )
+
+
+def _build_gate(config: MoEConfig, num_experts: int) -> Any:
+    fine = config.fine_grained
+    settings = {**({} if fine is None else fine.gate), **config.gate}
+    gate = build_module(settings, "gate", offer=dict(num_experts=num_experts))
     for name in ("k", "end_k"):
         k = getattr(gate, name, None)
         if k is not None and k > num_experts:
@@ -85,61 +146,75 @@ def _build_gate(
     return gate
 
 
-def build_part(
-    config: Mapping[str, Any] | None,
-    default: str | None,
+def _check_fine_grained(config: MoEConfig, fine: FineGrained, layer: MoELayer) -> None:
+    """Refuse what would keep fine-grained experts from equalling the FFN at first."""
+    shared = layer.shared_expert
+    found: dict[str, tuple[Any, Any]] = {
+        "block.norm": (config.block.norm, "post"),
+        "gate": (type(layer.gate).__name__, TopKGate.__name__),
+        "router": (type(layer.router).__name__, LinearRouter.__name__),
+        "experts": (type(layer.experts).__name__, FFNExperts.__name__),
+        "shared_expert": (None if shared is None else type(shared).__name__, None),
+    }
+    for name, wanted in dict(**fine.gate, noise=None, capacity=None).items():
+        found[f"gate.{name}"] = (getattr(layer.gate, name, wanted), wanted)
+    for field, (value, wanted) in found.items():
+        if value != wanted:
+            raise ConfigError(
+                f"moe.{field} is {value!r}, but with moe.fine_grained it must be "
+                f"{wanted!r}, or the detector would not start equal to the dense one; "
+                "leave it out."
+            )
+
+
+def build_module(
+    config: Mapping[str, Any],
     field: str,
     *,
     offer: Mapping[str, Any] = MappingProxyType({}),
     **values: Any,
 ) -> Any:
-    """Build one part; values of the config win over the defaults.
+    """Build one module; values of the config win over those given here.
 
-    What is in ``offer`` is handed only to a part whose ``__init__`` names it. A value
-    that is a dict is a part, too, and needs a ``type``.
+    What is in ``offer`` is handed only to a module whose ``__init__`` names it. A value
+    that is a dict is a module, too, and needs a ``type``.
 
     Args:
-        config: The part as the config has it; None for the default.
-        default: Type of a part that names none; None where it has to.
-        field: Name of the field in ``moe``, for messages.
-        offer: Values for parts that ask for them.
-        **values: Values for any part.
+        config: The module as the config has it.
+        field: Its field in ``moe``, for messages.
+        offer: Values for modules that ask for them.
+        **values: Values for any module.
 
     Raises:
         ConfigError: If the type is unknown or an argument is wrong.
     """
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(
-            f"moe.{field} must be a dict with a type, such as "
-            f"dict(type={default or 'LoadBalanceLoss'!r}), got {config!r}."
-        )
     own = {
-        name: build_part(value, None, f"{field}.{name}", offer=offer)
+        name: build_module(value, f"{field}.{name}", offer=offer)
         if isinstance(value, Mapping)
         else value
-        for name, value in (config or {}).items()
+        for name, value in config.items()
+        if name != "type"
     }
-    kind = own.pop("type", default)
-    part = MODELS.get(kind) if isinstance(kind, str) else kind
-    if part is None:
+    kind, module = config.get("type"), module_class(config)
+    if module is None:
         raise ConfigError(
             f"moe.{field} has the unknown type {str(kind)!r}; "
-            f"{did_you_mean(str(kind), _known_parts(field))}"
+            f"{did_you_mean(str(kind), _known_modules(field))}"
         )
-    named = parameters_of(part)
+    named = parameters_of(module)
     wanted = {name: value for name, value in offer.items() if name in named}
-    check_arguments(part, own, field=f"moe.{field}")
+    check_arguments(module, own, field=f"moe.{field}")
     try:
         return MODELS.build({"type": kind, **values, **wanted, **own})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"moe.{field} = {dict(config or {})}: {error}") from error
+        raise ConfigError(f"moe.{field} = {dict(config)}: {error}") from error
 
 
-def _known_parts(field: str) -> list[str]:
-    """Names of the parts that stand in damex for a field, or of all parts."""
+def _known_modules(field: str) -> list[str]:
+    """Names of the modules that damex has for a field, or of all its modules."""
     folder = f"damex.moe.{FOLDERS.get(field, '')}"
     return sorted(
         name
-        for name, part in MODELS.module_dict.items()
-        if part.__module__.startswith(folder)
+        for name, module in MODELS.module_dict.items()
+        if module.__module__.startswith(folder)
     )

@@ -10,7 +10,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from damex.errors import ConfigError
-from damex.models.channel_gating import ChannelContext
+from damex.models.context import RoutingContext
 from damex.moe import check_gateable, gated_conv2d, gated_ffn
 from damex.moe.channels import check_activation
 
@@ -39,7 +39,7 @@ class GatedFFNBlock(nn.Module):
     """
 
     def __init__(
-        self, ffn: FFN, *, name: str, context: ChannelContext, skip_closed: bool = True
+        self, ffn: FFN, *, name: str, context: RoutingContext, skip_closed: bool = True
     ) -> None:
         super().__init__()
         if ffn.num_fcs != 2 or not ffn.add_identity:
@@ -70,7 +70,7 @@ class GatedFFNBlock(nn.Module):
         (first, *activation), second, dropout = self.layers
         out_BND = gated_ffn(
             query_BND,
-            self.context.layer(self.name),
+            self.context.layer_gates(self.name),
             first=first,
             activation=nn.Sequential(*activation),
             second=second,
@@ -107,7 +107,7 @@ class GatedResidualBlock(BaseModule):
         block: Any,
         *,
         name: str,
-        context: ChannelContext,
+        context: RoutingContext,
         skip_closed: bool = True,
     ) -> None:
         _check(block, name)
@@ -147,7 +147,7 @@ class GatedResidualBlock(BaseModule):
         out_BCHW, in_gates_BC = x_BCHW, None
         last = self._steps[-1][0]
         for conv, norm, is_gated in self._steps:
-            gates_BC = self.context.layer(f"{self.name}.{conv}") if is_gated else None
+            gates_BC = self._gates(conv) if is_gated else None
             out_BCHW = gated_conv2d(
                 out_BCHW,
                 gates_BC,
@@ -161,6 +161,9 @@ class GatedResidualBlock(BaseModule):
         downsample = getattr(self, "downsample", None)
         identity_BCHW = x_BCHW if downsample is None else downsample(x_BCHW)
         return self.relu(out_BCHW + identity_BCHW)
+
+    def _gates(self, conv: str) -> Tensor:
+        return self.context.layer_gates(f"{self.name}.{conv}")
 
     def _norm(self, number: int) -> nn.Module:
         return getattr(self, self._steps[number - 1][1])

@@ -5,8 +5,7 @@ Axes: B images, H and W their height and width, E entries of the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn import functional
 from damex.moe import ChannelGates, GatingPath, active_share, gate_l1, presence_loss
 
 __all__ = [
-    "ChannelContext",
     "ChannelGating",
     "image_mask_BHW",
 ]
@@ -27,7 +25,6 @@ class ChannelGating(nn.Module):
 
     Args:
         path: The embedding and one gate per layer.
-        context: What the gated layers read.
         l1_weight: Factor of the sparsity penalty; see :func:`damex.moe.gate_l1`.
         aux_weight: Factor of the loss on the embedding.
         aux_target: What the embedding learns to tell: 'classes', those that have a box
@@ -38,38 +35,37 @@ class ChannelGating(nn.Module):
         self,
         path: GatingPath,
         *,
-        context: ChannelContext,
         l1_weight: float = 1e-3,
         aux_weight: float = 1.0,
         aux_target: str = "classes",
     ) -> None:
         super().__init__()
         self.path = path
-        self.context = context
         self.l1_weight = l1_weight
         self.aux_weight = aux_weight
         self.aux_target = aux_target
 
-    @contextmanager
-    def step(
+    def forward(
         self, images_BCHW: Tensor, samples: Sequence[Any] | None
-    ) -> Iterator[None]:
-        """Open one forward pass with the gates of its images.
+    ) -> ChannelGates:
+        """Look at a batch.
 
         Args:
             images_BCHW: The detector's input, normalised and padded.
             samples: Their data samples, which know the padding. No dataset id is read.
         """
-        mask_BHW = image_mask_BHW(images_BCHW, samples)
-        with self.context.step(self.path(images_BCHW, mask_BHW)):
-            yield
+        return self.path(images_BCHW, image_mask_BHW(images_BCHW, samples))
 
     def losses(
-        self, samples: Sequence[Any], group_ids_B: Tensor | None
+        self,
+        gates: ChannelGates,
+        samples: Sequence[Any],
+        group_ids_B: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Losses of the open step for mmdet's loss dict.
+        """Losses of one step for mmdet's loss dict.
 
         Args:
+            gates: Of the images.
             samples: Data samples with ground truth.
             group_ids_B: Dataset group of every image, -1 where unknown; None where
                 none is known.
@@ -79,7 +75,6 @@ class ChannelGating(nn.Module):
             ``moe_active_channels``: share of open channels in [0, 1]. A loss of weight
             zero, or of a frozen path, is not there.
         """
-        gates = self.context.gates
         layers = list(gates.layers.values())
         result = {"moe_active_channels": active_share(layers)}
         if self.path.frozen:
@@ -137,63 +132,3 @@ def _dataset_BE(logits_BE: Tensor, group_ids_B: Tensor | None) -> Tensor:
         return torch.zeros_like(logits_BE, dtype=torch.bool)
     one_hot_BE = functional.one_hot(group_ids_B.clamp(min=0), logits_BE.shape[1])
     return one_hot_BE.bool() & (group_ids_B >= 0)[:, None]
-
-
-class ChannelContext:
-    """The gates that the gated layers of one detector share during one forward pass.
-
-    As :class:`damex.models.context.RoutingContext`, it is filled for the time of a step
-    and empty outside of it.
-    """
-
-    def __init__(self) -> None:
-        self._gates: ChannelGates | None = None
-
-    @property
-    def gates(self) -> ChannelGates:
-        """Gates of the images of the current step.
-
-        Raises:
-            RuntimeError: If no step is open.
-        """
-        if self._gates is None:
-            raise RuntimeError(
-                "gated layers run only inside of a step of their detector, which looks "
-                "at the images first: call the detector's loss, predict or forward, "
-                "not its parts."
-            )
-        return self._gates
-
-    @contextmanager
-    def step(self, gates: ChannelGates) -> Iterator[None]:
-        """Open one forward pass.
-
-        Args:
-            gates: What the gating path says about its images.
-        """
-        self._gates = gates
-        try:
-            yield
-        finally:
-            self._gates = None
-
-    def snapshot(self) -> ChannelGates | None:
-        """The gates of now, for a later :meth:`replay`."""
-        return self._gates
-
-    @contextmanager
-    def replay(self, snapshot: ChannelGates | None) -> Iterator[None]:
-        """Let layers that are computed a second time read the gates of the first.
-
-        Args:
-            snapshot: What :meth:`snapshot` gave in the first run.
-        """
-        present, self._gates = self._gates, snapshot
-        try:
-            yield
-        finally:
-            self._gates = present
-
-    def layer(self, name: str) -> Tensor:
-        """Gates (images, channels) of one layer."""
-        return self.gates.layers[name]

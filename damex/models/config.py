@@ -1,354 +1,398 @@
-"""InsertionPlan: what a ``moe`` config asks for, checked before anything is built."""
+"""The ``moe=`` tree of a detector's config: frozen dataclasses and their one reader.
+
+``None`` means the default, unless that is a number, a text or a truth value.
+"""
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from mmdet.registry import MODELS
-from torch import nn
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.context import RoutingContext
-from damex.models.fine_grained import FineGrained, read_fine_grained
-from damex.moe import expert_groups
+from damex.models.signatures import module_class, parameters_of
 
 __all__ = [
-    "BlockOptions",
-    "InsertionPlan",
-    "check_arguments",
-    "layers_of",
+    "BlockConfig",
+    "ChannelConfig",
+    "FineGrained",
+    "LayersConfig",
+    "MoEConfig",
+    "WarmupConfig",
+    "module_class",
+    "moe_difference",
     "parameters_of",
-    "read_block_options",
-    "read_plan",
-    "take_closing_norm",
+    "read_config",
+    "read_moe",
 ]
 
-MOE_FIELDS = (
-    "layers",
-    "num_experts",
-    "router",
-    "gate",
-    "experts",
-    "shared_expert",
-    "losses",
-    "with_cp",
-    "block",
-    "fine_grained",
-    "router_stage",
-)
+Config = TypeVar("Config")
+PLAIN = (bool, int, float, str)
+RENAMED = MappingProxyType({"router_stage": "router_warmup"})
 
 
 @dataclass(frozen=True)
-class InsertionPlan:
-    """What all layers of a detector share.
+class _Rule:
+    """What a field must be.
 
     Attributes:
-        moe: The config.
-        context: What the blocks read and write during a forward pass.
-        num_experts: Number of experts.
-        groups: The experts of each dataset group; None outside of a mixture, and where
-            there are fewer experts than groups and nothing asks for groups.
-        fine: The fine-grained start, if any.
-        options: Norm and drop path of the blocks.
-        with_cp: Whether experts are recomputed in the backward pass.
+        words: That, for the message.
+        is_allowed: Whether a value is that.
+        nested: The dataclass that a dict is read into, if any.
+        type: The type of a dict that names none, if there is one.
     """
 
-    moe: Mapping[str, Any]
-    context: RoutingContext
-    num_experts: int
-    groups: Sequence[Sequence[int]] | None
-    fine: FineGrained | None
-    options: BlockOptions
-    with_cp: bool
+    words: str
+    is_allowed: Callable[[Any], bool]
+    nested: Any = None
+    type: str | None = None
 
 
-def read_plan(
-    moe: Mapping[str, Any], *, context: RoutingContext, num_groups: int | None
-) -> InsertionPlan:
-    """Read the fields that all layers share.
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
-    Args:
-        moe: See :func:`damex.models.insertion.insert_moe`.
-        context: Goes into the plan.
-        num_groups: Number of dataset groups; None outside of a mixture.
 
-    Raises:
-        ConfigError: If a field is unknown or has a value that cannot work.
-    """
-    for key in moe:
-        if key not in MOE_FIELDS:
-            raise ConfigError(
-                f"moe has the unknown key {key!r}; {did_you_mean(key, MOE_FIELDS)}"
-            )
-    layers_of(moe)
-    with_cp = moe.get("with_cp")
-    if with_cp not in (None, True, False):
-        raise ConfigError(f"moe.with_cp must be True or False, got {with_cp!r}.")
-    fine = read_fine_grained(moe.get("fine_grained"))
-    options = read_block_options(moe.get("block"))
-    asked = moe.get("num_experts")
-    if fine is not None:
-        fine.check_fields(num_experts=asked, norm=options.norm)
-        asked = fine.num_experts
-    num_experts = _num_experts(asked, num_groups)
-    return InsertionPlan(
-        moe=moe,
-        context=context,
-        num_experts=num_experts,
-        groups=_groups(moe, num_groups, num_experts, fine),
-        fine=fine,
-        options=options,
-        with_cp=bool(with_cp),
+def _are_dicts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_dict, value))
+
+
+def _one_of(*allowed: str) -> _Rule:
+    return _Rule(f"one of {allowed}", lambda value: value in allowed)
+
+
+def _number(words: str, *, below: float) -> _Rule:
+    return _Rule(
+        f"a number {words}",
+        lambda value: type(value) in (int, float) and 0.0 <= value < below,
     )
 
 
-def layers_of(moe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The choice of layers.
-
-    Args:
-        moe: The config.
-
-    Raises:
-        ConfigError: If it is no dict.
-    """
-    layers = moe.get("layers") or {}
-    if not isinstance(layers, Mapping):
-        raise ConfigError(
-            "moe.layers must be a dict such as dict(decoder=[0, 2, 4]), got "
-            f"{layers!r}."
-        )
-    return layers
+def _numbers_or(unit: str, *names: str) -> _Rule:
+    words = ", ".join(repr(name) for name in names[:-1]) + f" or {names[-1]!r}"
+    return _Rule(
+        f"a list of {unit} numbers, {words}",
+        lambda value: isinstance(value, (list, tuple)) or value in [*names],
+    )
 
 
-def _num_experts(num_experts: int | None, num_groups: int | None) -> int:
-    if num_experts is None:
-        if num_groups is None:
-            raise ConfigError(
-                "moe.num_experts is not set and there is no mixture to take it "
-                "from; set num_experts, or train on a MixtureDataset."
-            )
-        return num_groups
-    if type(num_experts) is not int or num_experts < 1:
-        raise ConfigError(
-            f"moe.num_experts must be an integer of 1 or more, got {num_experts!r}."
-        )
-    return num_experts
+def _module(kind: str) -> _Rule:
+    return _Rule(
+        f"a dict with a type, such as dict(type={kind!r})", _is_dict, type=kind
+    )
 
 
-def _groups(
-    moe: Mapping[str, Any],
-    num_groups: int | None,
-    num_experts: int,
-    fine: FineGrained | None,
-) -> tuple[tuple[int, ...], ...] | None:
-    """The experts of each dataset group, where there are enough for all of them."""
-    if not num_groups:
-        return None
-    most = num_experts if fine is None else fine.copies
-    if num_groups > most and not _asks_for_groups(moe):
-        return None
-    if fine is not None:
-        return fine.groups(num_groups)
-    if num_groups > num_experts:
-        raise ConfigError(
-            f"the mixture has {num_groups} dataset groups but moe.num_experts is "
-            f"{num_experts}; set num_experts={num_groups} or more, or let datasets "
-            "share experts by giving their mixture entries the same group='...'."
-        )
-    return expert_groups(num_groups, num_experts)
+def _branch(nested: type, example: str) -> _Rule:
+    return _Rule(f"a dict such as {example}", _is_dict, nested=nested)
 
 
-def _asks_for_groups(moe: Mapping[str, Any]) -> bool:
-    """Whether a loss or the router works with the experts of dataset groups."""
-    losses = moe.get("losses")
-    kinds = map(_kind, losses if isinstance(losses, (list, tuple)) else ())
-    if any(getattr(kind, "needs_groups", False) for kind in kinds):
-        return True
-    router = moe.get("router") or {}
-    return "num_groups" not in router and "num_groups" in parameters_of(_kind(router))
-
-
-def _kind(part: Any) -> Any:
-    """The class behind the config of a part; None where it names none."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    return MODELS.get(kind) if isinstance(kind, str) else kind
-
-
-PLAIN = (bool, int, float, str, NoneType)
-
-
-def check_arguments(
-    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str
-) -> None:
-    """Refuse arguments that a part does not have, or of another type than it says.
-
-    Only plain types are looked at: numbers, text, truth values, None and literals.
-
-    Args:
-        part: The class, or a function that builds the part.
-        arguments: What the config sets, without ``type``.
-        field: Where it stands, for instance ``moe.gate``.
-
-    Raises:
-        ConfigError: If an argument is unknown or has another type.
-    """
-    parameters = parameters_of(part)
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints = _hints(part)
-    for name, value in arguments.items():
-        if name not in parameters:
-            if open_ended:
-                continue
-            raise ConfigError(
-                f"{field}.{name} = {value!r} is no argument of {part.__name__}; "
-                f"{did_you_mean(name, parameters)} What an inherited {field} sets goes "
-                f"away with {field}._delete_=True."
-            )
-        allowed = list(_members(hints.get(name, Any)))
-        if not _all_plain(allowed) or any(_fits(value, kind) for kind in allowed):
-            continue
-        kinds = " or ".join(_word(kind) for kind in allowed)
-        raise ConfigError(f"{field}.{name} must be {kinds}, got {value!r}.")
-
-
-def parameters_of(part: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter]:
-    """What a part takes, by name.
-
-    Args:
-        part: The class, or a function that builds the part; None takes nothing, and so
-            does a module without an ``__init__`` of its own.
-    """
-    if part is None or getattr(part, "__init__", None) is nn.Module.__init__:
-        return {}
-    return inspect.signature(part).parameters
-
-
-def _hints(part: Callable[..., Any]) -> dict[str, Any]:
-    builder: Any = vars(part).get("__init__", part) if inspect.isclass(part) else part
-    try:
-        return get_type_hints(builder)
-    except NameError:  # a name that is imported for type checkers only
-        return {}
-
-
-def _members(hint: Any) -> Iterator[Any]:
-    """The types of a union, and the values of a literal as literals."""
-    if get_origin(hint) in (Union, UnionType):
-        for member in get_args(hint):
-            yield from _members(member)
-    elif get_origin(hint) is Literal:
-        yield from (Literal[value] for value in get_args(hint))
-    else:
-        yield hint
-
-
-def _all_plain(kinds: list[Any]) -> bool:
-    return all(kind in PLAIN or get_origin(kind) is Literal for kind in kinds)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if kind is float:
-        return type(value) in (int, float)
-    return type(value) is kind
-
-
-def _word(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return repr(get_args(kind)[0])
-    return "None" if kind is NoneType else f"of type {kind.__name__}"
-
-
-NORMS = ("post", "pre")
-FIELDS = ("norm", "drop_path")
+COUNT = _Rule("an integer of 1 or more", lambda v: type(v) is int and v >= 1)
+FLAG = _Rule("True or False", lambda value: isinstance(value, bool))
+TEXT = _Rule("a text", lambda value: isinstance(value, str))
+LOSSES = _Rule(
+    "a list of dicts, each a dict with a type such as dict(type='LoadBalanceLoss')",
+    _are_dicts,
+)
+SHARE = _Rule(
+    "a number between 0 and 1, both left out",
+    lambda value: isinstance(value, float) and 0.0 < value < 1.0,
+)
+LAYERS = _numbers_or("layer", "all", "even")
+STAGES = _numbers_or("stage", "all", "even", "last")
+NON_NEGATIVE = _number("of 0 or more", below=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions:
+class LayersConfig:
+    """The field ``moe.layers``: numbers from 0, 'all', or 'even' for 0, 2, 4 and so on.
+
+    Attributes:
+        backbone: Stages of a ResNet; 'last' is allowed, too.
+        encoder: Layers of the encoder.
+        decoder: Layers of the decoder.
+    """
+
+    backbone: Annotated[Any, STAGES] = None
+    encoder: Annotated[Any, LAYERS] = None
+    decoder: Annotated[Any, LAYERS] = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the config says."""
+        return {name: v for name, v in vars(self).items() if v is not None}
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What is chosen of each component of which anything is."""
+        return {name: v for name, v in self.given.items() if v not in ([], ())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
     """The field ``moe.block``.
 
     Attributes:
         norm: 'post' leaves the layer as DETRs have it, norm(x + MoE(x)). 'pre' is
             x + MoE(norm(x)) with no norm behind it, as in the released code of DAMEX.
-        drop_path: Chance, in training, that the experts' answer to a token is left out.
+        drop_path: Probability, in training, that the experts' output for a token is
+            dropped.
     """
 
-    norm: Literal["post", "pre"] = "post"
-    drop_path: float = 0.0
+    norm: Annotated[str, _one_of("post", "pre")] = "post"
+    drop_path: Annotated[float, _number("in [0, 1)", below=1.0)] = 0.0
 
 
-def read_block_options(config: Any) -> BlockOptions:
-    """Check and read ``moe.block``.
+@dataclass(frozen=True, kw_only=True)
+class FineGrained:
+    """The field ``moe.fine_grained`` (Dynamic-DINO, ICCV 2025, arXiv 2507.17436).
 
-    Args:
-        config: A dict of `BlockOptions`' fields, or None for the defaults.
+    Attributes:
+        parts: Pieces that a dense FFN is cut into, and experts per token: compute stays
+            that of the FFN. 2 is best in the paper, 4 overfits.
+        copies: Copies of the cut FFN; ``parts * copies`` experts. More is better there.
+    """
+
+    parts: Annotated[int, COUNT]
+    copies: Annotated[int, COUNT]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts in all."""
+        return self.parts * self.copies
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        """What the gate needs for the experts to equal the FFN at the start."""
+        return dict(k=self.parts, renormalize=True, weight_scale=float(self.parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """The field ``moe.router_warmup``: routers are trained alone at first.
+
+    Attributes:
+        share: Length as a share of all iterations, in (0, 1), rounded up.
+        iters: Length in iterations. One of the two is set.
+        loss: Name of the routing loss that is minimised in the meantime.
 
     Raises:
-        ConfigError: If a field is unknown or its value not allowed.
+        ConfigError: If both lengths are set, or none.
     """
-    if config is None:
-        return BlockOptions()
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"moe.block must be a dict of {FIELDS}, got {config!r}.")
-    for key in config:
-        if key not in FIELDS:
+
+    share: Annotated[float | None, SHARE] = None
+    iters: Annotated[int | None, COUNT] = None
+    loss: Annotated[str, TEXT] = "separate_router"
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.iters is None):
             raise ConfigError(
-                f"moe.block has the unknown key {key!r}; {did_you_mean(key, FIELDS)}"
+                "moe.router_warmup: set one of share and iters, got "
+                f"share={self.share!r} and iters={self.iters!r}."
             )
-    options = BlockOptions(**config)
-    if options.norm not in NORMS:
-        raise ConfigError(
-            f"moe.block.norm must be one of {NORMS}, got {options.norm!r}."
-        )
-    drop = options.drop_path
-    if (
-        isinstance(drop, bool)
-        or not isinstance(drop, (int, float))
-        or not 0 <= drop < 1
-    ):
-        raise ConfigError(f"moe.block.drop_path must lie in [0, 1), got {drop!r}.")
-    return options
 
 
-def take_closing_norm(layer: nn.Module, name: str) -> nn.Module:
-    """Take the norm after the feed-forward block out of a transformer layer.
+@dataclass(frozen=True, kw_only=True)
+class ChannelConfig:
+    """The field ``moe.channels`` (DeepMoE, UAI 2019, arXiv 1806.01531).
 
-    An identity stays in its place. When a checkpoint of the untouched layer is loaded,
-    the weights of its closing norm become those of the block's own norm: it is the
-    same kind of norm over the same channels, and the best start at hand, though no
-    equal one, as it now stands before the experts.
+    Attributes:
+        embedding: A dict with a ``type``; its ``embed_dims`` is the number of targets
+            by default.
+        gate_init: See :class:`damex.moe.GatingPath`.
+        l1_weight: Factor of the sparsity penalty.
+        aux_weight: Factor of the loss on the embedding.
+        aux_target: What the embedding learns to tell: 'classes', those that have a box
+            in the image, or 'datasets', the group that it comes from.
+        frozen: The paper's stage 2: gates stay as stage 1 left them, without losses.
+        skip_closed: Whether closed channels are left out of the computation in
+            evaluation.
+    """
+
+    embedding: Annotated[Mapping[str, Any], _module("ShallowEmbedding")] = field(
+        default_factory=lambda: {"type": "ShallowEmbedding"}
+    )
+    gate_init: Annotated[str, TEXT] = "uniform"
+    l1_weight: Annotated[float, NON_NEGATIVE] = 1e-3
+    aux_weight: Annotated[float, NON_NEGATIVE] = 1.0
+    aux_target: Annotated[str, _one_of("classes", "datasets")] = "classes"
+    frozen: Annotated[bool, FLAG] = False
+    skip_closed: Annotated[bool, FLAG] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The field ``moe`` of a detector.
+
+    Attributes:
+        layers: Where the experts go.
+        num_experts: By default the number of dataset groups.
+        router: Scores experts; a dict with a ``type``, as gate and experts.
+        gate: Chooses experts by the scores.
+        experts: By default FFNs; `PatchConvExperts` for a backbone.
+        shared_expert: What all tokens pass beside their routed experts, if any.
+        losses: Routing losses, each a dict with a ``type``.
+        with_cp: Recompute the experts in the backward pass to save memory.
+        block: Norm and drop path around the experts.
+        fine_grained: Cut experts from the dense FFN.
+        router_warmup: Train the routers alone at first.
+        channels: Gate channels in the place of experts. Only ``layers`` stands beside.
+    """
+
+    layers: Annotated[
+        LayersConfig, _branch(LayersConfig, "dict(decoder=[0, 2, 4])")
+    ] = field(default_factory=LayersConfig)
+    num_experts: Annotated[int | None, COUNT] = None
+    router: Annotated[Mapping[str, Any], _module("LinearRouter")] = field(
+        default_factory=lambda: {"type": "LinearRouter"}
+    )
+    gate: Annotated[Mapping[str, Any], _module("TopKGate")] = field(
+        default_factory=lambda: {"type": "TopKGate"}
+    )
+    experts: Annotated[Mapping[str, Any], _module("FFNExperts")] = field(
+        default_factory=lambda: {"type": "FFNExperts"}
+    )
+    shared_expert: Annotated[Mapping[str, Any] | None, _module("SharedExpert")] = None
+    losses: Annotated[Sequence[Mapping[str, Any]], LOSSES] = ()
+    with_cp: Annotated[bool, FLAG] = False
+    block: Annotated[
+        BlockConfig, _branch(BlockConfig, "dict(norm='pre', drop_path=0.2)")
+    ] = field(default_factory=BlockConfig)
+    fine_grained: Annotated[
+        FineGrained | None, _branch(FineGrained, "dict(parts=2, copies=4)")
+    ] = None
+    router_warmup: Annotated[
+        WarmupConfig | None, _branch(WarmupConfig, "dict(share=0.1) or dict(iters=500)")
+    ] = None
+    channels: Annotated[
+        ChannelConfig | None, _branch(ChannelConfig, "dict(aux_target='classes')")
+    ] = None
+
+    def __post_init__(self) -> None:
+        fine = self.fine_grained
+        if fine is None:
+            return
+        if self.num_experts not in (None, fine.num_experts):
+            raise ConfigError(
+                f"moe.num_experts is {self.num_experts}, but moe.fine_grained makes "
+                f"parts * copies = {fine.num_experts} experts; leave num_experts out."
+            )
+        object.__setattr__(self, "num_experts", fine.num_experts)
+
+    def resolved(self) -> dict[str, Any]:
+        """The tree as plain dicts, defaults filled in, to be kept in a checkpoint.
+
+        What changes memory and no number is left out. Losses stand under their types.
+        """
+        tree = {k: v for k, v in vars(self).items() if k != "with_cp"}
+        tree["losses"] = {str(loss.get("type")): loss for loss in self.losses}
+        return _resolved(tree)
+
+
+def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
+    """Read the ``moe`` of a detector.
 
     Args:
-        layer: A layer of mmdet with ``norms``, the last of which follows ``ffn``.
-        name: Of the layer, for the message.
+        moe: As in the config file. It is not changed.
 
     Raises:
-        ConfigError: If the layer has no such norm.
+        ConfigError: If a field is unknown, missing, or has a value that cannot work.
     """
-    norms = getattr(layer, "norms", None)
-    if not isinstance(norms, nn.ModuleList) or isinstance(norms[-1], nn.Identity):
+    if not _is_dict(moe):
         raise ConfigError(
-            f"moe.block.norm='pre' needs a norm to move, but layer {name} "
-            f"({type(layer).__name__}) has no list 'norms' that ends with one."
+            f"moe must be a dict such as dict(layers=dict(decoder=[0])), got {moe!r}."
         )
-    norm = norms[-1]
-    norms[-1] = nn.Identity()
-    layer.register_load_state_dict_pre_hook(_closing_norm_becomes_own)
-    return norm
+    if moe.get("channels") is not None:
+        for key in moe:
+            if key not in ("layers", "channels"):
+                raise ConfigError(
+                    f"moe.channels has no experts and no use for moe.{key}; keep "
+                    "layers and channels, or remove channels."
+                )
+    return read_config(MoEConfig, moe, "moe")
 
 
-def _closing_norm_becomes_own(
-    layer: Any, state: dict[str, Any], prefix: str, *rest: Any
-) -> None:
-    """Rename the closing norm's tensors in a state dict of the untouched layer."""
-    del rest  # what else torch hands to such a hook
-    closing = f"{prefix}norms.{len(layer.norms) - 1}."
-    for key in [key for key in state if key.startswith(closing)]:
-        own = f"{prefix}ffn.norm.{key.removeprefix(closing)}"
-        state.setdefault(own, state[key])
-        del state[key]
+def read_config(
+    kind: Callable[..., Config], values: Mapping[str, Any], where: str
+) -> Config:
+    """Read a dict into one of the dataclasses above.
+
+    Args:
+        kind: The dataclass.
+        values: Its fields, and those of nested dataclasses as nested dicts.
+        where: Its place in the config, for messages.
+
+    Raises:
+        ConfigError: If a field is unknown, missing, or has a value that cannot work.
+    """
+    rules = {
+        name: hint.__metadata__[0]
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+    }
+    for key in values:
+        if key not in rules:
+            raise ConfigError(
+                f"{where} has the unknown key {key!r}; "
+                f"{did_you_mean(RENAMED.get(key, key), rules)}"
+            )
+    found = {}
+    for spec in dataclasses.fields(kind):  # type: ignore[arg-type]
+        value = values.get(spec.name)
+        if value is None and _may_be_none(spec, is_set=spec.name in values):
+            continue
+        found[spec.name] = _read_value(rules[spec.name], value, f"{where}.{spec.name}")
+    return kind(**found)
+
+
+def _may_be_none(spec: dataclasses.Field, *, is_set: bool) -> bool:
+    """Whether a field has its default where the config has no value for it."""
+    if spec.default is dataclasses.MISSING:
+        return spec.default_factory is not dataclasses.MISSING
+    return not (is_set and isinstance(spec.default, PLAIN))
+
+
+def _read_value(rule: _Rule, value: Any, where: str) -> Any:
+    if not rule.is_allowed(value):
+        raise ConfigError(f"{where} must be {rule.words}, got {value!r}.")
+    if rule.nested is not None:
+        return read_config(rule.nested, value, where)
+    return value if rule.type is None else {"type": rule.type, **value}
+
+
+def moe_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    """Say in what the experts of a checkpoint differ from those of a config.
+
+    Args:
+        saved: What `MoEConfig.resolved` gave when the checkpoint was written; empty for
+            a dense detector.
+        present: The same of the detector that loads it.
+
+    Returns:
+        One line such as ``moe.gate.k was 1 and is 2``, or None where they are equal.
+    """
+    return "; ".join(_differences(saved, present, "moe")) or None
+
+
+def _differences(saved: Any, present: Any, where: str) -> Iterator[str]:
+    both = (saved, present)
+    if all(map(_is_dict, both)) and saved.get("type") == present.get("type"):
+        for key in sorted({*saved, *present}):
+            yield from _differences(saved.get(key), present.get(key), f"{where}.{key}")
+    elif saved != present:
+        was, now = (v.get("type", "set") if _is_dict(v) else repr(v) for v in both)
+        yield f"{where} was {was} and is {now}"
+
+
+def _resolved(value: Any) -> Any:
+    """Plain containers and values, with the defaults of modules."""
+    if dataclasses.is_dataclass(value):
+        return _resolved(vars(value))
+    if _is_dict(value):
+        named = parameters_of(module_class(value)).values()
+        defaults = {p.name: p.default for p in named if p.default is not p.empty}
+        return {k: _resolved(v) for k, v in {**defaults, **value}.items()}
+    if isinstance(value, (list, tuple)):
+        return [_resolved(item) for item in value]
+    is_plain = value is None or isinstance(value, PLAIN)
+    return value if is_plain else getattr(value, "__name__", repr(value))

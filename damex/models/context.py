@@ -9,60 +9,47 @@ from typing import Any
 from torch import Tensor
 
 from damex.models.queries import GroundTruth
-from damex.moe import Packing, RoutingRecord
+from damex.moe import ChannelGates, Packing, RoutingRecord
 
 __all__ = ["RoutingContext"]
 
 
 class RoutingContext:
-    """What the MoE layers of one detector share during one forward pass.
+    """What the MoE layers and gated layers of a detector share in a forward pass.
 
     mmdet calls ``self.ffn(query)`` and hands over nothing else. So the detector opens
-    a :meth:`step`, in it a :meth:`part` per transformer half, and the layers read the
-    group ids and the packing here and leave their records here. Outside of a step
-    the context is empty: nothing is left over for the next one.
+    a :meth:`step`, in it the encoder and the decoder each open a :meth:`component`, and
+    the layers read the group ids and the packing here and leave their records here.
+    Outside of a step the context is empty: nothing is left over for the next one.
 
     Shapes: B images, N tokens per image.
+
+    Attributes:
+        group_ids_B: Dataset group of every image, -1 where unknown; None at inference.
+        ground_truth: Boxes of the batch; None unless a loss asks for the foreground.
+        valid_ratio_B2: (height, width) of each image as a share of the padded input;
+            None where no image is padded.
+        gates: Channel gates of the images; None where no channels are gated.
+        packing: Which tokens are real, made once for all layers; None where all are.
+        foreground_BN: True for tokens on an object; None where no loss asks for it.
+        num_auxiliary: How many tokens follow these in each image for an auxiliary loss.
+            They pass the experts, and are neither counted nor taught where to go.
+        records: Records of the step by layer name, in the order of computation.
     """
 
     def __init__(self) -> None:
-        self._group_ids_B: Tensor | None = None
-        self._ground_truth: GroundTruth | None = None
-        self._image_share_B2: Tensor | None = None
-        self._packing: Packing | None = None
-        self._foreground_BN: Tensor | None = None
-        self._records: dict[str, RoutingRecord] = {}
-        self._open = False
+        self._clear()
 
-    @property
-    def group_ids_B(self) -> Tensor | None:
-        """Dataset group of every image, -1 where unknown; None at inference."""
-        return self._group_ids_B
-
-    @property
-    def image_share_B2(self) -> Tensor | None:
-        """Part of the padded input's (height, width) that is image; None for all."""
-        return self._image_share_B2
-
-    @property
-    def packing(self) -> Packing | None:
-        """Which tokens are real, made once for all layers; None where all are."""
-        return self._packing
-
-    @property
-    def foreground_BN(self) -> Tensor | None:
-        """True for tokens on an object; None where no loss asks for it."""
-        return self._foreground_BN
-
-    @property
-    def ground_truth(self) -> GroundTruth | None:
-        """Boxes of the batch, of which the foreground follows; None as that is."""
-        return self._ground_truth
-
-    @property
-    def records(self) -> dict[str, RoutingRecord]:
-        """Records of the current step by layer name, in the order of computation."""
-        return self._records
+    def _clear(self) -> None:
+        self.is_open = False
+        self.group_ids_B: Tensor | None = None
+        self.ground_truth: GroundTruth | None = None
+        self.valid_ratio_B2: Tensor | None = None
+        self.gates: ChannelGates | None = None
+        self.packing: Packing | None = None
+        self.foreground_BN: Tensor | None = None
+        self.num_auxiliary = 0
+        self.records: dict[str, RoutingRecord] = {}
 
     @contextmanager
     def step(
@@ -70,46 +57,52 @@ class RoutingContext:
         group_ids_B: Tensor | None = None,
         *,
         ground_truth: GroundTruth | None = None,
-        image_share_B2: Tensor | None = None,
-    ) -> Iterator[RoutingContext]:
-        """Open one forward pass.
-
-        Args:
-            group_ids_B: Dataset group of every image; None at inference.
-            ground_truth: Boxes of the batch; None unless a loss counts foreground.
-            image_share_B2: Part of the padded input's (height, width) that is image.
+        valid_ratio_B2: Tensor | None = None,
+        gates: ChannelGates | None = None,
+    ) -> Iterator[None]:
+        """Open one forward pass; the arguments are the attributes.
 
         Raises:
             RuntimeError: If a step is open already.
         """
-        if self._open:
+        if self.is_open:
             raise RuntimeError("a routing step is open already; steps do not nest.")
-        self._open, self._group_ids_B, self._records = True, group_ids_B, {}
-        self._ground_truth = ground_truth
-        self._image_share_B2 = image_share_B2
-        try:
-            yield self
-        finally:
-            self._open, self._group_ids_B, self._records = False, None, {}
-            self._packing = self._foreground_BN = None
-            self._ground_truth = self._image_share_B2 = None
-
-    @contextmanager
-    def part(
-        self, token_mask_BN: Tensor | None, foreground_BN: Tensor | None = None
-    ) -> Iterator[None]:
-        """Set the token mask and the foreground for the encoder or the decoder."""
-        if token_mask_BN is not None:
-            self._packing = Packing.of_mask(token_mask_BN)
-        self._foreground_BN = foreground_BN
+        self.is_open, self.group_ids_B = True, group_ids_B
+        self.ground_truth, self.valid_ratio_B2 = ground_truth, valid_ratio_B2
+        self.gates = gates
         try:
             yield
         finally:
-            self._packing = self._foreground_BN = None
+            self._clear()
+
+    @contextmanager
+    def component(
+        self,
+        token_mask_BN: Tensor | None,
+        foreground_BN: Tensor | None = None,
+        *,
+        num_auxiliary: int = 0,
+    ) -> Iterator[None]:
+        """Say which tokens the encoder or the decoder has; see the attributes.
+
+        Args:
+            token_mask_BN: True for real tokens; None where all are real.
+            foreground_BN: See the attributes.
+            num_auxiliary: See the attributes.
+        """
+        if token_mask_BN is not None:
+            self.packing = Packing.of_mask(token_mask_BN)
+        self.foreground_BN = foreground_BN
+        self.num_auxiliary = num_auxiliary
+        try:
+            yield
+        finally:
+            self.packing, self.foreground_BN = None, None
+            self.num_auxiliary = 0
 
     def snapshot(self) -> dict[str, Any]:
         """All that layers may read now, for a later :meth:`replay`."""
-        return {**vars(self), "_records": {}}
+        return {**vars(self), "records": {}}
 
     @contextmanager
     def replay(self, snapshot: dict[str, Any]) -> Iterator[None]:
@@ -121,7 +114,7 @@ class RoutingContext:
             snapshot: What :meth:`snapshot` gave in the first run.
         """
         present = dict(vars(self))
-        vars(self).update(snapshot, _records={})
+        vars(self).update(snapshot, records={})
         try:
             yield
         finally:
@@ -134,5 +127,19 @@ class RoutingContext:
         A layer that runs outside of a step (a plain ``forward`` call, an export) has
         nobody to read its record, which is then not kept.
         """
-        if self._open:
-            self._records[name] = record
+        if self.is_open:
+            self.records[name] = record
+
+    def layer_gates(self, name: str) -> Tensor:
+        """Gates (images, channels) of one gated layer.
+
+        Raises:
+            RuntimeError: If no step is open.
+        """
+        if self.gates is None:
+            raise RuntimeError(
+                "gated layers run only inside of a step of their detector, which looks "
+                "at the images first: call the detector's loss, predict or forward, "
+                "not its parts."
+            )
+        return self.gates.layers[name]

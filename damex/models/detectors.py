@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,27 +20,28 @@ from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from torch import Tensor
 
-from damex.engine.schedule import (
-    StagedTraining,
-    gather_loads,
-    prepare_gates,
-    read_router_stage,
-    training_progress,
-)
-from damex.errors import ConfigError
 from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.blocks import MoEFFN
 from damex.models.channel_gating import ChannelGating
-from damex.models.channel_insertion import insert_channels
+from damex.models.channel_insertion import ChannelReport, insert_channels
+from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext
-from damex.models.insertion import insert_moe, moe_blocks
+from damex.models.insertion import (
+    InsertionReport,
+    counts_foreground,
+    insert_moe,
+    moe_blocks,
+)
 from damex.models.queries import (
-    denoising_query_mask,
     encoder_foreground,
     ground_truth_of,
+    group_ids_of,
     query_foreground,
+    real_query_mask,
+    valid_ratio_of,
 )
 from damex.models.routing_summary import attach_routing, routing_losses
+from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
 
 if TYPE_CHECKING:
@@ -68,12 +69,16 @@ class RoutedDetector(_Detector):
 
     Args:
         *args: As for the mmdet detector.
-        moe: See :func:`damex.models.insertion.insert_moe`, and with ``channels`` see
-            :func:`damex.models.channel_insertion.insert_channels`; None keeps the
-            detector dense.
+        moe: See :class:`damex.models.config.MoEConfig`; None keeps the detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
         **kwargs: As for the mmdet detector. ``encoder.num_cp`` and ``decoder.num_cp``
             are the numbers of layers to recompute in the backward pass, to save memory.
+
+    Attributes:
+        routing: What its layers share during a forward pass.
+        counts_tokens: Whether predictions tell where their tokens went; off, as it
+            takes time, until :class:`damex.engine.schedule.TrainingStepHook` or a
+            caller wants it.
     """
 
     def __init__(
@@ -87,30 +92,68 @@ class RoutedDetector(_Detector):
         super().__init__(*args, **kwargs)
         check_neck(self.backbone, kwargs.get("neck"))
         self.routing = RoutingContext()
+        self.counts_tokens = False
         self.channel_gating: ChannelGating | None = None
-        self._staged: StagedTraining | None = None
-        if moe is not None and moe.get("channels") is not None:
-            self.channel_gating, found = insert_channels(
-                self, moe, num_groups=num_groups
-            )
-            print_log(str(found), logger="current", level=logging.INFO)
-        elif moe is not None:
-            report = insert_moe(self, moe, context=self.routing, num_groups=num_groups)
-            print_log(str(report), logger="current", level=logging.INFO)
-            for note in report.notes:
-                print_log(note, logger="current", level=logging.WARNING)
-            self._check_foreground()
+        self._moe = None if moe is None else read_moe(moe)
+        self._warmup: RouterWarmup | None = None
+        if self._moe is not None:
+            self._insert(self._moe, num_groups)
+        checkpoint_layers(self, num_cp, context=self.routing)
+
+    def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
+        """Replace layers by experts, or gate their channels, and say so."""
+        report: InsertionReport | ChannelReport
+        where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
+        if moe.channels is not None:
+            self.channel_gating, report = insert_channels(self, moe, **where)
+        else:
+            report = insert_moe(self, moe, **where)
             layers = [block.moe for block in moe_blocks(self)]
-            stage = read_router_stage(moe.get("router_stage"), layers)
-            self._staged = None if stage is None else StagedTraining(stage)
-        gating = self.channel_gating
-        gated = () if gating is None else (gating.context,)
-        checkpoint_layers(self, num_cp, contexts=(self.routing, *gated))
+            if moe.router_warmup is None:
+                check_losses(layers)
+            else:
+                self._warmup = RouterWarmup(moe.router_warmup, layers)
+        print_log(str(report), logger="current", level=logging.INFO)
+        for note in report.notes:
+            print_log(note, logger="current", level=logging.WARNING)
 
     @property
     def trains_in_stages(self) -> bool:
-        """Whether a part of the parameters is kept still in every training step."""
-        return self._staged is not None
+        """Whether some parameters are not trained in each step."""
+        return self._warmup is not None
+
+    @property
+    def has_frozen_gates(self) -> bool:
+        """Whether channel gates stay as an earlier training left them."""
+        return self.channel_gating is not None and self.channel_gating.path.frozen
+
+    def resolved_moe(self) -> dict[str, Any]:
+        """The ``moe`` tree with its defaults, as plain dicts; empty if it is dense."""
+        return {} if self._moe is None else self._moe.resolved()
+
+    def begin_step(self, *, iteration: int, max_iters: int) -> None:
+        """Begin a training step; a hook of the trainer calls this before each.
+
+        Args:
+            iteration: From 0, by the trainer's count.
+            max_iters: Iterations of the whole training.
+
+        Raises:
+            ConfigError: If the training is shorter than the routers' warm-up.
+        """
+        progress = min(iteration / max(max_iters - 1, 1), 1.0)
+        for block in moe_blocks(self):
+            block.moe.gate.begin_step(progress)
+        if self._warmup is not None:
+            self._warmup.begin_step(self, iteration=iteration, max_iters=max_iters)
+
+    def end_step(self) -> None:
+        """End the forward of a training step: gates sum their loads over processes.
+
+        Before the backward pass, which may compute layers again: that does not count.
+        """
+        for block in moe_blocks(self):
+            block.moe.gate.end_step()
 
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.
@@ -126,70 +169,61 @@ class RoutedDetector(_Detector):
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
-        stage_is_open = False
-        if self.training and self._staged is not None:
-            stage_is_open = self._staged.begin_step(self)
-        if self.training:
-            prepare_gates(moe_blocks(self), training_progress())
-        groups = _group_ids(batch_data_samples, batch_inputs.device)
-        wanted = self.training and _counts_foreground(self)
-        with (
-            self.routing.step(
-                groups,
-                ground_truth=ground_truth_of(batch_data_samples) if wanted else None,
-                image_share_B2=_image_share(batch_inputs, batch_data_samples),
-            ),
-            self._gates(batch_inputs, batch_data_samples),
+        groups = group_ids_of(batch_data_samples, batch_inputs.device)
+        truth = None
+        if self.training and counts_foreground(moe_blocks(self)):
+            truth = ground_truth_of(batch_data_samples)
+        with self._step(
+            batch_inputs, batch_data_samples, group_ids_B=groups, ground_truth=truth
         ):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
-            if self.channel_gating is not None:
-                losses.update(self.channel_gating.losses(batch_data_samples, groups))
-        if self.training:
-            gather_loads(moe_blocks(self))
-        if self.training and self._staged is not None:
-            return self._staged.choose_losses(losses, is_open=stage_is_open)
-        return losses
+            gates = self.routing.gates
+            if self.channel_gating is not None and gates is not None:
+                found = self.channel_gating.losses(gates, batch_data_samples, groups)
+                losses.update(found)
+        if not self.training:
+            return losses
+        self.end_step()
+        return losses if self._warmup is None else self._warmup.choose_losses(losses)
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True
     ) -> list:
-        """Detections; every sample also tells where its tokens went.
+        """Detections; with ``counts_tokens`` samples tell where their tokens went.
 
         No dataset id is read here. Where a sample comes from an evaluation's mixture,
         ``dataset_instances`` are the detections of its dataset's classes alone.
         """
         outputs: list[tuple[Tensor, Tensor]] = []
-        share_B2 = _image_share(batch_inputs, batch_data_samples)
         with (
-            self.routing.step(image_share_B2=share_B2),
-            self._gates(batch_inputs, batch_data_samples),
+            self._step(batch_inputs, batch_data_samples),
             self.bbox_head.register_forward_hook(lambda *call: outputs.append(call[2])),
         ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
             _add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
-            return attach_routing(samples, self.routing.records)
+            if self.counts_tokens:
+                attach_routing(samples, self.routing.records)
+            return samples
 
     def _forward(
         self, batch_inputs: Tensor, batch_data_samples: list | None = None
     ) -> tuple:
         """Raw outputs; tokens are routed and channels gated as in a prediction."""
-        share_B2 = None
-        if batch_data_samples is not None:
-            share_B2 = _image_share(batch_inputs, batch_data_samples)
-        with (
-            self.routing.step(image_share_B2=share_B2),
-            self._gates(batch_inputs, batch_data_samples),
-        ):
+        with self._step(batch_inputs, batch_data_samples):
             return super()._forward(batch_inputs, batch_data_samples)
 
-    def _gates(
-        self, images: Tensor, samples: list | None
-    ) -> AbstractContextManager[None]:
-        """A forward pass with the gates of its images, where channels are gated."""
-        if self.channel_gating is None:
-            return nullcontext()
-        return self.channel_gating.step(images, samples)
+    @contextmanager
+    def _step(
+        self, images: Tensor, samples: list | None, **known: Any
+    ) -> Iterator[None]:
+        """Open a routing step, with the gates of its images where there are any."""
+        gates = None
+        if self.channel_gating is not None:
+            gates = self.channel_gating(images, samples)
+        ratio_B2 = valid_ratio_of(images, samples)
+        with self.routing.step(valid_ratio_B2=ratio_B2, gates=gates, **known):
+            yield
 
     def forward_encoder(
         self, feat: Tensor, feat_mask: Tensor | None, **kwargs: Any
@@ -198,65 +232,62 @@ class RoutedDetector(_Detector):
         truth, foreground = self.routing.ground_truth, None
         if truth is not None:
             foreground = encoder_foreground(truth, kwargs["spatial_shapes"])
-        with self.routing.part(None if feat_mask is None else ~feat_mask, foreground):
+        with self.routing.component(
+            None if feat_mask is None else ~feat_mask, foreground
+        ):
             return super().forward_encoder(feat=feat, feat_mask=feat_mask, **kwargs)
 
     def forward_decoder(
-        self, *, query_mask: Tensor | None = None, **kwargs: Any
+        self,
+        *,
+        query_mask: Tensor | None = None,
+        num_auxiliary: int = 0,
+        **kwargs: Any,
     ) -> dict:
-        """Run the decoder; filled-up denoising queries are no tokens."""
+        """Run the decoder; fillers and auxiliary queries are no tokens to count."""
+        count = kwargs["query"].shape[1] - num_auxiliary
         truth, foreground = self.routing.ground_truth, None
         if truth is not None:
-            foreground = query_foreground(truth, kwargs["reference_points"])
-        with self.routing.part(query_mask, foreground):
+            points = kwargs["reference_points"][:, :count]
+            foreground = query_foreground(truth, points)
+        if query_mask is not None:
+            query_mask = query_mask[:, :count]
+        with self.routing.component(
+            query_mask, foreground, num_auxiliary=num_auxiliary
+        ):
             return super().forward_decoder(**kwargs)
 
-    def _check_foreground(self) -> None:
-        if _counts_foreground(self) and any(
-            isinstance(block, MoEPatchConv) for block in moe_blocks(self)
-        ):
-            raise ConfigError(
-                "moe.losses: tokens='foreground' is for the transformer's experts, and "
-                "moe.layers names the backbone; set tokens='all'."
-            )
-        if _counts_foreground(self) and not isinstance(self, DeformableDETR):
-            raise ConfigError(
-                f"moe.losses: tokens='foreground' needs queries with reference points, "
-                f"which {type(self).__name__} has not; set tokens='all', or use "
-                "MoEDINO, MoEDDQDETR or MoEDeformableDETR."
-            )
 
+@MODELS.register_module()
+class MoEDINO(RoutedDetector, DINO):
+    """DINO (Zhang et al. 2023) with experts: the detector of the DAMEX paper."""
 
-class _DenoisingDetector(RoutedDetector):
-    """Adds the mask of real denoising queries, for DINO and its descendants."""
-
-    def pre_decoder(
-        self, *args: Any, batch_data_samples: list | None = None, **kwargs: Any
-    ) -> tuple[dict, dict]:
-        """Prepare the decoder's queries and the mask of those that are real."""
-        inputs, head_inputs = super().pre_decoder(
-            *args, batch_data_samples=batch_data_samples, **kwargs
-        )
-        meta = head_inputs.get("dn_meta")
-        if meta is not None and batch_data_samples is not None:
-            query = inputs["query"]
-            inputs["query_mask"] = denoising_query_mask(
-                [len(sample.gt_instances) for sample in batch_data_samples],
-                num_denoising=meta["num_denoising_queries"],
-                num_matching=query.shape[1] - meta["num_denoising_queries"],
-                device=query.device,
-            )
+    def pre_decoder(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
+        """Prepare the decoder's queries; filled-up denoising queries are no tokens."""
+        inputs, head_inputs = super().pre_decoder(*args, **kwargs)
+        if self.training:
+            inputs["query_mask"] = real_query_mask(inputs["query"])
         return inputs, head_inputs
 
 
 @MODELS.register_module()
-class MoEDINO(_DenoisingDetector, DINO):
-    """DINO (Zhang et al. 2023) with experts: the detector of the DAMEX paper."""
+class MoEDDQDETR(RoutedDetector, DDQDETR):
+    """DDQ DETR (Zhang et al. 2023) with experts.
 
+    In training DDQ decodes a second, denser set of queries for an auxiliary loss, and
+    no other query sees these. They pass the experts as they pass the FFN of a dense
+    detector, or the loss would be that of another network, but in a call of their own:
+    routing losses and metrics are about the queries of which detections are made.
+    """
 
-@MODELS.register_module()
-class MoEDDQDETR(_DenoisingDetector, DDQDETR):
-    """DDQ DETR (Zhang et al. 2023) with experts."""
+    def pre_decoder(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
+        """Prepare the decoder's queries; fillers are no tokens."""
+        inputs, head_inputs = super().pre_decoder(*args, **kwargs)
+        inputs["query_mask"] = real_query_mask(inputs["query"])
+        meta = head_inputs.get("dn_meta")
+        if meta is not None:
+            inputs["num_auxiliary"] = meta["num_dense_queries"]
+        return inputs, head_inputs
 
 
 @MODELS.register_module()
@@ -277,20 +308,6 @@ class MoEConditionalDETR(RoutedDetector, ConditionalDETR):
 @MODELS.register_module()
 class MoEDETR(RoutedDetector, DETR):
     """DETR (Carion et al. 2020) with experts."""
-
-
-def _counts_foreground(detector: torch.nn.Module) -> bool:
-    """Whether any routing loss asks which tokens are foreground."""
-    losses = [loss for block in moe_blocks(detector) for loss in block.moe.losses]
-    return any(loss.tokens == "foreground" for loss in losses)
-
-
-def _group_ids(batch_data_samples: list, device: torch.device) -> Tensor | None:
-    """Group of every image; None where no sample comes from a mixture."""
-    ids = [sample.metainfo.get("group_id", -1) for sample in batch_data_samples]
-    if all(value < 0 for value in ids):
-        return None
-    return torch.tensor(ids, device=device)
 
 
 def _add_dataset_instances(
@@ -321,13 +338,3 @@ def _add_dataset_instances(
     )
     for sample, instances in zip(samples, found, strict=True):
         sample.dataset_instances = instances
-
-
-def _image_share(batch_inputs: Tensor, batch_data_samples: list) -> Tensor | None:
-    """Part of the padded (height, width) that is image; None where all of it is."""
-    height, width = batch_inputs.shape[-2:]
-    sizes = [sample.metainfo["img_shape"][:2] for sample in batch_data_samples]
-    if all(tuple(size) == (height, width) for size in sizes):
-        return None
-    shares = [(h / height, w / width) for h, w in sizes]
-    return torch.tensor(shares, dtype=torch.float64, device=batch_inputs.device)

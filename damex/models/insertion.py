@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.registry import MODELS
+from mmdet.models.detectors import DeformableDETR
 from torch import nn
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, MoEPatchConv
-from damex.models.build import assemble_layer, build_part
-from damex.models.config import InsertionPlan, layers_of, read_plan, take_closing_norm
+from damex.models.blocks import MoEFFN, MoEPatchConv, activation_of
+from damex.models.build import build_layer
+from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
-from damex.models.fine_grained import SplitStart
-from damex.models.sites import ConvSite, chosen_layers, conv_sites
+from damex.models.signatures import module_class
+from damex.models.sites import chosen_layers, conv_sites
+from damex.models.upcycling import SplitStart, closing_norm_becomes_own
 from damex.moe import (
     DenseSoftmaxGate,
     ExpertChoiceGate,
@@ -25,24 +25,22 @@ from damex.moe import (
     MoELayer,
     PatchConvExperts,
     RoutingLoss,
+    split_hidden_dims,
 )
 
 __all__ = [
     "InsertedLayer",
     "InsertionReport",
-    "check_denoising",
-    "count_parameters",
-    "insert_ffns",
+    "counts_foreground",
     "insert_moe",
-    "insert_patch_convs",
     "moe_blocks",
-    "uses_patches",
+    "take_closing_norm",
 ]
 
 
 def insert_moe(
     detector: nn.Module,
-    moe: Mapping[str, Any],
+    config: MoEConfig,
     *,
     context: RoutingContext,
     num_groups: int | None,
@@ -53,16 +51,7 @@ def insert_moe(
 
     Args:
         detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
-        moe: ``layers=dict(decoder=[0, 2, 4])`` (a list of layer numbers, ``'all'``, or
-            ``'even'`` for 0, 2, 4 and so on; for ``encoder`` and ``decoder``; stages
-            for ``backbone``, or ``'last'``), ``num_experts`` (the number of dataset
-            groups by default), and the parts ``router``, ``gate``, ``experts`` and
-            ``losses``, each a dict with a ``type``.
-            ``shared_expert=dict(type='SharedExpert')`` adds an expert for all tokens.
-            ``with_cp=True`` recomputes experts in the backward pass to save memory.
-            ``block=dict(norm='pre', drop_path=0.2)`` is described in `BlockOptions`,
-            ``fine_grained=dict(parts=2, copies=4)`` in `FineGrained`, ``router_stage``
-            in :mod:`damex.engine.schedule`. It is not changed.
+        config: What it asks for.
         context: What the blocks read and write during a forward pass.
         num_groups: Number of dataset groups; None outside of a mixture.
 
@@ -70,16 +59,17 @@ def insert_moe(
         What was replaced.
 
     Raises:
-        ConfigError: If a field is unknown, a layer does not exist or has no FFN,
-            nothing is chosen, a part works with groups and there are more of them than
+        ConfigError: If a layer does not exist or has no FFN, nothing is chosen, a
+            module cannot be built, works with groups and there are more of them than
             experts, or denoising queries would compete with others.
     """
-    plan = read_plan(moe, context=context, num_groups=num_groups)
-    insert = insert_patch_convs if uses_patches(moe) else insert_ffns
-    layers = tuple(insert(detector, plan))
+    insert = _insert_patch_convs if _uses_patches(config) else _insert_ffns
+    layers = tuple(insert(detector, config, context=context, num_groups=num_groups))
     blocks = moe_blocks(detector)
-    check_denoising(detector, blocks)
-    return InsertionReport(layers, _notes(blocks, plan.groups))
+    _check_denoising(detector, blocks)
+    _check_foreground(detector, blocks)
+    moe = blocks[0].moe
+    return InsertionReport(layers, (*_dataset_notes(moe), *_balance_notes(moe)))
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
@@ -87,29 +77,18 @@ def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
     return [m for m in detector.modules() if isinstance(m, (MoEFFN, MoEPatchConv))]
 
 
-def _notes(
-    blocks: Sequence[MoEFFN | MoEPatchConv], groups: Sequence[Sequence[int]] | None
-) -> tuple[str, ...]:
-    """Says it where a loss asks for what the gate cannot do."""
-    if not blocks:
+def _dataset_notes(moe: MoELayer) -> tuple[str, ...]:
+    """Says it where a loss teaches what the gate cannot do."""
+    if moe.group_experts_GE is None:
         return ()
-    moe = blocks[0].moe
-    return (*_dataset_notes(moe, groups), *_balance_notes(moe))
-
-
-def _dataset_notes(
-    moe: MoELayer, groups: Sequence[Sequence[int]] | None
-) -> tuple[str, ...]:
-    if groups is None:
-        return ()
-    k, fewest = getattr(moe.gate, "k", 1), min(len(experts) for experts in groups)
+    k, fewest = getattr(moe.gate, "k", 1), int(moe.group_experts_GE.sum(1).min())
     if k <= fewest or not any(loss.needs_groups for loss in moe.losses):
         return ()
     return (
         f"moe.gate.k is {k}, but a dataset group has {fewest} of the "
         f"{moe.num_experts} experts: its tokens always reach experts of other groups, "
         f"too, against what moe.losses teaches; set k={fewest}, or "
-        f"num_experts={k * len(groups)} or more.",
+        f"num_experts={k * len(moe.group_experts_GE)} or more.",
     )
 
 
@@ -131,7 +110,7 @@ def _is_constant(loss: RoutingLoss, moe: MoELayer) -> bool:
     return isinstance(moe.gate, DenseSoftmaxGate)
 
 
-def check_denoising(
+def _check_denoising(
     detector: nn.Module, blocks: Iterable[MoEFFN | MoEPatchConv]
 ) -> None:
     """Refuse gates that would let denoising queries push out matching ones.
@@ -139,13 +118,6 @@ def check_denoising(
     Denoising queries are made of the ground truth. DINO's attention mask hides them
     from the matching queries, but experts that choose among all tokens of an image
     would choose among both, and at test time there are no denoising queries.
-
-    Args:
-        detector: A built detector.
-        blocks: Its MoE blocks.
-
-    Raises:
-        ConfigError: If experts choose tokens in a decoder with denoising queries.
     """
     if getattr(detector, "dn_query_generator", None) is None:
         return
@@ -161,124 +133,139 @@ def check_denoising(
             )
 
 
-def insert_ffns(detector: nn.Module, plan: InsertionPlan) -> Iterator[InsertedLayer]:
-    """Replace the FFNs that the config chooses.
+def counts_foreground(blocks: Iterable[MoEFFN | MoEPatchConv]) -> bool:
+    """Whether any routing loss asks which tokens are foreground.
 
     Args:
-        detector: A built detector.
-        plan: What to put into it.
-
-    Yields:
-        Each replaced FFN.
-
-    Raises:
-        ConfigError: If a layer does not exist or its FFN cannot be replaced.
+        blocks: The MoE blocks of a detector.
     """
-    for name, layer in chosen_layers(detector, layers_of(plan.moe)):
-        dense = layer.ffn
-        layer.ffn = block = _build_block(plan, layer, name)
-        width = dense.embed_dims
-        yield InsertedLayer(
-            name=name,
-            dense=f"FFN {width}-{dense.feedforward_channels}-{width}",
-            num_experts=plan.num_experts,
-            dense_parameters=count_parameters(dense),
-            moe_parameters=count_parameters(block),
+    losses = [loss for block in blocks for loss in block.moe.losses]
+    return any(loss.tokens == "foreground" for loss in losses)
+
+
+def _check_foreground(
+    detector: nn.Module, blocks: Iterable[MoEFFN | MoEPatchConv]
+) -> None:
+    """Refuse losses on foreground tokens where nobody knows which these are."""
+    if not counts_foreground(blocks):
+        return
+    if any(isinstance(block, MoEPatchConv) for block in blocks):
+        raise ConfigError(
+            "moe.losses: tokens='foreground' is for the transformer's experts, and "
+            "moe.layers names the backbone; set tokens='all'."
+        )
+    if not isinstance(detector, DeformableDETR):
+        raise ConfigError(
+            "moe.losses: tokens='foreground' needs queries with reference points, "
+            f"which {type(detector).__name__} has not; set tokens='all', or use "
+            "MoEDINO, MoEDDQDETR or MoEDeformableDETR."
         )
 
 
-def _build_block(plan: InsertionPlan, layer: Any, name: str) -> MoEFFN:
-    """The MoE block that takes the place of a layer's FFN."""
-    built = _build_layer(plan, layer.ffn)
-    split = None
-    if plan.fine is not None:
-        plan.fine.check(built)
-        hidden_dims = layer.ffn.feedforward_channels
-        split = SplitStart(parts=plan.fine.parts, hidden_dims=hidden_dims)
-    is_pre_norm = plan.options.norm == "pre"
-    try:
-        return MoEFFN(
-            built,
-            name=name,
-            context=plan.context,
-            with_cp=plan.with_cp,
-            norm=take_closing_norm(layer, name) if is_pre_norm else None,
-            drop_path=plan.options.drop_path,
-            split=split,
+def _insert_ffns(
+    detector: nn.Module,
+    config: MoEConfig,
+    *,
+    context: RoutingContext,
+    num_groups: int | None,
+) -> Iterator[InsertedLayer]:
+    """Replace the FFNs that the config chooses."""
+    chosen = config.layers.chosen
+    if not chosen:
+        raise ConfigError(
+            f"moe.layers = {config.layers.given} chooses no layer, so the detector "
+            "would stay dense; set layers=dict(decoder=[0, 2, 4]), or moe=None for a "
+            "dense detector."
         )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"moe.fine_grained: {error}") from error
+    for component, numbers in chosen.items():
+        for name, layer in chosen_layers(detector, component, numbers):
+            dense = layer.ffn
+            moe, split = _build_ffn_experts(config, dense, num_groups)
+            layer.ffn = block = MoEFFN(
+                moe,
+                name=name,
+                context=context,
+                dense=dense,
+                with_cp=config.with_cp,
+                norm=take_closing_norm(layer, name)
+                if config.block.norm == "pre"
+                else None,
+                drop_path=config.block.drop_path,
+                split=split,
+            )
+            width = dense.embed_dims
+            replaced = f"FFN {width}-{dense.feedforward_channels}-{width}"
+            yield _inserted(block, dense, replaced)
 
 
-def _build_layer(plan: InsertionPlan, dense: FFN) -> MoELayer:
-    """One MoE layer with the width, activation and dropout of the FFN it replaces."""
+def _build_ffn_experts(
+    config: MoEConfig, dense: FFN, num_groups: int | None
+) -> tuple[MoELayer, SplitStart | None]:
+    """A MoE layer with the width, activation and dropout of the FFN it replaces."""
     if dense.num_fcs != 2 or not dense.add_identity:
         raise ConfigError(
             "experts can replace mmcv FFNs with num_fcs=2 and add_identity=True only, "
             f"got num_fcs={dense.num_fcs}, add_identity={dense.add_identity}."
         )
-    activation, dropout = dense.layers[0][1], dense.layers[0][2]
-    fine, hidden_dims = plan.fine, dense.feedforward_channels
+    hidden_dims, split = dense.feedforward_channels, None
+    if config.fine_grained is not None:
+        split = SplitStart(parts=config.fine_grained.parts, hidden_dims=hidden_dims)
+        try:
+            hidden_dims = split_hidden_dims(hidden_dims, parts=split.parts)
+        except ValueError as error:
+            raise ConfigError(f"moe.fine_grained.parts: {error}") from error
     ffn = dict(
         embed_dims=dense.embed_dims,
-        hidden_dims=hidden_dims if fine is None else fine.width(hidden_dims),
-        activation=type(activation).__name__.lower(),
-        dropout=dropout.p,
+        hidden_dims=hidden_dims,
+        activation=activation_of(dense),
+        dropout=dense.layers[0][2].p,
     )
-    experts = build_part(
-        plan.moe.get("experts"),
-        "FFNExperts",
-        "experts",
-        num_experts=plan.num_experts,
-        **ffn,
-    )
-    shared = plan.moe.get("shared_expert")
-    return assemble_layer(
-        plan.moe,
-        experts,
-        embed_dims=dense.embed_dims,
-        num_experts=plan.num_experts,
-        groups=plan.groups,
-        gate_defaults={} if fine is None else fine.gate,
-        shared_expert=None
-        if shared is None
-        else build_part(shared, "SharedExpert", "shared_expert", **ffn),
-    )
+    return build_layer(config, ffn, num_groups=num_groups, shared_expert=ffn), split
 
 
-def uses_patches(moe: Mapping[str, Any]) -> bool:
-    """Whether the experts convolve patches, and so belong into the backbone.
+def take_closing_norm(layer: nn.Module, name: str) -> nn.Module:
+    """Take the norm after the feed-forward block out of a transformer layer.
+
+    An identity stays in its place. When a checkpoint of the untouched layer is loaded,
+    the weights of its closing norm become those of the block's own norm.
+
+    Args:
+        layer: A layer of mmdet with ``norms``, the last of which follows ``ffn``.
+        name: Of the layer, for the message.
 
     Raises:
-        ConfigError: If the experts do not fit the layers that are chosen for them.
+        ConfigError: If the layer has no such norm.
     """
-    layers = layers_of(moe)
-    experts = moe.get("experts") or {}
-    if not isinstance(experts, Mapping):
+    norms = getattr(layer, "norms", None)
+    if not isinstance(norms, nn.ModuleList) or isinstance(norms[-1], nn.Identity):
         raise ConfigError(
-            "moe.experts must be a dict with a type, such as dict(type='FFNExperts'), "
-            f"got {experts!r}."
+            f"moe.block.norm='pre' needs a norm to move, but layer {name} "
+            f"({type(layer).__name__}) has no list 'norms' that ends with one."
         )
-    kind = experts.get("type", "FFNExperts")
-    part = MODELS.get(kind) if isinstance(kind, str) else kind
-    on_patches = inspect.isclass(part) and issubclass(part, PatchConvExperts)
-    chosen = layers.get("backbone") not in (None, [], ())
-    if chosen and not on_patches:
-        raise ConfigError(
-            "moe.layers.backbone needs experts that convolve patches; set moe.experts="
-            f"dict(type='PatchConvExperts', patch_size=2), got the type {kind!r}."
-        )
-    if not on_patches:
+    norm = norms[-1]
+    norms[-1] = nn.Identity()
+    layer.register_load_state_dict_pre_hook(closing_norm_becomes_own)
+    return norm
+
+
+def _uses_patches(config: MoEConfig) -> bool:
+    """Whether the experts convolve patches, and so belong into the backbone."""
+    module, chosen = module_class(config.experts), config.layers.chosen
+    kind = config.experts["type"]
+    if not (inspect.isclass(module) and issubclass(module, PatchConvExperts)):
+        if "backbone" in chosen:
+            raise ConfigError(
+                "moe.layers.backbone needs experts that convolve patches; set "
+                "moe.experts=dict(type='PatchConvExperts', patch_size=2), got the type "
+                f"{kind!r}."
+            )
         return False
-    others = [part for part in layers if part != "backbone"]
-    if others or not chosen:
+    if list(chosen) != ["backbone"]:
         raise ConfigError(
             f"moe.experts has the type {kind!r}, which replaces convolutions; set "
-            f"moe.layers=dict(backbone=[3]) or 'last', got {dict(layers)!r}."
+            f"moe.layers=dict(backbone=[3]) or 'last', got {config.layers.given}."
         )
-    if moe.get("shared_expert") is not None:
+    if config.shared_expert is not None:
         raise ConfigError(
             f"moe.shared_expert is an FFN and cannot stand beside {kind!r}; leave it "
             "out."
@@ -286,56 +273,30 @@ def uses_patches(moe: Mapping[str, Any]) -> bool:
     return True
 
 
-def insert_patch_convs(
-    detector: nn.Module, plan: InsertionPlan
+def _insert_patch_convs(
+    detector: nn.Module,
+    config: MoEConfig,
+    *,
+    context: RoutingContext,
+    num_groups: int | None,
 ) -> Iterator[InsertedLayer]:
-    """Replace the convolutions that the config chooses.
-
-    Args:
-        detector: A built detector with a ResNet of mmdet.
-        plan: What to put into it.
-
-    Yields:
-        Each replaced convolution.
-
-    Raises:
-        ConfigError: If a stage does not exist or cannot take experts.
-    """
-    for site in conv_sites(detector, plan.moe["layers"]["backbone"]):
-        block = _build_patch_block(plan, site)
-        site.replace(block)
+    """Replace the convolutions of a ResNet that the config chooses."""
+    for site in conv_sites(detector, config.layers.backbone):
         conv = site.conv
-        side, widths = conv.kernel_size[0], f"{conv.in_channels}-{conv.out_channels}"
-        yield InsertedLayer(
-            name=site.name,
-            dense=f"convolution {widths} {side}x{side}",
-            num_experts=plan.num_experts,
-            dense_parameters=count_parameters(conv),
-            moe_parameters=count_parameters(block),
+        convolution = dict(
+            in_channels=conv.in_channels,
+            out_channels=conv.out_channels,
+            kernel_size=conv.kernel_size[0],
         )
-
-
-def _build_patch_block(plan: InsertionPlan, site: ConvSite) -> MoEPatchConv:
-    conv = site.conv
-    experts = build_part(
-        plan.moe["experts"],
-        None,
-        "experts",
-        num_experts=plan.num_experts,
-        in_channels=conv.in_channels,
-        out_channels=conv.out_channels,
-        kernel_size=conv.kernel_size[0],
-    )
-    layer = assemble_layer(
-        plan.moe,
-        experts,
-        embed_dims=experts.embed_dims,
-        num_experts=plan.num_experts,
-        groups=plan.groups,
-    )
-    return MoEPatchConv(
-        layer, name=site.name, context=plan.context, with_cp=plan.with_cp
-    )
+        block = MoEPatchConv(
+            build_layer(config, convolution, num_groups=num_groups),
+            name=site.name,
+            context=context,
+            with_cp=config.with_cp,
+        )
+        site.replace(block)
+        side, widths = conv.kernel_size[0], f"{conv.in_channels}-{conv.out_channels}"
+        yield _inserted(block, conv, f"convolution {widths} {side}x{side}")
 
 
 @dataclass(frozen=True)
@@ -370,6 +331,17 @@ class InsertionReport:
         return "\n".join([f"experts in {len(rows)} layers:", *rows])
 
 
-def count_parameters(module: nn.Module) -> int:
-    """Number of parameters of a module."""
+def _inserted(
+    block: MoEFFN | MoEPatchConv, dense: nn.Module, description: str
+) -> InsertedLayer:
+    return InsertedLayer(
+        name=block.name,
+        dense=description,
+        num_experts=block.moe.num_experts,
+        dense_parameters=_count_parameters(dense),
+        moe_parameters=_count_parameters(block),
+    )
+
+
+def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())

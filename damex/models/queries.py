@@ -11,44 +11,64 @@ from torch import Tensor
 
 __all__ = [
     "GroundTruth",
-    "denoising_query_mask",
     "encoder_foreground",
     "ground_truth_of",
+    "group_ids_of",
     "query_foreground",
+    "real_query_mask",
+    "valid_ratio_of",
 ]
 
 
-def denoising_query_mask(
-    boxes_per_image: Sequence[int],
-    *,
-    num_denoising: int,
-    num_matching: int,
-    device: torch.device | None = None,
-) -> Tensor | None:
-    """Mask of decoder queries, in the layout of mmdet's ``CdnQueryGenerator``.
+def real_query_mask(query_BND: Tensor) -> Tensor:
+    """Mask of decoder queries where mmdet fills up with zeros.
 
-    Denoising queries come first, in blocks as long as the largest number of boxes in
-    the batch; an image with fewer boxes fills its blocks up with zeros. Those fillers
-    are no tokens: they must not be routed or counted.
+    The denoising queries of DINO come in blocks as long as the largest number of boxes
+    in the batch, and an image with fewer boxes leaves its blocks half empty. In DDQ
+    DETR non-maximum suppression may leave fewer proposals of an image than it has
+    queries, and nobody says how many. These fillers are no tokens: they must not be
+    routed or counted. A real query is an embedding or a linear map with bias, and never
+    zero in all channels.
 
     Args:
-        boxes_per_image: Number of boxes of each of the B images.
-        num_denoising: Number of denoising queries, fillers included.
-        num_matching: Number of matching queries after them.
-        device: Where the mask is made.
+        query_BND: The queries that the decoder starts from.
 
     Returns:
-        Bool tensor (B, num_denoising + num_matching), True for real queries; None
-        where all are real.
+        Bool tensor (B, N), True for real queries.
     """
-    block = max(boxes_per_image, default=0)
-    if num_denoising == 0 or min(boxes_per_image) == block:
+    return (query_BND != 0).any(dim=-1)
+
+
+def group_ids_of(
+    batch_data_samples: Sequence[Any], device: torch.device
+) -> Tensor | None:
+    """Dataset group of every image, -1 where unknown; None where all are unknown.
+
+    Args:
+        batch_data_samples: Samples, with ``group_id`` if they come from a mixture.
+        device: Where the ids are needed.
+    """
+    ids = [sample.metainfo.get("group_id", -1) for sample in batch_data_samples]
+    if all(value < 0 for value in ids):
         return None
-    counts_B1 = torch.tensor(boxes_per_image, device=device)[:, None]
-    place = torch.arange(num_denoising, device=device) % block
-    denoising = place[None, :] < counts_B1
-    matching = denoising.new_ones(len(boxes_per_image), num_matching)
-    return torch.cat([denoising, matching], dim=1)
+    return torch.tensor(ids, device=device)
+
+
+def valid_ratio_of(
+    batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
+) -> Tensor | None:
+    """Share of the padded (height, width) that is image; None where all of it is.
+
+    Args:
+        batch_inputs: The padded images.
+        batch_data_samples: Samples with ``img_shape``; None where unknown.
+    """
+    height, width = batch_inputs.shape[-2:]
+    sizes = [sample.metainfo["img_shape"][:2] for sample in batch_data_samples or ()]
+    if all(tuple(size) == (height, width) for size in sizes):
+        return None
+    ratios = [(h / height, w / width) for h, w in sizes]
+    return torch.tensor(ratios, dtype=torch.float64, device=batch_inputs.device)
 
 
 @dataclass(frozen=True)
@@ -56,32 +76,32 @@ class GroundTruth:
     """The boxes of a batch.
 
     Attributes:
-        boxes: For each image (boxes, 4), x1 y1 x2 y2 in shares of the image.
-        batch_size_B2: Width and height of the padded batch in shares of the image; 1
-            where an image is not padded.
+        boxes: For each image (boxes, 4), x1 y1 x2 y2 relative to the image's size.
+        valid_ratio_B2: Width and height of each image relative to the padded batch; 1
+            where it is not padded.
     """
 
     boxes: tuple[Tensor, ...]
-    batch_size_B2: Tensor
+    valid_ratio_B2: Tensor
 
 
 def ground_truth_of(batch_data_samples: Sequence[Any]) -> GroundTruth:
-    """Reads the boxes of mmdet's data samples.
+    """Read the boxes of mmdet's data samples.
 
     Args:
         batch_data_samples: Samples with ``gt_instances``, ``img_shape`` and
             ``batch_input_shape``.
     """
-    boxes, sizes = [], []
+    boxes, ratios = [], []
     for sample in batch_data_samples:
         height, width = sample.img_shape[:2]
         batch_height, batch_width = sample.batch_input_shape
         pixels = sample.gt_instances.bboxes
         pixels = getattr(pixels, "tensor", pixels)  # mmdet's box types hold a tensor
         boxes.append(pixels / pixels.new_tensor([width, height, width, height]))
-        size = [batch_width / width, batch_height / height]
-        sizes.append(pixels.new_tensor(size))
-    return GroundTruth(tuple(boxes), torch.stack(sizes))
+        ratio = [width / batch_width, height / batch_height]
+        ratios.append(pixels.new_tensor(ratio))
+    return GroundTruth(tuple(boxes), torch.stack(ratios))
 
 
 def encoder_foreground(truth: GroundTruth, spatial_shapes_L2: Tensor) -> Tensor:
@@ -95,14 +115,14 @@ def encoder_foreground(truth: GroundTruth, spatial_shapes_L2: Tensor) -> Tensor:
         Bool tensor (B, N) in the order of the encoder's tokens: level by level, row by
         row. Padded cells are background.
     """
-    levels = []
+    levels, device = [], truth.valid_ratio_B2.device
     for height, width in spatial_shapes_L2.tolist():
-        y_H = (torch.arange(height, device=truth.batch_size_B2.device) + 0.5) / height
-        x_W = (torch.arange(width, device=truth.batch_size_B2.device) + 0.5) / width
+        y_H = (torch.arange(height, device=device) + 0.5) / height
+        x_W = (torch.arange(width, device=device) + 0.5) / width
         grid_y, grid_x = torch.meshgrid(y_H, x_W, indexing="ij")
         levels.append(torch.stack([grid_x, grid_y], dim=-1).flatten(0, 1))
     centres_N2 = torch.cat(levels)
-    return _on_object(truth, centres_N2 * truth.batch_size_B2.unsqueeze(1))
+    return _on_object(truth, centres_N2 / truth.valid_ratio_B2.unsqueeze(1))
 
 
 def query_foreground(truth: GroundTruth, reference_points_BN: Tensor) -> Tensor:
@@ -111,7 +131,7 @@ def query_foreground(truth: GroundTruth, reference_points_BN: Tensor) -> Tensor:
     Args:
         truth: The boxes.
         reference_points_BN: References that the decoder starts from, (B, N, 2) centres
-            or (B, N, 4) boxes as centre and size, in shares of the image.
+            or (B, N, 4) boxes as centre and size, relative to the image.
 
     Returns:
         Bool tensor (B, N); denoising queries follow the same rule as all others.

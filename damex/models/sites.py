@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import ResNet
 from torch import nn
 
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError
 from damex.models.blocks import MoEPatchConv
 
 __all__ = [
@@ -18,126 +18,71 @@ __all__ = [
     "backbone_stages",
     "chosen_layers",
     "conv_sites",
-    "layer_numbers",
-    "transformer_layer",
 ]
-
-PARTS = ("encoder", "decoder")
 
 
 def chosen_layers(
-    detector: nn.Module, layers: Mapping[str, Any]
+    detector: nn.Module, component: str, chosen: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Name and module of every transformer layer that the config chooses.
+    """Name and module of the transformer layers that the config chooses.
 
     Args:
-        detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
-        layers: ``moe.layers``.
+        detector: A built detector.
+        component: ``encoder`` or ``decoder``.
+        chosen: List of layer numbers, 'all' or 'even'.
 
     Raises:
-        ConfigError: If nothing is chosen, or a part or layer does not exist or has no
-            FFN.
+        ConfigError: If a layer does not exist, is run a second time by gradient
+            checkpointing of mmdet, or has no FFN.
     """
-    for part in layers:
-        if part not in PARTS:
+    existing = getattr(getattr(detector, component, None), "layers", [])
+    count = len(existing)
+    for number in _numbers(chosen, count):
+        if type(number) is not int or not 0 <= number < count:
             raise ConfigError(
-                f"moe.layers has the unknown part {part!r}; {did_you_mean(part, PARTS)}"
+                f"moe.layers.{component} names layer {number!r}, but the {component} "
+                f"has {count} layers: 0 to {count - 1}."
             )
-    if not any(layers.get(part) not in (None, [], ()) for part in PARTS):
-        raise ConfigError(
-            f"moe.layers = {dict(layers)} chooses no layer, so the detector would stay "
-            "dense; set layers=dict(decoder=[0, 2, 4]), or moe=None for a dense "
-            "detector."
-        )
-    for part in PARTS:
-        chosen = layers.get(part)
-        if chosen is None:
-            continue
-        existing = getattr(getattr(detector, part, None), "layers", [])
-        for number in layer_numbers(chosen, len(existing), part):
-            yield f"{part}.{number}", transformer_layer(existing, part, number)
-
-
-def layer_numbers(chosen: Any, count: int, part: str) -> Sequence[Any]:
-    """Layer numbers behind a choice: a list, 'all' or 'even'.
-
-    Args:
-        chosen: What ``moe.layers`` says about a part.
-        count: How many layers the part has.
-        part: Its name, for the message.
-
-    Raises:
-        ConfigError: If it is no choice. That the layers exist is checked elsewhere.
-    """
-    if chosen == "all":
-        return range(count)
-    if chosen == "even":
-        return range(0, count, 2)
-    if not isinstance(chosen, (list, tuple)):
-        raise ConfigError(
-            f"moe.layers.{part} must be a list of layer numbers, 'all' or 'even', "
-            f"got {chosen!r}."
-        )
-    return chosen
+        layer = existing[number]
+        if "forward" in vars(layer):
+            raise ConfigError(
+                f"model.{component}.num_cp of mmdet wraps layer {number}, which would "
+                "run its experts a second time without what they need; use a detector "
+                "of damex (type='MoEDINO' and so on), or set num_cp=0 and "
+                "moe.with_cp=True."
+            )
+        if not isinstance(getattr(layer, "ffn", None), FFN):
+            raise ConfigError(
+                f"moe.layers.{component}: layer {number} ({type(layer).__name__}) has "
+                "no mmcv FFN in its attribute 'ffn' (listed twice, or replaced "
+                "already?)."
+            )
+        yield f"{component}.{number}", layer
 
 
 def backbone_stages(chosen: Any, count: int) -> Sequence[int]:
-    """Stage numbers behind a choice: a list, 'all', 'even' or 'last'.
+    """Stage numbers behind a choice.
 
     Args:
-        chosen: What ``moe.layers`` says about the backbone; stages count from 0.
-        count: How many stages it has.
+        chosen: List of stage numbers, 'all', 'even' or 'last'.
+        count: How many stages the backbone has.
 
     Raises:
-        ConfigError: If it is no choice, or a stage does not exist.
+        ConfigError: If a stage does not exist.
     """
-    words = {"all": range(count), "even": range(0, count, 2), "last": [count - 1]}
-    if isinstance(chosen, str) and chosen in words:
-        return words[chosen]
-    if not isinstance(chosen, (list, tuple)):
-        raise ConfigError(
-            "moe.layers.backbone must be a list of stage numbers, 'all', 'even' or "
-            f"'last', got {chosen!r}."
-        )
-    for number in chosen:
+    numbers = _numbers(chosen, count)
+    for number in numbers:
         if type(number) is not int or not 0 <= number < count:
             raise ConfigError(
                 f"moe.layers.backbone names stage {number!r}, but the backbone has "
                 f"{count} stages: 0 to {count - 1}."
             )
-    return chosen
+    return numbers
 
 
-def transformer_layer(existing: Sequence[Any], part: str, number: Any) -> Any:
-    """A transformer layer whose FFN can be replaced.
-
-    Args:
-        existing: The layers of a part.
-        part: Its name, for messages.
-        number: Which of them.
-
-    Raises:
-        ConfigError: If it does not exist, is run a second time by gradient
-            checkpointing of mmdet, or has no FFN.
-    """
-    if type(number) is not int or not 0 <= number < len(existing):
-        raise ConfigError(
-            f"moe.layers.{part} names layer {number!r}, but the {part} has "
-            f"{len(existing)} layers: 0 to {len(existing) - 1}."
-        )
-    layer = existing[number]
-    if "forward" in vars(layer):
-        raise ConfigError(
-            f"model.{part}.num_cp of mmdet wraps layer {number}, which would run its "
-            "experts a second time without what they need; use a detector of damex "
-            "(type='MoEDINO' and so on), or set num_cp=0 and moe.with_cp=True."
-        )
-    if not isinstance(getattr(layer, "ffn", None), FFN):
-        raise ConfigError(
-            f"moe.layers.{part}: layer {number} ({type(layer).__name__}) has no "
-            "mmcv FFN in its attribute 'ffn' (listed twice, or replaced already?)."
-        )
-    return layer
+def _numbers(chosen: Any, count: int) -> Sequence[Any]:
+    words = {"all": range(count), "even": range(0, count, 2), "last": [count - 1]}
+    return words[chosen] if isinstance(chosen, str) else chosen
 
 
 CONVOLUTION = "conv2"  # the last 3x3 convolution of both of ResNet's blocks

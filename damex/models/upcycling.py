@@ -7,15 +7,29 @@ the block then equals the FFN whatever the gate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from damex.moe import TopKGate
+from damex.moe import (
+    FFNExperts,
+    MoELayer,
+    TopKGate,
+    load_dense_split,
+    repeat_router_rows,
+)
 
-__all__ = ["upcycle", "upcycling_note"]
+__all__ = [
+    "SplitStart",
+    "closing_norm_becomes_own",
+    "slice_channels",
+    "upcycle",
+    "upcycling_note",
+]
 
 SHARED = "moe.shared_expert.expert."
 ROUTED = "moe.experts."
@@ -59,26 +73,41 @@ def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
         state: The state dict that it shall load.
 
     Returns:
-        A sentence, or None where there is nothing to say.
+        One line, or None where there is nothing to say.
     """
-    weights = [
-        f"1/{block.moe.num_experts}"
-        for name, block in model.named_modules()
-        if f"{name}.layers.0.0.weight" in state and _shrinks(block)
+    blocks: list[Any] = [
+        module
+        for name, module in model.named_modules()
+        if f"{name}.layers.0.0.weight" in state and hasattr(module, "moe")
     ]
-    if not weights:
-        return None
-    return (
-        f"the FFNs of {len(weights)} layers become experts with gate weights near "
-        f"{weights[0]}, so these layers answer that much less than in the dense "
-        "detector; moe.gate.renormalize=True starts equal to it."
-    )
+    notes = []
+    weights = [f"1/{block.moe.num_experts}" for block in blocks if _shrinks(block)]
+    if weights:
+        notes.append(
+            f"the FFNs of {len(weights)} layers become experts with gate weights near "
+            f"{weights[0]}, so these layers answer that much less than in the dense "
+            "detector; moe.gate.renormalize=True starts equal to it."
+        )
+    pairs = [
+        (b.dense_activation, getattr(b.moe.experts, "activation", None)) for b in blocks
+    ]
+    others = [
+        (old, new) for old, new in pairs if old is not None and new not in (None, old)
+    ]
+    if others:
+        old, new = others[0]
+        notes.append(
+            f"the FFNs of {len(others)} layers were trained with {old} and become "
+            f"experts with {new}, which answer something else; "
+            f"moe.experts.activation={old!r} keeps what they learned."
+        )
+    return " ".join(notes) or None
 
 
 def _shrinks(block: Any) -> bool:
     """Whether copies of the FFN are weighted by a softmax over all experts."""
-    moe = getattr(block, "moe", None)
-    if moe is None or moe.shared_expert is not None or moe.num_experts == 1:
+    moe = block.moe
+    if moe.shared_expert is not None or moe.num_experts == 1:
         return False
     gate = moe.gate
     is_plain = isinstance(gate, TopKGate) and gate.weights == "softmax"
@@ -118,3 +147,110 @@ def _parts(block: Any, tensors: list[Any]) -> dict[str, Any] | None:
     except ValueError:
         return None
     return {f"moe.{name}": tensor for name, tensor in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitStart:
+    """How fine-grained experts start: as the parts of one dense FFN.
+
+    Attributes:
+        parts: Pieces of the FFN.
+        hidden_dims: H, hidden width of the FFN before it is cut.
+    """
+
+    parts: int
+    hidden_dims: int
+
+    def draw(self, moe: MoELayer) -> None:
+        """Draw a dense FFN, cut it into the experts, and tie the router's rows.
+
+        Args:
+            moe: Changed in place.
+        """
+        experts: Any = moe.experts
+        dense = FFNExperts(
+            1,
+            experts.embed_dims,
+            self.hidden_dims,
+            activation=experts.activation,
+            init_std=experts.init_std,
+            output_bias=experts.output_bias,
+        ).to(experts.w1_EDH.device)
+        w1_HD, w2_DH = dense.w1_EDH[0].t(), dense.w2_EHD[0].t()
+        slope = () if dense.slope_E1 is None else (dense.slope_E1[0],)
+        self._load(moe, (w1_HD, dense.b1_EH[0], w2_DH, dense.b2_ED[0], *slope))
+
+    def state(self, moe: MoELayer, dense: Sequence[Tensor]) -> dict[str, Tensor]:
+        """State of the experts and the router that equals a dense FFN.
+
+        Args:
+            moe: Left as it is; its router decides which copy gets which token.
+            dense: The tensors of an FFN as in `damex.moe.load_dense_split`, for PReLU
+                experts with the slope behind them.
+
+        Returns:
+            Tensors by their names in the layer.
+
+        Raises:
+            ValueError: If the FFN has another width.
+        """
+        other = copy.deepcopy(moe)
+        self._load(other, dense)
+        return {
+            name: tensor
+            for name, tensor in other.state_dict().items()
+            if name.startswith(("experts.", "router."))
+        }
+
+    def _load(self, moe: Any, dense: Sequence[Tensor]) -> None:
+        slope_1 = dense[4] if len(dense) > 4 else None
+        load_dense_split(moe.experts, *dense[:4], parts=self.parts, slope_1=slope_1)
+        repeat_router_rows(moe.router, parts=self.parts)
+
+
+def slice_channels(
+    block: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Turn the kernel of a dense convolution in a state dict into the experts'.
+
+    A hook for ``register_load_state_dict_pre_hook``.
+
+    Args:
+        block: A :class:`damex.models.blocks.MoEPatchConv`.
+        state: Changed in place.
+        prefix: Of the block's keys.
+        *rest: What else torch hands to such a hook.
+    """
+    del rest
+    key, own = f"{prefix}weight", block.state_dict()
+    target = own["moe.experts.weight_EOCKK"]
+    kernel = state.get(key)
+    if kernel is None or kernel.shape != target.flatten(0, 1).shape:
+        return  # the loader reports the keys that do not fit
+    del state[key]
+    for name, tensor in own.items():
+        state[prefix + name] = tensor
+    state[f"{prefix}moe.experts.weight_EOCKK"] = kernel.reshape(target.shape)
+
+
+def closing_norm_becomes_own(
+    layer: Any, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Give the closing norm of an untouched layer to the block that took it over.
+
+    A hook for ``register_load_state_dict_pre_hook``. It is the same kind of norm over
+    the same channels, and the best start at hand, though no equal one, as it now stands
+    before the experts.
+
+    Args:
+        layer: A transformer layer with ``norms``.
+        state: Changed in place.
+        prefix: Of the layer's keys.
+        *rest: What else torch hands to such a hook.
+    """
+    del rest
+    closing = f"{prefix}norms.{len(layer.norms) - 1}."
+    for key in [key for key in state if key.startswith(closing)]:
+        own = f"{prefix}ffn.norm.{key.removeprefix(closing)}"
+        state.setdefault(own, state[key])
+        del state[key]

@@ -11,7 +11,7 @@ import torch
 FEW_STEPS = """
 train_cfg = dict(max_epochs={epochs}, val_begin=9)
 train_dataloader["sampler"]["samples_per_epoch"] = {samples}
-custom_hooks = [dict(type="IterationSeedHook")]
+custom_hooks = [dict(type="IterationSeedHook"), dict(type="TrainingStepHook")]
 model = dict(num_queries=10, dn_cfg=dict(group_cfg=dict(num_dn_queries=10)))
 optim_wrapper = dict(optimizer=dict(weight_decay={weight_decay}))
 """
@@ -32,7 +32,7 @@ def results(tmp_path_factory, make_coco_dataset, write_config_to):
     ]
     # 4 iterations of 2 processes with batch 2; the stage is the first 2 of them.
     stage = few_steps(epochs=1, samples=16)
-    stage += "moe = dict(router_stage=dict(_delete_=True, iters=2))\n" + NO_CHECKPOINT
+    stage += "moe = dict(router_warmup=dict(_delete_=True, iters=2))\n" + NO_CHECKPOINT
     # Without weight decay, AdamW moves a parameter only by a gradient.
     deepmoe = few_steps(epochs=1, samples=8, weight_decay=0.0) + NO_CHECKPOINT
     # 1 iteration in each of 2 epochs.

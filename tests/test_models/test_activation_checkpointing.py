@@ -7,7 +7,6 @@ import torch
 from mmengine.config import Config
 from torch.autograd.graph import saved_tensors_hooks
 
-from damex.engine import schedule as router_stage
 from damex.errors import ConfigError
 from damex.models.activation_checkpointing import take_num_cp
 from damex.models.context import RoutingContext
@@ -113,7 +112,7 @@ def test_copies_recompute_their_own_layers(build_mmdet, make_batch, step):
     for copied in (copy.deepcopy(detector), pickle.loads(pickle.dumps(detector))):
         for layer in copied.encoder.layers:
             assert layer.forward.layer is layer
-            assert layer.forward.contexts[0] is copied.routing
+            assert layer.forward.context is copied.routing
             assert layer.ffn.context is copied.routing
         torch.testing.assert_close(
             step(copied, batch), step(copy.deepcopy(detector), batch)
@@ -130,10 +129,9 @@ def test_names_of_parameters_stay(build_mmdet):
 def test_replay_restores_everything_and_keeps_no_record():
     context = RoutingContext()
     mask, ids = torch.tensor([[True, False, True]]), torch.tensor([1])
-    with context.step(ids), context.part(mask):
-        packing = context.packing
+    with context.step(ids), context.component(mask):
         context.foreground = "a field of later"
-        seen = context.snapshot()
+        seen, packing = context.snapshot(), context.packing
         context.add("first", "record")
     del context.foreground
     with context.step():
@@ -165,10 +163,7 @@ def test_the_config_is_not_changed():
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in MIXTURES.glob("*.py")))
-def test_every_shipped_mixture_can_be_recomputed(
-    name, build_mmdet, make_batch, step, monkeypatch
-):
-    monkeypatch.setattr(router_stage, "training_iteration", lambda: (0, 10))
+def test_every_shipped_mixture_can_be_recomputed(name, build_mmdet, make_batch, step):
     moe = Config.fromfile(MIXTURES / f"{name}.py").moe
     batch = make_batch([1, 0], **SIZES)
     found = []

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mmdet.registry import MODELS
 from torch import nn
 
 from damex.models.blocks import MoEFFN
@@ -36,10 +37,39 @@ def test_the_residual_is_added_as_by_mmcv(block, tokens_BND):
 def test_padded_tokens_keep_their_residual(block, tokens_BND):
     mask_BN = torch.ones(2, 5, dtype=torch.bool)
     mask_BN[1, 3:] = False
-    with block.context.step(), block.context.part(mask_BN):
+    with block.context.step(), block.context.component(mask_BN):
         output_BND = block(tokens_BND)
     assert torch.equal(output_BND[1, 3:], tokens_BND[1, 3:])
     assert not torch.equal(output_BND[1, :3], tokens_BND[1, :3])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(layer_scale_init_value=0.5),
+        dict(dropout_layer=dict(type="DropPath", drop_prob=0.5)),
+    ],
+    ids=["layer scale", "drop path"],
+)
+def test_layer_scale_and_drop_path_of_the_ffn_stay(model_config, tokens_BND, option):
+    """One expert computes what the FFN that it replaces computes."""
+    found = []
+    for moe in (None, dict(layers=dict(decoder=[0]), num_experts=1)):
+        config = model_config(moe=moe)
+        config.decoder.layer_cfg.ffn_cfg.update(option)
+        found.append(MODELS.build(config).train())
+    dense, sparse = found
+    sparse.load_state_dict(dense.state_dict())  # strict
+    tokens_BND = tokens_BND.repeat(4, 1, 8)
+    outputs = []
+    for detector in found:
+        torch.manual_seed(0)
+        ffn = detector.decoder.layers[0].ffn
+        if "layer_scale_init_value" in option:
+            torch.nn.init.constant_(ffn.gamma2.weight, 3.0)
+        outputs.append(ffn(tokens_BND))
+    torch.testing.assert_close(outputs[1], outputs[0])
+    assert not torch.equal(outputs[0], tokens_BND)
 
 
 PMOE = dict(
@@ -55,19 +85,14 @@ DAMEX_ON_PATCHES = {
 }
 
 
-def train_step(detector, batch):
-    detector.train()
-    return detector(**detector.data_preprocessor(batch, True), mode="loss")
-
-
 @pytest.mark.parametrize("with_cp", [False, True])
-def test_damex_on_patches_trains_a_detector(build, make_batch, with_cp):
+def test_damex_on_patches_trains_a_detector(build, make_batch, run_loss, with_cp):
     detector = build(moe={**DAMEX_ON_PATCHES, "with_cp": with_cp})
     (block,) = moe_blocks(detector)
     batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)])
     # The last norm of a block starts at zero, and with it the gradient of the experts.
     nn.init.ones_(detector.backbone.layer4[1].norm2.weight)
-    losses = train_step(detector, batch)
+    losses = run_loss(detector, batch)
     total = losses["loss_moe_dataset_routing"] + losses["loss_cls"]
     total.backward()
     for name, parameter in block.named_parameters():
@@ -79,6 +104,7 @@ def test_damex_on_patches_trains_a_detector(build, make_batch, with_cp):
 def test_patches_of_padding_are_not_routed(build, make_batch, records, mode):
     """Two images of 128 x 128 and 128 x 64: 16 and 8 cells in the last stage."""
     detector = build(moe=DAMEX_ON_PATCHES).eval()
+    detector.counts_tokens = True
     batch = make_batch([0, 1], sizes=[(128, 128), (128, 64)])
     with torch.no_grad():
         found = detector(**detector.data_preprocessor(batch), mode=mode)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from damex.errors import ConfigError
 from damex.models.channel_blocks import GatedFFNBlock, GatedResidualBlock
-from damex.models.channel_gating import ChannelContext
+from damex.models.context import RoutingContext
 from damex.moe import ChannelGates
 
 
@@ -23,12 +23,12 @@ def tokens_BND():
 def block_of(**options):
     torch.manual_seed(0)
     ffn = FFN(embed_dims=8, feedforward_channels=16, **options)
-    return GatedFFNBlock(ffn, name="encoder.0", context=ChannelContext())
+    return GatedFFNBlock(ffn, name="encoder.0", context=RoutingContext())
 
 
 def step(block, gates_BH):
     return block.context.step(
-        ChannelGates(torch.zeros(2, 1), layers={"encoder.0": gates_BH})
+        gates=ChannelGates(torch.zeros(2, 1), layers={"encoder.0": gates_BH})
     )
 
 
@@ -91,7 +91,7 @@ def resnet(depth, **options):
 def gated_block(depth, *, stage=1, number=0):
     """A gated block, the block of mmdet with the same weights, and the context."""
     block = getattr(resnet(depth), f"layer{stage + 1}")[number]
-    context = ChannelContext()
+    context = RoutingContext()
     gated = GatedResidualBlock(copy.deepcopy(block), name="b", context=context)
     return gated, block, context
 
@@ -124,7 +124,7 @@ def test_open_gates_are_the_block_of_mmdet(depth, in_channels, channels, trainin
     gated.train(training)
     block.train(training)
     ones = {name: torch.ones(2, count) for name, count in channels.items()}
-    with context.step(ChannelGates(torch.zeros(2, 1), ones)):
+    with context.step(gates=ChannelGates(torch.zeros(2, 1), ones)):
         found = gated(features(in_channels))
     torch.testing.assert_close(found, block(features(in_channels)))
 
@@ -134,7 +134,7 @@ def test_open_gates_are_the_block_of_mmdet(depth, in_channels, channels, trainin
 def test_skipping_equals_masking(depth, in_channels, open_share):
     gated, _, context = gated_block(depth)
     gated.eval()
-    with context.step(gates_for(gated, open_share=open_share)):
+    with context.step(gates=gates_for(gated, open_share=open_share)):
         skipped = gated(features(in_channels))
         gated.skip_closed = False
         masked = gated(features(in_channels))
@@ -145,7 +145,7 @@ def test_a_closed_basic_block_is_its_identity_path():
     gated, block, context = gated_block(18)
     gated.eval()
     x_BCHW = features(8)
-    with context.step(gates_for(gated, open_share=0.0)):
+    with context.step(gates=gates_for(gated, open_share=0.0)):
         found = gated(x_BCHW)
     assert torch.equal(found, block.eval().downsample(x_BCHW).relu())
 
@@ -160,7 +160,7 @@ def test_flops_of_a_bottleneck_by_hand():
         second = int((gates.layers["b.conv2"][image] > 0).sum())
         products += 64 * first + first * second * 9 + second * 64
     gated.eval()
-    with context.step(gates), FlopCounterMode(display=False) as counter:
+    with context.step(gates=gates), FlopCounterMode(display=False) as counter:
         gated(features(64))
     assert counter.get_total_flops() == 2 * 120 * products
     assert products < 2 * (64 * 16 + 16 * 16 * 9 + 16 * 64)
@@ -188,9 +188,9 @@ def test_flops_of_a_bottleneck_by_hand():
 def test_residual_that_cannot_be_gated_is_refused(options, message):
     block = resnet(50, **options).layer2[0]
     with pytest.raises(ConfigError, match=message):
-        GatedResidualBlock(block, name="b", context=ChannelContext())
+        GatedResidualBlock(block, name="b", context=RoutingContext())
 
 
 def test_only_blocks_of_resnet_are_gated():
     with pytest.raises(ConfigError, match=r"conv.Conv2d; .*resnet.Bottleneck"):
-        GatedResidualBlock(nn.Conv2d(1, 1, 1), name="b", context=ChannelContext())
+        GatedResidualBlock(nn.Conv2d(1, 1, 1), name="b", context=RoutingContext())

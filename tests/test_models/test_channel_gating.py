@@ -9,7 +9,7 @@ from mmengine.config import Config
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.models.channel_gating import ChannelContext
+from damex.models.context import RoutingContext
 from damex.moe import ChannelGates
 
 CHANNELS = dict(
@@ -58,13 +58,16 @@ def batch(make_batch):
 @pytest.fixture
 def gates_of(monkeypatch):
     """The gates of the last step of a detector."""
-    from damex.models.channel_gating import ChannelContext
+    from damex.models.channel_gating import ChannelGating
 
     seen = []
-    step = ChannelContext.step
-    monkeypatch.setattr(
-        ChannelContext, "step", lambda self, g: (seen.append(g), step(self, g))[1]
-    )
+    forward = ChannelGating.forward
+
+    def spy(self, *args):
+        seen.append(forward(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(ChannelGating, "forward", spy)
     return lambda: seen[-1]
 
 
@@ -196,7 +199,7 @@ def test_a_copy_and_a_loaded_state_predict_the_same(build, model_config, batch):
     other.load_state_dict(detector.state_dict())
     expected = run_predict(detector, batch)
     twin = copy.deepcopy(detector)
-    assert twin.channel_gating.context is not detector.channel_gating.context
+    assert twin.routing is not detector.routing
     for found in (run_predict(twin, batch), run_predict(other, batch)):
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a.pred_instances.bboxes, b.pred_instances.bboxes)
@@ -241,20 +244,20 @@ def test_both_stages_are_one_detector():
 
 
 def test_gates_are_known_during_the_step_only():
-    context = ChannelContext()
+    context = RoutingContext()
     gates = ChannelGates(
         logits_BE=torch.zeros(1, 2), layers={"encoder.0": torch.ones(1, 3)}
     )
-    with context.step(gates):
+    with context.step(gates=gates):
         assert context.gates is gates
-        assert context.layer("encoder.0") is gates.layers["encoder.0"]
+        assert context.layer_gates("encoder.0") is gates.layers["encoder.0"]
     with pytest.raises(RuntimeError, match="only inside of a step"):
-        context.layer("encoder.0")
+        context.layer_gates("encoder.0")
 
 
 def test_an_error_in_a_step_leaves_nothing_behind():
-    context = ChannelContext()
-    with pytest.raises(KeyError), context.step(ChannelGates(torch.zeros(1), {})):
-        context.layer("decoder.9")
+    context = RoutingContext()
+    with pytest.raises(KeyError), context.step(gates=ChannelGates(torch.zeros(1), {})):
+        context.layer_gates("decoder.9")
     with pytest.raises(RuntimeError, match="call the detector's loss, predict"):
-        _ = context.gates
+        context.layer_gates("decoder.9")

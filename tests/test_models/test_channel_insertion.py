@@ -5,6 +5,8 @@ from mmdet.registry import MODELS
 
 from damex.errors import ConfigError
 from damex.models.channel_insertion import insert_channels
+from damex.models.config import read_moe
+from damex.models.context import RoutingContext
 
 CHANNELS = dict(
     layers=dict(backbone=[2]),
@@ -15,7 +17,8 @@ CHANNELS = dict(
 def test_the_report_names_every_layer_and_the_cost(build):
     gating, report = insert_channels(
         build(moe=None),
-        {**CHANNELS, "layers": dict(backbone=[2], decoder=[1])},
+        read_moe({**CHANNELS, "layers": dict(backbone=[2], decoder=[1])}),
+        context=RoutingContext(),
         num_groups=3,
     )
     # Base width 32: stage 2 has two blocks of two convs of 128 channels.
@@ -60,11 +63,11 @@ def test_without_auxiliary_loss_the_embedding_has_any_size(build):
         (dict(gate=dict(type="TopKGate")), "no use for moe.gate"),
         (dict(losses=[]), "no use for moe.losses"),
         (dict(num_experts=2), "no use for moe.num_experts"),
-        (dict(channels=[1]), r"moe.channels must be a dict, got \[1\]"),
+        (dict(channels=[1]), r"moe.channels must be a dict .*, got \[1\]"),
         (dict(layers=dict(backbone=[2, 2])), "listed twice"),
         (dict(layers=dict(decoder=[0, 0])), "listed twice"),
         (dict(layers=dict(decoder=[9])), "names layer 9"),
-        (dict(layers=dict(neck=[0])), "unknown part 'neck'"),
+        (dict(layers=dict(neck=[0])), "unknown key 'neck'"),
         (dict(layers=dict(backbone=[])), "chooses no layer"),
         (dict(layers=None), "chooses no layer"),
     ],
@@ -82,7 +85,7 @@ def test_a_choice_that_cannot_work_is_named(build, changes, message):
         (dict(l1_weight=float("nan")), "l1_weight must be .*got nan"),
         (dict(aux_weight="1"), "aux_weight must be .*got '1'"),
         (dict(aux_weight=True), "aux_weight must be .*got True"),
-        (dict(aux_target="boxes"), r"one of \['classes', 'datasets'\], got 'boxes'"),
+        (dict(aux_target="boxes"), r"one of \('classes', 'datasets'\), got 'boxes'"),
         (dict(gate_init="zeros"), "gate_init: .*'ones'.*got 'zeros'"),
         (dict(frozen=1), "frozen must be True or False, got 1"),
         (dict(skip_closed=None), "skip_closed must be True or False, got None"),

@@ -9,7 +9,7 @@ from torch import nn
 from damex.engine.cli import _message
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
-from damex.models.config import BlockOptions, read_block_options
+from damex.models.config import BlockConfig, moe_difference, read_config, read_moe
 from damex.models.context import RoutingContext
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
 
@@ -159,7 +159,7 @@ MISTAKES = [
         (
             dict(
                 losses=[dict(type="SeparateRouterLoss", pairs=pairs)],
-                router_stage=dict(iters=1),
+                router_warmup=dict(iters=1),
             ),
             "SeparateRouterLoss: ",
             got,
@@ -181,7 +181,7 @@ MISTAKES = [
             dict(gate=gate, losses=[dict(type="LoadLoss")], layers=dict(encoder=[0])),
             "LoadLoss: ",
             f"got {gate['type']}",
-            "use LoadBalanceLoss or ImportanceLoss",
+            "use TopKGate without a capacity",
         )
         for gate in [
             dict(type="ExpertChoiceGate", share=0.5),
@@ -233,7 +233,7 @@ MISTAKES = [
     (
         dict(layers=dict(decoder=[0], neck=[1])),
         "moe.layers",
-        "unknown part 'neck'",
+        "unknown key 'neck'",
         "encoder, decoder",
     ),
     (
@@ -380,29 +380,75 @@ def test_padding_does_not_shift_what_is_dropped():
     outs = []
     for given, real in ((tokens, None), (padded, mask)):
         torch.manual_seed(4)
-        with block.context.step(), block.context.part(real):
+        with block.context.step(), block.context.component(real):
             outs.append(block(given))
     torch.testing.assert_close(outs[1][:, :6], outs[0])
     assert torch.equal(outs[1][:, 6:], padded[:, 6:])
 
 
 def test_defaults_are_those_of_a_detr():
-    assert read_block_options(None) == BlockOptions(norm="post", drop_path=0.0)
-    assert read_block_options(dict(norm="pre")).drop_path == 0.0
+    assert BlockConfig() == BlockConfig(norm="post", drop_path=0.0)
+    assert read_config(BlockConfig, dict(norm="pre"), "moe.block").drop_path == 0.0
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (dict(norm="both"), r"moe.block.norm must be one of .*'pre'.*, got 'both'"),
-        (dict(drop_path=1.0), r"moe.block.drop_path must lie in \[0, 1\), got 1.0"),
-        (dict(drop_path="0.2"), r"moe.block.drop_path must lie in .*, got '0.2'"),
-        (dict(drop_path=True), r"moe.block.drop_path must lie in .*, got True"),
+        (
+            dict(drop_path=1.0),
+            r"block.drop_path must be a number in \[0, 1\), got 1.0",
+        ),
+        (
+            dict(drop_path="0.2"),
+            r"drop_path must be a number in .*, got '0.2'",
+        ),
+        (dict(drop_path=True), r"moe.block.drop_path must be a number in .*, got True"),
         (dict(droppath=0.1), "unknown key 'droppath'; did you mean 'drop_path'"),
-        ("pre", r"moe.block must be a dict of .*'norm'.*, got 'pre'"),
+        ("pre", r"moe.block must be a dict such as .*norm=.*, got 'pre'"),
     ],
 )
-def test_errors_are_one_line_with_field_value_and_choice(config, message):
+def test_errors_are_one_line_with_field_value_and_choice(config, message, build):
     with pytest.raises(ConfigError, match=message) as caught:
-        read_block_options(config)
+        build(moe=dict(layers=dict(decoder=[0]), block=config))
     assert "\n" not in str(caught.value)
+
+
+DAMEX = dict(
+    layers=dict(decoder="even"),
+    gate=dict(type="TopKGate", noise="gaussian"),
+    losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(), None),
+        (dict(with_cp=True), None),  # the same numbers
+        (dict(gate=dict(type=TopKGate, k=1, noise="gaussian")), None),  # a default
+        (dict(experts=None, block=None), None),
+        (dict(gate=dict(type="TopKGate")), "moe.gate.noise was 'gaussian' and is None"),
+        (
+            dict(gate=dict(type="DenseSoftmaxGate")),
+            "moe.gate was TopKGate and is DenseSoftmaxGate",
+        ),
+        (
+            dict(losses=[dict(type="LoadBalanceLoss")]),
+            "moe.losses.DatasetRoutingLoss was DatasetRoutingLoss and is None; "
+            "moe.losses.LoadBalanceLoss was None and is LoadBalanceLoss",
+        ),
+        (dict(block=dict(norm="pre")), "moe.block.norm was 'post' and is 'pre'"),
+    ],
+)
+def test_a_checkpoint_of_other_experts_is_told_apart(changes, said):
+    saved, present = (read_moe(m).resolved() for m in (DAMEX, {**DAMEX, **changes}))
+    assert moe_difference(saved, present) == said
+
+
+def test_the_resolved_tree_is_plain_data_and_knows_a_dense_detector(build, tmp_path):
+    detector, dense = build(moe=DAMEX), build(moe=None)
+    torch.save(detector.resolved_moe(), tmp_path / "moe.pth")
+    saved = torch.load(tmp_path / "moe.pth", weights_only=True)
+    assert moe_difference(saved, detector.resolved_moe()) is None
+    assert moe_difference(dense.resolved_moe(), saved) is not None

@@ -9,7 +9,7 @@ from damex.models.context import RoutingContext
 def test_nothing_is_left_over_after_a_step():
     context = RoutingContext()
     with context.step(torch.tensor([0, 1])):
-        with context.part(torch.tensor([[True, False]] * 2)):
+        with context.component(torch.tensor([[True, False]] * 2)):
             assert context.packing.position_V.tolist() == [0, 2]
         assert context.packing is None
         context.add("decoder.0", object())

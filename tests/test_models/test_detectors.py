@@ -112,6 +112,14 @@ def test_samples_tell_where_their_tokens_went(build, make_batch, run_predict):
         assert all(sum(counts) == 50 for counts in sample.routing_counts.values())
 
 
+def test_tokens_are_not_counted_where_nobody_asks(build, make_batch):
+    detector = build().eval()
+    data = detector.data_preprocessor(make_batch([0]), False)
+    with torch.no_grad():
+        (sample,) = detector(**data, mode="predict")
+    assert "routing_counts" not in sample
+
+
 def test_dense_samples_have_no_routing(build, make_batch, run_predict):
     assert "routing_counts" not in run_predict(build(moe=None), make_batch([0]))[0]
 

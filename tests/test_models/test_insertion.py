@@ -9,6 +9,7 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 from damex.errors import ConfigError
+from damex.models.config import read_moe
 from damex.models.context import RoutingContext
 from damex.models.insertion import insert_moe, moe_blocks
 
@@ -90,7 +91,7 @@ def test_the_config_is_not_changed(model_config):
 
 def test_the_report_names_every_layer(build):
     dense = build(moe=None)
-    report = insert_moe(dense, DAMEX, context=RoutingContext(), num_groups=3)
+    report = insert_moe(dense, read_moe(DAMEX), context=RoutingContext(), num_groups=3)
     # One FFN 64-256-64: 64*256 + 256 + 256*64 + 64 = 33,088; three and a 64 x 3 router.
     assert [row.name for row in report.layers] == ["decoder.0", "decoder.2"]
     assert report.layers[0].dense_parameters == 33_088
@@ -129,6 +130,7 @@ def test_dense_detector_has_no_experts(build):
             dict(tokens="foreground"),
             False,
         ),
+        (dict(type="DenseSoftmaxGate"), dict(scores="logit"), False),
     ],
 )
 def test_a_note_tells_of_a_balance_loss_that_cannot_act(
@@ -146,7 +148,9 @@ def test_a_note_tells_of_a_balance_loss_that_cannot_act(
     run_loss(detector, make_batch([0, 1]))["loss_moe_load_balance"].backward()
     grad = block.moe.router.weight_ED.grad.abs().max().item()
     assert (grad < 1e-6) == is_idle
-    report = insert_moe(build(moe=None), moe, context=RoutingContext(), num_groups=None)
+    report = insert_moe(
+        build(moe=None), read_moe(moe), context=RoutingContext(), num_groups=None
+    )
     assert len(report.notes) == is_idle
     if is_idle:
         assert gate["type"] in report.notes[0]
@@ -162,7 +166,9 @@ PMOE = dict(
 
 def test_the_report_says_what_was_replaced(build):
     dense = build(moe=None)
-    report = insert_moe(dense, PMOE, context=RoutingContext(), num_groups=None)
+    report = insert_moe(
+        dense, read_moe(PMOE), context=RoutingContext(), num_groups=None
+    )
     (row,) = report.layers
     # 256 x 256 x 9 weights; as many in the experts and 256 x 4 in the router
     assert row.dense_parameters == 589_824
@@ -210,15 +216,9 @@ def moe(*, k, num_experts, **changes):
     )
 
 
-def run_loss(detector, batch):
-    detector.train()
-    data = detector.data_preprocessor(copy.deepcopy(batch), True)
-    return detector(**data, mode="loss")
-
-
 @pytest.mark.parametrize(("k", "num_experts"), [(1, 2), (1, 5), (2, 4), (2, 5)])
 def test_tokens_learn_to_go_to_the_experts_of_their_group(
-    build, make_batch, k, num_experts
+    build, make_batch, run_loss, run_predict, k, num_experts
 ):
     detector = build(moe=moe(k=k, num_experts=num_experts), num_groups=2)
     batch = make_batch([0, 1, 0, 1])
@@ -234,16 +234,13 @@ def test_tokens_learn_to_go_to_the_experts_of_their_group(
         losses["loss_moe_dataset_routing"].backward()
         optimizer.step()
     assert losses["moe_routing_accuracy"] > 0.95
-    detector.eval()
-    data = detector.data_preprocessor(copy.deepcopy(batch), False)
-    with torch.no_grad():
-        samples = detector(**data, mode="predict")
+    samples = run_predict(detector, batch)
     for group, sample in zip([0, 1, 0, 1], samples, strict=True):
         counts = torch.tensor(sample.routing_counts["decoder.0"])
         assert counts[experts[group]].sum() > 0.9 * counts.sum()
 
 
-def test_the_loss_leaves_the_experts_of_a_group_free(build, make_batch):
+def test_the_loss_leaves_the_experts_of_a_group_free(build, make_batch, run_loss):
     """Two equal experts per group: log 2, whatever the share between the two."""
     detector = build(moe=moe(k=2, num_experts=4), num_groups=2)
     router = moe_blocks(detector)[0].moe.router
@@ -264,7 +261,7 @@ def test_the_loss_leaves_the_experts_of_a_group_free(build, make_batch):
 def test_k_beyond_the_smallest_group_is_said(build, k, num_experts, losses, warned):
     config = {**moe(k=k, num_experts=num_experts), "losses": losses}
     dense = build(moe=None)
-    report = insert_moe(dense, config, context=RoutingContext(), num_groups=3)
+    report = insert_moe(dense, read_moe(config), context=RoutingContext(), num_groups=3)
     assert len(report.notes) == warned
     if warned:
         assert report.notes[0].startswith(
@@ -289,17 +286,14 @@ def test_it_is_a_warning_in_the_log(build):
 
 @pytest.mark.parametrize("name", ["cosine", "hierarchical", "fine_grained"])
 def test_many_datasets_need_no_expert_each_where_nothing_asks_for_it(
-    build, make_batch, name
+    build, make_batch, run_loss, run_predict, name
 ):
     detector = build(moe=name, num_groups=17)
     batch = make_batch([0, 16])
     losses = run_loss(detector, batch)
     assert "moe_routing_accuracy" not in losses
     assert torch.isfinite(losses["loss_moe_load_balance"])
-    detector.eval()
-    data = detector.data_preprocessor(batch, False)
-    with torch.no_grad():
-        samples = detector(**data, mode="predict")
+    samples = run_predict(detector, batch)
     assert "group_experts" not in samples[0]
     assert "routing_counts" in samples[0]
 

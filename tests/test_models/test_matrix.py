@@ -7,7 +7,6 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from damex.engine import schedule as router_stage
 from damex.models.insertion import moe_blocks
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/_base_/moe").glob("*.py"))
@@ -42,18 +41,14 @@ def test_trains_and_predicts(
     run_loss,
     run_predict,
     total,
-    monkeypatch,
 ):
     detector = build_mmdet(detector_name, moe=moe_of(path))
     batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
     blocks = moe_blocks(detector)
     assert blocks
     trained = set()
-    for iteration in (0, 9):  # a router may have a stage of its own
-        monkeypatch.setattr(
-            router_stage, "training_iteration", lambda now=iteration: (now, 10)
-        )
-        loss = total(run_loss(detector, batch))
+    for iteration in (0, 9):  # routers may have a warm-up
+        loss = total(run_loss(detector, batch, iteration=iteration))
         detector.zero_grad()
         loss.backward()
         assert torch.isfinite(loss)
@@ -90,19 +85,18 @@ def test_gated_channels_train_and_predict(
 
 @every_mixture
 def test_bf16_autocast_routes_as_float32(
-    path, build, make_batch, records, run_loss, total, monkeypatch
+    path, build, make_batch, records, run_loss, total
 ):
     """In the encoder, where no choice of queries has changed the tokens yet."""
-    monkeypatch.setattr(router_stage, "training_iteration", lambda: (9, 10))
     moe = moe_of(path)
     if "backbone" not in moe["layers"]:
         moe = {**moe, "layers": dict(encoder=[0])}
     detector = build(moe=moe)
     batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)])
-    run_loss(detector, batch)
+    run_loss(detector, batch, iteration=9)
     full = {name: record.logits_VE for name, record in records.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = total(run_loss(detector, batch))
+        loss = total(run_loss(detector, batch, iteration=9))
     loss.backward()
     assert torch.isfinite(loss)
     for block in moe_blocks(detector):

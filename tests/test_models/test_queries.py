@@ -1,48 +1,34 @@
 """Which tokens of a detector are foreground."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from mmdet.models.layers import CdnQueryGenerator
+from mmdet.structures import DetDataSample
 from mmengine.structures import InstanceData
 from torch.nn import functional
 
 from damex.errors import ConfigError
-from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
 from damex.models.queries import (
-    denoising_query_mask,
     encoder_foreground,
     ground_truth_of,
     query_foreground,
+    real_query_mask,
 )
 
 
-def test_mask_follows_the_layout_of_mmdets_generator():
-    """Two images with 1 and 3 boxes, two groups of positive and negative queries."""
-    # block = 3; 2 groups x (positive, negative) = 4 blocks = 12 denoising queries.
-    mask_BN = denoising_query_mask([1, 3], num_denoising=12, num_matching=2)
-    assert mask_BN is not None
-    first = [True, False, False] * 4 + [True, True]
-    assert mask_BN.tolist() == [first, [True] * 14]
-
-
-def test_mask_agrees_with_mmdets_generator():
-    """Fillers are exactly the queries that the generator leaves at zero."""
-    from mmdet.models.layers import CdnQueryGenerator
-    from mmdet.structures import DetDataSample
-    from mmengine.structures import InstanceData
-
+def test_mask_follows_mmdets_generator():
+    """Images of 2, 0 and 4 boxes: blocks of 4 denoising queries, filled with zeros."""
     generator = CdnQueryGenerator(
         num_classes=3,
         embed_dims=8,
         num_matching_queries=5,
         group_cfg=dict(dynamic=True, num_dn_queries=20),
     )
-    boxes_per_image = [2, 0, 4]
     samples = []
-    for count in boxes_per_image:
+    for count in (2, 0, 4):
         sample = DetDataSample(metainfo=dict(img_shape=(32, 32)))
         sample.gt_instances = InstanceData(
             bboxes=torch.tensor([[4.0, 4.0, 20.0, 20.0]]).repeat(count, 1),
@@ -50,21 +36,10 @@ def test_mask_agrees_with_mmdets_generator():
         )
         samples.append(sample)
     query_BND, _, _, meta = generator(samples)
-    mask_BN = denoising_query_mask(
-        boxes_per_image,
-        num_denoising=meta["num_denoising_queries"],
-        num_matching=5,
-    )
-    assert mask_BN is not None
-    assert torch.equal(
-        query_BND.abs().sum(-1) > 0, mask_BN[:, : meta["num_denoising_queries"]]
-    )
-    assert mask_BN[:, -5:].all()
-
-
-@pytest.mark.parametrize(("boxes", "queries"), [([2, 2], 8), ([0, 0], 0)])
-def test_no_mask_where_all_queries_are_real(boxes, queries):
-    assert denoising_query_mask(boxes, num_denoising=queries, num_matching=3) is None
+    # 20 / 4 boxes = 5 groups, positive and negative.
+    assert meta["num_denoising_queries"] == 40
+    first, last = [True, True, False, False] * 10, [True] * 40
+    assert real_query_mask(query_BND).tolist() == [first, [False] * 40, last]
 
 
 def test_experts_choose_no_queries_where_some_hold_the_ground_truth(
@@ -112,8 +87,8 @@ def truth():
 def test_boxes_are_shares_of_their_own_image(truth):
     assert truth.boxes[0].tolist() == [[0.0, 0.25, 0.5, 0.5]]
     assert truth.boxes[1].tolist() == [[0.625, 0.0, 1.0, 1.0]]
-    # width, height of the batch over those of the image
-    assert truth.batch_size_B2.tolist() == [[1.0, 1.0], [1.0, 2.0]]
+    # width, height of the image over those of the batch
+    assert truth.valid_ratio_B2.tolist() == [[1.0, 1.0], [1.0, 0.5]]
 
 
 def test_feature_cells_by_their_centres(truth):
@@ -142,28 +117,7 @@ def test_images_without_boxes_have_no_foreground():
     assert not query_foreground(truth, torch.rand(1, 3, 4)).any()
 
 
-@pytest.fixture
-def records(monkeypatch):
-    """Records of every MoE layer, as they enter the routing context."""
-    seen = {}
-    add = RoutingContext.add
-
-    def spy(self, name, record):
-        seen[name] = record
-        add(self, name, record)
-
-    monkeypatch.setattr(RoutingContext, "add", spy)
-    return seen
-
-
-def run_loss(detector, batch):
-    detector.train()
-    torch.manual_seed(1)
-    data = detector.data_preprocessor(copy.deepcopy(batch), True)
-    return detector(**data, mode="loss")
-
-
-def test_a_detector_counts_its_foreground_tokens(build, make_batch, records):
+def test_a_detector_counts_its_foreground_tokens(build, make_batch, records, run_loss):
     """Two images of different size: what is counted, and the loss of that."""
     detector = build(moe=MOE)
     batch = make_batch([2, 0], sizes=[(64, 64), (32, 64)], boxes=[1, 1])
@@ -189,7 +143,9 @@ def test_a_detector_counts_its_foreground_tokens(build, make_batch, records):
     )
 
 
-def test_positive_denoising_queries_are_foreground(build, make_batch, records):
+def test_positive_denoising_queries_are_foreground(
+    build, make_batch, records, run_loss
+):
     """Their centres move by less than half of the box, so they stay inside of it."""
     detector = build(moe=MOE)
     run_loss(detector, make_batch([0, 1], boxes=[1, 1]))
@@ -200,7 +156,7 @@ def test_positive_denoising_queries_are_foreground(build, make_batch, records):
     assert not foreground[:, 1:100:2].all()
 
 
-def test_a_batch_without_boxes_has_a_zero_loss_and_trains(build, make_batch):
+def test_a_batch_without_boxes_has_a_zero_loss_and_trains(build, make_batch, run_loss):
     detector = build(moe=MOE)
     losses = run_loss(detector, make_batch([0, 1], boxes=[0, 0]))
     assert losses["loss_moe_dataset_routing"] == 0.0
@@ -208,7 +164,7 @@ def test_a_batch_without_boxes_has_a_zero_loss_and_trains(build, make_batch):
 
 
 def test_nothing_is_left_over_and_nothing_kept_where_no_loss_asks(
-    build, make_batch, records
+    build, make_batch, records, run_loss
 ):
     detector = build(moe=MOE)
     run_loss(detector, make_batch([0, 1]))
@@ -218,7 +174,7 @@ def test_nothing_is_left_over_and_nothing_kept_where_no_loss_asks(
     assert records["decoder.0"].foreground_V is None
 
 
-def test_recomputation_counts_the_same(build, make_batch):
+def test_recomputation_counts_the_same(build, make_batch, run_loss):
     batch, outcomes = make_batch([0, 2], sizes=[(64, 64), (64, 32)]), []
     for with_cp in (False, True):
         detector = build(moe={**MOE, "with_cp": with_cp})
@@ -230,27 +186,77 @@ def test_recomputation_counts_the_same(build, make_batch):
 
 
 @pytest.mark.parametrize("name", ["MoEDETR", "MoEConditionalDETR", "MoEDABDETR"])
-def test_detectors_without_reference_points_refuse(name):
-    from mmdet.registry import MODELS
-
-    from damex.models.detectors import RoutedDetector
-
-    kind = MODELS.get(name)
-    detector = kind.__new__(kind)
-    torch.nn.Module.__init__(detector)
-    loss = SimpleNamespace(tokens="foreground")
-    block = _block_with(loss)
-    detector.decoder = block
+def test_detectors_without_reference_points_refuse(name, build_mmdet):
     with pytest.raises(ConfigError, match=f"reference points, which {name} has not"):
-        RoutedDetector._check_foreground(detector)
+        build_mmdet(name, moe=MOE)
 
 
-def _block_with(loss):
-    from damex.models.blocks import MoEFFN
-    from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
+DDQ = dict(
+    layers=dict(decoder="all"),
+    gate=dict(type="TopKGate", k=1),
+    losses=[dict(type="DatasetRoutingLoss", weight=1.0)],
+)
 
-    layer = MoELayer(
-        router=LinearRouter(4, 2), gate=TopKGate(1), experts=FFNExperts(2, 4, 4)
-    )
-    layer.losses = (loss,)
-    return MoEFFN(layer, name="decoder.0", context=RoutingContext())
+
+@pytest.fixture
+def selected(monkeypatch):
+    """How many distinct queries DDQ selects in each image, fillers left out."""
+    from mmdet.models.detectors import ddq_detr
+
+    found, align = [], ddq_detr.align_tensor
+
+    def spy(tensors, length=None):
+        if length is not None:
+            found.append([len(tensor) for tensor in tensors])
+        return align(tensors, length)
+
+    monkeypatch.setattr(ddq_detr, "align_tensor", spy)
+    return lambda: found[-1]
+
+
+def test_fillers_of_ddq_are_not_routed(
+    build_mmdet, make_batch, records, run_loss, run_predict, selected
+):
+    """More queries are wanted than there are proposals: mmdet adds zeros."""
+    detector = build_mmdet("MoEDDQDETR", moe=DDQ)
+    detector.num_queries = 120
+    detector.dn_query_generator.num_matching_queries = 120
+    batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[2, 2])
+    samples = run_predict(detector, batch)
+    real = selected()
+    assert 0 < min(real) <= max(real) < 120
+    for name, record in records.items():
+        assert record.assignment.num_routes == sum(real)
+        assert [sum(sample.routing_counts[name]) for sample in samples] == real
+    run_loss(detector, batch)
+    # 12 denoising queries / 2 boxes = 6 groups, positive and negative, of 2 images.
+    for record in records.values():
+        assert record.assignment.num_routes == sum(selected()) + 2 * 6 * 2 * 2
+
+
+def test_auxiliary_queries_of_ddq_pass_the_experts_and_teach_no_router(
+    build_mmdet, make_batch, records, run_loss, total
+):
+    detector = build_mmdet("MoEDDQDETR", moe=DDQ)
+    batch = make_batch([0, 1], boxes=[1, 3])
+    losses = run_loss(detector, batch)
+    # 20 distinct queries of each image and 30 auxiliary ones; 12 denoising queries / 3
+    # boxes = 4 groups, positive and negative, where the images have 1 and 3 boxes.
+    assert detector.cache_dict["num_dense_queries"] == 30
+    for record in records.values():
+        assert record.assignment.num_routes == 2 * 20 + 8 * (1 + 3)
+    experts = [block.moe.experts for block in moe_blocks(detector)]
+    total({k: v for k, v in losses.items() if "_aux_loss" in k}).backward()
+    assert any(bank.w2_EHD.grad.abs().sum() > 0 for bank in experts)
+
+
+def test_ddq_with_one_expert_is_the_dense_detector(build_mmdet, make_batch, run_loss):
+    """Its auxiliary losses, too: those queries are not left without an FFN."""
+    dense = build_mmdet("MoEDDQDETR")
+    sparse = build_mmdet("MoEDDQDETR", moe=DDQ, num_groups=1)
+    sparse.load_state_dict(dense.state_dict())
+    batch = make_batch([0, 0])
+    expected, losses = run_loss(dense, batch), run_loss(sparse, batch)
+    assert any("_aux_loss" in key for key in expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(losses[key], value, rtol=1e-4, atol=1e-5)

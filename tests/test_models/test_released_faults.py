@@ -69,6 +69,7 @@ def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
         monkeypatch.setattr(
             block.moe.router, "forward", lambda rows: good.expand(len(rows), 8)
         )
+    detector.counts_tokens = True
     samples = run(detector, make_batch([5], sizes=[(256, 256)]), "predict")
     for counts in samples[0].routing_counts.values():
         assert counts == [0, 0, 0, 0, 0, served, 0, 0]

@@ -122,3 +122,20 @@ def test_what_a_dense_checkpoint_loses_is_said(gate, shared_expert, is_said):
         assert "1 layers become experts with gate weights near 1/3" in note
         assert "moe.gate.renormalize=True" in note
     assert upcycling_note(model, model.state_dict()) is None
+
+
+@pytest.mark.parametrize(("trained", "is_said"), [("GELU", False), ("ReLU", True)])
+def test_another_activation_is_said(trained, is_said):
+    dense = FFN(embed_dims=8, feedforward_channels=16, act_cfg=dict(type=trained))
+    layer = MoELayer(
+        router=LinearRouter(8, 2),
+        gate=TopKGate(k=1, renormalize=True),
+        experts=FFNExperts(2, 8, 16, activation="gelu"),
+    )
+    block = MoEFFN(layer, name="decoder.0", context=RoutingContext(), dense=dense)
+    state = torch.nn.ModuleDict(dict(ffn=dense)).state_dict()
+    note = upcycling_note(torch.nn.ModuleDict(dict(ffn=block)), state)
+    assert (note is not None) == is_said
+    if note is not None:
+        assert "1 layers were trained with relu and become experts with gelu" in note
+        assert "moe.experts.activation='relu'" in note

@@ -12,5 +12,5 @@ moe = dict(
     gate=dict(type="ExpertChoiceGate", share=0.125, weights="one"),
     experts=dict(type="PatchConvExperts", patch_size=2, border="neighbours"),
     losses=[dict(type="SeparateRouterLoss")],
-    router_stage=dict(share=0.1),
+    router_warmup=dict(share=0.1),
 )
