@@ -12,7 +12,7 @@ from mmengine.dist import is_distributed
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
-from mmengine.runner import Runner, find_latest_checkpoint
+from mmengine.runner import CheckpointLoader, Runner, find_latest_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
@@ -20,7 +20,7 @@ from damex.compat import ensure_ops
 from damex.engine.checkpoint import (
     check_label_space,
     check_tensors,
-    load_checkpoint_safely,
+    replace_misfits,
 )
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.console import quiet_screen
@@ -137,7 +137,7 @@ class MixtureRunner(Runner):
             ConfigError: If it shall be resumed or evaluated and belongs to another
                 label space or another detector.
         """
-        checkpoint = load_checkpoint_safely(filename, map_location=map_location)
+        checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
         # mmengine's resume would run this text as Python to read one field of it.
         checkpoint.get("meta", {}).pop("config", None)
         model = self.model.module if is_model_wrapper(self.model) else self.model
@@ -147,9 +147,10 @@ class MixtureRunner(Runner):
                 check_label_space(checkpoint.get("meta", {}), space, path=filename)
             check_tensors(checkpoint, model, path=filename)
         else:
-            note = upcycling_note(model, checkpoint.get("state_dict", checkpoint))
-            if note is not None:
-                self.logger.warning(f"{filename}: {note}")
+            state = checkpoint.get("state_dict", checkpoint)
+            for note in (replace_misfits(state, model), upcycling_note(model, state)):
+                if note is not None:
+                    self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         checkpoint = _load_checkpoint_to_model(
             model,

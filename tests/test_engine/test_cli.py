@@ -1,6 +1,9 @@
 """Mistakes of a user: one clear line, exit status 2, nothing overwritten."""
 
+import io
 import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -166,6 +169,41 @@ def test_a_dense_checkpoint_is_not_evaluated_with_experts(write_config, untraine
     status, said = run(cli.test, write_config(), checkpoint)
     assert status == 2
     assert "of another detector" in said
+
+
+def test_a_checkpoint_of_other_shapes_is_not_evaluated(write_config, untrained, run):
+    config = write_config()
+    arguments = (untrained(config), "--cfg-options", "moe.num_experts=4")
+    status, said = run(cli.test, config, *arguments)
+    assert status == 2
+    assert "have another shape (such as decoder.layers.0.ffn.moe" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_checkpoint_of_other_shapes_is_not_resumed(write_config, untrained, run):
+    config = write_config()
+    resume = ("--resume", untrained(config))
+    status, said = run(cli.train, config, *resume, "--cfg-options", "moe.num_experts=4")
+    assert status == 2
+    assert "have another shape (such as decoder.layers.0.ffn.moe" in said
+
+
+def test_a_dense_checkpoint_of_other_classes_starts_a_training(
+    write_config, two_datasets, untrained, capsys
+):
+    """One sentence says what does not fit; the FFNs become experts as ever."""
+    checkpoint = untrained(write_config(extra="moe = None", name="dense"))
+    two_datasets[0]["classes"] = ["car"]
+    runner = cli.build_runner(Config.fromfile(write_config(mixture=two_datasets)))
+    log = io.StringIO()
+    runner.logger.addHandler(logging.StreamHandler(log))
+    runner.load_checkpoint(str(checkpoint))
+    assert re.search(
+        r"untrained\.pth: \d+ of \d+ tensors have another shape than in the detector "
+        r"and are not loaded, such as \S+ of \(4, 64\), here \(3, 64\)",
+        log.getvalue(),
+    )
+    assert "do not match exactly" not in capsys.readouterr().out
 
 
 def test_one_dataset_of_the_mixture_can_be_evaluated(
