@@ -42,7 +42,7 @@ def config(tmp_path, two_datasets):
         f"_base_ = {bases!r}\n"
         f"mixture = {[dict(entry) for entry in two_datasets]!r}\n"
         "train_dataloader = dict(\n"
-        "    batch_size=2, num_workers=0, persistent_workers=False,\n"
+        "    batch_size=2, num_workers=0,\n"
         "    sampler=dict(samples_per_epoch=8),\n"
         ")\n"
         "train_cfg = dict(max_epochs=1, val_interval=1)\n"
