@@ -18,12 +18,6 @@ default_hooks = dict(
     sampler_seed=dict(type="DistSamplerSeedHook"),
     visualization=dict(type="PaintedImagesHook"),
 )
-custom_hooks = [
-    dict(type="IterationSeedHook"),
-    dict(type="TrainingStepHook"),
-    dict(type="ProgressHook"),
-    dict(type="RunSummaryHook"),
-]
 randomness = dict(seed=0)
 
 env_cfg = dict(
