@@ -16,7 +16,7 @@ default_hooks = dict(
         rule="greater",
     ),
     sampler_seed=dict(type="DistSamplerSeedHook"),
-    visualization=dict(type="PaintedImagesHook"),
+    visualization=dict(type="MixtureVisualizationHook"),
 )
 randomness = dict(seed=0)
 

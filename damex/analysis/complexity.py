@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from damex.engine.cli import Parser
 from damex.engine.config import resolve_config
 from damex.engine.config_files import merge_options, read_config
-from damex.engine.console import quiet_screen
+from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
@@ -163,7 +163,7 @@ def complexity(arguments: Sequence[str]) -> None:
     cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
     init_default_scope(cfg.get("default_scope", "mmdet"))
-    quiet_screen(MMLogger.get_instance("complexity"))
+    filter_console(MMLogger.get_instance("complexity"))
     height, width = args.shape or _test_shape(cfg)
     model = _resolved_model(cfg, classes=args.classes, groups=args.groups)
     size = dict(height=height, width=width)

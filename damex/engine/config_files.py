@@ -32,6 +32,7 @@ MOE = "_base_/moe"
 KEYS = frozenset(inspect.signature(Runner).parameters) - {"cfg"} | {
     *("mixture", "label_space", "moe", "console", "max_epochs", "max_iters"),
     *("runner_type", "custom_imports", "vis_backends", "find_unused_parameters"),
+    *("model_wrapper_cfg", "sync_bn", "compile"),
 }
 
 
@@ -56,9 +57,10 @@ def find_config(name: str, folder: str = "") -> Path:
     key = name.removeprefix("configs/").removesuffix(".py")
     key = key.removeprefix(f"{folder}/")
     if key not in shipped:
+        names = dict.fromkeys(path.stem for path in shipped.values())
         raise ConfigError(
             f"there is no config file {name!r} (seen from {Path.cwd()}), and none of "
-            f"that name comes with damex; {did_you_mean(key, shipped, limit=40)}"
+            f"that name comes with damex; {did_you_mean(key, names)}"
         )
     return shipped[key]
 

@@ -28,7 +28,7 @@ from damex.engine.checkpoint import (
 )
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
-from damex.engine.console import ProgressHook, quiet_screen
+from damex.engine.console import ProgressHook, filter_console
 from damex.engine.optim import check_optimizer_type
 from damex.engine.schedule import IterationSeedHook, TrainingStepHook
 from damex.engine.summary import RunSummaryHook
@@ -116,7 +116,7 @@ class MixtureRunner(Runner):
         """Log everything to the file, and warnings only to the screen."""
         logger = super().build_logger(*args, **kwargs)
         if self.cfg.get("console", "progress") == "progress":
-            quiet_screen(logger)
+            filter_console(logger)
         logger.info(ensure_ops().summary())
         return logger
 
