@@ -211,7 +211,10 @@ UPSTREAM_MESSAGES = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
 )
-UPSTREAM_WARNINGS = (r"torch\.meshgrid: in an upcoming release",)
+UPSTREAM_WARNINGS = (
+    r"torch\.meshgrid: in an upcoming release",
+    r"Warning: The \w+ is out of bounds",  # boxes at the border, drawn all the same
+)
 
 
 def filter_console(logger: logging.Logger) -> None:
