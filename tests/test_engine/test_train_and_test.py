@@ -96,7 +96,7 @@ def _train_and_kill(config, work_dir):
         [
             *(sys.executable, str(ROOT / "tools" / "train.py"), str(config)),
             *("--work-dir", str(work_dir), "--cfg-options"),
-            *"default_hooks.logger.interval=1",
+            "default_hooks.logger.interval=1",
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
