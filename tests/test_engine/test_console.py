@@ -75,7 +75,7 @@ def test_a_terminal_gets_one_bar_that_is_drawn_again(monkeypatch):
         hook._console = Console(file=terminal, width=100)
         hook._open("train", 10, 0)
         for done in range(1, 11):
-            train_iter(hook, done, loss=float(done), moe_own_share=0.5)
+            train_iter(hook, done, loss=float(done), moe_routing_accuracy=0.5)
             hook._progress.refresh()
         hook._close()
         terminal.flush()
@@ -85,7 +85,7 @@ def test_a_terminal_gets_one_bar_that_is_drawn_again(monkeypatch):
     assert "━" in said
     for done in (1, 5, 10):
         assert f"{done}/10" in said
-    assert "tokens to own expert 50.0%" in said
+    assert "routing accuracy 50.0%" in said
     assert said.count("\r\n") <= 2  # one line, drawn again in its place
     assert "\x1b[2K" in said
 
