@@ -20,6 +20,7 @@ from mmdet.registry import MODELS
 from damex import evaluation, moe
 from damex.datasets import coco, mixture, sampler
 from damex.engine import console, optim, runner, schedule, summary
+from damex.engine.checkpoint import load_checkpoints_as_data
 from damex.models import detectors
 
 __all__ = [
@@ -58,3 +59,5 @@ for part in (
     moe.SeparateRouterLoss,
 ):
     MODELS.register_module(module=part)
+
+load_checkpoints_as_data()

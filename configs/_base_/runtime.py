@@ -16,14 +16,8 @@ default_hooks = dict(
         rule="greater",
     ),
     sampler_seed=dict(type="DistSamplerSeedHook"),
-    visualization=dict(type="PaintedImagesHook"),
+    visualization=dict(type="MixtureVisualizationHook"),
 )
-custom_hooks = [
-    dict(type="IterationSeedHook"),
-    dict(type="TrainingStepHook"),
-    dict(type="ProgressHook"),
-    dict(type="RunSummaryHook"),
-]
 randomness = dict(seed=0)
 
 env_cfg = dict(

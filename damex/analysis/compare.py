@@ -12,7 +12,6 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -23,21 +22,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.analysis.comparison import comparison_row, draw_comparison, markdown_table
+from damex.engine.cli import Parser
+from damex.engine.config_files import CONFIGS, MOE, find_config
+from damex.errors import ConfigError, DataError
 
 __all__ = [
     "TrainingRun",
     "compare_moe",
-    "comparison_row",
-    "draw_comparison",
-    "markdown_table",
     "run_all",
 ]
 
-MOE_FOLDER = Path("configs/_base_/moe")
 # Not compared by default: they go on from the checkpoint of another training.
 SECOND_STAGES = ("deepmoe_stage2",)
 
@@ -53,23 +50,20 @@ def compare_moe(arguments: Sequence[str]) -> None:
     """
     args = _parse(arguments)
     console = Console()
-    mixtures = _mixtures(args.moe or _all_names())
-    scored = {
-        name: [_scored_run(args, name, file, seed) for seed in args.seeds]
-        for name, file in mixtures.items()
-    }
+    mixtures = _mixtures(args.moe)
+    seeds = [(f"seed{seed}", f"randomness.seed={seed}") for seed in args.seeds]
     # Seed by seed, so that a comparison that is cut short has something of each.
-    by_seed = [run for runs in zip(*scored.values(), strict=True) for run in runs]
-    failed = _finish(by_seed, console, jobs=args.jobs)
-    timed = {
-        name: [_timed_run(args, name, file, n) for n in range(args.timed_rounds)]
-        for name, file in mixtures.items()
-    }
-    # Round by round and one at a time: a busy moment hits all mixtures alike.
-    rounds = [run for runs in zip(*timed.values(), strict=True) for run in runs]
-    failed += _finish(rounds, console, jobs=1)
+    scored = [_row_of_runs(args, mixtures, *seed) for seed in seeds]
+    failed = _finish(scored, console, jobs=args.jobs)
+    # One short epoch, without the evaluation. Round by round and one at a time: a busy
+    # moment hits all mixtures alike.
+    samples = f"train_dataloader.sampler.samples_per_epoch={args.timed_samples}"
+    short = ("max_epochs=1", "train_cfg.val_begin=9", samples)
+    numbers = range(args.timed_rounds)
+    timed = [_row_of_runs(args, mixtures, f"timed{n}", *short) for n in numbers]
+    failed += _finish(timed, console, jobs=1)
     rows = [
-        comparison_row(name, _summaries(scored[name]), _summaries(timed[name]))
+        comparison_row(name, _summaries(scored, name), _summaries(timed, name))
         for name in mixtures
     ]
     _write(Path(args.work_dir), rows, console)
@@ -81,111 +75,79 @@ def compare_moe(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train one config with several mixtures of experts and seeds"
     )
-    parser.add_argument("config", help="config file")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", help="a file, or the name of a config of damex")
+    add(
         "--moe",
         nargs="+",
         help="names of files in configs/_base_/moe, or paths; the first row is what "
         "times are compared with (default: dense, then all others)",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--work-dir", default="work_dirs/compare_moe")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="trainings at a time, which share the cores"
-    )
-    parser.add_argument(
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--work-dir", default="work_dirs/compare_moe")
+    add("--jobs", type=int, default=1, help="trainings at a time; they share the cores")
+    add(
         "--timed-rounds",
         type=int,
         default=3,
         help="short runs of each mixture that measure time and memory; 0 for none",
     )
-    parser.add_argument(
-        "--timed-samples", type=int, default=320, help="samples in a timed run"
-    )
-    parser.add_argument(
-        "--cfg-options", nargs="+", default=[], help="overrides for all runs: key=value"
-    )
+    add("--timed-samples", type=int, default=320, help="samples in a timed run")
+    add("--cfg-options", nargs="+", default=[], help="overrides for all: key=value")
     args = parser.parse_args(arguments)
-    if not Path(args.config).is_file():
-        raise ConfigError(f"there is no config file {args.config}; see configs/.")
+    find_config(args.config)
     if len(set(args.seeds)) < len(args.seeds):
         raise ConfigError(f"--seeds must be different numbers, got {args.seeds}.")
     for name, least in (("jobs", 1), ("timed_rounds", 0), ("timed_samples", 1)):
-        if getattr(args, name) < least:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must be {least} or more, got "
-                f"{getattr(args, name)}."
-            )
+        value = getattr(args, name)
+        if value < least:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} must be {least} or more, got {value}.")
     return args
 
 
-def _all_names() -> list[str]:
-    """Every shipped mixture of experts, the dense detector first."""
-    names = {path.stem for path in MOE_FOLDER.glob("*.py")}
-    return ["dense", *sorted(names - {"dense", *SECOND_STAGES})]
-
-
-def _mixtures(names: Sequence[str]) -> dict[str, str]:
-    """The file of each mixture of experts; runs are stored by its stem."""
-    files: dict[str, str] = {}
+def _mixtures(names: Sequence[str] | None) -> dict[str, str]:
+    """What ``moe`` is set to for each row; runs are stored by the file's stem."""
+    if names is None:
+        all_names = {file.stem for file in (CONFIGS / MOE).glob("*.py")}
+        names = ["dense", *sorted(all_names - {"dense", *SECOND_STAGES})]
+    chosen: dict[str, str] = {}
     for name in names:
-        stem = Path(name).stem
-        if stem in files:
+        stem = find_config(name, MOE).stem
+        if stem in chosen:
             raise ConfigError(
                 f"--moe names {stem!r} twice, and the runs of both would be stored in "
                 "one folder; leave one out, or rename a file."
             )
-        files[stem] = _moe_file(name)
-    return files
+        chosen[stem] = name
+    return chosen
 
 
-def _moe_file(name: str) -> str:
-    """The file behind a name or path."""
-    for path in (Path(name), MOE_FOLDER / f"{name}.py"):
-        if path.is_file():
-            return str(path)
-    raise ConfigError(
-        f"--moe names {name!r}, which is no file and not in {MOE_FOLDER}; "
-        f"{did_you_mean(name, _all_names())}"
-    )
-
-
-def _scored_run(
-    args: argparse.Namespace, name: str, file: str, seed: int
-) -> TrainingRun:
-    return TrainingRun(
-        args.config,
-        Path(args.work_dir) / name / f"seed{seed}",
-        (f"randomness.seed={seed}", f"moe={file}", *args.cfg_options),
-        is_scored=True,
-    )
-
-
-def _timed_run(
-    args: argparse.Namespace, name: str, file: str, number: int
-) -> TrainingRun:
-    """One short epoch, without the evaluation."""
-    short = (
-        "train_cfg.max_epochs=1",
-        "train_cfg.val_begin=9",
-        f"train_dataloader.sampler.samples_per_epoch={args.timed_samples}",
-    )
-    keys = {option.split("=")[0] for option in short}
-    kept = [o for o in args.cfg_options if o.split("=")[0] not in keys]
-    return TrainingRun(
-        args.config,
-        Path(args.work_dir) / name / f"timed{number}",
-        (f"moe={file}", *kept, *short),
-    )
+def _row_of_runs(
+    args: argparse.Namespace, mixtures: Mapping[str, str], folder: str, *options: str
+) -> dict[str, TrainingRun]:
+    """One training of each mixture of experts; ``options`` win over the user's."""
+    keys = {option.split("=")[0] for option in options}
+    options += tuple(o for o in args.cfg_options if o.split("=")[0] not in keys)
+    return {
+        name: TrainingRun(
+            args.config,
+            Path(args.work_dir) / name / folder,
+            (f"moe={moe}", *options),
+            is_scored=folder.startswith("seed"),
+        )
+        for name, moe in mixtures.items()
+    }
 
 
 def _finish(
-    runs: Sequence[TrainingRun], console: Console, *, jobs: int
+    rows: Sequence[Mapping[str, TrainingRun]], console: Console, *, jobs: int
 ) -> list[TrainingRun]:
     """Run what has not finished yet; returns what failed."""
+    runs = [run for row in rows for run in row.values()]
     open_runs = [run for run in runs if run.summary() is None]
     if not open_runs:
         return []
@@ -214,8 +176,10 @@ def _finish(
     return failed
 
 
-def _summaries(runs: Sequence[TrainingRun]) -> list[dict[str, Any]]:
-    return [summary for run in runs if (summary := run.summary()) is not None]
+def _summaries(
+    rows: Sequence[Mapping[str, TrainingRun]], name: str
+) -> list[dict[str, Any]]:
+    return [found for row in rows if (found := row[name].summary()) is not None]
 
 
 def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> None:
@@ -228,12 +192,9 @@ def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> No
     console.print(f"written: {folder / 'comparison.md'}, comparison.json and .png")
 
 
-TRAIN = Path(__file__).parents[2] / "tools" / "train.py"
-
-
 @dataclass(frozen=True)
 class TrainingRun:
-    """One call of ``tools/train.py``; finished when its folder has a summary.
+    """One training in a process of its own; finished when its folder has a summary.
 
     Attributes:
         config: Config file.
@@ -268,8 +229,9 @@ class TrainingRun:
             raise DataError(
                 f"{path} is no JSON ({error}); delete the folder to run it again."
             ) from error
-        found = _settings(shlex.split(summary.get("command", "")))
-        if found != (self.config, frozenset(self.options)):
+        command, _, options = summary.get("command", "").partition(" --cfg-options ")
+        is_same = {*shlex.split(options)} == {*self.options}
+        if not is_same or self.config not in shlex.split(command):
             raise ConfigError(
                 f"{path} belongs to a run with other settings: {summary['command']}. "
                 "Name another --work-dir, or delete that folder."
@@ -285,7 +247,7 @@ class TrainingRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         resume = ["--resume"] if (self.folder / "last_checkpoint").is_file() else []
         command = [
-            *[sys.executable, str(TRAIN), self.config, *resume],
+            *[sys.executable, "-m", "damex", "train", self.config, *resume],
             *["--work-dir", str(self.folder), "--cfg-options", *self.options],
         ]
         with self.log.open("ab") as log:
@@ -301,14 +263,6 @@ class TrainingRun:
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
-
-
-def _settings(command: list[str]) -> tuple[str, frozenset[str]]:
-    """Config and overrides in a recorded command, wherever its results were put."""
-    if "--cfg-options" not in command or len(command) < 2:
-        return "", frozenset()
-    cut = command.index("--cfg-options")
-    return command[1], frozenset(command[cut + 1 :])
 
 
 POLL_SECONDS = 0.5
@@ -367,135 +321,3 @@ def _sigterm_unwinds() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-HEADER = (
-    "mixture of experts",
-    "mean AP50",
-    "mean AP",
-    "routing accuracy",
-    "max load",
-    "s / iteration",
-    "against the first row",
-    "peak memory",
-)
-
-
-def comparison_row(
-    name: str,
-    scored: Sequence[Mapping[str, Any]],
-    timed: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """Mean and spread over seeds, and medians over timed rounds.
-
-    Args:
-        name: Name of the row.
-        scored: ``summary.json`` of one run per seed.
-        timed: ``summary.json`` of the short runs that measure time and memory.
-
-    Returns:
-        ``ap50``, ``ap``, ``routing_accuracy`` and ``max_load``, each a pair of mean and
-        sample standard deviation (None where a run has no such number, the deviation
-        None for one run), ``ap50_seeds`` with the AP50 of every run, ``datasets`` with
-        the mean AP50 of each, ``seeds``, ``seconds_per_iteration`` and
-        ``peak_memory_mib``.
-    """
-    shares = [(run.get("routing_accuracy") or {}).get("mean") for run in scored]
-    names = scored[0]["datasets"] if scored else ()
-    return dict(
-        name=name,
-        seeds=len(scored),
-        ap50=_spread([run["mean_ap50"] for run in scored]),
-        ap50_seeds=[run["mean_ap50"] for run in scored],
-        ap=_spread([run["mean_ap"] for run in scored]),
-        routing_accuracy=_spread(shares),
-        max_load=_spread([run.get("max_load") for run in scored]),
-        datasets={
-            dataset: _spread([run["datasets"][dataset]["ap50"] for run in scored])
-            for dataset in names
-        },
-        seconds_per_iteration=_median(
-            [run["train_seconds"] / run["iterations"] for run in timed]
-        ),
-        peak_memory_mib=_median([run["peak_memory_mib"] for run in timed]),
-    )
-
-
-def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as Markdown: quality with its spread, shares, time and memory.
-
-    Args:
-        rows: As :func:`comparison_row` makes them; times are compared with the first.
-    """
-    base = rows[0]["seconds_per_iteration"] if rows else None
-    lines = [HEADER, ("---",) + ("---:",) * (len(HEADER) - 1)]
-    lines += [_cells(row, base) for row in rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
-
-
-def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
-    seconds, memory = row["seconds_per_iteration"], row["peak_memory_mib"]
-    return (
-        row["name"],
-        _plus_minus(row["ap50"]),
-        _plus_minus(row["ap"]),
-        _percent(row["routing_accuracy"]),
-        _percent(row["max_load"]),
-        "-" if seconds is None else f"{seconds:.3f}",
-        "-" if seconds is None or base is None else f"{seconds / base:.2f}",
-        "-" if memory is None else f"{memory:.0f} MiB",
-    )
-
-
-def _spread(
-    values: Sequence[float | None],
-) -> tuple[float, float | None] | None:
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return None
-    deviation = statistics.stdev(known) if len(known) > 1 else None
-    return statistics.fmean(known), deviation
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _plus_minus(spread: tuple[float, float | None] | None) -> str:
-    if spread is None:
-        return "-"
-    mean, deviation = spread
-    return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
-
-
-def _percent(spread: tuple[float, float | None] | None) -> str:
-    return "-" if spread is None else f"{spread[0]:.1%}"
-
-
-def draw_comparison(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Mean AP50 of each mixture of experts beside the first row's.
-
-    Args:
-        rows: As :func:`damex.analysis.compare.comparison_row` makes them.
-            Those without a finished run are left out.
-    """
-    shown = [row for row in rows if row["ap50_seeds"]]
-    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    for place, row in enumerate(shown):
-        values = row["ap50_seeds"]
-        axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
-        axes.plot(row["ap50"][0], place, "|", color="black", markersize=14)
-    if shown:
-        mean, deviation = shown[0]["ap50"]
-        axes.axvline(mean, color="#b2603a", linewidth=1)
-        if deviation is not None:
-            reach = (mean - deviation, mean + deviation)
-            axes.axvspan(*reach, color="#b2603a", alpha=0.15)
-    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel(
-        "mean AP50 (dots: seeds, bars: their mean, band: first row, mean and deviation)"
-    )
-    return figure

@@ -6,24 +6,24 @@ import argparse
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
-from mmengine.utils import import_modules_from_strings
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.engine.cli import CFG_OPTIONS_HELP, merge_options
+from damex.engine.cli import Parser
 from damex.engine.config import resolve_config
-from damex.engine.console import quiet_screen
+from damex.engine.config_files import merge_options, read_config
+from damex.engine.console import filter_console
+from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
 
@@ -160,12 +160,10 @@ def complexity(arguments: Sequence[str]) -> None:
         ConfigError: If the config is missing or names no image size.
     """
     args = _parse(arguments)
-    cfg = Config.fromfile(args.config)
+    cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
-    if cfg.get("custom_imports"):
-        import_modules_from_strings(**cfg.custom_imports)
     init_default_scope(cfg.get("default_scope", "mmdet"))
-    quiet_screen(MMLogger.get_instance("complexity"))
+    filter_console(MMLogger.get_instance("complexity"))
     height, width = args.shape or _test_shape(cfg)
     model = _resolved_model(cfg, classes=args.classes, groups=args.groups)
     size = dict(height=height, width=width)
@@ -208,10 +206,10 @@ def complexity_table(
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Parameters and FLOPs of a config: total, active, and dense"
     )
-    parser.add_argument("config", help="config file")
+    parser.add_argument("config", help="a file, or the name of a config of damex")
     parser.add_argument(
         "--shape",
         nargs=2,
@@ -225,12 +223,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--groups", type=int, help="dataset groups, beside --classes (default: 2)"
     )
-    parser.add_argument(
-        "--cfg-options", nargs="+", action=DictAction, help=CFG_OPTIONS_HELP
-    )
+    parser.add_options()
     args = parser.parse_args(arguments)
-    if not Path(args.config).is_file():
-        raise ConfigError(f"there is no config file {args.config}; see configs/.")
     for name in ("classes", "groups"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -261,9 +255,11 @@ def _resolved_model(
     cfg: Config, *, classes: int | None, groups: int | None
 ) -> dict[str, Any]:
     """The model's config, completed by the mixture or by the numbers given."""
+    known = cfg if classes is None else Config({**cfg, "mixture": None})
+    model = dict(resolve_config(known)["model"])
+    check_detector(model)
     if classes is None:
-        return dict(resolve_config(cfg)["model"])
-    model = dict(resolve_config(Config({**cfg, "mixture": None}))["model"])
+        return model
     model["bbox_head"] = {**model["bbox_head"], "num_classes": classes}
     if model.get("moe") is not None:
         model["num_groups"] = groups or 2

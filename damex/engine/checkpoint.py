@@ -1,22 +1,159 @@
-"""Checkpoints: loaded as data, never as code, and checked against the mixture."""
+"""Checkpoints: loaded as data, never as code, and checked against the config."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 import pickle
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlparse
 
 import numpy as np
 import torch
+from mmengine.dist import barrier, is_main_process
 from mmengine.logging import HistoryBuffer
+from mmengine.runner import CheckpointLoader
 from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 
-__all__ = ["check_label_space", "check_tensors", "load_checkpoint_safely"]
+__all__ = [
+    "check_label_space",
+    "check_tensors",
+    "load_checkpoints_as_data",
+    "replace_misfits",
+]
+
+
+def load_checkpoints_as_data() -> None:
+    """Make all of mmengine's loaders refuse whatever is not data.
+
+    They serve ``load_from``, ``--resume``, ``init_cfg``, ``init_detector`` and the
+    inferencers, for files and for addresses of every scheme. By themselves they execute
+    a file that torch will not load as data. What stays is the text of the config in a
+    checkpoint: ``DetInferencer(weights=...)`` without a config runs it as Python.
+    """
+    loaders = {**CheckpointLoader._schemes, "": load_from_local}
+    loaders |= dict.fromkeys(("http://", "https://"), load_from_http)
+    for prefix, loader in loaders.items():
+        CheckpointLoader.register_scheme(prefix, _as_data(loader), force=True)
+
+
+def load_from_local(path: str, map_location: Any = None) -> Any:
+    """Load a file.
+
+    Raises:
+        DataError: If there is none, or it is cut off.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(
+            f"there is no checkpoint {path} (seen from {Path.cwd()}); look into the "
+            "work directory for *.pth files."
+        )
+    with file.open("rb") as content:
+        is_pickle = content.read(1) == b"\x80"  # before torch 1.6
+    if not is_pickle and not zipfile.is_zipfile(file):
+        raise DataError(
+            f"{path} ({file.stat().st_size} bytes) is not a checkpoint of torch, or is "
+            "cut off. Use an earlier one, or fetch it again."
+        )
+    return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def load_from_http(address: str, map_location: Any = None) -> Any:
+    """Load from the web; downloaded once for each address, by the main process.
+
+    A hash in the name, as mmdet and torchvision give it (``dino-0123abcd.pth``), is
+    compared with that of the content.
+    """
+    name = Path(urlparse(address).path).name
+    # Files of the same name from two addresses are not the same file.
+    folder = hashlib.sha256(address.encode()).hexdigest()[:16]
+    fetch = functools.partial(
+        torch.hub.load_state_dict_from_url,
+        address,
+        model_dir=str(Path(torch.hub.get_dir()) / "checkpoints" / folder),
+        map_location=map_location,
+        check_hash=re.search(r"-[0-9a-f]{8,64}\.", name) is not None,
+        weights_only=True,
+    )
+    checkpoint = fetch() if is_main_process() else None
+    barrier()
+    return fetch() if checkpoint is None else checkpoint
+
+
+def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
+    """One of mmengine's loaders, without code in files and with errors in one line."""
+
+    @functools.wraps(loader)
+    def load(path: str, map_location: Any = None) -> dict:
+        try:
+            with _weights_only():
+                checkpoint = loader(path, map_location)
+        except pickle.UnpicklingError as error:
+            raise DataError(
+                f"the checkpoint {path} holds more than tensors and plain values, and "
+                "was not loaded: it could run code. If you trust where it comes from, "
+                "load it yourself and save its 'state_dict' with torch.save."
+            ) from error
+        except KeyError as error:
+            raise DataError(
+                f"there is no checkpoint {path}: its scheme knows no {error}."
+            ) from error
+        except (EOFError, RuntimeError, URLError) as error:
+            raise DataError(
+                f"the checkpoint {path} cannot be read: {str(error).splitlines()[0]} "
+                "Use an earlier one, or fetch it again."
+            ) from error
+        if not isinstance(checkpoint, dict):
+            raise DataError(
+                f"the checkpoint {path} holds a {type(checkpoint).__name__}, not the "
+                "dict of tensors that a detector needs."
+            )
+        return checkpoint
+
+    return load
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Torch loads tensors and plain values only, whatever its caller asks for."""
+    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        with _allowed():
+            yield
+    finally:
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
+
+
+def _allowed() -> Any:
+    """Allow the classes that mmengine writes into a checkpoint; they only hold data."""
+    core = getattr(np, "_core", None) or np.core
+    kinds = ("f2", "f4", "f8", "i4", "i8", "u8", "?")
+    return torch.serialization.safe_globals(
+        [
+            HistoryBuffer,
+            np.ndarray,
+            np.dtype,
+            core.multiarray._reconstruct,
+            core.multiarray.scalar,
+            *{type(np.dtype(kind)) for kind in kinds},
+            (_history_method, "builtins.getattr"),
+        ]
+    )
 
 
 def _history_method(owner: Any, name: str) -> Any:
@@ -30,82 +167,6 @@ def _history_method(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
-def _allowed() -> list[Any]:
-    """Classes that mmengine writes into a checkpoint and that only hold data."""
-    core = getattr(np, "_core", None) or np.core
-    dtypes = {
-        type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "u8", "?")
-    }
-    return [
-        HistoryBuffer,
-        np.ndarray,
-        np.dtype,
-        core.multiarray._reconstruct,
-        core.multiarray.scalar,
-        *dtypes,
-        (_history_method, "builtins.getattr"),
-    ]
-
-
-def load_checkpoint_safely(path: str | Path, *, map_location: Any = "cpu") -> dict:
-    """Load a checkpoint of mmengine without running anything that it contains.
-
-    Args:
-        path: A local file, or an http(s) address, which is downloaded once.
-        map_location: As for ``torch.load``.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        DataError: If the file is missing, is no checkpoint, is damaged, or holds more
-            than data.
-    """
-    file = _local_file(str(path))
-    if not zipfile.is_zipfile(file):
-        raise DataError(
-            f"{file} ({file.stat().st_size} bytes) is not a checkpoint of torch, or is "
-            "cut off. Use an earlier one, or fetch it again."
-        )
-    try:
-        with torch.serialization.safe_globals(_allowed()):
-            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise DataError(
-            f"the checkpoint {file} holds more than tensors and plain values, and was "
-            "not loaded: it could run code. If you trust where it comes from, load it "
-            "yourself and save its 'state_dict' with torch.save."
-        ) from error
-    except (EOFError, RuntimeError) as error:
-        raise DataError(
-            f"the checkpoint {file} ({file.stat().st_size} bytes) cannot be read: "
-            f"{str(error).splitlines()[0]} Use an earlier one, or fetch it again."
-        ) from error
-    if not isinstance(checkpoint, dict):
-        raise DataError(
-            f"the checkpoint {file} holds a {type(checkpoint).__name__}, not the dict "
-            "of tensors that a detector needs."
-        )
-    return checkpoint
-
-
-def _local_file(path: str) -> Path:
-    """The file itself, or the local copy of an address."""
-    if path.startswith(("http://", "https://")):
-        folder = Path(torch.hub.get_dir()) / "checkpoints"
-        copy = folder / path.rsplit("/", 1)[-1]
-        if not copy.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(path, str(copy))
-        return copy
-    if not Path(path).is_file():
-        raise DataError(
-            f"there is no checkpoint {path} (seen from {Path.cwd()}); look into the "
-            "work directory for *.pth files."
-        )
-    return Path(path)
-
-
 def check_tensors(
     checkpoint: Mapping[str, Any], model: nn.Module, *, path: str
 ) -> None:
@@ -117,19 +178,61 @@ def check_tensors(
         path: The checkpoint, for the message.
 
     Raises:
-        ConfigError: If tensors are missing or too many.
+        ConfigError: If tensors are missing, too many, or of another shape.
     """
     stored = checkpoint.get("state_dict", checkpoint)
     found = {key.removeprefix("module.") for key in stored}
     needed = set(model.state_dict())
-    missing, surplus = sorted(needed - found), sorted(found - needed)
-    if missing or surplus:
+    counts = {
+        "are missing": sorted(needed - found),
+        "are too many": sorted(found - needed),
+        "have another shape": [*_misfits(stored, model).values()],
+    }
+    faults = [
+        f"{len(names)} tensors {what} (such as {names[0]})"
+        for what, names in counts.items()
+        if names
+    ]
+    if faults:
         raise ConfigError(
             f"the checkpoint {path} is of another detector than the config: "
-            f"{len(missing)} tensors are missing (such as {missing[:1]}), "
-            f"{len(surplus)} are too many (such as {surplus[:1]}). Use the config that "
-            "lies beside the checkpoint, with the same moe=..."
+            f"{', '.join(faults)}. Use the config that lies beside the checkpoint, "
+            "with the same moe=..."
         )
+
+
+def replace_misfits(state: dict[str, Any], model: nn.Module) -> str | None:
+    """Put a model's own tensors in the place of those with another shape.
+
+    Args:
+        state: A state dict to start a training from; changed in place.
+        model: The detector that shall load it.
+
+    Returns:
+        A sentence that says so; None where all shapes fit.
+    """
+    own = model.state_dict()
+    misfits = _misfits(state, model)
+    for key in misfits:
+        state[key] = own[key.removeprefix("module.")]
+    if not misfits:
+        return None
+    return (
+        f"{len(misfits)} of {len(state)} tensors have another shape than in "
+        f"the detector and are not loaded, such as {next(iter(misfits.values()))}; "
+        "they start from random values."
+    )
+
+
+def _misfits(state: Mapping[str, Any], model: nn.Module) -> dict[str, str]:
+    """Keys of tensors whose shapes differ, with both shapes in words."""
+    own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    found = {}
+    for key, value in state.items():
+        name = key.removeprefix("module.")
+        if name in own and own[name] != tuple(value.shape):
+            found[key] = f"{name} of {tuple(value.shape)}, here {own[name]}"
+    return found
 
 
 def check_label_space(meta: Mapping[str, Any], space: LabelSpace, *, path: str) -> None:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from mmengine.config import Config, DictAction
 from mmengine.device import get_device
-from mmengine.registry import RUNNERS
+from mmengine.registry import RUNNERS, build_functions
 from mmengine.runner import Runner
 
-from damex.errors import ConfigError, DataError
+from damex.engine.config_files import merge_options, read_config
+from damex.errors import ConfigError, DataError, did_you_mean
 
 __all__ = [
+    "Parser",
     "build_runner",
+    "fault_of_config",
     "load_config",
-    "merge_options",
     "run_command",
     "test",
     "train",
@@ -28,7 +32,7 @@ __all__ = [
 
 CFG_OPTIONS_HELP = (
     "override settings of the config: key=value pairs, nested keys with dots, lists as "
-    "key=[a,b] or key=a,b, for instance moe=None train_cfg.max_epochs=1"
+    "key=[a,b] or key=a,b, for instance moe=vanilla train_cfg.max_epochs=1"
 )
 
 
@@ -103,54 +107,19 @@ def test(arguments: Sequence[str]) -> None:
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read the config file and apply what the command line says.
+    """Read the config and apply what the command line says.
 
     Raises:
-        ConfigError: If the file is missing.
+        ConfigError: If there is none, or it cannot be read.
     """
-    path = Path(args.config)
-    if not path.is_file():
-        raise ConfigError(
-            f"there is no config file {path} (seen from {Path.cwd()}); see configs/."
-        )
-    cfg = Config.fromfile(path)
+    cfg = read_config(args.config)
     cfg.launcher = args.launcher
-    if args.cfg_options is not None:
-        merge_options(cfg, args.cfg_options)
+    merge_options(cfg, args.cfg_options or {})
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get("work_dir") is None:
-        cfg.work_dir = str(Path("work_dirs") / path.stem)
+        cfg.work_dir = str(Path("work_dirs") / Path(args.config).stem)
     return cfg
-
-
-def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Override settings of a config.
-
-    A file behind ``moe`` is read first, so that ``moe.gate.k=2`` changes what it says.
-
-    Args:
-        cfg: Changed in place.
-        options: Values by their names, nested ones with dots.
-
-    Raises:
-        ConfigError: If the file does not exist or sets no ``moe``, or a part of ``moe``
-            is to be changed where there is none.
-    """
-    options = dict(options)
-    inner = [name for name in options if name.startswith("moe.")]
-    if inner and ("moe" in options or "moe" in cfg):
-        import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-        from damex.engine.config import moe_of_file
-
-        moe = options.pop("moe", cfg.get("moe"))
-        cfg.moe = moe_of_file(moe) if isinstance(moe, str) else moe
-        if cfg.moe is None:
-            raise ConfigError(
-                f"{inner[0]}={options[inner[0]]!r}: moe is None, a dense detector; add "
-                "moe=configs/_base_/moe/damex.py, or leave it out."
-            )
-    cfg.merge_from_dict(options)
 
 
 def build_runner(cfg: Config) -> Runner:
@@ -164,40 +133,108 @@ def build_runner(cfg: Config) -> Runner:
     return RUNNERS.build(cfg)
 
 
-def run_command(command: Callable[[Sequence[str]], None]) -> int:
+def run_command(
+    command: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None
+) -> int:
     """Run a command; a mistake of the user ends in its message, without a traceback.
+
+    Args:
+        command: Takes the command line without the program's name.
+        arguments: Those; by default those of the process.
 
     Returns:
         The exit status: 0, or 2 for a mistake in a config or in the data.
     """
     try:
-        command(sys.argv[1:])
-    except (ConfigError, DataError) as error:
+        command(sys.argv[1:] if arguments is None else arguments)
+    except Exception as error:
+        is_of_user = isinstance(error, (ConfigError, DataError))
+        message = str(error) if is_of_user else fault_of_config(error)
+        if message is None:
+            raise
         rank = os.environ.get("RANK", "0")
         # A config is wrong on every process, a record or image perhaps on one only.
         if rank == "0" or isinstance(error, DataError):
             where = "" if "RANK" not in os.environ else f" (process {rank})"
-            sys.stderr.write(f"\nerror{where}: {_message(error)}\n")
+            # A data loading worker hands over its whole traceback as the message.
+            message = re.split(r"damex\.errors\.(?:Config|Data)Error: ", message)[-1]
+            sys.stderr.write(f"\nerror{where}: {message.strip()}\n")
         return 2
     return 0
 
 
-def _message(error: Exception) -> str:
-    """The sentence of an error, without what registries and workers put around it."""
-    text = str(error)
-    # A data loading worker hands over its whole traceback as the message.
-    text = re.split(r"damex\.errors\.(?:ConfigError|DataError): ", text)[-1]
-    return re.sub(r"^(?:class `\w+` in \S+: )+", "", text).strip()
+def fault_of_config(error: Exception) -> str | None:
+    """Say what in a config another library stumbled over.
+
+    Args:
+        error: With its traceback.
+
+    Returns:
+        A sentence if a ``type`` is unknown, a class does not take what its config says,
+        or an optional package is missing; None for any other error, for instance in
+        a class of the user's.
+    """
+    if type(error) is ImportError and "pip install" in str(error):
+        return " ".join(str(error).split())
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    builds = [f for f in frames if f.f_code.co_filename == build_functions.__file__]
+    if not builds:
+        return None
+    values = builds[-1].f_locals
+    kind, built, args = values.get("obj_type"), values.get("obj_cls"), values["args"]
+    if isinstance(error, KeyError) and frames[-1] is builds[-1] and built is None:
+        registry = values["registry"]
+        known = {*registry.module_dict, *getattr(registry.parent, "module_dict", ())}
+        return (
+            f"type={kind!r} is unknown, no {registry.name} of this name is registered; "
+            f"{did_you_mean(str(kind), sorted(known))}"
+        )
+    if not isinstance(error, TypeError) or built is None:
+        return None
+    classes = inspect.getmro(built) if inspect.isclass(built) else ()
+    called = {built.__qualname__, *(f"{one.__qualname__}.__init__" for one in classes)}
+    found = re.match(r"(\S+)\(\) got an unexpected keyword .* '(\w+)'", str(error))
+    if found is not None and found[1] in called and found[2] in args:
+        known = {key for one in classes for key in inspect.signature(one).parameters}
+        return (
+            f"dict(type={kind!r}, ...) has the unknown key {found[2]!r}; "
+            f"{did_you_mean(found[2], sorted(known - {'args', 'kwargs'}))}"
+        )
+    if frames[-1] is builds[-1]:
+        return f"dict(type={kind!r}, ...): {error}"
+    return None
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Reports mistakes as all others are: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print below its usage."""
+        raise ConfigError(f"{message}; see --help.")
+
+    def add_options(self) -> None:
+        """Add ``--cfg-options``."""
+        self.add_argument(
+            "--cfg-options",
+            nargs="+",
+            action=DictAction,
+            type=_key_value,
+            help=CFG_OPTIONS_HELP,
+        )
+
+
+def _key_value(text: str) -> str:
+    if not re.match(r"[^=]+=", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no key=value")
+    return text
+
+
+def _parser(description: str) -> Parser:
     """The arguments that training and testing share."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("config", help="config file")
+    parser = Parser(description=description)
+    parser.add_argument("config", help="a file, or the name of a config of damex")
     parser.add_argument("--work-dir", help="folder for logs and checkpoints")
-    parser.add_argument(
-        "--cfg-options", nargs="+", action=DictAction, help=CFG_OPTIONS_HELP
-    )
+    parser.add_options()
     parser.add_argument(
         "--launcher",
         choices=["none", "pytorch", "slurm", "mpi"],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
-from damex.errors import ConfigError, did_you_mean
+from damex.engine.config_files import moe_of_file
+from damex.errors import ConfigError
 
-__all__ = ["label_space_of", "moe_of_file", "resolve_config"]
+__all__ = ["label_space_of", "resolve_config"]
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
@@ -21,9 +21,9 @@ LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     """Fill in datasets, label space, ``num_classes``, ``num_groups`` and ``moe``.
 
-    The top-level ``moe`` becomes ``model.moe``. It may be the path of a config file
-    that sets ``moe``, so that one word on the command line changes the mixture of
-    experts.
+    The top-level ``moe`` becomes ``model.moe``. It may name a file of
+    ``configs/_base_/moe``, or the path of another that sets ``moe``, so that one word
+    on the command line changes the mixture of experts.
 
     The top-level ``mixture`` list is the one place where datasets are named. Every
     ``MixtureDataset`` without ``datasets`` gets it, together with the label space of
@@ -39,13 +39,11 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
         A resolved copy.
 
     Raises:
-        ConfigError: If the mixture cannot work, ``num_classes`` contradicts it, or the
-            detector has no place for experts.
+        ConfigError: If the mixture cannot work, or ``num_classes`` contradicts it.
         DataError: If an annotation file is missing or is not in COCO format.
     """
     cfg = copy.deepcopy(cfg)
     _set_moe(cfg)
-    _check_detector(cfg["model"])
     if cfg.get("mixture") is None:
         return cfg
     specs, mode = parse_mixture(cfg["mixture"]), cfg.get("label_space") or "union"
@@ -84,56 +82,6 @@ def _set_moe(cfg: Config | ConfigDict) -> None:
         )
     moe = cfg.pop("moe")  # one place only, so that a written config can be read again
     cfg["model"]["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
-
-
-def _check_detector(model: Any) -> None:
-    """Refuse experts for a detector that takes none, and drop ``moe=None`` there."""
-    if "moe" not in model:
-        return
-    # Not at the top: mmdet's import takes seconds and prints.
-    from mmdet.registry import MODELS
-
-    import damex.registry  # noqa: F401
-    from damex.models.detectors import RoutedDetector
-
-    name = model.get("type")
-    kind = MODELS.get(name) if isinstance(name, str) else name
-    if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
-        return
-    if model["moe"] is None:
-        del model["moe"]
-        return
-    routed = sorted(
-        known
-        for known, cls in MODELS.module_dict.items()
-        if isinstance(cls, type) and issubclass(cls, RoutedDetector)
-    )
-    raise ConfigError(
-        f"moe is set, but model.type={kind.__name__!r} takes no experts; "
-        f"{did_you_mean(f'MoE{kind.__name__}', routed)} Or set moe=None."
-    )
-
-
-def moe_of_file(path: str) -> Any:
-    """``moe`` of a config file.
-
-    Args:
-        path: The file, for instance one of ``configs/_base_/moe``.
-
-    Raises:
-        ConfigError: If it does not exist or sets no ``moe``.
-    """
-    file = Path(path)
-    if not file.is_file():
-        near = sorted(str(f) for f in Path("configs/_base_/moe").glob("*.py"))
-        raise ConfigError(
-            f"moe names the file {path!r}, which does not exist (seen from "
-            f"{Path.cwd()}); {did_you_mean(path, near)}"
-        )
-    content = Config.fromfile(file)
-    if "moe" not in content:
-        raise ConfigError(f"moe: the file {path} sets no moe=dict(...).")
-    return content["moe"]
 
 
 def _mixtures(dataset: Any) -> list[dict]:

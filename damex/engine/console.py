@@ -30,9 +30,9 @@ from damex.datasets.mixture import MixtureDataset
 from damex.models.insertion import moe_blocks
 
 __all__ = [
-    "PaintedImagesHook",
+    "MixtureVisualizationHook",
     "ProgressHook",
-    "quiet_screen",
+    "filter_console",
 ]
 
 
@@ -211,10 +211,13 @@ UPSTREAM_MESSAGES = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
 )
-UPSTREAM_WARNINGS = (r"torch\.meshgrid: in an upcoming release",)
+UPSTREAM_WARNINGS = (
+    r"torch\.meshgrid: in an upcoming release",
+    r"Warning: The \w+ is out of bounds",  # boxes at the border, drawn all the same
+)
 
 
-def quiet_screen(logger: logging.Logger) -> None:
+def filter_console(logger: logging.Logger) -> None:
     """Leave warnings and errors on the screen; the log file keeps every line.
 
     Args:
@@ -234,7 +237,7 @@ def _is_for_users(record: logging.LogRecord) -> bool:
 
 
 @HOOKS.register_module()
-class PaintedImagesHook(DetVisualizationHook):
+class MixtureVisualizationHook(DetVisualizationHook):
     """Writes ``--show-dir`` images to a folder of the dataset that they come from.
 
     mmdet names them by the file alone, so that equal names of two datasets would

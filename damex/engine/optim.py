@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from damex.errors import ConfigError, did_you_mean
 from damex.moe import ChainedOptimizer, NormalizedGD, expert_parameters
 
-__all__ = ["ExpertOptimWrapperConstructor"]
+__all__ = ["ExpertOptimWrapperConstructor", "check_optimizer_type"]
 
 OPTIMIZERS.register_module(module=NormalizedGD)
 HINT = "experts=dict(type='NormalizedGD', lr=0.001)"
@@ -119,18 +119,32 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         return factors.pop()
 
 
+def check_optimizer_type(config: Mapping[str, Any], field: str) -> None:
+    """Refuse an optimiser that is not registered.
+
+    Args:
+        config: Config of an optimiser.
+        field: Its key in ``optim_wrapper``.
+
+    Raises:
+        ConfigError: If its type is unknown.
+    """
+    kind = config.get("type")
+    if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
+        raise ConfigError(
+            f"optim_wrapper.{field} has the unknown type {kind!r}; "
+            f"{did_you_mean(kind, sorted(OPTIMIZERS.module_dict))}"
+        )
+
+
 def _check_experts(config: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise ConfigError(
             "optim_wrapper.constructor='ExpertOptimWrapperConstructor' needs "
             f"optim_wrapper.experts, for instance {HINT}; got {config!r}."
         )
+    check_optimizer_type(config, "experts")
     kind = config.get("type")
-    if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
-        raise ConfigError(
-            f"optim_wrapper.experts has the unknown type {kind!r}; "
-            f"{did_you_mean(kind, sorted(OPTIMIZERS.module_dict))}"
-        )
     lr = config.get("lr")
     number = isinstance(lr, (int, float)) and not isinstance(lr, bool) and lr >= 0
     if kind is None or not number:

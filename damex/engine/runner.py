@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
-from mmengine.runner import Runner, find_latest_checkpoint
+from mmengine.runner import CheckpointLoader, Runner, find_latest_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
@@ -20,16 +24,27 @@ from damex.compat import ensure_ops
 from damex.engine.checkpoint import (
     check_label_space,
     check_tensors,
-    load_checkpoint_safely,
+    replace_misfits,
 )
 from damex.engine.config import label_space_of, resolve_config
-from damex.engine.console import quiet_screen
-from damex.errors import ConfigError
+from damex.engine.config_files import KEYS
+from damex.engine.console import ProgressHook, filter_console
+from damex.engine.optim import check_optimizer_type
+from damex.engine.schedule import IterationSeedHook, TrainingStepHook
+from damex.engine.summary import RunSummaryHook
+from damex.errors import ConfigError, did_you_mean
+from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
 
-__all__ = ["MixtureRunner"]
+__all__ = ["MixtureRunner", "check_detector"]
 
 DDP = "MMDistributedDataParallel"
+HOOKS_OF_DAMEX = (
+    IterationSeedHook,
+    TrainingStepHook,
+    ProgressHook,
+    RunSummaryHook,
+)
 
 
 @RUNNERS.register_module()
@@ -37,19 +52,55 @@ class MixtureRunner(Runner):
     """Runner that completes the config, keeps the screen readable and runs anywhere.
 
     damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes
-    mmdet's own tools use it, too. It differs from mmengine's Runner in five points: the
-    mixture fills in what follows from it; init messages go to the log file and only
-    warnings to the screen (``console='full'`` in a config brings them back);
-    checkpoints are loaded as data; several processes also run without a GPU; and
-    ``--resume`` without anything to resume says so.
+    mmdet's own tools use it, too. It differs from mmengine's Runner in these points:
+    the mixture fills in what follows from it; a top-level ``max_epochs`` (or
+    ``max_iters``) sets the length of the training; damex's hooks are always there; init
+    messages go to the log file and only warnings to the screen (``console='full'`` in a
+    config brings them back); a checkpoint to resume or evaluate has to fit; several
+    processes also run without a GPU; and ``--resume`` without anything to resume says
+    so.
     """
 
     _evaluating = False
 
     @classmethod
     def from_cfg(cls, cfg: Config | ConfigDict) -> Runner:
-        """Build a runner from a config with or without a mixture."""
-        return super().from_cfg(resolve_config(cfg))
+        """Build a runner from a config with or without a mixture.
+
+        Raises:
+            ConfigError: If a setting cannot work.
+        """
+        misspelt = _misspelt_keys(cfg)
+        cfg = resolve_config(cfg)
+        check_detector(cfg["model"])
+        _check_settings(cfg)
+        _set_length(cfg)
+        for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
+            if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
+                cfg[loader]["persistent_workers"] = False  # torch refuses True
+        runner = super().from_cfg(cfg)
+        for sentence in misspelt:
+            runner.logger.warning(sentence)
+        return runner
+
+    def register_hooks(
+        self, default_hooks: dict | None = None, custom_hooks: list | None = None
+    ) -> None:
+        """Register the config's hooks, and those of damex that it does not name.
+
+        A config that sets ``custom_hooks`` replaces the list as a whole, and without
+        these hooks a run would be silent, and differ once it is resumed.
+        """
+        super().register_hooks(default_hooks, custom_hooks)
+        for hook in HOOKS_OF_DAMEX:
+            if not any(isinstance(known, hook) for known in self.hooks):
+                self.register_hook(hook())
+
+    def build_param_scheduler(self, scheduler: Any) -> Any:
+        """Build schedulers; milestones below 1 are shares of the whole training."""
+        return super().build_param_scheduler(
+            _with_milestones(scheduler, epochs=self.max_epochs, iters=self.max_iters)
+        )
 
     def setup_env(self, env_cfg: dict) -> None:
         """Set up processes; without a GPU they talk through gloo."""
@@ -65,7 +116,7 @@ class MixtureRunner(Runner):
         """Log everything to the file, and warnings only to the screen."""
         logger = super().build_logger(*args, **kwargs)
         if self.cfg.get("console", "progress") == "progress":
-            quiet_screen(logger)
+            filter_console(logger)
         logger.info(ensure_ops().summary())
         return logger
 
@@ -137,7 +188,7 @@ class MixtureRunner(Runner):
             ConfigError: If it shall be resumed or evaluated and belongs to another
                 label space or another detector.
         """
-        checkpoint = load_checkpoint_safely(filename, map_location=map_location)
+        checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
         # mmengine's resume would run this text as Python to read one field of it.
         checkpoint.get("meta", {}).pop("config", None)
         model = self.model.module if is_model_wrapper(self.model) else self.model
@@ -147,9 +198,10 @@ class MixtureRunner(Runner):
                 check_label_space(checkpoint.get("meta", {}), space, path=filename)
             check_tensors(checkpoint, model, path=filename)
         else:
-            note = upcycling_note(model, checkpoint.get("state_dict", checkpoint))
-            if note is not None:
-                self.logger.warning(f"{filename}: {note}")
+            state = checkpoint.get("state_dict", checkpoint)
+            for note in (replace_misfits(state, model), upcycling_note(model, state)):
+                if note is not None:
+                    self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         checkpoint = _load_checkpoint_to_model(
             model,
@@ -160,6 +212,99 @@ class MixtureRunner(Runner):
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
         return checkpoint
+
+
+def check_detector(model: Any) -> None:
+    """Refuse experts for a detector that takes none, and drop ``moe=None`` there.
+
+    Args:
+        model: The config of a detector; changed in place.
+
+    Raises:
+        ConfigError: If ``moe`` is set for such a detector.
+    """
+    kind = model.get("type")
+    kind = MODELS.get(kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
+        return
+    if model.pop("moe", None) is None:
+        return
+    routed = sorted(
+        name
+        for name, known in MODELS.module_dict.items()
+        if isinstance(known, type) and issubclass(known, RoutedDetector)
+    )
+    raise ConfigError(
+        f"moe is set, but model.type={kind.__name__!r} takes no experts; "
+        f"{did_you_mean(f'MoE{kind.__name__}', routed)} Or set moe=None."
+    )
+
+
+def _misspelt_keys(cfg: Config | ConfigDict) -> list[str]:
+    """Sentences about top-level names that look like a key."""
+    near = {
+        key: difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
+        for key in cfg
+        if key not in KEYS
+    }
+    return [
+        f"the config sets {key}, which nothing reads; did you mean {found[0]}?"
+        for key, found in near.items()
+        if found
+    ]
+
+
+def _check_settings(cfg: Config | ConfigDict) -> None:
+    """Refuse an optimiser, a seed and a work directory that cannot work."""
+    optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer")
+    if isinstance(optimizer, dict):
+        check_optimizer_type(optimizer, "optimizer")
+    seed = (cfg.get("randomness") or {}).get("seed")
+    if seed is not None and not (isinstance(seed, int) and seed >= 0):
+        raise ConfigError(
+            f"randomness.seed must be None or an integer of 0 or more, got {seed!r}."
+        )
+    folder = Path(cfg["work_dir"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"work_dir={str(folder)!r} cannot be written ({error.strerror}); name "
+            "another folder, for instance with --work-dir."
+        ) from error
+
+
+def _set_length(cfg: Config | ConfigDict) -> None:
+    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``."""
+    train = cfg.get("train_cfg")
+    if not train:
+        return
+    by_iters = train.get("type") == "IterBasedTrainLoop" or "max_iters" in train
+    key = "max_iters" if by_iters else "max_epochs"
+    if cfg.get(key) is not None:
+        # One place only, so that a written config can be read again.
+        train[key] = cfg.pop(key)
+
+
+def _with_milestones(scheduler: Any, *, epochs: int, iters: int) -> Any:
+    """A copy of scheduler configs with all milestones in epochs or iterations."""
+    size = dict(epochs=epochs, iters=iters)
+    if isinstance(scheduler, Sequence):
+        return [_with_milestones(one, **size) for one in scheduler]
+    if not isinstance(scheduler, dict):
+        return scheduler
+    if "type" not in scheduler:  # one for each of several optimisers
+        return {name: _with_milestones(one, **size) for name, one in scheduler.items()}
+    if "milestones" not in scheduler:
+        return scheduler
+    length = epochs if scheduler.get("by_epoch", True) else iters
+    milestones = [
+        round(stone * length) if 0 < stone < 1 else stone
+        for stone in scheduler["milestones"]
+    ]
+    return {**scheduler, "milestones": milestones}
 
 
 def _has_frozen_gates(cfg: Config | ConfigDict) -> bool:

@@ -9,24 +9,26 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import mmcv
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from mmdet.registry import HOOKS
+from mmdet.structures import DetDataSample
+from mmdet.visualization import DetLocalVisualizer
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
-from PIL import Image, ImageDraw, ImageFont
+from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
 __all__ = [
-    "Panel",
     "RunSummaryHook",
-    "draw_panels",
+    "draw_detections",
     "score_table",
     "summarise",
 ]
@@ -168,31 +170,12 @@ class RunSummaryHook(Hook):
 
     def _draw(self, runner: Runner, path: Path) -> str | None:
         """Write the picture of detections; None when there is nothing to draw."""
-        classes = runner.visualizer.dataset_meta["classes"]
-        rows = {
-            name: [self._panel(sample, classes) for sample in samples]
-            for name, samples in self._samples.items()
-            if samples
-        }
-        if not rows:
+        samples = {name: kept for name, kept in self._samples.items() if kept}
+        if not samples:
             return None
-        draw_panels(rows).save(path)
+        meta = runner.visualizer.dataset_meta
+        draw_detections(samples, meta, min_score=self.min_score).savefig(path, dpi=100)
         return str(path)
-
-    def _panel(self, sample: Any, classes: Sequence[str]) -> Panel:
-        truth = []
-        for record in sample.metainfo.get("ground_truth", ()):
-            x, y, w, h = record["bbox"]
-            truth.append((classes[record["label"]], (x, y, x + w, y + h)))
-        predicted = sample.pred_instances.cpu().numpy()
-        found = [
-            (classes[label], float(score), box)
-            for label, score, box in zip(
-                predicted.labels, predicted.scores, predicted.bboxes, strict=True
-            )
-            if score >= self.min_score
-        ]
-        return Panel(sample.img_path, truth, found)
 
 
 def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
@@ -305,82 +288,56 @@ def _last_checkpoint(folder: Path) -> str | None:
     return marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
 
 
-TRUTH_COLOUR = (40, 170, 60)
-FOUND_COLOUR = (225, 60, 50)
-INK = (30, 30, 30)
-GAP = 8
-HEADER = 22
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One image with its boxes.
+def draw_detections(
+    samples: Mapping[str, Sequence[DetDataSample]],
+    dataset_meta: Mapping[str, Any],
+    *,
+    min_score: float = 0.3,
+    size: int = 384,
+) -> Figure:
+    """Draw a row for each dataset, each image twice, by mmdet's visualizer.
 
     Args:
-        path: The image file.
-        truth: (label, (x1, y1, x2, y2)) of annotated objects, in pixels.
-        found: (label, score, (x1, y1, x2, y2)) of detections, in pixels.
-    """
-
-    path: str
-    truth: Sequence[tuple[str, Sequence[float]]]
-    found: Sequence[tuple[str, float, Sequence[float]]]
-
-
-def draw_panels(
-    rows: Mapping[str, Sequence[Panel]], *, panel_size: int = 256
-) -> Image.Image:
-    """Draw a sheet with one row per dataset: annotation left, detections right.
-
-    Args:
-        rows: Panels by dataset name.
-        panel_size: Longest side of one image on the sheet, in pixels.
+        samples: Predictions by dataset. Annotations are those that MixtureDataset puts
+            into the metainfo as ``ground_truth``.
+        dataset_meta: ``classes``, and ``palette`` if there is one.
+        min_score: Detections below this confidence are not drawn.
+        size: Longer side to which images are scaled, in pixels.
 
     Returns:
-        An RGB picture.
+        A figure, in which an image with its annotations stands left of the same with
+        the detections.
     """
-    columns = max(len(panels) for panels in rows.values())
-    pair = 2 * panel_size + GAP
-    width = columns * (pair + GAP) + GAP
-    height = len(rows) * (panel_size + HEADER + GAP) + GAP
-    sheet = Image.new("RGB", (width, height), "white")
-    draw = ImageDraw.Draw(sheet)
-    y = GAP
-    for name, panels in rows.items():
-        title = f"{name}   green: annotated   red: detected"
-        draw.text((GAP, y + 4), title, fill=INK, font=ImageFont.load_default(13))
-        for column, panel in enumerate(panels):
-            x = GAP + column * (pair + GAP)
-            boxes = [(label, None, box) for label, box in panel.truth]
-            left = _draw_boxes(panel.path, boxes, TRUTH_COLOUR, panel_size)
-            right = _draw_boxes(panel.path, panel.found, FOUND_COLOUR, panel_size)
-            sheet.paste(left, (x, y + HEADER))
-            sheet.paste(right, (x + panel_size + GAP // 2, y + HEADER))
-        y += panel_size + HEADER + GAP
-    return sheet
+    visualizer = DetLocalVisualizer(name="summary")
+    visualizer.dataset_meta = dict(dataset_meta)
+    columns = max(len(row) for row in samples.values())
+    figure = Figure(figsize=(6.5 * columns, 3.4 * len(samples)), layout="constrained")
+    grid = figure.subplots(len(samples), columns, squeeze=False)
+    for (name, row), panels in zip(samples.items(), grid, strict=True):
+        panels[0].set_title(f"{name}: annotated | detected", loc="left")
+        for panel in panels:
+            panel.set_axis_off()
+        for sample, panel in zip(row, panels, strict=False):
+            image = mmcv.imread(sample.img_path, channel_order="rgb")
+            scale = size / max(image.shape[:2])
+            drawn = _scaled(sample, scale)
+            large = mmcv.imrescale(image, scale)
+            visualizer.add_datasample(name, large, drawn, pred_score_thr=min_score)
+            panel.imshow(visualizer.get_image())
+    return figure
 
 
-def _draw_boxes(
-    path: str,
-    boxes: Sequence[tuple[str, float | None, Sequence[float]]],
-    colour: tuple[int, int, int],
-    size: int,
-) -> Image.Image:
-    """One image, enlarged or reduced to ``size``, with its boxes and names."""
-    image = Image.open(path).convert("RGB")
-    scale = size / max(image.size)
-    shape = [max(1, round(side * scale)) for side in image.size]
-    canvas = image.resize((shape[0], shape[1]), Image.Resampling.BICUBIC)
-    draw = ImageDraw.Draw(canvas)
-    font = ImageFont.load_default(11)
-    for label, score, box in boxes:
-        x1, y1, x2, y2 = (np.asarray(box, dtype=float) * scale).tolist()
-        draw.rectangle((x1, y1, x2, y2), outline=colour, width=2)
-        text = label if score is None else f"{label} {score:.2f}"
-        left, top, right, bottom = draw.textbbox((x1, y1), text, font=font)
-        shift = min(0.0, canvas.width - right)
-        lift = -(bottom - top + 3) if y1 > bottom - top + 3 else 0
-        spot = (left + shift, top + lift, right + shift + 2, bottom + lift + 2)
-        draw.rectangle(spot, fill=colour)
-        draw.text((x1 + shift + 1, y1 + lift), text, fill="white", font=font)
-    return canvas
+def _scaled(sample: DetDataSample, scale: float) -> DetDataSample:
+    """Annotations and detections of an image, on the image of another size."""
+    records = sample.metainfo.get("ground_truth", ())
+    corners = [(x, y, x + w, y + h) for x, y, w, h in (r["bbox"] for r in records)]
+    found = sample.pred_instances.cpu()
+    return DetDataSample(
+        gt_instances=InstanceData(
+            bboxes=scale * torch.tensor(corners).reshape(-1, 4),
+            labels=torch.tensor([r["label"] for r in records], dtype=torch.long),
+        ),
+        pred_instances=InstanceData(
+            bboxes=scale * found.bboxes, scores=found.scores, labels=found.labels
+        ),
+    )

@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from damex.analysis.compare import (
-    TrainingRun,
-    compare_moe,
-    comparison_row,
-    draw_comparison,
-    markdown_table,
-    run_all,
-)
+from damex.analysis.compare import TrainingRun, compare_moe, run_all
+from damex.analysis.comparison import comparison_row, draw_comparison, markdown_table
 from damex.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +36,7 @@ def config(tmp_path, two_datasets):
         f"_base_ = {bases!r}\n"
         f"mixture = {[dict(entry) for entry in two_datasets]!r}\n"
         "train_dataloader = dict(\n"
-        "    batch_size=2, num_workers=0, persistent_workers=False,\n"
+        "    batch_size=2, num_workers=0,\n"
         "    sampler=dict(samples_per_epoch=8),\n"
         ")\n"
         "train_cfg = dict(max_epochs=1, val_interval=1)\n"
@@ -120,8 +114,8 @@ def test_a_run_without_its_evaluation_has_not_finished(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "there is no config file missing.py"),
-        (["--moe", "damx"], "--moe names 'damx'.*did you mean.*damex"),
+        (["missing.py"], "there is no config file 'missing.py'"),
+        (["--moe", "damx"], "no config file 'damx'.*did you mean 'damex'"),
         (["--moe", "damex", "configs/_base_/moe/damex.py"], "names 'damex' twice"),
         (["--seeds", "1", "1"], r"--seeds must be different numbers, got \[1, 1\]"),
         (["--jobs", "0"], "--jobs must be 1 or more, got 0"),

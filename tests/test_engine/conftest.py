@@ -33,13 +33,12 @@ test_pipeline = [
 train_dataloader = dict(
     batch_size=2,
     num_workers=0,
-    persistent_workers=False,
     batch_sampler=None,
     sampler=dict(samples_per_epoch=12),
     dataset=dict(pipeline=train_pipeline),
 )
 val_dataloader = dict(
-    num_workers=0, persistent_workers=False, dataset=dict(pipeline=test_pipeline)
+    num_workers=0, dataset=dict(pipeline=test_pipeline)
 )
 test_dataloader = val_dataloader
 train_cfg = dict(max_epochs=2, val_interval=2)

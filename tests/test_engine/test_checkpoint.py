@@ -1,22 +1,34 @@
+import functools
+import http.server
 import os
+import threading
 
 import numpy as np
 import pytest
 import torch
+from mmdet.apis import DetInferencer, init_detector
+from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
+from mmengine.model import BaseModule
+from mmengine.runner import CheckpointLoader
 
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import (
     check_label_space,
     check_tensors,
-    load_checkpoint_safely,
+    replace_misfits,
 )
+from damex.engine.config import resolve_config
 from damex.errors import ConfigError, DataError
 
 
 def space(*classes, groups=("a", "b")):
     mapping = {name: name for name in classes}
     return LabelSpace(classes, ("a", "b"), (mapping, mapping), groups)
+
+
+def load(path):
+    return CheckpointLoader.load_checkpoint(str(path), "cpu", logger="silent")
 
 
 class Payload:
@@ -44,26 +56,120 @@ def test_what_mmengine_saves_comes_back(tmp_path):
         message_hub=dict(log_scalars={"train/loss": history}),
     )
     torch.save(content, tmp_path / "epoch_2.pth")
-    loaded = load_checkpoint_safely(tmp_path / "epoch_2.pth")
+    loaded = load(tmp_path / "epoch_2.pth")
     assert loaded["state_dict"]["weight"].tolist() == [0.0, 1.0, 2.0]
     assert loaded["meta"]["seed"] == 7
     assert loaded["message_hub"]["log_scalars"]["train/loss"].mean() == 2.0
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    marker = tmp_path / "owned"
-    torch.save(dict(state_dict=Payload(f"touch {marker}")), tmp_path / "evil.pth")
-    with pytest.raises(
-        DataError, match="holds more than tensors and plain values, and"
-    ):
-        load_checkpoint_safely(tmp_path / "evil.pth")
+@pytest.fixture
+def evil(tmp_path):
+    """A checkpoint that makes a file when it is loaded without care."""
+    marker, path = tmp_path / "owned", tmp_path / "evil.pth"
+    torch.save(dict(state_dict=Payload(f"touch {marker}")), path)
+    yield path
     assert not marker.exists()
+
+
+REFUSED = "holds more than tensors and plain values, and"
+
+
+def test_code_in_a_checkpoint_is_not_run(evil):
+    with pytest.raises(DataError, match=REFUSED):
+        load(evil)
+
+
+def test_code_is_not_run_for_init_cfg(evil):
+    module = BaseModule(init_cfg=dict(type="Pretrained", checkpoint=str(evil)))
+    with pytest.raises(DataError, match=REFUSED):
+        module.init_weights()
+
+
+@pytest.mark.parametrize("start", [init_detector, DetInferencer])
+def test_code_is_not_run_for_inference(evil, write_config, tmp_path, start):
+    config = tmp_path / "resolved.py"
+    resolve_config(Config.fromfile(write_config())).dump(config)
+    with pytest.raises(DataError, match=REFUSED):
+        start(str(config), str(evil), device="cpu")
+
+
+def test_other_calls_of_torch_load_are_left_alone(evil, tmp_path):
+    with pytest.raises(DataError):
+        load(evil)
+    torch.save(Fetch(), tmp_path / "own.pth")
+    torch.load(tmp_path / "own.pth", weights_only=False)
+
+
+@pytest.fixture
+def website(tmp_path, monkeypatch):
+    """A folder that is served on the web; torch's cache is a folder beside it."""
+    folder = tmp_path / "website"
+    folder.mkdir()
+    handler = functools.partial(QuietHandler, directory=folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+def test_addresses_that_end_in_one_name_are_two_checkpoints(website):
+    folder, address = website
+    for place in ("a", "b"):
+        (folder / place).mkdir()
+        torch.save(dict(name=place), folder / place / "last.pth")
+    assert [load(f"{address}/{place}/last.pth")["name"] for place in "ab"] == ["a", "b"]
+    (folder / "a" / "last.pth").unlink()
+    assert load(f"{address}/a/last.pth")["name"] == "a"  # is not fetched again
+
+
+def test_a_hash_in_the_name_is_that_of_the_content(website):
+    folder, address = website
+    torch.save({}, folder / "dino-0123abcd.pth")
+    with pytest.raises(DataError, match=r"dino-0123abcd\.pth cannot be read: invalid"):
+        load(f"{address}/dino-0123abcd.pth")
+    with pytest.raises(DataError, match="cannot be read: HTTP Error 404"):
+        load(f"{address}/none.pth")
+
+
+def test_code_is_not_run_from_an_address(website, evil):
+    folder, address = website
+    (folder / "evil.pth").write_bytes(evil.read_bytes())
+    with pytest.raises(DataError, match=REFUSED):
+        load(f"{address}/evil.pth")
+
+
+def test_the_schemes_of_mmengine_load_as_data_too(website, evil, monkeypatch):
+    folder, address = website
+    torch.save(dict(conv1=torch.ones(1)), folder / "resnet.pth")
+    (folder / "evil.pth").write_bytes(evil.read_bytes())
+    names = dict(good=f"{address}/resnet.pth", evil=f"{address}/evil.pth")
+    monkeypatch.setattr(
+        "mmengine.runner.checkpoint.get_torchvision_models", lambda: names
+    )
+    assert load("torchvision://good")["conv1"].tolist() == [1.0]
+    with pytest.raises(DataError, match=REFUSED):
+        load("torchvision://evil")
+    with pytest.raises(DataError, match="torchvision://resnet: its scheme knows no"):
+        load("torchvision://resnet")
+
+
+def test_checkpoints_of_torch_before_1_6_are_read(tmp_path):
+    content = dict(weight=torch.ones(2))
+    torch.save(content, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
+    assert load(tmp_path / "x.pth")["weight"].tolist() == [1.0, 1.0]
 
 
 def test_attributes_are_not_fetched_for_a_checkpoint(tmp_path):
     torch.save(dict(state_dict=Fetch()), tmp_path / "evil.pth")
     with pytest.raises(DataError, match="holds more than"):
-        load_checkpoint_safely(tmp_path / "evil.pth")
+        load(tmp_path / "evil.pth")
 
 
 def test_a_cut_off_checkpoint_names_the_file_and_its_size(tmp_path):
@@ -73,20 +179,20 @@ def test_a_cut_off_checkpoint_names_the_file_and_its_size(tmp_path):
     with pytest.raises(
         DataError, match=r"epoch_1\.pth \(2000 bytes\) is not a checkpoint of torch, or"
     ):
-        load_checkpoint_safely(path)
+        load(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com"])
 def test_a_file_that_is_no_checkpoint_says_so(tmp_path, content):
     (tmp_path / "x.pth").write_bytes(content)
     with pytest.raises(DataError, match="is not a checkpoint of torch"):
-        load_checkpoint_safely(tmp_path / "x.pth")
+        load(tmp_path / "x.pth")
 
 
 def test_a_checkpoint_that_is_no_dict_is_refused(tmp_path):
     torch.save([1, 2], tmp_path / "x.pth")
     with pytest.raises(DataError, match="holds a list"):
-        load_checkpoint_safely(tmp_path / "x.pth")
+        load(tmp_path / "x.pth")
 
 
 def test_tensors_have_to_fit_exactly():
@@ -95,15 +201,32 @@ def test_tensors_have_to_fit_exactly():
     check_tensors(dict(state_dict=state), model, path="x.pth")
     del state["module.bias"]
     state["scale"] = torch.ones(1)
-    with pytest.raises(
-        ConfigError, match=r"1 tensors are missing .*'bias'.*1 are too many .*'scale'"
-    ):
+    state["module.weight"] = torch.ones(3, 2)
+    with pytest.raises(ConfigError) as caught:
         check_tensors(state, model, path="x.pth")
+    assert str(caught.value) == (
+        "the checkpoint x.pth is of another detector than the config: 1 tensors are "
+        "missing (such as bias), 1 tensors are too many (such as scale), 1 tensors "
+        "have another shape (such as weight of (3, 2), here (1, 2)). Use the config "
+        "that lies beside the checkpoint, with the same moe=..."
+    )
+
+
+def test_a_training_starts_from_what_fits():
+    model = torch.nn.Linear(2, 1)
+    state = {"module.weight": torch.ones(3, 2), "module.bias": torch.ones(1)}
+    assert replace_misfits(state, model) == (
+        "1 of 2 tensors have another shape than in the detector and are not loaded, "
+        "such as weight of (3, 2), here (1, 2); they start from random values."
+    )
+    assert torch.equal(state["module.weight"], model.weight)
+    assert state["module.bias"].item() == 1.0
+    assert replace_misfits(state, model) is None
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(DataError, match="there is no checkpoint"):
-        load_checkpoint_safely(tmp_path / "none.pth")
+        load(tmp_path / "none.pth")
 
 
 def test_other_classes_are_refused():

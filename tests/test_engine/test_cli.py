@@ -1,6 +1,10 @@
 """Mistakes of a user: one clear line, exit status 2, nothing overwritten."""
 
+import io
 import json
+import logging
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from mmengine.config import Config
 
 from damex.engine import cli
 from damex.engine.config import label_space_of, resolve_config
+from damex.engine.config_files import merge_options
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 
@@ -91,7 +96,7 @@ def test_mistakes_in_the_data(write_config, two_datasets, run, tmp_path, mistake
     [
         ("moe = dict(layers=dict(decoder=[7]))", ["layer 7", "3 layers: 0 to 2"]),
         ("moe = dict(num_experts=1)", ["2 dataset groups", "set num_experts=2"]),
-        ("moe = 'moe/none.py'", ["'moe/none.py'", "does not exist"]),
+        ("moe = 'moe/none.py'", ["'moe/none.py'", "there is no config file"]),
         (
             "model = dict(bbox_head=dict(num_classes=80))",
             ["num_classes is 80", "has 4 classes", "leave num_classes out"],
@@ -168,6 +173,41 @@ def test_a_dense_checkpoint_is_not_evaluated_with_experts(write_config, untraine
     assert "of another detector" in said
 
 
+def test_a_checkpoint_of_other_shapes_is_not_evaluated(write_config, untrained, run):
+    config = write_config()
+    arguments = (untrained(config), "--cfg-options", "moe.num_experts=4")
+    status, said = run(cli.test, config, *arguments)
+    assert status == 2
+    assert "have another shape (such as decoder.layers.0.ffn.moe" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_checkpoint_of_other_shapes_is_not_resumed(write_config, untrained, run):
+    config = write_config()
+    resume = ("--resume", untrained(config))
+    status, said = run(cli.train, config, *resume, "--cfg-options", "moe.num_experts=4")
+    assert status == 2
+    assert "have another shape (such as decoder.layers.0.ffn.moe" in said
+
+
+def test_a_dense_checkpoint_of_other_classes_starts_a_training(
+    write_config, two_datasets, untrained, capsys
+):
+    """One sentence says what does not fit; the FFNs become experts as ever."""
+    checkpoint = untrained(write_config(extra="moe = None", name="dense"))
+    two_datasets[0]["classes"] = ["car"]
+    runner = cli.build_runner(Config.fromfile(write_config(mixture=two_datasets)))
+    log = io.StringIO()
+    runner.logger.addHandler(logging.StreamHandler(log))
+    runner.load_checkpoint(str(checkpoint))
+    assert re.search(
+        r"untrained\.pth: \d+ of \d+ tensors have another shape than in the detector "
+        r"and are not loaded, such as \S+ of \(4, 64\), here \(3, 64\)",
+        log.getvalue(),
+    )
+    assert "do not match exactly" not in capsys.readouterr().out
+
+
 def test_one_dataset_of_the_mixture_can_be_evaluated(
     write_config, two_datasets, untrained, run, tmp_path
 ):
@@ -227,7 +267,7 @@ def test_options_beside_a_mixture_of_a_file_change_what_it_says():
     cfg = Config(dict(moe=None, lr=1.0))
     file = ROOT / "configs/_base_/moe/damex.py"
     options = {"moe.gate.k": 2, "moe": str(file), "lr": 2.0}
-    cli.merge_options(cfg, options)
+    merge_options(cfg, options)
     assert cfg.moe.gate == dict(type="TopKGate", k=2, noise="gaussian")
     assert cfg.lr == 2.0
     assert options["moe"] == str(file)
@@ -238,13 +278,13 @@ def test_options_for_experts_change_the_file_that_the_config_names(inside):
     file = str(ROOT / "configs/_base_/moe/damex.py")
     cfg = Config(dict(moe=file if inside else None))
     options = {"moe.gate.k": 2} | ({} if inside else {"moe": file})
-    cli.merge_options(cfg, options)
+    merge_options(cfg, options)
     assert cfg.moe.gate.k == 2
 
 
 def test_options_for_experts_of_a_dense_detector_are_refused():
     with pytest.raises(ConfigError, match=r"moe.gate.k=2: moe is None, a dense"):
-        cli.merge_options(Config(dict(moe=None)), {"moe.gate.k": 2})
+        merge_options(Config(dict(moe=None)), {"moe.gate.k": 2})
 
 
 def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_path):
@@ -252,3 +292,146 @@ def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_p
     config.pop("runner_type")
     runner = cli.build_runner(config)
     assert len(moe_blocks(runner.model)) > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("model.type=MoEDNIO", ("type='MoEDNIO' is unknown", "'MoEDINO'?")),
+        (
+            "model.num_qeries=5",
+            ("unknown key 'num_qeries'", "'num_queries'?"),
+        ),
+        ("model.neck.type=ChanelMapper", ("no model", "'ChannelMapper'?")),
+        ("train_pipeline.3.prb=1.0", ("RandomFlip", "unknown key 'prb'", "'prob'?")),
+        ("optim_wrapper.optimizer.type=AdmW", ("unknown type 'AdmW'", "'AdamW'?")),
+        ("optim_wrapper.optimizer.lrr=1", ("AdamW", "unknown key 'lrr'", "'lr'?")),
+        ("train_cfg.max_epoch=1", ("unknown key 'max_epoch'", "'max_epochs'?")),
+        ("load_form=x", ("load_form='x'", "nothing reads it", "'load_from'?")),
+        ("foo", ("'foo' is no key=value", "--help")),
+        ("moe=damx", ("no config file 'damx'", "did you mean 'damex'?")),
+    ],
+)
+def test_a_misspelt_setting_is_named(write_config, run, option, words):
+    extra = "train_dataloader['dataset']['pipeline'] = train_pipeline"
+    config = write_config(extra=extra)
+    if option.startswith("train_pipeline"):
+        option = f"train_dataloader.dataset.{option.removeprefix('train_')}"
+    status, said = run(cli.train, config, "--cfg-options", option)
+    assert status == 2
+    assert len(said.strip().splitlines()) == 1
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "a.py",
+            "x = undefined_name",
+            ("NameError", "'undefined_name' is not"),
+        ),
+        ("a.py", "x = (", ("SyntaxError",)),
+        ("a.json", "[1, 2]", ("AttributeError",)),
+        ("a.json", '{"images": []}', ("sets no model",)),
+        ("a.txt", "x", ("OSError",)),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named(tmp_path, run, name, text, words):
+    (tmp_path / name).write_text(text)
+    status, said = run(cli.train, tmp_path / name)
+    assert status == 2
+    assert len(said.strip().splitlines()) == 1
+    for word in (name, *words):
+        assert word in said
+
+
+def test_a_missing_package_is_named(write_config, run, monkeypatch):
+    for module in ("tensorboardX", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    backend = "visualizer = dict(name='t', vis_backends=[dict(type='{}')])"
+    config = write_config(extra=backend.format("TensorboardVisBackend"))
+    status, said = run(cli.train, config)
+    assert status == 2
+    assert 'run "pip install future tensorboard"' in said
+    assert len(said.strip().splitlines()) == 1
+
+
+BROKEN = """
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+def scale(rate):
+    return rate["value"]
+
+@HOOKS.register_module(force=True)
+class Broken(Hook):
+    def __init__(self, rate):
+        {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [("scale(rate={})", KeyError), ("scale(rat=rate, rate=0)", TypeError)],
+)
+def test_a_fault_in_a_class_of_the_user_keeps_its_traceback(
+    write_config, tmp_path, monkeypatch, run, line, error
+):
+    name = f"broken_{error.__name__}"
+    (tmp_path / f"{name}.py").write_text(BROKEN.format(line=line))
+    monkeypatch.syspath_prepend(tmp_path)
+    imports = f"custom_imports = dict(imports=['damex.registry', '{name}'])\n"
+    hooks = "custom_hooks = [dict(type='Broken', rate=1)]"
+    with pytest.raises(error):
+        run(cli.train, write_config(extra=imports + hooks))
+
+
+def test_amp_without_a_gpu_is_refused(write_config, run, monkeypatch):
+    monkeypatch.setattr(cli, "get_device", lambda: "cpu")
+    status, said = run(cli.train, write_config(), "--amp")
+    assert (status, "--amp needs a GPU" in said) == (2, True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="mmengine's AMP needs a GPU")
+def test_amp_trains_and_evaluates(write_config, run, tmp_path):
+    config = write_config(extra="train_cfg = dict(max_epochs=1)")
+    assert run(cli.train, config, "--amp")[0] == 0
+    checkpoint = torch.load(tmp_path / "work" / "epoch_1.pth", weights_only=False)
+    assert "loss_scaler" in checkpoint["optimizer"]
+    assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
+    assert run(cli.test, config, tmp_path / "work" / "epoch_1.pth")[0] == 0
+
+
+def test_averaged_weights_are_saved_resumed_and_evaluated(write_config, run, tmp_path):
+    """mmengine's EMAHook, as mmdet's docs have it."""
+    config = write_config(
+        extra="custom_hooks = [dict(type='EMAHook', momentum=0.2)]\n"
+        "train_cfg = dict(max_epochs=2, val_begin=2)"
+    )
+
+    def train(folder, *arguments):
+        status, said = run(cli.train, config, "--work-dir", folder, *arguments)
+        assert (status, said) == (0, "")
+        return torch.load(folder / "epoch_2.pth", weights_only=False)
+
+    whole = train(tmp_path / "whole")
+    key = "bbox_head.reg_branches.0.0.weight"
+    trained = whole["ema_state_dict"][f"module.{key}"]  # mmengine swaps the two
+    assert not torch.equal(whole["state_dict"][key], trained)
+
+    resumed = train(
+        tmp_path / "resumed", "--resume", tmp_path / "whole" / "epoch_1.pth"
+    )
+    for name in ("state_dict", "ema_state_dict"):
+        assert whole[name].keys() == resumed[name].keys()
+        for key, value in whole[name].items():
+            assert torch.equal(value, resumed[name][key]), key
+
+    found = [json.loads((tmp_path / "whole" / "summary.json").read_text())]
+    for tested in (config, write_config(name="without")):
+        arguments = (tmp_path / "whole" / "epoch_2.pth", "--work-dir", tmp_path / "t")
+        assert run(cli.test, tested, *arguments)[0] == 0
+        found.append(json.loads((tmp_path / "t" / "test_summary.json").read_text()))
+    assert found[0]["datasets"] == found[1]["datasets"] == found[2]["datasets"]

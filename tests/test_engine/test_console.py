@@ -1,14 +1,16 @@
-"""None"""
+"""The progress line in a pipe and in a terminal, and what reaches the screen."""
 
 import io
 import logging
+import os
+import pty
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from damex.engine.console import ProgressHook, quiet_screen
+from damex.engine.console import ProgressHook, filter_console
 
 
 @pytest.fixture
@@ -64,12 +66,36 @@ def test_other_processes_are_silent(hook):
     assert lines(hook) == []
 
 
+def test_a_terminal_gets_one_bar_that_is_drawn_again(monkeypatch):
+    """A real pseudo-terminal, as a shell gives it to a program."""
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        hook = ProgressHook(every_seconds=3600.0, smoothing=0.5)
+        hook._console = Console(file=terminal, width=100)
+        hook._open("train", 10, 0)
+        for done in range(1, 11):
+            train_iter(hook, done, loss=float(done), moe_routing_accuracy=0.5)
+            hook._progress.refresh()
+        hook._close()
+        terminal.flush()
+        said = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "train" in said
+    assert "━" in said
+    for done in (1, 5, 10):
+        assert f"{done}/10" in said
+    assert "routing accuracy 50.0%" in said
+    assert said.count("\r\n") <= 2  # one line, drawn again in its place
+    assert "\x1b[2K" in said
+
+
 @pytest.fixture
 def logger(tmp_path):
     log = logging.Logger("test")
     log.addHandler(logging.StreamHandler(io.StringIO()))
     log.addHandler(logging.FileHandler(tmp_path / "log.txt"))
-    quiet_screen(log)
+    filter_console(log)
     return log
 
 

@@ -1,4 +1,4 @@
-"""None"""
+"""The table, the numbers and the picture that a run ends with."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import io
 
 import numpy as np
 import pytest
+import torch
+from mmdet.structures import DetDataSample
+from mmengine.structures import InstanceData
 from PIL import Image
 from rich.console import Console
 
-from damex.engine.summary import (
-    FOUND_COLOUR,
-    GAP,
-    HEADER,
-    TRUTH_COLOUR,
-    Panel,
-    draw_panels,
-    score_table,
-    summarise,
-)
+from damex.engine.summary import draw_detections, score_table, summarise
 
 SCORES = {
     "fish/AP": 0.25,
@@ -86,117 +80,75 @@ GREY = (120, 120, 120)
 
 
 @pytest.fixture
-def picture(tmp_path):
-    """Writes a grey image of the given width and height and returns its path."""
+def sample(tmp_path):
+    """An image of the given width and height with an annotation and a detection."""
 
-    def write(width, height, mode="RGB"):
-        path = tmp_path / f"{width}x{height}{mode}.png"
-        Image.new("RGB", (width, height), GREY).convert(mode).save(path)
-        return str(path)
+    def make(width, height, *, truth=(), score=0.9):
+        path = tmp_path / f"{width}x{height}.png"
+        Image.new("RGB", (width, height), GREY).save(path)
+        records = [dict(bbox=box, label=0) for box in truth]
+        return DetDataSample(
+            metainfo=dict(img_path=str(path), ground_truth=records),
+            pred_instances=InstanceData(
+                bboxes=torch.tensor([[50.0, 60.0, 90.0, 80.0]]),
+                scores=torch.tensor([score]),
+                labels=torch.tensor([1]),
+            ),
+        )
 
-    return write
-
-
-def where(sheet, colour):
-    """Rows and columns of the pixels that have exactly this colour."""
-    return np.nonzero((np.asarray(sheet) == colour).all(axis=2))
-
-
-def halves(sheet, size):
-    """The two images of the first panel."""
-    x, y = GAP, GAP + HEADER
-    right = x + size + GAP // 2
-    return (
-        sheet.crop((x, y, x + size, y + size)),
-        sheet.crop((right, y, right + size, y + size)),
-    )
+    return make
 
 
-def test_sheet_has_a_row_per_dataset_and_room_for_the_longest_row(picture):
-    panel = Panel(picture(40, 40), [], [])
-    sheet = draw_panels({"a": [panel], "b": [panel, panel, panel]}, panel_size=64)
-    # Three pairs of 2 * 64 + GAP with a gap around each; two rows with headers.
-    assert sheet.width == 3 * (2 * 64 + GAP + GAP) + GAP
-    assert sheet.height == 2 * (64 + HEADER + GAP) + GAP
-    assert sheet.mode == "RGB"
+META = dict(classes=("cat", "dog"), palette=[(255, 0, 0), (0, 0, 255)])
 
 
-def test_truth_is_left_and_detections_are_right(picture):
-    panel = Panel(
-        picture(100, 100),
-        truth=[("cat", (10, 40, 30, 60))],
-        found=[("dog", 0.5, (50, 60, 90, 80))],
-    )
-    left, right = halves(draw_panels({"a": [panel]}, panel_size=200), 200)
-    assert len(where(left, FOUND_COLOUR)[0]) == 0
-    assert len(where(right, TRUTH_COLOUR)[0]) == 0
-    # Scale 2: the truth spans 20..60 x 80..120, its name stands above of it.
-    rows, columns = where(left, TRUTH_COLOUR)
-    assert (columns.min(), rows.max()) == (20, 120)
-    assert left.getpixel((60, 110)) == TRUTH_COLOUR
-    assert left.getpixel((40, 100)) == GREY
+def images(samples, **kwargs):
+    """The drawn pictures by dataset."""
+    figure = draw_detections(samples, META, size=200, **kwargs)
+    columns = max(len(row) for row in samples.values())
+    found = {name: [] for name in samples}
+    for number, axes in enumerate(figure.axes):
+        name = list(samples)[number // columns]
+        found[name] += [image.get_array() for image in axes.images]
+    return found
+
+
+def painted(image):
+    """Rows and columns of the pixels that are not the image's."""
+    return np.nonzero((np.asarray(image) != GREY).any(axis=2))
+
+
+def test_truth_is_left_and_detections_are_right(sample):
+    # x, y, w, h: 10..30 x 40..60, and 20..60 x 80..120 at twice the size.
+    found = images({"a": [sample(100, 100, truth=[(10, 40, 20, 20)])]})
+    (image,) = found["a"]
+    assert image.shape == (200, 400, 3)
+    rows, columns = painted(image[:, :200])
+    assert (columns.min(), rows.max()) == pytest.approx((20, 120), abs=4)
+    rows, columns = painted(image[:, 200:])
     # 100..180 x 120..160
-    rows, columns = where(right, FOUND_COLOUR)
-    assert (columns.min(), columns.max(), rows.max()) == (100, 180, 160)
+    assert (columns.min(), rows.max()) == pytest.approx((100, 160), abs=4)
 
 
-def test_every_box_is_drawn(picture):
-    boxes = [("a", (10, 40, 30, 60)), ("b", (50, 40, 70, 60))]
-    panel = Panel(picture(100, 100), boxes, [])
-    left, _ = halves(draw_panels({"a": [panel]}, panel_size=100), 100)
-    assert left.getpixel((20, 60)) == left.getpixel((60, 60)) == TRUTH_COLOUR
+def test_every_annotation_is_drawn_and_no_weak_detection(sample):
+    boxes = [(10, 40, 20, 20), (50, 40, 20, 20)]
+    weak = sample(100, 100, truth=boxes, score=0.2)
+    (image,) = images({"a": [weak]}, min_score=0.3)["a"]
+    for x in (40, 120):  # the middle of each box's lower side
+        assert tuple(image[120, x]) != GREY
+    assert len(painted(image[:, 200:])[0]) == 0
+    assert len(painted(images({"a": [weak]}, min_score=0.1)["a"][0][:, 200:])[0]) > 0
 
 
-@pytest.mark.parametrize("size", [(100, 200), (200, 100)])
-def test_aspect_ratio_is_kept(picture, size):
-    panel = Panel(picture(*size), [], [])
-    left, _ = halves(draw_panels({"a": [panel]}, panel_size=64), 64)
-    rows, columns = where(left, GREY)
-    assert (columns.max() + 1, rows.max() + 1) == (
-        64 * size[0] // 200,
-        64 * size[1] // 200,
-    )
-
-
-@pytest.mark.parametrize("box", [(60, 50, 98, 90), (60, 0, 98, 30)])
-@pytest.mark.parametrize("size", [(100, 100), (100, 200)])
-def test_name_at_the_border_stays_inside(picture, box, size):
-    # The name is longer than the way to the right border; it has to move left of the
-    # box and must not be cut off, in portrait images too (half as wide as the panel).
-    panel = Panel(picture(*size), [("elephant", box)], [])
-    left, _ = halves(draw_panels({"a": [panel]}, panel_size=size[1]), size[1])
-    rows, columns = where(left, TRUTH_COLOUR)
-    assert columns.min() < 58
-    assert rows.min() >= 0
-    # The last letter has room: white ink, then the background up to the border.
-    inked = where(left.crop((0, 0, *size)), (255, 255, 255))[1]
-    assert 60 < inked.max() < 99
-
-
-def test_grey_images_are_read(picture):
-    panel = Panel(picture(40, 40, "L"), [("a", (10, 20, 30, 30))], [])
-    left, _ = halves(draw_panels({"a": [panel]}, panel_size=64), 64)
-    assert len(where(left, TRUTH_COLOUR)[0]) > 0
-
-
-def test_numpy_boxes_are_taken(picture):
-    box = np.array([10, 20, 30, 30], dtype=np.float32)
-    panel = Panel(picture(40, 40), [], [("a", 0.5, box)])
-    _, right = halves(draw_panels({"a": [panel]}, panel_size=64), 64)
-    assert len(where(right, FOUND_COLOUR)[0]) > 0
-    assert box.tolist() == [10, 20, 30, 30]
-
-
-def test_score_is_written_beside_the_name(picture):
-    box = (5, 60, 95, 90)
-    plain = Panel(picture(100, 100), [("cat", box)], [])
-    scored = Panel(picture(100, 100), [], [("cat", 0.5, box)])
-    left, _ = halves(draw_panels({"a": [plain]}, panel_size=200), 200)
-    _, right = halves(draw_panels({"a": [scored]}, panel_size=200), 200)
-    # The name's plate lies above of the box, which begins at row 120 - 1; "cat 0.50" is
-    # more than twice as long as "cat".
-    widths = [
-        np.ptp(where(half.crop((0, 0, 200, 118)), colour)[1])
-        for half, colour in ((left, TRUTH_COLOUR), (right, FOUND_COLOUR))
+def test_a_row_for_each_dataset_whatever_its_images_are(sample):
+    tall, wide = sample(50, 100), sample(100, 50)
+    found = images({"a": [tall], "b": [wide, tall, wide]})
+    assert [[image.shape for image in row] for row in found.values()] == [
+        [(200, 200, 3)],
+        [(100, 400, 3), (200, 200, 3), (100, 400, 3)],
     ]
-    assert widths[1] > 2 * widths[0] > 0
+
+
+def test_an_image_without_annotations_is_drawn(sample):
+    (image,) = images({"a": [sample(100, 100)]})["a"]
+    assert len(painted(image[:, :200])[0]) == 0

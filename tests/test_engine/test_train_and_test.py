@@ -14,6 +14,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
+NO_EVALUATION = "train_cfg = dict(max_epochs=2, val_begin=9)\n"
+EVERY_LINE = "custom_hooks = [dict(type='ProgressHook', every_seconds=0)]\n"
+
+
 def weights(path):
     return torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
 
@@ -72,7 +76,7 @@ def test_a_gate_with_a_schedule_ends_at_its_end(write_config, run_tool, tmp_path
 
 def test_a_killed_run_resumes_to_the_same_weights(write_config, run_tool, tmp_path):
     """SIGKILL in the middle of the second epoch, on the CPU."""
-    config = write_config(extra="train_cfg = dict(max_epochs=2, val_interval=9)")
+    config = write_config(extra=NO_EVALUATION + EVERY_LINE)
     whole = run_tool("train.py", config, "--work-dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
     _train_and_kill(config, tmp_path / "killed")
@@ -92,7 +96,7 @@ def _train_and_kill(config, work_dir):
         [
             *(sys.executable, str(ROOT / "tools" / "train.py"), str(config)),
             *("--work-dir", str(work_dir), "--cfg-options"),
-            *("default_hooks.logger.interval=1", "custom_hooks.1.every_seconds=0"),
+            "default_hooks.logger.interval=1",
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

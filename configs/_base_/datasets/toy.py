@@ -33,7 +33,6 @@ train_dataloader = dict(
 val_dataloader = dict(
     batch_size=8,
     num_workers=0,
-    persistent_workers=False,
     dataset=dict(pipeline=test_pipeline),
 )
 test_dataloader = val_dataloader

@@ -1,8 +1,10 @@
 # Four epochs from scratch. With 2,600 samples each and batch 8 that is 1,300
 # iterations, about five minutes on two cores.
-max_epochs = 4
+# max_epochs=7 on the command line (or train_cfg.max_epochs=7) moves the schedule too.
 train_cfg = dict(
-    type="EpochBasedTrainLoop", max_epochs=max_epochs, val_interval=max_epochs
+    type="EpochBasedTrainLoop",
+    max_epochs=4,
+    val_interval=1000,  # and always after the last epoch
 )
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
@@ -13,14 +15,7 @@ optim_wrapper = dict(
 )
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.05, by_epoch=False, begin=0, end=50),
-    dict(
-        type="CosineAnnealingLR",
-        eta_min_ratio=0.02,
-        by_epoch=True,
-        begin=0,
-        end=max_epochs,
-        T_max=max_epochs,
-        convert_to_iter_based=True,
-    ),
+    # Without an end: that of the training.
+    dict(type="CosineAnnealingLR", eta_min_ratio=0.02, by_epoch=False),
 ]
 auto_scale_lr = dict(base_batch_size=8, enable=False)

@@ -1,0 +1,146 @@
+"""Config files: found by path or by name, read, and changed from the command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.runner import Runner
+from mmengine.utils import import_modules_from_strings
+
+import damex
+from damex.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "CONFIGS",
+    "KEYS",
+    "MOE",
+    "find_config",
+    "merge_options",
+    "moe_of_file",
+    "read_config",
+]
+
+# The configs of the project: in a wheel they lie here, in a checkout this is a link.
+CONFIGS = (Path(damex.__file__).parent / ".mim" / "configs").resolve()
+MOE = "_base_/moe"
+
+# What mmengine and damex read at the top level of a config.
+KEYS = frozenset(inspect.signature(Runner).parameters) - {"cfg"} | {
+    *("mixture", "label_space", "moe", "console", "max_epochs", "max_iters"),
+    *("runner_type", "custom_imports", "vis_backends", "find_unused_parameters"),
+    *("model_wrapper_cfg", "sync_bn", "compile"),
+}
+
+
+def find_config(name: str, folder: str = "") -> Path:
+    """Find a config.
+
+    Args:
+        name: A file, or one of the configs that come with damex: its name alone, with
+            its folder, or as its path in a checkout (``configs/quickstart.py``).
+        folder: Where those lie under ``configs``, for instance ``_base_/moe``.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped: dict[str, Path] = {}
+    for file in sorted((CONFIGS / folder).rglob("*.py")):
+        path = file.relative_to(CONFIGS / folder).with_suffix("")
+        if "_base_" not in path.parts:
+            shipped |= {path.as_posix(): file, path.name: file}
+    key = name.removeprefix("configs/").removesuffix(".py")
+    key = key.removeprefix(f"{folder}/")
+    if key not in shipped:
+        names = dict.fromkeys(path.stem for path in shipped.values())
+        raise ConfigError(
+            f"there is no config file {name!r} (seen from {Path.cwd()}), and none of "
+            f"that name comes with damex; {did_you_mean(key, names)}"
+        )
+    return shipped[key]
+
+
+def read_config(name: str) -> Config:
+    """Read a complete config, and import what it asks for.
+
+    Args:
+        name: As in :func:`find_config`.
+
+    Raises:
+        ConfigError: If there is none, or it cannot be read or has no model.
+    """
+    cfg = _read(find_config(name))
+    if "model" not in cfg:
+        raise ConfigError(
+            f"{name} sets no model, so it is no config of a detector; see configs/."
+        )
+    if cfg.get("custom_imports"):
+        import_modules_from_strings(**cfg.custom_imports)
+    return cfg
+
+
+def moe_of_file(name: str) -> Any:
+    """``moe`` of a config file.
+
+    Args:
+        name: A file, or the name of one in ``configs/_base_/moe``.
+
+    Raises:
+        ConfigError: If there is none, or it sets no ``moe``.
+    """
+    file = find_config(name, MOE)
+    content = _read(file)
+    if "moe" not in content:
+        raise ConfigError(f"moe: the file {file} sets no moe=dict(...).")
+    return content["moe"]
+
+
+def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
+    """Override settings of a config.
+
+    A file behind ``moe`` is read first, so that ``moe.gate.k=2`` changes what it says.
+
+    Args:
+        cfg: Changed in place.
+        options: Values by their names, nested ones with dots.
+
+    Raises:
+        ConfigError: If nothing reads an option, the file does not exist or sets no
+            ``moe``, or a part of ``moe`` is to be changed where there is none.
+    """
+    options = dict(options)
+    for name in options:
+        first = name.split(".")[0]
+        if first not in KEYS and first not in cfg:
+            raise ConfigError(
+                f"{name}={options[name]!r}: the config has no {first}, and nothing "
+                f"reads it; {did_you_mean(first, sorted({*KEYS, *cfg}))}"
+            )
+    for key in ("max_epochs", "max_iters"):
+        if f"train_cfg.{key}" in options and key not in options:
+            cfg.pop(key, None)  # it would win; see MixtureRunner
+    inner = [name for name in options if name.startswith("moe.")]
+    if inner and ("moe" in options or "moe" in cfg):
+        moe = options.pop("moe", cfg.get("moe"))
+        cfg.moe = moe_of_file(moe) if isinstance(moe, str) else moe
+        if cfg.moe is None:
+            raise ConfigError(
+                f"{inner[0]}={options[inner[0]]!r}: moe is None, a dense detector; add "
+                "moe=damex (or another of configs/_base_/moe), or leave it out."
+            )
+    cfg.merge_from_dict(options)
+
+
+def _read(file: Path) -> Config:
+    try:
+        return Config.fromfile(file, import_custom_modules=False)
+    except Exception as error:  # a config is a program, and any of its lines may fail
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"the config {file} cannot be read: {type(error).__name__}: {reason}"
+        ) from error

@@ -1,0 +1,129 @@
+"""What MixtureRunner completes and refuses before anything is trained."""
+
+import pytest
+from mmengine.config import Config
+from mmengine.hooks import EMAHook
+from mmengine.logging import MMLogger
+
+from damex.engine.cli import build_runner
+from damex.engine.config_files import merge_options
+from damex.engine.console import ProgressHook
+from damex.engine.runner import check_detector
+from damex.engine.schedule import IterationSeedHook
+from damex.engine.summary import RunSummaryHook
+from damex.errors import ConfigError
+
+
+@pytest.fixture
+def make_runner(write_config):
+    """A runner of the tiny detector: two datasets, 6 iterations in an epoch."""
+
+    def make(extra="", **options):
+        cfg = Config.fromfile(write_config(extra=extra))
+        merge_options(cfg, options)
+        return build_runner(cfg)
+
+    return make
+
+
+def types(runner):
+    return [type(hook) for hook in runner.hooks]
+
+
+def test_hooks_of_the_user_do_not_replace_those_of_damex(make_runner):
+    runner = make_runner("custom_hooks = [dict(type='EMAHook')]")
+    found = types(runner)
+    for hook in (EMAHook, IterationSeedHook, ProgressHook, RunSummaryHook):
+        assert found.count(hook) == 1
+
+
+def test_a_hook_of_damex_that_the_config_sets_is_not_added_twice(make_runner):
+    runner = make_runner("custom_hooks = [dict(type='ProgressHook', every_seconds=3)]")
+    (progress,) = [hook for hook in runner.hooks if isinstance(hook, ProgressHook)]
+    assert progress.every_seconds == 3
+    assert types(runner).count(RunSummaryHook) == 1
+
+
+def schedule(runner):
+    """Length in iterations, and the schedulers."""
+    length = runner.train_loop.max_iters
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    return length, runner.build_param_scheduler(runner.param_schedulers)
+
+
+LENGTHS = [{"max_epochs": 7}, {"train_cfg.max_epochs": 7}]
+OWN_NAME = "max_epochs = 12\ntrain_cfg = dict(max_epochs=max_epochs)"
+
+
+@pytest.mark.parametrize("options", LENGTHS, ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize("extra", ["", OWN_NAME], ids=["shipped", "as mmdet's"])
+def test_one_number_moves_schedule_and_validation(make_runner, options, extra):
+    runner = make_runner(extra, **options)
+    length, (_, cosine) = schedule(runner)
+    assert length == 7 * 6
+    assert (cosine.T_max, cosine.end) == (42, 42)
+
+
+def test_a_config_file_may_set_the_length_at_the_top(make_runner):
+    runner = make_runner("max_epochs = 3")
+    assert runner.train_loop.max_epochs == 3
+    assert "max_epochs" not in runner.cfg  # a written config has one place for it
+
+
+def test_the_last_epoch_is_the_only_one_that_is_evaluated():
+    from damex.engine.config_files import read_config
+
+    train = read_config("quickstart").train_cfg
+    evaluated = [e for e in range(1, 8) if e % train.val_interval == 0 or e == 7]
+    assert evaluated == [7]
+
+
+def test_a_training_by_iterations_moves_its_schedule_too(make_runner):
+    loop = "dict(_delete_=True, type='IterBasedTrainLoop', max_iters=9)"
+    runner = make_runner(f"train_cfg = {loop}", max_iters=15)
+    length, (_, cosine) = schedule(runner)
+    assert length == cosine.T_max == cosine.end == 15
+
+
+@pytest.mark.parametrize(("epochs", "iteration"), [(12, 66), (24, 132)])
+def test_milestones_below_1_are_shares_of_the_training(make_runner, epochs, iteration):
+    step = "dict(type='MultiStepLR', by_epoch=False, milestones=[11 / 12, 1000])"
+    runner = make_runner(f"param_scheduler = [{step}]", max_epochs=epochs)
+    (scheduler,) = schedule(runner)[1]
+    assert sorted(scheduler.milestones) == [iteration, 1000]
+
+
+def test_misspelt_keys_are_said(make_runner, monkeypatch):
+    said = []
+    monkeypatch.setattr(MMLogger, "warning", lambda self, text: said.append(text))
+    make_runner("load_form = 'x.pth'\nimage_size = 64")
+    assert said == [
+        "the config sets load_form, which nothing reads; did you mean load_from?"
+    ]
+
+
+def test_no_worker_needs_no_other_setting(make_runner):
+    runner = make_runner("train_dataloader['persistent_workers'] = True")
+    assert runner.train_dataloader.persistent_workers is False
+
+
+def test_a_folder_that_cannot_be_written_is_refused(make_runner, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/none"):
+        with pytest.raises(ConfigError, match=r"work_dir=.* cannot be written \("):
+            make_runner(work_dir=str(folder))
+
+
+@pytest.mark.parametrize("seed", ["abc", -1, 1.5])
+def test_a_seed_that_is_none_is_refused(make_runner, seed):
+    with pytest.raises(ConfigError, match=r"randomness\.seed must be None or an int"):
+        make_runner(**{"randomness.seed": seed})
+
+
+def test_experts_for_a_detector_without_a_place_for_them_are_refused():
+    message = r"model.type='DINO' takes no experts; did you mean 'MoEDINO'\?"
+    with pytest.raises(ConfigError, match=message):
+        check_detector(dict(type="DINO", moe=dict(num_experts=2)))
+    dense = dict(type="DINO", moe=None)
+    check_detector(dense)
+    assert "moe" not in dense

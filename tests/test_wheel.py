@@ -1,0 +1,76 @@
+"""What an installed damex has outside of a checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = """
+import sys
+import damex
+from damex.engine.config_files import find_config, moe_of_file, read_config
+
+assert damex.__file__.startswith(sys.argv[1]), damex.__file__
+print(read_config("quickstart").filename)
+print(find_config("configs/damex_dino/damex-dino-4scale_r50_8xb2-12e_coco-voc.py"))
+print(find_config("damex-dino-4scale_r50_8xb2-12e_coco-voc"))
+assert moe_of_file("vanilla") == moe_of_file("configs/_base_/moe/vanilla.py")
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with the content of a wheel."""
+    pytest.importorskip("setuptools", reason="builds a wheel")
+    folder = tmp_path_factory.mktemp("wheel")
+    source, site = folder / "source", folder / "site"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "requirements.txt", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("damex", "configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+def test_every_config_is_in_the_wheel(site):
+    shipped = site / "damex" / ".mim" / "configs"
+    files = {p.relative_to(shipped) for p in shipped.rglob("*.py")}
+    configs = ROOT / "configs"
+    assert files == {p.relative_to(configs) for p in configs.rglob("*.py")}
+
+
+def run(site, folder, *arguments):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_configs_have_names_far_from_a_checkout(site, tmp_path):
+    done = run(site, tmp_path, "-c", CODE, str(site))
+    assert done.returncode == 0, done.stderr
+    found = [Path(line) for line in done.stdout.splitlines()]
+    assert all(file.is_relative_to(site) for file in found)
+    assert found[0].name == "quickstart.py"
+    assert found[1] == found[2]
+
+
+def test_the_commands_work_far_from_a_checkout(site, tmp_path):
+    done = run(site, tmp_path, "-m", "damex", "train", "quikstart")
+    assert done.returncode == 2
+    assert "did you mean 'quickstart'?" in done.stderr
+    assert run(site, tmp_path, "-m", "damex").returncode == 0
+    assert run(site, tmp_path, "-m", "damex", "tain").returncode == 2
