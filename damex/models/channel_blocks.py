@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from damex.errors import ConfigError
 from damex.models.context import RoutingContext
-from damex.moe import check_gateable, gated_conv2d, gated_ffn
-from damex.moe.channels import check_activation
+from damex.moe import (
+    check_activation,
+    check_gateable,
+    gated_conv2d,
+    gated_ffn,
+)
 
 __all__ = [
     "GATED_CONVS",

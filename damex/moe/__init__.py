@@ -1,31 +1,26 @@
 """The mathematics of mixtures of experts; imports torch and nothing else."""
 
-from damex.moe.channels import (
+from damex.moe.channels.gates import (
     ChannelGate,
     ChannelGates,
-    GatedConv2d,
     GatingPath,
     ShallowEmbedding,
-    active_share,
+)
+from damex.moe.channels.layers import (
+    check_activation,
     check_gateable,
-    distinct_patterns,
-    gate_l1,
     gated_conv2d,
     gated_ffn,
-    presence_loss,
 )
+from damex.moe.channels.losses import active_share, gate_l1, presence_loss
 from damex.moe.experts import FFNExperts, SharedExpert
-from damex.moe.gates import (
-    BiasBalancer,
-    DenseSoftmaxGate,
-    DenseToSparseGate,
-    ExpertCapacity,
-    ExpertChoiceGate,
-    Gate,
-    TopKGate,
-)
+from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
+from damex.moe.gates.base import Gate
+from damex.moe.gates.dense import DenseSoftmaxGate, DenseToSparseGate
+from damex.moe.gates.expert_choice import ExpertChoiceGate
+from damex.moe.gates.topk import TopKGate
 from damex.moe.grouped import grouped_linear
-from damex.moe.layer import Experts, MoELayer, Router, group_experts_mask
+from damex.moe.layer import Experts, MoELayer, Router
 from damex.moe.losses import (
     DatasetRoutingLoss,
     ImportanceLoss,
@@ -36,25 +31,15 @@ from damex.moe.losses import (
     SeparateRouterLoss,
 )
 from damex.moe.metrics import (
-    coefficient_of_variation,
     dispatch_counts,
     dispatch_entropy,
-    drop_rate,
     dropped_counts,
     mutual_information,
-    routing_accuracy,
     routing_hits,
     top1_expert,
 )
 from damex.moe.optim import ChainedOptimizer, NormalizedGD, expert_parameters
-from damex.moe.patches import (
-    PatchConvExperts,
-    merge_patches,
-    patch_grid,
-    real_patches,
-    route_patches,
-    split_patches,
-)
+from damex.moe.patches import PatchConvExperts, real_patches, route_patches
 from damex.moe.routers import (
     CosineRouter,
     HierarchicalRouter,
@@ -83,7 +68,6 @@ __all__ = [
     "Experts",
     "FFNExperts",
     "Gate",
-    "GatedConv2d",
     "GatingPath",
     "HierarchicalRouter",
     "ImportanceLoss",
@@ -104,31 +88,24 @@ __all__ = [
     "SharedExpert",
     "TopKGate",
     "active_share",
+    "check_activation",
     "check_gateable",
-    "coefficient_of_variation",
     "dispatch_counts",
     "dispatch_entropy",
-    "distinct_patterns",
-    "drop_rate",
     "dropped_counts",
     "expert_groups",
     "expert_parameters",
     "gate_l1",
     "gated_conv2d",
     "gated_ffn",
-    "group_experts_mask",
     "grouped_linear",
     "load_dense_split",
-    "merge_patches",
     "mutual_information",
-    "patch_grid",
     "presence_loss",
     "real_patches",
     "repeat_router_rows",
     "route_patches",
-    "routing_accuracy",
     "routing_hits",
     "split_hidden_dims",
-    "split_patches",
     "top1_expert",
 ]

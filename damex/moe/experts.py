@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from damex.moe.checks import check_choice, check_number, check_sizes
 from damex.moe.grouped import (
-    check_backend,
+    BACKENDS,
     choose_backend,
     grouped_linear,
     map_segments,
@@ -92,21 +93,16 @@ class FFNExperts(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if min(num_experts, embed_dims, hidden_dims) < 1:
-            raise ValueError(
-                "FFNExperts: num_experts, embed_dims and hidden_dims must be positive, "
-                f"got {num_experts}, {embed_dims} and {hidden_dims}"
-            )
-        if activation not in (*ACTIVATIONS, PRELU):
-            raise ValueError(
-                f"FFNExperts: unknown activation {activation!r}; "
-                f"use one of {sorted((*ACTIVATIONS, PRELU))}"
-            )
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"FFNExperts: dropout must be in [0, 1), got {dropout}")
-        if init_std is not None and not init_std > 0.0:
-            raise ValueError(f"FFNExperts: init_std must be above 0, got {init_std}")
-        check_backend(backend)
+        check_sizes(
+            "FFNExperts",
+            num_experts=num_experts,
+            embed_dims=embed_dims,
+            hidden_dims=hidden_dims,
+        )
+        check_choice("FFNExperts", (*ACTIVATIONS, PRELU), activation=activation)
+        check_number("FFNExperts", "in [0, 1)", dropout=dropout)
+        check_number("FFNExperts", "above 0", init_std=init_std)
+        check_choice("FFNExperts", BACKENDS, backend=backend)
         self.num_experts = num_experts
         self.embed_dims = embed_dims
         self.hidden_dims = hidden_dims
@@ -147,58 +143,6 @@ class FFNExperts(nn.Module):
         if self.slope_E1 is not None:
             nn.init.constant_(self.slope_E1, PRELU_SLOPE)
 
-    @torch.no_grad()
-    def load_dense(
-        self,
-        w1_HD: Tensor,
-        b1_H: Tensor,
-        w2_DH: Tensor,
-        b2_D: Tensor,
-        *,
-        slope_1: Tensor | None = None,
-        noise_std: float = 0.0,
-    ) -> None:
-        """Starts every expert from one dense FFN (sparse upcycling).
-
-        Args:
-            w1_HD: Weight of the first `nn.Linear`, (out, in).
-            b1_H: Its bias.
-            w2_DH: Weight of the second `nn.Linear`.
-            b2_D: Its bias.
-            slope_1: Weight of the `nn.PReLU` between them, for 'prelu' experts only.
-            noise_std: Standard deviation of normal noise added to the weights of each
-                expert, to tell the experts apart; 0.0 copies exactly.
-
-        Raises:
-            ValueError: If a shape differs from what the experts hold, or a slope is
-                given to experts that have none, or none to those that have.
-        """
-        if (slope_1 is None) != (self.slope_E1 is None):
-            raise ValueError(
-                f"FFNExperts.load_dense: experts with activation {self.activation!r} "
-                f"{'have no' if self.slope_E1 is None else 'need a'} slope_1"
-            )
-        pairs = [
-            ("w1_HD", w1_HD.t(), self.w1_EDH),
-            ("b1_H", b1_H, self.b1_EH),
-            ("w2_DH", w2_DH.t(), self.w2_EHD),
-            ("b2_D", b2_D, self.b2_ED),
-        ]
-        if slope_1 is not None and self.slope_E1 is not None:
-            pairs.append(("slope_1", slope_1, self.slope_E1))
-        for name, source, target in pairs:
-            if source.shape != target.shape[1:]:
-                raise ValueError(
-                    f"FFNExperts.load_dense: {name} must be an nn.Linear tensor for "
-                    f"D={self.embed_dims}, H={self.hidden_dims}; transposed to (in, "
-                    f"out) it is {tuple(source.shape)}, expected "
-                    f"{tuple(target.shape[1:])}"
-                )
-        for _, source, target in pairs:
-            target.copy_(source.expand_as(target))
-            if noise_std > 0.0 and source.dim() == 2:
-                target.add_(torch.randn_like(target), alpha=noise_std)
-
     def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Applies each expert to its segment of rows.
 
@@ -236,9 +180,7 @@ class FFNExperts(nn.Module):
         """Sizes and options, for `print(module)`."""
         return (
             f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
-            f"hidden_dims={self.hidden_dims}, activation={self.activation!r}, "
-            f"dropout={self.dropout}, init_std={self.init_std}, "
-            f"output_bias={self.output_bias}, backend={self.backend!r}"
+            f"hidden_dims={self.hidden_dims}, activation={self.activation!r}"
         )
 
     def _one_expert(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from damex.moe.checks import check_choice
+
 BACKENDS = ("auto", "split", "grouped_mm")
 
 
@@ -68,7 +70,7 @@ def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -
     Raises:
         ValueError: If the back-end is unknown or cannot do this input.
     """
-    check_backend(backend)
+    check_choice("grouped_linear", BACKENDS, backend=backend)
     if backend == "grouped_mm":
         obstacle = _grouped_mm_obstacle(x_RD, weight_EDF)
         if obstacle is not None:
@@ -85,12 +87,6 @@ def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -
         and _grouped_mm_obstacle(x_RD, weight_EDF) is None
     )
     return "grouped_mm" if fast else "split"
-
-
-def check_backend(backend: str) -> None:
-    """Raises ValueError if the name is not one of `BACKENDS`."""
-    if backend not in BACKENDS:
-        raise ValueError(f"grouped_linear: unknown backend {backend!r}; {BACKENDS=}")
 
 
 def map_segments(
@@ -140,8 +136,9 @@ def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tens
     Returns:
         values_RF: In the order of the rows.
     """
-    expert_index_R = _expert_of_row(counts_E, num_rows)
     experts_E = torch.arange(counts_E.shape[0], device=counts_E.device)
+    # With output_size a GPU need not tell the host how many rows there are.
+    expert_index_R = experts_E.repeat_interleave(counts_E, output_size=num_rows)
     one_hot_RE = expert_index_R.unsqueeze(1) == experts_E
     return one_hot_RE.to(values_EF.dtype) @ values_EF
 
@@ -198,12 +195,6 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def _expert_of_row(counts_E: Tensor, num_rows: int) -> Tensor:
-    experts_E = torch.arange(counts_E.shape[0], device=counts_E.device)
-    # With output_size a GPU need not tell the host how many rows there are.
-    return experts_E.repeat_interleave(counts_E, output_size=num_rows)
 
 
 class _ContiguousGrad(torch.autograd.Function):

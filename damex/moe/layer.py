@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from damex.moe.experts import SharedExpert
-from damex.moe.gates import Gate
+from damex.moe.gates.base import Gate
 from damex.moe.losses import RoutingLoss
 from damex.moe.routing import Packing, RoutingRecord
 
@@ -214,10 +214,6 @@ class MoELayer(nn.Module):
             record = dataclasses.replace(record, losses=losses)
         return record
 
-    def extra_repr(self) -> str:
-        """Losses, for `print(module)`."""
-        return f"losses={list(self.losses)}"
-
     def _check_forward(
         self,
         tokens_BND: Tensor,
@@ -233,7 +229,7 @@ class MoELayer(nn.Module):
             )
         size = (tokens_BND.shape[0], tokens_BND.shape[1])
         if packing is None:
-            packing = Packing.full(*size)
+            packing = Packing(*size)
         if (packing.num_images, packing.num_tokens) != size:
             raise ValueError(
                 f"MoELayer: the packing is of {packing.num_images} images with "

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from damex.moe.gates import Gate
+from damex.moe.checks import check_choice, check_number
+from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, RoutingRecord
 
 TokenChoice = Literal["all", "foreground"]
@@ -45,11 +46,7 @@ class RoutingLoss:
     tokens: TokenChoice = "all"
 
     def __post_init__(self) -> None:
-        if self.tokens not in get_args(TokenChoice):
-            raise ValueError(
-                f"{type(self).__name__}: unknown tokens {self.tokens!r}; use one of "
-                f"{get_args(TokenChoice)}"
-            )
+        check_choice(type(self).__name__, get_args(TokenChoice), tokens=self.tokens)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
         """Refuses a layer that the loss cannot work with; called when one is built.
@@ -62,10 +59,7 @@ class RoutingLoss:
             ValueError: If the weight is negative or the layer lacks what is needed.
         """
         del gate
-        if not self.weight >= 0.0:
-            raise ValueError(
-                f"the weight of loss {self.name!r} must be >= 0, got {self.weight}"
-            )
+        check_number(f"loss {self.name!r}", ">= 0", weight=self.weight)
         if self.needs_groups and num_groups is None:
             raise ValueError(
                 f"loss {self.name!r} needs group_experts, the experts of each dataset "
@@ -201,10 +195,7 @@ class LoadLoss(RoutingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.noise_std is not None and not self.noise_std > 0.0:
-            raise ValueError(
-                f"LoadLoss: noise_std must be above 0, got {self.noise_std}"
-            )
+        check_number("LoadLoss", "above 0", noise_std=self.noise_std)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
         """Refuses a gate that gives tokens different numbers of experts, too."""

@@ -90,33 +90,6 @@ def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     return dropped, served + dropped
 
 
-def drop_rate(record: RoutingRecord) -> Tensor:
-    """Share of routes, for k=1 of tokens, beyond the capacity of their expert.
-
-    Args:
-        record: Record of one forward.
-
-    Returns:
-        A float64 scalar, 0 for a gate without capacity.
-    """
-    dropped, asked = dropped_counts(record)
-    return dropped.double() / asked.clamp_min(1)
-
-
-def coefficient_of_variation(load_E: Tensor) -> Tensor:
-    """Standard deviation (population) over mean: 0 balanced, sqrt(E - 1) collapsed.
-
-    Args:
-        load_E: Load or counts of each expert.
-
-    Returns:
-        A float64 scalar, 0 when all loads are zero.
-    """
-    load_E = load_E.double()
-    mean, std = load_E.mean(), load_E.std(correction=0)
-    return torch.where(mean > 0, std / mean, torch.zeros_like(mean))
-
-
 def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """Counts the tokens whose heaviest route goes to an expert of their own group.
 
@@ -147,22 +120,6 @@ def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     hits = zeros.scatter_add(0, row_V, own[row_V, top_V])
     tokens = zeros.scatter_add(0, row_V, torch.ones_like(row_V))
     return hits[1:], tokens[1:]
-
-
-def routing_accuracy(record: RoutingRecord) -> Tensor:
-    """Share of each group's tokens whose heaviest route stays in the group.
-
-    Args:
-        record: Record of one forward with group ids and a group-expert map.
-
-    Returns:
-        share_G: float64, NaN for groups without tokens.
-
-    Raises:
-        ValueError: If the record has no group ids or no group-expert map.
-    """
-    hits_G, tokens_G = routing_hits(record)
-    return hits_G.double() / tokens_G
 
 
 def top1_expert(record: RoutingRecord) -> Tensor:

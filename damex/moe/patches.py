@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from damex.moe.checks import check_choice, check_sizes
 from damex.moe.grouped import map_segments
 from damex.moe.layer import MoELayer
 from damex.moe.routing import Packing, RoutingRecord
@@ -132,11 +133,24 @@ class PatchConvExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.patch_size = _as_pair(patch_size)
-        _check_sizes(num_experts, in_channels, out_channels, kernel_size)
-        if border not in BORDERS:
+        check_sizes(
+            "PatchConvExperts",
+            num_experts=num_experts,
+            in_channels=in_channels,
+            out_channels=out_channels,
+        )
+        if out_channels % num_experts:
             raise ValueError(
-                f"PatchConvExperts: unknown border {border!r}; use one of {BORDERS}"
+                "PatchConvExperts: num_experts must divide out_channels, as each "
+                f"expert has an equal share of the channels, got {num_experts} experts "
+                f"and {out_channels} channels"
             )
+        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(
+                "PatchConvExperts: kernel_size must be an odd positive integer, got "
+                f"{kernel_size!r}"
+            )
+        check_choice("PatchConvExperts", BORDERS, border=border)
         self.num_experts = num_experts
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -186,14 +200,6 @@ class PatchConvExperts(nn.Module):
         patches = patches_RD.unflatten(1, (self.in_channels, height, width))
         out = map_segments(self._convolve, patches, [self.weight_EOCKK], counts_E)
         return out.flatten(1)
-
-    def extra_repr(self) -> str:
-        """Sizes and options, for `print(module)`."""
-        return (
-            f"num_experts={self.num_experts}, in_channels={self.in_channels}, "
-            f"out_channels={self.out_channels}, patch_size={self.patch_size}, "
-            f"kernel_size={self.kernel_size}, border={self.border!r}"
-        )
 
     def _convolve(self, patches: Tensor, weight_OCKK: Tensor) -> Tensor:
         padding = self.kernel_size // 2 - self.halo
@@ -269,24 +275,3 @@ def _as_pair(patch_size: int | tuple[int, int]) -> tuple[int, int]:
             f"them, got {patch_size!r}"
         )
     return sides[0], sides[1]
-
-
-def _check_sizes(
-    num_experts: int, in_channels: int, out_channels: int, kernel_size: int
-) -> None:
-    if min(num_experts, in_channels, out_channels) < 1:
-        raise ValueError(
-            "PatchConvExperts: num_experts, in_channels and out_channels must be "
-            f"positive, got {num_experts}, {in_channels} and {out_channels}"
-        )
-    if out_channels % num_experts:
-        raise ValueError(
-            "PatchConvExperts: num_experts must divide out_channels, as each expert "
-            f"has an equal share of the channels, got {num_experts} experts and "
-            f"{out_channels} channels"
-        )
-    if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(
-            "PatchConvExperts: kernel_size must be an odd positive integer, got "
-            f"{kernel_size!r}"
-        )

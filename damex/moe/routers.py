@@ -1,4 +1,4 @@
-"""The number format of routers: float32 or wider, whatever autocast says.
+"""Routers: tokens -> logits, in float32 or wider whatever autocast says.
 
 Routing must not flip between experts because of bfloat16 rounding.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from damex.moe.checks import check_choice, check_number, check_sizes
 from damex.moe.routing import expert_groups
 
 
@@ -36,21 +37,11 @@ def full_precision_linear(
         return functional.linear(x.to(dtype), weight_OI.to(dtype), bias_O)
 
 
-def check_sizes(owner: str, **sizes: int) -> None:
-    """Raises ValueError, naming the router, unless all sizes are positive."""
-    if min(sizes.values()) < 1:
-        raise ValueError(
-            f"{owner}: {' and '.join(sizes)} must be positive, "
-            f"got {' and '.join(str(size) for size in sizes.values())}"
-        )
-
-
 class LinearRouter(nn.Module):
     """Logits as one linear map of the token.
 
     Dtype policy: computed in float32 with autocast off, also in a half-precision model;
-    float64 tokens or parameters keep float64. Routing must not flip between experts
-    because of bfloat16 rounding.
+    float64 tokens or parameters keep float64.
 
     Args:
         embed_dims: D.
@@ -73,8 +64,7 @@ class LinearRouter(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("LinearRouter", embed_dims=embed_dims, num_experts=num_experts)
-        if not init_std >= 0.0:
-            raise ValueError(f"LinearRouter: init_std must be >= 0, got {init_std}")
+        check_number("LinearRouter", ">= 0", init_std=init_std)
         self.embed_dims = embed_dims
         self.num_experts = num_experts
         self.init_std = init_std
@@ -98,13 +88,6 @@ class LinearRouter(nn.Module):
             logits: (..., E), float32 (float64 for float64 input).
         """
         return full_precision_linear(tokens, self.weight_ED, self.bias_E)
-
-    def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
-        return (
-            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
-            f"bias={self.bias_E is not None}, init_std={self.init_std}"
-        )
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -157,13 +140,8 @@ class MLPRouter(nn.Module):
             num_experts=num_experts,
             hidden_dims=hidden_dims,
         )
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"MLPRouter: unknown activation {activation!r}; "
-                f"use one of {sorted(ACTIVATIONS)}"
-            )
-        if not init_std >= 0.0:
-            raise ValueError(f"MLPRouter: init_std must be >= 0, got {init_std}")
+        check_choice("MLPRouter", ACTIVATIONS, activation=activation)
+        check_number("MLPRouter", ">= 0", init_std=init_std)
         self.embed_dims = embed_dims
         self.num_experts = num_experts
         self.activation = activation
@@ -182,25 +160,10 @@ class MLPRouter(nn.Module):
         nn.init.zeros_(self.b2_E)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every token.
-
-        Args:
-            tokens: (..., D).
-
-        Returns:
-            logits: (..., E), float32 (float64 for float64 input).
-        """
+        """Scores every expert for every token, as `LinearRouter.forward` does."""
         hidden = full_precision_linear(tokens, self.w1_HD, self.b1_H)
         hidden = ACTIVATIONS[self.activation](hidden)
         return full_precision_linear(hidden, self.w2_EH, self.b2_E)
-
-    def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
-        return (
-            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
-            f"hidden_dims={self.b1_H.shape[0]}, activation={self.activation!r}, "
-            f"init_std={self.init_std}"
-        )
 
 
 class CosineRouter(nn.Module):
@@ -271,27 +234,11 @@ class CosineRouter(nn.Module):
         nn.init.constant_(self.log_scale, -math.log(self.init_temperature))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every token.
-
-        Args:
-            tokens: (..., D).
-
-        Returns:
-            logits: (..., E), float32 (float64 for float64 input).
-        """
+        """Scores every expert for every token, as `LinearRouter.forward` does."""
         projected = full_precision_linear(tokens, self.proj_PD, self.bias_P)
         key_EP = functional.normalize(self.key_EP.to(projected.dtype), dim=-1)
         cosine = full_precision_linear(functional.normalize(projected, dim=-1), key_EP)
         return cosine / self.temperature.to(cosine.dtype)
-
-    def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
-        return (
-            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
-            f"proj_dims={self.bias_P.shape[0]}, "
-            f"init_temperature={self.init_temperature}, "
-            f"min_temperature={self.min_temperature}"
-        )
 
 
 class HierarchicalRouter(nn.Module):
@@ -332,10 +279,7 @@ class HierarchicalRouter(nn.Module):
         check_sizes(
             "HierarchicalRouter", embed_dims=embed_dims, num_experts=num_experts
         )
-        if not init_std >= 0.0:
-            raise ValueError(
-                f"HierarchicalRouter: init_std must be >= 0, got {init_std}"
-            )
+        check_number("HierarchicalRouter", ">= 0", init_std=init_std)
         groups = expert_groups(num_groups, num_experts)
         width = max(len(group) for group in groups)
         self.embed_dims = embed_dims
@@ -363,15 +307,7 @@ class HierarchicalRouter(nn.Module):
             nn.init.zeros_(bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every token.
-
-        Args:
-            tokens: (..., D).
-
-        Returns:
-            logits: (..., E), float32 (float64 for float64 input); log probabilities,
-                whose exponentials sum to 1.
-        """
+        """Scores every expert for every token by log probabilities that sum to 1."""
         group = full_precision_linear(tokens, self.group_weight_GD, self.group_bias_G)
         inner = full_precision_linear(tokens, self.weight_ED, self.bias_E)
         inner = functional.pad(inner, (0, 1), value=-torch.inf)
@@ -379,10 +315,3 @@ class HierarchicalRouter(nn.Module):
         inner = torch.log_softmax(inner.unflatten(-1, self.slot_GS.shape), dim=-1)
         both = torch.log_softmax(group, dim=-1).unsqueeze(-1) + inner
         return both.flatten(-2).index_select(-1, self.place_E)
-
-    def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
-        return (
-            f"embed_dims={self.embed_dims}, num_experts={self.num_experts}, "
-            f"num_groups={self.num_groups}, init_std={self.init_std}"
-        )

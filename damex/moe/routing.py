@@ -22,8 +22,9 @@ from torch import Tensor
 class Packing:
     """Where the real tokens of a batch of images stand.
 
-    Build it with `full` or `of_mask`. One packing serves all layers that see the same
-    tokens; only its making reads something back from a GPU.
+    `Packing(B, N)` has no padding, `of_mask` makes one of padded images. One packing
+    serves all layers that see the same tokens; only its making reads something back
+    from a GPU.
 
     Attributes:
         num_images: B.
@@ -35,16 +36,6 @@ class Packing:
     num_images: int
     num_tokens: int
     position_V: Tensor | None = None
-
-    @classmethod
-    def full(cls, num_images: int, num_tokens: int) -> Packing:
-        """Packs images without padding.
-
-        Args:
-            num_images: B.
-            num_tokens: N.
-        """
-        return cls(num_images, num_tokens)
 
     @classmethod
     def of_mask(cls, token_mask_BN: Tensor) -> Packing:

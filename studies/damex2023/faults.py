@@ -20,7 +20,7 @@ from damex.moe import (
     ExpertCapacity,
     MoELayer,
     TopKGate,
-    drop_rate,
+    dropped_counts,
     routing_hits,
 )
 from studies.cluster_data import ClusterTask
@@ -250,7 +250,8 @@ def _quality(
 def _dropped(layer: MoELayer, tokens_BND: Tensor) -> float:
     """Dropped tokens in percent, one image per device."""
     layer.eval()
-    shares = [
-        drop_rate(layer.route(image_ND.unsqueeze(0))).item() for image_ND in tokens_BND
-    ]
+    shares = []
+    for image_ND in tokens_BND:
+        dropped, asked = dropped_counts(layer.route(image_ND.unsqueeze(0)))
+        shares.append(dropped.item() / asked.item())
     return 100.0 * sum(shares) / len(shares)

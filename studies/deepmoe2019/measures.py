@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import ChannelGate, active_share, distinct_patterns
+from damex.moe import ChannelGate, active_share
 from studies.deepmoe2019.network import (
     STRATEGIES,
     VGG,
@@ -254,6 +254,19 @@ def score(network: DigitNet, digits: DigitSource) -> Scores:
             network.classify(torch.zeros_like(images_B1HW), gates.layers), labels_B
         ),
     )
+
+
+def distinct_patterns(gates: Sequence[Tensor]) -> int:
+    """Number of different sets of open channels among the images.
+
+    One pattern for all images would be a pruned network and no mixture: expressive
+    power grows with the number of patterns (Wang et al. 2019, appendix A.1).
+
+    Args:
+        gates: Gates (B, C) of each layer, of as many images as shall be compared.
+    """
+    open_BC = torch.cat([gates_BC > 0 for gates_BC in gates], dim=1)
+    return int(torch.unique(open_BC, dim=0).shape[0])
 
 
 @torch.no_grad()

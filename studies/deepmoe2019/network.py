@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from damex.moe import ChannelGates, GatedConv2d, GatingPath, ShallowEmbedding, gate_l1
+from damex.moe import (
+    ChannelGates,
+    GatingPath,
+    ShallowEmbedding,
+    gate_l1,
+    gated_conv2d,
+)
 from studies.digits import DigitImages, DigitSource, sklearn_digits
 from studies.harness import seeded
 
@@ -38,6 +44,39 @@ NUM_TRAIN = 1200  # of 1797; the other 597 are the test images
 Stages = Sequence[Sequence[int]]
 
 
+class GatedConv2d(nn.Module):
+    """Convolution, batch norm, times the gate, ReLU: a DeepMoE layer.
+
+    In training all channels are computed and multiplied by their gates. In evaluation
+    closed channels are not computed at all, image by image; the result is the same.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(out_channels)
+        self.activation = nn.ReLU()
+        self.skip_closed = True
+
+    def forward(
+        self,
+        x_BCHW: Tensor,
+        gates_BC: Tensor | None,
+        *,
+        in_gates_BC: Tensor | None = None,
+    ) -> Tensor:
+        """See `damex.moe.gated_conv2d`."""
+        return gated_conv2d(
+            x_BCHW,
+            gates_BC,
+            conv=self.conv,
+            norm=self.norm,
+            activation=self.activation,
+            in_gates_BC=in_gates_BC,
+            skip_closed=self.skip_closed and not self.training,
+        )
+
+
 class DigitNet(nn.Module):
     """3x3 convolutions with batch norm, a mean over the image, one linear layer.
 
@@ -53,11 +92,7 @@ class DigitNet(nn.Module):
         super().__init__()
         widths = [width for stage in stages for width in stage]
         self.layers = nn.ModuleList(
-            GatedConv2d(
-                nn.Conv2d(before, after, 3, padding=1, bias=False),
-                norm=nn.BatchNorm2d(after),
-                activation=nn.ReLU(),
-            )
+            GatedConv2d(before, after)
             for before, after in zip([1, *widths], widths, strict=False)
         )
         self.names = tuple(f"conv{number}" for number in range(1, len(widths) + 1))

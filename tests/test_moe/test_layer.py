@@ -30,8 +30,9 @@ from damex.moe import (
     RouterZLoss,
     SharedExpert,
     TopKGate,
-    group_experts_mask,
+    load_dense_split,
 )
+from damex.moe.layer import group_experts_mask
 
 D, H, E = 8, 12, 4
 GROUP_EXPERTS = [[0], [1, 2], [3]]
@@ -176,7 +177,8 @@ def test_one_expert_equals_the_dense_ffn_in_outputs_and_gradients(name):
     gate = ONE_EXPERT_GATES[name]
     layer = make_layer(gate, num_experts=1, group_experts=None, losses=())
     first, _, second = ffn
-    layer.experts.load_dense(first.weight, first.bias, second.weight, second.bias)
+    dense = (first.weight, first.bias, second.weight, second.bias)
+    load_dense_split(layer.experts, *dense, parts=1)
     inputs = [make_batch()[0].requires_grad_() for _ in range(2)]
     outs = [layer(inputs[0])[0], ffn(inputs[1])]
     torch.testing.assert_close(*outs)
@@ -557,7 +559,7 @@ def test_parts_that_do_not_fit():
         make_layer(group_experts=None)
     with pytest.raises(ValueError, match="two losses share a name"):
         make_layer(losses=[RouterZLoss(), RouterZLoss(weight=1.0)])
-    with pytest.raises(ValueError, match=r"'router_z' must be >= 0, got -1.0"):
+    with pytest.raises(ValueError, match=r"'router_z': weight must be >= 0, got -1.0"):
         make_layer(losses=[RouterZLoss(weight=-1.0)])
 
 

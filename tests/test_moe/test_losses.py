@@ -35,7 +35,7 @@ def make(logits_VE, *, foreground=None, groups=None, experts=None, k=1, routes=N
     """A record of one image, by default without groups and of a top-k gate."""
     return RoutingRecord(
         logits_VE=logits_VE,
-        packing=Packing.full(1, len(logits_VE)),
+        packing=Packing(1, len(logits_VE)),
         assignment=TopKGate(k)(logits_VE) if routes is None else routes,
         group_ids_V=None if groups is None else torch.as_tensor(groups),
         group_experts_GE=experts,

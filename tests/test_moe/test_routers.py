@@ -10,10 +10,13 @@ from torch.nn import functional
 
 from damex.moe import (
     CosineRouter,
+    DatasetRoutingLoss,
     HierarchicalRouter,
     LinearRouter,
     MLPRouter,
-    dataset_routing_loss,
+    Packing,
+    RoutingRecord,
+    TopKGate,
     expert_groups,
 )
 from damex.moe.routers import ACTIVATIONS
@@ -63,7 +66,7 @@ def test_initialisation_and_reset():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="got 0 and 4"):
+    with pytest.raises(ValueError, match="embed_dims must be at least 1, got 0"):
         LinearRouter(0, 4)
     with pytest.raises(ValueError, match=r"init_std must be >= 0, got -0.1"):
         LinearRouter(4, 4, init_std=-0.1)
@@ -118,7 +121,7 @@ def test_second_layer_of_std_zero_starts_all_experts_equal():
 
 
 def test_mlp_errors():
-    with pytest.raises(ValueError, match="positive, got 4 and 2 and 0"):
+    with pytest.raises(ValueError, match="dims must be at least 1, got 0"):
         MLPRouter(4, 2, hidden_dims=0)
     with pytest.raises(ValueError, match="unknown activation 'elu'"):
         MLPRouter(4, 2, activation="elu")
@@ -170,7 +173,7 @@ def test_a_zero_token_has_a_direction_and_finite_gradients():
 
 
 def test_cosine_errors():
-    with pytest.raises(ValueError, match="positive, got 4 and 2 and 0"):
+    with pytest.raises(ValueError, match="dims must be at least 1, got 0"):
         CosineRouter(4, 2, proj_dims=0)
     with pytest.raises(ValueError, match=r"got 0.01 and 0.001"):
         CosineRouter(4, 2, init_temperature=0.001)
@@ -210,7 +213,15 @@ def test_dataset_loss_teaches_the_first_level_alone():
     target = torch.tensor([0, 1, 1, 0, 1, 0])
     mask_GE = torch.zeros(2, 5, dtype=torch.bool)
     mask_GE[0, :3], mask_GE[1, 3:] = True, True
-    loss = dataset_routing_loss(router(tokens), mask_GE[target])
+    logits = router(tokens)
+    record = RoutingRecord(
+        logits_VE=logits,
+        packing=Packing(1, 6),
+        assignment=TopKGate()(logits),
+        group_ids_V=target,
+        group_experts_GE=mask_GE,
+    )
+    loss = DatasetRoutingLoss()(record)
     group_logits = functional.linear(tokens, router.group_weight_GD)
     torch.testing.assert_close(loss, functional.cross_entropy(group_logits, target))
     loss.backward()
@@ -238,7 +249,7 @@ def test_large_logits_stay_finite_in_value_and_gradient():
 
 
 def test_hierarchical_errors():
-    with pytest.raises(ValueError, match="got 0 and 4"):
+    with pytest.raises(ValueError, match="embed_dims must be at least 1, got 0"):
         HierarchicalRouter(0, 4, num_groups=2)
     with pytest.raises(ValueError, match="got 5 groups and 4 experts"):
         HierarchicalRouter(4, 4, num_groups=5)

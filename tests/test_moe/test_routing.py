@@ -174,7 +174,7 @@ def make_record():
     assignment = TopKGate(1)(logits)
     return RoutingRecord(
         logits_VE=logits,
-        packing=Packing.full(1, 2),
+        packing=Packing(1, 2),
         group_ids_V=torch.tensor([0, 1]),
         assignment=assignment,
         losses={"a": logits.sum()},
@@ -203,7 +203,7 @@ def test_packing_by_hand():
 
 @pytest.mark.parametrize("width", [(), (4,), (2, 3)])
 def test_a_full_packing_is_that_of_a_mask_without_padding(width):
-    full, masked = Packing.full(3, 3), Packing.of_mask(torch.ones_like(MASK_BN))
+    full, masked = Packing(3, 3), Packing.of_mask(torch.ones_like(MASK_BN))
     values_BN = torch.randn(3, 3, *width)
     assert torch.equal(full.pack(values_BN), masked.pack(values_BN))
     for packing in (full, masked):

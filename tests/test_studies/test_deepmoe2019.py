@@ -6,6 +6,7 @@ import torch
 from studies.deepmoe2019.measures import (
     conv_flops,
     counted_flops,
+    distinct_patterns,
     embedding_flops,
     flops_by_hand,
     open_gate_gap,
@@ -224,3 +225,14 @@ def test_the_conclusion_names_what_fails(result):
     assert "The gates alone" in result.conclusion
     for row in result.failures():
         assert row.name in result.conclusion
+
+
+def test_patterns_are_sets_of_open_channels():
+    first = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.0, 0.5], [0.0, 0.0, 9.0]])
+    second = torch.tensor([[0.25, 0.0], [4.0, 0.0], [4.0, 0.0]])
+    # Images 0 and 1 open the same channels by other amounts; image 2 opens fewer.
+    assert distinct_patterns([first, second]) == 2
+    # Two layers make a pattern together: here the second tells images 0 and 1 apart.
+    other = torch.tensor([[0.25, 1.0], [4.0, 0.0], [4.0, 0.0]])
+    assert distinct_patterns([first, other]) == 3
+    assert distinct_patterns([second]) == 1

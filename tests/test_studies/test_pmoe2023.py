@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from damex.moe import split_patches
+from damex.moe.patches import split_patches
 from studies.digits import DigitImages, sklearn_digits
 from studies.harness import Session
 from studies.pmoe2023.data import PatchSamples, draw_samples

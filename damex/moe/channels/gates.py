@@ -1,4 +1,7 @@
-"""What activations leave a closed channel closed."""
+"""The gating path of DeepMoE: which channels an image opens, and how far.
+
+Axes: B images, H and W their height and width, C channels, E entries of the embedding.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe.routers import check_sizes, full_precision_linear
-
-
-def check_activation(activation: nn.Module) -> None:
-    """Refuses an activation behind which a closed channel would not be zero.
-
-    Args:
-        activation: Must act on each value alone; that it keeps zero is tested.
-
-    Raises:
-        ValueError: If it does not map 0 to 0.
-    """
-    if activation(torch.zeros(1)).item() != 0.0:
-        raise ValueError(
-            "a closed channel must stay zero behind the activation, but "
-            f"{activation} of 0 is not 0"
-        )
+from damex.moe.checks import check_choice, check_sizes
+from damex.moe.routers import full_precision_linear
 
 
 class ShallowEmbedding(nn.Module):
@@ -158,10 +146,7 @@ class ChannelGate(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("ChannelGate", embed_dims=embed_dims, num_channels=num_channels)
-        if init not in INITS:
-            raise ValueError(
-                f"ChannelGate: init must be one of {list(INITS)}, got {init!r}"
-            )
+        check_choice("ChannelGate", INITS, init=init)
         self.num_channels = num_channels
         self.init = init
         self.weight_CE = nn.Parameter(torch.empty(num_channels, embed_dims))
@@ -184,11 +169,6 @@ class ChannelGate(nn.Module):
             gates_BC: float32, 0 or more; 0 closes a channel.
         """
         return functional.relu(full_precision_linear(logits_BE, self.weight_CE, None))
-
-    def extra_repr(self) -> str:
-        """Sizes and options, for `print(module)`."""
-        channels, entries = self.weight_CE.shape
-        return f"embed_dims={entries}, num_channels={channels}, init={self.init!r}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,59 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from damex.moe.channels.gates import check_activation
-
-
-class GatedConv2d(nn.Module):
-    """Convolution, norm, times the gate, activation: a DeepMoE layer.
-
-    In training all channels are computed and multiplied by their gates. In evaluation
-    closed channels are not computed at all, image by image; the result is the same.
-
-    Args:
-        conv: Neither grouped nor transposed.
-        norm: A batch norm with running statistics, or none.
-        activation: A function of each value that keeps zero at zero, or none.
-        skip_closed: Whether evaluation skips closed channels. Gathering weights has its
-            own cost, which wide layers with few open channels repay.
-
-    Raises:
-        ValueError: If conv, norm or activation cannot be gated.
-    """
-
-    def __init__(
-        self,
-        conv: nn.Conv2d,
-        *,
-        norm: nn.Module | None = None,
-        activation: nn.Module | None = None,
-        skip_closed: bool = True,
-    ) -> None:
-        super().__init__()
-        check_gateable(conv, norm, activation)
-        self.conv = conv
-        self.norm = norm
-        self.activation = activation
-        self.skip_closed = skip_closed
-
-    def forward(
-        self,
-        x_BCHW: Tensor,
-        gates_BC: Tensor | None,
-        *,
-        in_gates_BC: Tensor | None = None,
-    ) -> Tensor:
-        """See `gated_conv2d`."""
-        return gated_conv2d(
-            x_BCHW,
-            gates_BC,
-            conv=self.conv,
-            norm=self.norm,
-            activation=self.activation,
-            in_gates_BC=in_gates_BC,
-            skip_closed=self.skip_closed and not self.training,
-        )
-
 
 def gated_conv2d(
     x_BCHW: Tensor,
@@ -146,6 +93,22 @@ def check_gateable(
         )
     if activation is not None:
         check_activation(activation)
+
+
+def check_activation(activation: nn.Module) -> None:
+    """Refuses an activation behind which a closed channel would not be zero.
+
+    Args:
+        activation: Must act on each value alone; that it keeps zero is tested.
+
+    Raises:
+        ValueError: If it does not map 0 to 0.
+    """
+    if activation(torch.zeros(1)).item() != 0.0:
+        raise ValueError(
+            "a closed channel must stay zero behind the activation, but "
+            f"{activation} of 0 is not 0"
+        )
 
 
 def _one_image(

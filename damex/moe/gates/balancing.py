@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed, nn
 
+from damex.moe.checks import check_number, check_sizes
 from damex.moe.routing import Assignment
 
 
@@ -43,10 +44,7 @@ class ExpertCapacity:
     factor: float = 1.25
 
     def __post_init__(self) -> None:
-        if not self.factor > 0.0:
-            raise ValueError(
-                f"ExpertCapacity: factor must be above 0, got {self.factor}"
-            )
+        check_number("ExpertCapacity", "above 0", factor=self.factor)
 
     def capacity(self, num_tokens: int, num_experts: int, *, k: int) -> int:
         """Most routes of each expert.
@@ -132,11 +130,8 @@ class BiasBalancer(nn.Module):
 
     def __init__(self, num_experts: int, *, rate: float = 0.001) -> None:
         super().__init__()
-        if num_experts < 1 or not rate > 0.0:
-            raise ValueError(
-                "BiasBalancer: num_experts and rate must be positive, got "
-                f"{num_experts} and {rate}"
-            )
+        check_sizes("BiasBalancer", num_experts=num_experts)
+        check_number("BiasBalancer", "above 0", rate=rate)
         self.rate = rate
         self.register_buffer("bias_E", torch.zeros(num_experts))
         # Of all processes, waiting for the step.
@@ -194,7 +189,3 @@ class BiasBalancer(nn.Module):
         self.bias_E.add_(torch.sign(load_E.mean() - load_E).float(), alpha=self.rate)
         self.counts_E.zero_()
         self._is_reduced = False
-
-    def extra_repr(self) -> str:
-        """Options, for `print(module)`."""
-        return f"num_experts={self.bias_E.shape[0]}, rate={self.rate}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from damex.moe.checks import check_number
 from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, Packing
 
@@ -58,15 +59,13 @@ class DenseToSparseGate(Gate):
         end_k: int | None = None,
     ) -> None:
         super().__init__()
-        if not (start_temperature > 0.0 and end_temperature > 0.0):
-            raise ValueError(
-                "DenseToSparseGate: temperatures must be above 0, got "
-                f"{start_temperature} at the start and {end_temperature} at the end"
-            )
-        if not 0.0 <= threshold < 1.0:
-            raise ValueError(
-                f"DenseToSparseGate: threshold must be in [0, 1), got {threshold}"
-            )
+        check_number(
+            "DenseToSparseGate",
+            "above 0",
+            start_temperature=start_temperature,
+            end_temperature=end_temperature,
+        )
+        check_number("DenseToSparseGate", "in [0, 1)", threshold=threshold)
         if end_k is not None and (type(end_k) is not int or end_k < 1):
             raise ValueError(
                 "DenseToSparseGate: end_k must be an integer of 1 or more, or None, "
@@ -120,27 +119,16 @@ class DenseToSparseGate(Gate):
         """
         if progress is None:
             return
-        if not 0.0 <= progress <= 1.0:
-            raise ValueError(
-                f"DenseToSparseGate: progress must be in [0, 1], got {progress}"
-            )
+        check_number("DenseToSparseGate", "in [0, 1]", progress=progress)
         self.progress.fill_(progress)
         self._is_told = True
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Weighs experts and drops those of small weight.
-
-        Args:
-            logits_VE: Clean router logits.
-            packing: Not read.
-
-        Returns:
-            1 to E routes for each token.
+        """Chooses 1 to E routes for each token, those of large weight.
 
         Raises:
             RuntimeError: In training, if nobody has told the progress.
         """
-        del packing
         if self.training and not self._is_told:
             raise RuntimeError(
                 "DenseToSparseGate: the temperature follows the progress of the "
@@ -150,12 +138,7 @@ class DenseToSparseGate(Gate):
         num_tokens, num_experts = logits_VE.shape
         weights_VE = torch.softmax(logits_VE / self.temperature, dim=-1)
         if self.has_fixed_routes:
-            ids_E = torch.arange(num_experts, device=logits_VE.device)
-            return Assignment.from_topk(
-                ids_E.expand(num_tokens, num_experts),
-                weights_VE,
-                num_experts=num_experts,
-            )
+            return _all_routes(weights_VE)
         keep_VE = weights_VE >= self.threshold
         # Of the logits, as equal weights may hide a difference; argmax of the first.
         order_VE = torch.sort(logits_VE, dim=-1, descending=True, stable=True)[1]
@@ -170,14 +153,6 @@ class DenseToSparseGate(Gate):
             num_experts=num_experts,
         )
 
-    def extra_repr(self) -> str:
-        """Options, for `print(module)`."""
-        return (
-            f"start_temperature={self.start_temperature}, "
-            f"end_temperature={self.end_temperature}, "
-            f"threshold={self.threshold}, end_k={self.end_k}"
-        )
-
 
 class DenseSoftmaxGate(Gate):
     """The classical mixture of experts (Nguyen et al. 2025, eq. 2): no expert is off.
@@ -187,20 +162,14 @@ class DenseSoftmaxGate(Gate):
     """
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Weighs all experts.
+        """Routes each token to all experts, with weights that sum to 1."""
+        return _all_routes(torch.softmax(logits_VE, dim=-1))
 
-        Args:
-            logits_VE: Clean router logits.
-            packing: Not read.
 
-        Returns:
-            E routes for each token, whose weights sum to 1.
-        """
-        del packing
-        num_tokens, num_experts = logits_VE.shape
-        ids_E = torch.arange(num_experts, device=logits_VE.device)
-        return Assignment.from_topk(
-            ids_E.expand(num_tokens, num_experts),
-            torch.softmax(logits_VE, dim=-1),
-            num_experts=num_experts,
-        )
+def _all_routes(weights_VE: Tensor) -> Assignment:
+    """Every token with every expert."""
+    num_experts = weights_VE.shape[1]
+    ids_E = torch.arange(num_experts, device=weights_VE.device)
+    return Assignment.from_topk(
+        ids_E.expand_as(weights_VE), weights_VE, num_experts=num_experts
+    )

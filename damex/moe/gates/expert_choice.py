@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from damex.moe.checks import check_choice, check_number, check_sizes
 from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, Packing
 
@@ -68,16 +69,10 @@ class ExpertChoiceGate(Gate):
                 "ExpertChoiceGate: set one of num_tokens and share, got "
                 f"{num_tokens} and {share}"
             )
-        if num_tokens is not None and num_tokens < 1:
-            raise ValueError(
-                f"ExpertChoiceGate: num_tokens must be at least 1, got {num_tokens}"
-            )
-        if share is not None and not 0.0 < share <= 1.0:
-            raise ValueError(f"ExpertChoiceGate: share must be in (0, 1], got {share}")
-        if weights not in WEIGHTS:
-            raise ValueError(
-                f"ExpertChoiceGate: unknown weights {weights!r}; use one of {WEIGHTS}"
-            )
+        if num_tokens is not None:
+            check_sizes("ExpertChoiceGate", num_tokens=num_tokens)
+        check_number("ExpertChoiceGate", "in (0, 1]", share=share)
+        check_choice("ExpertChoiceGate", WEIGHTS, weights=weights)
         if weights == "one" and mean_one:
             raise ValueError(
                 "ExpertChoiceGate: weights='one' have the mean 1; leave mean_one out"
@@ -96,18 +91,10 @@ class ExpertChoiceGate(Gate):
         return False
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Lets the experts choose.
-
-        Args:
-            logits_VE: Clean router logits.
-            packing: To which image each token belongs; None for one image.
-
-        Returns:
-            l routes for each expert and image.
-        """
+        """Lets the experts choose: l routes for each expert and image."""
         num_tokens, num_experts = logits_VE.shape
         if packing is None:
-            packing = Packing.full(1, num_tokens)
+            packing = Packing(1, num_tokens)
         # A finite number: a row of minus infinities would have a softmax of NaN.
         lowest = torch.finfo(logits_VE.dtype).min
         scores_BEN = packing.unpack(logits_VE, fill=lowest).transpose(1, 2)
@@ -141,13 +128,6 @@ class ExpertChoiceGate(Gate):
             weight_R,
             num_tokens=num_tokens,
             num_experts=num_experts,
-        )
-
-    def extra_repr(self) -> str:
-        """Options, for `print(module)`."""
-        return (
-            f"num_tokens={self.num_tokens}, share={self.share}, "
-            f"weights={self.weights!r}, mean_one={self.mean_one}"
         )
 
     def _weigh(self, scores_BEN: Tensor, pick_BEL: Tensor, taken_BEL: Tensor) -> Tensor:

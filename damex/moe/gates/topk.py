@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from damex.moe.checks import check_choice, check_number, check_sizes
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
 from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, Packing
@@ -64,13 +65,16 @@ class TopKGate(Gate):
         capacity: ExpertCapacity | None = None,
     ) -> None:
         super().__init__()
-        if k < 1:
-            raise ValueError(f"TopKGate: k must be at least 1, got {k}")
-        _check_noise(noise, noise_scale, noisy_weights=noisy_weights)
-        if not weight_scale > 0.0:
+        check_sizes("TopKGate", k=k)
+        if noise is not None:
+            check_choice("TopKGate", NOISES, noise=noise)
+        elif noise_scale is not None or noisy_weights:
             raise ValueError(
-                f"TopKGate: weight_scale must be above 0, got {weight_scale}"
+                "TopKGate: noise_scale and noisy_weights have no effect without "
+                f"noise; set noise to one of {NOISES} or leave them out"
             )
+        check_number("TopKGate", ">= 0", noise_scale=noise_scale)
+        check_number("TopKGate", "above 0", weight_scale=weight_scale)
         self.k = k
         self.renormalize = renormalize
         self.noise = noise
@@ -86,11 +90,7 @@ class TopKGate(Gate):
         return self.capacity is None or self.k == 1
 
     def begin_step(self, progress: float | None) -> None:
-        """Moves the bias by the load of the step before.
-
-        Args:
-            progress: Not read.
-        """
+        """Moves the bias by the load of the step before."""
         if self.balance is not None:
             self.balance.step()
 
@@ -100,19 +100,11 @@ class TopKGate(Gate):
             self.balance.all_reduce()
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Chooses experts and weights.
-
-        Args:
-            logits_VE: Clean router logits.
-            packing: Not read.
-
-        Returns:
-            K routes for each token, less those that go beyond a capacity.
+        """Chooses K routes for each token, less those that go beyond a capacity.
 
         Raises:
             ValueError: If there are fewer than k experts.
         """
-        del packing
         num_experts = logits_VE.shape[-1]
         if self.k > num_experts:
             raise ValueError(
@@ -141,8 +133,6 @@ class TopKGate(Gate):
         """Options, for `print(module)`."""
         return (
             f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
-            f"noise_scale={self.noise_scale}, noisy_weights={self.noisy_weights}, "
-            f"weight_scale={self.weight_scale}, "
             f"capacity={self.capacity}"
         )
 
@@ -162,19 +152,3 @@ class TopKGate(Gate):
             draw, default = torch.rand_like, 1.0
         scale = default if self.noise_scale is None else self.noise_scale
         return logits_VE + draw(logits_VE) * scale
-
-
-def _check_noise(
-    noise: str | None, noise_scale: float | None, *, noisy_weights: bool
-) -> None:
-    if noise is not None and noise not in NOISES:
-        raise ValueError(
-            f"TopKGate: unknown noise {noise!r}; use one of {NOISES} or None"
-        )
-    if noise is None and (noise_scale is not None or noisy_weights):
-        raise ValueError(
-            "TopKGate: noise_scale and noisy_weights have no effect without "
-            f"noise; set noise to one of {NOISES} or leave them out"
-        )
-    if noise_scale is not None and not noise_scale >= 0.0:
-        raise ValueError(f"TopKGate: noise_scale must be >= 0, got {noise_scale}")

@@ -5,7 +5,27 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import GatedConv2d, gated_conv2d, gated_ffn
+from damex.moe import check_gateable, gated_conv2d, gated_ffn
+
+
+class GatedConv(nn.Module):
+    """Convolution, norm, gate and ReLU, skipping closed channels in evaluation."""
+
+    def __init__(self, conv, norm):
+        super().__init__()
+        self.conv, self.norm, self.activation = conv, norm, nn.ReLU()
+        self.skip_closed = True
+
+    def forward(self, x_BCHW, gates_BC, **kwargs):
+        return gated_conv2d(
+            x_BCHW,
+            gates_BC,
+            conv=self.conv,
+            norm=self.norm,
+            activation=self.activation,
+            skip_closed=self.skip_closed and not self.training,
+            **kwargs,
+        )
 
 
 @pytest.fixture
@@ -16,10 +36,9 @@ def x_BCHW():
 def layer(*, norm=True, bias=False, **conv):
     """A gated 6 -> 8 convolution whose batch norm has seen something."""
     torch.manual_seed(0)
-    block = GatedConv2d(
+    block = GatedConv(
         nn.Conv2d(6, 8, 3, padding=1, bias=bias, **conv),
-        norm=nn.BatchNorm2d(8) if norm else None,
-        activation=nn.ReLU(),
+        nn.BatchNorm2d(8) if norm else None,
     )
     if norm:
         for values in (block.norm.running_mean, block.norm.bias.data):
@@ -150,7 +169,7 @@ def test_half_precision_stays_half(x_BCHW):
 )
 def test_what_cannot_be_skipped_is_refused(conv, norm, activation, message):
     with pytest.raises(ValueError, match=message):
-        GatedConv2d(conv, norm=norm, activation=activation)
+        check_gateable(conv, norm, activation)
 
 
 GATES = torch.tensor([[0.5, 0.0, 2.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 3.0, 0.0, 0.0]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from damex.moe import active_share, distinct_patterns, gate_l1, presence_loss
+from damex.moe import active_share, gate_l1, presence_loss
 
 
 def test_l1_is_summed_over_channels_and_layers_and_averaged_over_images():
@@ -68,12 +68,3 @@ SECOND = torch.tensor([[0.25, 0.0], [4.0, 0.0], [4.0, 0.0]])
 def test_active_share_by_hand():
     # Open: 2 + 2 + 1 of 9 and 1 + 1 + 1 of 6.
     assert active_share([FIRST, SECOND]).item() == torch.tensor(8 / 15).item()
-
-
-def test_patterns_are_sets_of_open_channels():
-    # Images 0 and 1 open the same channels by other amounts; image 2 opens fewer.
-    assert distinct_patterns([FIRST, SECOND]) == 2
-    # Two layers make a pattern together: here the second tells images 0 and 1 apart.
-    other = torch.tensor([[0.25, 1.0], [4.0, 0.0], [4.0, 0.0]])
-    assert distinct_patterns([FIRST, other]) == 3
-    assert distinct_patterns([SECOND]) == 1

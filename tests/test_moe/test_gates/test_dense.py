@@ -135,7 +135,7 @@ def test_progress_is_part_of_the_checkpoint():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"above 0, got 0.0 at the start"):
+    with pytest.raises(ValueError, match=r"start_temperature must be above 0, got 0.0"):
         at(0.0)
     with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\), got 1.0"):
         DenseToSparseGate(threshold=1.0)

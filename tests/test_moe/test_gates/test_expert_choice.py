@@ -14,7 +14,7 @@ LOG2 = math.log(2.0)
 
 def choose(gate, logits_BNE, mask_BN=None):
     """The routes of a batch of images, and the place of each route's token."""
-    packing = Packing.full(*logits_BNE.shape[:2])
+    packing = Packing(*logits_BNE.shape[:2])
     if mask_BN is not None:
         packing = Packing.of_mask(mask_BN)
     assignment = gate(packing.pack(logits_BNE), packing)
