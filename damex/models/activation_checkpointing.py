@@ -20,8 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from damex.errors import ConfigError
 from damex.models.context import RoutingContext
 
-__all__ = ["checkpoint_layers", "take_num_cp"]
-
 COMPONENTS = ("encoder", "decoder")
 
 
@@ -38,6 +36,7 @@ class CheckpointedForward:
         self.context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer, in training for a second time in the backward pass."""
         forward = type(self.layer).forward
         if not (self.layer.training and torch.is_grad_enabled()):
             return forward(self.layer, *args, **kwargs)

@@ -21,12 +21,6 @@ from damex.moe import (
     route_patches,
 )
 
-__all__ = [
-    "MoEFFN",
-    "MoEPatchConv",
-    "activation_of",
-]
-
 
 class MoEFFN(nn.Module):
     """Residual MoE block that is called like mmcv's ``FFN``.

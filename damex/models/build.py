@@ -13,12 +13,6 @@ from damex.models.config import FineGrained, MoEConfig
 from damex.models.signatures import check_arguments, module_class, parameters_of
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate, expert_groups
 
-__all__ = [
-    "build_layer",
-    "build_module",
-    "group_experts",
-]
-
 # Where damex keeps the modules for a field.
 FOLDERS = MappingProxyType({"router": "routers", "gate": "gates", "losses": "losses"})
 

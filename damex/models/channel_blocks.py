@@ -1,4 +1,4 @@
-"""GatedFFNBlock: mmcv's ``FFN`` with gated hidden channels."""
+"""FFNs of mmcv and residual blocks of mmdet with gated channels."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ from damex.moe import (
     gated_ffn,
 )
 
-__all__ = [
-    "GATED_CONVS",
-    "GatedFFNBlock",
-    "GatedResidualBlock",
-]
-
 
 class GatedFFNBlock(nn.Module):
     """Takes over the layers of an ``FFN``, under their names, and gates them.
@@ -39,19 +33,13 @@ class GatedFFNBlock(nn.Module):
             evaluation.
 
     Raises:
-        ConfigError: If the FFN has another shape or an activation that moves zero.
+        ConfigError: If the activation moves zero.
     """
 
     def __init__(
         self, ffn: FFN, *, name: str, context: RoutingContext, skip_closed: bool = True
     ) -> None:
         super().__init__()
-        if ffn.num_fcs != 2 or not ffn.add_identity:
-            raise ConfigError(
-                f"moe.layers: {name} is an FFN with num_fcs={ffn.num_fcs} and "
-                f"add_identity={ffn.add_identity}; channels can be gated of FFNs with "
-                "num_fcs=2 and add_identity=True."
-            )
         try:
             check_activation(ffn.layers[0][1])
         except ValueError as error:

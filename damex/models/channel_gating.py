@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from damex.models.config import ChannelConfig
 from damex.moe import ChannelGates, GatingPath, active_share, gate_l1, presence_loss
-
-__all__ = [
-    "ChannelGating",
-    "image_mask_BHW",
-]
 
 
 class ChannelGating(nn.Module):
@@ -25,25 +21,13 @@ class ChannelGating(nn.Module):
 
     Args:
         path: The embedding and one gate per layer.
-        l1_weight: Factor of the sparsity penalty; see :func:`damex.moe.gate_l1`.
-        aux_weight: Factor of the loss on the embedding.
-        aux_target: What the embedding learns to tell: 'classes', those that have a box
-            in the image, or 'datasets', the group that it comes from.
+        settings: Weights and target of the losses.
     """
 
-    def __init__(
-        self,
-        path: GatingPath,
-        *,
-        l1_weight: float = 1e-3,
-        aux_weight: float = 1.0,
-        aux_target: str = "classes",
-    ) -> None:
+    def __init__(self, path: GatingPath, settings: ChannelConfig) -> None:
         super().__init__()
         self.path = path
-        self.l1_weight = l1_weight
-        self.aux_weight = aux_weight
-        self.aux_target = aux_target
+        self.settings = settings
 
     def forward(
         self, images_BCHW: Tensor, samples: Sequence[Any] | None
@@ -79,23 +63,16 @@ class ChannelGating(nn.Module):
         result = {"moe_active_channels": active_share(layers)}
         if self.path.frozen:
             return result
-        if self.l1_weight > 0.0:
-            result["loss_moe_l1"] = self.l1_weight * gate_l1(layers)
-        if self.aux_weight > 0.0:
-            if self.aux_target == "datasets":
+        if self.settings.l1_weight > 0.0:
+            result["loss_moe_l1"] = self.settings.l1_weight * gate_l1(layers)
+        if self.settings.aux_weight > 0.0:
+            if self.settings.aux_target == "datasets":
                 present_BE = _dataset_BE(gates.logits_BE, group_ids_B)
             else:
                 present_BE = _classes_BE(gates.logits_BE, samples)
             loss = presence_loss(gates.logits_BE, present_BE)
-            result["loss_moe_embedding"] = self.aux_weight * loss
+            result["loss_moe_embedding"] = self.settings.aux_weight * loss
         return result
-
-    def extra_repr(self) -> str:
-        """Losses, for ``print(module)``."""
-        return (
-            f"l1_weight={self.l1_weight}, aux_weight={self.aux_weight}, "
-            f"aux_target={self.aux_target!r}, frozen={self.path.frozen}"
-        )
 
 
 def image_mask_BHW(images_BCHW: Tensor, samples: Sequence[Any] | None) -> Tensor | None:

@@ -6,18 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmdet.models.backbones import ResNet
-
 from damex.errors import ConfigError
 from damex.models.build import build_module
 from damex.models.channel_blocks import GatedFFNBlock, GatedResidualBlock
 from damex.models.channel_gating import ChannelGating
 from damex.models.config import ChannelConfig, MoEConfig
 from damex.models.context import RoutingContext
-from damex.models.sites import backbone_stages, chosen_layers
+from damex.models.sites import chosen_layers, chosen_stages
 from damex.moe import GatingPath
-
-__all__ = ["ChannelReport", "insert_channels"]
 
 
 @dataclass(frozen=True)
@@ -86,12 +82,7 @@ def insert_channels(
         raise ConfigError(f"moe.channels.gate_init: {error}") from error
     if settings.frozen:
         path.freeze()
-    gating = ChannelGating(
-        path,
-        l1_weight=settings.l1_weight,
-        aux_weight=settings.aux_weight,
-        aux_target=settings.aux_target,
-    )
+    gating = ChannelGating(path, settings)
     parameters = sum(p.numel() for p in gating.parameters())
     return gating, ChannelReport(channels, parameters, path.frozen)
 
@@ -125,19 +116,11 @@ def _num_targets(detector: Any, target: str, num_groups: int | None) -> int:
 
 def _gate_backbone(detector: Any, chosen: Any, **mount: Any) -> dict[str, int]:
     """Gate the blocks of chosen stages; returns channels by layer."""
-    backbone = detector.backbone
-    if not isinstance(backbone, ResNet):
-        raise ConfigError(
-            f"moe.layers.backbone: model.backbone is a {type(backbone).__name__}; "
-            "channels of mmdet's ResNet can be gated. Choose encoder or decoder."
-        )
     channels: dict[str, int] = {}
-    for stage in backbone_stages(chosen, len(backbone.res_layers)):
-        blocks = getattr(backbone, backbone.res_layers[stage])
+    for stage, layer in chosen_stages(detector, chosen):
+        blocks = getattr(detector.backbone, layer)
         for number, block in enumerate(blocks):
-            gated = GatedResidualBlock(
-                block, name=f"backbone.{stage}.{number}", **mount
-            )
-            blocks[number] = gated
-            channels.update(gated.channels)
+            name = f"backbone.{stage}.{number}"
+            blocks[number] = GatedResidualBlock(block, name=name, **mount)
+            channels.update(blocks[number].channels)
     return channels

@@ -15,20 +15,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from damex.errors import ConfigError, did_you_mean
 from damex.models.signatures import module_class, parameters_of
 
-__all__ = [
-    "BlockConfig",
-    "ChannelConfig",
-    "FineGrained",
-    "LayersConfig",
-    "MoEConfig",
-    "WarmupConfig",
-    "module_class",
-    "moe_difference",
-    "parameters_of",
-    "read_config",
-    "read_moe",
-]
-
 Config = TypeVar("Config")
 PLAIN = (bool, int, float, str)
 RENAMED = MappingProxyType({"router_stage": "router_warmup"})

@@ -11,8 +11,6 @@ from torch import Tensor
 from damex.models.queries import GroundTruth
 from damex.moe import ChannelGates, Packing, RoutingRecord
 
-__all__ = ["RoutingContext"]
-
 
 class RoutingContext:
     """What the MoE layers and gated layers of a detector share in a forward pass.

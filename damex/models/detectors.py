@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from mmdet.models.detectors import (
     DABDETR,
     DDQDETR,
@@ -32,6 +31,11 @@ from damex.models.insertion import (
     insert_moe,
     moe_blocks,
 )
+from damex.models.outputs import (
+    add_dataset_instances,
+    attach_routing,
+    routing_losses,
+)
 from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
@@ -40,7 +44,6 @@ from damex.models.queries import (
     real_query_mask,
     valid_ratio_of,
 )
-from damex.models.routing_summary import attach_routing, routing_losses
 from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
 
@@ -48,16 +51,6 @@ if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
 else:
     _Detector = object
-
-__all__ = [
-    "MoEConditionalDETR",
-    "MoEDABDETR",
-    "MoEDDQDETR",
-    "MoEDETR",
-    "MoEDINO",
-    "MoEDeformableDETR",
-    "RoutedDetector",
-]
 
 
 class RoutedDetector(_Detector):
@@ -121,11 +114,6 @@ class RoutedDetector(_Detector):
     def trains_in_stages(self) -> bool:
         """Whether some parameters are not trained in each step."""
         return self._warmup is not None
-
-    @property
-    def has_frozen_gates(self) -> bool:
-        """Whether channel gates stay as an earlier training left them."""
-        return self.channel_gating is not None and self.channel_gating.path.frozen
 
     def resolved_moe(self) -> dict[str, Any]:
         """The ``moe`` tree with its defaults, as plain dicts; empty if it is dense."""
@@ -201,7 +189,7 @@ class RoutedDetector(_Detector):
             self.bbox_head.register_forward_hook(lambda *call: outputs.append(call[2])),
         ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
-            _add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
+            add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
             if self.counts_tokens:
                 attach_routing(samples, self.routing.records)
             return samples
@@ -308,33 +296,3 @@ class MoEConditionalDETR(RoutedDetector, ConditionalDETR):
 @MODELS.register_module()
 class MoEDETR(RoutedDetector, DETR):
     """DETR (Carion et al. 2020) with experts."""
-
-
-def _add_dataset_instances(
-    samples: list, outputs: tuple[Tensor, Tensor], head: Any, rescale: bool
-) -> None:
-    """Add detections of the classes alone that the image's dataset annotates.
-
-    A head keeps the best few detections over all classes. Those of other datasets would
-    take their places, so their scores go before it chooses.
-
-    Args:
-        samples: Predicted data samples; those of a mixture name ``annotated_labels``.
-        outputs: Logits (layers, B, queries, classes) and boxes of the head.
-        head: A head of mmdet's DETR family.
-        rescale: As for ``predict``.
-    """
-    if not all("annotated_labels" in sample for sample in samples):
-        return
-    logits_LBQC, boxes = outputs
-    foreign_BC = logits_LBQC.new_ones(logits_LBQC.shape[1::2], dtype=torch.bool)
-    foreign_BC[:, head.num_classes :] = False  # the background of a softmax
-    for foreign_C, sample in zip(foreign_BC, samples, strict=True):
-        foreign_C[sample.annotated_labels] = False
-    masked_LBQC = logits_LBQC.masked_fill(foreign_BC[:, None], float("-inf"))
-    metas = [sample.metainfo for sample in samples]
-    found = head.predict_by_feat(
-        masked_LBQC, boxes, batch_img_metas=metas, rescale=rescale
-    )
-    for sample, instances in zip(samples, found, strict=True):
-        sample.dataset_instances = instances

@@ -24,18 +24,8 @@ from damex.moe import (
     LoadBalanceLoss,
     MoELayer,
     PatchConvExperts,
-    RoutingLoss,
     split_hidden_dims,
 )
-
-__all__ = [
-    "InsertedLayer",
-    "InsertionReport",
-    "counts_foreground",
-    "insert_moe",
-    "moe_blocks",
-    "take_closing_norm",
-]
 
 
 def insert_moe(
@@ -93,21 +83,18 @@ def _dataset_notes(moe: MoELayer) -> tuple[str, ...]:
 
 
 def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
+    """Says it where each expert has the same load whatever the router does."""
+    balance = [loss for loss in moe.losses if isinstance(loss, LoadBalanceLoss)]
+    if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a part of the tokens
+        balance = [loss for loss in balance if loss.tokens == "all"]
+    elif not isinstance(moe.gate, DenseSoftmaxGate):
+        return ()
     return tuple(
         f"moe.losses: LoadBalanceLoss cannot teach anything here, as "
         f"{type(moe.gate).__name__} gives each expert the same load: the loss is 1 "
         "whatever the router does; remove it."
-        for loss in moe.losses
-        if _is_constant(loss, moe)
+        for _ in balance
     )
-
-
-def _is_constant(loss: RoutingLoss, moe: MoELayer) -> bool:
-    if not isinstance(loss, LoadBalanceLoss):
-        return False
-    if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a part of the tokens
-        return loss.tokens == "all"
-    return isinstance(moe.gate, DenseSoftmaxGate)
 
 
 def _check_denoising(
@@ -202,11 +189,6 @@ def _build_ffn_experts(
     config: MoEConfig, dense: FFN, num_groups: int | None
 ) -> tuple[MoELayer, SplitStart | None]:
     """A MoE layer with the width, activation and dropout of the FFN it replaces."""
-    if dense.num_fcs != 2 or not dense.add_identity:
-        raise ConfigError(
-            "experts can replace mmcv FFNs with num_fcs=2 and add_identity=True only, "
-            f"got num_fcs={dense.num_fcs}, add_identity={dense.add_identity}."
-        )
     hidden_dims, split = dense.feedforward_channels, None
     if config.fine_grained is not None:
         split = SplitStart(parts=config.fine_grained.parts, hidden_dims=hidden_dims)
@@ -281,21 +263,19 @@ def _insert_patch_convs(
     num_groups: int | None,
 ) -> Iterator[InsertedLayer]:
     """Replace the convolutions of a ResNet that the config chooses."""
-    for site in conv_sites(detector, config.layers.backbone):
-        conv = site.conv
-        convolution = dict(
-            in_channels=conv.in_channels,
-            out_channels=conv.out_channels,
-            kernel_size=conv.kernel_size[0],
-        )
-        block = MoEPatchConv(
-            build_layer(config, convolution, num_groups=num_groups),
-            name=site.name,
+    for name, residual in conv_sites(detector, config.layers.backbone):
+        conv = residual.conv2
+        channels = dict(in_channels=conv.in_channels, out_channels=conv.out_channels)
+        side = conv.kernel_size[0]
+        residual.conv2 = block = MoEPatchConv(
+            build_layer(
+                config, dict(**channels, kernel_size=side), num_groups=num_groups
+            ),
+            name=name,
             context=context,
             with_cp=config.with_cp,
         )
-        site.replace(block)
-        side, widths = conv.kernel_size[0], f"{conv.in_channels}-{conv.out_channels}"
+        widths = f"{conv.in_channels}-{conv.out_channels}"
         yield _inserted(block, conv, f"convolution {widths} {side}x{side}")
 
 
@@ -338,10 +318,6 @@ def _inserted(
         name=block.name,
         dense=description,
         num_experts=block.moe.num_experts,
-        dense_parameters=_count_parameters(dense),
-        moe_parameters=_count_parameters(block),
+        dense_parameters=sum(p.numel() for p in dense.parameters()),
+        moe_parameters=sum(p.numel() for p in block.parameters()),
     )
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

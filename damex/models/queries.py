@@ -9,16 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GroundTruth",
-    "encoder_foreground",
-    "ground_truth_of",
-    "group_ids_of",
-    "query_foreground",
-    "real_query_mask",
-    "valid_ratio_of",
-]
-
 
 def real_query_mask(query_BND: Tensor) -> Tensor:
     """Mask of decoder queries where mmdet fills up with zeros.

@@ -12,8 +12,6 @@ from damex.errors import ConfigError, did_you_mean
 from damex.models.config import WarmupConfig
 from damex.moe import MoELayer, SeparateRouterLoss
 
-__all__ = ["RouterWarmup", "check_losses"]
-
 
 class RouterWarmup:
     """Trains nothing but the routers at first, and all but the routers afterwards.

@@ -12,8 +12,6 @@ from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["check_arguments", "module_class", "parameters_of"]
-
 PLAIN = (bool, int, float, str, NoneType)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mmcv.cnn.bricks.transformer import FFN
@@ -12,13 +11,6 @@ from torch import nn
 
 from damex.errors import ConfigError
 from damex.models.blocks import MoEPatchConv
-
-__all__ = [
-    "ConvSite",
-    "backbone_stages",
-    "chosen_layers",
-    "conv_sites",
-]
 
 
 def chosen_layers(
@@ -33,16 +25,10 @@ def chosen_layers(
 
     Raises:
         ConfigError: If a layer does not exist, is run a second time by gradient
-            checkpointing of mmdet, or has no FFN.
+            checkpointing of mmdet, or has no FFN of two linear layers.
     """
     existing = getattr(getattr(detector, component, None), "layers", [])
-    count = len(existing)
-    for number in _numbers(chosen, count):
-        if type(number) is not int or not 0 <= number < count:
-            raise ConfigError(
-                f"moe.layers.{component} names layer {number!r}, but the {component} "
-                f"has {count} layers: 0 to {count - 1}."
-            )
+    for number in layer_numbers(chosen, len(existing), component):
         layer = existing[number]
         if "forward" in vars(layer):
             raise ConfigError(
@@ -57,75 +43,80 @@ def chosen_layers(
                 "no mmcv FFN in its attribute 'ffn' (listed twice, or replaced "
                 "already?)."
             )
+        if layer.ffn.num_fcs != 2 or not layer.ffn.add_identity:
+            raise ConfigError(
+                f"moe.layers.{component}: layer {number} has an FFN with "
+                f"num_fcs={layer.ffn.num_fcs} and "
+                f"add_identity={layer.ffn.add_identity}; it must be an FFN with "
+                "num_fcs=2 and add_identity=True."
+            )
         yield f"{component}.{number}", layer
 
 
-def backbone_stages(chosen: Any, count: int) -> Sequence[int]:
-    """Stage numbers behind a choice.
-
-    Args:
-        chosen: List of stage numbers, 'all', 'even' or 'last'.
-        count: How many stages the backbone has.
-
-    Raises:
-        ConfigError: If a stage does not exist.
-    """
-    numbers = _numbers(chosen, count)
-    for number in numbers:
-        if type(number) is not int or not 0 <= number < count:
-            raise ConfigError(
-                f"moe.layers.backbone names stage {number!r}, but the backbone has "
-                f"{count} stages: 0 to {count - 1}."
-            )
-    return numbers
-
-
-def _numbers(chosen: Any, count: int) -> Sequence[Any]:
-    words = {"all": range(count), "even": range(0, count, 2), "last": [count - 1]}
-    return words[chosen] if isinstance(chosen, str) else chosen
-
-
-CONVOLUTION = "conv2"  # the last 3x3 convolution of both of ResNet's blocks
-
-
-@dataclass(frozen=True)
-class ConvSite:
-    """A convolution that experts can replace."""
-
-    name: str
-    block: nn.Module
-    conv: nn.Conv2d
-
-    def replace(self, module: nn.Module) -> None:
-        """Put a module in its place."""
-        setattr(self.block, CONVOLUTION, module)
-
-
-def conv_sites(detector: nn.Module, chosen: Any) -> Iterator[ConvSite]:
-    """Find the last 3x3 convolution of chosen stages of a ResNet.
+def chosen_stages(detector: Any, chosen: Any) -> list[tuple[int, str]]:
+    """Number and attribute of the stages of a ResNet that the config chooses.
 
     Args:
         detector: A built detector.
-        chosen: List of stage numbers, counted from 0 as in ``out_indices``, or
-            ``'all'``, ``'even'`` or ``'last'``.
+        chosen: List of stage numbers, 'all', 'even' or 'last'.
 
     Raises:
-        ConfigError: If there is no ResNet, a stage does not exist, or its last block
-            cannot take experts.
+        ConfigError: If there is no ResNet, or a stage does not exist.
     """
     backbone = getattr(detector, "backbone", None)
     if not isinstance(backbone, ResNet):
         raise ConfigError(
             "moe.layers.backbone needs a ResNet of mmdet as model.backbone, got "
-            f"{type(backbone).__name__}."
+            f"{type(backbone).__name__}; choose layers of the encoder or decoder."
         )
-    for stage in backbone_stages(chosen, len(backbone.res_layers)):
-        yield _site(backbone, stage)
+    names = backbone.res_layers
+    return [(n, names[n]) for n in layer_numbers(chosen, len(names), "backbone")]
 
 
-def _site(backbone: ResNet, stage: int) -> ConvSite:
-    layer = backbone.res_layers[stage]
-    blocks = getattr(backbone, layer)
+def layer_numbers(chosen: Any, count: int, component: str) -> Sequence[int]:
+    """The numbers behind a choice.
+
+    Args:
+        chosen: List of numbers, 'all', 'even' or 'last'.
+        count: How many layers, of a backbone stages, there are.
+        component: ``backbone``, ``encoder`` or ``decoder``.
+
+    Raises:
+        ConfigError: If one of them does not exist.
+    """
+    words = {"all": range(count), "even": range(0, count, 2), "last": [count - 1]}
+    numbers = words[chosen] if isinstance(chosen, str) else chosen
+    unit = "stage" if component == "backbone" else "layer"
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < count:
+            raise ConfigError(
+                f"moe.layers.{component} names {unit} {number!r}, but the {component} "
+                f"has {count} {unit}s: 0 to {count - 1}."
+            )
+    return numbers
+
+
+def conv_sites(detector: Any, chosen: Any) -> Iterator[tuple[str, Any]]:
+    """The blocks whose ``conv2``, the last 3x3 convolution of a stage, is chosen.
+
+    Args:
+        detector: A built detector.
+        chosen: As in `chosen_stages`.
+
+    Yields:
+        Name of the convolution, and the ResNet's block that has it as ``conv2``.
+
+    Raises:
+        ConfigError: If there is no ResNet, a stage does not exist, or its last block
+            cannot take experts.
+    """
+    for stage, layer in chosen_stages(detector, chosen):
+        blocks = getattr(detector.backbone, layer)
+        _check_block(detector.backbone, stage, blocks[-1])
+        yield f"backbone.{layer}.{len(blocks) - 1}.conv2", blocks[-1]
+
+
+def _check_block(backbone: ResNet, stage: int, block: Any) -> None:
     where = f"moe.layers.backbone: stage {stage}"
     if stage < backbone.frozen_stages:
         raise ConfigError(
@@ -133,21 +124,18 @@ def _site(backbone: ResNet, stage: int) -> ConvSite:
             f"{backbone.frozen_stages}; choose a later stage, or set "
             f"frozen_stages={stage} or less."
         )
-    block = blocks[-1]
     if block.with_cp:
         raise ConfigError(
             f"{where} is recomputed by model.backbone.with_cp, which would run its "
             "experts a second time without what they need; set with_cp=False there and "
             "moe.with_cp=True."
         )
-    conv = getattr(block, CONVOLUTION)
-    obstacle = _obstacle(conv)
+    obstacle = _obstacle(block.conv2)
     if obstacle:
         raise ConfigError(
             f"{where}: experts can replace a plain convolution of stride 1 only, but "
             f"its last block has {obstacle}."
         )
-    return ConvSite(f"backbone.{layer}.{len(blocks) - 1}.{CONVOLUTION}", block, conv)
 
 
 def _obstacle(conv: nn.Module) -> str | None:

@@ -23,14 +23,6 @@ from damex.moe import (
     repeat_router_rows,
 )
 
-__all__ = [
-    "SplitStart",
-    "closing_norm_becomes_own",
-    "slice_channels",
-    "upcycle",
-    "upcycling_note",
-]
-
 SHARED = "moe.shared_expert.expert."
 ROUTED = "moe.experts."
 
@@ -110,8 +102,9 @@ def _shrinks(block: Any) -> bool:
     if moe.shared_expert is not None or moe.num_experts == 1:
         return False
     gate = moe.gate
-    is_plain = isinstance(gate, TopKGate) and gate.weights == "softmax"
-    return is_plain and not gate.renormalize and gate.weight_scale == 1.0
+    return (
+        isinstance(gate, TopKGate) and not gate.renormalize and gate.weight_scale == 1.0
+    )
 
 
 def _dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:

@@ -61,13 +61,17 @@ class NormalizedGD(Optimizer):
         Returns:
             What `closure` returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluate(closure)
         for group in self.param_groups:
             _move(group["params"], lr=group["lr"])
         return loss
+
+
+def _evaluate(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def expert_parameters(
@@ -76,7 +80,7 @@ def expert_parameters(
     """Parts the parameters of a model for `NormalizedGD` and another optimiser.
 
     Args:
-        model: Contains `MoELayer`s.
+        model: With one or more MoE layers.
 
     Returns:
         experts: One group per MoE layer, ready for `NormalizedGD`.
@@ -140,18 +144,8 @@ class ChainedOptimizer(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Steps both.
-
-        Args:
-            closure: Computes the loss and its gradients anew, if given.
-
-        Returns:
-            What `closure` returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Steps both; see `NormalizedGD.step`."""
+        loss = _evaluate(closure)
         self.first.step()
         self.second.step()
         return loss

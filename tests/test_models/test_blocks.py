@@ -4,6 +4,7 @@ import pytest
 import torch
 from mmdet.registry import MODELS
 from torch import nn
+from torch.nn import functional
 
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
@@ -169,3 +170,24 @@ def test_kernels_that_were_drawn_or_loaded_are_not_drawn_again(build):
     assert torch.equal(moe_blocks(detector)[0].moe.experts.weight_EOCKK, before)
     # Kaiming normal of 256 channels out and 9 cells: std sqrt(2 / 2304) = 0.02946
     assert before.std().item() == pytest.approx(0.02946, rel=0.01)
+
+
+@pytest.mark.skipif(
+    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
+)
+def test_a_compiled_block_gives_what_eager_gives(block, tokens_BND):
+    block.moe.experts.backend = "grouped_mm"
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    mask_BN = torch.ones(2, 5, dtype=torch.bool)
+    mask_BN[1, 3:] = False
+    found = []
+    for function in (block, compiled):
+        block.zero_grad()
+        with block.context.step(), block.context.component(mask_BN):
+            output_BND = function(tokens_BND)
+            record = block.context.records["decoder.0"]
+        output_BND.square().sum().backward()
+        grads = [parameter.grad.clone() for parameter in block.parameters()]
+        found.append([output_BND, record.logits_VE, record.assignment.counts_E, *grads])
+    torch.testing.assert_close(*found)

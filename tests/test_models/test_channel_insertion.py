@@ -38,8 +38,8 @@ def test_the_report_names_every_layer_and_the_cost(build):
 
 def test_defaults_are_those_of_the_paper(build):
     gating = build(moe=CHANNELS).channel_gating
-    assert (gating.l1_weight, gating.aux_weight) == (1e-3, 1.0)
-    assert gating.aux_target == "classes"
+    assert (gating.settings.l1_weight, gating.settings.aux_weight) == (1e-3, 1.0)
+    assert gating.settings.aux_target == "classes"
     assert not gating.path.frozen
 
 
@@ -86,7 +86,7 @@ def test_a_choice_that_cannot_work_is_named(build, changes, message):
         (dict(aux_weight="1"), "aux_weight must be .*got '1'"),
         (dict(aux_weight=True), "aux_weight must be .*got True"),
         (dict(aux_target="boxes"), r"one of \('classes', 'datasets'\), got 'boxes'"),
-        (dict(gate_init="zeros"), "gate_init: .*'ones'.*got 'zeros'"),
+        (dict(gate_init="zeros"), "gate_init: .*'zeros'.*'ones'"),
         (dict(frozen=1), "frozen must be True or False, got 1"),
         (dict(skip_closed=None), "skip_closed must be True or False, got None"),
         (dict(embedding=dict(type="Shallow")), "embedding has the unknown type"),
@@ -109,7 +109,7 @@ def test_datasets_need_a_mixture(build):
 def test_other_backbones_are_refused(model_config):
     config = model_config(moe=CHANNELS)
     config.backbone = dict(type="MobileNetV2", out_indices=(2, 4, 6))
-    with pytest.raises(ConfigError, match=r"MobileNetV2; .*mmdet's ResNet"):
+    with pytest.raises(ConfigError, match=r"needs a ResNet of mmdet .*MobileNetV2"):
         MODELS.build(config)
 
 

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
 from torch import nn
 
@@ -81,8 +82,6 @@ def test_groups_are_needed_outside_of_a_mixture_by_a_router_that_has_them(build)
 
 
 def test_the_config_is_not_changed(model_config):
-    from mmdet.registry import MODELS
-
     config = model_config(moe=copy.deepcopy(DAMEX))
     before = copy.deepcopy(config.moe)
     MODELS.build(config)
@@ -104,12 +103,24 @@ def test_number_of_experts_is_needed_outside_of_a_mixture(build):
         build(moe=DAMEX, num_groups=None)
 
 
-def test_an_ffn_of_another_shape_is_refused(model_config):
-    from mmdet.registry import MODELS
+GATED = dict(
+    layers=dict(decoder=[0]),
+    channels=dict(embedding=dict(type="ShallowEmbedding", widths=(8,))),
+)
 
-    config = model_config()
-    config.decoder.layer_cfg.ffn_cfg.num_fcs = 3
-    with pytest.raises(ConfigError, match="num_fcs=2"):
+
+@pytest.mark.parametrize("moe", [DAMEX, GATED], ids=["experts", "channels"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_fcs=3), "decoder: layer 0 has an FFN with num_fcs=3 .* num_fcs=2"),
+        (dict(add_identity=False), "add_identity=False; it must be"),
+    ],
+)
+def test_an_ffn_of_another_shape_is_refused(model_config, moe, options, message):
+    config = model_config(moe=moe)
+    config.decoder.layer_cfg.ffn_cfg.update(options)
+    with pytest.raises(ConfigError, match=message):
         MODELS.build(config)
 
 
@@ -130,7 +141,6 @@ def test_dense_detector_has_no_experts(build):
             dict(tokens="foreground"),
             False,
         ),
-        (dict(type="DenseSoftmaxGate"), dict(scores="logit"), False),
     ],
 )
 def test_a_note_tells_of_a_balance_loss_that_cannot_act(

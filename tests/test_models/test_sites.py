@@ -6,7 +6,7 @@ from torch import nn
 
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
-from damex.models.sites import backbone_stages
+from damex.models.sites import layer_numbers
 
 ON_PATCHES = dict(num_experts=4, experts=dict(type="PatchConvExperts", patch_size=1))
 CHANNELS = dict(channels=dict(embedding=dict(type="ShallowEmbedding", widths=(8,))))
@@ -17,7 +17,7 @@ CHANNELS = dict(channels=dict(embedding=dict(type="ShallowEmbedding", widths=(8,
     [("all", [0, 1, 2, 3]), ("even", [0, 2]), ("last", [3]), ([3, 1], [3, 1])],
 )
 def test_stages_behind_a_word_or_a_list(chosen, stages):
-    assert list(backbone_stages(chosen, 4)) == stages
+    assert list(layer_numbers(chosen, 4, "backbone")) == stages
 
 
 @pytest.mark.parametrize("moe", [ON_PATCHES, CHANNELS], ids=["experts", "channels"])

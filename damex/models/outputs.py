@@ -1,8 +1,9 @@
-"""What the records of one step tell: losses in training, token counts after it."""
+"""What detectors add to mmdet's results: losses, counts, a dataset's own boxes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,6 @@ from damex.moe import (
     routing_hits,
     top1_expert,
 )
-
-__all__ = ["attach_routing", "count_tokens_BE", "routing_losses"]
 
 
 def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
@@ -102,3 +101,33 @@ def _group_experts(record: RoutingRecord) -> list[list[int]] | None:
     if record.group_experts_GE is None:
         return None
     return [row.nonzero().flatten().tolist() for row in record.group_experts_GE.cpu()]
+
+
+def add_dataset_instances(
+    samples: list, outputs: tuple[Tensor, Tensor], head: Any, rescale: bool
+) -> None:
+    """Add detections of the classes alone that the image's dataset annotates.
+
+    A head keeps the best few detections over all classes. Those of other datasets would
+    take their places, so their scores go before it chooses.
+
+    Args:
+        samples: Predicted data samples; those of a mixture name ``annotated_labels``.
+        outputs: Logits (layers, B, queries, classes) and boxes of the head.
+        head: A head of mmdet's DETR family.
+        rescale: As for ``predict``.
+    """
+    if not all("annotated_labels" in sample for sample in samples):
+        return
+    logits_LBQC, boxes = outputs
+    foreign_BC = logits_LBQC.new_ones(logits_LBQC.shape[1::2], dtype=torch.bool)
+    foreign_BC[:, head.num_classes :] = False  # the background of a softmax
+    for foreign_C, sample in zip(foreign_BC, samples, strict=True):
+        foreign_C[sample.annotated_labels] = False
+    masked_LBQC = logits_LBQC.masked_fill(foreign_BC[:, None], float("-inf"))
+    metas = [sample.metainfo for sample in samples]
+    found = head.predict_by_feat(
+        masked_LBQC, boxes, batch_img_metas=metas, rescale=rescale
+    )
+    for sample, instances in zip(samples, found, strict=True):
+        sample.dataset_instances = instances
