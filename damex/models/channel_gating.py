@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from damex.models.config import ChannelConfig
+from damex.models.queries import image_mask_of
 from damex.moe import ChannelGates, GatingPath, active_share, gate_l1, presence_loss
 
 
@@ -38,7 +39,7 @@ class ChannelGating(nn.Module):
             images_BCHW: The detector's input, normalised and padded.
             samples: Their data samples, which know the padding. No dataset id is read.
         """
-        return self.path(images_BCHW, image_mask_BHW(images_BCHW, samples))
+        return self.path(images_BCHW, image_mask_of(images_BCHW, samples))
 
     def losses(
         self,
@@ -73,26 +74,6 @@ class ChannelGating(nn.Module):
             loss = presence_loss(gates.logits_BE, present_BE)
             result["loss_moe_embedding"] = self.settings.aux_weight * loss
         return result
-
-
-def image_mask_BHW(images_BCHW: Tensor, samples: Sequence[Any] | None) -> Tensor | None:
-    """Where a batch is image and not padding.
-
-    Args:
-        images_BCHW: Padded images.
-        samples: Data samples with ``img_shape`` (height, width); None where unknown.
-
-    Returns:
-        bool, True for real pixels; None where all are real.
-    """
-    height, width = images_BCHW.shape[2:]
-    shapes = [tuple(sample.img_shape[:2]) for sample in samples or ()]
-    if all(shape == (height, width) for shape in shapes):
-        return None
-    mask_BHW = images_BCHW.new_zeros(len(shapes), height, width, dtype=torch.bool)
-    for image, (own_height, own_width) in enumerate(shapes):
-        mask_BHW[image, :own_height, :own_width] = True
-    return mask_BHW
 
 
 def _classes_BE(logits_BE: Tensor, samples: Sequence[Any]) -> Tensor:

@@ -10,7 +10,7 @@ from damex.errors import ConfigError
 from damex.models.build import build_module
 from damex.models.channel_blocks import GatedFFNBlock, GatedResidualBlock
 from damex.models.channel_gating import ChannelGating
-from damex.models.config import ChannelConfig, MoEConfig
+from damex.models.config import ChannelConfig, LayersConfig
 from damex.models.context import RoutingContext
 from damex.models.sites import chosen_layers, chosen_stages
 from damex.moe import GatingPath
@@ -39,7 +39,8 @@ class ChannelReport:
 
 def insert_channels(
     detector: Any,
-    config: MoEConfig,
+    layers: LayersConfig,
+    settings: ChannelConfig,
     *,
     context: RoutingContext,
     num_groups: int | None,
@@ -48,7 +49,8 @@ def insert_channels(
 
     Args:
         detector: A built detector.
-        config: What it asks for, with ``channels``.
+        layers: The layers to gate.
+        settings: How to gate them.
         context: What the gated layers read during a forward pass.
         num_groups: Number of dataset groups; None outside of a mixture.
 
@@ -56,20 +58,14 @@ def insert_channels(
         The gating path with its losses, for the detector to hold, and what was gated.
 
     Raises:
-        ConfigError: If a layer does not exist or cannot be gated, or nothing is chosen.
+        ConfigError: If a layer does not exist or cannot be gated.
     """
-    if config.channels is None or not config.layers.chosen:
-        raise ConfigError(
-            "moe.layers chooses no layer, so the detector would stay dense; set "
-            "layers=dict(backbone=[2, 3]), or moe=None for a dense detector."
-        )
-    settings = config.channels
     embedding = _build_embedding(
         settings, _num_targets(detector, settings.aux_target, num_groups)
     )
     channels: dict[str, int] = {}
     mount: dict[str, Any] = dict(context=context, skip_closed=settings.skip_closed)
-    for component, chosen in config.layers.chosen.items():
+    for component, chosen in layers.chosen.items():
         if component == "backbone":
             channels.update(_gate_backbone(detector, chosen, **mount))
             continue

@@ -283,7 +283,8 @@ def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
         moe: As in the config file. It is not changed.
 
     Raises:
-        ConfigError: If a field is unknown, missing, or has a value that cannot work.
+        ConfigError: If a field is unknown, missing, or has a value that cannot work, or
+            no layer is chosen.
     """
     if not _is_dict(moe):
         raise ConfigError(
@@ -296,7 +297,14 @@ def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
                     f"moe.channels has no experts and no use for moe.{key}; keep "
                     "layers and channels, or remove channels."
                 )
-    return read_config(MoEConfig, moe, "moe")
+    config = read_config(MoEConfig, moe, "moe")
+    if not config.layers.chosen:
+        raise ConfigError(
+            f"moe.layers = {config.layers.given} chooses no layer, so the detector "
+            "would stay dense; set layers=dict(decoder=[0, 2, 4]), or moe=None for a "
+            "dense detector."
+        )
+    return config
 
 
 def read_config(

@@ -98,7 +98,9 @@ class RoutedDetector(_Detector):
         report: InsertionReport | ChannelReport
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
         if moe.channels is not None:
-            self.channel_gating, report = insert_channels(self, moe, **where)
+            self.channel_gating, report = insert_channels(
+                self, moe.layers, moe.channels, **where
+            )
         else:
             report = insert_moe(self, moe, **where)
             layers = [block.moe for block in moe_blocks(self)]

@@ -49,9 +49,9 @@ def insert_moe(
         What was replaced.
 
     Raises:
-        ConfigError: If a layer does not exist or has no FFN, nothing is chosen, a
-            module cannot be built, works with groups and there are more of them than
-            experts, or denoising queries would compete with others.
+        ConfigError: If a layer does not exist or has no FFN, a module cannot be built,
+            works with groups and there are more of them than experts, or denoising
+            queries would compete with others.
     """
     insert = _insert_patch_convs if _uses_patches(config) else _insert_ffns
     layers = tuple(insert(detector, config, context=context, num_groups=num_groups))
@@ -157,14 +157,7 @@ def _insert_ffns(
     num_groups: int | None,
 ) -> Iterator[InsertedLayer]:
     """Replace the FFNs that the config chooses."""
-    chosen = config.layers.chosen
-    if not chosen:
-        raise ConfigError(
-            f"moe.layers = {config.layers.given} chooses no layer, so the detector "
-            "would stay dense; set layers=dict(decoder=[0, 2, 4]), or moe=None for a "
-            "dense detector."
-        )
-    for component, numbers in chosen.items():
+    for component, numbers in config.layers.chosen.items():
         for name, layer in chosen_layers(detector, component, numbers):
             dense = layer.ffn
             moe, split = _build_ffn_experts(config, dense, num_groups)

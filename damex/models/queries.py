@@ -53,12 +53,39 @@ def valid_ratio_of(
         batch_inputs: The padded images.
         batch_data_samples: Samples with ``img_shape``; None where unknown.
     """
-    height, width = batch_inputs.shape[-2:]
-    sizes = [sample.metainfo["img_shape"][:2] for sample in batch_data_samples or ()]
-    if all(tuple(size) == (height, width) for size in sizes):
+    sizes = _padded_sizes(batch_inputs, batch_data_samples)
+    if sizes is None:
         return None
+    height, width = batch_inputs.shape[-2:]
     ratios = [(h / height, w / width) for h, w in sizes]
     return torch.tensor(ratios, dtype=torch.float64, device=batch_inputs.device)
+
+
+def image_mask_of(
+    batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
+) -> Tensor | None:
+    """Mask (B, H, W), True where the batch is image and not padding; None where all is.
+
+    Args:
+        batch_inputs: The padded images.
+        batch_data_samples: Samples with ``img_shape``; None where unknown.
+    """
+    sizes = _padded_sizes(batch_inputs, batch_data_samples)
+    if sizes is None:
+        return None
+    mask_BHW = torch.zeros_like(batch_inputs[:, 0], dtype=torch.bool)
+    for image, (height, width) in enumerate(sizes):
+        mask_BHW[image, :height, :width] = True
+    return mask_BHW
+
+
+def _padded_sizes(
+    batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
+) -> list[tuple[int, int]] | None:
+    """Height and width of each image; None where no image is padded."""
+    sizes = [s.metainfo["img_shape"][:2] for s in batch_data_samples or ()]
+    full = tuple(batch_inputs.shape[-2:])
+    return None if all(tuple(size) == full for size in sizes) else sizes
 
 
 @dataclass(frozen=True)

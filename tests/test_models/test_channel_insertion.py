@@ -15,9 +15,11 @@ CHANNELS = dict(
 
 
 def test_the_report_names_every_layer_and_the_cost(build):
+    config = read_moe({**CHANNELS, "layers": dict(backbone=[2], decoder=[1])})
     gating, report = insert_channels(
         build(moe=None),
-        read_moe({**CHANNELS, "layers": dict(backbone=[2], decoder=[1])}),
+        config.layers,
+        config.channels,
         context=RoutingContext(),
         num_groups=3,
     )

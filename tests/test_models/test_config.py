@@ -75,14 +75,14 @@ MISTAKES = [
     ),
     (
         dict(gate=dict(type="DenseToSparseGate", end_temperature=0.0)),
-        "temperatures",
-        "0.0 at the end",
+        "end_temperature",
+        "got 0.0",
         "above 0",
     ),
     (
         dict(gate=dict(type="DenseToSparseGate", start_temperature=-1.0)),
-        "temperatures",
-        "-1.0 at the start",
+        "start_temperature",
+        "got -1.0",
         "above 0",
     ),
     (
@@ -120,7 +120,7 @@ MISTAKES = [
     ),
     (
         dict(losses=[dict(type="LoadBalanceLoss", weight=-1.0)]),
-        "weight of loss 'load_balance'",
+        "loss 'load_balance': weight",
         "got -1.0",
         ">= 0",
     ),
