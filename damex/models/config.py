@@ -301,8 +301,8 @@ def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
     if not config.layers.chosen:
         raise ConfigError(
             f"moe.layers = {config.layers.given} chooses no layer, so the detector "
-            "would stay dense; set layers=dict(decoder=[0, 2, 4]), or moe=None for a "
-            "dense detector."
+            "would stay dense; set moe.layers=dict(decoder=[0, 2, 4]), "
+            "moe.layers=dict(backbone=[3]), or moe=None for a dense detector."
         )
     return config
 
