@@ -30,9 +30,14 @@ from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.optim import check_optimizer_type
-from damex.engine.schedule import IterationSeedHook, TrainingStepHook
+from damex.engine.schedule import (
+    IterationSeedHook,
+    TrainingStepHook,
+    routed_detector,
+)
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, did_you_mean
+from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
 
@@ -137,7 +142,8 @@ class MixtureRunner(Runner):
             ConfigError: If frozen gates would stay random.
         """
         starts_anew = self._load_from is None and not self._resume
-        if starts_anew and _has_frozen_gates(self.cfg):
+        detector = routed_detector(self)
+        if starts_anew and detector is not None and detector.has_frozen_gates:
             raise ConfigError(
                 "moe.channels.frozen=True trains the detector behind gates that stay "
                 "as an earlier training left them (DeepMoE's stage 2), and there is no "
@@ -159,7 +165,17 @@ class MixtureRunner(Runner):
                 "file last_checkpoint). Start without --resume, or name the folder "
                 "with --work-dir."
             )
+        if not self._resume:
+            super().load_or_resume()
+            return
+        planned = _spans(self.param_schedulers)
         super().load_or_resume()
+        if _spans(self.param_schedulers) != planned:
+            self.logger.warning(
+                "--resume: the learning rate goes on by the schedule of the "
+                "checkpoint, whose length is not that of the config; to train by the "
+                "config's, start anew from it with load_from=CHECKPOINT."
+            )
 
     def val(self) -> dict:
         """Evaluate on the validation data; see mmengine."""
@@ -196,6 +212,7 @@ class MixtureRunner(Runner):
             space = label_space_of(self.cfg)
             if space is not None:
                 check_label_space(checkpoint.get("meta", {}), space, path=filename)
+            self._warn_of_other_experts(checkpoint.get("meta", {}).get("moe"), filename)
             check_tensors(checkpoint, model, path=filename)
         else:
             state = checkpoint.get("state_dict", checkpoint)
@@ -212,6 +229,15 @@ class MixtureRunner(Runner):
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
         return checkpoint
+
+    def _warn_of_other_experts(self, saved: dict[str, Any] | None, path: str) -> None:
+        """Tensors can be those of other experts: a gate or a loss may have none."""
+        detector = routed_detector(self)
+        if detector is None or saved is None:
+            return
+        note = moe_difference(saved, detector.resolved_moe())
+        if note is not None:
+            self.logger.warning(f"{path} was trained with other experts: {note}.")
 
 
 def check_detector(model: Any) -> None:
@@ -307,9 +333,14 @@ def _with_milestones(scheduler: Any, *, epochs: int, iters: int) -> Any:
     return {**scheduler, "milestones": milestones}
 
 
-def _has_frozen_gates(cfg: Config | ConfigDict) -> bool:
-    channels = ((cfg.get("model") or {}).get("moe") or {}).get("channels") or {}
-    return bool(channels.get("frozen"))
+def _spans(schedulers: Any) -> list[tuple[int, list[int]]]:
+    """Ends and milestones of schedulers, of one optimiser or of several."""
+    groups = schedulers.values() if isinstance(schedulers, dict) else [schedulers or ()]
+    return [
+        (one.end, sorted(getattr(one, "milestones", ())))
+        for row in groups
+        for one in row
+    ]
 
 
 def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:
