@@ -175,8 +175,8 @@ def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
     present = [choice for choice in _choices(need) if choice.name in installed]
     install = f'pip install --upgrade "{need.name}{need.specifier}"'
     if not present:
-        row = Finding(need.name, needed=str(need.specifier))
-        return judge(row, False, NOT_INSTALLED, install)
+        needed = str(need.specifier)
+        return Finding(need.name, needed=needed, problem=NOT_INSTALLED, mend=install)
     chosen, *others = present
     found, is_twin = installed[chosen.name], chosen.name != need.name
     note = f"from {chosen.name}" if is_twin else ""
@@ -234,11 +234,12 @@ def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
         found = {choice.name: version_of(choice.name) for choice in _choices(need)}
         row = check_versions(need, {k: v for k, v in found.items() if v})
         trial = TRIALS.get(need.name)
-        if trial and not row.problem:
-            if broken.intersection(trial.needs):
-                row = replace(row, untried=True)
-            elif error := _error_of(import_module, trial.module):
-                row = explain_failure(row, error)
+        if trial is None or row.problem:
+            pass
+        elif broken.intersection(trial.needs):
+            row = replace(row, untried=True)
+        elif error := _error_of(import_module, trial.module):
+            row = explain_failure(row, error)
         if row.problem or row.untried:
             broken.add(need.name)
         elif need.name == "torch":

@@ -94,8 +94,7 @@ def _spread(
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
-    deviation = statistics.stdev(known) if len(known) > 1 else None
-    return statistics.fmean(known), deviation
+    return statistics.fmean(known), statistics.stdev(known) if known[1:] else None
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -50,15 +50,7 @@ class TrainingStepHook(Hook):
         """Ask no more."""
         self._count_tokens(runner, False)
 
-    def before_test_epoch(self, runner: Runner) -> None:
-        """Ask for token counts."""
-        self._count_tokens(runner, True)
-
-    def after_test_epoch(
-        self, runner: Runner, metrics: Mapping[str, float] | None = None
-    ) -> None:
-        """Ask no more."""
-        self._count_tokens(runner, False)
+    before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Keep the ``moe`` tree; empty for a dense detector."""

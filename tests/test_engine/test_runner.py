@@ -146,7 +146,7 @@ def test_a_checkpoint_of_other_experts_says_so(make_runner, warnings_of_runners)
     assert not any("other experts" in text for text in warnings_of_runners)
     make_runner(load_from=path, moe="vanilla").test()
     (note,) = [text for text in warnings_of_runners if "other experts" in text]
-    assert note.startswith(f"{path} was trained with other experts: moe.")
+    assert note.startswith(f"{path} had other experts: moe.")
     assert "moe.losses.DatasetRoutingLoss was DatasetRoutingLoss and is None" in note
 
 
