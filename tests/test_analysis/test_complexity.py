@@ -145,7 +145,7 @@ def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "there is no config file missing.py"),
+        (["missing.py"], "there is no config file 'missing.py'"),
         ([str(CONFIG), "--classes", "0"], "--classes: must be 1 or more, got 0"),
         ([str(CONFIG), "--groups", "3"], "--groups is for a count .* needs --classes"),
         (
