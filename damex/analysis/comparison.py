@@ -88,9 +88,7 @@ def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
     )
 
 
-def _spread(
-    values: Sequence[float | None],
-) -> tuple[float, float | None] | None:
+def _spread(values: Sequence[float | None]) -> tuple[float, float | None] | None:
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None

@@ -27,11 +27,7 @@ from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
 
-__all__ = [
-    "PartComplexity",
-    "complexity",
-    "count_complexity",
-]
+__all__ = ["PartComplexity", "complexity", "count_complexity"]
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,7 @@ from rich.progress import (
 from damex.datasets.mixture import MixtureDataset
 from damex.models.insertion import moe_blocks
 
-__all__ = [
-    "MixtureVisualizationHook",
-    "ProgressHook",
-    "filter_console",
-]
+__all__ = ["MixtureVisualizationHook", "ProgressHook", "filter_console"]
 
 # What the line shows of a detector's outputs.
 MEASURES = MappingProxyType(
@@ -238,11 +234,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
     test_out_dir: str | None
 
     def after_test_iter(
-        self,
-        runner: Runner,
-        batch_idx: int,
-        data_batch: Any,
-        outputs: Sequence[Any],
+        self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:
         """Paint every image of a batch into its dataset's folder."""
         folder = self.test_out_dir

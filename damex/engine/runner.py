@@ -27,11 +27,7 @@ from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.optim import check_optimizer_type
-from damex.engine.schedule import (
-    IterationSeedHook,
-    TrainingStepHook,
-    routed_detector,
-)
+from damex.engine.schedule import IterationSeedHook, TrainingStepHook, routed_detector
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, did_you_mean
 from damex.models.config import moe_difference
