@@ -13,9 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from damex import __version__
@@ -23,7 +21,6 @@ from damex.compat import OpsReport, ensure_ops
 
 try:
     from packaging.requirements import Requirement
-    from packaging.version import Version
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -39,23 +36,18 @@ class Trial(NamedTuple):
     twins: tuple[str, ...] = ()  # of the same module; pip lets them overwrite it
 
 
-TRIALS: Mapping[str, Trial] = MappingProxyType(
-    {
-        "torch": Trial("torch"),
-        "torchvision": Trial("torchvision", ("torch",)),
-        "opencv-python": Trial("cv2", twins=("opencv-python-headless",)),
-        "onedl-mmengine": Trial("mmengine", ("torch",), ("mmengine>=0.10.5",)),
-        "onedl-mmcv": Trial(
-            "mmcv", ("onedl-mmengine", "opencv-python"), ("mmcv>=2.0.1", "mmcv-lite")
-        ),
-        "onedl-mmdetection": Trial(
-            "mmdet.models", ("onedl-mmcv", "torchvision"), ("mmdet>=3.3",)
-        ),
-        "timm": Trial("timm", ("torchvision",)),
-        "pycocotools": Trial("pycocotools.mask"),
-        "faster-coco-eval": Trial("faster_coco_eval"),
-    }
-)
+ENGINE, MMCV, MMDET = "onedl-mmengine", "onedl-mmcv", "onedl-mmdetection"
+TRIALS: Mapping[str, Trial] = {
+    "torch": Trial("torch"),
+    "torchvision": Trial("torchvision", ("torch",)),
+    "opencv-python": Trial("cv2", twins=("opencv-python-headless",)),
+    ENGINE: Trial("mmengine", ("torch",), ("mmengine>=0.10.5",)),
+    MMCV: Trial("mmcv", (ENGINE, "opencv-python"), ("mmcv>=2.0.1", "mmcv-lite")),
+    MMDET: Trial("mmdet.models", (MMCV, "torchvision"), ("mmdet>=3.3",)),
+    "timm": Trial("timm", ("torchvision",)),
+    "pycocotools": Trial("pycocotools.mask"),
+    "faster-coco-eval": Trial("faster_coco_eval"),
+}
 """In this order; other requirements are judged by their version alone."""
 
 OPENCV = Requirement("opencv-python")
@@ -79,8 +71,10 @@ class Finding:
 
     def status(self) -> str:
         """Returns the last column."""
-        if self.problem or self.untried:
-            return "PROBLEM" if self.problem else "not tried (see above)"
+        if self.problem:
+            return "PROBLEM"
+        if self.untried:
+            return "not tried (see above)"
         return f"ok ({self.note})" if self.note else "ok"
 
 
@@ -91,13 +85,10 @@ def judge(row: Finding, ok: bool, problem: str, mend: str) -> Finding:
 
 def main() -> int:
     """Prints the table and returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m damex.doctor",
-        description="Check the installation and print how to mend each problem.",
-    )
-    parser.add_argument(
-        "--quiet", action="store_true", help="print nothing unless there is a problem"
-    )
+    about = "Check the installation and print how to mend each problem."
+    parser = argparse.ArgumentParser("python -m damex.doctor", description=about)
+    silent = "print nothing unless there is a problem"
+    parser.add_argument("--quiet", action="store_true", help=silent)
     quiet = parser.parse_args().quiet
     findings = examine()
     problems = any(row.problem for row in findings)
@@ -130,13 +121,14 @@ def show(findings: Sequence[Finding]) -> None:
 def examine() -> list[Finding]:
     """Runs every check on this machine; one whose subject is broken is left out."""
     python, needs = declared()
+    ops = ensure_ops()  # first, as mmdet is imported with what it puts in place
     packages = list(_examine_packages([*needs, OPENCV]))
     origin = "" if version_of("damex") else "runs from source, not installed"
     return [
         check_python(python, ".".join(map(str, sys.version_info[:3]))),
         Finding("damex", __version__, note=origin),
         *packages,
-        *_examine_pairs({row.name: row for row in packages}),
+        *_examine_pairs({row.name: row for row in packages}, ops),
     ]
 
 
@@ -173,8 +165,8 @@ def fits(need: Requirement, version: str) -> bool:
 
 def check_python(need: Requirement, version: str) -> Finding:
     """Judges the version of Python."""
-    row = Finding("python", version, str(need.specifier))
     mend = "uv venv --python 3.11  # or: conda create -n damex python=3.11"
+    row = Finding("python", version, str(need.specifier))
     return judge(row, fits(need, version), MISFIT, mend)
 
 
@@ -183,33 +175,31 @@ def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
     present = [choice for choice in _choices(need) if choice.name in installed]
     install = f'pip install --upgrade "{need.name}{need.specifier}"'
     if not present:
-        row = Finding(need.name, needed=str(need.specifier))
-        return judge(row, False, NOT_INSTALLED, install)
-    names = [choice.name for choice in present]
-    found, needed = installed[names[0]], str(present[0].specifier)
-    twin = "" if names[0] == need.name else names[0]
-    row = Finding(need.name, found, needed, note=f"from {twin}" if twin else "")
-    if len(names) > 1 and need.name != OPENCV.name:  # both OpenCVs are the same files
-        clash = f"{' and '.join(names)} overwrite each other"
+        needed = str(need.specifier)
+        return Finding(need.name, needed=needed, problem=NOT_INSTALLED, mend=install)
+    chosen, *others = present
+    found, is_twin = installed[chosen.name], chosen.name != need.name
+    note = f"from {chosen.name}" if is_twin else ""
+    row = Finding(need.name, found, str(chosen.specifier), note)
+    if others and need.name != OPENCV.name:  # both OpenCVs are the same files
+        names = [choice.name for choice in present]
         mend = f"pip uninstall -y {' '.join(names)} && {install}"
-        return judge(row, False, clash, mend)
-    mend = f"pip uninstall -y {twin} && {install}" if twin else install
-    return judge(row, fits(present[0], found), MISFIT, mend)
+        return judge(row, False, f"{' and '.join(names)} overwrite each other", mend)
+    mend = f"pip uninstall -y {chosen.name} && {install}" if is_twin else install
+    return judge(row, fits(chosen, found), MISFIT, mend)
 
 
 def explain_failure(row: Finding, error: str) -> Finding:
     """Adds what an import raised, and what mends it, to a row whose version fits."""
     name = row.note.removeprefix("from ") or row.name
-    mend = f'pip install --force-reinstall --no-deps "{name}=={row.found}"'
+    again = "pip install --force-reinstall --no-deps"
+    mend = f'{again} "{name}=={row.found}"'
     module = TRIALS[row.name].module.partition(".")[0]
     missing = re.search(r"No module named '([^'.]+)'", error)
     if row.name == "torchvision" or "torchvision::" in error:
         mend = TORCH_PAIR
     elif row.name == OPENCV.name and re.search(r"lib\w+\.so", error):
-        mend = (
-            "pip uninstall -y opencv-python && "
-            "pip install --force-reinstall --no-deps opencv-python-headless"
-        )
+        mend = f"pip uninstall -y opencv-python && {again} opencv-python-headless"
     elif missing and missing[1] != module:
         mend = f"pip install {missing[1]}"
     return judge(row, False, f"import fails: {error}", mend)
@@ -229,19 +219,6 @@ def check_numpy(error: str) -> Finding:
     return judge(row, not error, f"torch cannot use this numpy: {error}", mend)
 
 
-def check_checkpoints(torch: str, *, names_weights_only: bool) -> Finding:
-    """Judges whether mmengine can load the checkpoints that it writes.
-
-    From 2.6 on ``torch.load`` refuses mmengine's ``HistoryBuffer`` unless
-    ``weights_only=False`` is passed (open-mmlab/mmengine issue 1655).
-    """
-    ok = names_weights_only or Version(torch).release < (2, 6)
-    row = Finding("mmengine checkpoints", "ok" if ok else "-")
-    problem = f"torch {torch} refuses to load what this mmengine saves"
-    mend = "pip uninstall -y mmengine onedl-mmengine && pip install onedl-mmengine"
-    return judge(row, ok, problem, mend)
-
-
 def check_ops(report: OpsReport) -> Finding:
     """Judges which ops an installed mmcv has; torch versions of them will do."""
     row = Finding("mmcv ops", report.kind, note=report.reason)
@@ -251,17 +228,18 @@ def check_ops(report: OpsReport) -> Finding:
 
 def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
     """Judges versions and, where they fit, tries the imports, in order of need."""
-    order = {name: position for position, name in enumerate(TRIALS)}
+    order = [*TRIALS, *(need.name for need in needs)]
     broken: set[str] = set()
-    for need in sorted(needs, key=lambda need: order.get(need.name, len(order))):
+    for need in sorted(needs, key=lambda need: order.index(need.name)):
         found = {choice.name: version_of(choice.name) for choice in _choices(need)}
         row = check_versions(need, {k: v for k, v in found.items() if v})
         trial = TRIALS.get(need.name)
-        if trial and not row.problem:
-            if broken.intersection(trial.needs):
-                row = replace(row, untried=True)
-            elif error := _error_of(import_module, trial.module):
-                row = explain_failure(row, error)
+        if trial is None or row.problem:
+            pass
+        elif broken.intersection(trial.needs):
+            row = replace(row, untried=True)
+        elif error := _error_of(import_module, trial.module):
+            row = explain_failure(row, error)
         if row.problem or row.untried:
             broken.add(need.name)
         elif need.name == "torch":
@@ -269,24 +247,17 @@ def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
         yield row
 
 
-def _examine_pairs(rows: Mapping[str, Finding]) -> Iterator[Finding]:
+def _examine_pairs(rows: Mapping[str, Finding], ops: OpsReport) -> Iterator[Finding]:
     """Judges what depends on two packages at once, where both are there."""
-    torch, mmengine, mmcv = (rows[n] for n in ("torch", "onedl-mmengine", "onedl-mmcv"))
+    torch, mmcv = rows["torch"], rows[MMCV]
     if version_of("torchvision") and version_of("torch"):
-        needs = _unconditional(metadata.requires("torchvision") or [])
-        for need in needs:
+        for need in _unconditional(metadata.requires("torchvision") or []):
             if need.name == "torch":
                 yield check_torchvision(need, torch.found)
     if not torch.problem:
         yield check_numpy(_error_of(lambda: import_module("torch").zeros(1).numpy()))
-    if not (torch.problem or mmengine.problem or mmengine.untried):
-        # The source is read because forks with and without it share version numbers.
-        spec = find_spec("mmengine.runner.checkpoint")
-        source = Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
-        known = "weights_only" in source
-        yield check_checkpoints(torch.found, names_weights_only=known)
     if not (mmcv.problem or mmcv.untried):
-        yield check_ops(ensure_ops())
+        yield check_ops(ops)
 
 
 def _choices(need: Requirement) -> list[Requirement]:
@@ -317,12 +288,9 @@ def _devices() -> str:
 
     if torch.version.cuda is None:
         return "CPU build"
-    build = f"CUDA {torch.version.cuda} build"
-    names = [
-        torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
-    ]
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     seen = f"{len(names)} x {' and '.join(sorted(set(names)))}"
-    return f"{build}, {seen if names else 'no GPU seen'}"
+    return f"CUDA {torch.version.cuda} build, {seen if names else 'no GPU seen'}"
 
 
 if __name__ == "__main__":

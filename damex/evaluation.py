@@ -35,9 +35,9 @@ class ImageResult:
     """Detections and ground truth of one image.
 
     Args:
-        width: Pixels.
-        height: Pixels.
-        boxes: (n, 4) as x1, y1, x2, y2 in pixels of the original image.
+        width: Of the original image in pixels, as all that follows.
+        height: The same.
+        boxes: (n, 4) as x1, y1, x2, y2.
         scores: (n,) confidences.
         labels: (n,) mixture labels.
         ground_truth: ``bbox`` (x, y, width, height), ``label``, ``area``, ``iscrowd``.
@@ -98,11 +98,8 @@ def coco_scores(
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    stats = [float(value) for value in evaluation.stats[:6]]
-    return {
-        name: value if value >= 0 else float("nan")
-        for name, value in zip(SCORE_NAMES, stats, strict=True)
-    }
+    stats = zip(SCORE_NAMES, evaluation.stats[:6], strict=True)
+    return {name: float(v) if v >= 0 else float("nan") for name, v in stats}
 
 
 def _load(backend: str) -> tuple[Any, Any]:
@@ -123,27 +120,28 @@ def _document(
     images: Sequence[ImageResult], classes: Mapping[int, str]
 ) -> dict[str, Any]:
     """Ground truth as a COCO document; image ids are positions, from 1."""
-    records: list[dict[str, Any]] = []
-    for image_id, image in enumerate(images, start=1):
-        for truth in image.ground_truth:
-            if truth["label"] in classes:
-                records.append(
-                    dict(
-                        id=len(records) + 1,
-                        image_id=image_id,
-                        category_id=int(truth["label"]) + 1,
-                        bbox=list(truth["bbox"]),
-                        area=truth["area"],
-                        iscrowd=truth["iscrowd"],
-                        ignore=0,
-                    )
-                )
+    numbered = list(enumerate(images, start=1))
+    wanted = (
+        (image_id, truth)
+        for image_id, image in numbered
+        for truth in image.ground_truth
+        if truth["label"] in classes
+    )
+    records = [
+        dict(
+            id=number,
+            image_id=image_id,
+            category_id=int(truth["label"]) + 1,
+            bbox=list(truth["bbox"]),
+            area=truth["area"],
+            iscrowd=truth["iscrowd"],
+            ignore=0,
+        )
+        for number, (image_id, truth) in enumerate(wanted, start=1)
+    ]
     return dict(
         info={},
-        images=[
-            dict(id=i, width=image.width, height=image.height)
-            for i, image in enumerate(images, start=1)
-        ],
+        images=[dict(id=i, width=im.width, height=im.height) for i, im in numbered],
         annotations=records,
         categories=[dict(id=k + 1, name=name) for k, name in sorted(classes.items())],
     )
@@ -268,9 +266,7 @@ class MixtureMetric(BaseMetric):
                 continue
             images = [row.of_dataset for row in rows]
             found = self._scores(images, space, space.valid_labels(dataset_id))
-            share = _routing_accuracy(rows, space.group_id(dataset_id))
-            if share is not None:
-                found["routing_accuracy"] = share
+            found |= _routing_accuracy(rows, space.group_id(dataset_id))
             scores.update({f"{name}/{key}": value for key, value in found.items()})
         scores.update(_means(scores))
         images = [row.of_all for row in results]
@@ -304,8 +300,8 @@ def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageR
     )
 
 
-def _routing_accuracy(rows: Sequence[_Row], group: int) -> float | None:
-    """Share of tokens that experts of the dataset's group take; None if unknown."""
+def _routing_accuracy(rows: Sequence[_Row], group: int) -> dict[str, float]:
+    """Share of tokens that experts of the dataset's group take, where it is known."""
     known = [
         (row.tokens_LE, list(row.group_experts[group]))
         for row in rows
@@ -313,7 +309,7 @@ def _routing_accuracy(rows: Sequence[_Row], group: int) -> float | None:
     ]
     own = sum(tokens_LE[:, experts].sum() for tokens_LE, experts in known)
     total = sum(tokens_LE.sum() for tokens_LE, _ in known)
-    return float(own / max(total, 1)) if known else None
+    return {"routing_accuracy": float(own / max(total, 1))} if known else {}
 
 
 def _max_load(tokens_LE: np.ndarray) -> float:
@@ -324,11 +320,9 @@ def _max_load(tokens_LE: np.ndarray) -> float:
 
 def _means(scores: Mapping[str, float]) -> dict[str, float]:
     """Plain mean over datasets of AP, AP50, AP75 and routing_accuracy."""
-    columns: dict[str, list[float]] = {}
-    for key, value in scores.items():
-        columns.setdefault(key.rsplit("/", 1)[1], []).append(value)
-    return {
-        f"mean/{key}": float(np.nanmean(columns[key]))
-        for key in ("AP", "AP50", "AP75", "routing_accuracy")
-        if key in columns and not np.all(np.isnan(columns[key]))
-    }
+    found = {}
+    for key in ("AP", "AP50", "AP75", "routing_accuracy"):
+        column = [value for name, value in scores.items() if name.endswith(f"/{key}")]
+        if not np.all(np.isnan(column)):
+            found[f"mean/{key}"] = float(np.nanmean(column))
+    return found

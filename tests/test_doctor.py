@@ -10,7 +10,6 @@ from damex.compat import OpsReport
 from damex.doctor import (
     TRIALS,
     Finding,
-    check_checkpoints,
     check_numpy,
     check_ops,
     check_python,
@@ -82,7 +81,7 @@ def test_broken_torch_is_reported_once():
     for name in ("torchvision", "onedl-mmengine", "onedl-mmdetection", "timm"):
         assert status_of(result.stdout, name).endswith("not tried (see above)"), name
     # Nothing that takes torch or mmcv can be judged.
-    for name in ("numpy and torch", "mmengine checkpoints", "mmcv ops"):
+    for name in ("numpy and torch", "mmcv ops"):
         assert name not in result.stdout
 
 
@@ -251,21 +250,6 @@ def test_numpy_of_another_age():
     row = check_numpy("Numpy is not available")
     assert "Numpy is not available" in row.problem
     assert row.mend.startswith('pip install "numpy<2"')
-
-
-@pytest.mark.parametrize(
-    ("torch", "names_weights_only", "well"),
-    [
-        ("2.5.1", False, True),
-        ("2.6.0+cu124", False, False),
-        ("2.10", False, False),
-        ("2.6.0", True, True),
-    ],
-)
-def test_checkpoints(torch, names_weights_only, well):
-    row = check_checkpoints(torch, names_weights_only=names_weights_only)
-    assert (row.problem == "") is well
-    assert ("onedl-mmengine" in row.mend) is not well
 
 
 def test_stub_will_do_but_no_ops_will_not():

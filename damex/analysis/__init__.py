@@ -1,5 +1,3 @@
 """What a detector costs, and how mixtures of experts compare over seeds."""
 
-from damex.compat import ensure_ops
-
-ensure_ops()
+import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)

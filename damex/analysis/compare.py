@@ -25,15 +25,11 @@ from typing import Any
 from rich.console import Console
 
 from damex.analysis.comparison import comparison_row, draw_comparison, markdown_table
-from damex.engine.cli import Parser
+from damex.engine.cli import Parser, at_least
 from damex.engine.config_files import CONFIGS, MOE, find_config
 from damex.errors import ConfigError, DataError
 
-__all__ = [
-    "TrainingRun",
-    "compare_moe",
-    "run_all",
-]
+__all__ = ["TrainingRun", "compare_moe", "run_all"]
 
 # Not compared by default: they go on from the checkpoint of another training.
 SECOND_STAGES = ("deepmoe_stage2",)
@@ -88,24 +84,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--work-dir", default="work_dirs/compare_moe")
-    add("--jobs", type=int, default=1, help="trainings at a time; they share the cores")
+    add(
+        "--jobs",
+        type=at_least(1),
+        default=1,
+        help="trainings at a time; they share the cores",
+    )
     add(
         "--timed-rounds",
-        type=int,
+        type=at_least(0),
         default=3,
         help="short runs of each mixture that measure time and memory; 0 for none",
     )
-    add("--timed-samples", type=int, default=320, help="samples in a timed run")
+    add("--timed-samples", type=at_least(1), default=320, help="samples in a timed run")
     add("--cfg-options", nargs="+", default=[], help="overrides for all: key=value")
     args = parser.parse_args(arguments)
     find_config(args.config)
     if len(set(args.seeds)) < len(args.seeds):
         raise ConfigError(f"--seeds must be different numbers, got {args.seeds}.")
-    for name, least in (("jobs", 1), ("timed_rounds", 0), ("timed_samples", 1)):
-        value = getattr(args, name)
-        if value < least:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} must be {least} or more, got {value}.")
     return args
 
 
@@ -176,9 +172,7 @@ def _finish(
     return failed
 
 
-def _summaries(
-    rows: Sequence[Mapping[str, TrainingRun]], name: str
-) -> list[dict[str, Any]]:
+def _summaries(rows: Sequence[Mapping[str, TrainingRun]], name: str) -> list[dict]:
     return [found for row in rows if (found := row[name].summary()) is not None]
 
 
@@ -239,11 +233,7 @@ class TrainingRun:
         return None if self.is_scored and not summary["datasets"] else summary
 
     def start(self, *, threads: int) -> subprocess.Popen[bytes]:
-        """Start it, or go on from its last checkpoint.
-
-        Args:
-            threads: Threads for the computation.
-        """
+        """Start it on some threads, or go on from its last checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         resume = ["--resume"] if (self.folder / "last_checkpoint").is_file() else []
         command = [
@@ -295,14 +285,10 @@ def run_all(
                         del active[run]
                         yield run, process.returncode
         finally:
-            _end(list(active.values()))
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.wait()
+            for process in active.values():
+                process.terminate()
+            for process in active.values():
+                process.wait()
 
 
 @contextmanager

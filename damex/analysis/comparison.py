@@ -88,14 +88,11 @@ def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
     )
 
 
-def _spread(
-    values: Sequence[float | None],
-) -> tuple[float, float | None] | None:
+def _spread(values: Sequence[float | None]) -> tuple[float, float | None] | None:
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
-    deviation = statistics.stdev(known) if len(known) > 1 else None
-    return statistics.fmean(known), deviation
+    return statistics.fmean(known), statistics.stdev(known) if known[1:] else None
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.engine.cli import Parser
+from damex.engine.cli import Parser, at_least
 from damex.engine.config import resolve_config
 from damex.engine.config_files import merge_options, read_config
 from damex.engine.console import filter_console
@@ -27,11 +27,7 @@ from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
 
-__all__ = [
-    "PartComplexity",
-    "complexity",
-    "count_complexity",
-]
+__all__ = ["PartComplexity", "complexity", "count_complexity"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def count_complexity(
     handles = [
         module.gate.register_forward_hook(_note_share(shares, module))
         for module in detector.modules()
-        if isinstance(module, MoELayer) and isinstance(module.gate, nn.Module)
+        if isinstance(module, MoELayer)
     ]
     counter = FlopCounterMode(display=False)
     try:
@@ -89,7 +85,11 @@ def count_complexity(
         for handle in handles:
             handle.remove()
         detector.train(was_training)
-    flops = _flops_by_module(counter)
+    # Keyed by path; "Detector.child" is a child with all that is in it.
+    flops = {
+        path.partition(".")[2]: sum(operations.values())
+        for path, operations in counter.get_flop_counts().items()
+    }
     parts = [
         PartComplexity(
             name=name,
@@ -136,16 +136,6 @@ def _idle(part: nn.Module, shares: Mapping[int, float]) -> int:
     )
 
 
-def _flops_by_module(counter: FlopCounterMode) -> dict[str, int]:
-    """FLOPs of each child of the detector."""
-    found = {}
-    for path, operations in counter.get_flop_counts().items():
-        names = path.split(".")
-        if len(names) == 2:  # Detector.child
-            found[names[1]] = sum(operations.values())
-    return found
-
-
 def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
@@ -180,14 +170,7 @@ def complexity_table(
     height: int,
     width: int,
 ) -> Table:
-    """Two counts as a table for the screen.
-
-    Args:
-        routed: Parts of the detector of the config.
-        dense: Parts of the same detector without experts.
-        height: Height of the image in pixels.
-        width: Width of the image.
-    """
+    """Counts of a detector, and of the same without experts, for the screen."""
     table = Table(
         title=f"one image of {height} x {width} (height x width); "
         "a multiply-add is two FLOPs",
@@ -209,33 +192,30 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         description="Parameters and FLOPs of a config: total, active, and dense"
     )
-    parser.add_argument("config", help="a file, or the name of a config of damex")
+    parser.add_config()
     parser.add_argument(
         "--shape",
         nargs=2,
-        type=int,
+        type=at_least(1),
         metavar=("HEIGHT", "WIDTH"),
         help="image size in pixels (default: that of Resize in test_pipeline)",
     )
     parser.add_argument(
-        "--classes", type=int, help="number of classes, to count without the datasets"
+        "--classes",
+        type=at_least(1),
+        help="number of classes, to count without the datasets",
     )
     parser.add_argument(
-        "--groups", type=int, help="dataset groups, beside --classes (default: 2)"
+        "--groups",
+        type=at_least(1),
+        help="dataset groups, beside --classes (default: 2)",
     )
-    parser.add_options()
     args = parser.parse_args(arguments)
-    for name in ("classes", "groups"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be 1 or more, got {value}.")
     if args.groups is not None and args.classes is None:
         raise ConfigError(
             "--groups is for a count without datasets and needs --classes; else the "
             "groups are those of the mixture."
         )
-    if args.shape and min(args.shape) < 1:
-        raise ConfigError(f"--shape must be positive, got {args.shape}.")
     return args
 
 
@@ -272,22 +252,15 @@ def _build(model: Mapping[str, Any]) -> nn.Module:
 
 
 def _total(parts: Sequence[PartComplexity]) -> PartComplexity:
-    return PartComplexity(
-        "total",
-        sum(part.parameters for part in parts),
-        sum(part.active_parameters for part in parts),
-        sum(part.flops for part in parts),
-    )
+    columns = zip(*(astuple(part)[1:] for part in parts), strict=True)
+    return PartComplexity("total", *map(sum, columns))
 
 
 def _cells(part: PartComplexity, dense: PartComplexity) -> tuple[str, ...]:
-    ratio = f"{part.flops / dense.flops:.3f}" if dense.flops else "-"
+    millions = part.parameters, part.active_parameters, dense.parameters
     return (
         part.name,
-        f"{part.parameters / 1e6:.3f}",
-        f"{part.active_parameters / 1e6:.3f}",
-        f"{dense.parameters / 1e6:.3f}",
-        f"{part.flops / 1e9:.3f}",
-        f"{dense.flops / 1e9:.3f}",
-        ratio,
+        *(f"{count / 1e6:.3f}" for count in millions),
+        *(f"{flops / 1e9:.3f}" for flops in (part.flops, dense.flops)),
+        f"{part.flops / dense.flops:.3f}" if dense.flops else "-",
     )

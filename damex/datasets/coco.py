@@ -196,12 +196,8 @@ class NamedCocoDataset(CocoDataset):
     def _clip(self, box: list[float], image: dict) -> list[float]:
         """An (x1, y1, x2, y2) box cut off at the image border."""
         x1, y1, x2, y2 = box
-        clipped = [
-            max(x1, 0.0),
-            max(y1, 0.0),
-            min(x2, float(image["width"])),
-            min(y2, float(image["height"])),
-        ]
+        right, bottom = float(image["width"]), float(image["height"])
+        clipped = [max(x1, 0.0), max(y1, 0.0), min(x2, right), min(y2, bottom)]
         if max(abs(a - b) for a, b in zip(box, clipped, strict=True)) > 1.0:
             self._counts["boxes clipped at the image border"] += 1
         return clipped
@@ -284,12 +280,7 @@ def _read_text(path: Path, dataset: str) -> str:
 
 
 def _check_records(document: dict[str, Any], where: str) -> None:
-    """Refuse ids that would make one record of the file replace another.
-
-    Raises:
-        DataError: If an image, annotation or category has no id, or one in use, or an
-            annotation names no image or no category.
-    """
+    """Refuse ids that would make one record of the file replace another."""
     for key in ("images", "annotations", "categories"):
         seen: set[Any] = set()
         for record in document[key]:

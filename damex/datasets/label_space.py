@@ -83,12 +83,12 @@ class LabelSpace:
         Raises:
             ConfigError: If the datasets, or what their entries say, have changed.
         """
-        held = dict(zip(self.dataset_names, self.dataset_classes, strict=True))
-        names = [spec.name for spec in specs]
-        fits = names == list(held)
+        names = tuple(spec.name for spec in specs)
+        fits = names == self.dataset_names
         if fits:
             known = [
-                replace(s, classes=s.classes or tuple(held[s.name])) for s in specs
+                replace(spec, classes=spec.classes or tuple(held))
+                for spec, held in zip(specs, self.dataset_classes, strict=True)
             ]
             made = self.from_specs(known, mode=mode)
             # A written config has the keys of a dict, here classes, in another order.
@@ -153,15 +153,13 @@ class LabelSpace:
             ConfigError: If a name is not among the dataset's classes.
         """
         mapping = self.dataset_classes[dataset_id]
-        labels = []
         for name in own:
             if name not in mapping:
                 raise ConfigError(
                     f"dataset {self.dataset_names[dataset_id]!r}: class {name!r} is "
                     f"not in the label space; {did_you_mean(name, mapping)}"
                 )
-            labels.append(self.classes.index(mapping[name]))
-        return labels
+        return [self.classes.index(mapping[name]) for name in own]
 
     def valid_labels(self, dataset_id: int) -> list[int]:
         """Sorted mixture labels that a dataset annotates."""

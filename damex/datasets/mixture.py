@@ -25,12 +25,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import DatasetSpec, map_leaves, parse_mixture
 from damex.errors import ConfigError, DataError, did_you_mean
 
-__all__ = [
-    "MixtureDataset",
-    "SeededIndex",
-    "local_seed",
-    "mix_seed",
-]
+__all__ = ["MixtureDataset", "SeededIndex", "local_seed", "mix_seed"]
 
 
 @DATASETS.register_module()
@@ -174,19 +169,17 @@ class MixtureDataset(Dataset):
             packed = self.pipelines[source](info)
         except Exception:
             _check_image(path, name, self.split)
-            print_log(
-                f"dataset {name!r}: the {self.split} pipeline failed on {path}:",
-                logger="current",
-                level=logging.ERROR,
-            )
+            text = f"dataset {name!r}: the {self.split} pipeline failed on {path}:"
+            print_log(text, logger="current", level=logging.ERROR)
             raise  # a fault of a transform, whose traceback shows where it is
-        if packed is not None and "data_samples" not in packed:
+        if packed is None:
+            return None
+        if "data_samples" not in packed:
             raise ConfigError(
                 f"dataset {name!r}: the {self.split} pipeline has to end with "
                 "dict(type='PackDetInputs'); its samples cannot name their dataset."
             )
-        if packed is not None:
-            packed["data_samples"].set_metainfo(identity)
+        packed["data_samples"].set_metainfo(identity)
         return packed
 
     def _identity(self, spec: DatasetSpec) -> dict[str, Any]:
@@ -239,11 +232,8 @@ class MixtureDataset(Dataset):
                 f"dataset {spec.name!r}: no image of {spec.source(self.split)} is left "
                 f"for {self.split}: {why}. Check 'classes' and the file."
             )
-        print_log(
-            f"{self.split}: {spec.name}: {len(dataset)} images",
-            logger="current",
-            level=logging.INFO,
-        )
+        text = f"{self.split}: {spec.name}: {len(dataset)} images"
+        print_log(text, logger="current", level=logging.INFO)
         return dataset
 
 
@@ -253,18 +243,13 @@ def _check_transforms(transforms: Any, where: str) -> None:
     Args:
         transforms: Configs of transforms or callables, in lists.
         where: Dataset and split, for the message.
-
-    Raises:
-        ConfigError: If there is no such transform, or it takes other settings.
     """
     if isinstance(transforms, (list, tuple)):
         for transform in transforms:
             _check_transforms(transform, where)
     if not isinstance(transforms, Mapping):
         return
-    settings = {
-        key: v for key, v in transforms.items() if key not in ("type", "_scope_")
-    }
+    settings = {k: v for k, v in transforms.items() if k not in ("type", "_scope_")}
     kind = transforms.get("type")
     transform_class = TRANSFORMS.get(kind) if isinstance(kind, str) else kind
     if transform_class is None:
@@ -300,11 +285,7 @@ def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _check_image(path: str, dataset: str, split: str) -> None:
-    """Name the fault of an image file that could not be read.
-
-    Raises:
-        DataError: If the file is missing or cannot be decoded.
-    """
+    """Name the fault of an image file that could not be read."""
     if "://" in path:
         return
     file = Path(path)

@@ -71,11 +71,9 @@ class MixtureSampler(Sampler[SeededIndex]):
             raise ConfigError(f"samples_per_epoch must be 1 or more, got {total}.")
         self.per_rank = math.ceil(total / self.world_size)
         self.total = self.per_rank * self.world_size
+        rows = zip(dataset.specs, dataset.sizes, strict=True)
         weights = np.array(
-            [
-                size if spec.weight is None else spec.weight
-                for spec, size in zip(dataset.specs, dataset.sizes, strict=True)
-            ],
+            [size if spec.weight is None else spec.weight for spec, size in rows],
             dtype=np.float64,
         )
         self.shares = weights / weights.sum()
@@ -138,13 +136,10 @@ class MixtureSampler(Sampler[SeededIndex]):
         """
         begins, ends = self._drawn_before(epoch), self._drawn_before(epoch + 1)
         offsets = np.cumsum([0, *self.dataset.sizes[:-1]])
-        streams = [
-            self._stream(source, int(begin), int(end)) + offset
-            for source, (begin, end, offset) in enumerate(
-                zip(begins, ends, offsets, strict=True)
-            )
-        ]
-        indices = np.concatenate(streams)
+        rows = enumerate(zip(begins, ends, offsets, strict=True))
+        indices = np.concatenate(
+            [self._stream(i, int(b), int(e)) + offset for i, (b, e, offset) in rows]
+        )
         if self.shuffle:
             rng = np.random.default_rng([self.seed, 0, epoch])
             indices = rng.permutation(indices)

@@ -93,10 +93,9 @@ class DatasetSpec:
                 f"{where} ({name!r}): weight must be a number above 0, got {weight!r}; "
                 "to leave a dataset out, remove its entry."
             )
-        values = dict(entry)
-        if values.get("classes") is not None:
-            values["classes"] = tuple(values["classes"])
-        return cls(**values)
+        classes = entry.get("classes")
+        chosen = None if classes is None else tuple(classes)
+        return cls(**{**entry, "classes": chosen})
 
     @property
     def group_name(self) -> str:
@@ -181,9 +180,9 @@ class DatasetSpec:
         inner = _inner(config)
         for inner_config in inner:
             self._check_classes(inner_config)
-        kind = config.get("type")
-        dataset_class = DATASETS.get(kind) if isinstance(kind, str) else kind
+        dataset_class = _class_of(config)
         if dataset_class is None:
+            kind = config.get("type")
             raise ConfigError(
                 f"dataset {self.name!r}: mmdet has no dataset class {kind!r}; "
                 f"{did_you_mean(str(kind), sorted(DATASETS.module_dict))}"
@@ -199,9 +198,9 @@ class DatasetSpec:
         by_file = issubclass(dataset_class, CocoDataset) and not by_name
         if by_file and self.classes is not None:
             raise ConfigError(
-                f"dataset {self.name!r}: classes=[...] cannot be used with "
-                f"{name}, which numbers them in file order; give the "
-                "annotation file itself (train='file.json'), or leave classes out."
+                f"dataset {self.name!r}: classes=[...] cannot be used with {name}, "
+                "which numbers them in file order; give the annotation file itself "
+                "(train='file.json'), or leave classes out."
             )
 
     def _image_folder(self, split: str) -> str:
@@ -274,33 +273,25 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
         )
     specs = tuple(DatasetSpec.from_config(e, i) for i, e in enumerate(entries))
     _check_weights(specs)
-    names: dict[str, int] = {}
-    sources: dict[str, int] = {}
-    for position, spec in enumerate(specs):
-        if spec.name in names:
+    names = [spec.name for spec in specs]
+    files = [_source_file(spec) for spec in specs]
+    for position, (name, file) in enumerate(zip(names, files, strict=True)):
+        if (first := names.index(name)) < position:
             raise ConfigError(
-                f"mixture[{position}] and mixture[{names[spec.name]}] are both called "
-                f"{spec.name!r}; remove one entry, or give it another name."
+                f"mixture[{position}] and mixture[{first}] are both called {name!r}; "
+                "remove one entry, or give it another name."
             )
-        names[spec.name] = position
-        key = _source_key(spec)
-        if key is not None and key in sources:
+        if file is not None and (first := files.index(file)) < position:
             raise ConfigError(
-                f"mixture[{position}] ({spec.name!r}) trains on the same annotation "
-                f"file as mixture[{sources[key]}]: {key}. Remove one entry; to see a "
-                "dataset more often, set its weight."
+                f"mixture[{position}] ({name!r}) trains on the same annotation file as "
+                f"mixture[{first}]: {file}. Remove one entry; to see a dataset more "
+                "often, set its weight."
             )
-        if key is not None:
-            sources[key] = position
     return specs
 
 
 def _check_weights(specs: Sequence[DatasetSpec]) -> None:
-    """Refuse weights beside image counts: the two have no common unit.
-
-    Raises:
-        ConfigError: If some datasets have a weight and others have none.
-    """
+    """Refuse weights beside image counts: the two have no common unit."""
     without = [spec.name for spec in specs if spec.weight is None]
     if without and len(without) < len(specs):
         given = ", ".join(f"{s.name}={s.weight}" for s in specs if s.weight is not None)
@@ -338,17 +329,22 @@ def _metainfo_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Classes that a dataset config or its class declares; wrappers are opened."""
     first = leaves(config)[0]
     declared = dict(first.get("metainfo") or {}).get("classes")
-    kind = first.get("type")
-    dataset_class = DATASETS.get(kind) if isinstance(kind, str) else kind
-    return tuple(declared or getattr(dataset_class, "METAINFO", {}).get("classes", ()))
+    return tuple(
+        declared or getattr(_class_of(first), "METAINFO", {}).get("classes", ())
+    )
 
 
-def _source_key(spec: DatasetSpec) -> str | None:
+def _class_of(config: Mapping[str, Any]) -> Any:
+    """The class of a dataset config; None if there is none."""
+    kind = config.get("type")
+    return DATASETS.get(kind) if isinstance(kind, str) else kind
+
+
+def _source_file(spec: DatasetSpec) -> str | None:
     """Resolved path of the training annotations, where they are one file."""
     source = spec.train
-    if isinstance(source, str):
-        return str((Path(spec.data_root) / source).resolve())
-    if source and isinstance(source.get("ann_file"), str):
-        root = Path(source.get("data_root") or spec.data_root)
-        return str((root / source["ann_file"]).resolve())
-    return None
+    source = dict(ann_file=source) if isinstance(source, str) else source or {}
+    if not isinstance(source.get("ann_file"), str):
+        return None
+    root = Path(source.get("data_root") or spec.data_root)
+    return str((root / source["ann_file"]).resolve())

@@ -182,7 +182,7 @@ def check_tensors(
     """
     stored = checkpoint.get("state_dict", checkpoint)
     found = {key.removeprefix("module.") for key in stored}
-    needed = set(model.state_dict())
+    needed = model.state_dict().keys()
     counts = {
         "are missing": sorted(needed - found),
         "are too many": sorted(found - needed),

@@ -22,6 +22,7 @@ from damex.errors import ConfigError, DataError, did_you_mean
 
 __all__ = [
     "Parser",
+    "at_least",
     "build_runner",
     "fault_of_config",
     "load_config",
@@ -212,8 +213,9 @@ class Parser(argparse.ArgumentParser):
         """Raise what argparse would print below its usage."""
         raise ConfigError(f"{message}; see --help.")
 
-    def add_options(self) -> None:
-        """Add ``--cfg-options``."""
+    def add_config(self) -> None:
+        """Add the config and ``--cfg-options``."""
+        self.add_argument("config", help="a file, or the name of a config of damex")
         self.add_argument(
             "--cfg-options",
             nargs="+",
@@ -221,6 +223,17 @@ class Parser(argparse.ArgumentParser):
             type=_key_value,
             help=CFG_OPTIONS_HELP,
         )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The ``type`` of an argument that is an integer not below ``least``."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
+        return int(text)
+
+    return integer
 
 
 def _key_value(text: str) -> str:
@@ -232,9 +245,8 @@ def _key_value(text: str) -> str:
 def _parser(description: str) -> Parser:
     """The arguments that training and testing share."""
     parser = Parser(description=description)
-    parser.add_argument("config", help="a file, or the name of a config of damex")
+    parser.add_config()
     parser.add_argument("--work-dir", help="folder for logs and checkpoints")
-    parser.add_options()
     parser.add_argument(
         "--launcher",
         choices=["none", "pytorch", "slurm", "mpi"],

@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from mmdet.engine.hooks import DetVisualizationHook
 from mmdet.registry import HOOKS
+from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.runner import BaseLoop, Runner
@@ -29,11 +31,16 @@ from rich.progress import (
 from damex.datasets.mixture import MixtureDataset
 from damex.models.insertion import moe_blocks
 
-__all__ = [
-    "MixtureVisualizationHook",
-    "ProgressHook",
-    "filter_console",
-]
+__all__ = ["MixtureVisualizationHook", "ProgressHook", "filter_console"]
+
+# What the line shows of a detector's outputs.
+MEASURES = MappingProxyType(
+    {
+        "loss": "loss {:.2f}",
+        "moe_routing_accuracy": "routing accuracy {:.1%}",
+        "moe_active_channels": "open channels {:.1%}",
+    }
+)
 
 
 @HOOKS.register_module()
@@ -52,17 +59,15 @@ class ProgressHook(Hook):
     def __init__(self, *, every_seconds: float = 15.0, smoothing: float = 0.9) -> None:
         self.every_seconds = every_seconds
         self.smoothing = smoothing
-        self._console = Console(file=sys.stdout)
+        self._console = Console(file=sys.stdout, quiet=not is_main_process())
         self._progress: Progress | None = None
         self._means: dict[str, float] = {}
         self._label = ""
         self._started = self._last_line = 0.0
-        self._first = 0
+        self._first = self._total = 0
 
     def before_train(self, runner: Runner) -> None:
         """Say what is trained."""
-        if runner.rank != 0:
-            return
         self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
         self._open("train", runner.max_iters, runner.iter)
 
@@ -74,62 +79,47 @@ class ProgressHook(Hook):
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Update the line."""
-        if runner.rank != 0:
+        if runner.rank != 0:  # reading a loss waits for the GPU
             return
-        for key in ("loss", "moe_routing_accuracy", "moe_active_channels"):
+        for key in MEASURES:
             if outputs and key in outputs:
                 value = float(torch.as_tensor(outputs[key]).detach())
                 old = self._means.get(key, value)
                 self._means[key] = self.smoothing * old + (1 - self.smoothing) * value
-        self._advance(runner.iter + 1, runner.max_iters, self._status())
+        self._advance(runner.iter + 1, self._status())
+
+    def before_val(self, runner: Runner) -> None:
+        """Show a bar for the evaluation."""
+        self._open("evaluate", len(runner.val_dataloader), 0)
+
+    def before_test(self, runner: Runner) -> None:
+        """Say what is tested, and show a bar."""
+        self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
+        self._open("test", len(runner.test_dataloader), 0)
+
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, *_: Any, **__: Any
+    ) -> None:
+        """Advance the bar."""
+        self._advance(batch_idx + 1, "")
+
+    after_test_iter = after_val_iter
 
     def after_train(self, runner: Runner) -> None:
         """Close the bar."""
         self._close()
 
-    def before_val(self, runner: Runner) -> None:
-        """Show a bar for the evaluation."""
-        self._begin_evaluation(runner, "evaluate", runner.val_dataloader)
-
-    def before_test(self, runner: Runner) -> None:
-        """Show a bar for the test."""
-        if runner.rank == 0:
-            self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
-        self._begin_evaluation(runner, "test", runner.test_dataloader)
-
-    def after_val_iter(
-        self, runner: Runner, batch_idx: int, *_: Any, **__: Any
-    ) -> None:
-        """Advance the evaluation's bar."""
-        if runner.rank == 0:
-            self._advance(batch_idx + 1, len(runner.val_dataloader), "")
-
-    def after_test_iter(
-        self, runner: Runner, batch_idx: int, *_: Any, **__: Any
-    ) -> None:
-        """Advance the test's bar."""
-        if runner.rank == 0:
-            self._advance(batch_idx + 1, len(runner.test_dataloader), "")
+    after_test = after_train
 
     def after_val(self, runner: Runner) -> None:
         """Go back to the training's bar."""
         self._close()
-        training = isinstance(runner._train_loop, BaseLoop)
-        if runner.rank == 0 and training and runner.iter < runner.max_iters:
+        if isinstance(runner._train_loop, BaseLoop) and runner.iter < runner.max_iters:
             self._open("train", runner.max_iters, runner.iter)
 
-    def after_test(self, runner: Runner) -> None:
-        """Close the bar."""
-        self._close()
-
-    def _begin_evaluation(self, runner: Runner, label: str, loader: Any) -> None:
-        if runner.rank != 0:
-            return
-        self._close()
-        self._open(label, len(loader), 0)
-
     def _open(self, label: str, total: int, done: int) -> None:
-        self._label, self._first = label, done
+        self._close()
+        self._label, self._first, self._total = label, done, total
         self._started = self._last_line = time.monotonic()
         if not self._console.is_terminal:
             return
@@ -146,18 +136,19 @@ class ProgressHook(Hook):
         )
         self._progress.start()
 
-    def _advance(self, done: int, total: int, status: str) -> None:
+    def _advance(self, done: int, status: str) -> None:
         if self._progress is not None:
             self._progress.update(self._task, completed=done, status=status)
             return
         now = time.monotonic()
-        if now - self._last_line < self.every_seconds and done < total:
+        if now - self._last_line < self.every_seconds and done < self._total:
             return
         self._last_line = now
         per_step = (now - self._started) / max(done - self._first, 1)
-        left = timedelta(seconds=round(per_step * (total - done)))
+        left = timedelta(seconds=round(per_step * (self._total - done)))
         self._console.print(
-            f"{self._label:>8} {done}/{total}  {left} left  {status}", highlight=False
+            f"{self._label:>8} {done}/{self._total}  {left} left  {status}",
+            highlight=False,
         )
 
     def _close(self) -> None:
@@ -166,14 +157,11 @@ class ProgressHook(Hook):
             self._progress = None
 
     def _status(self) -> str:
-        parts = []
-        if "loss" in self._means:
-            parts.append(f"loss {self._means['loss']:.2f}")
-        if "moe_routing_accuracy" in self._means:
-            parts.append(f"routing accuracy {self._means['moe_routing_accuracy']:.1%}")
-        if "moe_active_channels" in self._means:
-            parts.append(f"open channels {self._means['moe_active_channels']:.1%}")
-        return "  ".join(parts)
+        return "  ".join(
+            words.format(self._means[key])
+            for key, words in MEASURES.items()
+            if key in self._means
+        )
 
 
 def describe_run(runner: Runner) -> str:
@@ -183,9 +171,8 @@ def describe_run(runner: Runner) -> str:
     blocks = moe_blocks(model)
     experts = "dense"
     if blocks:
-        experts = f"{blocks[0].moe.num_experts} experts in " + ", ".join(
-            block.name for block in blocks
-        )
+        names = ", ".join(block.name for block in blocks)
+        experts = f"{blocks[0].moe.num_experts} experts in {names}"
     gating = getattr(model, "channel_gating", None)
     if gating is not None:
         heads = gating.path.heads.values()
@@ -247,11 +234,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
     test_out_dir: str | None
 
     def after_test_iter(
-        self,
-        runner: Runner,
-        batch_idx: int,
-        data_batch: Any,
-        outputs: Sequence[Any],
+        self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:
         """Paint every image of a batch into its dataset's folder."""
         folder = self.test_out_dir

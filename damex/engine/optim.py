@@ -7,11 +7,7 @@ from typing import Any, cast
 
 from mmengine.model import is_model_wrapper
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
-from mmengine.registry import (
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-)
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from torch import nn
 from torch.optim import Optimizer
 
@@ -144,10 +140,8 @@ def _check_experts(config: Any) -> dict[str, Any]:
             f"optim_wrapper.experts, for instance {HINT}; got {config!r}."
         )
     check_optimizer_type(config, "experts")
-    kind = config.get("type")
-    lr = config.get("lr")
-    number = isinstance(lr, (int, float)) and not isinstance(lr, bool) and lr >= 0
-    if kind is None or not number:
+    lr: Any = config.get("lr")
+    if config.get("type") is None or type(lr) not in (int, float) or lr < 0:
         raise ConfigError(
             "optim_wrapper.experts needs a type and a learning rate lr of 0 or more, "
             f"for instance {HINT}; got {dict(config)!r}."

@@ -15,36 +15,29 @@ from mmengine.device import get_device
 from mmengine.dist import is_distributed
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
+from mmengine.optim import _ParamScheduler
 from mmengine.registry import RUNNERS
 from mmengine.runner import CheckpointLoader, Runner, find_latest_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
 from damex.compat import ensure_ops
-from damex.engine.checkpoint import (
-    check_label_space,
-    check_tensors,
-    replace_misfits,
-)
+from damex.engine.checkpoint import check_label_space, check_tensors, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.optim import check_optimizer_type
-from damex.engine.schedule import IterationSeedHook, TrainingStepHook
+from damex.engine.schedule import IterationSeedHook, TrainingStepHook, routed_detector
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, did_you_mean
+from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
 
 __all__ = ["MixtureRunner", "check_detector"]
 
 DDP = "MMDistributedDataParallel"
-HOOKS_OF_DAMEX = (
-    IterationSeedHook,
-    TrainingStepHook,
-    ProgressHook,
-    RunSummaryHook,
-)
+HOOKS_OF_DAMEX = (IterationSeedHook, TrainingStepHook, ProgressHook, RunSummaryHook)
 
 
 @RUNNERS.register_module()
@@ -104,11 +97,8 @@ class MixtureRunner(Runner):
 
     def setup_env(self, env_cfg: dict) -> None:
         """Set up processes; without a GPU they talk through gloo."""
-        if (
-            self.launcher == "pytorch"
-            and get_device() == "cpu"
-            and not is_distributed()
-        ):
+        is_launched = self.launcher == "pytorch" and not is_distributed()
+        if is_launched and get_device() == "cpu":
             torch.distributed.init_process_group(backend="gloo")
         super().setup_env(env_cfg)
 
@@ -137,7 +127,8 @@ class MixtureRunner(Runner):
             ConfigError: If frozen gates would stay random.
         """
         starts_anew = self._load_from is None and not self._resume
-        if starts_anew and _has_frozen_gates(self.cfg):
+        detector = routed_detector(self)
+        if starts_anew and detector is not None and detector.has_frozen_gates:
             raise ConfigError(
                 "moe.channels.frozen=True trains the detector behind gates that stay "
                 "as an earlier training left them (DeepMoE's stage 2), and there is no "
@@ -159,7 +150,14 @@ class MixtureRunner(Runner):
                 "file last_checkpoint). Start without --resume, or name the folder "
                 "with --work-dir."
             )
+        planned = _spans(self.param_schedulers)
         super().load_or_resume()
+        if _spans(self.param_schedulers) != planned:
+            self.logger.warning(
+                "--resume: the learning rate goes on by the schedule of the "
+                "checkpoint, whose length is not that of the config; to train by the "
+                "config's, start anew from it with load_from=CHECKPOINT."
+            )
 
     def val(self) -> dict:
         """Evaluate on the validation data; see mmengine."""
@@ -189,13 +187,20 @@ class MixtureRunner(Runner):
                 label space or another detector.
         """
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
+        meta = checkpoint.get("meta", {})
         # mmengine's resume would run this text as Python to read one field of it.
-        checkpoint.get("meta", {}).pop("config", None)
+        meta.pop("config", None)
         model = self.model.module if is_model_wrapper(self.model) else self.model
         if self._resume or self._evaluating:
             space = label_space_of(self.cfg)
             if space is not None:
-                check_label_space(checkpoint.get("meta", {}), space, path=filename)
+                check_label_space(meta, space, path=filename)
+            # All tensors may fit: another gate or loss can be without any.
+            detector = routed_detector(self)
+            if detector is not None and "moe" in meta:
+                note = moe_difference(meta["moe"], detector.resolved_moe())
+                if note is not None:
+                    self.logger.warning(f"{filename} had other experts: {note}.")
             check_tensors(checkpoint, model, path=filename)
         else:
             state = checkpoint.get("state_dict", checkpoint)
@@ -203,11 +208,9 @@ class MixtureRunner(Runner):
                 if note is not None:
                     self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+        revise_keys = revise_keys or [(r"^module\.", "")]
         checkpoint = _load_checkpoint_to_model(
-            model,
-            checkpoint,
-            strict,
-            revise_keys=revise_keys or [(r"^module\.", "")],
+            model, checkpoint, strict, revise_keys=revise_keys
         )
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
@@ -307,9 +310,11 @@ def _with_milestones(scheduler: Any, *, epochs: int, iters: int) -> Any:
     return {**scheduler, "milestones": milestones}
 
 
-def _has_frozen_gates(cfg: Config | ConfigDict) -> bool:
-    channels = ((cfg.get("model") or {}).get("moe") or {}).get("channels") or {}
-    return bool(channels.get("frozen"))
+def _spans(schedulers: Any) -> list[tuple[int, list[int]]]:
+    """Ends and milestones of the schedulers that are built, of all optimisers."""
+    groups = schedulers.values() if isinstance(schedulers, dict) else [schedulers or ()]
+    built = [s for row in groups for s in row if isinstance(s, _ParamScheduler)]
+    return [(s.end, sorted(getattr(s, "milestones", ()))) for s in built]
 
 
 def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:

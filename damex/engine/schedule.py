@@ -16,7 +16,7 @@ from mmengine.runner import Runner
 from damex.datasets.mixture import mix_seed
 from damex.models.detectors import RoutedDetector
 
-__all__ = ["IterationSeedHook", "TrainingStepHook"]
+__all__ = ["IterationSeedHook", "TrainingStepHook", "routed_detector"]
 
 
 @HOOKS.register_module()
@@ -36,7 +36,7 @@ class TrainingStepHook(Hook):
         self, runner: Runner, batch_idx: int, data_batch: Any = None
     ) -> None:
         """Begin a training step."""
-        detector = _detector(runner)
+        detector = routed_detector(runner)
         if detector is not None:
             detector.begin_step(iteration=runner.iter, max_iters=runner.max_iters)
 
@@ -50,29 +50,22 @@ class TrainingStepHook(Hook):
         """Ask no more."""
         self._count_tokens(runner, False)
 
-    def before_test_epoch(self, runner: Runner) -> None:
-        """Ask for token counts."""
-        self._count_tokens(runner, True)
-
-    def after_test_epoch(
-        self, runner: Runner, metrics: Mapping[str, float] | None = None
-    ) -> None:
-        """Ask no more."""
-        self._count_tokens(runner, False)
+    before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Keep the ``moe`` tree; empty for a dense detector."""
-        detector = _detector(runner)
+        detector = routed_detector(runner)
         if detector is not None:
             checkpoint["meta"]["moe"] = detector.resolved_moe()
 
     def _count_tokens(self, runner: Runner, wanted: bool) -> None:
-        detector = _detector(runner)
+        detector = routed_detector(runner)
         if detector is not None:
             detector.counts_tokens = wanted
 
 
-def _detector(runner: Runner) -> RoutedDetector | None:
+def routed_detector(runner: Runner) -> RoutedDetector | None:
+    """The detector that a runner trains; None where it is none of damex's."""
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     return model if isinstance(model, RoutedDetector) else None
 

@@ -26,20 +26,11 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
-__all__ = [
-    "RunSummaryHook",
-    "draw_detections",
-    "score_table",
-    "summarise",
-]
+__all__ = ["RunSummaryHook", "draw_detections", "score_table", "summarise"]
 
 PACKAGES = (
-    "damex",
-    "torch",
-    "torchvision",
-    "onedl-mmdetection",
-    "onedl-mmengine",
-    "onedl-mmcv",
+    *("damex", "torch", "torchvision"),
+    *("onedl-mmdetection", "onedl-mmengine", "onedl-mmcv"),
 )
 PREFIX = "mixture/"
 
@@ -200,23 +191,15 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
         pooled_ap50=pooled.get("AP50"),
         pooled_ap=pooled.get("AP"),
         datasets={
-            name: dict(
-                ap=row["AP"],
-                ap50=row["AP50"],
-                images=int(row["images"]),
-                boxes=int(row["boxes"]),
-            )
+            name: dict(ap=row["AP"], ap50=row["AP50"])
+            | {key: int(row[key]) for key in ("images", "boxes")}
             for name, row in datasets.items()
         },
     )
-    shares = {
-        n: row["routing_accuracy"]
-        for n, row in datasets.items()
-        if "routing_accuracy" in row
-    }
+    rows, key = {**datasets, "mean": mean}, "routing_accuracy"
+    shares = {name: row[key] for name, row in rows.items() if key in row}
     if shares:
-        summary["routing_accuracy"] = {**shares, "mean": mean.get("routing_accuracy")}
-        summary["max_load"] = mean.get("max_load")
+        summary |= {key: shares, "max_load": mean.get("max_load")}
     return summary
 
 
@@ -229,25 +212,13 @@ def score_table(scores: Mapping[str, float]) -> Table:
     for column in ("images", "boxes", "AP", "AP50", "routing accuracy"):
         table.add_column(column, justify="right")
     for name, row in summary["datasets"].items():
-        table.add_row(
-            name,
-            str(row["images"]),
-            str(row["boxes"]),
-            _number(row["ap"]),
-            _number(row["ap50"]),
-            _percent(shares.get(name)),
-        )
+        counts = str(row["images"]), str(row["boxes"])
+        scored = _number(row["ap"]), _number(row["ap50"])
+        table.add_row(name, *counts, *scored, _percent(shares.get(name)))
     table.add_section()
-    table.add_row(
-        "mean",
-        "",
-        "",
-        _number(summary["mean_ap"]),
-        _number(summary["mean_ap50"]),
-        _percent(shares.get("mean")),
-    )
-    pooled = _number(summary["pooled_ap"]), _number(summary["pooled_ap50"])
-    table.add_row("pooled", "", "", *pooled, "")
+    for name, share in (("mean", _percent(shares.get("mean"))), ("pooled", "")):
+        scored = _number(summary[f"{name}_ap"]), _number(summary[f"{name}_ap50"])
+        table.add_row(name, "", "", *scored, share)
     return table
 
 

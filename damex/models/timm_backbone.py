@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class TimmBackbone(BaseModule):
         # An enum of text; a few families do not have it and keep channels first.
         self._channels_last = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
         self.frozen_stages = frozen_stages
-        self._frozen = list(_first_modules(self.net, frozen_stages, name=name))
+        self._frozen = list(_first_modules(self.net, frozen_stages, model=name))
         for module in self._frozen:
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
@@ -181,10 +182,9 @@ def _create(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
             f"got {indices}."
         )
     try:
-        return _any_size(name, features_only=True, out_indices=indices, **options)
+        return _any_size(name, out_indices=indices, **options)
     except (AssertionError, IndexError) as error:
-        options["pretrained"] = False
-        info: Any = _any_size(name, features_only=True, **options).feature_info
+        info: Any = _any_size(name, **{**options, "pretrained": False}).feature_info
         strides = info.reduction()
         raise ConfigError(
             f"TimmBackbone: out_indices is {indices}, but {name!r} has {len(strides)} "
@@ -201,6 +201,7 @@ def _create(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
 def _any_size(name: str, **options: Any) -> nn.Module:
     import timm
 
+    options["features_only"] = True
     for option, value in ANY_SIZE:
         try:
             return timm.create_model(name, **{option: value, **options})
@@ -261,7 +262,7 @@ def _own_name(key: str, own: Mapping[str, Tensor]) -> str:
     return next((name for name in names if name in own), key)
 
 
-def _first_modules(net: nn.Module, last: int, *, name: str) -> Iterator[nn.Module]:
+def _first_modules(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Module]:
     """All modules up to the one that makes feature map number ``last``."""
     if last == -1:
         return
@@ -271,19 +272,15 @@ def _first_modules(net: nn.Module, last: int, *, name: str) -> Iterator[nn.Modul
     if type(last) is not int or not 0 <= last < len(makers):
         raise ConfigError(
             "TimmBackbone: frozen_stages must be -1 for none or from 0 to "
-            f"{len(makers) - 1} for {name!r}, got {last!r}."
+            f"{len(makers) - 1} for {model!r}, got {last!r}."
         )
     maker = makers[last]
     targets = {maker, maker.replace(".", "_"), f"model.{maker}"} & set(names)
     if not targets:
         raise ConfigError(
             f"TimmBackbone: frozen_stages={last} is beyond the feature maps of "
-            f"{name!r} that out_indices keeps; lower it."
+            f"{model!r} that out_indices keeps; lower it."
         )
     (target,) = targets
-    reached = False
-    for module_name, module in net.named_modules():
-        if reached and not module_name.startswith(f"{target}."):
-            return
-        reached = reached or module_name == target
-        yield module
+    inside = [name for name in names if f"{name}.".startswith(f"{target}.")]
+    yield from islice(net.modules(), names.index(inside[-1]) + 1)

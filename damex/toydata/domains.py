@@ -272,11 +272,7 @@ DATASETS = (
     ),
     PHOTOS,
     DatasetSpec(
-        "playroom",
-        ("crate", "roof", "ball", "car"),
-        120,
-        60,
-        lambda _: _playroom,
+        "playroom", ("crate", "roof", "ball", "car"), 120, 60, lambda _: _playroom
     ),
     DatasetSpec("arcade", ("ship", "coin", "chip", "star"), 60, 60, lambda _: _arcade),
 )

@@ -117,10 +117,7 @@ SHAPES: Mapping[str, Sequence[Layer]] = MappingProxyType(
             Layer(_KITE[:3] * 0.98, 0.6),
             Layer(np.array([(-0.18, 0.95), (0.0, 0.6), (0.18, 0.95)]), _WHITE),
         ),
-        "leaf": (
-            Layer(_leaf(), 1),
-            Layer(_rectangle(-0.8, -0.04, 0.8, 0.04), _WHITE),
-        ),
+        "leaf": (Layer(_leaf(), 1), Layer(_rectangle(-0.8, -0.04, 0.8, 0.04), _WHITE)),
         "cross": (
             Layer(_rectangle(-0.95, -0.2, 0.95, 0.2), 1),
             Layer(_rectangle(-0.2, -0.95, 0.2, 0.95), 1),

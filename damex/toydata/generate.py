@@ -19,7 +19,7 @@ from damex.errors import ConfigError, DataError
 from damex.toydata.domains import DATASETS, SPLITS, DatasetSpec, Renderer
 from damex.toydata.drawing import Box, Canvas
 
-VERSION = "1.2"
+VERSION = "1.3"
 STAMP_NAME = "toy.json"
 
 _OWN_FILE = re.compile(r"[a-z]+/((train|val)\.json|images/(train|val)_\d{5}\.jpg)")
@@ -173,7 +173,7 @@ def _write_split(root: Path, spec: DatasetSpec, split: str, seed: int) -> int:
             annotations.append(ids | {"category_id": category_id} | _geometry(box))
     info = {
         # The mixture's first name: the files of a version stay the same to the byte.
-        "description": f"damex minimix: {spec.name}, {split}",
+        "description": f"damex toy mixture: {spec.name}, {split}",
         "version": VERSION,
         "seed": seed,
         "license": _LICENSE,

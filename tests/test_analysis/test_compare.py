@@ -118,8 +118,8 @@ def test_a_run_without_its_evaluation_has_not_finished(tmp_path):
         (["--moe", "damx"], "no config file 'damx'.*did you mean 'damex'"),
         (["--moe", "damex", "configs/_base_/moe/damex.py"], "names 'damex' twice"),
         (["--seeds", "1", "1"], r"--seeds must be different numbers, got \[1, 1\]"),
-        (["--jobs", "0"], "--jobs must be 1 or more, got 0"),
-        (["--timed-rounds", "-1"], "--timed-rounds must be 0 or more, got -1"),
+        (["--jobs", "0"], "--jobs: must be 1 or more, got 0"),
+        (["--timed-rounds", "-1"], "--timed-rounds: must be 0 or more, got -1"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message, monkeypatch):

@@ -145,14 +145,14 @@ def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "there is no config file missing.py"),
-        ([str(CONFIG), "--classes", "0"], "--classes must be 1 or more, got 0"),
+        (["missing.py"], "there is no config file 'missing.py'"),
+        ([str(CONFIG), "--classes", "0"], "--classes: must be 1 or more, got 0"),
         ([str(CONFIG), "--groups", "3"], "--groups is for a count .* needs --classes"),
         (
             [str(CONFIG), "--classes", "3", "--groups", "0"],
-            "--groups must be 1 or more, got 0",
+            "--groups: must be 1 or more, got 0",
         ),
-        ([str(CONFIG), "--shape", "0", "9"], r"--shape must be positive, got \[0, 9\]"),
+        ([str(CONFIG), "--shape", "0", "9"], "--shape: must be 1 or more, got 0"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message):

@@ -127,3 +127,40 @@ def test_experts_for_a_detector_without_a_place_for_them_are_refused():
     dense = dict(type="DINO", moe=None)
     check_detector(dense)
     assert "moe" not in dense
+
+
+@pytest.fixture
+def warnings_of_runners(monkeypatch):
+    said = []
+    monkeypatch.setattr(MMLogger, "warning", lambda self, text: said.append(text))
+    return said
+
+
+def test_a_checkpoint_of_other_experts_says_so(make_runner, warnings_of_runners):
+    """DAMEX's routing loss has no weights, so all tensors of `vanilla` fit."""
+    trained = make_runner()
+    states = dict(save_optimizer=False, save_param_scheduler=False)
+    trained.save_checkpoint(trained.work_dir, "damex.pth", by_epoch=False, **states)
+    path = f"{trained.work_dir}/damex.pth"
+    make_runner(load_from=path).test()
+    assert not any("other experts" in text for text in warnings_of_runners)
+    make_runner(load_from=path, moe="vanilla").test()
+    (note,) = [text for text in warnings_of_runners if "other experts" in text]
+    assert note.startswith(f"{path} had other experts: moe.")
+    assert "moe.losses.DatasetRoutingLoss was DatasetRoutingLoss and is None" in note
+
+
+@pytest.mark.parametrize(("epochs", "is_said"), [(2, False), (5, True)])
+def test_a_schedule_of_another_length_is_said(
+    make_runner, warnings_of_runners, epochs, is_said
+):
+    first = make_runner(max_epochs=2)
+    _, first.param_schedulers = schedule(first)
+    first.save_checkpoint(first.work_dir, "first.pth", by_epoch=False)
+    path = f"{first.work_dir}/first.pth"
+    resumed = make_runner(max_epochs=epochs, load_from=path, resume=True)
+    _, resumed.param_schedulers = schedule(resumed)
+    resumed.load_or_resume()
+    assert resumed.param_schedulers[1].end == 12
+    found = [text for text in warnings_of_runners if "the learning rate goes" in text]
+    assert len(found) == is_said
