@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "DataError", "did_you_mean"]
-
 
 class ConfigError(ValueError):
     """A field of a config has a value that cannot work."""

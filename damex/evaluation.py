@@ -18,14 +18,6 @@ from mmengine.logging import print_log
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 
-__all__ = [
-    "COCO_BACKENDS",
-    "ImageResult",
-    "MixtureMetric",
-    "coco_scores",
-    "default_backend",
-]
-
 COCO_BACKENDS = ("faster_coco_eval", "pycocotools")
 SCORE_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 

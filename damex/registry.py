@@ -17,24 +17,11 @@ with contextlib.redirect_stdout(io.StringIO()):
     import mmdet.datasets  # noqa: F401
 from mmdet.registry import MODELS
 
-from damex import evaluation, moe
-from damex.datasets import coco, mixture, sampler
-from damex.engine import console, optim, runner, schedule, summary
+from damex import evaluation, moe  # noqa: F401
+from damex.datasets import coco, mixture, sampler  # noqa: F401
+from damex.engine import console, optim, runner, schedule, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data
-from damex.models import detectors
-
-__all__ = [
-    "coco",
-    "console",
-    "detectors",
-    "evaluation",
-    "mixture",
-    "optim",
-    "runner",
-    "sampler",
-    "schedule",
-    "summary",
-]
+from damex.models import detectors  # noqa: F401
 
 for part in (
     moe.LinearRouter,

@@ -29,8 +29,6 @@ from damex.engine.cli import Parser, at_least
 from damex.engine.config_files import CONFIGS, MOE, find_config
 from damex.errors import ConfigError, DataError
 
-__all__ = ["TrainingRun", "compare_moe", "run_all"]
-
 # Not compared by default: they go on from the checkpoint of another training.
 SECOND_STAGES = ("deepmoe_stage2",)
 

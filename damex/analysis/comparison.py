@@ -8,8 +8,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-__all__ = ["comparison_row", "draw_comparison", "markdown_table"]
-
 HEADER = (
     "mixture of experts",
     "mean AP50",

@@ -27,8 +27,6 @@ from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
 
-__all__ = ["PartComplexity", "complexity", "count_complexity"]
-
 
 @dataclass(frozen=True)
 class PartComplexity:

@@ -20,8 +20,6 @@ from mmengine.logging import print_log
 
 from damex.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["BAD_BOX_POLICIES", "NamedCocoDataset", "read_class_names", "read_coco"]
-
 BAD_BOX_POLICIES = ("error", "drop")
 
 

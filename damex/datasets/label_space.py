@@ -9,8 +9,6 @@ from typing import Any
 from damex.datasets.spec import DatasetSpec
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["LABEL_SPACE_MODES", "LabelSpace"]
-
 LABEL_SPACE_MODES = ("union", "partitioned")
 
 

@@ -25,8 +25,6 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import DatasetSpec, map_leaves, parse_mixture
 from damex.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["MixtureDataset", "SeededIndex", "local_seed", "mix_seed"]
-
 
 @DATASETS.register_module()
 class MixtureDataset(Dataset):

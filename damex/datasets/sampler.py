@@ -15,8 +15,6 @@ from torch.utils.data import Sampler
 from damex.datasets.mixture import MixtureDataset, SeededIndex, mix_seed
 from damex.errors import ConfigError
 
-__all__ = ["MixtureSampler"]
-
 
 @DATA_SAMPLERS.register_module()
 class MixtureSampler(Sampler[SeededIndex]):

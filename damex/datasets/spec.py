@@ -15,8 +15,6 @@ from mmdet.registry import DATASETS
 from damex.datasets.coco import read_class_names
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["DatasetSpec", "parse_mixture"]
-
 SPLITS = ("train", "val", "test")
 
 

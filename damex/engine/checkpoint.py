@@ -25,13 +25,6 @@ from torch import nn
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 
-__all__ = [
-    "check_label_space",
-    "check_tensors",
-    "load_checkpoints_as_data",
-    "replace_misfits",
-]
-
 
 def load_checkpoints_as_data() -> None:
     """Make all of mmengine's loaders refuse whatever is not data.

@@ -20,17 +20,6 @@ from mmengine.runner import Runner
 from damex.engine.config_files import merge_options, read_config
 from damex.errors import ConfigError, DataError, did_you_mean
 
-__all__ = [
-    "Parser",
-    "at_least",
-    "build_runner",
-    "fault_of_config",
-    "load_config",
-    "run_command",
-    "test",
-    "train",
-]
-
 CFG_OPTIONS_HELP = (
     "override settings of the config: key=value pairs, nested keys with dots, lists as "
     "key=[a,b] or key=a,b, for instance moe=vanilla train_cfg.max_epochs=1"

@@ -13,8 +13,6 @@ from damex.datasets.spec import parse_mixture
 from damex.engine.config_files import moe_of_file
 from damex.errors import ConfigError
 
-__all__ = ["label_space_of", "resolve_config"]
-
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
 

@@ -14,16 +14,6 @@ from mmengine.utils import import_modules_from_strings
 import damex
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "CONFIGS",
-    "KEYS",
-    "MOE",
-    "find_config",
-    "merge_options",
-    "moe_of_file",
-    "read_config",
-]
-
 # The configs of the project: in a wheel they lie here, in a checkout this is a link.
 CONFIGS = (Path(damex.__file__).parent / ".mim" / "configs").resolve()
 MOE = "_base_/moe"
@@ -121,6 +111,12 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 f"{name}={options[name]!r}: the config has no {first}, and nothing "
                 f"reads it; {did_you_mean(first, sorted({*KEYS, *cfg}))}"
             )
+        if "dict(" in str(options[name]):
+            raise ConfigError(
+                f"{name}={options[name]!r}: --cfg-options take numbers, words and "
+                f"lists of them; write dicts into a config file, or name a field of "
+                f"one, as in {name}.0.type=..."
+            )
     for key in ("max_epochs", "max_iters"):
         if f"train_cfg.{key}" in options and key not in options:
             cfg.pop(key, None)  # it would win; see MixtureRunner
@@ -133,7 +129,10 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 f"{inner[0]}={options[inner[0]]!r}: moe is None, a dense detector; add "
                 "moe=damex (or another of configs/_base_/moe), or leave it out."
             )
-    cfg.merge_from_dict(options)
+    try:
+        cfg.merge_from_dict(options)
+    except (TypeError, KeyError, IndexError) as error:
+        raise ConfigError(f"--cfg-options do not fit the config: {error}") from error
 
 
 def _read(file: Path) -> Config:

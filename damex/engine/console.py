@@ -31,8 +31,6 @@ from rich.progress import (
 from damex.datasets.mixture import MixtureDataset
 from damex.models.insertion import moe_blocks
 
-__all__ = ["MixtureVisualizationHook", "ProgressHook", "filter_console"]
-
 # What the line shows of a detector's outputs.
 MEASURES = MappingProxyType(
     {

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from damex.errors import ConfigError, did_you_mean
 from damex.moe import ChainedOptimizer, NormalizedGD, expert_parameters
 
-__all__ = ["ExpertOptimWrapperConstructor", "check_optimizer_type"]
-
 OPTIMIZERS.register_module(module=NormalizedGD)
 HINT = "experts=dict(type='NormalizedGD', lr=0.001)"
 

@@ -34,8 +34,6 @@ from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
 
-__all__ = ["MixtureRunner", "check_detector"]
-
 DDP = "MMDistributedDataParallel"
 HOOKS_OF_DAMEX = (IterationSeedHook, TrainingStepHook, ProgressHook, RunSummaryHook)
 
@@ -127,8 +125,8 @@ class MixtureRunner(Runner):
             ConfigError: If frozen gates would stay random.
         """
         starts_anew = self._load_from is None and not self._resume
-        detector = routed_detector(self)
-        if starts_anew and detector is not None and detector.has_frozen_gates:
+        gating = getattr(routed_detector(self), "channel_gating", None)
+        if starts_anew and gating is not None and gating.path.frozen:
             raise ConfigError(
                 "moe.channels.frozen=True trains the detector behind gates that stay "
                 "as an earlier training left them (DeepMoE's stage 2), and there is no "

@@ -16,8 +16,6 @@ from mmengine.runner import Runner
 from damex.datasets.mixture import mix_seed
 from damex.models.detectors import RoutedDetector
 
-__all__ = ["IterationSeedHook", "TrainingStepHook", "routed_detector"]
-
 
 @HOOKS.register_module()
 class TrainingStepHook(Hook):

@@ -26,8 +26,6 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["RunSummaryHook", "draw_detections", "score_table", "summarise"]
-
 PACKAGES = (
     *("damex", "torch", "torchvision"),
     *("onedl-mmdetection", "onedl-mmengine", "onedl-mmcv"),

@@ -57,9 +57,7 @@ class CheckpointedForward:
         )
 
 
-def take_num_cp(
-    config: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, int]]:
+def take_num_cp(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Take ``num_cp`` out of a detector's encoder and decoder.
 
     Args:

@@ -13,13 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
 from damex.models.upcycling import SplitStart, slice_channels, upcycle
-from damex.moe import (
-    MoELayer,
-    Packing,
-    PatchConvExperts,
-    real_patches,
-    route_patches,
-)
+from damex.moe import MoELayer, Packing, PatchConvExperts, real_patches, route_patches
 
 
 class MoEFFN(nn.Module):

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from damex.errors import ConfigError
 from damex.models.context import RoutingContext
-from damex.moe import (
-    check_activation,
-    check_gateable,
-    gated_conv2d,
-    gated_ffn,
-)
+from damex.moe import check_activation, check_gateable, gated_conv2d, gated_ffn
 
 
 class GatedFFNBlock(nn.Module):

@@ -42,10 +42,7 @@ class ChannelGating(nn.Module):
         return self.path(images_BCHW, image_mask_of(images_BCHW, samples))
 
     def losses(
-        self,
-        gates: ChannelGates,
-        samples: Sequence[Any],
-        group_ids_B: Tensor | None,
+        self, gates: ChannelGates, samples: Sequence[Any], group_ids_B: Tensor | None
     ) -> dict[str, Tensor]:
         """Losses of one step for mmdet's loss dict.
 

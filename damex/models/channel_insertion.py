@@ -85,9 +85,7 @@ def insert_channels(
 
 def _build_embedding(settings: ChannelConfig, num_targets: int) -> Any:
     embedding = build_module(
-        settings.embedding,
-        "channels.embedding",
-        offer=dict(embed_dims=num_targets),
+        settings.embedding, "channels.embedding", offer=dict(embed_dims=num_targets)
     )
     if settings.aux_weight > 0.0 and embedding.embed_dims != num_targets:
         raise ConfigError(

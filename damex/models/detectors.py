@@ -31,11 +31,7 @@ from damex.models.insertion import (
     insert_moe,
     moe_blocks,
 )
-from damex.models.outputs import (
-    add_dataset_instances,
-    attach_routing,
-    routing_losses,
-)
+from damex.models.outputs import add_dataset_instances, attach_routing, routing_losses
 from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
@@ -228,11 +224,7 @@ class RoutedDetector(_Detector):
             return super().forward_encoder(feat=feat, feat_mask=feat_mask, **kwargs)
 
     def forward_decoder(
-        self,
-        *,
-        query_mask: Tensor | None = None,
-        num_auxiliary: int = 0,
-        **kwargs: Any,
+        self, *, query_mask: Tensor | None = None, num_auxiliary: int = 0, **kwargs: Any
     ) -> dict:
         """Run the decoder; fillers and auxiliary queries are no tokens to count."""
         count = kwargs["query"].shape[1] - num_auxiliary

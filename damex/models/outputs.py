@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from damex.moe import (
-    RoutingRecord,
-    dropped_counts,
-    routing_hits,
-    top1_expert,
-)
+from damex.moe import RoutingRecord, dropped_counts, routing_hits, top1_expert
 
 
 def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:

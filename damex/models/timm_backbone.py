@@ -21,8 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from damex.errors import ConfigError, did_you_mean
 
-__all__ = ["TimmBackbone", "check_neck"]
-
 # What models of a fixed image size are told, so that they take any: windows, patches.
 ANY_SIZE = ("strict_img_size", False), ("dynamic_img_size", True)
 

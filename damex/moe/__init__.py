@@ -14,8 +14,8 @@ from damex.moe.channels.layers import (
 )
 from damex.moe.channels.losses import active_share, gate_l1, presence_loss
 from damex.moe.experts import FFNExperts, SharedExpert
+from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
-from damex.moe.gates.base import Gate
 from damex.moe.gates.dense import DenseSoftmaxGate, DenseToSparseGate
 from damex.moe.gates.expert_choice import ExpertChoiceGate
 from damex.moe.gates.topk import TopKGate
@@ -40,18 +40,9 @@ from damex.moe.metrics import (
 )
 from damex.moe.optim import ChainedOptimizer, NormalizedGD, expert_parameters
 from damex.moe.patches import PatchConvExperts, real_patches, route_patches
-from damex.moe.routers import (
-    CosineRouter,
-    HierarchicalRouter,
-    LinearRouter,
-    MLPRouter,
-)
+from damex.moe.routers import CosineRouter, HierarchicalRouter, LinearRouter, MLPRouter
 from damex.moe.routing import Assignment, Packing, RoutingRecord, expert_groups
-from damex.moe.split import (
-    load_dense_split,
-    repeat_router_rows,
-    split_hidden_dims,
-)
+from damex.moe.split import load_dense_split, repeat_router_rows, split_hidden_dims
 
 __all__ = [
     "Assignment",

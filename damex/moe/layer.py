@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from damex.moe.experts import SharedExpert
-from damex.moe.gates.base import Gate
+from damex.moe.gates import Gate
 from damex.moe.losses import RoutingLoss
 from damex.moe.routing import Packing, RoutingRecord
 

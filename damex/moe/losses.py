@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from damex.moe.checks import check_choice, check_number
-from damex.moe.gates.base import Gate
+from damex.moe.gates import Gate
 from damex.moe.routing import Assignment, RoutingRecord
 
 TokenChoice = Literal["all", "foreground"]

@@ -33,9 +33,7 @@ class NormalizedGD(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 0.001,
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.001
     ) -> None:
         if not lr >= 0.0:
             raise ValueError(f"NormalizedGD: lr must be >= 0, got {lr}")

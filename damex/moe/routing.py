@@ -130,11 +130,7 @@ class Assignment:
 
     @classmethod
     def from_topk(
-        cls,
-        expert_ids_VK: Tensor,
-        weights_VK: Tensor,
-        *,
-        num_experts: int,
+        cls, expert_ids_VK: Tensor, weights_VK: Tensor, *, num_experts: int
     ) -> Assignment:
         """Builds the routes of a gate that gives every token K experts.
 

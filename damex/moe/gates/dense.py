@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from damex.moe.checks import check_number
-from damex.moe.gates.base import Gate
+from damex.moe.gates import Gate
 from damex.moe.routing import Assignment, Packing
 
 

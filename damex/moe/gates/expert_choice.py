@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from damex.moe.checks import check_choice, check_number, check_sizes
-from damex.moe.gates.base import Gate
+from damex.moe.gates import Gate
 from damex.moe.routing import Assignment, Packing
 
 WEIGHTS = ("selected", "all", "one")
@@ -123,11 +123,7 @@ class ExpertChoiceGate(Gate):
             for column in columns
         )
         return Assignment.from_pairs(
-            token_R,
-            expert_R,
-            weight_R,
-            num_tokens=num_tokens,
-            num_experts=num_experts,
+            token_R, expert_R, weight_R, num_tokens=num_tokens, num_experts=num_experts
         )
 
     def _weigh(self, scores_BEN: Tensor, pick_BEL: Tensor, taken_BEL: Tensor) -> Tensor:

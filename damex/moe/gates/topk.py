@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from damex.moe.checks import check_choice, check_number, check_sizes
+from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
-from damex.moe.gates.base import Gate
 from damex.moe.routing import Assignment, Packing
 
 NOISES = ("gaussian", "uniform")
@@ -118,9 +118,7 @@ class TopKGate(Gate):
         ids_VK = sorted_ids_VE[:, : self.k]
         scores_VE = noisy_VE if self.noisy_weights else logits_VE
         assignment = Assignment.from_topk(
-            ids_VK,
-            self._weights(scores_VE, ids_VK),
-            num_experts=num_experts,
+            ids_VK, self._weights(scores_VE, ids_VK), num_experts=num_experts
         )
         if self.balance is not None and self.training:
             self.balance.observe(assignment.counts_E)
