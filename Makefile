@@ -1,6 +1,6 @@
 # make quickstart   install, then train and evaluate a small detector on the CPU
-# make test         install, then run the tests, but those of the next two targets
-# make test-slow    install, then run whole commands, and the papers' studies
+# make test         install, then run the fast tests: 5 minutes on 2 cores or less
+# make test-slow    install, then run the rest: whole commands, the papers' studies
 # make test-all     install, then run all tests
 # make check        install, then lint, format and type checks, and build the docs
 # make docs         install, then build the docs into docs/_build/html
@@ -10,7 +10,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 
 # Each test process computes on one thread; pytest-xdist starts one per core.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
 
 .PHONY: install quickstart test test-slow test-all check docs
 install: $(STAMP)
