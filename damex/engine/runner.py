@@ -128,7 +128,8 @@ class MixtureRunner(Runner):
         """
         starts_anew = self._load_from is None and not self._resume
         detector = routed_detector(self)
-        if starts_anew and detector is not None and detector.has_frozen_gates:
+        gating = None if detector is None else detector.channel_gating
+        if starts_anew and gating is not None and gating.path.frozen:
             raise ConfigError(
                 "moe.channels.frozen=True trains the detector behind gates that stay "
                 "as an earlier training left them (DeepMoE's stage 2), and there is no "

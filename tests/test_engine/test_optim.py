@@ -208,7 +208,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(write_config, run_tool, tmp_p
         (dict(experts=dict(type="NormalizedGD", lr="0.1")), "0 or more, .*'0.1'"),
         (
             dict(experts=dict(type="NormalizedGD", lr=0.1, norm="max")),
-            "optim_wrapper.experts = .*unknown norm 'max'",
+            "optim_wrapper.experts = .*unexpected keyword argument 'norm'",
         ),
         (
             dict(experts=dict(type="NormalizedGD", lr=0.1, betas=1)),
