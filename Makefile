@@ -1,5 +1,7 @@
 # make quickstart   install, then train and evaluate a small detector on the CPU
-# make test         install, then run the tests
+# make test         install, then run the fast tests: 5 minutes on 2 cores or less
+# make test-slow    install, then run the rest: whole commands, the papers' studies
+# make test-all     install, then run all tests
 # make check        install, then lint, format and type checks, and build the docs
 # make docs         install, then build the docs into docs/_build/html
 # make install      make .venv alone
@@ -7,7 +9,10 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test check docs
+# Each test process computes on one thread; pytest-xdist starts one per core.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
+
+.PHONY: install quickstart test test-slow test-all check docs
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml
@@ -29,7 +34,13 @@ quickstart: $(STAMP)
 	$(VENV)/bin/python tools/train.py configs/quickstart.py
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest
+	$(PYTEST) -m "not slow and not studies"
+
+test-slow: $(STAMP)
+	$(PYTEST) -m "slow or studies"
+
+test-all: $(STAMP)
+	$(PYTEST)
 
 docs: $(STAMP)
 	$(VENV)/bin/python -m sphinx -q -W -b html docs docs/_build/html

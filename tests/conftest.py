@@ -1,10 +1,12 @@
-"""Fixtures for all tests: small real datasets on disk."""
+"""Fixtures for all tests: small real datasets on disk, small real detectors."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import mmdet
 import numpy as np
 import pytest
 import torch
+import yapf.yapflib.yapf_api
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -21,6 +24,13 @@ from mmengine.structures import InstanceData
 from PIL import Image
 
 import damex.registry  # noqa: F401
+
+# torch's compiler imports triton where it finds it, and compiles for the CPU without.
+# triton's bindings would print 500 lines about leaks below pytest's summary.
+sys.modules["triton"] = None  # type: ignore[assignment]
+
+MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,6 +41,8 @@ def registered() -> None:
     no compiled ops); the scope lets mmengine's ``Compose`` find mmdet's transforms.
     """
     init_default_scope("mmdet")
+    # mmengine writes a config five times in a run, each time laid out by yapf (2 s).
+    yapf.yapflib.yapf_api.FormatCode = lambda text, **_: (text, True)
     # Every mmengine dataset calls gc.collect(); without a freeze, each call looks
     # through all of torch and takes 0.2 s.
     gc.freeze()
@@ -131,8 +143,10 @@ def _write_coco_dataset(
     )
 
 
-MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
-CONFIGS = Path(__file__).parents[1] / "configs"
+@functools.cache
+def _read(path: Path) -> Config:
+    """A config file, parsed once; to be copied before it is changed."""
+    return Config.fromfile(path)
 
 
 @pytest.fixture
@@ -140,13 +154,10 @@ def model_config():
     """Config of the tiny DINO with DAMEX, for three dataset groups and four classes."""
 
     def make(*, moe="damex", num_groups=3, base="moe-dino_tiny", **changes):
-        import damex.registry  # noqa: F401 - registers the detectors
-
-        init_default_scope("mmdet")
-        cfg = Config.fromfile(CONFIGS / f"_base_/models/{base}.py").model
+        cfg = copy.deepcopy(_read(CONFIGS / f"_base_/models/{base}.py").model)
         cfg.bbox_head.num_classes = 4
         if isinstance(moe, str):
-            moe = Config.fromfile(CONFIGS / f"_base_/moe/{moe}.py").moe
+            moe = copy.deepcopy(_read(CONFIGS / f"_base_/moe/{moe}.py").moe)
         cfg.update(moe=moe, num_groups=num_groups, **changes)
         return cfg
 
@@ -218,8 +229,7 @@ def build_mmdet():
     """Build a detector from mmdet's own config plus ``moe``, shrunk."""
 
     def make(name, *, num_groups=2, moe=None, **changes):
-        init_default_scope("mmdet")
-        model = Config.fromfile(MMDET_CONFIGS / DETECTORS[name]).model
+        model = copy.deepcopy(_read(MMDET_CONFIGS / DETECTORS[name]).model)
         model.backbone.init_cfg = None  # the pretrained weights are a download
         # mmdet's Conditional DETR encodes its queries' places in 256 channels always.
         keep = {"MoEConditionalDETR": 256}

@@ -149,11 +149,16 @@ assert not [name for name in names if name in sys.modules]
     "module",
     [
         "registry",
-        "evaluation",
-        "models.blocks",
-        "engine.runner",
-        "datasets.coco",
-        "analysis.complexity",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "evaluation",
+                "models.blocks",
+                "engine.runner",
+                "datasets.coco",
+                "analysis.complexity",
+            )
+        ),
     ],
 )
 def test_every_module_that_needs_mmdet_can_be_the_first_import(module):

@@ -54,6 +54,7 @@ def status_of(output: str, name: str) -> str:
 # ---- the whole program ----
 
 
+@pytest.mark.slow
 def test_good_environment_is_well():
     result = subprocess.run(
         [sys.executable, "-m", "damex.doctor"], cwd=ROOT, capture_output=True, text=True
@@ -65,6 +66,7 @@ def test_good_environment_is_well():
     assert result.stdout.endswith("All is well.\n")
 
 
+@pytest.mark.slow
 def test_blocked_mmdet_is_mended_by_its_own_command():
     result = run_doctor("mmdet", "timm")
     assert result.returncode == 1, result.stderr
@@ -302,6 +304,7 @@ def test_a_long_command_stays_on_one_line(capsys):
     assert f"      pip install {'m' * 300}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_quiet_prints_nothing_where_all_is_well():
     command = [sys.executable, "-m", "damex.doctor", "--quiet"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

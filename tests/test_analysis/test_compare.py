@@ -56,6 +56,7 @@ def run(config, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_comparison_trains_measures_and_goes_on_where_it_was(tmp_path, config):
     common = ("--work-dir", str(tmp_path / "compared"), "--seeds", "0")
     first = run(config, "--moe", "damex", *common, "--timed-rounds", "0")
@@ -88,6 +89,7 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(tmp_path, config)
     assert "belongs to a run with other settings" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_training_is_named_and_missing_in_the_table(tmp_path, config):
     wrong = tmp_path / "wrong.py"
     wrong.write_text("moe = dict(layers=dict(decoder=[9]))\n")
@@ -154,6 +156,7 @@ def test_ends_come_in_their_order_with_their_status():
     assert list(run_all([slow, fast], jobs=1, threads=7)) == [(slow, 7), (fast, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_training_outlives_the_command(number):
     script = """if True:

@@ -43,6 +43,8 @@ val_dataloader = dict(
 test_dataloader = val_dataloader
 train_cfg = dict(max_epochs=2, val_interval=2)
 work_dir = {work_dir!r}
+# mmengine tells runs apart by name and second, and tests start several in one.
+experiment_name = {experiment!r}
 """
 
 
@@ -57,6 +59,7 @@ def write_config_to():
             moe=moe,
             mixture=[dict(entry) for entry in mixture],
             work_dir=str(folder / "work"),
+            experiment=f"{folder.name}_{name}",
         )
         path.write_text(text + extra + "\n", encoding="utf-8")
         return path

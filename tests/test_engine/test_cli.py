@@ -303,7 +303,7 @@ def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_p
             ("unknown key 'num_qeries'", "'num_queries'?"),
         ),
         ("model.neck.type=ChanelMapper", ("no model", "'ChannelMapper'?")),
-        ("train_pipeline.3.prb=1.0", ("RandomFlip", "unknown key 'prb'", "'prob'?")),
+        ("train_pipeline.3.prb=1.0", ("RandomFlip", "argument 'prb'", "'prob'?")),
         ("optim_wrapper.optimizer.type=AdmW", ("unknown type 'AdmW'", "'AdamW'?")),
         ("optim_wrapper.optimizer.lrr=1", ("AdamW", "unknown key 'lrr'", "'lr'?")),
         ("train_cfg.max_epoch=1", ("unknown key 'max_epoch'", "'max_epochs'?")),

@@ -13,6 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow
 
 NO_EVALUATION = "train_cfg = dict(max_epochs=2, val_begin=9)\n"
 EVERY_LINE = "custom_hooks = [dict(type='ProgressHook', every_seconds=0)]\n"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 FEW_STEPS = """
 train_cfg = dict(max_epochs={epochs}, val_begin=9)
 train_dataloader["sampler"]["samples_per_epoch"] = {samples}

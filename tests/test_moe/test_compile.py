@@ -114,7 +114,13 @@ def tokens_BND(seed=1):
 
 
 @needs_grouped_mm
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    "masked",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id=""),
+        pytest.param(True, id="masked"),
+    ],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_graph_gives_what_eager_gives(name, masked):
     layer = make_layer(**LAYERS[name])
@@ -161,6 +167,7 @@ def test_the_load_loss_is_part_of_the_graph():
     torch.testing.assert_close(run(compiled, layer, tokens_BND(), None), expected)
 
 
+@pytest.mark.slow
 @needs_grouped_mm
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_inductor_gives_what_eager_gives():
