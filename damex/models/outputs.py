@@ -19,7 +19,7 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
 
     Returns:
         ``loss_moe_<name>``: the weighted loss, mean over the layers that have it
-        (DAMEX: 1/|L| sum over L). ``moe_routing_accuracy``: share of tokens whose first
+        (as in DAMEX). ``moe_routing_accuracy``: share of tokens whose first
         expert belongs to their dataset's group, in [0, 1], where groups are known.
         ``moe_drop_rate``: share of tokens (with k above 1, of token-expert pairs)
         beyond the capacity of experts, where there is one. A dropped token has no first

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe.checks import check_choice, check_number, check_sizes
+from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.grouped import (
     BACKENDS,
     choose_backend,

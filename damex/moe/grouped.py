@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from damex.moe.checks import check_choice
+from damex.errors import check_choice
 
 BACKENDS = ("auto", "split", "grouped_mm")
 

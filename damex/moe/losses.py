@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from damex.moe.checks import check_choice, check_number
+from damex.errors import check_choice, check_number
 from damex.moe.gates import Gate
 from damex.moe.routing import Assignment, RoutingRecord
 

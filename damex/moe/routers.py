@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe.checks import check_choice, check_number, check_sizes
+from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.routing import expert_groups
 
 

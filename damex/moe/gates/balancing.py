@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed, nn
 
-from damex.moe.checks import check_number, check_sizes
+from damex.errors import check_number, check_sizes
 from damex.moe.routing import Assignment
 
 

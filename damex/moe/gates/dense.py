@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from damex.moe.checks import check_number
+from damex.errors import check_number
 from damex.moe.gates import Gate
 from damex.moe.routing import Assignment, Packing
 

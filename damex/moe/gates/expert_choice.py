@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from damex.moe.checks import check_choice, check_number, check_sizes
+from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.gates import Gate
 from damex.moe.routing import Assignment, Packing
 
