@@ -103,7 +103,7 @@ def test_schedulers_move_both_learning_rates():
     assert wrapper.get_lr()["base_lr"] == pytest.approx([0.001])
     cosine = build_optim_wrapper(Model(), copy.deepcopy(SPLIT))
     scheduler = CosineAnnealingLR(cosine, T_max=2, eta_min_ratio=0.02, by_epoch=False)
-    cosine.optimizer.step()
+    cosine.step()
     scheduler.step()
     # halfway between the whole and 2 percent of it
     lrs = [group["lr"] for group in cosine.optimizer.param_groups]

@@ -141,7 +141,7 @@ def test_every_annotation_is_drawn_and_no_weak_detection(sample):
 
 
 def test_a_row_for_each_dataset_whatever_its_images_are(sample):
-    tall, wide = sample(50, 100), sample(100, 50)
+    tall, wide = sample(100, 200), sample(200, 100)
     found = images({"a": [tall], "b": [wide, tall, wide]})
     assert [[image.shape for image in row] for row in found.values()] == [
         [(200, 200, 3)],

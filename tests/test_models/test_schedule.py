@@ -171,7 +171,7 @@ def test_the_warmup_lowers_its_loss(build, make_batch):
     losses = []
     for _ in range(6):
         (log,) = train(detector, wrapper, make_batch, [0])  # the same batch
-        losses.append(float(log["loss_moe_separate_router"]))
+        losses.append(log["loss_moe_separate_router"].item())
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
 

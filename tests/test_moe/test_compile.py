@@ -114,13 +114,7 @@ def tokens_BND(seed=1):
 
 
 @needs_grouped_mm
-@pytest.mark.parametrize(
-    "masked",
-    [
-        pytest.param(False, marks=pytest.mark.slow, id=""),
-        pytest.param(True, id="masked"),
-    ],
-)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_graph_gives_what_eager_gives(name, masked):
     layer = make_layer(**LAYERS[name])
