@@ -1,5 +1,6 @@
 """The progress line in a pipe and in a terminal, and what reaches the screen."""
 
+import contextlib
 import io
 import logging
 import os
@@ -64,6 +65,16 @@ def test_other_processes_are_silent(hook):
     runner = SimpleNamespace(rank=1, iter=0, max_iters=10)
     hook.after_train_iter(runner, batch_idx=0, outputs=dict(loss=1.0))
     assert lines(hook) == []
+
+
+def _read_all(terminal):
+    """What was written to a pseudo-terminal; one read gives 4 KiB at most."""
+    chunks = []
+    with contextlib.suppress(OSError):  # EIO: the other end is closed, all is read
+        while chunk := os.read(terminal, 1 << 12):
+            chunks.append(chunk)
+    os.close(terminal)
+    return b"".join(chunks).decode()
 
 
 def test_a_terminal_gets_one_bar_that_is_drawn_again(monkeypatch):
