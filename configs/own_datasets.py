@@ -2,11 +2,11 @@
 # the lines marked with (1) to (4), and run
 #   python tools/train.py configs/<your file>.py
 # Start without a GPU and with a small image_size to see that everything is found; then
-# take the full-size model as shown in (3).
+# take the full-size model as shown in (3), and delete what stands from (2) on.
 _base_ = [
     "_base_/models/moe-dino_tiny.py",  # (3) _base_/models/moe-dino-4scale_r50.py
     "_base_/moe/damex.py",  # (4) any file of _base_/moe; dense.py for no experts
-    "_base_/datasets/mixture.py",
+    "_base_/datasets/mixture.py",  # (3) _base_/datasets/detr_pipeline.py
     "_base_/schedules/adamw_tiny.py",  # (3) _base_/schedules/adamw_12e.py
     "_base_/runtime.py",
 ]

@@ -1,4 +1,4 @@
-# The five-minute run: a tiny DAMEX-DINO on the toy mixture, on the CPU.
+# The quick start: a tiny DAMEX-DINO on the toy mixture, on the CPU.
 #   python -m damex.toydata && python tools/train.py configs/quickstart.py
 # Needs: nothing that is not generated. Ends with a table of AP per dataset.
 _base_ = [

@@ -1,5 +1,5 @@
 # Four epochs from scratch. With 2,600 samples each and batch 8 that is 1,300
-# iterations, about five minutes on two cores.
+# iterations, six to nine minutes on two cores.
 # max_epochs=7 on the command line (or train_cfg.max_epochs=7) moves the schedule too.
 train_cfg = dict(
     type="EpochBasedTrainLoop",
