@@ -282,6 +282,23 @@ def test_options_for_experts_change_the_file_that_the_config_names(inside):
     assert cfg.moe.gate.k == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"vis_backends": ['dict(type="TensorboardVisBackend")']},
+            "write dicts into a config file, .*vis_backends.0.type=",
+        ),
+        ({"mixture.0.train.type": "VOCDataset"}, "options do not fit .*train"),
+        ({"mixture.7.name": "eighth"}, "options do not fit .*7"),
+    ],
+)
+def test_options_that_cannot_be_merged_end_in_one_line(options, words):
+    cfg = Config(dict(vis_backends=[], mixture=[dict(name="a", train="train.json")]))
+    with pytest.raises(ConfigError, match=words):
+        merge_options(cfg, options)
+
+
 def test_options_for_experts_of_a_dense_detector_are_refused():
     with pytest.raises(ConfigError, match=r"moe.gate.k=2: moe is None, a dense"):
         merge_options(Config(dict(moe=None)), {"moe.gate.k": 2})
