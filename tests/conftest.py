@@ -26,8 +26,10 @@ from PIL import Image
 import damex.registry  # noqa: F401
 
 # torch's compiler imports triton where it finds it, and compiles for the CPU without.
-# triton's bindings would print 500 lines about leaks below pytest's summary.
-sys.modules["triton"] = None  # type: ignore[assignment]
+# triton's bindings would print 500 lines about leaks below pytest's summary. On a GPU
+# torch needs it.
+if not torch.cuda.is_available():
+    sys.modules["triton"] = None  # type: ignore[assignment]
 
 MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
 CONFIGS = Path(__file__).parents[1] / "configs"
