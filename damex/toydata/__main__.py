@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from damex.errors import ConfigError, DataError
-from damex.toydata import contact_sheet, generate_toy_mixture
+from damex.toydata import DATASETS, contact_sheet, generate_toy_mixture
+from damex.toydata.domains import DatasetSpec
+from damex.toydata.worlds import world_specs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,6 +22,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("data/toy"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--worlds",
+        type=int,
+        metavar="N",
+        help="instead: N worlds that share their objects (see damex.toydata.worlds)",
+    )
+    parser.add_argument(
+        "--names",
+        choices=("conflicting", "agreeing"),
+        default="conflicting",
+        help="whether the worlds agree in what they call things",
+    )
+    parser.add_argument(
+        "--train", type=int, default=300, help="training images of each world"
+    )
+    parser.add_argument(
+        "--val", type=int, default=60, help="validation images of each world"
+    )
+    parser.add_argument(
         "--force",
         action="store_true",
         help="replace an earlier mixture; other files in the folder stay",
@@ -28,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        report = generate_toy_mixture(args.out, seed=args.seed, force=args.force)
+        report = generate_toy_mixture(
+            args.out, seed=args.seed, force=args.force, specs=_specs(args)
+        )
     except (ConfigError, DataError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -36,6 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
     if args.sheet is not None:
         contact_sheet(args.out).save(args.sheet, optimize=True)
     return 0
+
+
+def _specs(args: argparse.Namespace) -> Sequence[DatasetSpec]:
+    """The datasets that the command line asks for."""
+    if args.worlds is None:
+        return DATASETS
+    return world_specs(
+        args.worlds, names=args.names, num_train=args.train, num_val=args.val
+    )
 
 
 if __name__ == "__main__":

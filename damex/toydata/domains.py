@@ -42,6 +42,7 @@ class DatasetSpec:
         num_val: Number of validation images.
         build_renderer: Takes a split and returns the function that draws an image
             from (height, width) and a random generator.
+        variant: What tells it from another dataset of the same name and size.
     """
 
     name: str
@@ -49,6 +50,7 @@ class DatasetSpec:
     num_train: int
     num_val: int
     build_renderer: Callable[[str], Renderer]
+    variant: str = ""
 
     def num_images(self, split: str) -> int:
         """Return the number of images of a split, 'train' or 'val'."""

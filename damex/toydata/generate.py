@@ -209,7 +209,9 @@ def _file_names(spec: DatasetSpec) -> list[str]:
 
 def _key(specs: Sequence[DatasetSpec], seed: int) -> dict[str, Any]:
     sizes = {spec.name: [spec.num_train, spec.num_val] for spec in specs}
-    return {"version": VERSION, "seed": seed, "sizes": sizes}
+    key = {"version": VERSION, "seed": seed, "sizes": sizes}
+    variants = {spec.name: spec.variant for spec in specs if spec.variant}
+    return key | ({"variants": variants} if variants else {})
 
 
 def _read_stamp(out: Path) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from damex.errors import DataError
 from damex.toydata.domains import DATASETS
+from damex.toydata.worlds import WORLDS
 
 _ZOOM = 2
 _TILE = 128 * _ZOOM
@@ -41,7 +42,8 @@ def contact_sheet(
         DataError: If no dataset of the mixture is in `root`.
     """
     root = Path(root)
-    names = [spec.name for spec in DATASETS if (root / spec.name).is_dir()]
+    known = (*(spec.name for spec in DATASETS), *WORLDS)
+    names = [name for name in known if (root / name).is_dir()]
     if not names:
         raise DataError(
             f"contact_sheet: no dataset of the toy mixture in {str(root)!r}; "
