@@ -163,3 +163,16 @@ class LabelSpace:
         """Sorted mixture labels that a dataset annotates."""
         names = self.dataset_classes[dataset_id].values()
         return sorted({self.classes.index(name) for name in names})
+
+    def coverage(self) -> dict[str, list]:
+        """What each dataset annotates, as plain values for the config of a detector.
+
+        Returns:
+            ``labels``, for each dataset those of :meth:`valid_labels`, and ``groups``,
+            for each dataset the number of its group.
+        """
+        ids = range(len(self.dataset_names))
+        return dict(
+            labels=[self.valid_labels(dataset_id) for dataset_id in ids],
+            groups=[self.group_id(dataset_id) for dataset_id in ids],
+        )

@@ -14,10 +14,19 @@ from damex.engine.config_files import moe_of_file
 from damex.errors import ConfigError
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
+# Arguments of a detector that look at which dataset annotates which class.
+DATASET_OPTIONS = (
+    "ignore_unannotated_classes",
+    "label_prior",
+    "dataset_head",
+    "dataset_conditioning",
+)
 
 
 def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     """Fill in datasets, label space, ``num_classes``, ``num_groups`` and ``moe``.
+
+    ``label_coverage`` is filled in where an option of the detector asks for it.
 
     The top-level ``moe`` becomes ``model.moe``. It may name a file of
     ``configs/_base_/moe``, or the path of another that sets ``moe``, so that one word
@@ -57,6 +66,8 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     _set_num_classes(cfg["model"], space)
     if cfg["model"].get("moe") is not None:
         cfg["model"]["num_groups"] = len(space.group_names)
+    if any(cfg["model"].get(name) not in (None, False) for name in DATASET_OPTIONS):
+        cfg["model"]["label_coverage"] = space.coverage()
     return cfg
 
 

@@ -88,6 +88,8 @@ SHARE = _Rule(
 LAYERS = _numbers_or("layer", "all", "even")
 STAGES = _numbers_or("stage", "all", "even", "last")
 NON_NEGATIVE = _number("of 0 or more", below=math.inf)
+BELOW_ONE = _number("in [0, 1)", below=1.0)
+POSTERIOR = _one_of("head", "router")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class BlockConfig:
     """
 
     norm: Annotated[str, _one_of("post", "pre")] = "post"
-    drop_path: Annotated[float, _number("in [0, 1)", below=1.0)] = 0.0
+    drop_path: Annotated[float, BELOW_ONE] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

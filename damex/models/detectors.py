@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mmdet.models.detectors import (
@@ -20,6 +20,11 @@ from mmengine.logging import print_log
 from torch import Tensor
 
 from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
+from damex.models.awareness import (
+    DatasetAwareness,
+    build_awareness,
+    read_awareness,
+)
 from damex.models.blocks import MoEFFN
 from damex.models.channel_gating import ChannelGating
 from damex.models.channel_insertion import ChannelReport, insert_channels
@@ -60,21 +65,37 @@ class RoutedDetector(_Detector):
         *args: As for the mmdet detector.
         moe: See :class:`damex.models.config.MoEConfig`; None keeps the detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
+        ignore_unannotated_classes: Whether classes that the dataset of an image does
+            not annotate are left out of the training on it, instead of being negatives.
+        label_prior: See :class:`damex.models.awareness.LabelPriorConfig`.
+        dataset_head: See :class:`damex.models.awareness.DatasetHeadConfig`.
+        dataset_conditioning: See :class:`damex.models.awareness.ConditioningConfig`.
+        label_coverage: See :class:`damex.models.label_prior.LabelCoverage`; filled in
+            from the mixture where one of the last four asks for it.
         **kwargs: As for the mmdet detector. ``encoder.num_cp`` and ``decoder.num_cp``
             are the numbers of layers to recompute in the backward pass, to save memory.
 
     Attributes:
         routing: What its layers share during a forward pass.
+        chooses_queries_by_class: Whether it can be aware of datasets: DINO can.
+        awareness: What it does with the dataset of an image, beside experts.
         counts_tokens: Whether predictions tell where their tokens went; off, as it
             takes time, until :class:`damex.engine.schedule.TrainingStepHook` or a
             caller wants it.
     """
+
+    chooses_queries_by_class = False
 
     def __init__(
         self,
         *args: Any,
         moe: Mapping[str, Any] | None = None,
         num_groups: int | None = None,
+        ignore_unannotated_classes: bool = False,
+        label_prior: Mapping[str, Any] | None = None,
+        dataset_head: Mapping[str, Any] | None = None,
+        dataset_conditioning: Mapping[str, Any] | None = None,
+        label_coverage: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         kwargs, num_cp = take_num_cp(kwargs)
@@ -87,6 +108,16 @@ class RoutedDetector(_Detector):
         self._warmup: RouterWarmup | None = None
         if self._moe is not None:
             self._insert(self._moe, num_groups)
+        self.awareness: DatasetAwareness | None = None
+        awareness = read_awareness(
+            label_coverage=label_coverage,
+            ignore_unannotated_classes=ignore_unannotated_classes,
+            label_prior=label_prior,
+            dataset_head=dataset_head,
+            dataset_conditioning=dataset_conditioning,
+        )
+        if awareness is not None:
+            self.awareness = build_awareness(self, awareness)
         checkpoint_layers(self, num_cp, context=self.routing)
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
@@ -164,6 +195,8 @@ class RoutedDetector(_Detector):
         ):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
+            if self.awareness is not None:
+                losses.update(self.awareness.losses(groups))
             gates = self.routing.gates
             if self.channel_gating is not None and gates is not None:
                 found = self.channel_gating.losses(gates, batch_data_samples, groups)
@@ -197,7 +230,10 @@ class RoutedDetector(_Detector):
     ) -> tuple:
         """Raw outputs; tokens are routed and channels gated as in a prediction."""
         with self._step(batch_inputs, batch_data_samples):
-            return super()._forward(batch_inputs, batch_data_samples)
+            outputs = super()._forward(batch_inputs, batch_data_samples)
+            if self.awareness is not None:  # mmdet calls its head past all hooks
+                outputs = (self.awareness.adjust(outputs[0]), *outputs[1:])
+            return outputs
 
     @contextmanager
     def _step(
@@ -208,7 +244,11 @@ class RoutedDetector(_Detector):
         if self.channel_gating is not None:
             gates = self.channel_gating(images, samples)
         ratio_B2 = valid_ratio_of(images, samples)
-        with self.routing.step(valid_ratio_B2=ratio_B2, gates=gates, **known):
+        awareness = self.awareness
+        with (
+            self.routing.step(valid_ratio_B2=ratio_B2, gates=gates, **known),
+            awareness.step(self.bbox_head, samples) if awareness else nullcontext(),
+        ):
             yield
 
     def forward_encoder(
@@ -244,11 +284,20 @@ class RoutedDetector(_Detector):
 class MoEDINO(RoutedDetector, DINO):
     """DINO (Zhang et al. 2023) with experts: the detector of the DAMEX paper."""
 
-    def pre_decoder(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
+    chooses_queries_by_class = True
+
+    def pre_decoder(
+        self, memory: Tensor, memory_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[dict, dict]:
         """Prepare the decoder's queries; filled-up denoising queries are no tokens."""
-        inputs, head_inputs = super().pre_decoder(*args, **kwargs)
+        aware = self.awareness
+        if aware is not None:
+            memory = aware.look(memory, memory_mask, self.routing.records)
+        inputs, head_inputs = super().pre_decoder(memory, memory_mask, **kwargs)
         if self.training:
             inputs["query_mask"] = real_query_mask(inputs["query"])
+        if aware is not None:
+            inputs["query"] = aware.condition(inputs["query"])
         return inputs, head_inputs
 
 

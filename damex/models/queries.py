@@ -44,6 +44,17 @@ def group_ids_of(
     return torch.tensor(ids, device=device)
 
 
+def dataset_ids_of(batch_data_samples: Sequence[Any], device: torch.device) -> Tensor:
+    """Dataset of every image, -1 where unknown.
+
+    Args:
+        batch_data_samples: Samples, with ``dataset_id`` if they come from a mixture.
+        device: Where the ids are needed.
+    """
+    ids = [sample.metainfo.get("dataset_id", -1) for sample in batch_data_samples]
+    return torch.tensor(ids, device=device)
+
+
 def valid_ratio_of(
     batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
 ) -> Tensor | None:

@@ -187,6 +187,49 @@ def test_wrong_annotation_path(two_datasets):
         resolve_config(config(two_datasets))
 
 
+# --- options that look at which dataset annotates which class -------------------------
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(ignore_unannotated_classes=True),
+        dict(label_prior=dict(source="head")),
+        dict(dataset_head=dict()),
+        dict(dataset_conditioning=dict()),
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_the_detector_hears_which_dataset_annotates_what(
+    two_datasets, tmp_path, option
+):
+    cfg = config(two_datasets)
+    cfg.model.update(option)
+    once = resolve_config(cfg)
+    # street: car, person, bus; park: person, dog, car
+    assert once.model.label_coverage == dict(
+        labels=[[0, 1, 2], [0, 1, 3]], groups=[0, 1]
+    )
+    once.dump(tmp_path / "written.py")
+    again = resolve_config(Config.fromfile(tmp_path / "written.py"))
+    assert again.to_dict() == once.to_dict()
+
+
+def test_datasets_of_one_group_have_coverages_of_their_own(two_datasets):
+    for entry in two_datasets:
+        entry["group"] = "outdoor"
+    cfg = config(two_datasets)
+    cfg.model.dataset_head = dict()
+    coverage = resolve_config(cfg).model.label_coverage
+    assert coverage == dict(labels=[[0, 1, 2], [0, 1, 3]], groups=[0, 0])
+
+
+def test_options_that_are_off_leave_the_config_as_it_was(two_datasets):
+    cfg = config(two_datasets)
+    cfg.model.update(ignore_unannotated_classes=False, label_prior=None)
+    assert "label_coverage" not in resolve_config(cfg).model
+
+
 # --- the top-level moe ----------------------------------------------------------------
 
 

@@ -1,0 +1,362 @@
+"""DatasetAwareness: what a detector does with the datasets that an image may be from.
+
+Axes: B images, N tokens or queries per image, D channels, C classes, S datasets, G
+dataset groups.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+from damex.errors import ConfigError
+from damex.models.config import (
+    BELOW_ONE,
+    FLAG,
+    NON_NEGATIVE,
+    POSTERIOR,
+    read_config,
+)
+from damex.models.dataset_head import DatasetConditioning, DatasetHead, dataset_loss
+from damex.models.insertion import moe_blocks
+from damex.models.label_prior import (
+    LabelCoverage,
+    class_log_prior,
+    foreign_classes,
+    ignore_classes,
+    router_posterior,
+)
+from damex.models.queries import dataset_ids_of
+from damex.moe import RoutingRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelPriorConfig:
+    """The field ``label_prior`` of a detector.
+
+    Attributes:
+        source: Who says which dataset an image looks like: 'head', or 'router', the
+            router of the last encoder layer with experts.
+        floor: The least probability that a class can be left with; with 0 a class may
+            be shut out altogether.
+    """
+
+    source: Annotated[str, POSTERIOR] = "head"
+    floor: Annotated[float, BELOW_ONE] = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetHeadConfig:
+    """The field ``dataset_head`` of a detector.
+
+    Attributes:
+        loss_weight: Factor of ``loss_dataset``.
+    """
+
+    loss_weight: Annotated[float, NON_NEGATIVE] = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConditioningConfig:
+    """The field ``dataset_conditioning`` of a detector.
+
+    Attributes:
+        film: Whether to scale and shift the encoder's memory, too.
+    """
+
+    film: Annotated[bool, FLAG] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwarenessConfig:
+    """What a detector does with datasets; all of it is off by default.
+
+    Attributes:
+        coverage: Which dataset annotates which class.
+        ignore_unannotated_classes: Whether classes that an image's dataset does not
+            annotate are left out of the training on it.
+        label_prior: At inference, adjust the scores of classes.
+        head: A classifier of datasets; there is one wherever something asks for it.
+        conditioning: Tell the decoder which dataset an image looks like.
+    """
+
+    coverage: LabelCoverage
+    ignore_unannotated_classes: bool = False
+    label_prior: LabelPriorConfig | None = None
+    head: DatasetHeadConfig | None = None
+    conditioning: ConditioningConfig | None = None
+
+
+def read_awareness(
+    *,
+    label_coverage: Mapping[str, Any] | None,
+    ignore_unannotated_classes: bool,
+    label_prior: Mapping[str, Any] | None,
+    dataset_head: Mapping[str, Any] | None,
+    dataset_conditioning: Mapping[str, Any] | None,
+) -> AwarenessConfig | None:
+    """Read a detector's arguments of these names.
+
+    Returns:
+        None if all of it is off.
+
+    Raises:
+        ConfigError: If a field is unknown or has a value that cannot work, or the
+            detector is not trained on a mixture.
+    """
+    given = (label_prior, dataset_head, dataset_conditioning)
+    if not ignore_unannotated_classes and all(value is None for value in given):
+        return None
+    if label_coverage is None:
+        raise ConfigError(
+            "model: ignore_unannotated_classes, label_prior, dataset_head and "
+            "dataset_conditioning need to know which dataset annotates which class, "
+            "and there is no mixture to take it from; train on a mixture, or leave "
+            "them out."
+        )
+
+    def read(kind: Any, value: Mapping[str, Any] | None, name: str) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"model.{name} must be a dict, dict() for its defaults, or None for "
+                f"off, got {value!r}."
+            )
+        return read_config(kind, value, f"model.{name}")
+
+    prior = read(LabelPriorConfig, label_prior, "label_prior")
+    conditioning = read(
+        ConditioningConfig, dataset_conditioning, "dataset_conditioning"
+    )
+    head = read(DatasetHeadConfig, dataset_head, "dataset_head")
+    wanted = conditioning is not None or (prior is not None and prior.source == "head")
+    if head is None and wanted:
+        head = DatasetHeadConfig()
+    return AwarenessConfig(
+        coverage=LabelCoverage(**label_coverage),
+        ignore_unannotated_classes=ignore_unannotated_classes,
+        label_prior=prior,
+        head=head,
+        conditioning=conditioning,
+    )
+
+
+@dataclass
+class _Step:
+    """What is known in one forward pass.
+
+    Attributes:
+        foreign_BC: Classes to ignore; None where none are.
+        group_logits_BG: Answer of the dataset head, if there is one.
+        log_prior_BC: What to add to the scores of classes; None for nothing.
+    """
+
+    foreign_BC: Tensor | None = None
+    group_logits_BG: Tensor | None = None
+    log_prior_BC: Tensor | None = None
+
+
+class DatasetAwareness(nn.Module):
+    """Uses which dataset an image is from, or looks like, beside any experts.
+
+    In training the dataset is known, and classes that it does not annotate can be left
+    out. At inference it is not: a posterior over the groups of datasets takes its
+    place. The scores of classes are changed where DINO chooses its queries and where
+    the head puts its answers out, both by hooks that live for one step.
+
+    Denoising needs nothing of its own: its losses are computed from the same answers.
+    Its flipped labels may be foreign, but they are inputs: what a query has to answer
+    is the right label, and foreign classes are ignored there as everywhere.
+
+    Args:
+        config: What to do.
+        num_classes: C.
+        embed_dims: D.
+    """
+
+    annotated_SC: Tensor
+    annotated_GC: Tensor
+
+    def __init__(
+        self, config: AwarenessConfig, *, num_classes: int, embed_dims: int
+    ) -> None:
+        super().__init__()
+        self.config = config
+        coverage, sizes = config.coverage, (embed_dims, config.coverage.num_groups)
+        for name, annotated in (
+            ("annotated_SC", coverage.by_dataset(num_classes)),
+            ("annotated_GC", coverage.by_group(num_classes)),
+        ):  # they follow from the config, and checkpoints need not keep them
+            self.register_buffer(name, annotated, persistent=False)
+        self.head = None if config.head is None else DatasetHead(*sizes)
+        self.conditioning: DatasetConditioning | None = None
+        if config.conditioning is not None:
+            film = config.conditioning.film
+            self.conditioning = DatasetConditioning(*sizes, film=film)
+        self._step = _Step()
+
+    @contextmanager
+    def step(self, head: Any, samples: Sequence[Any] | None) -> Iterator[None]:
+        """Change the scores of classes in one forward pass.
+
+        Args:
+            head: Of DINO; its last classifier is the one that chooses the queries.
+            samples: Data samples; their dataset is read in training alone.
+        """
+        if self.training and self.config.ignore_unannotated_classes and samples:
+            ids_B = dataset_ids_of(samples, self.annotated_SC.device)
+            self._step.foreign_BC = foreign_classes(ids_B, self.annotated_SC)
+        with ExitStack() as stack:
+            for module in (head.cls_branches[-1], head):
+                stack.enter_context(module.register_forward_hook(self._after))
+            try:
+                yield
+            finally:
+                self._step = _Step()
+
+    def _after(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        """Hook of a module whose output is scores, or begins with them."""
+        if isinstance(outputs, Tensor):
+            return self.adjust(outputs)
+        return (self.adjust(outputs[0]), *outputs[1:])
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """Change the scores of classes as the step demands.
+
+        Args:
+            logits: Scores (..., B, N, C).
+        """
+        if self._step.foreign_BC is not None:
+            logits = ignore_classes(logits, self._step.foreign_BC)
+        if self._step.log_prior_BC is not None:
+            logits = logits + self._step.log_prior_BC.unsqueeze(1)
+        return logits
+
+    def look(
+        self,
+        memory_BND: Tensor,
+        padding_BN: Tensor | None,
+        records: Mapping[str, RoutingRecord],
+    ) -> Tensor:
+        """Ask which dataset the images look like, before queries are chosen.
+
+        Args:
+            memory_BND: Output of the encoder.
+            padding_BN: True for padded features; None where none is.
+            records: Of the encoder's layers.
+
+        Returns:
+            The memory, conditioned on the answer if that is asked for.
+        """
+        if self.head is not None:
+            self._step.group_logits_BG = self.head(memory_BND, padding_BN)
+        if self.config.label_prior is not None and not self.training:
+            self._step.log_prior_BC = self._log_prior(self.config.label_prior, records)
+        if self.conditioning is None:
+            return memory_BND
+        return self.conditioning.memory(memory_BND, self._posterior())
+
+    def _log_prior(
+        self, config: LabelPriorConfig, records: Mapping[str, RoutingRecord]
+    ) -> Tensor:
+        with torch.autocast(self.annotated_GC.device.type, enabled=False):
+            if config.source == "router":
+                *_, last = records.values()  # the decoder has not run yet
+                posterior_BG = router_posterior(last)
+            else:
+                posterior_BG = self._posterior()
+            return class_log_prior(posterior_BG, self.annotated_GC, floor=config.floor)
+
+    def _posterior(self) -> Tensor:
+        """What the head says, cut off from the graph.
+
+        The losses of the detector shall not bend it: what it learns is to tell
+        datasets apart, so it means the same in training and at inference.
+        """
+        logits_BG = self._step.group_logits_BG
+        if logits_BG is None:
+            raise RuntimeError("the head was not asked; call look() within a step.")
+        return logits_BG.detach().softmax(dim=1)
+
+    def condition(self, query_BND: Tensor) -> Tensor:
+        """Tell queries which dataset the images look like, if that is asked for.
+
+        Args:
+            query_BND: Content of all queries, denoising ones included: they pass the
+                same decoder.
+        """
+        if self.conditioning is None:
+            return query_BND
+        return self.conditioning.query(query_BND, self._posterior())
+
+    def losses(self, group_ids_B: Tensor | None) -> dict[str, Tensor]:
+        """Losses of a training step for mmdet's loss dict.
+
+        Args:
+            group_ids_B: Group of every image, -1 where unknown; None where all are.
+
+        Returns:
+            ``loss_dataset``, weighted, and ``dataset_accuracy`` in [0, 1], of the head;
+            nothing without one.
+        """
+        logits_BG, config = self._step.group_logits_BG, self.config.head
+        if logits_BG is None or config is None:
+            return {}
+        if group_ids_B is None:
+            group_ids_B = logits_BG.new_full((len(logits_BG),), -1, dtype=torch.long)
+        loss, accuracy = dataset_loss(logits_BG, group_ids_B)
+        return {
+            "loss_dataset": config.loss_weight * loss,
+            "dataset_accuracy": accuracy,
+        }
+
+
+def build_awareness(detector: Any, config: AwarenessConfig) -> DatasetAwareness:
+    """Build what a detector needs, and refuse what it cannot do.
+
+    Args:
+        detector: With its experts, if it has any.
+        config: What to do.
+
+    Raises:
+        ConfigError: If the detector is not a DINO with sigmoid scores, or no router in
+            its encoder learns to tell datasets apart and one is needed.
+    """
+    head = detector.bbox_head
+    if not detector.chooses_queries_by_class or not head.loss_cls.use_sigmoid:
+        raise ConfigError(
+            f"model.type is {type(detector).__name__}, but ignore_unannotated_classes, "
+            "label_prior, dataset_head and dataset_conditioning are for MoEDINO with a "
+            "sigmoid loss; change model.type, or leave them out."
+        )
+    prior = config.label_prior
+    if prior is None and config.ignore_unannotated_classes:
+        text = (
+            "model.ignore_unannotated_classes leaves the scores of foreign classes "
+            "untrained, and nothing keeps them from an image at inference; set "
+            "model.label_prior=dict(source='head')."
+        )
+        print_log(text, logger="current", level=logging.WARNING)
+    if prior is not None and prior.source == "router" and not _router_knows(detector):
+        raise ConfigError(
+            "model.label_prior.source is 'router', but no router of the encoder learns "
+            "to tell datasets apart; set moe.layers.encoder and a DatasetRoutingLoss "
+            "in moe.losses, or source='head'."
+        )
+    return DatasetAwareness(
+        config, num_classes=head.num_classes, embed_dims=detector.embed_dims
+    )
+
+
+def _router_knows(detector: nn.Module) -> bool:
+    """Whether the last encoder layer with experts is taught the dataset groups."""
+    layers = [b.moe for b in moe_blocks(detector) if b.name.startswith("encoder.")]
+    return bool(layers) and any(loss.needs_groups for loss in layers[-1].losses)

@@ -1,0 +1,118 @@
+"""From "which dataset does this image look like" to its classes: a mask and a prior.
+
+Axes: B images, C classes, S datasets, G dataset groups, V tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from damex.moe import RoutingRecord
+
+# The sigmoid of it is 0 in every floating type, and so are the focal loss and its
+# gradient there. float16 can hold it; minus infinity would turn 0 * inf into NaN.
+IGNORED_LOGIT = -1e4
+
+
+@dataclass(frozen=True)
+class LabelCoverage:
+    """Which classes the datasets of a mixture annotate.
+
+    Attributes:
+        labels: For each dataset the labels that it annotates.
+        groups: For each dataset the number of its group.
+    """
+
+    labels: Sequence[Sequence[int]]
+    groups: Sequence[int]
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return max(self.groups) + 1
+
+    def by_dataset(self, num_classes: int) -> Tensor:
+        """Bool tensor (S, C), True where a dataset annotates a class."""
+        annotated_SC = torch.zeros(len(self.labels), num_classes, dtype=torch.bool)
+        for annotated_C, labels in zip(annotated_SC, self.labels, strict=True):
+            annotated_C[list(labels)] = True
+        return annotated_SC
+
+    def by_group(self, num_classes: int) -> Tensor:
+        """Bool tensor (G, C), True where any dataset of a group annotates a class."""
+        annotated_GC = torch.zeros(self.num_groups, num_classes, dtype=torch.bool)
+        for group, labels in zip(self.groups, self.labels, strict=True):
+            annotated_GC[group, list(labels)] = True
+        return annotated_GC
+
+
+def foreign_classes(dataset_ids_B: Tensor, annotated_SC: Tensor) -> Tensor:
+    """Classes that the dataset of an image does not annotate.
+
+    Args:
+        dataset_ids_B: Dataset of each image, -1 where unknown.
+        annotated_SC: True where a dataset annotates a class.
+
+    Returns:
+        Bool tensor (B, C). No class is foreign to an image of an unknown dataset.
+    """
+    known_B1 = (dataset_ids_B >= 0).unsqueeze(1)
+    return ~annotated_SC[dataset_ids_B.clamp(min=0)] & known_B1
+
+
+def ignore_classes(logits: Tensor, foreign_BC: Tensor) -> Tensor:
+    """Take classes out of the loss, the matching and the selection of queries.
+
+    Args:
+        logits: Scores (..., B, queries, C).
+        foreign_BC: True for the classes to ignore in an image.
+    """
+    return logits.masked_fill(foreign_BC.unsqueeze(1), IGNORED_LOGIT)
+
+
+def class_log_prior(
+    posterior_BG: Tensor, annotated_GC: Tensor, *, floor: float
+) -> Tensor:
+    """Log of the probability that an image's dataset annotates a class.
+
+    Args:
+        posterior_BG: Probabilities of the dataset groups for each image.
+        annotated_GC: True where a group annotates a class.
+        floor: The least probability of a class; 0 shuts classes out altogether.
+
+    Returns:
+        Tensor (B, C), at most 0; 0 for a class that all groups annotate.
+    """
+    prior_BC = posterior_BG @ annotated_GC.to(posterior_BG.dtype)
+    prior_BC = prior_BC.clamp(min=floor, max=1.0)  # sums of floats may exceed 1
+    # Exact where every group annotates the class, whatever the sum was rounded to.
+    return prior_BC.log().masked_fill(annotated_GC.all(dim=0), 0.0)
+
+
+def router_posterior(record: RoutingRecord) -> Tensor:
+    """What the router of a layer says about the dataset groups of the images.
+
+    A token's probability of a group is the sum over the group's experts. Groups that
+    share experts are rescaled to a sum of 1.
+
+    Args:
+        record: With ``group_experts_GE``.
+
+    Returns:
+        Mean over the real tokens of each image, float32 (B, G).
+
+    Raises:
+        ValueError: If the layer does not know the experts of the groups.
+    """
+    if record.group_experts_GE is None:
+        raise ValueError("router_posterior: the layer has no map of dataset groups")
+    probs_VG = record.probs_VE @ record.group_experts_GE.T.to(record.probs_VE.dtype)
+    # Experts of no group may take all of it; then nothing is known of the token.
+    probs_VG = probs_VG.clamp_min(torch.finfo(probs_VG.dtype).tiny)
+    probs_VG = probs_VG / probs_VG.sum(dim=1, keepdim=True)
+    sums_BG = record.packing.unpack(probs_VG).sum(dim=1)
+    return sums_BG / sums_BG.sum(dim=1, keepdim=True)

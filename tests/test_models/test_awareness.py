@@ -1,0 +1,473 @@
+"""Detectors that know, or guess, which dataset an image is from."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+
+from damex.errors import ConfigError
+from damex.models import awareness as awareness_module
+from damex.models.label_prior import LabelCoverage
+
+# Three datasets and four classes: 1 is annotated by two datasets, the others by one.
+LABELS = [[0, 1], [1, 2], [3]]
+COVERAGE = dict(labels=LABELS, groups=[0, 1, 2])
+ENCODER = dict(
+    layers=dict(encoder=[0, 1], decoder=[0]),
+    losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
+)
+EVERYTHING = dict(
+    ignore_unannotated_classes=True,
+    label_prior=dict(source="head"),
+    dataset_conditioning=dict(film=True),
+)
+CLASS_LOSSES = ["loss_cls", "d0.loss_cls", "enc_loss_cls", "dn_loss_cls"]
+
+
+@pytest.fixture(params=[None, "damex", ENCODER], ids=["dense", "damex", "encoder"])
+def moe(request):
+    return request.param
+
+
+@pytest.fixture
+def build_aware(build):
+    """A detector for the three datasets above."""
+
+    def make(**options):
+        return build(label_coverage=COVERAGE, **options)
+
+    return make
+
+
+@pytest.fixture
+def annotated_batch(make_batch):
+    """A batch whose boxes have labels that their datasets annotate."""
+
+    def make(groups, **kwargs):
+        batch = make_batch(groups, **kwargs)
+        for group, sample in zip(groups, batch["data_samples"], strict=True):
+            own = torch.tensor(LABELS[group or 0])
+            labels = sample.gt_instances.labels
+            sample.gt_instances.labels = own[labels % len(own)]
+        return batch
+
+    return make
+
+
+def set_posterior(detector, posterior_G):
+    """Make the head answer the same for all images."""
+    with torch.no_grad():
+        detector.awareness.head.bias.copy_(torch.tensor(posterior_G).log())
+
+
+def shift_classes(detector, classes, value):
+    """Raise the raw scores of classes in all layers and in the choice of queries."""
+    with torch.no_grad():
+        for branch in detector.bbox_head.cls_branches:
+            branch.bias[classes] += value
+
+
+def scores_of(samples):
+    return [s.pred_instances for s in samples]
+
+
+def assert_same_instances(first, second, **tolerance):
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.labels, b.labels)
+        torch.testing.assert_close(a.bboxes, b.bboxes, **tolerance)
+        torch.testing.assert_close(a.scores, b.scores, **tolerance)
+
+
+# --- off, and the start ---------------------------------------------------------------
+
+
+def test_off_leaves_no_trace(build_aware, build):
+    off = build_aware(
+        ignore_unannotated_classes=False,
+        label_prior=None,
+        dataset_head=None,
+        dataset_conditioning=None,
+    )
+    assert off.awareness is None
+    assert off.state_dict().keys() == build().state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        (dict(ignore_unannotated_classes=True), []),
+        (dict(dataset_head=dict()), ["head.bias", "head.weight"]),
+        (dict(label_prior=dict()), ["head.bias", "head.weight"]),
+        (
+            dict(dataset_conditioning=dict()),
+            ["conditioning.query_GD", "head.bias", "head.weight"],
+        ),
+    ],
+)
+def test_options_add_their_tensors_and_leave_the_others(
+    build_aware, build, moe, options, added
+):
+    """Also in their values: nothing draws random numbers."""
+    plain = build(moe=moe).state_dict()
+    aware = build_aware(moe=moe, **options).state_dict()
+    assert sorted(aware.keys() - plain.keys()) == [f"awareness.{key}" for key in added]
+    assert all(torch.equal(aware[key], plain[key]) for key in plain)
+
+
+def test_a_prior_from_the_router_has_no_parameters(build_aware, build):
+    aware = build_aware(moe=ENCODER, label_prior=dict(source="router"))
+    assert aware.state_dict().keys() == build(moe=ENCODER).state_dict().keys()
+
+
+def test_conditioning_starts_equal_to_the_plain_detector(
+    build_aware, build, moe, annotated_batch, run_loss, run_predict
+):
+    plain = build(moe=moe)
+    aware = build_aware(moe=moe, dataset_conditioning=dict(film=True))
+    batch = annotated_batch([0, 2], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+    expected, losses = run_loss(plain, batch), run_loss(aware, batch)
+    assert losses.pop("loss_dataset").item() == pytest.approx(0.1 * math.log(3))
+    assert losses.pop("dataset_accuracy") in (0.0, 0.5, 1.0)
+    assert losses.keys() == expected.keys()
+    assert all(torch.equal(losses[key], expected[key]) for key in expected)
+    assert_same_instances(
+        scores_of(run_predict(aware, batch)),
+        scores_of(run_predict(plain, batch)),
+        rtol=0,
+        atol=0,
+    )
+
+
+# --- training: classes that are ignored -----------------------------------------------
+
+
+@pytest.mark.parametrize("key", CLASS_LOSSES)
+def test_foreign_classes_get_no_gradient_from_any_loss(
+    build_aware, annotated_batch, run_loss, key
+):
+    batch = annotated_batch([0, 0])
+    for ignores in (False, True):
+        detector = build_aware(moe=None, ignore_unannotated_classes=ignores)
+        loss = run_loss(detector, batch)[key]
+        branch = {"enc_loss_cls": -1, "d0.loss_cls": 0}.get(key, 2)
+        (grad_CD,) = torch.autograd.grad(
+            loss, detector.bbox_head.cls_branches[branch].weight
+        )
+        learns_C = (grad_CD != 0).any(dim=1)
+        assert learns_C.tolist() == [True, True, not ignores, not ignores]
+
+
+def test_other_datasets_of_the_batch_still_teach_a_class(
+    build_aware, annotated_batch, run_loss, total
+):
+    detector = build_aware(moe=None, ignore_unannotated_classes=True)
+    total(run_loss(detector, annotated_batch([0, 1]))).backward()
+    for branch in detector.bbox_head.cls_branches:
+        learns_C = (branch.weight.grad != 0).any(dim=1)
+        assert learns_C.tolist() == [True, True, True, False]
+
+
+def test_scores_of_foreign_classes_change_nothing_in_training(
+    build_aware, annotated_batch, run_loss, moe
+):
+    """Not the matching, not which queries are chosen, not a loss."""
+    detector = build_aware(moe=moe, ignore_unannotated_classes=True)
+    batch = annotated_batch([0, 1], boxes=[1, 3])
+    before = run_loss(detector, batch)
+    shift_classes(detector, [3], 50.0)
+    after = run_loss(detector, batch)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    # Class 2 is foreign to the first image alone.
+    shift_classes(detector, [2], 50.0)
+    assert run_loss(detector, batch)["loss_cls"] > 2 * before["loss_cls"]
+
+
+def test_nothing_is_foreign_to_images_of_unknown_origin(
+    build_aware, build, make_batch, run_loss
+):
+    batch = make_batch([None, None])
+    ignoring = build_aware(moe=None, ignore_unannotated_classes=True)
+    losses, expected = run_loss(ignoring, batch), run_loss(build(moe=None), batch)
+    assert all(torch.equal(losses[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_foreign_gradients_at_zero(
+    build_aware, annotated_batch, run_loss, total, dtype
+):
+    detector = build_aware(moe="damex", **EVERYTHING)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = total(run_loss(detector, annotated_batch([0, 0])))
+    loss.backward()
+    assert torch.isfinite(loss)
+    for branch in detector.bbox_head.cls_branches:
+        assert (branch.weight.grad[2:] == 0).all()
+        assert (branch.weight.grad[:2] != 0).any()
+
+
+# --- inference: the prior -------------------------------------------------------------
+
+
+def test_answers_are_raw_scores_plus_the_log_prior(build_aware, annotated_batch):
+    detector = build_aware(moe=None, label_prior=dict(floor=0.01)).eval()
+    set_posterior(detector, [0.7, 0.2, 0.1])
+    data = detector.data_preprocessor(annotated_batch([0, 1]), False)
+    raw = []
+    with (
+        torch.no_grad(),
+        detector.bbox_head.cls_branches[2].register_forward_hook(
+            lambda *call: raw.append(call[2])
+        ),
+    ):
+        scores_LBQC, _ = detector(**data, mode="tensor")
+    expected = raw[0] + torch.tensor([0.7, 0.9, 0.2, 0.1]).log()
+    torch.testing.assert_close(scores_LBQC[-1], expected)
+
+
+def test_a_sure_posterior_leaves_the_classes_of_its_dataset_alone(
+    build_aware, build, annotated_batch, run_predict
+):
+    """As in a detector that never heard of the others, choice of queries included."""
+    batch = annotated_batch([0, 2], sizes=[(64, 64), (64, 32)])
+    sure = build_aware(moe=None, label_prior=dict(floor=0.0))
+    narrow = build(moe=None)
+    for detector in (sure, narrow):
+        shift_classes(detector, [0, 3], 2.0)  # foreign classes would win otherwise
+    set_posterior(sure, [0.0, 1.0, 0.0])
+    shift_classes(narrow, [0, 3], -1e9)
+    for ours, theirs in zip(
+        run_predict(sure, batch), run_predict(narrow, batch), strict=True
+    ):
+        ours, theirs = ours.pred_instances, theirs.pred_instances
+        own = (ours.labels == 1) | (ours.labels == 2)
+        assert own.sum() == 2 * 50
+        assert (ours.scores[~own] == 0).all()
+        own_theirs = (theirs.labels == 1) | (theirs.labels == 2)
+        assert_same_instances([ours[own]], [theirs[own_theirs]], rtol=0, atol=0)
+
+
+def test_the_floor_keeps_foreign_classes_possible(
+    build_aware, annotated_batch, run_predict
+):
+    detector = build_aware(moe=None, label_prior=dict(floor=1e-4))
+    set_posterior(detector, [0.0, 1.0, 0.0])
+    (sample,) = run_predict(detector, annotated_batch([0]))
+    assert (sample.pred_instances.scores > 0).all()
+
+
+def test_an_undecided_posterior_keeps_the_order_of_equally_covered_classes(
+    build, annotated_batch, run_predict
+):
+    """Four datasets with one class each: all scores sink by log 4."""
+    coverage = dict(labels=[[0], [1], [2], [3]], groups=[0, 1, 2, 3])
+    plain = build(moe=None)
+    prior = build(moe=None, label_coverage=coverage, label_prior=dict())
+    batch = annotated_batch([0, 2])
+    for ours, theirs in zip(
+        run_predict(prior, batch), run_predict(plain, batch), strict=True
+    ):
+        ours, theirs = ours.pred_instances, theirs.pred_instances
+        assert torch.equal(ours.labels, theirs.labels)
+        assert torch.equal(ours.bboxes, theirs.bboxes)
+        torch.testing.assert_close(
+            ours.scores.logit(), theirs.scores.logit() - math.log(4)
+        )
+
+
+def test_detections_of_the_images_own_dataset_have_the_prior_too(
+    build_aware, annotated_batch, run_predict
+):
+    """What per-dataset AP is computed from."""
+    detector = build_aware(moe=None, label_prior=dict())
+    set_posterior(detector, [0.25, 0.75, 0.0])
+    batch = annotated_batch([0])
+    batch["data_samples"][0].set_metainfo(dict(annotated_labels=[0]))
+    (sample,) = run_predict(detector, batch)
+    of_class_0 = sample.pred_instances[sample.pred_instances.labels == 0].scores
+    own = sample.dataset_instances.scores
+    best = min(len(of_class_0), 10)
+    assert torch.equal(own[:best], of_class_0[:best])
+
+
+def test_the_prior_follows_the_router_of_the_last_encoder_layer(
+    build_aware, annotated_batch, run_predict, records, monkeypatch
+):
+    posteriors = []
+    prior = awareness_module.class_log_prior
+    monkeypatch.setattr(
+        awareness_module,
+        "class_log_prior",
+        lambda posterior_BG, *args, **kwargs: (
+            posteriors.append(posterior_BG),
+            prior(posterior_BG, *args, **kwargs),
+        )[1],
+    )
+    detector = build_aware(moe=ENCODER, label_prior=dict(source="router"))
+    batch = annotated_batch([0, 1], sizes=[(64, 64), (64, 32)])
+    run_predict(detector, batch)
+    record = records["encoder.1"]
+    probs_BNE = record.packing.unpack(record.probs_VE)
+    expected_BG = probs_BNE.sum(1) / torch.tensor([[84.0], [42.0]])
+    torch.testing.assert_close(posteriors[0], expected_BG)
+    torch.testing.assert_close(posteriors[0].sum(1), torch.ones(2))
+
+
+def test_prediction_reads_no_dataset(build_aware, annotated_batch, run_predict):
+    detector = build_aware(**EVERYTHING)
+    batch = annotated_batch([0, 2])
+    known = run_predict(detector, batch)
+    for sample in batch["data_samples"]:
+        sample.set_metainfo(dict(dataset_id=-1, group_id=-1))
+    unknown = run_predict(detector, batch)
+    assert_same_instances(scores_of(known), scores_of(unknown), rtol=0, atol=0)
+
+
+def test_training_has_no_prior(build_aware, build, annotated_batch, run_loss):
+    detector = build_aware(moe=None, label_prior=dict())
+    set_posterior(detector, [0.9, 0.1, 0.0])
+    batch = annotated_batch([0, 2])
+    losses = run_loss(detector, batch)
+    expected = run_loss(build(moe=None), batch)
+    assert all(torch.equal(losses[key], expected[key]) for key in expected)
+
+
+# --- the head and the conditioning ----------------------------------------------------
+
+
+def test_detection_losses_do_not_bend_the_posterior(
+    build_aware, annotated_batch, run_loss, total
+):
+    detector = build_aware(
+        moe=None, dataset_conditioning=dict(film=True), dataset_head=dict(loss_weight=2)
+    )
+    losses = run_loss(detector, annotated_batch([0, 2]))
+    head, conditioning = detector.awareness.head, detector.awareness.conditioning
+    assert losses["loss_dataset"].item() == pytest.approx(2 * math.log(3))
+    dataset = losses.pop("loss_dataset")
+    total(losses).backward(retain_graph=True)
+    assert head.weight.grad is None
+    for parameter in conditioning.parameters():
+        assert (parameter.grad != 0).any()
+    dataset.backward()
+    assert (head.weight.grad != 0).any()
+
+
+def test_every_parameter_gets_a_gradient(
+    build_aware, annotated_batch, run_loss, total, moe
+):
+    detector = build_aware(moe=moe, **EVERYTHING)
+    total(run_loss(detector, annotated_batch([0, 1]))).backward()
+    assert [n for n, p in detector.named_parameters() if p.grad is None] == []
+
+
+def test_conditioning_reaches_the_detections(
+    build_aware, annotated_batch, run_predict, moe
+):
+    detector = build_aware(moe=moe, dataset_conditioning=dict())
+    batch = annotated_batch([0])
+    before = run_predict(detector, batch)[0].pred_instances.scores
+    with torch.no_grad():
+        detector.awareness.conditioning.query_GD[1].normal_()
+    set_posterior(detector, [1.0, 0.0, 0.0])
+    assert torch.equal(run_predict(detector, batch)[0].pred_instances.scores, before)
+    set_posterior(detector, [0.5, 0.5, 0.0])
+    after = run_predict(detector, batch)[0].pred_instances.scores
+    assert not torch.allclose(after, before, atol=1e-4)
+
+
+def test_conditioned_fillers_are_still_no_tokens(
+    build_aware, annotated_batch, run_loss, records
+):
+    detector = build_aware(dataset_conditioning=dict())
+    with torch.no_grad():
+        detector.awareness.conditioning.query_GD.fill_(1.0)
+    run_loss(detector, annotated_batch([0, 1], boxes=[1, 3]))
+    # 16 groups of denoising queries, positive and negative: 32 and 96; and 50 others.
+    packing = records["decoder.0"].packing
+    tokens = packing.spread(torch.arange(2)).bincount().tolist()
+    assert tokens == [32 + 50, 96 + 50]
+
+
+def test_nothing_is_left_over_after_a_step(
+    build_aware, annotated_batch, run_loss, run_predict
+):
+    detector = build_aware(**EVERYTHING)
+    batch = annotated_batch([0, 1])
+    run_loss(detector, batch)
+    expected = run_predict(detector, batch)
+    assert detector.awareness._step == awareness_module._Step()
+    assert not detector.bbox_head._forward_hooks
+    assert_same_instances(
+        scores_of(run_predict(copy.deepcopy(detector), batch)),
+        scores_of(expected),
+        rtol=0,
+        atol=0,
+    )
+
+
+# --- what is refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(label_prior=dict(source="oracle")),
+            r"label_prior\.source must be one of",
+        ),
+        (dict(label_prior=dict(floor=1.0)), r"label_prior\.floor must be a number in"),
+        (dict(label_prior=dict(flor=0.1)), "did you mean 'floor'"),
+        (dict(label_prior=True), r"label_prior must be a dict, dict\(\) for"),
+        (dict(dataset_conditioning=dict(film=1)), r"film must be True or False"),
+        (dict(dataset_head=dict(loss_weight=-1.0)), r"loss_weight must be a number of"),
+    ],
+)
+def test_wrong_values(build_aware, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_aware(**options)
+
+
+def test_without_a_mixture_nobody_knows_the_classes(build):
+    with pytest.raises(ConfigError, match="no mixture to take it from"):
+        build(label_prior=dict())
+
+
+@pytest.mark.parametrize(
+    "moe",
+    ["damex", dict(layers=dict(encoder=[0])), None],
+    ids=["decoder", "untaught", "dense"],
+)
+def test_a_router_that_cannot_know_is_refused(build_aware, moe):
+    with pytest.raises(ConfigError, match="no router of the encoder learns"):
+        build_aware(moe=moe, label_prior=dict(source="router"))
+
+
+def test_all_detectors_but_dino_refuse(build_mmdet, detector_name):
+    detector = build_mmdet(detector_name)
+    config = awareness_module.AwarenessConfig(
+        coverage=LabelCoverage(**COVERAGE), ignore_unannotated_classes=True
+    )
+    if detector_name == "MoEDINO":
+        assert awareness_module.build_awareness(detector, config).config == config
+        return
+    with pytest.raises(ConfigError, match=f"{detector_name}, but ignore_unannotated"):
+        awareness_module.build_awareness(detector, config)
+
+
+@pytest.mark.parametrize("prior", [None, dict()])
+def test_ignored_classes_without_a_prior_are_warned_about(
+    build_aware, prior, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(
+        awareness_module, "print_log", lambda text, **how: said.append((text, how))
+    )
+    build_aware(ignore_unannotated_classes=True, label_prior=prior)
+    if prior is not None:
+        assert said == []
+    else:
+        ((text, how),) = said
+        assert how["level"] == logging.WARNING
+        assert "set model.label_prior=dict(source='head')" in text
