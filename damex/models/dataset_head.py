@@ -70,10 +70,10 @@ class DatasetConditioning(nn.Module):
     """Tells the decoder, and if asked the memory, which datasets an image looks like.
 
     One embedding per group is added to the content of all queries, weighted by the
-    posterior, as Detection Hub (Meng et al., CVPR 2023) adapts queries by an embedding
-    of the dataset. ``film`` also scales and shifts the memory per channel (FiLM, Perez
-    et al., AAAI 2018). Its compute does not grow with the number of tokens or groups in
-    any way that counts: it is the rival of dataset-aware experts without experts.
+    posterior; Detection Hub (Meng et al., CVPR 2023, arXiv 2206.03484) adapts queries
+    by an embedding of the dataset, too. ``film`` also scales and shifts the memory per
+    channel (FiLM, Perez et al., AAAI 2018, arXiv 1709.07871). A detector with it knows
+    what dataset-aware experts know, and is what to compare them with.
 
     Args:
         embed_dims: D.

@@ -67,6 +67,8 @@ def foreign_classes(dataset_ids_B: Tensor, annotated_SC: Tensor) -> Tensor:
 def ignore_classes(logits: Tensor, foreign_BC: Tensor) -> Tensor:
     """Take classes out of the loss, the matching and the selection of queries.
 
+    The dataset-aware focal loss of Yao et al. (2020, arXiv 2001.04621), at the scores.
+
     Args:
         logits: Scores (..., B, queries, C).
         foreign_BC: True for the classes to ignore in an image.

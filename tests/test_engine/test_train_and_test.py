@@ -65,6 +65,32 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
     assert {key: summary_2[key] for key in scores} == {k: summary[k] for k in scores}
 
 
+def test_options_of_datasets_travel_with_the_checkpoint(
+    write_config, run_tool, tmp_path
+):
+    config = write_config(extra="train_cfg = dict(max_epochs=1)")
+    trained = run_tool(
+        *("train.py", config, "--cfg-options", "model.label_prior.source=head"),
+        *("model.ignore_unannotated_classes=True", "moe=dense"),
+        "model.dataset_conditioning.film=True",
+    )
+    assert trained.returncode == 0, trained.stderr
+    work = tmp_path / "work"
+    state = weights(work / "epoch_1.pth")
+    assert state["awareness.head.weight"].abs().sum() > 0
+    assert state["awareness.conditioning.scale_GD"].abs().sum() > 0
+    tested = run_tool(
+        *("test.py", work / config.name, work / "epoch_1.pth"),
+        *("--work-dir", tmp_path / "again"),
+    )
+    assert tested.returncode == 0, tested.stderr
+    refused = run_tool(
+        *("test.py", config, work / "epoch_1.pth"), *("--cfg-options", "moe=dense")
+    )
+    assert refused.returncode != 0
+    assert "tensors are too many (such as awareness." in refused.stderr
+
+
 def test_a_gate_with_a_schedule_ends_at_its_end(write_config, run_tool, tmp_path):
     config = write_config(extra="train_cfg = dict(max_epochs=1, val_interval=9)")
     moe = ROOT / "configs" / "_base_" / "moe" / "dense_to_sparse.py"
