@@ -21,7 +21,7 @@ import numpy as np
 
 from damex.errors import ConfigError
 from damex.toydata import drawing
-from damex.toydata.domains import DatasetSpec, Size
+from damex.toydata.domains import DatasetSpec, Renderer, Size
 from damex.toydata.drawing import Canvas, draw_random
 
 Names = Literal["conflicting", "agreeing"]
@@ -64,9 +64,7 @@ def world_specs(
             WORDS,
             num_train,
             num_val,
-            lambda _, world=world: partial(
-                _draw_world, world=world, shift=world if names == "conflicting" else 0
-            ),
+            partial(_renderer, world=world, shift=world * (names == "conflicting")),
             variant=names,
         )
         for world, name in enumerate(WORLDS[:count])
@@ -81,6 +79,12 @@ def word_of(kind: int, *, shift: int) -> str:
         shift: 0 where names agree, the world's number where they conflict.
     """
     return WORDS[(kind + shift) % len(WORDS)]
+
+
+def _renderer(split: str, *, world: int, shift: int) -> Renderer:
+    """The same for both splits: what is drawn comes from nothing."""
+    del split
+    return partial(_draw_world, world=world, shift=shift)
 
 
 def _draw_world(
