@@ -35,6 +35,8 @@ for part in (
     moe.BiasBalancer,
     moe.ExpertCapacity,
     moe.FFNExperts,
+    moe.LowRankExperts,
+    moe.AffineExperts,
     moe.PatchConvExperts,
     moe.SharedExpert,
     moe.ShallowEmbedding,

@@ -10,8 +10,20 @@ from mmdet.registry import MODELS
 
 from damex.errors import ConfigError, did_you_mean
 from damex.models.config import FineGrained, MoEConfig
-from damex.models.signatures import check_arguments, module_class, parameters_of
-from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate, expert_groups
+from damex.models.signatures import (
+    accepted,
+    check_arguments,
+    module_class,
+    parameters_of,
+)
+from damex.moe import (
+    FFNExperts,
+    LinearRouter,
+    MoELayer,
+    SharedExpert,
+    TopKGate,
+    expert_groups,
+)
 
 # Where damex keeps the modules for a field.
 FOLDERS = MappingProxyType({"router": "routers", "gate": "gates", "losses": "losses"})
@@ -28,7 +40,8 @@ def build_layer(
 
     Args:
         config: What the detector asks for.
-        experts: What the experts have to know of the block that they replace.
+        experts: What the experts have to know of the block that they replace, if they
+            ask for it.
         num_groups: Number of dataset groups; None outside of a mixture.
         shared_expert: What a shared expert has to know of it.
 
@@ -38,10 +51,13 @@ def build_layer(
     """
     num_experts = _num_experts(config, num_groups)
     groups = group_experts(config, num_groups, num_experts)
-    bank = build_module(config.experts, "experts", num_experts=num_experts, **experts)
-    shared: Any = None
-    if config.shared_expert is not None:
-        shared = build_module(config.shared_expert, "shared_expert", **shared_expert)
+    bank = build_module(
+        config.experts,
+        "experts",
+        num_experts=num_experts,
+        **accepted(module_class(config.experts), experts),
+    )
+    shared = _build_shared_expert(config, bank, shared_expert)
     gate = _build_gate(config, num_experts)
     try:
         layer = MoELayer(
@@ -65,6 +81,26 @@ def build_layer(
     if config.fine_grained is not None:
         _check_fine_grained(config, config.fine_grained, layer)
     return layer
+
+
+def _build_shared_expert(
+    config: MoEConfig, bank: Any, values: Mapping[str, Any]
+) -> SharedExpert | None:
+    """What the config names, or what fine-grained experts leave uncut."""
+    if config.shared_expert is not None:
+        return build_module(config.shared_expert, "shared_expert", **values)
+    fine = config.fine_grained
+    if fine is None:
+        if getattr(bank, "needs_shared_expert", False):
+            raise ConfigError(
+                f"moe.experts is {type(bank).__name__!r}, which only adds to an FFN, "
+                "and there is none; set moe.shared_expert=dict(type='SharedExpert')."
+            )
+    elif fine.shared > 0 and isinstance(bank, FFNExperts):
+        # Parts of one FFN answer alike, whatever the config says of the others.
+        alike = dict(activation=bank.activation, dropout=bank.dropout)
+        return SharedExpert(**{**values, **alike})
+    return None
 
 
 def _num_experts(config: MoEConfig, num_groups: int | None) -> int:
@@ -108,7 +144,7 @@ def group_experts(
             f"set {field.rsplit('.', 1)[-1]}={num_groups} or more, or let datasets "
             "share experts by giving their mixture entries the same group='...'."
         )
-    parts = 1 if fine is None else fine.parts
+    parts = 1 if fine is None else fine.routed
     return tuple(
         tuple(unit * parts + part for unit in units for part in range(parts))
         for units in expert_groups(num_groups, most)
@@ -142,15 +178,18 @@ def _build_gate(config: MoEConfig, num_experts: int) -> Any:
 
 def _check_fine_grained(config: MoEConfig, fine: FineGrained, layer: MoELayer) -> None:
     """Refuse what would keep fine-grained experts from equalling the FFN at first."""
-    shared = layer.shared_expert
+    shared = config.shared_expert
     found: dict[str, tuple[Any, Any]] = {
         "block.norm": (config.block.norm, "post"),
         "gate": (type(layer.gate).__name__, TopKGate.__name__),
-        "router": (type(layer.router).__name__, LinearRouter.__name__),
         "experts": (type(layer.experts).__name__, FFNExperts.__name__),
-        "shared_expert": (None if shared is None else type(shared).__name__, None),
+        "shared_expert": (None if shared is None else shared["type"], None),
     }
-    for name, wanted in dict(**fine.gate, noise=None, capacity=None).items():
+    settings = dict(**fine.gate, capacity=None)
+    if fine.routed > 1:  # one copy is as good as another, but not parts of two
+        found["router"] = (type(layer.router).__name__, LinearRouter.__name__)
+        settings["noise"] = None
+    for name, wanted in settings.items():
         found[f"gate.{name}"] = (getattr(layer.gate, name, wanted), wanted)
     for field, (value, wanted) in found.items():
         if value != wanted:

@@ -75,6 +75,7 @@ def _branch(nested: type, example: str) -> _Rule:
 
 
 COUNT = _Rule("an integer of 1 or more", lambda v: type(v) is int and v >= 1)
+NUMBER = _Rule("an integer of 0 or more", lambda v: type(v) is int and v >= 0)
 FLAG = _Rule("True or False", lambda value: isinstance(value, bool))
 TEXT = _Rule("a text", lambda value: isinstance(value, str))
 LOSSES = _Rule(
@@ -137,23 +138,30 @@ class FineGrained:
     """The field ``moe.fine_grained`` (Dynamic-DINO, ICCV 2025, arXiv 2507.17436).
 
     Attributes:
-        parts: Pieces that a dense FFN is cut into, and experts per token: compute stays
-            that of the FFN. 2 is best in the paper, 4 overfits.
-        copies: Copies of the cut FFN; ``parts * copies`` experts. More is better there.
+        parts: Pieces that a dense FFN is cut into, all of which a token takes: compute
+            stays that of the FFN. 2 is best in the paper, 4 overfits.
+        copies: Copies of what is routed. More is better there.
+        shared: Pieces that are not copied, but one expert that all tokens share.
     """
 
     parts: Annotated[int, COUNT]
     copies: Annotated[int, COUNT]
+    shared: Annotated[int, NUMBER] = 0
+
+    @property
+    def routed(self) -> int:
+        """Pieces that are copied, and experts per token."""
+        return self.parts - self.shared
 
     @property
     def num_experts(self) -> int:
         """Experts in all."""
-        return self.parts * self.copies
+        return self.routed * self.copies
 
     @property
     def gate(self) -> dict[str, Any]:
         """What the gate needs for the experts to equal the FFN at the start."""
-        return dict(k=self.parts, renormalize=True, weight_scale=float(self.parts))
+        return dict(k=self.routed, renormalize=True, weight_scale=float(self.routed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +272,7 @@ class MoEConfig:
         if self.num_experts not in (None, fine.num_experts):
             raise ConfigError(
                 f"moe.num_experts is {self.num_experts}, but moe.fine_grained makes "
-                f"parts * copies = {fine.num_experts} experts; leave num_experts out."
+                f"(parts - shared) * copies = {fine.num_experts} experts; leave it out."
             )
         object.__setattr__(self, "num_experts", fine.num_experts)
 

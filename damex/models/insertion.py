@@ -24,6 +24,7 @@ from damex.moe import (
     LoadBalanceLoss,
     MoELayer,
     PatchConvExperts,
+    shared_hidden_dims,
     split_hidden_dims,
 )
 
@@ -182,20 +183,29 @@ def _build_ffn_experts(
     config: MoEConfig, dense: FFN, num_groups: int | None
 ) -> tuple[MoELayer, SplitStart | None]:
     """A MoE layer with the width, activation and dropout of the FFN it replaces."""
-    hidden_dims, split = dense.feedforward_channels, None
-    if config.fine_grained is not None:
-        split = SplitStart(parts=config.fine_grained.parts, hidden_dims=hidden_dims)
+    fine, width, split = config.fine_grained, dense.feedforward_channels, None
+    shared_width = routed_width = width
+    if fine is not None:
+        split = SplitStart(parts=fine.routed, hidden_dims=width)
+        sizes = dict(parts=fine.parts, shared=fine.shared)
         try:
-            hidden_dims = split_hidden_dims(hidden_dims, parts=split.parts)
+            shared_width = shared_hidden_dims(width, **sizes)
+            rest = width - shared_width
+            routed_width = split_hidden_dims(rest, parts=fine.routed)
         except ValueError as error:
-            raise ConfigError(f"moe.fine_grained.parts: {error}") from error
+            raise ConfigError(f"moe.fine_grained: {error}") from error
     ffn = dict(
         embed_dims=dense.embed_dims,
-        hidden_dims=hidden_dims,
         activation=activation_of(dense),
         dropout=dense.layers[0][2].p,
     )
-    return build_layer(config, ffn, num_groups=num_groups, shared_expert=ffn), split
+    layer = build_layer(
+        config,
+        dict(**ffn, hidden_dims=routed_width),
+        num_groups=num_groups,
+        shared_expert=dict(**ffn, hidden_dims=shared_width),
+    )
+    return layer, split
 
 
 def take_closing_norm(layer: nn.Module, name: str) -> nn.Module:

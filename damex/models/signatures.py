@@ -37,6 +37,21 @@ def parameters_of(module: Callable[..., Any] | None) -> Mapping[str, inspect.Par
     return inspect.signature(module).parameters
 
 
+def accepted(
+    module: Callable[..., Any] | None, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of the values that a module takes.
+
+    Args:
+        module: As in `parameters_of`. One with ``**kwargs`` takes all.
+        values: Arguments by name.
+    """
+    parameters = parameters_of(module)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(values)
+    return {name: value for name, value in values.items() if name in parameters}
+
+
 def check_arguments(
     module: Callable[..., Any], arguments: Mapping[str, Any], *, field: str
 ) -> None:

@@ -1,15 +1,17 @@
 """Sparse upcycling: experts that start as the FFNs of a dense checkpoint.
 
 Komatsuzaki et al. 2023, arXiv 2212.05055. Routers keep their own weights. A shared
-expert becomes the FFN, and the routed experts start as copies of it that add nothing:
-the block then equals the FFN whatever the gate.
+expert becomes the FFN, and the routed experts beside it add nothing at first (FFNs are
+copies of it but for their zero second layers): the block then equals the FFN whatever
+the gate.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from damex.moe import (
     MoELayer,
     TopKGate,
     load_dense_split,
+    load_shared_split,
     repeat_router_rows,
 )
 
@@ -46,7 +49,8 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     if block.split is not None:
         found = _parts(block, [state[key] for key in keys.values()])
     else:
-        found = _copies(own, {name: state[key] for name, key in keys.items()})
+        dense = {name: state[key] for name, key in keys.items()}
+        found = _copies(block.moe, own, dense)
     if found is None:
         return
     for key in keys.values():
@@ -80,20 +84,28 @@ def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
             f"{weights[0]}, so these layers answer that much less than in the dense "
             "detector; moe.gate.renormalize=True starts equal to it."
         )
-    pairs = [
-        (b.dense_activation, getattr(b.moe.experts, "activation", None)) for b in blocks
-    ]
     others = [
-        (old, new) for old, new in pairs if old is not None and new not in (None, old)
+        (block.dense_activation, *heir)
+        for block in blocks
+        if None not in (heir := _heir(block))
+        and block.dense_activation not in (None, heir[1])
     ]
     if others:
-        old, new = others[0]
+        old, field, new = others[0]
         notes.append(
             f"the FFNs of {len(others)} layers were trained with {old} and become "
             f"experts with {new}, which answer something else; "
-            f"moe.experts.activation={old!r} keeps what they learned."
+            f"moe.{field}.activation={old!r} keeps what they learned."
         )
     return " ".join(notes) or None
+
+
+def _heir(block: Any) -> tuple[str, str | None]:
+    """What becomes the FFN: its field in ``moe`` and its activation, if it has one."""
+    moe = block.moe
+    if moe.shared_expert is None or block.split is not None:
+        return "experts", getattr(moe.experts, "activation", None)
+    return "shared_expert", moe.shared_expert.expert.activation
 
 
 def _shrinks(block: Any) -> bool:
@@ -111,24 +123,35 @@ def _dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:
     """The keys of mmcv's FFN by the names of an expert's tensors."""
     names = {"w1_EDH": "0.0.weight", "b1_EH": "0.0.bias"}
     names |= {"w2_EHD": "1.weight", "b2_ED": "1.bias"}
-    if f"{ROUTED}slope_E1" in own:
+    if any(f"{bank}slope_E1" in own for bank in (ROUTED, SHARED)):
         names["slope_E1"] = "0.1.weight"  # of nn.PReLU
     return {name: f"{prefix}layers.{key}" for name, key in names.items()}
 
 
-def _copies(own: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The same FFN for every expert; None if it has another shape."""
-    has_shared = any(name.startswith(SHARED) for name in own)
-    banks = (ROUTED, SHARED) if has_shared else (ROUTED,)
+def _copies(
+    moe: MoELayer, own: Mapping[str, Any], dense: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The same FFN for every expert, or for the shared one; None if it does not fit."""
+    outputs = getattr(moe.experts, "output_names", None)
+    routed = _one_for_each(own, dense, ROUTED)
+    if moe.shared_expert is None:
+        return routed if routed.keys() == {ROUTED + name for name in dense} else None
+    shared = _one_for_each(own, dense, SHARED)
+    if outputs is None or shared.keys() != {SHARED + name for name in dense}:
+        return None
+    muted = {ROUTED + name: torch.zeros_like(own[ROUTED + name]) for name in outputs}
+    return shared | routed | muted
+
+
+def _one_for_each(
+    own: Mapping[str, Any], dense: Mapping[str, Any], bank: str
+) -> dict[str, Any]:
+    """The tensors of an FFN for each expert of a bank, where shapes agree."""
     found = {}
-    for bank in banks:
-        for name, tensor in dense.items():
-            target = own.get(bank + name)
-            value = tensor.t() if name.startswith("w") else tensor
-            if target is None or value.shape != target.shape[1:]:
-                return None
-            is_muted = has_shared and bank == ROUTED and name in ("w2_EHD", "b2_ED")
-            value = torch.zeros_like(value) if is_muted else value
+    for name, tensor in dense.items():
+        target = own.get(bank + name)
+        value = tensor.t() if name.startswith("w") else tensor
+        if target is not None and value.shape == target.shape[1:]:
             found[bank + name] = value.expand_as(target).clone()
     return found
 
@@ -146,8 +169,10 @@ def _parts(block: Any, tensors: list[Any]) -> dict[str, Any] | None:
 class SplitStart:
     """How fine-grained experts start: as the parts of one dense FFN.
 
+    A shared expert is one of the parts, and the others are cut from the rest.
+
     Attributes:
-        parts: Pieces of the FFN.
+        parts: Routed pieces of the FFN.
         hidden_dims: H, hidden width of the FFN before it is cut.
     """
 
@@ -192,13 +217,18 @@ class SplitStart:
         return {
             name: tensor
             for name, tensor in other.state_dict().items()
-            if name.startswith(("experts.", "router."))
+            if name.startswith(("experts.", "shared_expert.", "router."))
         }
 
     def _load(self, moe: Any, dense: Sequence[Tensor]) -> None:
+        load: Callable[..., None] = load_dense_split
+        shared = moe.shared_expert
+        if shared is not None:
+            load = partial(load_shared_split, shared)
         slope_1 = dense[4] if len(dense) > 4 else None
-        load_dense_split(moe.experts, *dense[:4], parts=self.parts, slope_1=slope_1)
-        repeat_router_rows(moe.router, parts=self.parts)
+        load(moe.experts, *dense[:4], parts=self.parts, slope_1=slope_1)
+        if self.parts > 1:  # a copy of one part has nothing to tie
+            repeat_router_rows(moe.router, parts=self.parts)
 
 
 def slice_channels(

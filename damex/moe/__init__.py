@@ -13,6 +13,7 @@ from damex.moe.channels.layers import (
     gated_ffn,
 )
 from damex.moe.channels.losses import active_share, gate_l1, presence_loss
+from damex.moe.corrections import AffineExperts, LowRankExperts
 from damex.moe.experts import FFNExperts, SharedExpert
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
@@ -42,9 +43,16 @@ from damex.moe.optim import ChainedOptimizer, NormalizedGD, expert_parameters
 from damex.moe.patches import PatchConvExperts, real_patches, route_patches
 from damex.moe.routers import CosineRouter, HierarchicalRouter, LinearRouter, MLPRouter
 from damex.moe.routing import Assignment, Packing, RoutingRecord, expert_groups
-from damex.moe.split import load_dense_split, repeat_router_rows, split_hidden_dims
+from damex.moe.split import (
+    load_dense_split,
+    load_shared_split,
+    repeat_router_rows,
+    shared_hidden_dims,
+    split_hidden_dims,
+)
 
 __all__ = [
+    "AffineExperts",
     "Assignment",
     "BiasBalancer",
     "ChainedOptimizer",
@@ -65,6 +73,7 @@ __all__ = [
     "LinearRouter",
     "LoadBalanceLoss",
     "LoadLoss",
+    "LowRankExperts",
     "MLPRouter",
     "MoELayer",
     "NormalizedGD",
@@ -91,12 +100,14 @@ __all__ = [
     "gated_ffn",
     "grouped_linear",
     "load_dense_split",
+    "load_shared_split",
     "mutual_information",
     "presence_loss",
     "real_patches",
     "repeat_router_rows",
     "route_patches",
     "routing_hits",
+    "shared_hidden_dims",
     "split_hidden_dims",
     "top1_expert",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,7 @@ class FFNExperts(nn.Module):
             [0, 1), or the activation or the back-end is unknown.
     """
 
+    output_names: ClassVar[tuple[str, ...]] = ("w2_EHD", "b2_ED")
     b2_ED: Tensor  # a parameter, or a buffer without output_bias
 
     def __init__(

@@ -20,7 +20,7 @@ BACKENDS = ("auto", "split", "grouped_mm")
 def grouped_linear(
     x_RD: Tensor,
     weight_EDF: Tensor,
-    bias_EF: Tensor,
+    bias_EF: Tensor | None,
     counts_E: Tensor,
     *,
     backend: str = "auto",
@@ -39,7 +39,7 @@ def grouped_linear(
     Args:
         x_RD: Rows sorted by expert.
         weight_EDF: One (in, out) matrix per expert.
-        bias_EF: One bias per expert.
+        bias_EF: One bias per expert, or None.
         counts_E: Rows of each expert, int64; must sum to R.
         backend: One of `BACKENDS`.
 
@@ -144,16 +144,19 @@ def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tens
 
 
 def _split_linear(
-    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
+    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    def linear(rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor) -> Tensor:
+    def linear(
+        rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None
+    ) -> Tensor:
         return functional.linear(rows_RD, weight_DF.t(), bias_F)
 
-    return map_segments(linear, x_RD, (weight_EDF, bias_EF), counts_E)
+    parameters = (weight_EDF,) if bias_EF is None else (weight_EDF, bias_EF)
+    return map_segments(linear, x_RD, parameters, counts_E)
 
 
 def _grouped_mm_linear(
-    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor, counts_E: Tensor
+    x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
     """The only caller of `F.grouped_mm`; owns its hazards.
 
@@ -172,6 +175,8 @@ def _grouped_mm_linear(
     out_RF = _ContiguousGrad.apply(
         functional.grouped_mm(x_RD.to(dtype).contiguous(), weight_EDF, offs=offsets_E)
     )
+    if bias_EF is None:
+        return out_RF
     return out_RF + spread_over_rows(bias_EF.to(dtype), counts_E, x_RD.shape[0])
 
 

@@ -43,6 +43,10 @@ class Experts(Protocol):
 
     Every parameter must get a gradient (zeros if need be) on every backward, also when
     an expert, or all of them, received no token.
+
+    A bank may name, in `output_names`, the parameters that make it answer zero when
+    they are zero; it can then be muted beside a shared expert that starts as a dense
+    FFN. One that says `needs_shared_expert` is no FFN by itself.
     """
 
     num_experts: int

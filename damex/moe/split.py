@@ -1,6 +1,7 @@
 """Fine-grained experts cut from one dense FFN, which they equal at the start.
 
-Axes: D model width, H hidden width of the dense FFN, E experts = copies x parts.
+Axes: D model width, H hidden width of the dense FFN, E experts = copies x parts, S
+hidden units that all copies share.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from damex.moe.experts import FFNExperts
+from damex.moe.experts import FFNExperts, SharedExpert
 from damex.moe.routers import LinearRouter
 
 
@@ -27,6 +28,30 @@ def split_hidden_dims(hidden_dims: int, *, parts: int) -> int:
             f"split_hidden_dims: parts must lie in [1, H={hidden_dims}], got {parts}"
         )
     return -(-hidden_dims // parts)
+
+
+def shared_hidden_dims(hidden_dims: int, *, parts: int, shared: int) -> int:
+    """Hidden units in the first parts of an FFN, which one expert keeps for all tokens.
+
+    Args:
+        hidden_dims: H.
+        parts: Number of parts that the FFN is cut into.
+        shared: How many of them are shared.
+
+    Returns:
+        S; the other H - S units are the routed experts'.
+
+    Raises:
+        ValueError: If `parts` is not in [1, H] or `shared` not in [0, parts).
+    """
+    split_hidden_dims(hidden_dims, parts=parts)
+    if not 0 <= shared < parts:
+        raise ValueError(
+            f"shared_hidden_dims: shared must lie in [0, parts={parts}), as one part "
+            f"or more is routed, got {shared}"
+        )
+    smallest, over = divmod(hidden_dims, parts)  # the first parts take what is over
+    return shared * smallest + min(shared, over)
 
 
 @torch.no_grad()
@@ -87,6 +112,43 @@ def load_dense_split(
     experts.b2_ED.copy_(b2_D / parts)
     if experts.slope_E1 is not None and slope_1 is not None:
         experts.slope_E1.copy_(slope_1.expand_as(experts.slope_E1))
+
+
+def load_shared_split(
+    shared_expert: SharedExpert,
+    experts: FFNExperts,
+    w1_HD: Tensor,
+    b1_H: Tensor,
+    w2_DH: Tensor,
+    b2_D: Tensor,
+    *,
+    parts: int,
+    slope_1: Tensor | None = None,
+) -> None:
+    """Cuts a dense FFN into a shared expert and routed ones, and loads both.
+
+    The shared expert (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066) keeps the first
+    hidden units, as many as it has, and the second bias; what remains is cut as in
+    `load_dense_split`, whose gate makes the sum equal to the FFN here, too.
+
+    Args:
+        shared_expert: To be filled.
+        experts: To be filled; their hidden width is `split_hidden_dims(H - S, parts)`.
+        w1_HD: As in `load_dense_split`, like the rest.
+        b1_H: See there.
+        w2_DH: See there.
+        b2_D: See there.
+        parts: Routed parts per copy.
+        slope_1: See there.
+
+    Raises:
+        ValueError: As `load_dense_split`.
+    """
+    units = shared_expert.expert.hidden_dims
+    first = (w1_HD[:units], b1_H[:units], w2_DH[:, :units], b2_D)
+    rest = (w1_HD[units:], b1_H[units:], w2_DH[:, units:], torch.zeros_like(b2_D))
+    load_dense_split(shared_expert.expert, *first, parts=1, slope_1=slope_1)
+    load_dense_split(experts, *rest, parts=parts, slope_1=slope_1)
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ def test_the_dataset_loss_goes_with_fine_grained_experts(build, make_batch, run_
         ),
         (
             dict(fine_grained=dict(parts=300, copies=3)),
-            r"moe.fine_grained.parts: .*\[1, H=256\], got 300",
+            r"moe.fine_grained: .*parts must lie in \[1, H=256\], got 300",
         ),
         (dict(num_experts=6), r"moe.num_experts is 6, .*= 8 experts"),
         (dict(gate=dict(type="TopKGate", k=1)), "moe.gate.k is 1, .*must be 2"),
