@@ -87,19 +87,20 @@ def _build_shared_expert(
     config: MoEConfig, bank: Any, values: Mapping[str, Any]
 ) -> SharedExpert | None:
     """What the config names, or what fine-grained experts leave uncut."""
-    if config.shared_expert is not None:
-        return build_module(config.shared_expert, "shared_expert", **values)
     fine = config.fine_grained
-    if fine is None:
-        if getattr(bank, "needs_shared_expert", False):
-            raise ConfigError(
-                f"moe.experts is {type(bank).__name__!r}, which only adds to an FFN, "
-                "and there is none; set moe.shared_expert=dict(type='SharedExpert')."
-            )
-    elif fine.shared > 0 and isinstance(bank, FFNExperts):
+    if fine is not None:  # with which none may be named, see _check_fine_grained
+        if fine.shared == 0 or not isinstance(bank, FFNExperts):
+            return None
         # Parts of one FFN answer alike, whatever the config says of the others.
         alike = dict(activation=bank.activation, dropout=bank.dropout)
         return SharedExpert(**{**values, **alike})
+    if config.shared_expert is not None:
+        return build_module(config.shared_expert, "shared_expert", **values)
+    if getattr(bank, "needs_shared_expert", False):
+        raise ConfigError(
+            f"moe.experts is {type(bank).__name__!r}, which only adds to an FFN, and "
+            "there is none; set moe.shared_expert=dict(type='SharedExpert')."
+        )
     return None
 
 

@@ -74,6 +74,41 @@ def test_experts_cost_by_the_number_that_a_token_meets(dense, gate, experts_per_
     assert routed.flops == dense["decoder"].flops + QUERIES * extra
 
 
+@pytest.mark.parametrize("routed", [1, 2])
+def test_a_shared_and_a_private_part_compute_as_the_dense_ffn(dense, routed):
+    fine = dict(parts=4, shared=4 - routed, copies=5)
+    decoder = count(dict(layers=dict(decoder=[1]), fine_grained=fine))["decoder"]
+    quarter = 64 * 64 + 64 + 64 * 64  # and every private expert has an output bias
+    num_experts = 5 * routed
+    router = num_experts * 64
+    extra = 4 * routed * quarter + num_experts * 64 + router
+    assert decoder.parameters == dense["decoder"].parameters + extra
+    active = dense["decoder"].active_parameters + routed * 64 + router
+    assert decoder.active_parameters == active
+    assert decoder.flops == dense["decoder"].flops + QUERIES * 2 * router
+
+
+@pytest.mark.parametrize(
+    ("experts", "parameters", "flops"),
+    [
+        (dict(type="LowRankExperts", rank=8), 2 * 64 * 8, 2 * 2 * 64 * 8),
+        # four one-hot numbers times the scales and shifts of four experts
+        (dict(type="AffineExperts"), 2 * 64, 2 * 4 * 2 * 64),
+    ],
+)
+def test_corrections_cost_what_they_say(dense, experts, parameters, flops):
+    moe = dict(
+        layers=dict(decoder=[1]),
+        num_experts=4,
+        experts=experts,
+        shared_expert=dict(type="SharedExpert"),
+    )
+    decoder, router = count(moe)["decoder"], 4 * 64
+    assert decoder.parameters == dense["decoder"].parameters + 4 * parameters + router
+    assert decoder.active_parameters == decoder.parameters - 3 * parameters
+    assert decoder.flops == dense["decoder"].flops + QUERIES * (flops + 2 * router)
+
+
 def test_expert_choice_costs_what_the_experts_take(dense):
     # 4 experts x 21 of 336 tokens each are a quarter of the dense FFN.
     gate = dict(type="ExpertChoiceGate", num_tokens=21)

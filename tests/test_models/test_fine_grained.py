@@ -10,46 +10,65 @@ from damex.models.config import FineGrained
 from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
 from damex.models.upcycling import SplitStart
-from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate, split_hidden_dims
+from damex.moe import (
+    FFNExperts,
+    LinearRouter,
+    MoELayer,
+    SharedExpert,
+    TopKGate,
+    shared_hidden_dims,
+    split_hidden_dims,
+)
 
+SHARED = dict(
+    layers=dict(decoder="all"), fine_grained=dict(parts=4, shared=3, copies=4)
+)
 FINE = dict(layers=dict(decoder="all"), fine_grained=dict(parts=2, copies=4))
 
 
-def make_block(*, parts, copies, hidden_dims, activation="relu"):
-    fine = FineGrained(parts=parts, copies=copies)
+def make_block(*, parts, copies, hidden_dims, shared=0, activation="relu"):
+    fine = FineGrained(parts=parts, copies=copies, shared=shared)
+    width = shared_hidden_dims(hidden_dims, parts=parts, shared=shared)
     layer = MoELayer(
         router=LinearRouter(8, fine.num_experts, init_std=1.0),
         gate=TopKGate(**fine.gate),
         experts=FFNExperts(
             fine.num_experts,
             8,
-            split_hidden_dims(hidden_dims, parts=parts),
+            split_hidden_dims(hidden_dims - width, parts=fine.routed),
             activation=activation,
         ),
+        shared_expert=SharedExpert(8, width, activation=activation) if width else None,
     )
-    split = SplitStart(parts=parts, hidden_dims=hidden_dims)
+    split = SplitStart(parts=fine.routed, hidden_dims=hidden_dims)
     return MoEFFN(layer, name="decoder.0", context=RoutingContext(), split=split)
 
 
 @pytest.mark.parametrize("hidden_dims", [12, 13, 17])
-@pytest.mark.parametrize(("parts", "copies"), [(1, 4), (2, 4), (3, 2)])
-def test_a_block_equals_the_ffn_that_it_loads(parts, copies, hidden_dims):
+@pytest.mark.parametrize(
+    ("parts", "shared", "copies"),
+    [(1, 0, 4), (2, 0, 4), (3, 0, 2), (4, 3, 8), (4, 1, 2), (4, 2, 3), (2, 1, 1)],
+)
+def test_a_block_equals_the_ffn_that_it_loads(parts, shared, copies, hidden_dims):
     torch.manual_seed(0)
-    block = make_block(parts=parts, copies=copies, hidden_dims=hidden_dims)
+    sizes = dict(parts=parts, shared=shared, copies=copies, hidden_dims=hidden_dims)
+    block = make_block(**sizes)
     dense = FFN(embed_dims=8, feedforward_channels=hidden_dims)
     with torch.no_grad():  # a router that forgot its ties: loading ties it again
         block.moe.router.weight_ED.normal_()
     block.load_state_dict(dense.state_dict())
     tokens = torch.randn(2, 50, 8)
     assert (block(tokens) - dense(tokens)).abs().max() <= 1e-5
-    other = make_block(parts=parts, copies=copies, hidden_dims=hidden_dims)
+    other = make_block(**sizes)
     other.load_state_dict(block.state_dict())
     assert torch.equal(other(tokens), block(tokens))
 
 
-def test_a_block_with_prelus_equals_the_ffn_that_it_loads():
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_block_with_prelus_equals_the_ffn_that_it_loads(shared):
     torch.manual_seed(0)
-    block = make_block(parts=2, copies=4, hidden_dims=12, activation="prelu")
+    sizes = dict(parts=2, shared=shared, copies=4, hidden_dims=12)
+    block = make_block(**sizes, activation="prelu")
     dense = FFN(embed_dims=8, feedforward_channels=12, act_cfg=dict(type="PReLU"))
     torch.nn.init.constant_(dense.layers[0][1].weight, 0.7)
     block.load_state_dict(dense.state_dict())
@@ -72,11 +91,43 @@ def test_all_copies_draw_one_ffn_when_there_is_no_checkpoint():
     assert not torch.equal(router.weight_ED[0], router.weight_ED[2])
 
 
+@pytest.mark.parametrize("hidden_dims", [12, 13])
+@pytest.mark.parametrize(("parts", "shared"), [(4, 3), (3, 1)])
+def test_a_shared_part_and_each_copy_are_one_drawn_ffn(parts, shared, hidden_dims):
+    torch.manual_seed(0)
+    sizes = dict(parts=parts, shared=shared, hidden_dims=hidden_dims)
+    block = make_block(**sizes, copies=3)
+    block.reset_parameters()
+    moe, routed = block.moe, parts - shared
+    banks = [(moe.shared_expert.expert, slice(0, 1))]
+    banks.append((moe.experts, slice(routed, 2 * routed)))  # the second copy
+    used = [(bank, e) for bank, ids in banks for e in range(bank.num_experts)[ids]]
+    units = sum(bank.hidden_dims for bank, _ in used)
+    assert hidden_dims <= units <= hidden_dims + 1  # (H=13, 3 - 1): 4 + 4 + 5
+    dense = FFN(embed_dims=8, feedforward_channels=units)
+    with torch.no_grad():
+        first, second = dense.layers[0][0], dense.layers[1]
+        first.weight.copy_(torch.cat([b.w1_EDH[e] for b, e in used], dim=1).T)
+        first.bias.copy_(torch.cat([b.b1_EH[e] for b, e in used]))
+        second.weight.copy_(torch.cat([b.w2_EHD[e] for b, e in used]).T)
+        second.bias.copy_(moe.shared_expert.expert.b2_ED[0])
+    assert not moe.experts.b2_ED.any()
+    # Drawn as a whole: the xavier bound is that of 8 -> H, and reached in both.
+    bound = (6 / (8 + hidden_dims)) ** 0.5
+    for bank, e in used:
+        live = bank.w1_EDH[e][:, bank.w2_EHD[e].any(dim=1)]
+        assert 0.8 * bound < live.abs().max() <= bound
+    tokens = torch.randn(2, 50, 8)
+    assert (block(tokens) - dense(tokens)).abs().max() <= 1e-5
+
+
+# A gate of one expert per token, with one weight, may be any: all copies are equal.
+@pytest.mark.parametrize("moe", ["fine_grained", "damex_shared_private"])
 def test_a_detector_predicts_as_the_dense_one_whose_checkpoint_it_loads(
-    build, make_batch, run_predict
+    build, make_batch, run_predict, moe
 ):
     dense = build(moe=None)
-    fine = build(moe="fine_grained")
+    fine = build(moe=moe)
     fine.load_state_dict(dense.state_dict())
     batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)])
     pairs = zip(run_predict(fine, batch), run_predict(dense, batch), strict=True)
@@ -98,6 +149,43 @@ def test_experts_gate_and_width_follow_from_parts_and_copies(build):
     # also after the detector drew its weights
     assert torch.equal(moe.router.weight_ED[0::2], moe.router.weight_ED[1::2])
     assert torch.equal(moe.experts.w1_EDH[:2], moe.experts.w1_EDH[2:4])
+
+
+def test_shared_and_routed_widths_follow_from_the_parts(build):
+    experts = dict(type="FFNExperts", activation="gelu", dropout=0.1)
+    moe = moe_blocks(build(moe={**SHARED, "experts": experts}))[0].moe
+    shared = moe.shared_expert.expert
+    assert (shared.hidden_dims, moe.experts.hidden_dims) == (192, 64)  # of 256
+    assert (moe.num_experts, moe.gate.k, moe.gate.weight_scale) == (4, 1, 1.0)
+    assert moe.gate.renormalize
+    # parts of one FFN
+    assert (shared.activation, shared.dropout) == ("gelu", 0.1)
+    three = dict(fine_grained=dict(parts=4, shared=1, copies=2))
+    moe = moe_blocks(build(moe={**SHARED, **three}))[0].moe
+    assert (moe.num_experts, moe.gate.k, moe.gate.weight_scale) == (6, 3, 3.0)
+    assert torch.equal(moe.router.weight_ED[:3], moe.router.weight_ED[:1].expand(3, -1))
+    ids = [row.nonzero().flatten().tolist() for row in moe.group_experts_GE or ()]
+    assert ids == []  # three groups, two copies
+
+
+def test_groups_of_datasets_get_copies_of_the_routed_parts(build):
+    fine = dict(fine_grained=dict(parts=4, shared=2, copies=4))
+    moe = moe_blocks(build(moe={**SHARED, **fine}))[0].moe
+    ids = [row.nonzero().flatten().tolist() for row in moe.group_experts_GE]
+    assert ids == [[0, 1, 2, 3], [4, 5], [6, 7]]
+
+
+def test_one_routed_part_takes_any_router_and_noise(build, make_batch, run_loss, total):
+    moe = dict(
+        SHARED,
+        router=dict(type="HierarchicalRouter"),
+        gate=dict(type="TopKGate", noise="gaussian"),
+        losses=[dict(type="DatasetRoutingLoss")],
+    )
+    detector = build(moe=moe)
+    total(run_loss(detector, make_batch([0, 2]))).backward()
+    found = moe_blocks(detector)[0].moe.named_parameters()
+    assert [name for name, p in found if p.grad is None] == []
 
 
 @pytest.mark.parametrize(
@@ -152,6 +240,30 @@ def test_the_dataset_loss_goes_with_fine_grained_experts(build, make_batch, run_
         (
             dict(shared_expert=dict(type="SharedExpert")),
             "moe.shared_expert is 'SharedExpert', .*must be None",
+        ),
+        (
+            dict(**SHARED, shared_expert=dict(type="SharedExpert")),
+            "moe.shared_expert is 'SharedExpert', .*must be None",
+        ),
+        (
+            dict(fine_grained=dict(parts=4, shared=4, copies=2)),
+            r"moe.fine_grained: .*shared must lie in \[0, parts=4\), .*got 4",
+        ),
+        (
+            dict(fine_grained=dict(parts=4, shared=-1, copies=2)),
+            "moe.fine_grained.shared must be an integer of 0 or more, got -1",
+        ),
+        (
+            dict(
+                fine_grained=dict(parts=4, shared=2, copies=2),
+                router=dict(type="CosineRouter", proj_dims=8),
+            ),
+            "moe.router is 'CosineRouter', .*must be 'LinearRouter'",
+        ),
+        (dict(**SHARED, num_experts=6), r"is 6, .*\(parts - shared\) \* copies = 4"),
+        (
+            dict(**SHARED, gate=dict(type="TopKGate", k=2)),
+            "moe.gate.k is 2, .*must be 1",
         ),
         (dict(block=dict(norm="pre")), "moe.block.norm is 'pre', .*must be 'post'"),
         (

@@ -6,13 +6,18 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.config import Config
 
+from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
+from damex.models.insertion import moe_blocks
 from damex.models.upcycling import upcycling_note
 from damex.moe import (
+    AffineExperts,
+    DenseSoftmaxGate,
     ExpertChoiceGate,
     FFNExperts,
     LinearRouter,
+    LowRankExperts,
     MoELayer,
     SharedExpert,
     TopKGate,
@@ -21,12 +26,12 @@ from damex.moe import (
 CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
 
 
-def make_block(gate, *, shared_expert=None, num_experts=3):
+def make_block(gate, *, experts=None, shared_expert=None, num_experts=3):
     torch.manual_seed(0)
     layer = MoELayer(
         router=LinearRouter(8, num_experts),
         gate=gate,
-        experts=FFNExperts(num_experts, 8, 16),
+        experts=experts or FFNExperts(num_experts, 8, 16),
         shared_expert=shared_expert,
     )
     return MoEFFN(layer, name="decoder.0", context=RoutingContext())
@@ -92,6 +97,75 @@ def test_a_shared_expert_becomes_the_ffn_and_the_others_add_nothing(tokens_BND):
     assert block.moe.experts.w2_EHD.grad.abs().sum() > 0  # and they can learn
 
 
+PRIVATE = {
+    "low rank": lambda: LowRankExperts(3, 8, 2),
+    "affine": lambda: AffineExperts(3, 8),
+    "narrower FFNs": lambda: FFNExperts(3, 8, 5),
+    "FFNs with another activation": lambda: FFNExperts(3, 8, 16, activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("activation", ["ReLU", "PReLU"])
+@pytest.mark.parametrize("make", PRIVATE.values(), ids=PRIVATE.keys())
+def test_private_parts_beside_it_add_nothing_at_first_and_learn(
+    make, activation, tokens_BND
+):
+    dense = FFN(embed_dims=8, feedforward_channels=16, act_cfg=dict(type=activation))
+    shared = SharedExpert(8, 16, activation=activation.lower())
+    block = make_block(DenseSoftmaxGate(), experts=make(), shared_expert=shared)
+    for parameter in block.moe.experts.parameters():  # as after a training
+        torch.nn.init.normal_(parameter)
+    block.load_state_dict(dense.state_dict())
+    torch.testing.assert_close(block(tokens_BND), dense(tokens_BND), rtol=0, atol=1e-6)
+    block(tokens_BND).square().sum().backward()
+    experts = block.moe.experts
+    for name in experts.output_names:
+        assert (getattr(experts, name).grad != 0).flatten(1).any(1).all()
+
+
+def test_a_shared_expert_of_another_width_is_reported_by_the_loader():
+    shared = SharedExpert(8, 12)
+    block = make_block(TopKGate(), experts=AffineExperts(3, 8), shared_expert=shared)
+    dense = FFN(embed_dims=8, feedforward_channels=16)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        block.load_state_dict(dense.state_dict())
+
+
+AFFINE = dict(
+    layers=dict(encoder="all", decoder="all"),
+    experts=dict(type="AffineExperts"),
+    shared_expert=dict(type="SharedExpert"),
+)
+
+
+@pytest.mark.parametrize("moe", ["damex_low_rank", AFFINE], ids=["low rank", "affine"])
+def test_a_detector_starts_as_the_dense_one_and_resumes_as_itself(
+    moe, build, make_batch, run_loss, run_predict, total
+):
+    def boxes(detector):
+        samples = run_predict(detector, batch)
+        return torch.cat([sample.pred_instances.bboxes for sample in samples])
+
+    batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)])
+    dense, private, resumed = build(moe=None), build(moe=moe), build(moe=moe)
+    private.load_state_dict(dense.state_dict())
+    torch.testing.assert_close(boxes(private), boxes(dense), rtol=1e-4, atol=1e-3)
+    optimizer = torch.optim.SGD(private.parameters(), lr=0.01)
+    total(run_loss(private, batch)).backward()
+    optimizer.step()
+    resumed.load_state_dict(private.state_dict())
+    bank = moe_blocks(resumed)[0].moe.experts
+    assert getattr(bank, bank.output_names[0]).any()
+    assert torch.equal(boxes(resumed), boxes(private))
+
+
+@pytest.mark.parametrize("kind", ["LowRankExperts", "AffineExperts"])
+def test_corrections_of_no_ffn_are_refused(kind, build):
+    experts = dict(type=kind, **(dict(rank=4) if kind == "LowRankExperts" else {}))
+    with pytest.raises(ConfigError, match=f"moe.experts is '{kind}', .*shared_expert="):
+        build(moe=dict(layers=dict(decoder=[0]), experts=experts))
+
+
 def test_the_shipped_pmoe_keeps_the_scale_of_a_dense_checkpoint(tokens_BND):
     """Each of 8 experts takes an eighth of the tokens with weights of mean 1."""
     gate = dict(Config.fromfile(CONFIGS / "pmoe.py").moe.gate)
@@ -139,3 +213,20 @@ def test_another_activation_is_said(trained, is_said):
     if note is not None:
         assert "1 layers were trained with relu and become experts with gelu" in note
         assert "moe.experts.activation='relu'" in note
+
+
+@pytest.mark.parametrize(("shared", "is_said"), [("gelu", True), ("relu", False)])
+def test_beside_a_shared_expert_it_is_that_ones_activation(shared, is_said):
+    dense = FFN(embed_dims=8, feedforward_channels=16)
+    layer = MoELayer(
+        router=LinearRouter(8, 2),
+        gate=TopKGate(k=1),
+        experts=FFNExperts(2, 8, 16, activation="gelu"),
+        shared_expert=SharedExpert(8, 16, activation=shared),
+    )
+    block = MoEFFN(layer, name="decoder.0", context=RoutingContext(), dense=dense)
+    state = torch.nn.ModuleDict(dict(ffn=dense)).state_dict()
+    note = upcycling_note(torch.nn.ModuleDict(dict(ffn=block)), state)
+    assert (note is not None) == is_said
+    if note is not None:
+        assert "moe.shared_expert.activation='relu'" in note

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from damex.moe import (
+    AffineExperts,
     BiasBalancer,
     CosineRouter,
     DatasetRoutingLoss,
@@ -22,6 +23,7 @@ from damex.moe import (
     LinearRouter,
     LoadBalanceLoss,
     LoadLoss,
+    LowRankExperts,
     MLPRouter,
     MoELayer,
     Packing,
@@ -54,10 +56,17 @@ ROUTERS = {
     "cosine": lambda: CosineRouter(D, E, proj_dims=5),
     "hierarchical": lambda: HierarchicalRouter(D, E, num_groups=2, init_std=1.0),
 }
+EXPERTS = {
+    "ffn": lambda backend: FFNExperts(E, D, H, backend=backend),
+    "low rank": lambda backend: LowRankExperts(E, D, 4, backend=backend),
+    "affine": lambda backend: AffineExperts(E, D),
+}
 LAYERS = {
     **{name: dict(gate=gate) for name, gate in GATES.items()},
     **{name: dict(router=router) for name, router in ROUTERS.items()},
     "shared expert": dict(shared=True),
+    "low rank": dict(shared=True, experts="low rank"),
+    "affine": dict(shared=True, experts="affine"),
 }
 MASK = torch.arange(7) < torch.tensor([[7], [4]])
 # Gates that decide how many routes there are.
@@ -79,6 +88,7 @@ def make_layer(
     *,
     gate=GATES["top1"],
     router=lambda: LinearRouter(D, E, init_std=1.0),
+    experts="ffn",
     shared=False,
     losses=LOSSES,
     backend="grouped_mm",
@@ -87,7 +97,7 @@ def make_layer(
     return MoELayer(
         router=router(),
         gate=gate(),
-        experts=FFNExperts(E, D, H, backend=backend),
+        experts=EXPERTS[experts](backend),
         shared_expert=SharedExpert(D, H) if shared else None,
         losses=[loss() for loss in losses],
         group_experts=[[0, 1], [2, 3]],

@@ -81,6 +81,19 @@ def test_empty_experts_get_zero_gradients(counts, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_no_bias_is_a_bias_of_zero(counts, backend):
+    results = []
+    for without in (False, True):
+        (x, weight, bias), counts_E = inputs(counts)
+        bias = None if without else torch.zeros_like(bias)
+        out = grouped_linear(x, weight, bias, counts_E, backend=backend)
+        out.square().sum().backward()
+        results.append([out, x.grad, weight.grad])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_of_a_plain_sum(backend):
     # sum() hands back a gradient with stride 0, which crashes a bare grouped_mm
     leaves, counts_E = inputs([2, 0, 3])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.moe import (
+    AffineExperts,
     BiasBalancer,
     CosineRouter,
     DatasetRoutingLoss,
@@ -24,6 +25,7 @@ from damex.moe import (
     ImportanceLoss,
     LinearRouter,
     LoadBalanceLoss,
+    LowRankExperts,
     MLPRouter,
     MoELayer,
     Packing,
@@ -53,6 +55,12 @@ def ended(gate):
     return gate
 
 
+def drawn(experts):
+    for parameter in experts.parameters():  # those that start at zero, too
+        nn.init.normal_(parameter)
+    return experts
+
+
 ROUTERS = {
     "linear": lambda e: LinearRouter(D, e, bias=True, init_std=1.0),
     "mlp": lambda e: MLPRouter(D, e, hidden_dims=5, init_std=1.0),
@@ -78,7 +86,12 @@ CAPPED = {
     "top1 with a capacity": lambda: TopKGate(1, capacity=ExpertCapacity(factor=1.0)),
     "top2 with a capacity": lambda: TopKGate(2, capacity=ExpertCapacity(factor=0.75)),
 }
-# Every gate and a shared expert behind the linear router, other routers before top-2.
+EXPERTS = {
+    "low rank": lambda e: drawn(LowRankExperts(e, D, 3)),
+    "affine": lambda e: drawn(AffineExperts(e, D)),
+}
+# Every gate and a shared expert behind the linear router, other routers before top-2,
+# other experts behind it.
 LAYERS = {
     **{name: dict(gate=gate) for name, gate in GATES.items()},
     "shared expert": dict(gate=GATES["top1"], shared=True),
@@ -88,6 +101,7 @@ LAYERS = {
         for name, router in ROUTERS.items()
         if name != "linear"
     },
+    **{name: dict(gate=GATES["top2"], experts=bank) for name, bank in EXPERTS.items()},
 }
 every_layer = pytest.mark.parametrize("parts", LAYERS.values(), ids=LAYERS.keys())
 MORE_GATES = {
@@ -100,6 +114,7 @@ def make_layer(
     gate=GATES["top1"],
     *,
     router=ROUTERS["linear"],
+    experts=lambda e: FFNExperts(e, D, H),
     num_experts=E,
     shared=False,
     seed=0,
@@ -114,7 +129,7 @@ def make_layer(
     return MoELayer(
         router=router(num_experts),
         gate=gate(),
-        experts=FFNExperts(num_experts, D, H),
+        experts=experts(num_experts),
         shared_expert=SharedExpert(D, H) if shared else None,
         **kwargs,
     )

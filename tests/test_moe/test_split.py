@@ -10,9 +10,12 @@ from damex.moe import (
     FFNExperts,
     LinearRouter,
     MoELayer,
+    SharedExpert,
     TopKGate,
     load_dense_split,
+    load_shared_split,
     repeat_router_rows,
+    shared_hidden_dims,
     split_hidden_dims,
 )
 
@@ -95,6 +98,36 @@ def test_layout_by_hand():
         assert experts.w1_EDH[copy + 1, 0, 1] == first[copy + 1, 0, 1] != 0
 
 
+def test_layout_with_a_shared_expert_by_hand():
+    # H = 3: units 0 and 1 are shared, with the bias; unit 2 is in every copy
+    shared, experts = SharedExpert(1, 2), FFNExperts(2, 1, 1)
+    w1_HD, b1_H = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([4.0, 5.0, 6.0])
+    w2_DH, b2_D = torch.tensor([[7.0, 8.0, 9.0]]), torch.tensor([10.0])
+    load_shared_split(shared, experts, w1_HD, b1_H, w2_DH, b2_D, parts=1)
+    assert shared.expert.w1_EDH.tolist() == [[[1.0, 2.0]]]
+    assert shared.expert.b1_EH.tolist() == [[4.0, 5.0]]
+    assert shared.expert.w2_EHD.tolist() == [[[7.0], [8.0]]]
+    assert shared.expert.b2_ED.tolist() == [[10.0]]
+    assert experts.w1_EDH.tolist() == [[[3.0]]] * 2
+    assert experts.b1_EH.tolist() == [[6.0]] * 2
+    assert experts.w2_EHD.tolist() == [[[9.0]]] * 2
+    assert experts.b2_ED.tolist() == [[0.0]] * 2
+    # x = 1: 7 relu(1 + 4) + 8 relu(2 + 5) + 9 relu(3 + 6) + 10 = 182
+    tokens = torch.ones(2, 1)
+    out = shared(tokens) + experts(tokens, torch.tensor([1, 1]))
+    assert out.tolist() == [[182.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("shared", "units"),
+    # 14 units in four parts: 4, 4, 3, 3
+    [(0, 0), (1, 4), (2, 8), (3, 11)],
+)
+def test_shared_units_are_those_of_the_first_parts(shared, units):
+    assert shared_hidden_dims(14, parts=4, shared=shared) == units
+    assert shared_hidden_dims(2048, parts=4, shared=shared) == shared * 512
+
+
 def test_router_and_spare_units_can_learn():
     _, layer = make(13, parts=2, copies=2, activation="gelu")
     layer(torch.randn(2, 50, D))[0].square().sum().backward()
@@ -114,6 +147,11 @@ def test_errors():
     dense = (torch.zeros(6, 2), torch.zeros(6), torch.zeros(2, 6), torch.zeros(2))
     with pytest.raises(ValueError, match=r"in 2 parts needs .* H=3, got D=2 and H=6"):
         load_dense_split(FFNExperts(4, 2, 6), *dense, parts=2)
+    with pytest.raises(ValueError, match=r"parts must lie in \[1, H=4\], got 5"):
+        shared_hidden_dims(4, parts=5, shared=1)
+    for wrong in (-1, 2):
+        with pytest.raises(ValueError, match=rf"shared .*\[0, parts=2\).*got {wrong}"):
+            shared_hidden_dims(4, parts=2, shared=wrong)
     with pytest.raises(ValueError, match="got 5 experts and 2 parts"):
         load_dense_split(FFNExperts(5, 2, 3), *dense, parts=2)
     with pytest.raises(ValueError, match="'prelu' need a slope_1"):
