@@ -1,4 +1,4 @@
-"""What hooks do around every training iteration: seeds, and a detector's schedules."""
+"""What hooks do around every training iteration: seeds, schedules, mean decay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner
 
 from damex.datasets.mixture import mix_seed
+from damex.errors import ConfigError
+from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
+from damex.moe import decay_to_mean
 
 
 @HOOKS.register_module()
@@ -88,3 +91,57 @@ class IterationSeedHook(Hook):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
+
+
+@HOOKS.register_module()
+class ExpertMeanDecayHook(Hook):
+    """Pull the experts of a layer towards their mean after every optimiser step.
+
+    Regularisation towards the mean of the tasks (Evgeniou and Pontil, KDD 2004), for
+    experts that see a part of the data each. It is decoupled from the gradient as
+    AdamW's weight decay is (arXiv 1711.05101), and like that in proportion to the
+    learning rate: w_e <- w_e - lr * decay * (w_e - mean). Between 0 (experts on their
+    own) and infinity (one FFN for all). Does nothing in a dense detector::
+
+        custom_hooks = [dict(type="ExpertMeanDecayHook", decay=1.0)]
+
+    Convolutions are left alone: the experts' channels stand for different things.
+
+    Args:
+        decay: Of 0 or more. Half of the distance is gone when the learning rates of the
+            steps add up to 0.7 / decay, if gradients do not restore it.
+
+    Raises:
+        ConfigError: If ``decay`` is negative.
+    """
+
+    priority = "HIGH"  # before averages of the weights are taken
+
+    def __init__(self, decay: float) -> None:
+        if not decay >= 0.0:
+            raise ConfigError(
+                f"ExpertMeanDecayHook: decay must be 0 or more, got {decay!r}."
+            )
+        self.decay = decay
+
+    def after_train_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Any = None,
+    ) -> None:
+        """Move experts that are trained, if the optimiser made a step."""
+        detector, wrapper = routed_detector(runner), runner.optim_wrapper
+        if detector is None or not wrapper.should_update():
+            return
+        rates = {id(p): g["lr"] for g in wrapper.param_groups for p in g["params"]}
+        for block in detector.modules():
+            if not isinstance(block, MoEFFN):
+                continue
+            parts = 1 if block.split is None else block.split.parts
+            experts: Any = block.moe.experts
+            for parameter in experts.parameters():
+                if parameter.requires_grad:  # not in a warm-up of the routers
+                    share = min(self.decay * rates.get(id(parameter), 0.0), 1.0)
+                    decay_to_mean(parameter, share, parts=parts)

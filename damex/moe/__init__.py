@@ -39,7 +39,12 @@ from damex.moe.metrics import (
     routing_hits,
     top1_expert,
 )
-from damex.moe.optim import ChainedOptimizer, NormalizedGD, expert_parameters
+from damex.moe.optim import (
+    ChainedOptimizer,
+    NormalizedGD,
+    decay_to_mean,
+    expert_parameters,
+)
 from damex.moe.patches import PatchConvExperts, real_patches, route_patches
 from damex.moe.routers import CosineRouter, HierarchicalRouter, LinearRouter, MLPRouter
 from damex.moe.routing import Assignment, Packing, RoutingRecord, expert_groups
@@ -90,6 +95,7 @@ __all__ = [
     "active_share",
     "check_activation",
     "check_gateable",
+    "decay_to_mean",
     "dispatch_counts",
     "dispatch_entropy",
     "dropped_counts",

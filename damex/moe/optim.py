@@ -1,4 +1,4 @@
-"""Gradient descent in which every expert moves by the same length.
+"""Gradient descent in which every expert moves by the same length, and mean decay.
 
 Axes: E experts, P tensors of a bank of experts.
 """
@@ -97,6 +97,21 @@ def expert_parameters(
         raise ValueError("expert_parameters: the model has no MoELayer")
     taken = {id(p) for group in groups for p in group["params"]}
     return groups, [p for p in model.parameters() if id(p) not in taken]
+
+
+@torch.no_grad()
+def decay_to_mean(parameter: Tensor, share: float, *, parts: int = 1) -> None:
+    """Moves every expert a share of the way to the mean of the experts.
+
+    Args:
+        parameter: One slice per expert along its first axis; changed in place. The mean
+            stays where it is.
+        share: In [0, 1]; 1 makes all experts equal.
+        parts: Where experts are cut from copies of an FFN (see `damex.moe.split`),
+            parts per copy: the mean is over copies, for each part on its own.
+    """
+    copies = parameter.unflatten(0, (-1, parts))
+    copies.lerp_(copies.mean(0, keepdim=True).expand_as(copies), share)
 
 
 def _move(bank: list[nn.Parameter], *, lr: float) -> None:

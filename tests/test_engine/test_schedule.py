@@ -10,7 +10,12 @@ from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 from mmengine.runner import CheckpointLoader, Runner
 
-from damex.engine.schedule import IterationSeedHook, TrainingStepHook
+from damex.engine.schedule import (
+    ExpertMeanDecayHook,
+    IterationSeedHook,
+    TrainingStepHook,
+)
+from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 
 MOE = dict(
@@ -116,3 +121,54 @@ def test_other_seeds_processes_and_iterations_draw_something_else():
     drawn = [draw(), draw(seed=4), draw(rank=1), draw(iteration=6)]
     for values in zip(*drawn, strict=True):
         assert len(set(values)) == 4
+
+
+@pytest.fixture
+def decay_once(build):
+    """Runs the hook once; the detector's state before, and the detector."""
+
+    def run(moe, *, lr=0.5, decay=0.4, accumulate=1):
+        detector = build(moe=moe)
+        optimizer = torch.optim.SGD(detector.parameters(), lr=lr)
+        wrapper = OptimWrapper(optimizer, accumulative_counts=accumulate)
+        wrapper._inner_count = 1  # one backward pass
+        before = {key: value.clone() for key, value in detector.state_dict().items()}
+        runner = SimpleNamespace(model=detector, optim_wrapper=wrapper)
+        ExpertMeanDecayHook(decay).after_train_iter(runner, batch_idx=0)
+        return before, detector
+
+    return run
+
+
+def changed(before, detector):
+    after = detector.state_dict()
+    return {key for key, value in before.items() if not torch.equal(value, after[key])}
+
+
+def test_experts_and_nothing_else_decay_to_their_mean(decay_once):
+    before, detector = decay_once({**MOE, "shared_expert": dict(type="SharedExpert")})
+    experts = "decoder.layers.0.ffn.moe.experts."
+    names = ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED")
+    assert changed(before, detector) == {experts + name for name in names}
+    for name in names:
+        old = before[experts + name]
+        expected = old - 0.5 * 0.4 * (old - old.mean(0))
+        new = detector.state_dict()[experts + name]
+        torch.testing.assert_close(new, expected)
+
+
+def test_experts_cut_from_an_ffn_decay_by_parts(decay_once):
+    moe = dict(layers=dict(decoder=[0]), fine_grained=dict(parts=2, copies=3))
+    before, detector = decay_once(moe)
+    # copies are equal at the start, and the two parts of each are not
+    torch.testing.assert_close(detector.state_dict(), before)
+
+
+def test_experts_do_not_decay_without_a_step_of_the_optimiser(decay_once):
+    assert not changed(*decay_once(MOE, accumulate=2))
+    assert not changed(*decay_once(None))  # and a dense detector has none
+
+
+def test_a_negative_decay_is_refused():
+    with pytest.raises(ConfigError, match="decay must be 0 or more, got -1"):
+        ExpertMeanDecayHook(-1)

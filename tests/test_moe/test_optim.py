@@ -17,6 +17,7 @@ from damex.moe import (
     NormalizedGD,
     SharedExpert,
     TopKGate,
+    decay_to_mean,
     expert_parameters,
 )
 
@@ -255,3 +256,19 @@ def test_a_gradient_scaler_skips_both_on_overflow_and_unscales_for_both():
     alone.step()
     torch.testing.assert_close(dense, plain)
     torch.testing.assert_close((bank - start).norm(dim=1), torch.full((2,), 0.1))
+
+
+def test_decay_to_the_mean_by_hand():
+    weight = nn.Parameter(torch.tensor([[1.0, 0.0], [3.0, 0.0], [8.0, 6.0]]))
+    decay_to_mean(weight, 0.25)  # the mean is (4, 2)
+    assert weight.tolist() == [[1.75, 0.5], [3.25, 0.5], [7.0, 5.0]]
+    decay_to_mean(weight, 0.0)
+    assert weight.tolist() == [[1.75, 0.5], [3.25, 0.5], [7.0, 5.0]]
+    decay_to_mean(weight, 1.0)
+    assert weight.tolist() == [[4.0, 2.0]] * 3
+
+
+def test_parts_of_a_copy_decay_to_the_same_part_of_the_other_copies():
+    weight = nn.Parameter(torch.tensor([[1.0], [10.0], [3.0], [30.0]]))
+    decay_to_mean(weight, 0.5, parts=2)
+    assert weight.tolist() == [[1.5], [15.0], [2.5], [25.0]]
