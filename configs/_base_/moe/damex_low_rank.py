@@ -2,8 +2,8 @@
 # expert of their dataset adds a linear map of low rank, zero at the start. The detector
 # starts exactly equal to the dense one, from random weights and from a trained dense
 # detector (load_from). AffineExperts (no rank) are cheaper still: a scale and a shift.
-# Papers: Zhou et al., "MoLA", ICML 2024, arXiv 2406.09679; Hu et al., "LoRA", 2021, arXiv
-# 2106.09685; Jain et al., "DAMEX", NeurIPS 2023, arXiv 2311.04894 (the loss).
+# Papers: Zhou et al., "MoLA", ICML 2024, arXiv 2406.09679; Hu et al., "LoRA", 2021,
+# arXiv 2106.09685; Jain et al., "DAMEX", NeurIPS 2023, arXiv 2311.04894 (the loss).
 # Cost: 2 x channels x rank parameters per expert and layer; compute as dense plus twice
 # that per token and a linear router.
 moe = dict(

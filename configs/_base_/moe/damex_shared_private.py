@@ -5,8 +5,8 @@
 # Papers: DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066 (shared experts); Lu et al.,
 # "Dynamic-DINO", ICCV 2025, arXiv 2507.17436 (the cut); Jain et al., "DAMEX", NeurIPS
 # 2023, arXiv 2311.04894 (the loss).
-# Cost: FFN parameters of the chosen layers x (3 + copies) / 4; compute as dense plus two
-# linear routers.
+# Cost: FFN parameters of the chosen layers x (3 + copies) / 4; compute as dense plus
+# two linear routers.
 moe = dict(
     layers=dict(decoder="all"),
     fine_grained=dict(parts=4, shared=3, copies=8),  # 8 experts of a quarter, top-1
