@@ -7,7 +7,7 @@ model = dict(
         type="TimmBackbone",
         name="convnext_tiny",
         out_indices=(1, 2, 3),  # strides 8, 16, 32
-        pretrained=True,  # or checkpoint="a file of timm's weights"
+        pretrained=True,  # or a file of timm's weights
         drop_path_rate=0.1,
     ),
     neck=dict(in_channels=[192, 384, 768]),

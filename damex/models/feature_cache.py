@@ -119,7 +119,10 @@ class FeatureCache:
             return line
         if self._refused:
             return f"{line}; it is full: raise backbone.cache_mib"
-        return f"{line}; hardly any image comes again: augment less, or leave it out"
+        return (
+            f"{line}; few images came again: augmentation and changing padding make "
+            "new ones, and short epochs show a part of the data"
+        )
 
     def _start_anew_if_changed(self, frozen: Sequence[nn.Module]) -> None:
         weights: list[Tensor] = []

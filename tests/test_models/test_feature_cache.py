@@ -216,7 +216,7 @@ def test_the_report_compares_with_computing_every_image(monkeypatch):
 def test_the_report_says_why_images_are_not_found():
     asked = Asked(kib=2)
     asked(1, 2)
-    assert asked.cache.report().endswith("comes again: augment less, or leave it out")
+    assert asked.cache.report().endswith("short epochs show a part of the data")
     asked(3)
     assert asked.cache.report().endswith("it is full: raise backbone.cache_mib")
 
