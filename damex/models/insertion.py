@@ -60,7 +60,8 @@ def insert_moe(
     _check_denoising(detector, blocks)
     _check_foreground(detector, blocks)
     moe = blocks[0].moe
-    return InsertionReport(layers, (*_dataset_notes(moe), *_balance_notes(moe)))
+    notes = (*_dataset_notes(moe), *_balance_notes(moe), *_group_choice_notes(moe))
+    return InsertionReport(layers, notes)
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
@@ -96,6 +97,31 @@ def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
         "whatever the router does; remove it."
         for _ in balance
     )
+
+
+def _group_choice_notes(moe: MoELayer) -> Iterator[str]:
+    """Says it where training and evaluation differ, or users would be misled."""
+    choice = moe.group_choice
+    if choice.oracle:
+        yield (
+            "moe.oracle: in evaluation each image's dataset chooses its experts, so "
+            "ALL SCORES ARE AN UPPER BOUND and not what users get; leave it out for "
+            "those."
+        )
+    if not choice.teacher_forcing:
+        return
+    if not any(loss.needs_groups for loss in moe.losses):
+        yield (
+            "moe.teacher_forcing: nothing teaches the router which dataset a token "
+            "comes from, which it has to know in evaluation; add "
+            "dict(type='DatasetRoutingLoss', weight=0.1) to moe.losses."
+        )
+    if not choice.image_vote and not getattr(moe.gate, "renormalize", False):
+        yield (
+            "moe.teacher_forcing: the weights of experts are shares inside of the "
+            "group in training, and shares of all experts in evaluation; set "
+            "moe.image_vote=True, or moe.gate.renormalize=True, for the same in both."
+        )
 
 
 def _check_denoising(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from damex.errors import check_number
 from damex.moe.gates import Gate
+from damex.moe.group_choice import GroupChoice
 from damex.moe.routing import Assignment, Packing
 
 
@@ -107,6 +108,15 @@ class DenseToSparseGate(Gate):
             )
         dropped = torch.floor(self.progress * (num_experts - end + 1))
         return (num_experts - dropped).clamp_min(end)
+
+    def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
+        """Refuses a threshold that keeps routes of weight 0, those of other groups."""
+        if self.threshold == 0.0:
+            raise ValueError(
+                "DenseToSparseGate: threshold=0.0 keeps routes of weight 0, so that "
+                f"{' and '.join(choice.options)} could not keep a token to the experts "
+                "of one group; set threshold=0.01"
+            )
 
     def begin_step(self, progress: float | None) -> None:
         """Sets the temperature and the limit of the step.

@@ -13,6 +13,7 @@ from torch import Tensor
 from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
+from damex.moe.group_choice import GroupChoice
 from damex.moe.routing import Assignment, Packing
 
 NOISES = ("gaussian", "uniform")
@@ -88,6 +89,22 @@ class TopKGate(Gate):
     def has_fixed_routes(self) -> bool:
         """False only where a capacity may drop some of the k routes of a token."""
         return self.capacity is None or self.k == 1
+
+    def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
+        """Refuses more routes than a group has experts, and a bias against it."""
+        if self.k > smallest:
+            raise ValueError(
+                f"TopKGate: {' and '.join(choice.options)} keeps a token to the "
+                f"experts of one group, but k={self.k} and a group has {smallest}; set "
+                f"k={smallest}, or give each group {self.k} experts or more"
+            )
+        if choice.teacher_forcing and self.balance is not None:
+            raise ValueError(
+                "TopKGate: with teacher_forcing the datasets decide the load of the "
+                "groups, so the bias of a BiasBalancer would grow without end, and "
+                "choose for the router in evaluation; leave balance or teacher_forcing "
+                "out"
+            )
 
     def begin_step(self, progress: float | None) -> None:
         """Moves the bias by the load of the step before."""
