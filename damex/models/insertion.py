@@ -100,27 +100,19 @@ def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
 
 
 def _group_choice_notes(moe: MoELayer) -> Iterator[str]:
-    """Says it where training and evaluation differ, or users would be misled."""
+    """Says it where users would be misled, or a router learns nothing."""
     choice = moe.group_choice
     if choice.oracle:
         yield (
-            "moe.oracle: in evaluation each image's dataset chooses its experts, so "
-            "ALL SCORES ARE AN UPPER BOUND and not what users get; leave it out for "
-            "those."
+            "moe.oracle: in evaluation the dataset of each image chooses its experts; "
+            "ALL SCORES ARE AN UPPER BOUND of routing by dataset, and NOT what users "
+            "get."
         )
-    if not choice.teacher_forcing:
-        return
-    if not any(loss.needs_groups for loss in moe.losses):
+    if choice.teacher_forcing and not any(loss.needs_groups for loss in moe.losses):
         yield (
             "moe.teacher_forcing: nothing teaches the router which dataset a token "
             "comes from, which it has to know in evaluation; add "
             "dict(type='DatasetRoutingLoss', weight=0.1) to moe.losses."
-        )
-    if not choice.image_vote and not getattr(moe.gate, "renormalize", False):
-        yield (
-            "moe.teacher_forcing: the weights of experts are shares inside of the "
-            "group in training, and shares of all experts in evaluation; set "
-            "moe.image_vote=True, or moe.gate.renormalize=True, for the same in both."
         )
 
 

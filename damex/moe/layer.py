@@ -22,7 +22,6 @@ from damex.moe.group_choice import (
     GroupChoice,
     allowed_experts,
     image_votes,
-    restrict,
 )
 from damex.moe.losses import RoutingLoss
 from damex.moe.routing import Packing, RoutingRecord
@@ -231,11 +230,12 @@ class MoELayer(nn.Module):
         votes_BG = evidence_BG
         if votes:
             votes_BG = self._count_votes(logits_VE, packing, evidence_BG)
-        open_VE = self._close_experts(logits_VE, packing, group_ids_V, votes_BG)
+        allowed_VE = self._allowed(packing, group_ids_V, votes_BG)
+        limits = {} if allowed_VE is None else {"allowed_VE": allowed_VE}
         record = RoutingRecord(
             logits_VE=logits_VE,
             packing=packing,
-            assignment=self.gate(open_VE, packing),
+            assignment=self.gate(logits_VE, packing, **limits),
             group_ids_V=group_ids_V,
             group_experts_GE=self.group_experts_GE,
             foreground_V=None if foreground_BN is None else packing.pack(foreground_BN),
@@ -256,21 +256,17 @@ class MoELayer(nn.Module):
         votes_BG = image_votes(logits_VE, self.group_experts_GE, packing)
         return votes_BG if evidence_BG is None else evidence_BG + votes_BG
 
-    def _close_experts(
-        self,
-        logits_VE: Tensor,
-        packing: Packing,
-        group_ids_V: Tensor | None,
-        votes_BG: Tensor | None,
-    ) -> Tensor:
-        """Logits for the gate: minus infinity for experts that a token may not use."""
+    def _allowed(
+        self, packing: Packing, group_ids_V: Tensor | None, votes_BG: Tensor | None
+    ) -> Tensor | None:
+        """Experts that each token may be routed to; None where all are open."""
         chooser = self.group_choice.chooser(training=self.training)
         chosen_V = group_ids_V if chooser == "dataset" else None
         if chooser == "image" and votes_BG is not None:
             chosen_V = packing.spread(votes_BG.argmax(1))
         if chosen_V is None or self.group_experts_GE is None:
-            return logits_VE
-        return restrict(logits_VE, allowed_experts(chosen_V, self.group_experts_GE))
+            return None
+        return allowed_experts(chosen_V, self.group_experts_GE)
 
     def _check_group_choice(self) -> None:
         """Refuses to keep tokens to one group where there is none, or the gate cannot.

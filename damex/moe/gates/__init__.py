@@ -28,8 +28,9 @@ class Gate(nn.Module):
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
         """Refuses to keep tokens to one group's experts; called when a layer is built.
 
-        A subclass that never routes a token to an expert whose logit is minus infinity
-        overrides this.
+        A subclass that can overrides this, and its `forward` takes `allowed_VE`: bool,
+        the experts that a token may be routed to, one or more per token; None for all.
+        It changes the choice and not the weights: these mean the same for all tokens.
 
         Args:
             choice: Options, one of them on.

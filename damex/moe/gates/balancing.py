@@ -149,8 +149,7 @@ class BiasBalancer(nn.Module):
             logits_VE: Router logits, with the gate's noise if it has any.
 
         Returns:
-            scores_VE: Probabilities plus bias, without gradient; minus infinity where
-            the logit is.
+            scores_VE: Probabilities plus bias, without gradient.
 
         Raises:
             ValueError: If the number of experts is another one.
@@ -160,9 +159,7 @@ class BiasBalancer(nn.Module):
                 f"BiasBalancer: made for {self.bias_E.shape[0]} experts, but the "
                 f"router scores {logits_VE.shape[-1]}; give both the same num_experts"
             )
-        scores_VE = torch.softmax(logits_VE, dim=-1) + self.bias_E
-        # No bias opens an expert that is closed to a token.
-        return scores_VE.masked_fill(logits_VE.isneginf(), -torch.inf)
+        return torch.softmax(logits_VE, dim=-1) + self.bias_E
 
     def observe(self, counts_E: Tensor) -> None:
         """Adds the load of one forward in training to that of the step.
