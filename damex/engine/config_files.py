@@ -94,6 +94,8 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     """Override settings of a config.
 
     A file behind ``moe`` is read first, so that ``moe.gate.k=2`` changes what it says.
+    ``moe.gate.k`` and ``model.moe.gate.k`` mean the same: a config file has ``moe`` at
+    its top level, and the config of a work directory in its model.
 
     Args:
         cfg: Changed in place.
@@ -103,7 +105,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
         ConfigError: If nothing reads an option, the file does not exist or sets no
             ``moe``, or a part of ``moe`` is to be changed where there is none.
     """
-    options = dict(options)
+    options = _at_place_of_moe(cfg, options)
     for name in options:
         first = name.split(".")[0]
         if first not in KEYS and first not in cfg:
@@ -133,6 +135,20 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
         cfg.merge_from_dict(options)
     except (TypeError, KeyError, IndexError) as error:
         raise ConfigError(f"--cfg-options do not fit the config: {error}") from error
+
+
+def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with parts of ``moe`` under the name that the config has for it."""
+    if "moe" in options or "moe" in cfg:
+        place, other = "moe.", "model.moe."
+    elif "moe" in (cfg.get("model") or {}):
+        place, other = "model.moe.", "moe."
+    else:
+        return dict(options)
+    return {
+        place + name.removeprefix(other) if name.startswith(other) else name: value
+        for name, value in options.items()
+    }
 
 
 def _read(file: Path) -> Config:

@@ -18,6 +18,7 @@ from damex.models.signatures import (
 )
 from damex.moe import (
     FFNExperts,
+    GroupChoice,
     LinearRouter,
     MoELayer,
     SharedExpert,
@@ -51,6 +52,12 @@ def build_layer(
     """
     num_experts = _num_experts(config, num_groups)
     groups = group_experts(config, num_groups, num_experts)
+    choice = _group_choice(config)
+    if groups is None and choice.options:
+        raise ConfigError(
+            f"moe.{choice.options[0]} needs dataset groups, and there is no mixture; "
+            "train on a MixtureDataset, or leave it out."
+        )
     bank = build_module(
         config.experts,
         "experts",
@@ -73,6 +80,7 @@ def build_layer(
             shared_expert=shared,
             losses=[build_module(loss, "losses") for loss in config.losses],
             group_experts=groups,
+            group_choice=choice,
         )
     except ConfigError:
         raise
@@ -152,8 +160,15 @@ def group_experts(
     )
 
 
+def _group_choice(config: MoEConfig) -> GroupChoice:
+    """The options that keep an image's tokens to the experts of one group."""
+    return GroupChoice(**{name: vars(config)[name] for name in vars(GroupChoice())})
+
+
 def _asks_for_groups(config: MoEConfig) -> bool:
-    """Whether a loss or the router works with the experts of dataset groups."""
+    """Whether a loss, the router or an option works with dataset groups."""
+    if _group_choice(config).options:
+        return True
     kinds = map(module_class, config.losses)
     if any(getattr(kind, "needs_groups", False) for kind in kinds):
         return True

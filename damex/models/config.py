@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from damex.errors import ConfigError, did_you_mean
 from damex.models.signatures import module_class, parameters_of
+from damex.moe import GroupChoice
 
 Config = TypeVar("Config")
 PLAIN = (bool, int, float, str)
@@ -234,6 +235,8 @@ class MoEConfig:
         fine_grained: Cut experts from the dense FFN.
         router_warmup: Train the routers alone at first.
         channels: Gate channels in the place of experts. Only ``layers`` stands beside.
+        teacher_forcing: See :class:`damex.moe.GroupChoice`, as for the next two.
+        image_vote, oracle: See there.
     """
 
     layers: Annotated[
@@ -264,6 +267,9 @@ class MoEConfig:
     channels: Annotated[
         ChannelConfig | None, _branch(ChannelConfig, "dict(aux_target='classes')")
     ] = None
+    teacher_forcing: Annotated[bool, FLAG] = False
+    image_vote: Annotated[bool, FLAG] = False
+    oracle: Annotated[bool, FLAG] = False
 
     def __post_init__(self) -> None:
         fine = self.fine_grained
@@ -279,9 +285,11 @@ class MoEConfig:
     def resolved(self) -> dict[str, Any]:
         """The tree as plain dicts, defaults filled in, to be kept in a checkpoint.
 
-        What changes memory and no number is left out. Losses stand under their types.
+        Memory options, and who chooses groups, are no property of the experts and left
+        out. Losses stand under their types.
         """
-        tree = {k: v for k, v in vars(self).items() if k != "with_cp"}
+        left_out = {"with_cp", *vars(GroupChoice())}
+        tree = {k: v for k, v in vars(self).items() if k not in left_out}
         tree["losses"] = {str(loss.get("type")): loss for loss in self.losses}
         return _resolved(tree)
 

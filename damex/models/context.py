@@ -23,7 +23,8 @@ class RoutingContext:
     Shapes: B images, N tokens per image.
 
     Attributes:
-        group_ids_B: Dataset group of every image, -1 where unknown; None at inference.
+        group_ids_B: Dataset group of every image, -1 where unknown; None at inference
+            (but for ``moe.oracle``).
         ground_truth: Boxes of the batch; None unless a loss asks for the foreground.
         valid_ratio_B2: (height, width) of each image as a share of the padded input;
             None where no image is padded.
@@ -118,6 +119,12 @@ class RoutingContext:
         finally:
             vars(self).clear()
             vars(self).update(present)
+
+    @property
+    def votes_BG(self) -> Tensor | None:
+        """Votes for the group of each image so far; None where nobody voted yet."""
+        votes = [r.votes_BG for r in self.records.values() if r.votes_BG is not None]
+        return votes[-1] if votes else None
 
     def add(self, name: str, record: RoutingRecord) -> None:
         """Keep the record of a layer for the rest of the step.

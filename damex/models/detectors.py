@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mmdet.models.detectors import (
@@ -41,6 +41,7 @@ from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
     group_ids_of,
+    known_group_ids_of,
     query_foreground,
     real_query_mask,
     valid_ratio_of,
@@ -211,12 +212,13 @@ class RoutedDetector(_Detector):
     ) -> list:
         """Detections; with ``counts_tokens`` samples tell where their tokens went.
 
-        No dataset id is read here. Where a sample comes from an evaluation's mixture,
-        ``dataset_instances`` are the detections of its dataset's classes alone.
+        No dataset id is read here (but for ``moe.oracle``). Where a sample comes from
+        an evaluation's mixture, ``dataset_instances`` are the detections of its
+        dataset's classes alone.
         """
         outputs: list[tuple[Tensor, Tensor]] = []
         with (
-            self._step(batch_inputs, batch_data_samples),
+            self._predicting_step(batch_inputs, batch_data_samples),
             self.bbox_head.register_forward_hook(lambda *call: outputs.append(call[2])),
         ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
@@ -229,11 +231,20 @@ class RoutedDetector(_Detector):
         self, batch_inputs: Tensor, batch_data_samples: list | None = None
     ) -> tuple:
         """Raw outputs; tokens are routed and channels gated as in a prediction."""
-        with self._step(batch_inputs, batch_data_samples):
+        with self._predicting_step(batch_inputs, batch_data_samples):
             outputs = super()._forward(batch_inputs, batch_data_samples)
             if self.awareness is not None:  # mmdet calls its head past all hooks
                 outputs = (self.awareness.adjust(outputs[0]), *outputs[1:])
             return outputs
+
+    def _predicting_step(
+        self, images: Tensor, samples: list | None
+    ) -> AbstractContextManager[None]:
+        """A step that knows datasets only where ``moe.oracle`` asks for them."""
+        groups = None
+        if self._moe is not None and self._moe.oracle and not self.training:
+            groups = known_group_ids_of(samples, images.device)
+        return self._step(images, samples, group_ids_B=groups)
 
     @contextmanager
     def _step(

@@ -60,7 +60,8 @@ def insert_moe(
     _check_denoising(detector, blocks)
     _check_foreground(detector, blocks)
     moe = blocks[0].moe
-    return InsertionReport(layers, (*_dataset_notes(moe), *_balance_notes(moe)))
+    notes = (*_dataset_notes(moe), *_balance_notes(moe), *_group_choice_notes(moe))
+    return InsertionReport(layers, notes)
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
@@ -96,6 +97,23 @@ def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
         "whatever the router does; remove it."
         for _ in balance
     )
+
+
+def _group_choice_notes(moe: MoELayer) -> Iterator[str]:
+    """Says it where users would be misled, or a router learns nothing."""
+    choice = moe.group_choice
+    if choice.oracle:
+        yield (
+            "moe.oracle: in evaluation the dataset of each image chooses its experts; "
+            "ALL SCORES ARE AN UPPER BOUND of routing by dataset, and NOT what users "
+            "get."
+        )
+    if choice.teacher_forcing and not any(loss.needs_groups for loss in moe.losses):
+        yield (
+            "moe.teacher_forcing: nothing teaches the router which dataset a token "
+            "comes from, which it has to know in evaluation; add "
+            "dict(type='DatasetRoutingLoss', weight=0.1) to moe.losses."
+        )
 
 
 def _check_denoising(

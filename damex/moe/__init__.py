@@ -20,6 +20,12 @@ from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
 from damex.moe.gates.dense import DenseSoftmaxGate, DenseToSparseGate
 from damex.moe.gates.expert_choice import ExpertChoiceGate
 from damex.moe.gates.topk import TopKGate
+from damex.moe.group_choice import (
+    GroupChoice,
+    allowed_experts,
+    image_votes,
+    restrict,
+)
 from damex.moe.grouped import grouped_linear
 from damex.moe.layer import Experts, MoELayer, Router
 from damex.moe.losses import (
@@ -73,6 +79,7 @@ __all__ = [
     "FFNExperts",
     "Gate",
     "GatingPath",
+    "GroupChoice",
     "HierarchicalRouter",
     "ImportanceLoss",
     "LinearRouter",
@@ -93,6 +100,7 @@ __all__ = [
     "SharedExpert",
     "TopKGate",
     "active_share",
+    "allowed_experts",
     "check_activation",
     "check_gateable",
     "decay_to_mean",
@@ -105,12 +113,14 @@ __all__ = [
     "gated_conv2d",
     "gated_ffn",
     "grouped_linear",
+    "image_votes",
     "load_dense_split",
     "load_shared_split",
     "mutual_information",
     "presence_loss",
     "real_patches",
     "repeat_router_rows",
+    "restrict",
     "route_patches",
     "routing_hits",
     "shared_hidden_dims",

@@ -18,6 +18,11 @@ from torch import Tensor, nn
 
 from damex.moe.experts import SharedExpert
 from damex.moe.gates import Gate
+from damex.moe.group_choice import (
+    GroupChoice,
+    allowed_experts,
+    image_votes,
+)
 from damex.moe.losses import RoutingLoss
 from damex.moe.routing import Packing, RoutingRecord
 
@@ -63,8 +68,9 @@ class MoELayer(nn.Module):
 
     There is no residual, norm or shared state in here: the caller adds the identity
     path, and losses are returned in the RoutingRecord. In evaluation no loss is
-    computed, group ids change nothing, and an image's result does not depend on
-    padding nor, unless the gate has an `ExpertCapacity`, on the other images.
+    computed, group ids change nothing (but for `GroupChoice.oracle`), and an image's
+    result does not depend on padding nor, unless the gate has an `ExpertCapacity`, on
+    the other images.
 
     torch.compile makes one graph (fullgraph=True) with any gate of damex when the
     experts' backend is 'grouped_mm'; 'split' reads the counts on the host and breaks
@@ -85,6 +91,7 @@ class MoELayer(nn.Module):
         losses: Routing losses to compute in training.
         group_experts: For each dataset group the ids of its experts; kept in the
             checkpoint as `group_experts_GE`. Groups may share experts.
+        group_choice: Whether an image's tokens are kept to the experts of one group.
 
     Raises:
         ValueError: If the parts do not fit together or `group_experts` is not a map
@@ -102,6 +109,7 @@ class MoELayer(nn.Module):
         shared_expert: SharedExpert | None = None,
         losses: Sequence[RoutingLoss] = (),
         group_experts: Sequence[Sequence[int]] | None = None,
+        group_choice: GroupChoice | None = None,
     ) -> None:
         super().__init__()
         if router.num_experts != experts.num_experts:
@@ -114,6 +122,7 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared_expert = shared_expert
         self.losses = tuple(losses)
+        self.group_choice = group_choice or GroupChoice()
         mask_GE = None
         if group_experts is not None:
             mask_GE = group_experts_mask(group_experts, num_experts=experts.num_experts)
@@ -124,6 +133,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"MoELayer: two losses share a name, got {names}")
         for loss in self.losses:
             loss.check_layer(gate=gate, num_groups=num_groups)
+        self._check_group_choice()
 
     @property
     def num_experts(self) -> int:
@@ -144,6 +154,8 @@ class MoELayer(nn.Module):
         packing: Packing | None = None,
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
+        evidence_BG: Tensor | None = None,
+        votes: bool = True,
     ) -> tuple[Tensor, RoutingRecord]:
         """Routes the tokens of a batch.
 
@@ -152,10 +164,14 @@ class MoELayer(nn.Module):
             packing: Which tokens are real; None when all are. Layers that see the same
                 tokens may share one.
             group_ids_B: Dataset group of each image, -1 where unknown. Read only by
-                losses in training, and kept in the record for metrics. The range of
+                losses in training and where datasets choose the group (see
+                `GroupChoice`), and kept in the record for metrics. The range of
                 ids that live on a GPU is not checked, as that would stall it.
             foreground_BN: bool, True for tokens on an object; read only by losses that
                 ask for it.
+            evidence_BG: Where images choose their group, the `votes_BG` of the layer
+                before; None where this is the first.
+            votes: Whether these tokens vote there. If not, the evidence decides alone.
 
         Returns:
             out_BND: In the dtype of the tokens; padded tokens are exactly zero.
@@ -169,6 +185,8 @@ class MoELayer(nn.Module):
             packing=packing,
             group_ids_B=group_ids_B,
             foreground_BN=foreground_BN,
+            evidence_BG=evidence_BG,
+            votes=votes,
         )
         tokens_VD = record.packing.pack(tokens_BND)
         assignment = record.assignment
@@ -185,6 +203,8 @@ class MoELayer(nn.Module):
         packing: Packing | None = None,
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
+        evidence_BG: Tensor | None = None,
+        votes: bool = True,
     ) -> RoutingRecord:
         """Router, gate and losses alone, for callers that run the experts themselves.
 
@@ -193,6 +213,8 @@ class MoELayer(nn.Module):
             packing: See there.
             group_ids_B: See there.
             foreground_BN: See there.
+            evidence_BG: See there.
+            votes: See there.
 
         Returns:
             What was routed, with the weighted losses when training.
@@ -205,18 +227,62 @@ class MoELayer(nn.Module):
         group_ids_V = None
         if group_ids_B is not None:
             group_ids_V = packing.spread(group_ids_B.to(logits_VE.device))
+        votes_BG = evidence_BG
+        if votes:
+            votes_BG = self._count_votes(logits_VE, packing, evidence_BG)
+        allowed_VE = self._allowed(packing, group_ids_V, votes_BG)
+        limits = {} if allowed_VE is None else {"allowed_VE": allowed_VE}
         record = RoutingRecord(
             logits_VE=logits_VE,
             packing=packing,
-            assignment=self.gate(logits_VE, packing),
+            assignment=self.gate(logits_VE, packing, **limits),
             group_ids_V=group_ids_V,
             group_experts_GE=self.group_experts_GE,
             foreground_V=None if foreground_BN is None else packing.pack(foreground_BN),
+            votes_BG=votes_BG,
         )
         if self.training:
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}
             record = dataclasses.replace(record, losses=losses)
         return record
+
+    def _count_votes(
+        self, logits_VE: Tensor, packing: Packing, evidence_BG: Tensor | None
+    ) -> Tensor | None:
+        """Votes of these tokens and of the layers before; None where nobody votes."""
+        chooser = self.group_choice.chooser(training=self.training)
+        if chooser != "image" or self.group_experts_GE is None:
+            return None
+        votes_BG = image_votes(logits_VE, self.group_experts_GE, packing)
+        return votes_BG if evidence_BG is None else evidence_BG + votes_BG
+
+    def _allowed(
+        self, packing: Packing, group_ids_V: Tensor | None, votes_BG: Tensor | None
+    ) -> Tensor | None:
+        """Experts that each token may be routed to; None where all are open."""
+        chooser = self.group_choice.chooser(training=self.training)
+        chosen_V = group_ids_V if chooser == "dataset" else None
+        if chooser == "image" and votes_BG is not None:
+            chosen_V = packing.spread(votes_BG.argmax(1))
+        if chosen_V is None or self.group_experts_GE is None:
+            return None
+        return allowed_experts(chosen_V, self.group_experts_GE)
+
+    def _check_group_choice(self) -> None:
+        """Refuses to keep tokens to one group where there is none, or the gate cannot.
+
+        Called when the layer is complete.
+        """
+        names = self.group_choice.options
+        if not names:
+            return
+        if self.group_experts_GE is None:
+            raise ValueError(
+                f"{' and '.join(names)} needs group_experts, the experts of each "
+                "dataset group, e.g. group_experts=[[0], [1]] for two datasets"
+            )
+        smallest = int(self.group_experts_GE.sum(1).min())
+        self.gate.check_group_choice(self.group_choice, smallest=smallest)
 
     def _check_forward(
         self,
@@ -249,13 +315,23 @@ class MoELayer(nn.Module):
             )
         if group_ids_B is not None:
             self._check_group_ids(group_ids_B, size[0])
-        elif self.training and any(loss.needs_groups for loss in self.losses):
-            names = [loss.name for loss in self.losses if loss.needs_groups]
-            raise ValueError(
-                f"MoELayer: in training the losses {names} need group_ids_B, the "
-                "dataset group of each image (-1 where unknown), but got None"
-            )
+        else:
+            self._check_no_group_ids()
         return packing
+
+    def _check_no_group_ids(self) -> None:
+        """Refuses to go on without dataset groups where something reads them."""
+        readers = []
+        if self.training:
+            readers = [loss.name for loss in self.losses if loss.needs_groups]
+        if self.group_choice.chooser(training=self.training) == "dataset":
+            readers.append("teacher_forcing" if self.training else "oracle")
+        if readers:
+            raise ValueError(
+                f"MoELayer: in {'training' if self.training else 'evaluation'} "
+                f"{readers} need group_ids_B, the dataset group of each image (-1 "
+                "where unknown), but got None"
+            )
 
     def _check_group_ids(self, group_ids_B: Tensor, num_images: int) -> None:
         if group_ids_B.shape != (num_images,) or group_ids_B.dtype != torch.int64:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from damex.errors import check_choice, check_number
 from damex.moe.gates import Gate
+from damex.moe.group_choice import allowed_experts, restrict
 from damex.moe.routing import Assignment, RoutingRecord
 
 TokenChoice = Literal["all", "foreground"]
@@ -139,13 +140,10 @@ class DatasetRoutingLoss(RoutingLoss):
         """See the base class."""
         ids_V, experts_GE = self._groups(record, index_V)
         known_V = ids_V >= 0
-        # A row of unknown group is allowed everything: its loss and gradient are 0, and
-        # the host need not know which rows those are.
-        allowed_VE = experts_GE[ids_V.clamp_min(0)] | ~known_V.unsqueeze(1)
+        # A row of unknown group is allowed everything: its loss and gradient are 0.
+        allowed_VE = allowed_experts(ids_V, experts_GE)
         log_all_V = torch.logsumexp(logits_VE, dim=1)
-        log_allowed_V = torch.logsumexp(
-            logits_VE.masked_fill(~allowed_VE, -torch.inf), dim=1
-        )
+        log_allowed_V = torch.logsumexp(restrict(logits_VE, allowed_VE), dim=1)
         return (log_all_V - log_allowed_V).sum() / known_V.sum().clamp_min(1)
 
 

@@ -212,6 +212,7 @@ def route_patches(
     *,
     packing: Packing | None = None,
     group_ids_B: Tensor | None = None,
+    evidence_BG: Tensor | None = None,
 ) -> tuple[Tensor, RoutingRecord]:
     """Convolves a map patch by patch with the experts that took each patch.
 
@@ -230,6 +231,7 @@ def route_patches(
             zeros, at the right and at the bottom.
         packing: Which patches to route, see `real_patches`; None for all.
         group_ids_B: As in `MoELayer.forward`.
+        evidence_BG: As there.
 
     Returns:
         out_BFHW: In the dtype that the convolution answers in.
@@ -246,7 +248,10 @@ def route_patches(
         )
     patches_BNCPQ = split_patches(map_BCHW, experts.patch_size)
     record = moe.route(
-        patches_BNCPQ.flatten(2), packing=packing, group_ids_B=group_ids_B
+        patches_BNCPQ.flatten(2),
+        packing=packing,
+        group_ids_B=group_ids_B,
+        evidence_BG=evidence_BG,
     )
     if experts.halo:
         patches_BNCPQ = split_patches(map_BCHW, experts.patch_size, halo=experts.halo)

@@ -326,7 +326,8 @@ class RoutingRecord:
     """The routing of one forward; returned by the layer and stored nowhere.
 
     Attributes:
-        logits_VE: Clean router logits (before any gate noise), float32.
+        logits_VE: Clean router logits (before any gate noise, and of all experts also
+            where a token is kept to those of one group), float32.
         packing: Where the tokens stand in their images.
         group_ids_V: Dataset group of each token's image, -1 where unknown; None when
             no ids were given.
@@ -334,6 +335,8 @@ class RoutingRecord:
         group_experts_GE: True where a group may use an expert; None without a map.
         foreground_V: True for tokens on an object; None where that is not known.
         losses: Weighted losses by name; empty in evaluation.
+        votes_BG: Log-probability of each group summed over the tokens of each image, in
+            this layer and those before; None where images do not choose their group.
     """
 
     logits_VE: Tensor
@@ -343,6 +346,7 @@ class RoutingRecord:
     group_experts_GE: Tensor | None = None
     foreground_V: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
+    votes_BG: Tensor | None = None
 
     @property
     def probs_VE(self) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from damex.moe.group_choice import GroupChoice
 from damex.moe.routing import Assignment, Packing
 
 
@@ -23,6 +24,26 @@ class Gate(nn.Module):
     def has_fixed_routes(self) -> bool:
         """Whether all tokens that are routed get the same number of experts."""
         return True
+
+    def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
+        """Refuses to keep tokens to one group's experts; called when a layer is built.
+
+        A subclass that can overrides this, and its `forward` takes `allowed_VE`: bool,
+        the experts that a token may be routed to, one or more per token; None for all.
+        It changes the choice and not the weights: these mean the same for all tokens.
+
+        Args:
+            choice: Options, one of them on.
+            smallest: Experts of the smallest group.
+
+        Raises:
+            ValueError: If the gate cannot do it.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not keep a token to the experts of one group, "
+            f"as {' and '.join(choice.options)} would have it; use TopKGate, or "
+            f"leave {' and '.join(choice.options)} out"
+        )
 
     def begin_step(self, progress: float | None) -> None:
         """Begins a training step.

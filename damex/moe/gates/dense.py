@@ -10,6 +10,7 @@ from torch import Tensor
 
 from damex.errors import check_number
 from damex.moe.gates import Gate
+from damex.moe.group_choice import GroupChoice, restrict
 from damex.moe.routing import Assignment, Packing
 
 
@@ -108,6 +109,15 @@ class DenseToSparseGate(Gate):
         dropped = torch.floor(self.progress * (num_experts - end + 1))
         return (num_experts - dropped).clamp_min(end)
 
+    def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
+        """Refuses settings that keep all routes."""
+        if self.has_fixed_routes:
+            raise ValueError(
+                "DenseToSparseGate: threshold=0.0 without end_k routes each token to "
+                f"all experts, but {' and '.join(choice.options)} keeps it to those of "
+                "one group; set threshold=0.01"
+            )
+
     def begin_step(self, progress: float | None) -> None:
         """Sets the temperature and the limit of the step.
 
@@ -123,7 +133,12 @@ class DenseToSparseGate(Gate):
         self.progress.fill_(progress)
         self._is_told = True
 
-    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
+    def forward(
+        self,
+        logits_VE: Tensor,
+        packing: Packing | None = None,
+        allowed_VE: Tensor | None = None,
+    ) -> Assignment:
         """Chooses 1 to E routes for each token, those of large weight.
 
         Raises:
@@ -140,6 +155,9 @@ class DenseToSparseGate(Gate):
         if self.has_fixed_routes:
             return _all_routes(weights_VE)
         keep_VE = weights_VE >= self.threshold
+        if allowed_VE is not None:
+            keep_VE = keep_VE & allowed_VE
+            logits_VE = restrict(logits_VE, allowed_VE)
         # Of the logits, as equal weights may hide a difference; argmax of the first.
         order_VE = torch.sort(logits_VE, dim=-1, descending=True, stable=True)[1]
         rank_VE = torch.argsort(order_VE, dim=-1)

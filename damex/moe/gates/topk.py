@@ -13,6 +13,7 @@ from torch import Tensor
 from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
+from damex.moe.group_choice import GroupChoice, restrict
 from damex.moe.routing import Assignment, Packing
 
 NOISES = ("gaussian", "uniform")
@@ -89,6 +90,22 @@ class TopKGate(Gate):
         """False only where a capacity may drop some of the k routes of a token."""
         return self.capacity is None or self.k == 1
 
+    def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
+        """Refuses more routes than a group has experts, and a bias against it."""
+        if self.k > smallest:
+            raise ValueError(
+                f"TopKGate: {' and '.join(choice.options)} keeps a token to the "
+                f"experts of one group, but k={self.k} and a group has {smallest}; set "
+                f"k={smallest}, or give each group {self.k} experts or more"
+            )
+        if choice.teacher_forcing and self.balance is not None:
+            raise ValueError(
+                "TopKGate: with teacher_forcing the datasets decide the load of the "
+                "groups, so the bias of a BiasBalancer would grow without end, and "
+                "choose for the router in evaluation; leave balance or teacher_forcing "
+                "out"
+            )
+
     def begin_step(self, progress: float | None) -> None:
         """Moves the bias by the load of the step before."""
         if self.balance is not None:
@@ -99,7 +116,12 @@ class TopKGate(Gate):
         if self.balance is not None:
             self.balance.all_reduce()
 
-    def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
+    def forward(
+        self,
+        logits_VE: Tensor,
+        packing: Packing | None = None,
+        allowed_VE: Tensor | None = None,
+    ) -> Assignment:
         """Chooses K routes for each token, less those that go beyond a capacity.
 
         Raises:
@@ -114,6 +136,8 @@ class TopKGate(Gate):
         noisy_VE = self._add_noise(logits_VE)
         # torch.topk may break ties differently on each device; a stable sort may not.
         rank_by_VE = noisy_VE if self.balance is None else self.balance(noisy_VE)
+        if allowed_VE is not None:
+            rank_by_VE = restrict(rank_by_VE, allowed_VE)
         sorted_ids_VE = torch.sort(rank_by_VE, dim=-1, descending=True, stable=True)[1]
         ids_VK = sorted_ids_VE[:, : self.k]
         scores_VE = noisy_VE if self.noisy_weights else logits_VE
