@@ -11,6 +11,8 @@ COMMANDS = {
     "train": "damex.engine.cli",
     "test": "damex.engine.cli",
     "compare_moe": "damex.analysis.compare",
+    "headroom": "damex.analysis.headroom",
+    "zero_ffns": "damex.analysis.zeroing",
     "complexity": "damex.analysis.complexity",
 }
 

@@ -8,67 +8,102 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from damex.analysis.dot_plot import dot_plot
+from damex.analysis.intervals import Spread, paired_difference, spread
+
 HEADER = (
     "mixture of experts",
     "mean AP50",
+    "minus the first row's [95 %]",
     "mean AP",
+    "pooled AP",
     "routing accuracy",
     "max load",
     "s / iteration",
-    "against the first row",
+    "times the first row's",
     "peak memory",
 )
 
 
 def comparison_row(
     name: str,
-    scored: Sequence[Mapping[str, Any]],
-    timed: Sequence[Mapping[str, Any]] = (),
+    scored: Sequence[Mapping[str, Any] | None],
+    timed: Sequence[Mapping[str, Any] | None] = (),
 ) -> dict[str, Any]:
     """Mean and spread over seeds, and medians over timed rounds.
 
     Args:
         name: Name of the row.
-        scored: ``summary.json`` of one run per seed.
+        scored: ``summary.json`` of one run per seed; None where it has not finished.
         timed: ``summary.json`` of the short runs that measure time and memory.
 
     Returns:
-        ``ap50``, ``ap``, ``routing_accuracy`` and ``max_load``, each a pair of mean and
-        sample standard deviation (None where a run has no such number, the deviation
-        None for one run), ``ap50_seeds`` with the AP50 of every run, ``datasets`` with
-        the mean AP50 of each, ``seeds``, ``seconds_per_iteration`` and
+        ``ap50``, ``ap``, ``pooled_ap``, ``routing_accuracy`` and ``max_load``, each a
+        pair of mean and sample standard deviation (None where a run has no such number,
+        the deviation None for one run), ``ap50_seeds`` with the AP50 of every seed
+        (None where it has not finished), ``datasets`` with the mean AP50 of each,
+        ``seeds``, the number of those that have finished, ``seconds_per_iteration`` and
         ``peak_memory_mib``.
     """
-    shares = [(run.get("routing_accuracy") or {}).get("mean") for run in scored]
-    names = scored[0]["datasets"] if scored else ()
+    runs = [run for run in scored if run is not None]
+    rounds = [run for run in timed if run is not None]
+    shares = [(run.get("routing_accuracy") or {}).get("mean") for run in runs]
+    names = runs[0]["datasets"] if runs else ()
     return dict(
         name=name,
-        seeds=len(scored),
-        ap50=_spread([run["mean_ap50"] for run in scored]),
-        ap50_seeds=[run["mean_ap50"] for run in scored],
-        ap=_spread([run["mean_ap"] for run in scored]),
+        seeds=len(runs),
+        ap50=_spread([run["mean_ap50"] for run in runs]),
+        ap50_seeds=[None if run is None else run["mean_ap50"] for run in scored],
+        ap=_spread([run["mean_ap"] for run in runs]),
+        pooled_ap=_spread([run.get("pooled_ap") for run in runs]),
         routing_accuracy=_spread(shares),
-        max_load=_spread([run.get("max_load") for run in scored]),
+        max_load=_spread([run.get("max_load") for run in runs]),
         datasets={
-            dataset: _spread([run["datasets"][dataset]["ap50"] for run in scored])
+            dataset: _spread([run["datasets"][dataset]["ap50"] for run in runs])
             for dataset in names
         },
         seconds_per_iteration=_median(
-            [run["train_seconds"] / run["iterations"] for run in timed]
+            [run["train_seconds"] / run["iterations"] for run in rounds]
         ),
-        peak_memory_mib=_median([run["peak_memory_mib"] for run in timed]),
+        peak_memory_mib=_median([run["peak_memory_mib"] for run in rounds]),
     )
+
+
+def with_differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add to each row what its AP50 has over that of the first row, seed by seed.
+
+    Args:
+        rows: As :func:`comparison_row` makes them, of the same seeds.
+
+    Returns:
+        Rows with ``ap50_minus_first``: mean and 95 % interval; None for the first row,
+        and where no seed has finished in both.
+    """
+    return [
+        dict(
+            row,
+            ap50_minus_first=paired_difference(row["ap50_seeds"], rows[0]["ap50_seeds"])
+            if place
+            else None,
+        )
+        for place, row in enumerate(rows)
+    ]
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as Markdown: quality with its spread, shares, time and memory.
 
     Args:
-        rows: As :func:`comparison_row` makes them; times are compared with the first.
+        rows: As :func:`with_differences` makes them; times, too, are compared with the
+            first.
     """
     base = rows[0]["seconds_per_iteration"] if rows else None
-    lines = [HEADER, ("---",) + ("---:",) * (len(HEADER) - 1)]
-    lines += [_cells(row, base) for row in rows]
+    return markdown(HEADER, [_cells(row, base) for row in rows])
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; all columns but the first are numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
@@ -76,8 +111,10 @@ def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
     seconds, memory = row["seconds_per_iteration"], row["peak_memory_mib"]
     return (
         row["name"],
-        _plus_minus(row["ap50"]),
-        _plus_minus(row["ap"]),
+        cell(row["ap50"]),
+        cell(row["ap50_minus_first"]),
+        cell(row["ap"]),
+        cell(row["pooled_ap"]),
         _percent(row["routing_accuracy"]),
         _percent(row["max_load"]),
         "-" if seconds is None else f"{seconds:.3f}",
@@ -86,22 +123,18 @@ def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
     )
 
 
-def _spread(values: Sequence[float | None]) -> tuple[float, float | None] | None:
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return None
-    return statistics.fmean(known), statistics.stdev(known) if known[1:] else None
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    """None also where one of the runs has no such number."""
+    return None if None in values else spread(values)
 
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _plus_minus(spread: tuple[float, float | None] | None) -> str:
-    if spread is None:
-        return "-"
-    mean, deviation = spread
-    return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
+def cell(value: Any) -> str:
+    """A value of a table; ``-`` where there is none."""
+    return "-" if value is None else str(value)
 
 
 def _percent(spread: tuple[float, float | None] | None) -> str:
@@ -115,23 +148,4 @@ def draw_comparison(rows: Sequence[Mapping[str, Any]]) -> Figure:
         rows: As :func:`comparison_row` makes them.
             Those without a finished run are left out.
     """
-    shown = [row for row in rows if row["ap50_seeds"]]
-    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    for place, row in enumerate(shown):
-        values = row["ap50_seeds"]
-        axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
-        axes.plot(row["ap50"][0], place, "|", color="black", markersize=14)
-    if shown:
-        mean, deviation = shown[0]["ap50"]
-        axes.axvline(mean, color="#b2603a", linewidth=1)
-        if deviation is not None:
-            reach = (mean - deviation, mean + deviation)
-            axes.axvspan(*reach, color="#b2603a", alpha=0.15)
-    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel(
-        "mean AP50 (dots: seeds, bars: their mean, band: first row, mean and deviation)"
-    )
-    return figure
+    return dot_plot({row["name"]: row["ap50_seeds"] for row in rows}, score="mean AP50")

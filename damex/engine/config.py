@@ -60,7 +60,7 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     else:
         space.check(specs, mode=mode)
     for loader in LOADERS:
-        for dataset in _mixtures((cfg.get(loader) or {}).get("dataset")):
+        for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
             dataset.setdefault("datasets", cfg["mixture"])
             dataset["label_space"] = space.to_metainfo()
     _set_num_classes(cfg["model"], space)
@@ -74,7 +74,7 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
 def label_space_of(cfg: Config | ConfigDict) -> LabelSpace | None:
     """The label space of a resolved config; None without a mixture."""
     for loader in LOADERS:
-        for dataset in _mixtures((cfg.get(loader) or {}).get("dataset")):
+        for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
             if isinstance(dataset.get("label_space"), Mapping):
                 return LabelSpace.from_metainfo(dataset["label_space"])
     return None
@@ -93,13 +93,17 @@ def _set_moe(cfg: Config | ConfigDict) -> None:
     cfg["model"]["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
 
 
-def _mixtures(dataset: Any) -> list[dict]:
-    """The MixtureDataset configs in a dataset config, wrappers opened."""
+def mixture_datasets(dataset: Any) -> list[dict]:
+    """The MixtureDataset configs in a dataset config, wrappers opened.
+
+    Raises:
+        ConfigError: If a wrapper mixes images of several datasets.
+    """
     if not isinstance(dataset, dict):
         return []
     if dataset.get("type") == "MixtureDataset":
         return [dataset]
-    mixtures = _mixtures(dataset.get("dataset"))
+    mixtures = mixture_datasets(dataset.get("dataset"))
     if mixtures and "pipeline" in dataset:
         raise ConfigError(
             f"{dataset['type']} around a MixtureDataset would make images of several "

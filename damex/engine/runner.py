@@ -65,7 +65,7 @@ class MixtureRunner(Runner):
         cfg = resolve_config(cfg)
         check_detector(cfg["model"])
         _check_settings(cfg)
-        _set_length(cfg)
+        set_length(cfg)
         for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
             if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
                 cfg[loader]["persistent_workers"] = False  # torch refuses True
@@ -277,8 +277,12 @@ def _check_settings(cfg: Config | ConfigDict) -> None:
         ) from error
 
 
-def _set_length(cfg: Config | ConfigDict) -> None:
-    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``."""
+def set_length(cfg: Config | ConfigDict) -> None:
+    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``.
+
+    Args:
+        cfg: Changed in place.
+    """
     train = cfg.get("train_cfg")
     if not train:
         return

@@ -125,11 +125,7 @@ class RunSummaryHook(Hook):
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def _report(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        self._scores = {
-            key.removeprefix(PREFIX): value
-            for key, value in metrics.items()
-            if key.startswith(PREFIX)
-        }
+        self._scores = scores_of(metrics)
         if runner.rank != 0:
             return
         if self._scores:
@@ -177,6 +173,15 @@ class RunSummaryHook(Hook):
         meta = runner.visualizer.dataset_meta
         draw_detections(samples, meta, min_score=self.min_score).savefig(path, dpi=100)
         return str(path)
+
+
+def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What MixtureMetric has among the metrics of an evaluation, without its prefix."""
+    return {
+        key.removeprefix(PREFIX): value
+        for key, value in metrics.items()
+        if key.startswith(PREFIX)
+    }
 
 
 def summarise(scores: Mapping[str, float]) -> dict[str, Any]:

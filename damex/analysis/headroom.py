@@ -1,0 +1,229 @@
+"""The command behind ``tools/headroom.py``: is there anything for experts to win?
+
+Every rung of the ladder is a training of its own in ``WORK_DIR/RUNG/seedN``, of the
+config ``WORK_DIR/RUNG/config.py``. What has finished is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from damex.analysis.ladder import (
+    draw_ladder,
+    ladder_table,
+    rung_row,
+    single_row,
+    with_differences,
+    zeroed_rows,
+)
+from damex.analysis.rungs import Rung, read_joint, rungs_of, single_name
+from damex.analysis.runs import (
+    Run,
+    add_run_arguments,
+    check_finished,
+    check_seeds,
+    finish,
+)
+from damex.analysis.verdict import judge
+from damex.analysis.zeroing import COMPONENTS
+from damex.engine.cli import Parser
+from damex.engine.config_files import merge_options, read_config
+from damex.errors import ConfigError
+
+Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
+
+# What can be left out, and what is left out by default.
+RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "zeroed", "oracle")
+DEFAULT = RUNGS[:-1]
+ABOUT_ZEROED = (
+    "AP of the trained dense detector when an FFN adds nothing to its input. It shows "
+    "how much the detector depends on it, not how much a better FFN would win."
+)
+
+
+def headroom(arguments: Sequence[str]) -> None:
+    """Train the rungs, write table and picture, and say what follows.
+
+    Args:
+        arguments: Command line without the program's name.
+
+    Raises:
+        ConfigError: If the config does not fit a rung, or a run failed.
+        DataError: If an annotation file does not hold what the config promises.
+    """
+    args = _parse(arguments)
+    console, folder = Console(), Path(args.work_dir)
+    cfg = read_config(args.config)
+    merge_options(cfg, args.cfg_options or {})
+    joint = read_joint(cfg)
+    rungs = rungs_of(joint, ["dense", *(n for n in args.rungs if n != "zeroed")])
+    _print_cost(rungs, args, console)
+    for rung in rungs:
+        write_config(rung, folder / rung.name)
+    # Seed by seed, so that a ladder that is cut short has something of each rung.
+    runs = {
+        (rung.name, seed): _training(folder / rung.name, seed)
+        for seed in args.seeds
+        for rung in rungs
+    }
+    failed = finish(list(runs.values()), console, jobs=args.jobs)
+    zeroings: dict[int, Run] = {}
+    if "zeroed" in args.rungs:
+        dense = {seed: runs["dense", seed] for seed in args.seeds}
+        zeroings = {s: _zeroing(r) for s, r in dense.items() if r not in failed}
+        failed += finish(list(zeroings.values()), console, jobs=args.jobs)
+    found = {
+        rung.name: [runs[rung.name, seed].summary() for seed in args.seeds]
+        for rung in rungs
+    }
+    zeroed = [zeroings[s].summary() if s in zeroings else None for s in args.seeds]
+    result = report(found, zeroed, datasets=list(joint.shares), seeds=args.seeds)
+    _write(folder, result, console)
+    check_finished(failed)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        description="Train the headroom ladder of a config: what experts could win"
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--rungs",
+        nargs="+",
+        choices=RUNGS,
+        default=list(DEFAULT),
+        help="beside dense (default: all but oracle)",
+    )
+    parser.add_argument(
+        "--oracle",
+        action="store_true",
+        help="add the rung oracle: DAMEX told the dataset of every image",
+    )
+    add_run_arguments(parser, work_dir="work_dirs/headroom")
+    args = parser.parse_args(arguments)
+    check_seeds(args.seeds)
+    args.rungs = list(dict.fromkeys([*args.rungs, *["oracle"] * args.oracle]))
+    return args
+
+
+def _print_cost(
+    rungs: Sequence[Rung], args: argparse.Namespace, console: Console
+) -> None:
+    """Say how much will be trained, before it is."""
+    seeds = len(args.seeds)
+    lines = [f"{rung.name}: {seeds} x {rung.images:,} images" for rung in rungs]
+    images = seeds * sum(rung.images for rung in rungs)
+    lines.append(f"together {seeds * len(rungs)} trainings, {images:,} images")
+    if "zeroed" in args.rungs:
+        layers = [rungs[0].config.model.get(name) or {} for name in COMPONENTS]
+        count = 1 + sum(layer.get("num_layers", 0) + 1 for layer in layers)
+        lines.append(f"zeroed: {seeds} x {count} evaluations of dense")
+    if rungs[0].config.get("load_from") is not None:
+        lines.append("load_from: what has no place in its tensors starts at random")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def write_config(rung: Rung, folder: Path) -> None:
+    """Write the config of a rung, unless it is there.
+
+    Args:
+        rung: With its complete config.
+        folder: Of the rung; ``seedN`` in it are its runs.
+
+    Raises:
+        ConfigError: If the folder has runs of another config.
+    """
+    path = folder / "config.py"
+    if path.is_file():
+        old, new = read_config(str(path)).to_dict(), rung.config.to_dict()
+        changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+        if not changed:
+            return
+        if any(folder.glob("seed*")):
+            raise ConfigError(
+                f"{folder} has runs of a config that differs in {', '.join(changed)}; "
+                "name another --work-dir, or delete that folder."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    rung.config.dump(path)
+
+
+def _training(folder: Path, seed: int) -> Run:
+    return Run(
+        str(folder / "config.py"),
+        folder / f"seed{seed}",
+        (f"randomness.seed={seed}",),
+        is_scored=True,
+    )
+
+
+def _zeroing(dense: Run) -> Run:
+    """Evaluations of a finished training, in its folder: it goes when that goes."""
+    checkpoint = (dense.folder / "last_checkpoint").read_text(encoding="utf-8").strip()
+    folder = dense.folder / "zeroed"
+    return Run(dense.config, folder, command="zero_ffns", inputs=(checkpoint,))
+
+
+def report(
+    summaries: Summaries,
+    zeroed: Sequence[Mapping[str, Any] | None],
+    *,
+    datasets: Sequence[str],
+    seeds: Sequence[int],
+) -> dict[str, Any]:
+    """Everything that was measured, as plain values.
+
+    Args:
+        summaries: Those of each training by rung, one per seed; None where it is
+            missing.
+        zeroed: What ``zero_ffns`` wrote for each seed.
+        datasets: Of the mixture.
+        seeds: Their numbers.
+
+    Returns:
+        ``seeds``; ``rungs`` and ``zeroed``, rows of scores with one number per seed and
+        their differences to the first row; ``verdict``, or None.
+    """
+    rows = {name: rung_row(found) for name, found in summaries.items()}
+    singles = {n: rows.pop(single_name(n)) for n in datasets if single_name(n) in rows}
+    if singles:
+        rows["single"] = single_row(singles)
+    verdict = judge({name: row["mean_ap"] for name, row in rows.items()})
+    judged = None
+    if verdict is not None:
+        judged = {**dataclasses.asdict(verdict), "text": str(verdict)}
+        judged["differences"] = {
+            name: one._asdict() for name, one in verdict.differences.items()
+        }
+    return dict(
+        seeds=list(seeds),
+        rungs=with_differences(rows, base="dense"),
+        zeroed=with_differences(zeroed_rows(zeroed), base="none"),
+        verdict=judged,
+    )
+
+
+def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
+    """Write headroom.md, .json and .png, and show the first."""
+    rungs, zeroed, verdict = (result[key] for key in ("rungs", "zeroed", "verdict"))
+    parts = [ladder_table(rungs, kind="rung")]
+    absent = [name for name in RUNGS if name not in rungs and name != "zeroed"]
+    if absent:
+        parts.append(f"Not included: {', '.join(absent)}.\n")
+    if zeroed:
+        parts += [ladder_table(zeroed, kind="zeroed FFN"), ABOUT_ZEROED + "\n"]
+    parts.append((verdict["text"] if verdict else "No verdict: too few runs.") + "\n")
+    text = "\n".join(parts)
+    (folder / "headroom.md").write_text(text, encoding="utf-8")
+    plain = json.dumps(result, indent=2) + "\n"
+    (folder / "headroom.json").write_text(plain, encoding="utf-8")
+    draw_ladder(rungs).savefig(folder / "headroom.png", dpi=150)
+    console.print(text, soft_wrap=True, highlight=False)
+    console.print(f"written: {folder / 'headroom.md'}, headroom.json and .png")

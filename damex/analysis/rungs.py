@@ -1,0 +1,272 @@
+"""The rungs of the headroom ladder: what each changes in a config with a mixture.
+
+Every rung is a complete config. All read as many images as the config itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mmdet.registry import DATA_SAMPLERS, DATASETS
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.registry import init_default_scope
+
+import damex.registry  # noqa: F401
+from damex.datasets.sampler import MixtureSampler
+from damex.datasets.spec import parse_mixture
+from damex.engine.config import LOADERS, mixture_datasets, resolve_config
+from damex.engine.config_files import moe_of_file
+from damex.engine.console import filter_console
+from damex.engine.runner import set_length
+from damex.errors import ConfigError
+from damex.models.config import read_moe
+
+WIDER = 4
+FASTER = 2.0
+
+# Fields of schedulers that are numbers of iterations, where `by_epoch` is False.
+SPANS = ("begin", "end", "T_max", "step_size", "total_steps", "milestones", "periods")
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What one joint training reads.
+
+    Attributes:
+        config: The dense detector, its length in ``train_cfg``.
+        samples_per_epoch: Samples of one epoch over all datasets.
+        shares: Share of each dataset in them; sums to 1.
+    """
+
+    config: Config
+    samples_per_epoch: int
+    shares: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kind of training.
+
+    Attributes:
+        name: Also the folder of its runs.
+        config: Complete.
+        images: Read in one training.
+    """
+
+    name: str
+    config: Config
+    images: int
+
+
+def read_joint(cfg: Config) -> Joint:
+    """Check a config, make it dense, and ask its sampler what it reads.
+
+    Args:
+        cfg: With a mixture; the annotations of its training data are read. Not changed.
+
+    Raises:
+        ConfigError: If it has no mixture, or cannot be trained and scored by dataset.
+        DataError: If an annotation file does not hold what the config promises.
+    """
+    dense = copy.deepcopy(cfg)
+    set_length(dense)
+    _check(dense)
+    dense["moe"] = None
+    dense["model"].pop("moe", None)
+    dense.pop("work_dir", None)  # each run names its own
+    sampler = _sampler(dense)
+    names = [spec.name for spec in sampler.dataset.specs]
+    shares = dict(zip(names, map(float, sampler.shares), strict=True))
+    return Joint(dense, sampler.total, shares)
+
+
+def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
+    """The trainings behind some names; ``single`` is one for each dataset.
+
+    Args:
+        joint: The joint training.
+        names: Keys of :data:`TRAINED`, or ``single``.
+
+    Raises:
+        ConfigError: If the config cannot be changed as a rung asks.
+    """
+    rungs = []
+    for name in names:
+        if name == "single":
+            rungs += _singles(joint)
+        else:
+            cfg = copy.deepcopy(joint.config)
+            TRAINED[name](cfg)
+            rungs.append(Rung(name, cfg, _images(cfg, joint.samples_per_epoch)))
+    return rungs
+
+
+def single_name(dataset: str) -> str:
+    """Name of the rung that is trained on one dataset alone."""
+    return f"single_{dataset}"
+
+
+def _keep(cfg: Config) -> None:
+    """The dense detector itself."""
+
+
+def _learn_faster(cfg: Config) -> None:
+    """Twice the learning rate; groups of parameters keep their factors of it."""
+    optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer") or {}
+    if not isinstance(optimizer.get("lr"), (int, float)):
+        raise ConfigError(
+            "the rung dense_lr2 doubles optim_wrapper.optimizer.lr, and the config has "
+            "no such number; set it, or leave the rung out with --rungs."
+        )
+    optimizer["lr"] *= FASTER
+
+
+def _widen(cfg: Config, *, component: str) -> None:
+    """FFNs of four times the width in all layers of the encoder or decoder."""
+    field = f"model.{component}.layer_cfg.ffn_cfg.feedforward_channels"
+    inner: Any = cfg
+    *path, last = field.split(".")
+    for key in path:
+        inner = inner.get(key) if isinstance(inner, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(inner.get(last), int):
+        raise ConfigError(
+            f"the rung wide_{component} widens {field}, and the config has no such "
+            "number; set it, or leave the rung out with --rungs."
+        )
+    inner[last] *= WIDER  # type: ignore[index]
+
+
+def _route_by_dataset(cfg: Config) -> None:
+    """DAMEX with the image's dataset as its route, in training and evaluation."""
+    moe = {**moe_of_file("damex"), "teacher_forcing": True, "oracle": True}
+    read_moe(moe)
+    cfg["moe"] = moe
+
+
+TRAINED: dict[str, Callable[[Config], None]] = {
+    "dense": _keep,
+    "dense_lr2": _learn_faster,
+    "wide_decoder": partial(_widen, component="decoder"),
+    "wide_encoder": partial(_widen, component="encoder"),
+    "oracle": _route_by_dataset,
+}
+
+
+def _singles(joint: Joint) -> list[Rung]:
+    """A dense detector of each dataset alone, with the images it has in the mixture.
+
+    Raises:
+        ConfigError: If the mixture has one dataset only.
+    """
+    if len(joint.shares) < 2:
+        raise ConfigError(
+            f"the mixture has one dataset, {next(iter(joint.shares))!r}, and the rung "
+            "single would be dense once more; leave it out with --rungs."
+        )
+    rungs = []
+    for dataset, share in joint.shares.items():
+        samples = max(1, round(share * joint.samples_per_epoch))
+        cfg = copy.deepcopy(joint.config)
+        _reduce_data(cfg, dataset)
+        cfg["train_dataloader"]["sampler"]["samples_per_epoch"] = samples
+        train = cfg["train_cfg"]
+        if "max_iters" in train:
+            for key in {"max_iters", "val_interval", "val_begin"} & {*train}:
+                train[key] = _scaled(train[key], share)
+        cfg["param_scheduler"] = _scaled_spans(cfg.get("param_scheduler"), share)
+        rungs.append(Rung(single_name(dataset), cfg, _images(cfg, samples)))
+    return rungs
+
+
+def _reduce_data(cfg: Config, dataset: str) -> None:
+    """Leave one dataset, and its classes alone, in all splits."""
+    cfg["mixture"] = [entry for entry in cfg["mixture"] if entry["name"] == dataset]
+    for loader in LOADERS:
+        for mixture in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
+            # A written config names datasets and label space here, too.
+            mixture.pop("datasets", None)
+            if isinstance(mixture.get("label_space"), Mapping):
+                del mixture["label_space"]
+    cfg["model"]["bbox_head"]["num_classes"] = None
+
+
+def _scaled_spans(schedulers: Any, share: float) -> Any:
+    """Schedulers whose iterations are those of a training of ``share`` the length.
+
+    A warm-up of fixed length would take up most of a short training.
+    """
+    if isinstance(schedulers, (list, tuple)):
+        return [_scaled_spans(one, share) for one in schedulers]
+    if not isinstance(schedulers, Mapping):
+        return schedulers
+    if "type" not in schedulers:  # one for each of several optimisers
+        return {name: _scaled_spans(one, share) for name, one in schedulers.items()}
+    if schedulers.get("by_epoch", True):
+        return schedulers
+    spans = {key: schedulers[key] for key in SPANS if schedulers.get(key) is not None}
+    return {**schedulers, **{key: _scaled(v, share) for key, v in spans.items()}}
+
+
+def _scaled(length: Any, share: float) -> Any:
+    """A length, or a list of them; shares of the training, below 1, stay."""
+    if isinstance(length, (list, tuple)):
+        return [_scaled(one, share) for one in length]
+    return length if length < 1 else max(1, round(length * share))
+
+
+def _images(cfg: Config, samples_per_epoch: int) -> int:
+    """Images that one training reads."""
+    train = cfg["train_cfg"]
+    if "max_iters" in train:
+        return train["max_iters"] * cfg["train_dataloader"]["batch_size"]
+    return train["max_epochs"] * samples_per_epoch
+
+
+def _check(cfg: Config) -> None:
+    """Refuse what could not be trained dense and scored by dataset, before it starts.
+
+    Raises:
+        ConfigError: If something is missing or for experts only.
+    """
+    if cfg.get("mixture") is None:
+        raise ConfigError(
+            "the config has no mixture=[dict(name=..., ...), ...], and experts are "
+            "about several datasets; see configs/own_datasets.py."
+        )
+    parse_mixture(cfg["mixture"])
+    for key in ("train_dataloader", "val_dataloader", "train_cfg", "val_evaluator"):
+        if not cfg.get(key):
+            raise ConfigError(f"the config sets no {key}, so that nothing is measured.")
+    train = cfg["train_cfg"]
+    if "max_epochs" not in train and "max_iters" not in train:
+        raise ConfigError("train_cfg sets neither max_epochs nor max_iters.")
+    evaluators = cfg["val_evaluator"]
+    evaluators = [evaluators] if isinstance(evaluators, Mapping) else evaluators
+    if all(one.get("type") != "MixtureMetric" for one in evaluators):
+        raise ConfigError(
+            "val_evaluator has no dict(type='MixtureMetric'), which scores datasets."
+        )
+    if (cfg["train_dataloader"].get("sampler") or {}).get("type") != "MixtureSampler":
+        raise ConfigError(
+            "train_dataloader.sampler must be dict(type='MixtureSampler'), which knows "
+            "the share of each dataset."
+        )
+    if "experts" in (cfg.get("optim_wrapper") or {}):
+        raise ConfigError(
+            "optim_wrapper.experts is for detectors with experts, and these are dense; "
+            "leave it and optim_wrapper.constructor out."
+        )
+
+
+def _sampler(cfg: Config) -> MixtureSampler:
+    """The sampler of the training data."""
+    init_default_scope("mmdet")
+    filter_console(MMLogger.get_instance("headroom"))
+    loader = resolve_config(cfg)["train_dataloader"]
+    default = dict(dataset=DATASETS.build(loader["dataset"]), seed=0)
+    return DATA_SAMPLERS.build(loader["sampler"], default_args=default)

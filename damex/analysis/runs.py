@@ -1,0 +1,233 @@
+"""Runs of damex in processes of their own, several at a time, finished ones kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from damex.engine.cli import at_least
+from damex.errors import ConfigError, DataError
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, work_dir: str) -> None:
+    """Add the arguments that every command with many runs has.
+
+    Args:
+        parser: Gets ``--seeds``, ``--work-dir`` and ``--jobs``.
+        work_dir: Default of the folder.
+    """
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--work-dir", default=work_dir)
+    parser.add_argument(
+        "--jobs",
+        type=at_least(1),
+        default=1,
+        help="trainings at a time; they share the cores",
+    )
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse a seed that is named twice.
+
+    Raises:
+        ConfigError: If it is.
+    """
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds must be different numbers, got {seeds}.")
+
+
+def check_finished(failed: Sequence[Run]) -> None:
+    """Say which runs failed, once what the others measured is written.
+
+    Raises:
+        ConfigError: If there are any.
+    """
+    if failed:
+        raise ConfigError(
+            f"{len(failed)} runs failed and are missing in the table; see "
+            + ", ".join(str(run.log) for run in failed)
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command of damex in a process of its own; finished when it left a summary.
+
+    Attributes:
+        config: Config file.
+        folder: Work directory of the run.
+        options: ``key=value`` overrides of the config.
+        is_scored: Whether it has not finished without an evaluation.
+        command: Name of the command, as for ``python -m damex``.
+        inputs: Its arguments after the config.
+    """
+
+    config: str
+    folder: Path
+    options: tuple[str, ...] = ()
+    is_scored: bool = False
+    command: str = "train"
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> Path:
+        """The file that holds what the run wrote to the screen."""
+        return self.folder / "screen.log"
+
+    def summary(self) -> dict[str, Any] | None:
+        """What the finished run measured; None if it has not finished.
+
+        Raises:
+            ConfigError: If the folder holds a run with other settings.
+            DataError: If the summary is no JSON.
+        """
+        path = self.folder / "summary.json"
+        if not path.is_file():
+            return None
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path} is no JSON ({error}); delete the folder to run it again."
+            ) from error
+        command, _, options = summary.get("command", "").partition(" --cfg-options ")
+        is_same = {*shlex.split(options)} == {*self.options}
+        if not is_same or not {self.config, *self.inputs} <= {*shlex.split(command)}:
+            raise ConfigError(
+                f"{path} belongs to a run with other settings: {summary['command']}. "
+                "Name another --work-dir, or delete that folder."
+            )
+        return None if self.is_scored and not summary["datasets"] else summary
+
+    def start(self, *, threads: int) -> subprocess.Popen[bytes]:
+        """Start it on some threads; a training goes on from its last checkpoint."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        resume = ["--resume"] if (self.folder / "last_checkpoint").is_file() else []
+        options = ["--cfg-options", *self.options] if self.options else []
+        command = [
+            *[sys.executable, "-m", "damex", self.command, self.config, *self.inputs],
+            *[*resume, "--work-dir", str(self.folder), *options],
+        ]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )
+
+    def last_words(self) -> str:
+        """The last line of the log that is not empty, for instance its error."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else "it wrote nothing"
+
+
+def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
+    """Run what has not finished yet, and say how far it is.
+
+    Args:
+        runs: In the order in which they start.
+        console: The screen.
+        jobs: How many run at a time.
+
+    Returns:
+        Those that failed.
+
+    Raises:
+        ConfigError: If a folder holds a run with other settings.
+    """
+    open_runs = [run for run in runs if run.summary() is None]
+    if not open_runs:
+        return []
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    started = time.monotonic()
+    console.print(
+        f"{len(runs)} runs, {len(runs) - len(open_runs)} finished before; "
+        f"{jobs} at a time, {threads} threads each"
+    )
+    failed = []
+    ended = run_all(open_runs, jobs=jobs, threads=threads)
+    for done, (run, status) in enumerate(ended, 1):
+        left = (time.monotonic() - started) / done * (len(open_runs) - done)
+        summary = run.summary() if status == 0 else None
+        if summary is None:
+            failed.append(run)
+            result = f"FAILED ({run.last_words()})"
+        else:
+            score = summary.get("mean_ap50")
+            result = "timed" if score is None else f"mean AP50 {score:.3f}"
+        console.print(
+            f"{done}/{len(open_runs)} {run.folder}: {result}; {left / 60:.0f} min left",
+            soft_wrap=True,
+            highlight=False,
+        )
+    return failed
+
+
+POLL_SECONDS = 0.5
+
+
+def run_all(
+    runs: Sequence[Run], *, jobs: int, threads: int
+) -> Iterator[tuple[Run, int]]:
+    """Start runs in their order and hand them over in the order of their ends.
+
+    Args:
+        runs: The runs.
+        jobs: How many run at a time.
+        threads: Threads of each.
+
+    Yields:
+        A run and its exit status.
+    """
+    waiting = list(runs)
+    active: dict[Run, subprocess.Popen[bytes]] = {}
+    with _sigterm_unwinds():
+        try:
+            while waiting or active:
+                while waiting and len(active) < jobs:
+                    run = waiting.pop(0)
+                    active[run] = run.start(threads=threads)
+                time.sleep(POLL_SECONDS)
+                for run, process in list(active.items()):
+                    if process.poll() is not None:
+                        del active[run]
+                        yield run, process.returncode
+        finally:
+            for process in active.values():
+                process.terminate()
+            for process in active.values():
+                process.wait()
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let a terminated command clean up as an interrupted one does.
+
+    By default SIGTERM, which schedulers and ``kill`` send, ends Python on the spot, and
+    the trainings would go on alone.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

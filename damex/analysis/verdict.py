@@ -1,0 +1,136 @@
+"""What follows from a headroom ladder: one rule over the scores of its rungs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from damex.analysis.intervals import Difference, paired_difference
+
+Scores = Sequence[float | None]
+
+# What a rung above the dense detector says.
+CAUSES = MappingProxyType(
+    {
+        "wide_decoder": "capacity: wider FFNs in the decoder help",
+        "wide_encoder": "capacity: wider FFNs in the encoder help",
+        "single": "interference: datasets do better with detectors of their own",
+        "oracle": "routing: experts that are told the dataset help",
+    }
+)
+
+# With one seed there is no interval; the noise of a seed is 0.01 to 0.02.
+GUESS = 0.02
+
+OPENINGS = MappingProxyType(
+    {
+        "yes": "Experts can help",
+        "no": "Experts will not help",
+        "undecided": "Whether experts will help is undecided",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether there is anything for experts to win.
+
+    Attributes:
+        answer: ``yes``; ``no``; or ``undecided`` where a difference is large, and its
+            interval larger.
+        is_guess: Whether there is a single seed only, and so no interval.
+        reference: The better one of ``dense`` and ``dense_lr2``.
+        above: Rungs above it.
+        open: Rungs that more seeds might show to be above it.
+        differences: Mean AP of each rung minus that of the reference.
+        learning_speed: What twice the learning rate alone gives; None where it was not
+            tried.
+    """
+
+    answer: str
+    is_guess: bool
+    reference: str
+    above: tuple[str, ...]
+    open: tuple[str, ...]
+    differences: Mapping[str, Difference]
+    learning_speed: Difference | None
+
+    def __str__(self) -> str:
+        guess = " (a guess from a single seed)" if self.is_guess else ""
+        return f"{OPENINGS[self.answer]}{guess}: {self._why()}{self._control()}"
+
+    def _why(self) -> str:
+        against = f"{self.reference} in mean AP"
+        if self.answer == "yes":
+            reasons = [f"{self._named([n])} ({CAUSES[n]})" for n in self.above]
+            return f"above {against} by {'; '.join(reasons)}."
+        if self.answer == "no":
+            found = self._named(self.differences)
+            return f"nothing that they could draw on is above {against}: {found}."
+        return (
+            f"above {against} by {self._named(self.open)}, but the interval reaches 0 "
+            "or below; more seeds would tell."
+        )
+
+    def _named(self, names: Iterable[str]) -> str:
+        return ", ".join(f"{name} {self.differences[name]}" for name in names)
+
+    def _control(self) -> str:
+        """What the control says where it is the detector to beat."""
+        if self.reference == "dense":
+            return ""
+        return (
+            f" Twice the learning rate alone gives {self.learning_speed} over dense: "
+            "some of what experts win over dense would be learning speed."
+        )
+
+
+def judge(mean_ap: Mapping[str, Scores], *, guess: float = GUESS) -> Verdict | None:
+    """Say whether a rung that experts can draw on is above the dense detector.
+
+    Above means that the lower end of the 95 % interval of the paired difference in mean
+    AP is above 0; for a single seed, that the difference is above ``guess``. The dense
+    detector is the better one of ``dense`` and ``dense_lr2``: under Adam, experts may
+    merely learn faster, and for that nobody needs experts.
+
+    Args:
+        mean_ap: Mean AP of each rung, one number per seed, None where it is missing.
+        guess: What a difference without an interval has to exceed; a difference above
+            it whose interval holds 0 is open.
+
+    Returns:
+        The verdict; None without ``dense``, or without anything beside the controls.
+    """
+    speed = _difference(mean_ap, "dense_lr2", "dense")
+    reference = "dense_lr2" if speed is not None and speed.mean > 0.0 else "dense"
+    found = {name: _difference(mean_ap, name, reference) for name in CAUSES}
+    differences = {name: one for name, one in found.items() if one is not None}
+    if not differences:
+        return None
+    above = tuple(name for name, one in differences.items() if _is_above(one, guess))
+    large = (name for name, one in differences.items() if one.mean > guess)
+    still_open = tuple(name for name in large if name not in above)
+    return Verdict(
+        answer="yes" if above else "undecided" if still_open else "no",
+        is_guess=any(one.ci95 is None for one in differences.values()),
+        reference=reference,
+        above=above,
+        open=still_open,
+        differences=differences,
+        learning_speed=speed,
+    )
+
+
+def _difference(
+    mean_ap: Mapping[str, Scores], name: str, base: str
+) -> Difference | None:
+    if name not in mean_ap or base not in mean_ap:
+        return None
+    return paired_difference(mean_ap[name], mean_ap[base])
+
+
+def _is_above(difference: Difference, guess: float) -> bool:
+    if difference.ci95 is None:
+        return difference.mean > guess
+    return difference.ci95[0] > 0.0
