@@ -42,6 +42,7 @@ Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
 # What can be left out, and what is left out by default.
 RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "zeroed", "oracle")
 DEFAULT = RUNGS[:-1]
+NO_VERDICT = "No verdict: dense, or everything that it is compared with, is missing."
 ABOUT_ZEROED = (
     "AP of the trained dense detector when an FFN adds nothing to its input. It shows "
     "how much the detector depends on it, not how much a better FFN would win."
@@ -219,7 +220,7 @@ def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
         parts.append(f"Not included: {', '.join(absent)}.\n")
     if zeroed:
         parts += [ladder_table(zeroed, kind="zeroed FFN"), ABOUT_ZEROED + "\n"]
-    parts.append((verdict["text"] if verdict else "No verdict: too few runs.") + "\n")
+    parts.append((verdict["text"] if verdict else NO_VERDICT) + "\n")
     text = "\n".join(parts)
     (folder / "headroom.md").write_text(text, encoding="utf-8")
     plain = json.dumps(result, indent=2) + "\n"

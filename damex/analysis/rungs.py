@@ -128,17 +128,18 @@ def _learn_faster(cfg: Config) -> None:
 
 def _widen(cfg: Config, *, component: str) -> None:
     """FFNs of four times the width in all layers of the encoder or decoder."""
-    field = f"model.{component}.layer_cfg.ffn_cfg.feedforward_channels"
-    inner: Any = cfg
-    *path, last = field.split(".")
+    path = (component, "layer_cfg", "ffn_cfg")
+    inner: Any = cfg["model"]
     for key in path:
         inner = inner.get(key) if isinstance(inner, Mapping) else None
-    if not isinstance(inner, Mapping) or not isinstance(inner.get(last), int):
+    width = inner.get("feedforward_channels") if isinstance(inner, dict) else None
+    if not isinstance(width, int):
         raise ConfigError(
-            f"the rung wide_{component} widens {field}, and the config has no such "
-            "number; set it, or leave the rung out with --rungs."
+            f"the rung wide_{component} widens model.{'.'.join(path)}."
+            f"feedforward_channels, and it is {width!r} in the config; set a number, "
+            "or leave the rung out with --rungs."
         )
-    inner[last] *= WIDER  # type: ignore[index]
+    inner["feedforward_channels"] = width * WIDER
 
 
 def _route_by_dataset(cfg: Config) -> None:

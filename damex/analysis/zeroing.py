@@ -46,6 +46,8 @@ def zero_ffns(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     cfg = load_config(args)
     cfg.load_from = args.checkpoint
+    # Nothing is saved, and mmengine's save_best fails outside of a training.
+    cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
     runner = build_runner(cfg)
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     sites = ffn_sites(model)

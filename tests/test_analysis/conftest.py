@@ -1,0 +1,54 @@
+"""A config that trains in seconds, and the scripts of ``tools/``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path, two_datasets):
+    """The shipped tiny detector on two datasets, 8 samples."""
+    path = tmp_path / "config.py"
+    bases = [
+        f"{ROOT}/configs/_base_/{name}.py"
+        for name in (
+            "models/moe-dino_tiny",
+            "moe/damex",
+            "datasets/toy",
+            "schedules/adamw_tiny",
+            "runtime",
+        )
+    ]
+    path.write_text(
+        f"_base_ = {bases!r}\n"
+        f"mixture = {[dict(entry) for entry in two_datasets]!r}\n"
+        "train_dataloader = dict(\n"
+        "    batch_size=2, num_workers=0,\n"
+        "    sampler=dict(samples_per_epoch=8),\n"
+        ")\n"
+        "train_cfg = dict(max_epochs=1, val_interval=1)\n"
+    )
+    return path
+
+
+@pytest.fixture
+def run_tool():
+    """Run a script of ``tools/`` in a process of its own, on one thread."""
+
+    def run(tool, *arguments):
+        return subprocess.run(
+            [sys.executable, f"tools/{tool}", *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    return run

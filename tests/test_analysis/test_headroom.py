@@ -1,0 +1,124 @@
+"""The command: on trainings of a few iterations, and its mistakes."""
+
+import json
+import shutil
+
+import pytest
+
+from damex.analysis.headroom import headroom, report, write_config
+from damex.analysis.rungs import Rung
+from damex.engine.config_files import read_config
+from damex.errors import ConfigError
+
+
+@pytest.mark.slow
+def test_a_ladder_is_trained_measured_and_goes_on_where_it_was(
+    tmp_path, config, run_tool
+):
+    folder = tmp_path / "ladder"
+    common = (config, "--work-dir", folder, "--seeds", "3")
+    first = run_tool("headroom.py", *common, "--rungs", "zeroed")
+    assert first.returncode == 0, first.stderr + first.stdout
+    assert "together 1 trainings, 8 images" in first.stdout
+    assert "zeroed: 1 x 8 evaluations" in first.stdout
+    assert "No verdict" in first.stdout
+    kept = [*(folder / "dense").rglob("summary.json")]
+    assert len(kept) == 2
+    before = [path.stat().st_mtime_ns for path in kept]
+
+    more = ("--rungs", "zeroed", "single", "dense_lr2", "--jobs", "2")
+    second = run_tool("headroom.py", *common, *more)
+    assert second.returncode == 0, second.stderr + second.stdout
+    assert "4 runs, 1 finished before; 2 at a time" in second.stdout
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    assert "(a guess from a single seed)" in second.stdout
+
+    found = json.loads((folder / "headroom.json").read_text())
+    assert list(found["rungs"]) == ["dense", "dense_lr2", "single"]
+    assert found["seeds"] == [3]
+    dense, single = found["rungs"]["dense"], found["rungs"]["single"]
+    assert {*dense["datasets"]} == {*single["datasets"]} == {"street", "park"}
+    assert single["minus_dense"]["mean"] == pytest.approx(
+        single["mean_ap"][0] - dense["mean_ap"][0]
+    )
+    # The checkpoint was loaded, and is whole again after every zeroing.
+    assert found["zeroed"]["none"]["mean_ap"] == dense["mean_ap"]
+    assert found["verdict"]["reference"] in ("dense", "dense_lr2")
+    assert (folder / "headroom.png").stat().st_size > 0
+    assert "Not included: wide_decoder" in (folder / "headroom.md").read_text()
+
+    options = ("--cfg-options", "train_cfg.max_epochs=2")
+    other = run_tool("headroom.py", *common, "--rungs", "zeroed", *options)
+    assert other.returncode == 2
+    assert "runs of a config that differs in train_cfg;" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "there is no config file 'missing.py'"),
+        (["quickstart", "--rungs", "wider"], "invalid choice: 'wider'.*see --help"),
+        (["quickstart", "--seeds", "1", "1"], "--seeds must be different numbers"),
+        (["quickstart", "--jobs", "0"], "--jobs: must be 1 or more, got 0"),
+        (["quickstart", "--cfg-options", "modl.a=1"], "did you mean 'model'"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        headroom(arguments)
+
+
+def test_the_config_of_a_rung_is_written_once_and_reads_the_same(tmp_path, config):
+    rung = Rung("dense", read_config(str(config)), images=8)
+    folder = tmp_path / "dense"
+    write_config(rung, folder)
+    written = read_config(str(folder / "config.py"))
+    assert written.to_dict() == rung.config.to_dict()
+    before = (folder / "config.py").stat().st_mtime_ns
+    write_config(rung, folder)
+    assert (folder / "config.py").stat().st_mtime_ns == before
+
+
+def test_runs_of_another_config_are_not_mixed_in(tmp_path, config):
+    folder = tmp_path / "dense"
+    cfg = read_config(str(config))
+    write_config(Rung("dense", cfg, images=8), folder)
+    cfg.train_cfg.max_epochs = 5
+    write_config(Rung("dense", cfg, images=40), folder)  # nothing has run yet
+    assert read_config(str(folder / "config.py")).train_cfg.max_epochs == 5
+    (folder / "seed0").mkdir()
+    cfg.train_cfg.max_epochs = 6
+    with pytest.raises(ConfigError, match="differs in train_cfg; name another"):
+        write_config(Rung("dense", cfg, images=48), folder)
+    shutil.rmtree(folder)
+    write_config(Rung("dense", cfg, images=48), folder)
+
+
+def summary(**ap):
+    return dict(
+        mean_ap50=0.5,
+        mean_ap=sum(ap.values()) / len(ap),
+        pooled_ap=0.25,
+        datasets={name: dict(ap=value, ap50=0.5) for name, value in ap.items()},
+    )
+
+
+def test_the_report_joins_the_singles_and_can_be_json():
+    found = report(
+        {
+            "dense": [summary(a=0.25, b=0.25), summary(a=0.25, b=0.375)],
+            "single_a": [summary(a=0.5), summary(a=0.5)],
+            "single_b": [summary(b=0.5), summary(b=0.625)],
+        },
+        [None, None],
+        datasets=["a", "b"],
+        seeds=[4, 5],
+    )
+    found = json.loads(json.dumps(found))
+    assert list(found["rungs"]) == ["dense", "single"]
+    assert found["rungs"]["single"]["minus_dense"] == dict(mean=0.25, ci95=[0.25, 0.25])
+    verdict = found["verdict"]
+    assert (verdict["answer"], verdict["above"]) == ("yes", ["single"])
+    assert verdict["differences"]["single"]["mean"] == 0.25
+    assert "interference" in verdict["text"]
+    assert found["zeroed"] == {}

@@ -1,0 +1,202 @@
+"""Every rung is a config that builds what it says, on the images that it promises."""
+
+import pytest
+from mmdet.registry import DATA_SAMPLERS, DATASETS, MODELS
+from mmengine.optim import build_optim_wrapper
+
+from damex.analysis.rungs import read_joint, rungs_of
+from damex.engine.config import resolve_config
+from damex.engine.config_files import merge_options, read_config
+from damex.errors import ConfigError
+
+
+@pytest.fixture
+def joint(config):
+    """``joint(**options)``: the joint training of the small config, with options."""
+
+    def make(**options):
+        cfg = read_config(str(config))
+        merge_options(cfg, options)
+        return read_joint(cfg)
+
+    return make
+
+
+def configs(joint, *names):
+    return {rung.name: rung.config for rung in rungs_of(joint, names)}
+
+
+def build(cfg):
+    return MODELS.build(resolve_config(cfg)["model"])
+
+
+def drawn(cfg, epochs=1):
+    """Samples of each dataset in some epochs, counted."""
+    loader = resolve_config(cfg)["train_dataloader"]
+    data = DATASETS.build(loader["dataset"])
+    sampler = DATA_SAMPLERS.build(
+        loader["sampler"], default_args=dict(dataset=data, seed=0)
+    )
+    indices = [i for epoch in range(epochs) for i in sampler.epoch_indices(epoch)]
+    names = [data.specs[data.locate(index)[0]].name for index in indices]
+    return {name: names.count(name) for name in set(names)}
+
+
+def widths(detector, component):
+    layers = getattr(detector, component).layers
+    return [layer.ffn.layers[0][0].out_features for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "encoder", "decoder"),
+    [("dense", 256, 256), ("wide_decoder", 256, 1024), ("wide_encoder", 1024, 256)],
+)
+def test_rungs_have_dense_ffns_of_their_width(joint, name, encoder, decoder):
+    detector = build(configs(joint(), name)[name])
+    assert widths(detector, "encoder") == [encoder] * 2
+    assert widths(detector, "decoder") == [decoder] * 3
+    assert detector.resolved_moe() == {}
+
+
+def test_rungs_do_not_change_each_other_or_the_config(config):
+    cfg = read_config(str(config))
+    before = cfg.to_dict()
+    joint = read_joint(cfg)
+    rungs_of(joint, ["dense_lr2", "wide_decoder", "single"])
+    assert cfg.to_dict() == before
+    dense = configs(joint, "dense")["dense"]
+    assert dense.optim_wrapper == cfg.optim_wrapper
+    assert dense.model.decoder == cfg.model.decoder
+
+
+def test_twice_the_learning_rate_reaches_groups_with_a_factor(joint):
+    rung = configs(joint(), "dense_lr2")["dense_lr2"]
+    wrapper = rung.optim_wrapper
+    wrapper["paramwise_cfg"] = dict(custom_keys=dict(backbone=dict(lr_mult=0.1)))
+    groups = build_optim_wrapper(build(rung), wrapper).param_groups
+    assert {round(group["lr"], 6) for group in groups} == {0.0024, 0.00024}
+
+
+def test_single_runs_read_what_the_joint_run_reads_of_each_dataset(joint):
+    weighted = joint(
+        **{
+            "mixture.0.weight": 3.0,
+            "mixture.1.weight": 1.0,
+            "train_cfg.max_epochs": 4,
+            "train_dataloader.sampler.samples_per_epoch": 10,
+        }
+    )
+    assert weighted.shares == dict(street=0.75, park=0.25)
+    dense, *singles = rungs_of(weighted, ["dense", "single"])
+    whole = drawn(dense.config, epochs=4)
+    assert dense.images == sum(whole.values()) == 40
+    assert [rung.name for rung in singles] == ["single_street", "single_park"]
+    for rung, name in zip(singles, weighted.shares, strict=True):
+        own = drawn(rung.config, epochs=4)
+        assert own == {name: rung.images}
+        assert abs(own[name] - whole[name]) <= 4 * 0.5  # half a sample per epoch
+
+
+def test_without_weights_shares_are_numbers_of_images(joint):
+    found = joint()
+    assert found.shares == pytest.approx(dict(street=5 / 8, park=3 / 8))
+    images = {rung.name: rung.images for rung in rungs_of(found, ["dense", "single"])}
+    assert images == dict(dense=8, single_street=5, single_park=3)
+
+
+def test_single_runs_know_their_own_classes_alone(joint):
+    singles = configs(joint(), "single")
+    classes = {"single_street": ["car", "person", "bus"]}
+    classes["single_park"] = ["person", "dog", "car"]
+    for name, cfg in singles.items():
+        resolved = resolve_config(cfg)
+        for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
+            data = DATASETS.build(resolved[loader]["dataset"])
+            assert list(data.metainfo["classes"]) == classes[name]
+        assert build(cfg).bbox_head.num_classes == 3
+
+
+def test_a_written_config_with_its_label_space_gives_the_same_singles(config, joint):
+    plain = configs(joint(), "single")
+    written = resolve_config(read_config(str(config)))
+    assert written.model.bbox_head.num_classes == 4
+    for name, cfg in configs(read_joint(written), "single").items():
+        assert build(cfg).bbox_head.num_classes == 3
+        assert drawn(cfg) == drawn(plain[name])
+
+
+def test_training_by_iterations_is_shortened_with_its_schedule(joint):
+    found = joint(
+        **{
+            "train_cfg.type": "IterBasedTrainLoop",
+            "max_iters": 800,
+            "train_cfg.val_interval": 400,
+        }
+    )
+    found.config.train_cfg.pop("max_epochs", None)
+    dense, street, park = rungs_of(found, ["dense", "single"])
+    assert (dense.images, street.images, park.images) == (1600, 1000, 600)
+    assert street.config.train_cfg.max_iters == 500
+    assert street.config.train_cfg.val_interval == 250
+    warm_up, decay = street.config.param_scheduler
+    assert (warm_up.begin, warm_up.end) == (0, round(50 * 5 / 8))
+    assert decay == dense.config.param_scheduler[1]  # as long as the training
+    assert dense.config.param_scheduler[0].end == 50
+
+
+def test_epochs_and_shares_of_the_training_stay_in_a_schedule(joint):
+    found = joint()
+    found.config.param_scheduler = [
+        dict(type="MultiStepLR", by_epoch=False, milestones=[0.9, 80]),
+        dict(type="MultiStepLR", milestones=[8, 11]),
+    ]
+    by_iteration, by_epoch = configs(found, "single")["single_street"].param_scheduler
+    assert by_iteration["milestones"] == [0.9, 50]
+    assert by_epoch["milestones"] == [8, 11]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(mixture=None), r"the config has no mixture"),
+        (dict(train_dataloader=None), "the config sets no train_dataloader"),
+        (dict(train_cfg=dict(type="EpochBasedTrainLoop")), "neither max_epochs nor"),
+        (dict(val_evaluator=dict(type="CocoMetric")), "no dict.type='MixtureMetric'"),
+        (
+            {"optim_wrapper.experts": dict(type="NormalizedGD", lr=0.1)},
+            "optim_wrapper.experts is for detectors with experts",
+        ),
+        (
+            {"train_dataloader.sampler.type": "DefaultSampler"},
+            "sampler must be dict.type='MixtureSampler'",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_it_starts(config, change, message):
+    cfg = read_config(str(config))
+    cfg.merge_from_dict(change)
+    for key, value in change.items():
+        if "." not in key:
+            cfg[key] = value
+    with pytest.raises(ConfigError, match=message):
+        read_joint(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("wide_decoder", {"model.decoder.layer_cfg": None}, "it is None in the config"),
+        ("wide_encoder", {"model.encoder": None}, "wide_encoder widens model.encoder"),
+        ("dense_lr2", {"optim_wrapper.optimizer.lr": None}, "doubles optim_wrapper"),
+    ],
+)
+def test_a_rung_says_what_it_would_have_changed(joint, name, change, message):
+    found = joint(**change)
+    with pytest.raises(ConfigError, match=f"{message}.*--rungs"):
+        rungs_of(found, [name])
+
+
+def test_one_dataset_has_no_single(joint, two_datasets):
+    found = joint(mixture=two_datasets[:1])
+    with pytest.raises(ConfigError, match="the mixture has one dataset, 'street'"):
+        rungs_of(found, ["single"])

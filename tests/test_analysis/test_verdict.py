@@ -1,0 +1,90 @@
+"""The rule on ladders made by hand."""
+
+import pytest
+
+from damex.analysis.verdict import judge
+
+DENSE = [0.40, 0.42, 0.41]
+
+
+def plus(*gains, base=DENSE):
+    return [value + gain for value, gain in zip(base, gains, strict=True)]
+
+
+def test_nothing_above_dense_means_no():
+    verdict = judge(
+        dict(
+            dense=DENSE,
+            wide_decoder=plus(0.01, -0.01, 0.0),
+            single=plus(-0.02, -0.03, -0.02),
+        )
+    )
+    assert (verdict.answer, verdict.above, verdict.open) == ("no", (), ())
+    assert str(verdict).startswith(
+        "Experts will not help: nothing that they could draw on is above dense"
+    )
+    assert "single -0.023" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("rung", "cause"),
+    [
+        ("wide_decoder", "capacity"),
+        ("wide_encoder", "capacity"),
+        ("single", "interference"),
+        ("oracle", "routing"),
+    ],
+)
+def test_a_rung_whose_interval_is_above_0_means_yes_and_names_the_cause(rung, cause):
+    verdict = judge({"dense": DENSE, rung: plus(0.03, 0.031, 0.029)})
+    assert (verdict.answer, verdict.above) == ("yes", (rung,))
+    assert not verdict.is_guess
+    assert "Experts can help: above dense in mean AP by" in str(verdict)
+    assert cause in str(verdict)
+
+
+def test_a_large_difference_with_a_larger_interval_is_undecided():
+    verdict = judge(dict(dense=DENSE, single=plus(0.0, 0.05, 0.1)))
+    assert (verdict.answer, verdict.above, verdict.open) == (
+        "undecided",
+        (),
+        ("single",),
+    )
+    assert "more seeds would tell" in str(verdict)
+
+
+def test_a_small_difference_that_is_sure_counts():
+    assert judge(dict(dense=DENSE, single=plus(0.005, 0.005, 0.005))).answer == "yes"
+
+
+def test_what_a_higher_learning_rate_wins_too_is_no_headroom():
+    faster, wide = plus(0.03, 0.03, 0.03), plus(0.03, 0.031, 0.029)
+    alone = judge(dict(dense=DENSE, wide_encoder=wide))
+    controlled = judge(dict(dense=DENSE, dense_lr2=faster, wide_encoder=wide))
+    assert alone.answer == "yes"
+    assert controlled.answer == "no"
+    assert controlled.reference == "dense_lr2"
+    assert "Twice the learning rate alone gives +0.030" in str(controlled)
+
+
+def test_a_learning_rate_that_is_too_high_does_not_lower_the_bar():
+    slower = plus(-0.1, -0.1, -0.1)
+    verdict = judge(dict(dense=DENSE, dense_lr2=slower, single=plus(-0.01, 0.0, 0.0)))
+    assert (verdict.answer, verdict.reference) == ("no", "dense")
+    assert "learning rate" not in str(verdict)
+
+
+@pytest.mark.parametrize(("gain", "answer"), [(0.019, "no"), (0.021, "yes")])
+def test_one_seed_needs_0_02_and_is_called_a_guess(gain, answer):
+    verdict = judge(dict(dense=[0.4], wide_decoder=[0.4 + gain]))
+    assert (verdict.answer, verdict.is_guess) == (answer, True)
+    assert "(a guess from a single seed)" in str(verdict)
+
+
+def test_learning_speed_alone_is_no_reason_for_experts():
+    assert judge(dict(dense=DENSE, dense_lr2=plus(0.1, 0.1, 0.1))) is None
+
+
+def test_without_dense_there_is_no_verdict():
+    assert judge(dict(single=DENSE)) is None
+    assert judge(dict(dense=[None] * 3, single=DENSE)) is None

@@ -1,0 +1,73 @@
+"""FFNs that add nothing: by hand, in a detector, and afterwards."""
+
+import pytest
+import torch
+from mmcv.cnn.bricks.transformer import FFN
+
+from damex.analysis.zeroing import ffn_sites, zeroed
+from damex.errors import ConfigError
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5], ids=["plain", "layer_scale"])
+def test_a_zeroed_ffn_is_its_identity(scale):
+    ffn = FFN(embed_dims=8, feedforward_channels=16, layer_scale_init_value=scale)
+    ffn.eval()
+    tokens, identity = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    before, state = ffn(tokens), {k: v.clone() for k, v in ffn.state_dict().items()}
+    with zeroed([ffn]):
+        assert torch.equal(ffn(tokens), tokens)
+        assert torch.equal(ffn(tokens, identity), identity)
+    assert torch.equal(ffn(tokens), before)
+    assert all(torch.equal(v, state[k]) for k, v in ffn.state_dict().items())
+
+
+def test_an_ffn_without_identity_gives_zeros():
+    ffn = FFN(embed_dims=8, feedforward_channels=16, add_identity=False)
+    with zeroed([ffn]):
+        assert not ffn(torch.randn(2, 3, 8)).any()
+
+
+def test_it_works_again_after_an_error():
+    ffn = FFN(embed_dims=8, feedforward_channels=16)
+    with pytest.raises(RuntimeError, match="stopped"), zeroed([ffn]):
+        raise RuntimeError("stopped")
+    tokens = torch.randn(1, 2, 8)
+    assert not torch.equal(ffn.eval()(tokens), tokens)
+
+
+def test_sites_are_layers_and_whole_components(build, make_batch, run_predict):
+    detector = build(moe=None)
+    sites = ffn_sites(detector)
+    encoder, decoder = detector.encoder.layers, detector.decoder.layers
+    assert {name: len(ffns) for name, ffns in sites.items()} == {
+        **{"encoder.0": 1, "encoder.1": 1, "encoder": 2},
+        **{"decoder.0": 1, "decoder.1": 1, "decoder.2": 1, "decoder": 3},
+    }
+    assert sites["encoder.1"][0] is encoder[1].ffn
+    assert sites["decoder"] == [layer.ffn for layer in decoder]
+
+    batch = make_batch([None])
+    with zeroed(sites["encoder.1"]):
+        zero = run_predict(detector, batch)[0].pred_instances.scores
+    # Weights of the last linear layer set to zero are the same by another way.
+    whole = run_predict(detector, batch)[0].pred_instances.scores
+    assert not torch.equal(zero, whole)
+    with torch.no_grad():
+        for parameter in encoder[1].ffn.layers[1].parameters():
+            parameter.zero_()
+    assert torch.equal(zero, run_predict(detector, batch)[0].pred_instances.scores)
+
+
+def test_every_detector_has_sites(build_mmdet, detector_name):
+    sites = ffn_sites(build_mmdet(detector_name))
+    assert {"encoder.0", "encoder.1", "encoder", "decoder.1", "decoder"} < {*sites}
+
+
+def test_experts_cannot_be_zeroed(build):
+    with pytest.raises(ConfigError, match="layer 0 of the decoder has a MoEFFN"):
+        ffn_sites(build())
+
+
+def test_a_detector_without_transformer_has_none():
+    with pytest.raises(ConfigError, match="Linear has no layers in an encoder"):
+        ffn_sites(torch.nn.Linear(1, 1))
