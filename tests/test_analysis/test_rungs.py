@@ -6,7 +6,7 @@ from mmengine.optim import build_optim_wrapper
 
 from damex.analysis.rungs import read_joint, rungs_of
 from damex.engine.config import resolve_config
-from damex.engine.config_files import merge_options, read_config
+from damex.engine.config_files import merge_options, moe_of_file, read_config
 from damex.errors import ConfigError
 
 
@@ -200,3 +200,11 @@ def test_one_dataset_has_no_single(joint, two_datasets):
     found = joint(mixture=two_datasets[:1])
     with pytest.raises(ConfigError, match="the mixture has one dataset, 'street'"):
         rungs_of(found, ["single"])
+
+
+def test_the_oracle_is_damex_told_the_dataset(joint, monkeypatch):
+    monkeypatch.setattr("damex.analysis.rungs.read_moe", lambda moe: None)
+    (rung,) = rungs_of(joint(), ["oracle"])
+    told = dict(teacher_forcing=True, oracle=True)
+    assert rung.config.moe == {**moe_of_file("damex"), **told}
+    assert rung.images == 8
