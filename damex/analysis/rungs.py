@@ -19,7 +19,12 @@ from mmengine.registry import init_default_scope
 import damex.registry  # noqa: F401
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import parse_mixture
-from damex.engine.config import LOADERS, mixture_datasets, resolve_config
+from damex.engine.config import (
+    DATASET_OPTIONS,
+    LOADERS,
+    mixture_datasets,
+    resolve_config,
+)
 from damex.engine.config_files import moe_of_file
 from damex.engine.console import filter_console
 from damex.engine.runner import set_length
@@ -194,6 +199,8 @@ def _reduce_data(cfg: Config, dataset: str) -> None:
             if isinstance(mixture.get("label_space"), Mapping):
                 del mixture["label_space"]
     cfg["model"]["bbox_head"]["num_classes"] = None
+    for option in DATASET_OPTIONS:  # there are no datasets to tell apart
+        cfg["model"].pop(option, None)
 
 
 def _scaled_spans(schedulers: Any, share: float) -> Any:

@@ -116,6 +116,13 @@ def test_single_runs_know_their_own_classes_alone(joint):
         assert build(cfg).bbox_head.num_classes == 3
 
 
+def test_one_dataset_needs_no_options_about_several(joint):
+    found = joint(**{"model.ignore_unannotated_classes": True})
+    singles = configs(found, "single").values()
+    assert not any("ignore_unannotated_classes" in cfg.model for cfg in singles)
+    assert configs(found, "dense")["dense"].model.ignore_unannotated_classes
+
+
 def test_a_written_config_with_its_label_space_gives_the_same_singles(config, joint):
     plain = configs(joint(), "single")
     written = resolve_config(read_config(str(config)))
