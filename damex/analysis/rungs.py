@@ -29,7 +29,6 @@ from damex.engine.config_files import moe_of_file
 from damex.engine.console import filter_console
 from damex.engine.runner import set_length
 from damex.errors import ConfigError
-from damex.models.config import read_moe
 
 WIDER = 4
 FASTER = 2.0
@@ -149,9 +148,7 @@ def _widen(cfg: Config, *, component: str) -> None:
 
 def _route_by_dataset(cfg: Config) -> None:
     """DAMEX with the image's dataset as its route, in training and evaluation."""
-    moe = {**moe_of_file("damex"), "teacher_forcing": True, "oracle": True}
-    read_moe(moe)
-    cfg["moe"] = moe
+    cfg["moe"] = {**moe_of_file("damex"), "teacher_forcing": True, "oracle": True}
 
 
 TRAINED: dict[str, Callable[[Config], None]] = {

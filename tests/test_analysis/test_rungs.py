@@ -209,9 +209,9 @@ def test_one_dataset_has_no_single(joint, two_datasets):
         rungs_of(found, ["single"])
 
 
-def test_the_oracle_is_damex_told_the_dataset(joint, monkeypatch):
-    monkeypatch.setattr("damex.analysis.rungs.read_moe", lambda moe: None)
+def test_the_oracle_is_damex_told_the_dataset(joint):
     (rung,) = rungs_of(joint(), ["oracle"])
     told = dict(teacher_forcing=True, oracle=True)
     assert rung.config.moe == {**moe_of_file("damex"), **told}
+    assert build(rung.config).resolved_moe()["oracle"]
     assert rung.images == 8
