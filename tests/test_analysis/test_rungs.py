@@ -8,6 +8,7 @@ from damex.analysis.rungs import read_joint, rungs_of
 from damex.engine.config import resolve_config
 from damex.engine.config_files import merge_options, moe_of_file, read_config
 from damex.errors import ConfigError
+from damex.models.insertion import moe_blocks
 
 
 @pytest.fixture
@@ -213,5 +214,7 @@ def test_the_oracle_is_damex_told_the_dataset(joint):
     (rung,) = rungs_of(joint(), ["oracle"])
     told = dict(teacher_forcing=True, oracle=True)
     assert rung.config.moe == {**moe_of_file("damex"), **told}
-    assert build(rung.config).resolved_moe()["oracle"]
+    for block in moe_blocks(build(rung.config)):
+        choosers = {block.moe.group_choice.chooser(training=t) for t in (True, False)}
+        assert choosers == {"dataset"}
     assert rung.images == 8
