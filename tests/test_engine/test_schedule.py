@@ -82,6 +82,11 @@ def test_a_checkpoint_holds_the_resolved_moe(make_runner):
     assert moe["gate"]["start_temperature"] == 4.0
     assert moe["router"]["type"] == "LinearRouter"  # the default
     assert moe == runner.model.resolved_moe()
+    # mmengine numbers the parameters in the state of an optimiser.
+    names = saved["meta"]["optimizer_names"]
+    assert names == [name for name, _ in runner.model.named_parameters()]
+    (group,) = saved["optimizer"]["param_groups"]
+    assert len(names) == len(group["params"])
 
 
 @pytest.mark.parametrize("epoch", ["val", "test"])
