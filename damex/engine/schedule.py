@@ -154,8 +154,8 @@ class ExpertMeanDecayHook(Hook):
             return
         rates = {id(p): g["lr"] for g in wrapper.param_groups for p in g["params"]}
         for block in detector.modules():
-            if not isinstance(block, MoEFFN):
-                continue
+            if not isinstance(block, MoEFFN) or block.is_dense:
+                continue  # in a dense phase all but one expert are nobody's
             parts = 1 if block.split is None else block.split.parts
             experts: Any = block.moe.experts
             for parameter in experts.parameters():

@@ -253,8 +253,11 @@ class DatasetAwareness(nn.Module):
         """
         if self.head is not None:
             self._step.group_logits_BG = self.head(memory_BND, padding_BN)
-        if self.config.label_prior is not None and not self.training:
-            self._step.log_prior_BC = self._log_prior(self.config.label_prior, records)
+        prior = self.config.label_prior
+        # In a dense phase (``moe.upcycling``) there is no router to ask yet.
+        can_ask = prior is not None and (prior.source == "head" or len(records) > 0)
+        if prior is not None and can_ask and not self.training:
+            self._step.log_prior_BC = self._log_prior(prior, records)
         if self.conditioning is None:
             return memory_BND
         return self.conditioning.memory(memory_BND, self._posterior())

@@ -78,6 +78,11 @@ class MoEFFN(nn.Module):
             split.draw(moe)
         self.register_load_state_dict_pre_hook(upcycle)
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the block is a dense FFN still."""
+        return self.dense_phase is not None and self.dense_phase.is_open
+
     def reset_parameters(self) -> None:
         """Draw router and experts anew; norm and layer scale are not touched."""
         self.moe.reset_parameters()
@@ -97,7 +102,7 @@ class MoEFFN(nn.Module):
         """
         tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
         count = self.context.num_auxiliary
-        if self.dense_phase is not None and self.dense_phase.is_open:
+        if self.is_dense:
             output_BND = self._run_dense(tokens_BND)
         elif count == 0:
             output_BND = self._run(tokens_BND)

@@ -83,7 +83,7 @@ class InRunUpcycling:
     @property
     def is_dense(self) -> bool:
         """Whether the detector is dense still."""
-        return any(self._is_open(block) for block in self.blocks)
+        return any(block.is_dense for block in self.blocks)
 
     def begin_step(
         self, *, iteration: int, max_iters: int, optimizer: Optimizer | None
@@ -107,7 +107,7 @@ class InRunUpcycling:
         """
         start = self.config.length(max_iters)
         for block in self.blocks:
-            if iteration >= start and self._is_open(block):
+            if iteration >= start and block.is_dense:
                 bank = cast(nn.Module, block.moe.experts)
                 copy_expert_to_all(bank, expert=DENSE_EXPERT, optimizer=optimizer)
                 cast(DensePhase, block.dense_phase).close()
@@ -121,13 +121,9 @@ class InRunUpcycling:
         self._frozen = [
             parameter
             for block in self.blocks
-            if self._is_open(block)
+            if block.is_dense
             for name, parameter in block.moe.named_parameters()
             if parameter.requires_grad and not name.startswith("experts.")
         ]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-
-    @staticmethod
-    def _is_open(block: MoEFFN) -> bool:
-        return block.dense_phase is not None and block.dense_phase.is_open

@@ -81,56 +81,78 @@ def _expert_origins(
     if is_unfinished(block, state, prefix):
         names = [prefix + name for name in own if name.startswith(ROUTED)]
         return {name: Origin(name, _copies_of_one) for name in names}
-    if expert_tensors(block, state, prefix) is None:
+    tensors = expert_tensors(block, state, prefix)
+    if tensors is None:
         return {}
-    parts = 1 if block.split is None else block.split.parts
-    has_shared = block.moe.shared_expert is not None
     found = {}
     for name, key in dense_keys(block.state_dict(), prefix).items():
         for bank in (ROUTED, SHARED):
-            if bank + name not in own:  # without a shared expert, or a bias that learns
-                continue
-            found[f"{prefix}{bank}{name}"] = Origin(
-                key,
-                partial(
-                    _of_experts,
-                    name=name,
-                    parts=parts,
-                    num_experts=own[bank + name].shape[0],
-                    is_muted=has_shared and bank == ROUTED and name[:2] in ("w2", "b2"),
-                ),
-            )
+            # Without a shared expert, an FFN's tensor, or a bias that learns: none.
+            if bank + name in tensors and bank + name in own:
+                convert = partial(
+                    _of_experts, name=name, cut=_cut_of(block, bank, name)
+                )
+                found[f"{prefix}{bank}{name}"] = Origin(key, convert)
     return found
 
 
-def _of_experts(
-    moment: Tensor,
-    is_second: bool,
-    *,
-    name: str,
-    parts: int,
-    num_experts: int,
-    is_muted: bool,
-) -> Tensor:
-    """A moment of an FFN's tensor for all experts.
+@dataclass(frozen=True)
+class _Cut:
+    """Which part of an FFN the experts of a bank are.
 
-    Parts of a bias, and of a slope, see the gradient of the whole. Weights that start
-    at zero beside a shared expert have no direction yet, but the gradients that they
-    will see are as large as the FFN's: without its second moment Adam's first steps
-    would be too long.
+    Attributes:
+        units: Their hidden units.
+        parts: Into how many parts these are cut.
+        copies: How many experts have each part.
+        is_muted: Whether the tensor starts at zero.
+    """
+
+    units: slice
+    parts: int
+    copies: int
+    is_muted: bool
+
+
+def _cut_of(block: MoEFFN, bank: str, name: str) -> _Cut:
+    moe, units, parts = block.moe, slice(None), 1
+    shared = moe.shared_expert
+    if bank == SHARED:
+        if shared is not None and block.split is not None:
+            units = slice(shared.expert.hidden_dims)
+        return _Cut(units, parts, copies=1, is_muted=False)
+    zeros = getattr(moe.experts, "output_names", ())
+    if block.split is not None:
+        parts = block.split.parts
+        if shared is not None:
+            units = slice(shared.expert.hidden_dims, None)
+        zeros = ("b2_ED",)  # the shared expert has all of it
+    return _Cut(
+        units,
+        parts,
+        copies=moe.num_experts // parts,
+        is_muted=shared is not None and name in zeros,
+    )
+
+
+def _of_experts(moment: Tensor, is_second: bool, *, name: str, cut: _Cut) -> Tensor:
+    """A moment of an FFN's tensor for all experts of a bank.
+
+    Parts of a bias, and of a slope, see the gradient of the whole. What starts at zero
+    beside a shared expert has no direction yet, but the gradients that it will see are
+    as large as the FFN's: without its second moment Adam's first steps would be too
+    long.
     """
     if name in ("b2_ED", "slope_E1"):
-        parts_P = moment.expand(parts, -1)
+        parts_P = moment.expand(cut.parts, -1)
     else:
         moment_H = moment.t() if name == "w2_EHD" else moment
-        parts_P = _cut(moment_H, parts, is_second)
+        parts_P = _in_parts(moment_H[cut.units], cut.parts, is_second)
         parts_P = parts_P.transpose(1, 2) if name == "w1_EDH" else parts_P
-    copies = num_experts // parts
-    moment_E = parts_P.repeat(copies, *[1] * (parts_P.dim() - 1))
-    return torch.zeros_like(moment_E) if is_muted and not is_second else moment_E
+    moment_E = parts_P.repeat(cut.copies, *[1] * (parts_P.dim() - 1))
+    return torch.zeros_like(moment_E) if cut.is_muted and not is_second else moment_E
 
 
-def _cut(moment_H: Tensor, parts: int, is_second: bool) -> Tensor:
+def _in_parts(moment_H: Tensor, parts: int, is_second: bool) -> Tensor:
     """Parts along the hidden axis, (P, h, ...).
 
     A unit that fills a part up has the second moment of its neighbour and no first.

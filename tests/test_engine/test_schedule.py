@@ -174,6 +174,10 @@ def test_experts_do_not_decay_without_a_step_of_the_optimiser(decay_once):
     assert not changed(*decay_once(None))  # and a dense detector has none
 
 
+def test_the_ffn_of_a_dense_phase_does_not_decay(decay_once):
+    assert not changed(*decay_once({**MOE, "upcycling": dict(iters=2)}))
+
+
 def test_a_negative_decay_is_refused():
     with pytest.raises(ConfigError, match="decay must be 0 or more, got -1"):
         ExpertMeanDecayHook(-1)

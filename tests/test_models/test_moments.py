@@ -13,6 +13,7 @@ from damex.models.upcycling import SplitStart
 from damex.moe import (
     FFNExperts,
     LinearRouter,
+    LowRankExperts,
     MoELayer,
     PatchConvExperts,
     SharedExpert,
@@ -92,6 +93,42 @@ def test_muted_experts_have_no_first_moment_where_they_are_zero():
     for name, moment in [("w2_EHD", W2_DH.t()), ("b2_ED", B2_D)]:
         assert not first[f"ffn.moe.experts.{name}"].any()
         assert torch.equal(second[f"ffn.moe.experts.{name}"], torch.stack([moment] * 2))
+
+
+def test_a_shared_part_has_its_own_hidden_units():
+    """Unit 0 is shared, and 1 and 2 are two parts of which there are two copies."""
+    model = make_model(
+        num_experts=4,
+        hidden_dims=1,
+        shared_expert=SharedExpert(2, 1),
+        split=SplitStart(parts=2, hidden_dims=3),
+    )
+    first, second = convert(model), convert(model, is_second=True)
+    shared, routed = "ffn.moe.shared_expert.expert.", "ffn.moe.experts."
+    for found in (first, second):
+        assert found[shared + "w1_EDH"].tolist() == [[[1], [2]]]
+        assert found[shared + "w2_EHD"].tolist() == [[[1, 4]]]
+        assert found[shared + "b2_ED"].tolist() == [[10, 20]]
+        assert found[routed + "w1_EDH"].tolist() == [[[3], [4]], [[5], [6]]] * 2
+        assert found[routed + "b1_EH"].tolist() == [[8], [9]] * 2
+        assert found[routed + "w2_EHD"].tolist() == [[[2, 5]], [[3, 6]]] * 2
+    assert first[routed + "b2_ED"].tolist() == [[0, 0]] * 4
+    assert second[routed + "b2_ED"].tolist() == [[10, 20]] * 4
+
+
+def test_corrections_beside_a_shared_expert_start_without():
+    layer = MoELayer(
+        router=LinearRouter(2, 2),
+        gate=TopKGate(k=1),
+        experts=LowRankExperts(2, 2, rank=1),
+        shared_expert=SharedExpert(2, 3),
+    )
+    block = MoEFFN(layer, name="decoder.0", context=RoutingContext())
+    found = convert(nn.ModuleDict(dict(ffn=block)))
+    assert {name.rpartition(".")[0] for name in found} == {
+        "ffn.moe.shared_expert.expert"
+    }
+    assert len(found) == 4
 
 
 def test_a_slope_and_a_bias_that_does_not_learn():
