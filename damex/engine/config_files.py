@@ -22,7 +22,7 @@ MOE = "_base_/moe"
 KEYS = frozenset(inspect.signature(Runner).parameters) - {"cfg"} | {
     *("mixture", "label_space", "moe", "console", "max_epochs", "max_iters"),
     *("runner_type", "custom_imports", "vis_backends", "find_unused_parameters"),
-    *("model_wrapper_cfg", "sync_bn", "compile"),
+    *("model_wrapper_cfg", "sync_bn", "compile", "load_optimizer"),
 }
 
 

@@ -1,4 +1,4 @@
-"""ExpertOptimWrapperConstructor: an optimiser of their own for the experts."""
+"""An optimiser of their own for the experts, and learning rates that start again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any, cast
 
 from mmengine.model import is_model_wrapper
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from mmengine.optim.scheduler.lr_scheduler import LRSchedulerMixin
+from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
+from mmengine.registry import (
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+)
 from torch import nn
 from torch.optim import Optimizer
 
@@ -111,6 +118,29 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
                 f"{', '.join(found)}; cover all of them or none."
             )
         return factors.pop()
+
+
+@PARAM_SCHEDULERS.register_module()
+class ResetLR(LRSchedulerMixin, _ParamScheduler):
+    """Sets the learning rate back to that of the optimiser's config, once, at `begin`.
+
+    mmengine's schedulers multiply what the ones before left, so that a second warm-up
+    with a second decay would rise to the end of the first decay only. This one stands
+    before them in ``param_scheduler``::
+
+        dict(type='ResetLR', by_epoch=False, begin=0.5),
+        dict(type='LinearLR', start_factor=0.05, by_epoch=False, begin=0.5, end=0.55),
+        dict(type='CosineAnnealingLR', by_epoch=False, begin=0.5),
+
+    Args:
+        *args: As for any scheduler of mmengine.
+        **kwargs: ``begin`` above all.
+    """
+
+    def _get_value(self) -> list[float]:
+        if self.last_step == 0:
+            return list(self.base_values)
+        return [group[self.param_name] for group in self.optimizer.param_groups]
 
 
 def check_optimizer_type(config: Mapping[str, Any], field: str) -> None:

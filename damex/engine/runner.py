@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
+from mmengine.hooks import EMAHook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.optim import _ParamScheduler
@@ -27,7 +29,13 @@ from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.optim import check_optimizer_type
-from damex.engine.schedule import IterationSeedHook, TrainingStepHook, routed_detector
+from damex.engine.optimizer_state import take_over_moments
+from damex.engine.schedule import (
+    IterationSeedHook,
+    TrainingStepHook,
+    bare_model,
+    routed_detector,
+)
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, did_you_mean
 from damex.models.config import moe_difference
@@ -88,9 +96,9 @@ class MixtureRunner(Runner):
                 self.register_hook(hook())
 
     def build_param_scheduler(self, scheduler: Any) -> Any:
-        """Build schedulers; milestones below 1 are shares of the whole training."""
+        """Build schedulers; points in time below 1 are shares of the whole training."""
         return super().build_param_scheduler(
-            _with_milestones(scheduler, epochs=self.max_epochs, iters=self.max_iters)
+            _in_steps(scheduler, epochs=self.max_epochs, iters=self.max_iters)
         )
 
     def setup_env(self, env_cfg: dict) -> None:
@@ -122,10 +130,24 @@ class MixtureRunner(Runner):
         """Train as configured; see mmengine.
 
         Raises:
-            ConfigError: If frozen gates would stay random.
+            ConfigError: If frozen gates would stay random, there is no checkpoint to
+                take moments from, or weights would be averaged that are no experts.
         """
         starts_anew = self._load_from is None and not self._resume
-        gating = getattr(routed_detector(self), "channel_gating", None)
+        if starts_anew and self.cfg.get("load_optimizer"):
+            raise ConfigError(
+                "load_optimizer=True takes moments over from a checkpoint, and there "
+                "is none; set load_from=CHECKPOINT, or load_optimizer=False."
+            )
+        detector = routed_detector(self)
+        averages = any(isinstance(hook, EMAHook) for hook in self.hooks)
+        if averages and detector is not None and detector.upcycling is not None:
+            raise ConfigError(
+                "moe.upcycling and EMAHook cannot be set together: averages would mix "
+                "experts with what was there before they were copied; leave one of "
+                "them out."
+            )
+        gating = getattr(detector, "channel_gating", None)
         if starts_anew and gating is not None and gating.path.frozen:
             raise ConfigError(
                 "moe.channels.frozen=True trains the detector behind gates that stay "
@@ -177,18 +199,19 @@ class MixtureRunner(Runner):
         """Load a checkpoint as data; to resume or evaluate, it has to fit exactly.
 
         As a start for training, other shapes and missing tensors are let through, as
-        mmengine does: the weights of a dense detector become those of every expert.
+        mmengine does: the weights of a dense detector become those of every expert, and
+        with ``load_optimizer=True`` so do the moments of its optimiser.
 
         Raises:
             DataError: If the file is missing, damaged, or holds more than data.
             ConfigError: If it shall be resumed or evaluated and belongs to another
-                label space or another detector.
+                label space or another detector, or has no moments to take over.
         """
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
         meta = checkpoint.get("meta", {})
         # mmengine's resume would run this text as Python to read one field of it.
         meta.pop("config", None)
-        model = self.model.module if is_model_wrapper(self.model) else self.model
+        model = bare_model(self)
         if self._resume or self._evaluating:
             space = label_space_of(self.cfg)
             if space is not None:
@@ -212,6 +235,12 @@ class MixtureRunner(Runner):
         )
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
+        is_start = not (self._resume or self._evaluating)
+        if is_start and self.cfg.get("load_optimizer"):
+            optimizer = self.optim_wrapper.optimizer
+            self.logger.info(
+                take_over_moments(checkpoint, model, optimizer, path=filename)
+            )
         return checkpoint
 
 
@@ -260,6 +289,10 @@ def _check_settings(cfg: Config | ConfigDict) -> None:
     optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer")
     if isinstance(optimizer, dict):
         check_optimizer_type(optimizer, "optimizer")
+    if not isinstance(cfg.get("load_optimizer", False), bool):
+        raise ConfigError(
+            f"load_optimizer must be True or False, got {cfg['load_optimizer']!r}."
+        )
     seed = (cfg.get("randomness") or {}).get("seed")
     if seed is not None and not (isinstance(seed, int) and seed >= 0):
         raise ConfigError(
@@ -293,23 +326,27 @@ def set_length(cfg: Config | ConfigDict) -> None:
         train[key] = cfg.pop(key)
 
 
-def _with_milestones(scheduler: Any, *, epochs: int, iters: int) -> Any:
-    """A copy of scheduler configs with all milestones in epochs or iterations."""
+def _in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
+    """A copy of scheduler configs with all points in time in epochs or iterations."""
     size = dict(epochs=epochs, iters=iters)
     if isinstance(scheduler, Sequence):
-        return [_with_milestones(one, **size) for one in scheduler]
+        return [_in_steps(one, **size) for one in scheduler]
     if not isinstance(scheduler, dict):
         return scheduler
     if "type" not in scheduler:  # one for each of several optimisers
-        return {name: _with_milestones(one, **size) for name, one in scheduler.items()}
-    if "milestones" not in scheduler:
-        return scheduler
+        return {name: _in_steps(one, **size) for name, one in scheduler.items()}
     length = epochs if scheduler.get("by_epoch", True) else iters
-    milestones = [
-        round(stone * length) if 0 < stone < 1 else stone
-        for stone in scheduler["milestones"]
-    ]
-    return {**scheduler, "milestones": milestones}
+    found = dict(scheduler)
+    for key in ("begin", "end"):
+        if key in found and 0 < found[key] < 1:
+            # As moe.upcycling does, so that the same share is the same iteration.
+            found[key] = math.ceil(found[key] * length)
+    if "milestones" in found:
+        found["milestones"] = [
+            round(stone * length) if 0 < stone < 1 else stone
+            for stone in found["milestones"]
+        ]
+    return found
 
 
 def _spans(schedulers: Any) -> list[tuple[int, list[int]]]:

@@ -11,9 +11,11 @@ import torch
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
 
 from damex.datasets.mixture import mix_seed
+from damex.engine.optimizer_state import NAMES, parameter_names
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
@@ -24,11 +26,13 @@ from damex.moe import decay_to_mean
 class TrainingStepHook(Hook):
     """Tell a detector with experts what it cannot know by itself.
 
-    In training where each iteration stands, for the schedules of gates and the warm-up
-    of routers: by the runner's own count, as mmengine's message hub is that of the last
-    runner in the process. With gradient accumulation every micro-batch is an iteration.
-    In evaluation that token counts are wanted. And a checkpoint gets the resolved
-    ``moe`` tree as ``meta['moe']``, so that it can be compared when it is loaded.
+    In training where each iteration stands, for the schedules of gates, the warm-up of
+    routers and the end of a dense phase: by the runner's own count, as mmengine's
+    message hub is that of the last runner in the process. With gradient accumulation
+    every micro-batch is an iteration. In evaluation that token counts are wanted. And a
+    checkpoint gets the resolved ``moe`` tree as ``meta['moe']``, so that it can be
+    compared when it is loaded, and as ``meta['optimizer_names']`` the names of the
+    parameters whose state the optimiser counts.
     """
 
     priority = "VERY_HIGH"
@@ -39,7 +43,11 @@ class TrainingStepHook(Hook):
         """Begin a training step."""
         detector = routed_detector(runner)
         if detector is not None:
-            detector.begin_step(iteration=runner.iter, max_iters=runner.max_iters)
+            detector.begin_step(
+                iteration=runner.iter,
+                max_iters=runner.max_iters,
+                optimizer=getattr(runner.optim_wrapper, "optimizer", None),
+            )
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Ask for token counts."""
@@ -54,10 +62,14 @@ class TrainingStepHook(Hook):
     before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Keep the ``moe`` tree; empty for a dense detector."""
+        """Keep the ``moe`` tree, empty for a dense detector, and the names."""
         detector = routed_detector(runner)
         if detector is not None:
             checkpoint["meta"]["moe"] = detector.resolved_moe()
+        if "optimizer" in checkpoint and isinstance(runner.optim_wrapper, OptimWrapper):
+            checkpoint["meta"][NAMES] = parameter_names(
+                bare_model(runner), runner.optim_wrapper.optimizer
+            )
 
     def _count_tokens(self, runner: Runner, wanted: bool) -> None:
         detector = routed_detector(runner)
@@ -67,8 +79,13 @@ class TrainingStepHook(Hook):
 
 def routed_detector(runner: Runner) -> RoutedDetector | None:
     """The detector that a runner trains; None where it is none of damex's."""
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = bare_model(runner)
     return model if isinstance(model, RoutedDetector) else None
+
+
+def bare_model(runner: Runner) -> Any:
+    """What a runner trains, out of the wrapper for several processes."""
+    return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
 
 @HOOKS.register_module()
@@ -137,8 +154,8 @@ class ExpertMeanDecayHook(Hook):
             return
         rates = {id(p): g["lr"] for g in wrapper.param_groups for p in g["params"]}
         for block in detector.modules():
-            if not isinstance(block, MoEFFN):
-                continue
+            if not isinstance(block, MoEFFN) or block.is_dense:
+                continue  # in a dense phase all but one expert are nobody's
             parts = 1 if block.split is None else block.split.parts
             experts: Any = block.moe.experts
             for parameter in experts.parameters():

@@ -17,13 +17,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from damex.errors import ConfigError
-from damex.models.config import (
-    BELOW_ONE,
-    FLAG,
-    NON_NEGATIVE,
-    POSTERIOR,
-    read_config,
-)
+from damex.models.config import read_config
 from damex.models.dataset_head import DatasetConditioning, DatasetHead, dataset_loss
 from damex.models.insertion import moe_blocks
 from damex.models.label_prior import (
@@ -34,6 +28,7 @@ from damex.models.label_prior import (
     router_posterior,
 )
 from damex.models.queries import dataset_ids_of
+from damex.models.rules import BELOW_ONE, FLAG, NON_NEGATIVE, POSTERIOR
 from damex.moe import RoutingRecord
 
 
@@ -258,8 +253,11 @@ class DatasetAwareness(nn.Module):
         """
         if self.head is not None:
             self._step.group_logits_BG = self.head(memory_BND, padding_BN)
-        if self.config.label_prior is not None and not self.training:
-            self._step.log_prior_BC = self._log_prior(self.config.label_prior, records)
+        prior = self.config.label_prior
+        # In a dense phase (``moe.upcycling``) there is no router to ask yet.
+        can_ask = prior is not None and (prior.source == "head" or len(records) > 0)
+        if prior is not None and can_ask and not self.training:
+            self._step.log_prior_BC = self._log_prior(prior, records)
         if self.conditioning is None:
             return memory_BND
         return self.conditioning.memory(memory_BND, self._posterior())

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
+from damex.models.dense_phase import DENSE_EXPERT, DensePhase
 from damex.models.upcycling import SplitStart, slice_channels, upcycle
-from damex.moe import MoELayer, Packing, PatchConvExperts, real_patches, route_patches
+from damex.moe import (
+    FFNExperts,
+    MoELayer,
+    Packing,
+    PatchConvExperts,
+    real_patches,
+    route_patches,
+)
 
 
 class MoEFFN(nn.Module):
@@ -37,6 +45,8 @@ class MoEFFN(nn.Module):
             alone, as in the released code of DAMEX, where queries are the first axis.
         split: Starts the experts as slices of one FFN, which they equal together; None
             for whole FFNs.
+        dense_phase: While it is open the block is a dense FFN, that of one expert: all
+            tokens pass it, padded ones too, and nothing is routed or recorded.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class MoEFFN(nn.Module):
         norm: nn.Module | None = None,
         drop_path: float = 0.0,
         split: SplitStart | None = None,
+        dense_phase: DensePhase | None = None,
     ) -> None:
         super().__init__()
         self.with_cp = with_cp
@@ -62,9 +73,15 @@ class MoEFFN(nn.Module):
         self.dense_activation = None if dense is None else activation_of(dense)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else None
         self.split = split
+        self.dense_phase = dense_phase
         if split is not None:
             split.draw(moe)
         self.register_load_state_dict_pre_hook(upcycle)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the block is a dense FFN still."""
+        return self.dense_phase is not None and self.dense_phase.is_open
 
     def reset_parameters(self) -> None:
         """Draw router and experts anew; norm and layer scale are not touched."""
@@ -80,11 +97,14 @@ class MoEFFN(nn.Module):
             identity_BND: What the output is added to; the query by default.
 
         Returns:
-            Tokens of the same shape; padded tokens keep their residual unchanged.
+            Tokens of the same shape; padded tokens keep their residual unchanged, but
+            in a dense phase.
         """
         tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
         count = self.context.num_auxiliary
-        if count == 0:
+        if self.is_dense:
+            output_BND = self._run_dense(tokens_BND)
+        elif count == 0:
             output_BND = self._run(tokens_BND)
         else:
             main_BND = self._run(tokens_BND[:, :-count])
@@ -115,10 +135,23 @@ class MoEFFN(nn.Module):
             output_BND, record = self.moe(tokens_BND, **inputs)
         if not is_auxiliary:
             self.context.add(self.name, record)
+        return self._drop_tokens(output_BND, record.packing)
+
+    def _run_dense(self, tokens_BND: Tensor) -> Tensor:
+        """The output of the one expert that stands for a dense FFN."""
+        run = partial(
+            cast(FFNExperts, self.moe.experts).forward_expert, expert=DENSE_EXPERT
+        )
+        if self.with_cp and self.training:
+            output_BND = checkpoint(run, tokens_BND, use_reentrant=False)
+        else:
+            output_BND = run(tokens_BND)
+        return self._drop_tokens(output_BND, Packing(*tokens_BND.shape[:2]))
+
+    def _drop_tokens(self, output_BND: Tensor, packing: Packing) -> Tensor:
         if self.drop_path is None or not self.training:
             return output_BND
         # Only real tokens draw, so that padding does not shift the random stream.
-        packing = record.packing
         return packing.unpack(self.drop_path(packing.pack(output_BND)))
 
 

@@ -6,92 +6,35 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from damex.errors import ConfigError, did_you_mean
+from damex.models.phases import UpcyclingConfig, WarmupConfig
+from damex.models.rules import (
+    BELOW_ONE,
+    COUNT,
+    FLAG,
+    LAYERS,
+    LOSSES,
+    NON_NEGATIVE,
+    NUMBER,
+    STAGES,
+    TEXT,
+    Rule,
+    branch,
+    is_dict,
+    module_of,
+    one_of,
+)
 from damex.models.signatures import module_class, parameters_of
 from damex.moe import GroupChoice
 
 Config = TypeVar("Config")
 PLAIN = (bool, int, float, str)
 RENAMED = MappingProxyType({"router_stage": "router_warmup"})
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """What a field must be.
-
-    Attributes:
-        words: That, for the message.
-        is_allowed: Whether a value is that.
-        nested: The dataclass that a dict is read into, if any.
-        type: The type of a dict that names none, if there is one.
-    """
-
-    words: str
-    is_allowed: Callable[[Any], bool]
-    nested: Any = None
-    type: str | None = None
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _are_dicts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(_is_dict, value))
-
-
-def _one_of(*allowed: str) -> _Rule:
-    return _Rule(f"one of {allowed}", lambda value: value in allowed)
-
-
-def _number(words: str, *, below: float) -> _Rule:
-    return _Rule(
-        f"a number {words}",
-        lambda value: type(value) in (int, float) and 0.0 <= value < below,
-    )
-
-
-def _numbers_or(unit: str, *names: str) -> _Rule:
-    words = ", ".join(repr(name) for name in names[:-1]) + f" or {names[-1]!r}"
-    return _Rule(
-        f"a list of {unit} numbers, {words}",
-        lambda value: isinstance(value, (list, tuple)) or value in [*names],
-    )
-
-
-def _module(kind: str) -> _Rule:
-    return _Rule(
-        f"a dict with a type, such as dict(type={kind!r})", _is_dict, type=kind
-    )
-
-
-def _branch(nested: type, example: str) -> _Rule:
-    return _Rule(f"a dict such as {example}", _is_dict, nested=nested)
-
-
-COUNT = _Rule("an integer of 1 or more", lambda v: type(v) is int and v >= 1)
-NUMBER = _Rule("an integer of 0 or more", lambda v: type(v) is int and v >= 0)
-FLAG = _Rule("True or False", lambda value: isinstance(value, bool))
-TEXT = _Rule("a text", lambda value: isinstance(value, str))
-LOSSES = _Rule(
-    "a list of dicts, each a dict with a type such as dict(type='LoadBalanceLoss')",
-    _are_dicts,
-)
-SHARE = _Rule(
-    "a number between 0 and 1, both left out",
-    lambda value: isinstance(value, float) and 0.0 < value < 1.0,
-)
-LAYERS = _numbers_or("layer", "all", "even")
-STAGES = _numbers_or("stage", "all", "even", "last")
-NON_NEGATIVE = _number("of 0 or more", below=math.inf)
-BELOW_ONE = _number("in [0, 1)", below=1.0)
-POSTERIOR = _one_of("head", "router")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +73,7 @@ class BlockConfig:
             dropped.
     """
 
-    norm: Annotated[str, _one_of("post", "pre")] = "post"
+    norm: Annotated[str, one_of("post", "pre")] = "post"
     drop_path: Annotated[float, BELOW_ONE] = 0.0
 
 
@@ -166,31 +109,6 @@ class FineGrained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupConfig:
-    """The field ``moe.router_warmup``: routers are trained alone at first.
-
-    Attributes:
-        share: Length as a share of all iterations, in (0, 1), rounded up.
-        iters: Length in iterations. One of the two is set.
-        loss: Name of the routing loss that is minimised in the meantime.
-
-    Raises:
-        ConfigError: If both lengths are set, or none.
-    """
-
-    share: Annotated[float | None, SHARE] = None
-    iters: Annotated[int | None, COUNT] = None
-    loss: Annotated[str, TEXT] = "separate_router"
-
-    def __post_init__(self) -> None:
-        if (self.share is None) == (self.iters is None):
-            raise ConfigError(
-                "moe.router_warmup: set one of share and iters, got "
-                f"share={self.share!r} and iters={self.iters!r}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChannelConfig:
     """The field ``moe.channels`` (DeepMoE, UAI 2019, arXiv 1806.01531).
 
@@ -207,13 +125,13 @@ class ChannelConfig:
             evaluation.
     """
 
-    embedding: Annotated[Mapping[str, Any], _module("ShallowEmbedding")] = field(
+    embedding: Annotated[Mapping[str, Any], module_of("ShallowEmbedding")] = field(
         default_factory=lambda: {"type": "ShallowEmbedding"}
     )
     gate_init: Annotated[str, TEXT] = "uniform"
     l1_weight: Annotated[float, NON_NEGATIVE] = 1e-3
     aux_weight: Annotated[float, NON_NEGATIVE] = 1.0
-    aux_target: Annotated[str, _one_of("classes", "datasets")] = "classes"
+    aux_target: Annotated[str, one_of("classes", "datasets")] = "classes"
     frozen: Annotated[bool, FLAG] = False
     skip_closed: Annotated[bool, FLAG] = True
 
@@ -234,44 +152,56 @@ class MoEConfig:
         block: Norm and drop path around the experts.
         fine_grained: Cut experts from the dense FFN.
         router_warmup: Train the routers alone at first.
+        upcycling: Train a dense detector at first.
         channels: Gate channels in the place of experts. Only ``layers`` stands beside.
         teacher_forcing: See :class:`damex.moe.GroupChoice`, as for the next two.
         image_vote, oracle: See there.
     """
 
-    layers: Annotated[
-        LayersConfig, _branch(LayersConfig, "dict(decoder=[0, 2, 4])")
-    ] = field(default_factory=LayersConfig)
+    layers: Annotated[LayersConfig, branch(LayersConfig, "dict(decoder=[0, 2, 4])")] = (
+        field(default_factory=LayersConfig)
+    )
     num_experts: Annotated[int | None, COUNT] = None
-    router: Annotated[Mapping[str, Any], _module("LinearRouter")] = field(
+    router: Annotated[Mapping[str, Any], module_of("LinearRouter")] = field(
         default_factory=lambda: {"type": "LinearRouter"}
     )
-    gate: Annotated[Mapping[str, Any], _module("TopKGate")] = field(
+    gate: Annotated[Mapping[str, Any], module_of("TopKGate")] = field(
         default_factory=lambda: {"type": "TopKGate"}
     )
-    experts: Annotated[Mapping[str, Any], _module("FFNExperts")] = field(
+    experts: Annotated[Mapping[str, Any], module_of("FFNExperts")] = field(
         default_factory=lambda: {"type": "FFNExperts"}
     )
-    shared_expert: Annotated[Mapping[str, Any] | None, _module("SharedExpert")] = None
+    shared_expert: Annotated[Mapping[str, Any] | None, module_of("SharedExpert")] = None
     losses: Annotated[Sequence[Mapping[str, Any]], LOSSES] = ()
     with_cp: Annotated[bool, FLAG] = False
     block: Annotated[
-        BlockConfig, _branch(BlockConfig, "dict(norm='pre', drop_path=0.2)")
+        BlockConfig, branch(BlockConfig, "dict(norm='pre', drop_path=0.2)")
     ] = field(default_factory=BlockConfig)
     fine_grained: Annotated[
-        FineGrained | None, _branch(FineGrained, "dict(parts=2, copies=4)")
+        FineGrained | None, branch(FineGrained, "dict(parts=2, copies=4)")
     ] = None
     router_warmup: Annotated[
-        WarmupConfig | None, _branch(WarmupConfig, "dict(share=0.1) or dict(iters=500)")
+        WarmupConfig | None, branch(WarmupConfig, "dict(share=0.1) or dict(iters=500)")
+    ] = None
+    upcycling: Annotated[
+        UpcyclingConfig | None,
+        branch(UpcyclingConfig, "dict(share=0.5) or dict(iters=500)"),
     ] = None
     channels: Annotated[
-        ChannelConfig | None, _branch(ChannelConfig, "dict(aux_target='classes')")
+        ChannelConfig | None, branch(ChannelConfig, "dict(aux_target='classes')")
     ] = None
     teacher_forcing: Annotated[bool, FLAG] = False
     image_vote: Annotated[bool, FLAG] = False
     oracle: Annotated[bool, FLAG] = False
 
     def __post_init__(self) -> None:
+        for name in ("fine_grained", "shared_expert", "router_warmup"):
+            if self.upcycling is not None and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"moe.upcycling and moe.{name} cannot be set together; leave one "
+                    "of them out, or train the dense detector first and start from it "
+                    "with load_from=CHECKPOINT and load_optimizer=True."
+                )
         fine = self.fine_grained
         if fine is None:
             return
@@ -304,7 +234,7 @@ def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
         ConfigError: If a field is unknown, missing, or has a value that cannot work, or
             no layer is chosen.
     """
-    if not _is_dict(moe):
+    if not is_dict(moe):
         raise ConfigError(
             f"moe must be a dict such as dict(layers=dict(decoder=[0])), got {moe!r}."
         )
@@ -364,7 +294,7 @@ def _may_be_none(spec: dataclasses.Field, *, is_set: bool) -> bool:
     return not (is_set and isinstance(spec.default, PLAIN))
 
 
-def _read_value(rule: _Rule, value: Any, where: str) -> Any:
+def _read_value(rule: Rule, value: Any, where: str) -> Any:
     if not rule.is_allowed(value):
         raise ConfigError(f"{where} must be {rule.words}, got {value!r}.")
     if rule.nested is not None:
@@ -388,11 +318,11 @@ def moe_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str 
 
 def _differences(saved: Any, present: Any, where: str) -> Iterator[str]:
     both = (saved, present)
-    if all(map(_is_dict, both)) and saved.get("type") == present.get("type"):
+    if all(map(is_dict, both)) and saved.get("type") == present.get("type"):
         for key in sorted({*saved, *present}):
             yield from _differences(saved.get(key), present.get(key), f"{where}.{key}")
     elif saved != present:
-        was, now = (v.get("type", "set") if _is_dict(v) else repr(v) for v in both)
+        was, now = (v.get("type", "set") if is_dict(v) else repr(v) for v in both)
         yield f"{where} was {was} and is {now}"
 
 
@@ -400,7 +330,7 @@ def _resolved(value: Any) -> Any:
     """Plain containers and values, with the defaults of modules."""
     if dataclasses.is_dataclass(value):
         return _resolved(vars(value))
-    if _is_dict(value):
+    if is_dict(value):
         named = parameters_of(module_class(value)).values()
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
         return {k: _resolved(v) for k, v in {**defaults, **value}.items()}

@@ -18,6 +18,7 @@ from mmdet.models.detectors import (
 from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from torch import Tensor
+from torch.optim import Optimizer
 
 from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
 from damex.models.awareness import (
@@ -30,6 +31,7 @@ from damex.models.channel_gating import ChannelGating
 from damex.models.channel_insertion import ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext
+from damex.models.dense_phase import InRunUpcycling
 from damex.models.insertion import (
     InsertionReport,
     counts_foreground,
@@ -107,6 +109,7 @@ class RoutedDetector(_Detector):
         self.channel_gating: ChannelGating | None = None
         self._moe = None if moe is None else read_moe(moe)
         self._warmup: RouterWarmup | None = None
+        self.upcycling: InRunUpcycling | None = None
         if self._moe is not None:
             self._insert(self._moe, num_groups)
         self.awareness: DatasetAwareness | None = None
@@ -136,6 +139,9 @@ class RoutedDetector(_Detector):
                 check_losses(layers)
             else:
                 self._warmup = RouterWarmup(moe.router_warmup, layers)
+            if moe.upcycling is not None:
+                blocks = [b for b in moe_blocks(self) if isinstance(b, MoEFFN)]
+                self.upcycling = InRunUpcycling(moe.upcycling, blocks)
         print_log(str(report), logger="current", level=logging.INFO)
         for note in report.notes:
             print_log(note, logger="current", level=logging.WARNING)
@@ -143,23 +149,36 @@ class RoutedDetector(_Detector):
     @property
     def trains_in_stages(self) -> bool:
         """Whether some parameters are not trained in each step."""
-        return self._warmup is not None
+        return self._warmup is not None or self.upcycling is not None
 
     def resolved_moe(self) -> dict[str, Any]:
         """The ``moe`` tree with its defaults, as plain dicts; empty if it is dense."""
         return {} if self._moe is None else self._moe.resolved()
 
-    def begin_step(self, *, iteration: int, max_iters: int) -> None:
+    def begin_step(
+        self, *, iteration: int, max_iters: int, optimizer: Optimizer | None = None
+    ) -> None:
         """Begin a training step; a hook of the trainer calls this before each.
+
+        The schedules of gates begin with the experts, after a dense phase.
 
         Args:
             iteration: From 0, by the trainer's count.
             max_iters: Iterations of the whole training.
+            optimizer: That of the training, whose moments are copied where an FFN
+                becomes experts.
 
         Raises:
-            ConfigError: If the training is shorter than the routers' warm-up.
+            ConfigError: If the training is shorter than the routers' warm-up or the
+                dense phase.
         """
-        progress = min(iteration / max(max_iters - 1, 1), 1.0)
+        start = 0
+        if self.upcycling is not None:
+            start = self.upcycling.begin_step(
+                iteration=iteration, max_iters=max_iters, optimizer=optimizer
+            )
+        steps, last = max(iteration - start, 0), max_iters - 1 - start
+        progress = min(steps / max(last, 1), 1.0)
         for block in moe_blocks(self):
             block.moe.gate.begin_step(progress)
         if self._warmup is not None:

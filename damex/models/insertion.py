@@ -15,9 +15,10 @@ from damex.models.blocks import MoEFFN, MoEPatchConv, activation_of
 from damex.models.build import build_layer
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
+from damex.models.dense_phase import DensePhase
 from damex.models.signatures import module_class
 from damex.models.sites import chosen_layers, conv_sites
-from damex.models.upcycling import SplitStart, closing_norm_becomes_own
+from damex.models.upcycling import SplitStart, closing_norm_becomes_own, gate_notes
 from damex.moe import (
     DenseSoftmaxGate,
     ExpertChoiceGate,
@@ -60,8 +61,10 @@ def insert_moe(
     _check_denoising(detector, blocks)
     _check_foreground(detector, blocks)
     moe = blocks[0].moe
-    notes = (*_dataset_notes(moe), *_balance_notes(moe), *_group_choice_notes(moe))
-    return InsertionReport(layers, notes)
+    notes = [*_dataset_notes(moe), *_balance_notes(moe), *_group_choice_notes(moe)]
+    if config.upcycling is not None:
+        notes += [f"moe.upcycling: {note}" for note in gate_notes(blocks)]
+    return InsertionReport(layers, tuple(notes))
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
@@ -191,6 +194,7 @@ def _insert_ffns(
                 else None,
                 drop_path=config.block.drop_path,
                 split=split,
+                dense_phase=None if config.upcycling is None else DensePhase(),
             )
             width = dense.embed_dims
             replaced = f"FFN {width}-{dense.feedforward_channels}-{width}"
@@ -272,6 +276,11 @@ def _uses_patches(config: MoEConfig) -> bool:
         raise ConfigError(
             f"moe.shared_expert is an FFN and cannot stand beside {kind!r}; leave it "
             "out."
+        )
+    if config.upcycling is not None:
+        raise ConfigError(
+            f"moe.upcycling makes every expert a copy of an FFN, and each {kind!r} is "
+            "a part of a convolution; leave it out."
         )
     return True
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.config import WarmupConfig
+from damex.models.phases import WarmupConfig
 from damex.moe import MoELayer, SeparateRouterLoss
 
 
@@ -64,7 +63,7 @@ class RouterWarmup:
             ConfigError: If the training ends before the warm-up does. The length of a
                 training by epochs is known only when it runs.
         """
-        self._is_open = iteration < self._length(max_iters)
+        self._is_open = iteration < self.config.length(max_iters)
         routers = {id(p) for p in _router_parameters(model)}
         for parameter in self._frozen:
             parameter.requires_grad_(True)
@@ -106,18 +105,6 @@ class RouterWarmup:
             }
         rest = {name: value for name, value in losses.items() if name != key}
         return {**rest, f"moe_{self.config.loss}": _detached(losses[key])}
-
-    def _length(self, max_iters: int) -> int:
-        iters = self.config.iters
-        if iters is None:
-            return math.ceil((self.config.share or 0.0) * max_iters)
-        if iters >= max_iters:
-            raise ConfigError(
-                f"moe.router_warmup.iters is {iters}, but the training has {max_iters} "
-                "iterations, so nothing but the routers would ever learn; set fewer "
-                "iters, or share=0.1 in their place."
-            )
-        return iters
 
 
 def check_losses(layers: Sequence[MoELayer]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from damex.models.dense_phase import DENSE_EXPERT, FLAG
 from damex.moe import (
     FFNExperts,
     MoELayer,
@@ -43,15 +44,10 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         *rest: What else torch hands to such a hook.
     """
     own = block.state_dict()
-    keys = _dense_keys(own, prefix)
-    if not all(key in state for key in keys.values()):
-        return
-    if block.split is not None:
-        found = _parts(block, [state[key] for key in keys.values()])
-    else:
-        dense = {name: state[key] for name, key in keys.items()}
-        found = _copies(block.moe, own, dense)
+    keys = dense_keys(own, prefix)
+    found = expert_tensors(block, state, prefix)
     if found is None:
+        _settle_phase(block, state, prefix)
         return
     for key in keys.values():
         del state[key]
@@ -59,6 +55,53 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         state.setdefault(prefix + name, tensor)
     for name, tensor in found.items():
         state[prefix + name] = tensor
+
+
+def expert_tensors(
+    block: Any, state: Mapping[str, Any], prefix: str
+) -> dict[str, Any] | None:
+    """What the experts become of the FFN in a state dict.
+
+    Args:
+        block: A :class:`damex.models.blocks.MoEFFN`.
+        state: Left as it is.
+        prefix: Of the block's keys.
+
+    Returns:
+        Tensors by their names in the block; None where there is no FFN, or another one
+        than the experts can be.
+    """
+    own = block.state_dict()
+    keys = dense_keys(own, prefix)
+    if not all(key in state for key in keys.values()):
+        return None
+    if block.split is not None:
+        return _parts(block, [state[key] for key in keys.values()])
+    dense = {name: state[key] for name, key in keys.items()}
+    return _copies(block.moe, own, dense)
+
+
+def is_unfinished(block: Any, state: Mapping[str, Any], prefix: str) -> bool:
+    """Whether only one expert of a state dict is trained, and the block wants all.
+
+    Args:
+        block: A :class:`damex.models.blocks.MoEFFN`.
+        state: Of a detector with ``moe.upcycling``, or of any other.
+        prefix: Of the block's keys.
+    """
+    return block.dense_phase is None and bool(state.get(prefix + FLAG, False))
+
+
+def _settle_phase(block: Any, state: dict[str, Any], prefix: str) -> None:
+    """Load experts with a dense phase into a block without one, and vice versa."""
+    experts = [key for key in state if key.startswith(prefix + ROUTED)]
+    if is_unfinished(block, state, prefix):
+        for key in experts:
+            state[key] = state[key][DENSE_EXPERT].expand_as(state[key]).clone()
+    if block.dense_phase is None:
+        state.pop(prefix + FLAG, None)
+    elif experts:
+        state.setdefault(prefix + FLAG, torch.tensor(False))
 
 
 def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
@@ -76,14 +119,7 @@ def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
         for name, module in model.named_modules()
         if f"{name}.layers.0.0.weight" in state and hasattr(module, "moe")
     ]
-    notes = []
-    weights = [f"1/{block.moe.num_experts}" for block in blocks if _shrinks(block)]
-    if weights:
-        notes.append(
-            f"the FFNs of {len(weights)} layers become experts with gate weights near "
-            f"{weights[0]}, so these layers answer that much less than in the dense "
-            "detector; moe.gate.renormalize=True starts equal to it."
-        )
+    notes = gate_notes([block for block in blocks if block.dense_phase is None])
     others = [
         (block.dense_activation, *heir)
         for block in blocks
@@ -108,6 +144,25 @@ def _heir(block: Any) -> tuple[str, str | None]:
     return "shared_expert", moe.shared_expert.expert.activation
 
 
+def gate_notes(blocks: Sequence[Any]) -> list[str]:
+    """Say it where copies of an FFN together answer less than it does.
+
+    Args:
+        blocks: Each a :class:`damex.models.blocks.MoEFFN`.
+
+    Returns:
+        One line, or none.
+    """
+    weights = [f"1/{block.moe.num_experts}" for block in blocks if _shrinks(block)]
+    if not weights:
+        return []
+    return [
+        f"the FFNs of {len(weights)} layers become experts with gate weights near "
+        f"{weights[0]}, so these layers answer that much less than in the dense "
+        "detector; moe.gate.renormalize=True starts equal to it."
+    ]
+
+
 def _shrinks(block: Any) -> bool:
     """Whether copies of the FFN are weighted by a softmax over all experts."""
     moe = block.moe
@@ -119,8 +174,13 @@ def _shrinks(block: Any) -> bool:
     )
 
 
-def _dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """The keys of mmcv's FFN by the names of an expert's tensors."""
+def dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """The keys of mmcv's FFN by the names of an expert's tensors.
+
+    Args:
+        own: State dict of a block with experts.
+        prefix: Of the block's keys.
+    """
     names = {"w1_EDH": "0.0.weight", "b1_EH": "0.0.bias"}
     names |= {"w2_EHD": "1.weight", "b2_ED": "1.bias"}
     if any(f"{bank}slope_E1" in own for bank in (ROUTED, SHARED)):
@@ -272,8 +332,18 @@ def closing_norm_becomes_own(
         *rest: What else torch hands to such a hook.
     """
     del rest
-    closing = f"{prefix}norms.{len(layer.norms) - 1}."
+    closing = closing_norm(layer, prefix)
     for key in [key for key in state if key.startswith(closing)]:
         own = f"{prefix}ffn.norm.{key.removeprefix(closing)}"
         state.setdefault(own, state[key])
         del state[key]
+
+
+def closing_norm(layer: Any, prefix: str) -> str:
+    """Where the keys of the closing norm of an untouched layer begin.
+
+    Args:
+        layer: A transformer layer with ``norms``.
+        prefix: Of the layer's keys.
+    """
+    return f"{prefix}norms.{len(layer.norms) - 1}."

@@ -48,6 +48,7 @@ from damex.moe.metrics import (
 from damex.moe.optim import (
     ChainedOptimizer,
     NormalizedGD,
+    copy_expert_to_all,
     decay_to_mean,
     expert_parameters,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "allowed_experts",
     "check_activation",
     "check_gateable",
+    "copy_expert_to_all",
     "decay_to_mean",
     "dispatch_counts",
     "dispatch_entropy",

@@ -178,6 +178,28 @@ class FFNExperts(nn.Module):
         )
         return self._drop(out_RD)
 
+    def forward_expert(self, tokens: Tensor, *, expert: int) -> Tensor:
+        """Applies one expert to all tokens, as a dense FFN, without sorting them.
+
+        The other experts get zero gradients.
+
+        Args:
+            tokens: (..., D).
+            expert: Its number, in [0, E).
+
+        Returns:
+            out: Of the same shape.
+        """
+        slope = () if self.slope_E1 is None else (self.slope_E1[expert],)
+        return self._one_expert(
+            tokens,
+            self.w1_EDH[expert],
+            self.b1_EH[expert],
+            self.w2_EHD[expert],
+            self.b2_ED[expert],
+            *slope,
+        )
+
     def extra_repr(self) -> str:
         """Sizes and options, for `print(module)`."""
         return (

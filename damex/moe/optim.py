@@ -100,6 +100,27 @@ def expert_parameters(
 
 
 @torch.no_grad()
+def copy_expert_to_all(
+    bank: nn.Module, *, expert: int, optimizer: Optimizer | None = None
+) -> None:
+    """Makes all experts of a bank copies of one, gradients and moments included.
+
+    What an optimiser keeps once per parameter, such as its count of steps, stays.
+
+    Args:
+        bank: All its parameters and buffers have one slice per expert along their first
+            axis.
+        expert: The number of the one.
+        optimizer: Trains the bank; None for the weights alone.
+    """
+    for tensor in (*bank.parameters(), *bank.buffers()):
+        state = {} if optimizer is None else optimizer.state.get(tensor, {})
+        for copied in (tensor, tensor.grad, *state.values()):
+            if isinstance(copied, Tensor) and copied.shape[:1] == tensor.shape[:1]:
+                copied.copy_(copied[expert].clone().expand_as(copied))
+
+
+@torch.no_grad()
 def decay_to_mean(parameter: Tensor, share: float, *, parts: int = 1) -> None:
     """Moves every expert a share of the way to the mean of the experts.
 

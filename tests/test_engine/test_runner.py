@@ -1,5 +1,7 @@
 """What MixtureRunner completes and refuses before anything is trained."""
 
+from pathlib import Path
+
 import pytest
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
@@ -12,6 +14,8 @@ from damex.engine.runner import check_detector
 from damex.engine.schedule import IterationSeedHook
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -91,6 +95,42 @@ def test_milestones_below_1_are_shares_of_the_training(make_runner, epochs, iter
     runner = make_runner(f"param_scheduler = [{step}]", max_epochs=epochs)
     (scheduler,) = schedule(runner)[1]
     assert sorted(scheduler.milestones) == [iteration, 1000]
+
+
+def rates(runner):
+    """The learning rate of each iteration."""
+    length, schedulers = schedule(runner)
+    group, found = runner.optim_wrapper.optimizer.param_groups[0], []
+    for _ in range(length):
+        found.append(group["lr"])
+        runner.optim_wrapper.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    return found
+
+
+def test_a_learning_rate_of_two_cycles(make_runner):
+    """Without ``ResetLR`` the second cycle would stay below the end of the first."""
+    base = ROOT / "configs/_base_/schedules/adamw_tiny_two_cycles.py"
+    cycles = [dict(one) for one in Config.fromfile(base).param_scheduler]
+    runner = make_runner(f"param_scheduler = {cycles}", max_epochs=50)  # 300 iterations
+    lr = runner.optim_wrapper["optimizer"]["lr"]
+    assert lr == 0.0012
+    found = rates(runner)
+    assert found[0] == pytest.approx(0.05 * lr)
+    assert found[149] == pytest.approx(0.02 * lr, rel=0.01)
+    assert found[150] == pytest.approx(0.05 * lr)  # half of 300
+    assert max(found[150:]) == found[161]  # 4 percent of them later
+    assert found[161] == pytest.approx(lr, rel=0.02)
+    assert found[162:] == sorted(found[162:], reverse=True)
+    assert found[299] == pytest.approx(0.02 * lr, rel=0.01)
+
+
+def test_the_beginning_of_a_schedule_below_1_is_a_share(make_runner):
+    late = "dict(type='LinearLR', by_epoch=False, begin=0.3, end=0.95, start_factor=.1)"
+    runner = make_runner(f"param_scheduler = [{late}]", max_epochs=5)  # 30 iterations
+    (scheduler,) = schedule(runner)[1]
+    assert (scheduler.begin, scheduler.end) == (9, 29)
 
 
 def test_misspelt_keys_are_said(make_runner, monkeypatch):

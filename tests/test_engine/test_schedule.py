@@ -82,6 +82,11 @@ def test_a_checkpoint_holds_the_resolved_moe(make_runner):
     assert moe["gate"]["start_temperature"] == 4.0
     assert moe["router"]["type"] == "LinearRouter"  # the default
     assert moe == runner.model.resolved_moe()
+    # mmengine numbers the parameters in the state of an optimiser.
+    names = saved["meta"]["optimizer_names"]
+    assert names == [name for name, _ in runner.model.named_parameters()]
+    (group,) = saved["optimizer"]["param_groups"]
+    assert len(names) == len(group["params"])
 
 
 @pytest.mark.parametrize("epoch", ["val", "test"])
@@ -167,6 +172,10 @@ def test_experts_cut_from_an_ffn_decay_by_parts(decay_once):
 def test_experts_do_not_decay_without_a_step_of_the_optimiser(decay_once):
     assert not changed(*decay_once(MOE, accumulate=2))
     assert not changed(*decay_once(None))  # and a dense detector has none
+
+
+def test_the_ffn_of_a_dense_phase_does_not_decay(decay_once):
+    assert not changed(*decay_once({**MOE, "upcycling": dict(iters=2)}))
 
 
 def test_a_negative_decay_is_refused():

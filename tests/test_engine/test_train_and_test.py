@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.config import Config
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +117,35 @@ def test_a_killed_run_resumes_to_the_same_weights(write_config, run_tool, tmp_pa
     assert_same_weights(
         tmp_path / "whole" / "epoch_2.pth", tmp_path / "killed" / "epoch_2.pth"
     )
+
+
+def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_path):
+    """Killed at the switch; before it, the detector is tested as a dense one."""
+    schedule = ROOT / "configs/_base_/schedules/adamw_tiny_two_cycles.py"
+    cycles = [dict(one) for one in Config.fromfile(schedule).param_scheduler]
+    config = write_config(
+        extra=f"{NO_EVALUATION}param_scheduler = {cycles}\n"
+        "moe = dict(upcycling=dict(share=0.5), gate=dict(renormalize=True))"
+    )
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    trained = run_tool("train.py", config, "--work-dir", whole)
+    assert trained.returncode == 0, trained.stderr
+    half.mkdir()
+    shutil.copy(whole / "epoch_1.pth", half)
+    (half / "last_checkpoint").write_text(str(half / "epoch_1.pth"))
+    resumed = run_tool("train.py", config, "--work-dir", half, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_weights(whole / "epoch_2.pth", half / "epoch_2.pth")
+    for epoch, is_dense in [(1, True), (2, False)]:
+        state = weights(whole / f"epoch_{epoch}.pth")
+        flags = [bool(state[n]) for n in state if n.endswith("dense_phase.flag")]
+        assert flags == [is_dense] * 2
+        folder = tmp_path / f"tested_{epoch}"
+        checkpoint = whole / f"epoch_{epoch}.pth"
+        tested = run_tool("test.py", config, checkpoint, "--work-dir", folder)
+        assert tested.returncode == 0, tested.stderr
+        summary = json.loads((folder / "test_summary.json").read_text())
+        assert bool(summary.get("routing_accuracy")) != is_dense
 
 
 def _train_and_kill(config, work_dir):

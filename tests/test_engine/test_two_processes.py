@@ -40,10 +40,14 @@ def results(tmp_path_factory, make_coco_dataset, write_config_to):
     # 1 iteration in each of 2 epochs.
     balance = few_steps(epochs=2, samples=4) + "moe = dict(num_experts=4)\n"
     balance += "model_wrapper_cfg = dict(broadcast_buffers=True)"
+    # The detector is dense in the first 2 of 4 iterations.
+    upcycled = few_steps(epochs=1, samples=16) + NO_CHECKPOINT
+    upcycled += "\nmoe = dict(upcycling=dict(share=0.5))"
     for name, moe, extra in [
         ("stage", "pmoe_separate", stage),
         ("deepmoe", "deepmoe", deepmoe),
         ("balance", "loss_free", balance),
+        ("upcycled", "damex", upcycled),
     ]:
         write_config_to(folder, mixture=mixture, moe=moe, extra=extra, name=name)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -115,3 +119,21 @@ def test_deepmoe_trains_all_parameters_alike_in_both_processes(results):
     assert_ranks_agree(first, second)
     moved = changed(first["states"][0], first["states"][-1], first["parameters"])
     assert set(first["parameters"]) - moved == set()
+
+
+def test_a_dense_phase_ends_alike_in_both_processes(results):
+    first, second = (results[rank]["upcycled"] for rank in (0, 1))
+    assert_ranks_agree(first, second)
+    names, states = first["parameters"], first["states"]
+    routers = {name for name in names if ".moe.router." in name}
+    banks = {name for name in names if ".moe.experts." in name}
+    assert len(routers) == 2
+    for before, after in [states[0:2], states[1:3]]:
+        assert changed(before, after, names) & routers == set()
+        assert banks <= changed(before, after, names)
+    for before, after in [states[2:4], states[3:5]]:
+        assert routers <= changed(before, after, names)
+    flags = [name for name in states[0] if name.endswith("dense_phase.flag")]
+    assert len(flags) == 2
+    found = [[bool(state[name]) for name in flags] for state in states]
+    assert found == [[True] * 2] * 3 + [[False] * 2] * 2

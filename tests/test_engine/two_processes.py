@@ -1,6 +1,7 @@
 """What ``test_two_processes.py`` runs in each of two processes, in one launch.
 
-Argument: a folder with the configs ``stage.py``, ``deepmoe.py`` and ``balance.py``.
+Argument: a folder with the configs ``stage.py``, ``deepmoe.py``, ``balance.py`` and
+``upcycled.py``.
 Each process leaves its results in ``rank0.pt`` or ``rank1.pt`` there.
 """
 
@@ -152,6 +153,7 @@ def main():
         stage=train(folder, "stage"),
         deepmoe=train(folder, "deepmoe"),
         balanced=balanced,
+        upcycled=train(folder, "upcycled"),
         resumed=resumed,
     )
     torch.save(result, folder / f"rank{rank}.pt")

@@ -314,6 +314,23 @@ def test_the_prior_follows_the_router_of_the_last_encoder_layer(
     torch.testing.assert_close(posteriors[0].sum(1), torch.ones(2))
 
 
+def test_a_router_that_is_not_used_yet_is_not_asked(
+    build_aware, annotated_batch, run_predict
+):
+    batch = annotated_batch([0, 1])
+    moe = {**ENCODER, "upcycling": dict(iters=2)}
+    aware, plain = (
+        build_aware(moe=moe, label_prior=dict(source="router")),
+        build_aware(moe=moe),
+    )
+    dense = scores_of(run_predict(aware, batch))
+    assert_same_instances(dense, scores_of(run_predict(plain, batch)), rtol=0, atol=0)
+    aware.begin_step(iteration=2, max_iters=4)
+    sparse = scores_of(run_predict(aware, batch))
+    with pytest.raises(AssertionError):
+        assert_same_instances(dense, sparse, rtol=0, atol=1e-3)
+
+
 def test_prediction_reads_no_dataset(build_aware, annotated_batch, run_predict):
     detector = build_aware(**EVERYTHING)
     batch = annotated_batch([0, 2])

@@ -270,3 +270,16 @@ def test_reset_of_the_layer_reaches_it():
     nn.init.constant_(layer.shared_expert.expert.w1_EDH, 7.0)
     layer.reset_parameters()
     assert (layer.shared_expert.expert.w1_EDH != 7.0).all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "prelu"])
+def test_one_expert_for_all_tokens_is_the_bank_with_all_rows_its_own(activation):
+    experts = FFNExperts(3, 6, 10, activation=activation)
+    tokens_BND = torch.randn(2, 4, 6)
+    out_BND = experts.forward_expert(tokens_BND, expert=1)
+    expected_RD = experts(tokens_BND.flatten(0, 1), torch.tensor([0, 8, 0]))
+    torch.testing.assert_close(out_BND.flatten(0, 1), expected_RD)
+    out_BND.sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad[1].any()
+        assert not parameter.grad[[0, 2]].any()

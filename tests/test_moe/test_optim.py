@@ -17,6 +17,7 @@ from damex.moe import (
     NormalizedGD,
     SharedExpert,
     TopKGate,
+    copy_expert_to_all,
     decay_to_mean,
     expert_parameters,
 )
@@ -272,3 +273,35 @@ def test_parts_of_a_copy_decay_to_the_same_part_of_the_other_copies():
     weight = nn.Parameter(torch.tensor([[1.0], [10.0], [3.0], [30.0]]))
     decay_to_mean(weight, 0.5, parts=2)
     assert weight.tolist() == [[1.5], [15.0], [2.5], [25.0]]
+
+
+def test_all_experts_become_copies_of_one_by_hand():
+    bank = nn.Module()
+    bank.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    bank.register_buffer("bias", torch.tensor([7.0, 8.0, 9.0]))
+    bank.weight.grad = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
+    optimizer = torch.optim.Adam([bank.weight], lr=0.0)
+    optimizer.step()
+    copy_expert_to_all(bank, expert=1, optimizer=optimizer)
+    assert bank.weight.tolist() == [[3.0, 4.0]] * 3
+    assert bank.bias.tolist() == [8.0] * 3
+    state = optimizer.state[bank.weight]
+    expected = torch.tensor([[0.3, 0.4]] * 3)
+    torch.testing.assert_close(bank.weight.grad, expected)
+    torch.testing.assert_close(state["exp_avg"], 0.1 * expected)
+    torch.testing.assert_close(state["exp_avg_sq"], 0.001 * expected.square())
+    assert state["step"] == 1
+
+
+def test_two_chained_optimisers_have_their_moments_copied():
+    layer = make_layer()
+    banks, others = expert_parameters(layer)
+    optimizer = ChainedOptimizer(torch.optim.SGD(others), torch.optim.AdamW(banks))
+    for parameter in layer.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    copy_expert_to_all(layer.experts, expert=0, optimizer=optimizer)
+    for parameter in layer.experts.parameters():
+        exp_avg = optimizer.second.state[parameter]["exp_avg"]
+        assert exp_avg.any()
+        assert torch.equal(exp_avg, exp_avg[:1].expand_as(exp_avg))

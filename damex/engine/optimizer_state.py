@@ -1,0 +1,141 @@
+"""``load_optimizer=True``: a new training takes over moments by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from damex.errors import ConfigError
+from damex.models.moments import Origin, moment_origins
+from damex.moe import ChainedOptimizer, NormalizedGD
+
+NAMES = "optimizer_names"  # in a checkpoint's meta
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of an optimiser's parameters, in the order in which its state counts them.
+
+    Args:
+        model: Without a wrapper.
+        optimizer: Of parameters of the model.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def take_over_moments(
+    checkpoint: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, path: str
+) -> str:
+    """Give a new training the moments of an earlier one, by the names of parameters.
+
+    The moments of an FFN become those of its experts as its weights do; see
+    :mod:`damex.models.moments`. What is new, or of another shape, starts without.
+    Nothing else is taken over: no learning rate and no schedule.
+
+    Args:
+        checkpoint: Of the earlier training, with its state dict as it was saved.
+        model: The new detector, without a wrapper.
+        optimizer: That of the new training.
+        path: The checkpoint, for messages.
+
+    Returns:
+        A sentence for the log.
+
+    Raises:
+        ConfigError: If the checkpoint has no moments, or those of another optimiser, or
+            does not say whose they are, or the optimiser is of an unknown kind.
+    """
+    needed = _needed_keys(optimizer)
+    stored = _stored_state(checkpoint, path)
+    weights = {
+        key.removeprefix("module."): value
+        for key, value in checkpoint["state_dict"].items()
+    }
+    origins = moment_origins(model, weights)
+    parameters = dict(model.named_parameters())
+    state, without = {}, []
+    names = parameter_names(model, optimizer)
+    for index, (name, keys) in enumerate(zip(names, needed, strict=True)):
+        origin = origins[name]
+        found = stored.get(origin.source)
+        if keys and found:
+            _check_keys(found, keys, path)
+            converted = {key: _converted(found[key], origin, key) for key in keys}
+            if _fits(converted, parameters[name]):
+                state[index] = converted
+        if index not in state:
+            without.append(name)
+    # The optimiser's own groups: learning rates are those of the new training.
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    sentence = f"{len(state)} of {len(names)} parameters start with moments of {path}"
+    return f"{sentence}; without: {', '.join(without)}" if without else sentence
+
+
+def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
+    """Of each parameter, in the order of the optimiser, what is kept of it."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return _needed_keys(optimizer.first) + _needed_keys(optimizer.second)
+    rows: list[tuple[str, ...]] = []
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, (Adam, AdamW)):
+            keys: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
+            keys += ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        elif isinstance(optimizer, SGD):
+            keys = ("momentum_buffer",) if group["momentum"] else ()
+        elif isinstance(optimizer, NormalizedGD):
+            keys = ()
+        else:
+            raise ConfigError(
+                "load_optimizer=True knows the moments of Adam, AdamW and SGD, and "
+                f"optim_wrapper.optimizer is {type(optimizer).__name__}; take one of "
+                "them, or set load_optimizer=False."
+            )
+        rows += [keys] * len(group["params"])
+    return rows
+
+
+def _stored_state(checkpoint: Mapping[str, Any], path: str) -> dict[str, dict]:
+    """State by the names of parameters."""
+    if "optimizer" not in checkpoint:
+        raise ConfigError(
+            f"load_optimizer=True: the checkpoint {path} holds no optimiser; save it "
+            "with default_hooks.checkpoint.save_optimizer=True, or set "
+            "load_optimizer=False."
+        )
+    names = checkpoint.get("meta", {}).get(NAMES)
+    if names is None:
+        raise ConfigError(
+            f"load_optimizer=True: the checkpoint {path} does not say which parameters "
+            "its optimiser's state is of (it is older than this option, or not saved "
+            "by damex); set load_optimizer=False."
+        )
+    state = checkpoint["optimizer"]["state"]
+    return {name: state[i] for i, name in enumerate(names) if i in state}
+
+
+def _check_keys(found: Mapping[str, Any], keys: tuple[str, ...], path: str) -> None:
+    missing = [key for key in keys if found.get(key) is None]
+    if missing:
+        raise ConfigError(
+            f"load_optimizer=True: the checkpoint {path} was trained with another kind "
+            f"of optimiser, which kept {', '.join(found)} and no {missing[0]}; train "
+            "on with the same kind, or set load_optimizer=False."
+        )
+
+
+def _converted(value: Any, origin: Origin, key: str) -> Any:
+    """A step counter stays as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0:
+        return value.clone()
+    return origin.convert(value, key in SECOND_MOMENTS).clone()
+
+
+def _fits(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
+    moments = [v for v in state.values() if isinstance(v, Tensor) and v.dim() > 0]
+    return all(moment.shape == parameter.shape for moment in moments)

@@ -1,0 +1,82 @@
+"""First phases of a training, in the ``moe=`` tree of a detector's config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from damex.errors import ConfigError
+from damex.models.rules import COUNT, SHARE, TEXT
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """A first phase of the training, of a given length.
+
+    Attributes:
+        share: Length as a share of all iterations, in (0, 1), rounded up.
+        iters: Length in iterations. One of the two is set.
+
+    Raises:
+        ConfigError: If both lengths are set, or none.
+    """
+
+    share: Annotated[float | None, SHARE] = None
+    iters: Annotated[int | None, COUNT] = None
+
+    where = "moe"
+    missed = "nothing else would happen"
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.iters is None):
+            raise ConfigError(
+                f"{self.where}: set one of share and iters, got "
+                f"share={self.share!r} and iters={self.iters!r}."
+            )
+
+    def length(self, max_iters: int) -> int:
+        """Length in iterations.
+
+        Args:
+            max_iters: Iterations of the whole training.
+
+        Raises:
+            ConfigError: If the training ends before the phase does. The length of a
+                training by epochs is known only when it runs.
+        """
+        if self.iters is None:
+            return math.ceil((self.share or 0.0) * max_iters)
+        if self.iters >= max_iters:
+            raise ConfigError(
+                f"{self.where}.iters is {self.iters}, but the training has {max_iters} "
+                f"iterations, so {self.missed}; set fewer iters, or share=0.1 in their "
+                "place."
+            )
+        return self.iters
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig(PhaseConfig):
+    """The field ``moe.router_warmup``: routers are trained alone at first.
+
+    Attributes:
+        loss: Name of the routing loss that is minimised in the meantime.
+    """
+
+    loss: Annotated[str, TEXT] = "separate_router"
+
+    where = "moe.router_warmup"
+    missed = "nothing but the routers would ever learn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcyclingConfig(PhaseConfig):
+    """The field ``moe.upcycling``: the detector is dense at first.
+
+    Sparse upcycling (Komatsuzaki et al. 2023, arXiv 2212.05055) inside one training;
+    see :mod:`damex.models.dense_phase`.
+    """
+
+    where = "moe.upcycling"
+    missed = "the detector would never have experts"
