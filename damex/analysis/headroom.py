@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from damex.analysis.intervals import paired_difference
 from damex.analysis.ladder import (
     draw_ladder,
     ladder_table,
@@ -23,7 +24,13 @@ from damex.analysis.ladder import (
     with_differences,
     zeroed_rows,
 )
-from damex.analysis.rungs import Rung, read_joint, rungs_of, single_name
+from damex.analysis.rungs import (
+    Rung,
+    experts_of,
+    read_joint,
+    rungs_of,
+    single_name,
+)
 from damex.analysis.runs import (
     Run,
     add_run_arguments,
@@ -31,7 +38,7 @@ from damex.analysis.runs import (
     check_seeds,
     finish,
 )
-from damex.analysis.verdict import judge
+from damex.analysis.verdict import Verdict, is_above, judge
 from damex.analysis.zeroing import COMPONENTS
 from damex.engine.cli import Parser
 from damex.engine.config_files import merge_options, read_config
@@ -65,6 +72,8 @@ def headroom(arguments: Sequence[str]) -> None:
     merge_options(cfg, args.cfg_options or {})
     joint = read_joint(cfg)
     rungs = rungs_of(joint, ["dense", *(n for n in args.rungs if n != "zeroed")])
+    experts = experts_of(joint, args.experts)
+    rungs += experts
     _print_cost(rungs, args, console)
     for rung in rungs:
         write_config(rung, folder / rung.name)
@@ -85,7 +94,13 @@ def headroom(arguments: Sequence[str]) -> None:
         for rung in rungs
     }
     zeroed = [zeroings[s].summary() if s in zeroings else None for s in args.seeds]
-    result = report(found, zeroed, datasets=list(joint.shares), seeds=args.seeds)
+    result = report(
+        found,
+        zeroed,
+        datasets=list(joint.shares),
+        seeds=args.seeds,
+        experts=[rung.name for rung in experts],
+    )
     _write(folder, result, console)
     check_finished(failed)
 
@@ -106,6 +121,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--oracle",
         action="store_true",
         help="add the rung oracle: DAMEX told the dataset of every image",
+    )
+    parser.add_argument(
+        "--experts",
+        nargs="+",
+        default=[],
+        metavar="MOE",
+        help="also train these mixtures of experts (names of files in "
+        "configs/_base_/moe, or paths), to score the verdict",
     )
     add_run_arguments(parser, work_dir="work_dirs/headroom")
     args = parser.parse_args(arguments)
@@ -178,6 +201,7 @@ def report(
     *,
     datasets: Sequence[str],
     seeds: Sequence[int],
+    experts: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything that was measured, as plain values.
 
@@ -187,27 +211,48 @@ def report(
         zeroed: What ``zero_ffns`` wrote for each seed.
         datasets: Of the mixture.
         seeds: Their numbers.
+        experts: Rungs that are mixtures of experts.
 
     Returns:
         ``seeds``; ``rungs`` and ``zeroed``, rows of scores with one number per seed and
-        their differences to the first row; ``verdict``, or None.
+        their differences to the first row; ``verdict``, or None; ``experts``, what each
+        of them has over the verdict's reference.
     """
     rows = {name: rung_row(found) for name, found in summaries.items()}
     singles = {n: rows.pop(single_name(n)) for n in datasets if single_name(n) in rows}
     if singles:
         rows["single"] = single_row(singles)
     verdict = judge({name: row["mean_ap"] for name, row in rows.items()})
-    judged = None
+    judged, outcomes = None, {}
     if verdict is not None:
         judged = {**dataclasses.asdict(verdict), "text": str(verdict)}
         judged["differences"] = {
             name: one._asdict() for name, one in verdict.differences.items()
         }
+        outcomes = {name: _outcome(rows, verdict, name) for name in experts}
     return dict(
         seeds=list(seeds),
         rungs=with_differences(rows, base="dense"),
         zeroed=with_differences(zeroed_rows(zeroed), base="none"),
         verdict=judged,
+        experts={name: one for name, one in outcomes.items() if one is not None},
+    )
+
+
+def _outcome(
+    rows: Mapping[str, Mapping[str, Any]], verdict: Verdict, name: str
+) -> dict[str, Any] | None:
+    """A mixture of experts against the verdict; None where no seed has finished."""
+    scores = rows[name]["mean_ap"], rows[verdict.reference]["mean_ap"]
+    difference = paired_difference(*scores)
+    if difference is None:
+        return None
+    helps = is_above(difference)
+    return dict(
+        minus_best_dense=difference._asdict(),
+        helps=helps,
+        text=f"{name} {'helps' if helps else 'does not help'}: {difference} over "
+        f"{verdict.reference} in mean AP.",
     )
 
 
@@ -221,6 +266,7 @@ def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
     if zeroed:
         parts += [ladder_table(zeroed, kind="zeroed FFN"), ABOUT_ZEROED + "\n"]
     parts.append((verdict["text"] if verdict else NO_VERDICT) + "\n")
+    parts += [one["text"] + "\n" for one in result["experts"].values()]
     text = "\n".join(parts)
     (folder / "headroom.md").write_text(text, encoding="utf-8")
     plain = json.dumps(result, indent=2) + "\n"

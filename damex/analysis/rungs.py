@@ -25,7 +25,7 @@ from damex.engine.config import (
     mixture_datasets,
     resolve_config,
 )
-from damex.engine.config_files import moe_of_file
+from damex.engine.config_files import MOE, find_config, moe_of_file
 from damex.engine.console import filter_console
 from damex.engine.runner import set_length
 from damex.errors import ConfigError
@@ -104,10 +104,37 @@ def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
         if name == "single":
             rungs += _singles(joint)
         else:
-            cfg = copy.deepcopy(joint.config)
-            TRAINED[name](cfg)
-            rungs.append(Rung(name, cfg, _images(cfg, joint.samples_per_epoch)))
+            rungs.append(_changed(joint, name, TRAINED[name]))
     return rungs
+
+
+def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
+    """The trainings with experts that are scored against the ladder's verdict.
+
+    Args:
+        joint: The joint training.
+        files: Names of files in ``configs/_base_/moe``, or paths. A rung is named by
+            the stem.
+
+    Raises:
+        ConfigError: If there is no such file, or it takes the name of another rung.
+    """
+    rungs: list[Rung] = []
+    for file in files:
+        stem = find_config(file, MOE).stem
+        if stem in {*TRAINED, *(rung.name for rung in rungs)}:
+            raise ConfigError(
+                f"--experts names {file!r}, but another rung has the name {stem!r} and "
+                "its folder; leave it out, or rename the file."
+            )
+        rungs.append(_changed(joint, stem, partial(_mix, file=file)))
+    return rungs
+
+
+def _changed(joint: Joint, name: str, change: Callable[[Config], None]) -> Rung:
+    cfg = copy.deepcopy(joint.config)
+    change(cfg)
+    return Rung(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
 def single_name(dataset: str) -> str:
@@ -149,6 +176,11 @@ def _widen(cfg: Config, *, component: str) -> None:
 def _route_by_dataset(cfg: Config) -> None:
     """DAMEX with the image's dataset as its route, in training and evaluation."""
     cfg["moe"] = {**moe_of_file("damex"), "teacher_forcing": True, "oracle": True}
+
+
+def _mix(cfg: Config, *, file: str) -> None:
+    """The experts of a file."""
+    cfg["moe"] = moe_of_file(file)
 
 
 TRAINED: dict[str, Callable[[Config], None]] = {

@@ -108,7 +108,9 @@ def judge(mean_ap: Mapping[str, Scores], *, guess: float = GUESS) -> Verdict | N
     differences = {name: one for name, one in found.items() if one is not None}
     if not differences:
         return None
-    above = tuple(name for name, one in differences.items() if _is_above(one, guess))
+    above = tuple(
+        name for name, one in differences.items() if is_above(one, guess=guess)
+    )
     large = (name for name, one in differences.items() if one.mean > guess)
     still_open = tuple(name for name in large if name not in above)
     return Verdict(
@@ -130,7 +132,13 @@ def _difference(
     return paired_difference(mean_ap[name], mean_ap[base])
 
 
-def _is_above(difference: Difference, guess: float) -> bool:
+def is_above(difference: Difference, *, guess: float = GUESS) -> bool:
+    """Whether a paired difference counts as a gain, by the rule of :func:`judge`.
+
+    Args:
+        difference: In mean AP.
+        guess: What it has to exceed where it has no interval.
+    """
     if difference.ci95 is None:
         return difference.mean > guess
     return difference.ci95[0] > 0.0

@@ -91,13 +91,7 @@ def _draw_world(
     size_hw: Size, rng: np.random.Generator, *, world: int, shift: int
 ) -> Canvas:
     """One image: the world's ground, a few sticks, and two to six objects."""
-    hue, dark = world / len(WORLDS), 0.35 if world % 2 else 0.75
-    first, last = (
-        colorsys.hsv_to_rgb(hue, rng.uniform(0.35, 0.6), dark + rng.uniform(-0.1, 0.1))
-        for _ in range(2)
-    )
-    angle = rng.uniform(0, 2 * np.pi)
-    canvas = Canvas(drawing.gradient(size_hw, first, last, angle=angle))
+    canvas = Canvas(_ground(size_hw, rng, world=world))
     for _ in range(rng.integers(0, 3)):
         stick = draw_random("stick", rng, saturation=(0.0, 0.2), size=(26, 44))
         canvas.scatter(stick, rng, name=None)
@@ -110,3 +104,17 @@ def _draw_world(
         canvas.scatter(sprite, rng, name=word_of(kind, shift=shift))
     canvas.pixels += drawing.grain(size_hw, rng, sigma=0.02)
     return canvas
+
+
+def _ground(size_hw: Size, rng: np.random.Generator, *, world: int) -> np.ndarray:
+    """The ground of a world: a hue of its own, and stripes of a direction and width.
+
+    Any small part of it tells the world: to recognise it is not what is hard here.
+    """
+    hue, value = world / len(WORLDS), rng.uniform(0.45, 0.65)
+    color = colorsys.hsv_to_rgb(hue, rng.uniform(0.35, 0.6), value)
+    angle, period = np.pi * (world % 4) / 4, (5.0, 12.0)[world // 4]
+    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+    along = columns * np.cos(angle) + rows * np.sin(angle)
+    stripes = np.sign(np.sin(2 * np.pi * (along / period + rng.uniform())))
+    return drawing.flat(size_hw, color) * (1 + 0.25 * stripes[:, :, None])

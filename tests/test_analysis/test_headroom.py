@@ -122,3 +122,33 @@ def test_the_report_joins_the_singles_and_can_be_json():
     assert verdict["differences"]["single"]["mean"] == 0.25
     assert "interference" in verdict["text"]
     assert found["zeroed"] == {}
+
+
+@pytest.mark.parametrize(
+    ("scores", "helps"), [((0.5, 0.625), True), ((0.5, 0.25), False)]
+)
+def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
+    found = report(
+        {
+            "dense": [summary(a=0.125), summary(a=0.25)],
+            "dense_lr2": [summary(a=0.25), summary(a=0.375)],
+            "wide_decoder": [summary(a=0.25), summary(a=0.375)],
+            "mine": [summary(a=score) for score in scores],
+        },
+        [None, None],
+        datasets=["a"],
+        seeds=[0, 1],
+        experts=["mine"],
+    )
+    one = json.loads(json.dumps(found["experts"]["mine"]))
+    # Seed by seed: 0.5 - 0.25 and the other one - 0.375.
+    assert one["minus_best_dense"]["mean"] == (0.25 + scores[1] - 0.375) / 2
+    assert one["helps"] is helps
+    assert found["verdict"]["answer"] == "no"  # the experts are no part of the verdict
+
+
+def test_experts_without_a_finished_seed_are_left_out():
+    runs = {name: [summary(a=0.25)] for name in ("dense", "wide_decoder")}
+    runs["mine"] = [None]
+    found = report(runs, [None], datasets=["a"], seeds=[0], experts=["mine"])
+    assert found["experts"] == {}

@@ -4,7 +4,7 @@ import pytest
 from mmdet.registry import DATA_SAMPLERS, DATASETS, MODELS
 from mmengine.optim import build_optim_wrapper
 
-from damex.analysis.rungs import read_joint, rungs_of
+from damex.analysis.rungs import experts_of, read_joint, rungs_of
 from damex.engine.config import resolve_config
 from damex.engine.config_files import merge_options, moe_of_file, read_config
 from damex.errors import ConfigError
@@ -218,3 +218,21 @@ def test_the_oracle_is_damex_told_the_dataset(joint):
         choosers = {block.moe.group_choice.chooser(training=t) for t in (True, False)}
         assert choosers == {"dataset"}
     assert rung.images == 8
+
+
+def test_experts_are_trained_on_what_the_dense_detector_reads(joint, tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
+    one, two = experts_of(joint(), ["vanilla", str(own)])
+    assert (one.name, two.name) == ("vanilla", "mine")
+    (dense,) = rungs_of(joint(), ["dense"])
+    assert one.images == two.images == dense.images
+    (block,) = moe_blocks(build(two.config))
+    assert (block.name, block.moe.num_experts) == ("decoder.1", 3)
+
+
+def test_experts_may_not_take_the_folder_of_a_rung(joint, tmp_path):
+    own = tmp_path / "wide_decoder.py"
+    own.write_text("moe = dict(layers=dict(decoder=[1]))")
+    with pytest.raises(ConfigError, match="another rung has the name 'wide_decoder'"):
+        experts_of(joint(), [str(own)])
