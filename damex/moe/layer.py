@@ -240,6 +240,7 @@ class MoELayer(nn.Module):
             group_experts_GE=self.group_experts_GE,
             foreground_V=None if foreground_BN is None else packing.pack(foreground_BN),
             votes_BG=votes_BG,
+            is_forced=self.group_choice.chooser(training=self.training) == "dataset",
         )
         if self.training:
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}

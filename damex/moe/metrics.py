@@ -93,7 +93,9 @@ def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
 def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """Counts the tokens whose heaviest route goes to an expert of their own group.
 
-    Ties of weight go to the lowest expert id. A token without routes is no hit.
+    Ties of weight go to the lowest expert id. A token without routes is no hit. Where
+    the dataset chose the route (teacher forcing), the expert of the largest logit
+    counts instead: what the router would do by itself.
 
     Args:
         record: Record of one forward with group ids and a group-expert map.
@@ -109,7 +111,8 @@ def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     if record.group_experts_GE is None:
         raise ValueError("routing_hits: the layer has no group_experts")
     num_groups, num_experts = record.group_experts_GE.shape
-    top_V = top1_expert(record)
+    is_forced = record.is_forced
+    top_V = record.logits_VE.argmax(1) if is_forced else top1_expert(record)
     row_V = group_ids_V + 1
     # One more row for unknown groups, one more column for tokens without a route.
     own = torch.zeros(

@@ -337,6 +337,8 @@ class RoutingRecord:
         losses: Weighted losses by name; empty in evaluation.
         votes_BG: Log-probability of each group summed over the tokens of each image, in
             this layer and those before; None where images do not choose their group.
+        is_forced: Whether the dataset of the image chose the group, so that the routes
+            say nothing about the router.
     """
 
     logits_VE: Tensor
@@ -347,6 +349,7 @@ class RoutingRecord:
     foreground_V: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     votes_BG: Tensor | None = None
+    is_forced: bool = False
 
     @property
     def probs_VE(self) -> Tensor:

@@ -56,7 +56,8 @@ def test_a_forced_detector_trains_inside_of_its_groups(
     losses = run_loss(detector, batch)
     for record in records.values():
         assert groups_of_images(record) == [{2}, {0}, {1}]
-    assert losses["moe_routing_accuracy"] == 1.0
+    # What the router would do by itself, which has learned nothing yet.
+    assert losses["moe_routing_accuracy"] < 1.0
     assert losses["loss_moe_dataset_routing"] > 0
     total(losses).backward()
     for name, parameter in detector.named_parameters():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -111,6 +113,18 @@ def test_routing_hits_look_at_the_heaviest_route():
     )
     hits, tokens = routing_hits(record)
     assert (hits.tolist(), tokens.tolist()) == ([2], [4])
+
+
+def test_routing_hits_of_forced_routes_are_what_the_router_would_do():
+    record = make_record(
+        [0, 0, 1, 1], [0, 0, 1, 1], group_experts=[[True, False], [False, True]]
+    )
+    logits_VE = torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0], [4.0, 0.0]])
+    forced = dataclasses.replace(record, logits_VE=logits_VE, is_forced=True)
+    hits, tokens = routing_hits(forced)
+    assert (hits.tolist(), tokens.tolist()) == ([1, 0], [2, 2])
+    free = dataclasses.replace(forced, is_forced=False)
+    assert routing_hits(free)[0].tolist() == [2, 2]
 
 
 def test_errors():
