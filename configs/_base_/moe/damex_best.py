@@ -1,6 +1,6 @@
-# The recipe of damex: one expert per dataset group in all layers of encoder and decoder.
-# In training every token goes to the expert of its dataset while the routers learn to
-# tell datasets apart; in use the tokens of an image vote on its dataset.
+# The recipe of damex: one expert per dataset group in all layers of encoder and
+# decoder. In training every token goes to the expert of its dataset while the routers
+# learn to tell datasets apart; in use the tokens of an image vote on its dataset.
 # Paper: Jain et al., NeurIPS 2023, arXiv 2311.04894; what the recipe adds to it, and
 # what each part brings, is in docs/experts-results.md.
 # Cost: FFN parameters of the chosen layers x number of experts; compute as dense plus a
