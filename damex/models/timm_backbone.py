@@ -5,7 +5,7 @@ Axes: B images, C channels, H rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,7 @@ class TimmBackbone(BaseModule):
         # An enum of text; a few families do not have it and keep channels first.
         self._turned = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
         self.frozen_stages = frozen_stages
-        self._frozen = list(modules_up_to(self.net, frozen_stages, model=name))
-        for module in self._frozen:
+        for module in self._frozen():
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -129,6 +128,10 @@ class TimmBackbone(BaseModule):
         cut(self.net, self.frozen_stages, model=self.name)  # refuses what it cannot cut
         return FeatureCache(mib)
 
+    def _frozen(self) -> Iterator[nn.Module]:
+        """Found each time, as ``sync_bn`` replaces batch norms after this is built."""
+        return modules_up_to(self.net, self.frozen_stages, model=self.name)
+
     def init_weights(self) -> None:
         """Load the starting weights, if any; others timm has drawn already.
 
@@ -144,7 +147,7 @@ class TimmBackbone(BaseModule):
     def train(self, mode: bool = True) -> TimmBackbone:
         """Switch to training, but for frozen stages and norms."""
         super().train(mode)
-        for module in self._frozen:
+        for module in self._frozen():
             module.training = False
         if self.norm_eval:
             for module in self.net.modules():

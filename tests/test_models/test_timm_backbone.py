@@ -4,6 +4,7 @@ import pytest
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from torch import nn
 
 from damex.errors import ConfigError
 from damex.models.timm_backbone import TimmBackbone
@@ -116,6 +117,19 @@ def test_frozen_stages_and_norms():
     backbone = TimmBackbone("test_resnet", norm_eval=True).train()
     assert not backbone.net.layer3[0].bn1.training
     assert all(parameter.requires_grad for parameter in backbone.parameters())
+
+
+def test_frozen_norms_stay_so_when_processes_share_the_others():
+    backbone = TimmBackbone("test_resnet", frozen_stages=1)
+    backbone = nn.SyncBatchNorm.convert_sync_batchnorm(backbone).train()
+    training = {
+        name.split(".")[1]: module.training
+        for name, module in backbone.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    }
+    trained = {name for name, is_trained in training.items() if is_trained}
+    assert trained == {"layer2", "layer3", "layer4"} & training.keys()
+    assert trained < training.keys()
 
 
 def test_frozen_stages_of_a_convnext():
