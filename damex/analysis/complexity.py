@@ -236,6 +236,10 @@ def _resolved_model(
     known = cfg if classes is None else Config({**cfg, "mixture": None})
     model = dict(resolve_config(known)["model"])
     check_detector(model)
+    if isinstance(model.get("moe"), Mapping):
+        # What runs after a dense phase; and an image of noise is of no dataset.
+        left_out = ("upcycling", "oracle")
+        model["moe"] = {k: v for k, v in model["moe"].items() if k not in left_out}
     if classes is None:
         return model
     model["bbox_head"] = {**model["bbox_head"], "num_classes": classes}

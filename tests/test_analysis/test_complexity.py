@@ -162,6 +162,15 @@ def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
     assert active - dense == pytest.approx(0, abs=0.003)
 
 
+@pytest.mark.parametrize("option", ["upcycling.share=0.5", "oracle=True"])
+def test_options_of_training_and_evaluation_change_no_count(option, capsys):
+    count = ["quickstart", "--classes", "3", "--shape", "64", "64"]
+    complexity(count)
+    expected = capsys.readouterr().out
+    complexity([*count, "--cfg-options", f"moe.{option}"])
+    assert capsys.readouterr().out == expected
+
+
 def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     plain = MMDET_CONFIGS / "detr/detr_r50_8xb2-150e_coco.py"
