@@ -136,6 +136,7 @@ def test_the_oracle_predicts_by_the_dataset_and_alone_reads_it(
         (dict(teacher_forcing=True), None),
         (dict(oracle=True), "ALL SCORES ARE AN UPPER BOUND"),
         (dict(teacher_forcing=True, losses=[]), "nothing teaches the router"),
+        (dict(teacher_forcing=True, num_experts=3), "datasets decide the load"),
     ],
 )
 def test_what_would_mislead_is_said_in_one_line(build, options, said):
