@@ -29,7 +29,7 @@ class TimmBackbone(BaseModule):
     In a config::
 
         backbone=dict(type='TimmBackbone', name='convnext_tiny', out_indices=(1, 2, 3),
-                      checkpoint='convnext_tiny.safetensors'),
+                      pretrained=True),
         neck=dict(in_channels=[192, 384, 768]),
 
     timm counts feature maps from the one of the highest resolution: ConvNeXt and Swin
@@ -46,7 +46,6 @@ class TimmBackbone(BaseModule):
             file: ``.safetensors``, or a ``.pth`` of tensors, which is read without
             running any code of it. Keys are those of the timm model; what no layer
             takes (a classifier) is reported.
-        checkpoint: The file, as in ``pretrained``.
         frozen_stages: Everything up to this feature map is not trained, batch norms
             included; -1 for nothing. For ResNets that is mmdet's meaning: 0 the stem, 1
             also the first stage.
@@ -69,8 +68,7 @@ class TimmBackbone(BaseModule):
     training: to test or to count a detector neither the file nor a network is needed.
 
     Raises:
-        ConfigError: If timm has no such model, a map does not exist, or options
-            exclude each other.
+        ConfigError: If timm has no such model or map, or an option cannot work.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class TimmBackbone(BaseModule):
         *,
         out_indices: Sequence[int] = (1, 2, 3),
         pretrained: bool | str | Path = False,
-        checkpoint: str | Path | None = None,
         frozen_stages: int = -1,
         norm_eval: bool = False,
         channels_last: bool = False,
@@ -87,16 +84,11 @@ class TimmBackbone(BaseModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        if pretrained and checkpoint is not None:
-            raise ConfigError(
-                f"TimmBackbone: pretrained={pretrained!r} and checkpoint="
-                f"{checkpoint!r} exclude each other; keep one of them."
-            )
         self.name = name
         self.norm_eval = norm_eval
         self.out_indices = tuple(out_indices)
         self.net = create_features(name, self.out_indices, **options)
-        self._start = pretrained if checkpoint is None else checkpoint
+        self._start = pretrained
         self._options = options
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()

@@ -169,10 +169,6 @@ def test_frozen_stages_of_a_vit():
         (dict(name="test_resnet", depth=3), ("'depth'", "_delete_=True")),
         (dict(name="test_resnet", frozen_stages=5), ("frozen_stages", "0 to 4", "5")),
         (dict(name="test_resnet", frozen_stages=4), ("frozen_stages=4", "lower it")),
-        (
-            dict(name="test_resnet", checkpoint="no.pth", pretrained=True),
-            ("pretrained=True", "'no.pth'", "keep one"),
-        ),
         (dict(name="test_resnet", cache_mib=9), ("frozen_stages is -1", "freeze some")),
         (dict(name="test_resnet", frozen_stages=1, cache_mib=-1), ("MiB", "got -1")),
         (dict(name="test_resnet", frozen_stages=1, cache_mib=True), ("got True",)),
