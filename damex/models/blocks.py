@@ -125,7 +125,6 @@ class MoEFFN(nn.Module):
             group_ids_B=self.context.group_ids_B,
             foreground_BN=foreground_BN,
             evidence_BG=self.context.votes_BG,
-            votes=not is_auxiliary,
         )
         if self.with_cp and self.training:
             output_BND, record = checkpoint(

@@ -155,7 +155,6 @@ class MoELayer(nn.Module):
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
         evidence_BG: Tensor | None = None,
-        votes: bool = True,
     ) -> tuple[Tensor, RoutingRecord]:
         """Routes the tokens of a batch.
 
@@ -171,7 +170,6 @@ class MoELayer(nn.Module):
                 ask for it.
             evidence_BG: Where images choose their group, the `votes_BG` of the layer
                 before; None where this is the first.
-            votes: Whether these tokens vote there. If not, the evidence decides alone.
 
         Returns:
             out_BND: In the dtype of the tokens; padded tokens are exactly zero.
@@ -186,7 +184,6 @@ class MoELayer(nn.Module):
             group_ids_B=group_ids_B,
             foreground_BN=foreground_BN,
             evidence_BG=evidence_BG,
-            votes=votes,
         )
         tokens_VD = record.packing.pack(tokens_BND)
         assignment = record.assignment
@@ -204,7 +201,6 @@ class MoELayer(nn.Module):
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
         evidence_BG: Tensor | None = None,
-        votes: bool = True,
     ) -> RoutingRecord:
         """Router, gate and losses alone, for callers that run the experts themselves.
 
@@ -214,7 +210,6 @@ class MoELayer(nn.Module):
             group_ids_B: See there.
             foreground_BN: See there.
             evidence_BG: See there.
-            votes: See there.
 
         Returns:
             What was routed, with the weighted losses when training.
@@ -227,9 +222,7 @@ class MoELayer(nn.Module):
         group_ids_V = None
         if group_ids_B is not None:
             group_ids_V = packing.spread(group_ids_B.to(logits_VE.device))
-        votes_BG = evidence_BG
-        if votes:
-            votes_BG = self._count_votes(logits_VE, packing, evidence_BG)
+        votes_BG = self._count_votes(logits_VE, packing, evidence_BG)
         allowed_VE = self._allowed(packing, group_ids_V, votes_BG)
         limits = {} if allowed_VE is None else {"allowed_VE": allowed_VE}
         record = RoutingRecord(
@@ -263,7 +256,7 @@ class MoELayer(nn.Module):
         """Experts that each token may be routed to; None where all are open."""
         chooser = self.group_choice.chooser(training=self.training)
         chosen_V = group_ids_V if chooser == "dataset" else None
-        if chooser == "image" and votes_BG is not None:
+        if votes_BG is not None:
             chosen_V = packing.spread(votes_BG.argmax(1))
         if chosen_V is None or self.group_experts_GE is None:
             return None
