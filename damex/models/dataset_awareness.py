@@ -28,7 +28,7 @@ from damex.models.label_prior import (
     unannotated_classes,
 )
 from damex.models.queries import dataset_ids_of
-from damex.models.rules import BELOW_ONE, FLAG, NON_NEGATIVE, POSTERIOR, branch
+from damex.models.rules import BELOW_ONE, FLAG, NON_NEGATIVE, branch, one_of
 from damex.moe import RoutingRecord
 
 
@@ -43,7 +43,7 @@ class LabelPriorConfig:
             be shut out altogether.
     """
 
-    source: Annotated[str, POSTERIOR] = "head"
+    source: Annotated[str, one_of("head", "router")] = "head"
     floor: Annotated[float, BELOW_ONE] = 1e-4
 
 

@@ -20,6 +20,7 @@ from mmengine.logging import print_log
 from torch import Tensor
 from torch.optim import Optimizer
 
+from damex.errors import ConfigError
 from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
 from damex.models.blocks import MoEFFN
 from damex.models.channel_gating import ChannelGating
@@ -39,7 +40,6 @@ from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
     group_ids_of,
-    known_group_ids_of,
     query_foreground,
     real_query_mask,
     valid_ratio_of,
@@ -255,7 +255,13 @@ class RoutedDetector(_Detector):
         """A step that knows datasets only where ``moe.oracle`` asks for them."""
         groups = None
         if self._moe is not None and self._moe.oracle and not self.training:
-            groups = known_group_ids_of(samples, images.device)
+            groups = group_ids_of(samples or (), images.device)
+            if groups is None or groups.min() < 0:
+                raise ConfigError(
+                    "moe.oracle asks for the dataset of each image, and a sample has "
+                    "no group_id; evaluate on a MixtureDataset, or set "
+                    "moe.oracle=False."
+                )
         return self._step(images, samples, group_ids_B=groups)
 
     @contextmanager

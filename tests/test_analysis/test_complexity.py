@@ -96,7 +96,7 @@ def test_a_shared_and_a_private_part_compute_as_the_dense_ffn(dense, routed):
         (dict(type="AffineExperts"), 2 * 64, 2 * 4 * 2 * 64),
     ],
 )
-def test_corrections_cost_what_they_say(dense, experts, parameters, flops):
+def test_adapters_cost_what_they_say(dense, experts, parameters, flops):
     moe = dict(
         layers=dict(decoder=[1]),
         num_experts=4,
