@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.engine.cli import Parser, at_least
-from damex.engine.config import resolve_config
+from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.config_files import merge_options, read_config
 from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
@@ -243,8 +243,12 @@ def _resolved_model(
     if classes is None:
         return model
     model["bbox_head"] = {**model["bbox_head"], "num_classes": classes}
+    number = groups or 2
     if model.get("moe") is not None:
-        model["num_groups"] = groups or 2
+        model["num_groups"] = number
+    if any(model.get(name) not in (None, False) for name in DATASET_OPTIONS):
+        labels = [range(classes)] * number
+        model["label_coverage"] = dict(labels=labels, groups=range(number))
     return model
 
 

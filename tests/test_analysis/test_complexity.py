@@ -171,6 +171,15 @@ def test_options_of_training_and_evaluation_change_no_count(option, capsys):
     assert capsys.readouterr().out == expected
 
 
+def test_options_about_datasets_are_counted_without_them(capsys):
+    options = ["--cfg-options", "model.dataset_conditioning.film=True"]
+    size = ["--classes", "3", "--groups", "4", "--shape", "64", "64"]
+    complexity(["quickstart", *size, *options])
+    (row,) = (r for r in capsys.readouterr().out.splitlines() if "awareness" in r)
+    # For each group the head has 64 weights and a bias, and the rest three rows.
+    assert float(row.split("│")[2]) == pytest.approx(4 * (4 * 64 + 1) / 1e6, abs=5e-4)
+
+
 def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     plain = MMDET_CONFIGS / "detr/detr_r50_8xb2-150e_coco.py"
