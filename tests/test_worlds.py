@@ -11,6 +11,7 @@ from PIL import Image
 
 from damex.errors import ConfigError, DataError
 from damex.toydata import generate_toy_mixture
+from damex.toydata.__main__ import main
 from damex.toydata.worlds import WORDS, WORLDS, world_specs
 
 
@@ -58,6 +59,13 @@ def test_worlds_are_told_apart_by_their_names(tmp_path):
         generate_toy_mixture(
             tmp_path / "out", specs=world_specs(1, num_train=1, num_val=1)
         )
+
+
+def test_options_of_worlds_are_for_worlds(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "toy")]
+    assert main([*out, "--train", "3"]) == 2
+    assert "are for --worlds" in capsys.readouterr().err
+    assert not (tmp_path / "toy").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from damex.analysis.comparison import (
     comparison_row,
-    draw_comparison,
     markdown_table,
     with_differences,
 )
+from damex.analysis.dot_plot import dot_plot
 from damex.analysis.runs import (
     Run,
     add_run_arguments,
@@ -144,5 +144,6 @@ def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> No
     text = json.dumps(rows, indent=2) + "\n"
     (folder / "comparison.json").write_text(text, encoding="utf-8")
     console.print(table, soft_wrap=True, highlight=False)
-    draw_comparison(rows).savefig(folder / "comparison.png", dpi=150)
+    dots = {row["name"]: row["ap50_seeds"] for row in rows}
+    dot_plot(dots, score="mean AP50").savefig(folder / "comparison.png", dpi=150)
     console.print(f"written: {folder / 'comparison.md'}, comparison.json and .png")

@@ -1,4 +1,4 @@
-"""The numbers of a comparison: rows over seeds, their table and their picture."""
+"""The numbers of a comparison: rows over seeds, and their table."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from damex.analysis.dot_plot import dot_plot
 from damex.analysis.intervals import Spread, paired_difference, spread
 
 HEADER = (
@@ -139,13 +136,3 @@ def cell(value: Any) -> str:
 
 def _percent(spread: tuple[float, float | None] | None) -> str:
     return "-" if spread is None else f"{spread[0]:.1%}"
-
-
-def draw_comparison(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Mean AP50 of each mixture of experts beside the first row's.
-
-    Args:
-        rows: As :func:`comparison_row` makes them.
-            Those without a finished run are left out.
-    """
-    return dot_plot({row["name"]: row["ap50_seeds"] for row in rows}, score="mean AP50")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.engine.cli import Parser, at_least
-from damex.engine.config import resolve_config
+from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.config_files import merge_options, read_config
 from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
@@ -236,11 +236,19 @@ def _resolved_model(
     known = cfg if classes is None else Config({**cfg, "mixture": None})
     model = dict(resolve_config(known)["model"])
     check_detector(model)
+    if isinstance(model.get("moe"), Mapping):
+        # What runs after a dense phase; and an image of noise is of no dataset.
+        left_out = ("upcycling", "oracle")
+        model["moe"] = {k: v for k, v in model["moe"].items() if k not in left_out}
     if classes is None:
         return model
     model["bbox_head"] = {**model["bbox_head"], "num_classes": classes}
+    number = groups or 2
     if model.get("moe") is not None:
-        model["num_groups"] = groups or 2
+        model["num_groups"] = number
+    if any(model.get(name) not in (None, False) for name in DATASET_OPTIONS):
+        labels = [range(classes)] * number
+        model["label_coverage"] = dict(labels=labels, groups=range(number))
     return model
 
 

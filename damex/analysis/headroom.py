@@ -15,9 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
+from damex.analysis.dot_plot import dot_plot
 from damex.analysis.intervals import paired_difference
 from damex.analysis.ladder import (
-    draw_ladder,
     ladder_table,
     rung_row,
     single_row,
@@ -271,6 +271,7 @@ def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
     (folder / "headroom.md").write_text(text, encoding="utf-8")
     plain = json.dumps(result, indent=2) + "\n"
     (folder / "headroom.json").write_text(plain, encoding="utf-8")
-    draw_ladder(rungs).savefig(folder / "headroom.png", dpi=150)
+    dots = {name: row["mean_ap"] for name, row in rungs.items()}
+    dot_plot(dots, score="mean AP").savefig(folder / "headroom.png", dpi=150)
     console.print(text, soft_wrap=True, highlight=False)
     console.print(f"written: {folder / 'headroom.md'}, headroom.json and .png")

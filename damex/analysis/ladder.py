@@ -1,4 +1,4 @@
-"""The numbers of a headroom ladder: its rows, their tables and picture.
+"""The numbers of a headroom ladder: its rows and their tables.
 
 A row holds one score per seed, in the order of the seeds, None where a run is missing.
 """
@@ -9,10 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from damex.analysis.comparison import cell, markdown
-from damex.analysis.dot_plot import dot_plot
 from damex.analysis.intervals import Difference, paired_difference, spread
 
 Scores = Sequence[float | None]
@@ -139,12 +136,3 @@ def ladder_table(rows: Mapping[str, Mapping[str, Any]], *, kind: str) -> str:
         ]
         lines.append([name, *map(cell, cells)])
     return markdown([*header, *(f"{name} AP" for name in names)], lines)
-
-
-def draw_ladder(rows: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Mean AP of every rung beside that of ``dense``, which comes first.
-
-    Args:
-        rows: As :func:`rung_row` makes them.
-    """
-    return dot_plot({n: row["mean_ap"] for n, row in rows.items()}, score="mean AP")

@@ -20,7 +20,8 @@ CAUSES = MappingProxyType(
     }
 )
 
-# With one seed there is no interval; the noise of a seed is 0.01 to 0.02.
+# With one seed there is no interval; the noise of a seed is 0.01 to 0.02. A difference
+# above it whose interval holds 0 is open.
 GUESS = 0.02
 
 OPENINGS = MappingProxyType(
@@ -86,18 +87,16 @@ class Verdict:
         )
 
 
-def judge(mean_ap: Mapping[str, Scores], *, guess: float = GUESS) -> Verdict | None:
+def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     """Say whether a rung that experts can draw on is above the dense detector.
 
     Above means that the lower end of the 95 % interval of the paired difference in mean
-    AP is above 0; for a single seed, that the difference is above ``guess``. The dense
-    detector is the better one of ``dense`` and ``dense_lr2``: under Adam, experts may
-    merely learn faster, and for that nobody needs experts.
+    AP is above 0; for a single seed, that the difference is above :data:`GUESS`. The
+    dense detector is the better one of ``dense`` and ``dense_lr2``: under Adam, experts
+    may merely learn faster, and for that nobody needs experts.
 
     Args:
         mean_ap: Mean AP of each rung, one number per seed, None where it is missing.
-        guess: What a difference without an interval has to exceed; a difference above
-            it whose interval holds 0 is open.
 
     Returns:
         The verdict; None without ``dense``, or without anything beside the controls.
@@ -108,10 +107,8 @@ def judge(mean_ap: Mapping[str, Scores], *, guess: float = GUESS) -> Verdict | N
     differences = {name: one for name, one in found.items() if one is not None}
     if not differences:
         return None
-    above = tuple(
-        name for name, one in differences.items() if is_above(one, guess=guess)
-    )
-    large = (name for name, one in differences.items() if one.mean > guess)
+    above = tuple(name for name, one in differences.items() if is_above(one))
+    large = (name for name, one in differences.items() if one.mean > GUESS)
     still_open = tuple(name for name in large if name not in above)
     return Verdict(
         answer="yes" if above else "undecided" if still_open else "no",
@@ -132,13 +129,12 @@ def _difference(
     return paired_difference(mean_ap[name], mean_ap[base])
 
 
-def is_above(difference: Difference, *, guess: float = GUESS) -> bool:
+def is_above(difference: Difference) -> bool:
     """Whether a paired difference counts as a gain, by the rule of :func:`judge`.
 
     Args:
         difference: In mean AP.
-        guess: What it has to exceed where it has no interval.
     """
     if difference.ci95 is None:
-        return difference.mean > guess
+        return difference.mean > GUESS
     return difference.ci95[0] > 0.0

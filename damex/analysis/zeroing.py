@@ -9,24 +9,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from mmcv.cnn.bricks.transformer import FFN
-from mmengine.model import is_model_wrapper
 from rich.console import Console
 from torch import nn
 
-from damex.analysis.comparison import cell, markdown
+from damex.analysis.ladder import SCORES, ladder_table, with_differences, zeroed_rows
 from damex.engine.cli import Parser, build_runner, load_config
+from damex.engine.schedule import bare_model
 from damex.engine.summary import scores_of, summarise
 from damex.errors import ConfigError
 
 COMPONENTS = ("encoder", "decoder")
-SCORES = ("mean_ap50", "mean_ap", "pooled_ap")
 
 
 def zero_ffns(arguments: Sequence[str]) -> None:
@@ -49,8 +47,7 @@ def zero_ffns(arguments: Sequence[str]) -> None:
     # Nothing is saved, and mmengine's save_best fails outside of a training.
     cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
     runner = build_runner(cfg)
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    sites = ffn_sites(model)
+    sites = ffn_sites(bare_model(runner))
     console = Console(file=sys.stdout)
     number = len(sites) + 1
     console.print(f"1/{number}: all FFNs as they are", highlight=False)
@@ -64,7 +61,9 @@ def zero_ffns(arguments: Sequence[str]) -> None:
     summary = {**whole, "zeroed": kept, "command": shlex.join(sys.argv)}
     path = Path(cfg.work_dir) / "summary.json"
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    console.print(_table({"none": whole, **kept}), soft_wrap=True, highlight=False)
+    table = with_differences(zeroed_rows([summary]), base="none")
+    text = ladder_table(table, kind="zeroed FFN")
+    console.print(text, soft_wrap=True, highlight=False)
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
 
 
@@ -119,15 +118,3 @@ def zeroed(ffns: Iterable[FFN]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Scores by what is zeroed."""
-    cells = [
-        [
-            name,
-            *(cell(None if row[k] is None else f"{row[k]:.3f}") for k in SCORES),
-        ]
-        for name, row in rows.items()
-    ]
-    return markdown(["zeroed", "mean AP50", "mean AP", "pooled AP"], cells)

@@ -65,7 +65,7 @@ class RunSummaryHook(Hook):
         self._first_iter, self._first_epoch = runner.iter, runner.epoch
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Say once what a cache is worth, when images can have come again."""
+        """Say once how much a cache finds, when images can have come again."""
         if runner.epoch == self._first_epoch + 1 < runner.max_epochs - 1:
             self._report_caches(runner)
 

@@ -124,8 +124,7 @@ class MoEFFN(nn.Module):
             packing=packing,
             group_ids_B=self.context.group_ids_B,
             foreground_BN=foreground_BN,
-            evidence_BG=self.context.votes_BG,
-            votes=not is_auxiliary,
+            earlier_votes_BG=self.context.votes_BG,
         )
         if self.with_cp and self.training:
             output_BND, record = checkpoint(
@@ -215,7 +214,7 @@ class MoEPatchConv(nn.Module):
             self.moe,
             packing=packing,
             group_ids_B=self.context.group_ids_B,
-            evidence_BG=self.context.votes_BG,
+            earlier_votes_BG=self.context.votes_BG,
         )
         if self.with_cp and self.training:
             out_BFHW, record = checkpoint(route, map_BCHW, use_reentrant=False)

@@ -20,17 +20,14 @@ from mmengine.logging import print_log
 from torch import Tensor
 from torch.optim import Optimizer
 
+from damex.errors import ConfigError
 from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
-from damex.models.awareness import (
-    DatasetAwareness,
-    build_awareness,
-    read_awareness,
-)
 from damex.models.blocks import MoEFFN
 from damex.models.channel_gating import ChannelGating
 from damex.models.channel_insertion import ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext
+from damex.models.dataset_awareness import build_awareness
 from damex.models.dense_phase import InRunUpcycling
 from damex.models.insertion import (
     InsertionReport,
@@ -43,7 +40,6 @@ from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
     group_ids_of,
-    known_group_ids_of,
     query_foreground,
     real_query_mask,
     valid_ratio_of,
@@ -70,9 +66,9 @@ class RoutedDetector(_Detector):
         num_groups: Number of dataset groups; filled in from the mixture.
         ignore_unannotated_classes: Whether classes that the dataset of an image does
             not annotate are left out of the training on it, instead of being negatives.
-        label_prior: See :class:`damex.models.awareness.LabelPriorConfig`.
-        dataset_head: See :class:`damex.models.awareness.DatasetHeadConfig`.
-        dataset_conditioning: See :class:`damex.models.awareness.ConditioningConfig`.
+        label_prior: See :mod:`damex.models.dataset_awareness`, as for the next two.
+        dataset_head: See there.
+        dataset_conditioning: See there.
         label_coverage: See :class:`damex.models.label_prior.LabelCoverage`; filled in
             from the mixture where one of the last four asks for it.
         **kwargs: As for the mmdet detector. ``encoder.num_cp`` and ``decoder.num_cp``
@@ -112,16 +108,13 @@ class RoutedDetector(_Detector):
         self.upcycling: InRunUpcycling | None = None
         if self._moe is not None:
             self._insert(self._moe, num_groups)
-        self.awareness: DatasetAwareness | None = None
-        awareness = read_awareness(
-            label_coverage=label_coverage,
+        options = dict(
             ignore_unannotated_classes=ignore_unannotated_classes,
             label_prior=label_prior,
             dataset_head=dataset_head,
             dataset_conditioning=dataset_conditioning,
         )
-        if awareness is not None:
-            self.awareness = build_awareness(self, awareness)
+        self.awareness = build_awareness(self, options, label_coverage)
         checkpoint_layers(self, num_cp, context=self.routing)
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
@@ -262,7 +255,13 @@ class RoutedDetector(_Detector):
         """A step that knows datasets only where ``moe.oracle`` asks for them."""
         groups = None
         if self._moe is not None and self._moe.oracle and not self.training:
-            groups = known_group_ids_of(samples, images.device)
+            groups = group_ids_of(samples or (), images.device)
+            if groups is None or groups.min() < 0:
+                raise ConfigError(
+                    "moe.oracle asks for the dataset of each image, and a sample has "
+                    "no group_id; evaluate on a MixtureDataset, or set "
+                    "moe.oracle=False."
+                )
         return self._step(images, samples, group_ids_B=groups)
 
     @contextmanager
@@ -322,12 +321,12 @@ class MoEDINO(RoutedDetector, DINO):
         """Prepare the decoder's queries; filled-up denoising queries are no tokens."""
         aware = self.awareness
         if aware is not None:
-            memory = aware.look(memory, memory_mask, self.routing.records)
+            memory = aware.condition_memory(memory, memory_mask, self.routing.records)
         inputs, head_inputs = super().pre_decoder(memory, memory_mask, **kwargs)
         if self.training:
             inputs["query_mask"] = real_query_mask(inputs["query"])
         if aware is not None:
-            inputs["query"] = aware.condition(inputs["query"])
+            inputs["query"] = aware.condition_query(inputs["query"])
         return inputs, head_inputs
 
 

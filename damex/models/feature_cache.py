@@ -6,7 +6,6 @@ Axes: B images, C channels, H rows, W columns.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -42,8 +41,7 @@ class FeatureCache:
         self._entries: OrderedDict[bytes, tuple[Tensor, ...]] = OrderedDict()
         self._bytes = 0
         self._weights: list[tuple[int, int]] = []
-        self._batches = self._images = self._hits = self._refused = 0
-        self._seconds = self._computing_seconds = 0.0
+        self._images = self._hits = self._refused = 0
 
     def __reduce__(self) -> tuple[type[FeatureCache], tuple[float]]:
         return type(self), (self.size_mib,)
@@ -75,45 +73,30 @@ class FeatureCache:
             ConfigError: If a parameter of ``frozen`` is trained.
         """
         self._start_anew_if_changed(frozen)
-        started = _now(images_BCHW)
         keys = _keys(images_BCHW)
         entries = [self._find(key) for key in keys]
         missed = [number for number, one in enumerate(entries) if one is None]
         if missed:
             # Indexing copies, and the whole batch needs no copy.
             whole = len(missed) == len(keys)
-            computing = _now(images_BCHW)
             features = compute(images_BCHW if whole else images_BCHW[missed])
-            self._computing_seconds += _now(images_BCHW) - computing
             for row, number in enumerate(missed):
                 entry = tuple(one[row : row + 1].clone() for one in features)
                 entries[number] = entry
                 self._keep(keys[number], entry)
-        self._batches += 1
         self._images += len(keys)
         self._hits += len(keys) - len(missed)
         found = [entry for entry in entries if entry is not None]
-        joined = [torch.cat(parts) for parts in zip(*found, strict=True)]
-        self._seconds += _now(images_BCHW) - started
-        return joined
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def report(self) -> str:
-        """What the cache was worth in one line; empty where it was not used.
-
-        The saving is what computing every image would have taken, by the time of those
-        that were computed, less what was spent, on looking up too.
-        """
-        computed = self._images - self._hits
-        if not computed:
+        """How many images were found, in one line; empty where it was not used."""
+        if not self._images:
             return ""
         share = self._hits / self._images
-        uncached = self._computing_seconds * self._images / computed
-        saved = (uncached - self._seconds) / self._batches
         line = (
             f"frozen features: {100 * share:.0f} % of {self._images:,} images from the "
-            f"cache ({self.mib:.0f} MiB of {self.size_mib:g}), "
-            f"{'saves' if saved >= 0 else 'costs'} about {abs(saved):.2g} s per "
-            "iteration"
+            f"cache ({self.mib:.0f} MiB of {self.size_mib:g})"
         )
         if share >= RARE:
             return line
@@ -178,13 +161,6 @@ def _keys(images_BCHW: Tensor) -> list[bytes]:
     about = f"{tuple(images_BCHW.shape[1:])} {images_BCHW.dtype} {mixed}".encode()
     bytes_BN = images_BCHW.cpu().contiguous().flatten(1).view(torch.uint8).numpy()
     return [hashlib.sha256(about + one.tobytes()).digest() for one in bytes_BN]
-
-
-def _now(images_BCHW: Tensor) -> float:
-    """Seconds, when all that was given to the device is done."""
-    if images_BCHW.is_cuda:
-        torch.cuda.synchronize(images_BCHW.device)
-    return time.perf_counter()
 
 
 def _bytes(entry: tuple[Tensor, ...]) -> int:

@@ -117,6 +117,16 @@ def _group_choice_notes(moe: MoELayer) -> Iterator[str]:
             "comes from, which it has to know in evaluation; add "
             "dict(type='DatasetRoutingLoss', weight=0.1) to moe.losses."
         )
+    is_one_to_one = moe.group_experts_GE is not None and all(
+        experts_E.sum() == 1 for experts_E in moe.group_experts_GE
+    )
+    balance = any(isinstance(loss, LoadBalanceLoss) for loss in moe.losses)
+    if choice.teacher_forcing and is_one_to_one and balance:
+        yield (
+            "moe.losses: with teacher_forcing and one expert per dataset group the "
+            "datasets decide the load, which LoadBalanceLoss cannot change: it only "
+            "pushes routers away from large datasets; remove it."
+        )
 
 
 def _check_denoising(

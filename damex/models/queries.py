@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from damex.errors import ConfigError
-
 
 def real_query_mask(query_BND: Tensor) -> Tensor:
     """Mask of decoder queries where mmdet fills up with zeros.
@@ -54,27 +52,6 @@ def dataset_ids_of(batch_data_samples: Sequence[Any], device: torch.device) -> T
         device: Where the ids are needed.
     """
     ids = [sample.metainfo.get("dataset_id", -1) for sample in batch_data_samples]
-    return torch.tensor(ids, device=device)
-
-
-def known_group_ids_of(
-    batch_data_samples: Sequence[Any] | None, device: torch.device
-) -> Tensor:
-    """Dataset group of every image, for ``moe.oracle``, which needs them all.
-
-    Args:
-        batch_data_samples: Samples with ``group_id``.
-        device: Where the ids are needed.
-
-    Raises:
-        ConfigError: If a sample has none.
-    """
-    ids = [sample.metainfo.get("group_id", -1) for sample in batch_data_samples or ()]
-    if not ids or min(ids) < 0:
-        raise ConfigError(
-            "moe.oracle asks for the dataset of each image, and a sample has no "
-            "group_id; evaluate on a MixtureDataset, or set moe.oracle=False."
-        )
     return torch.tensor(ids, device=device)
 
 

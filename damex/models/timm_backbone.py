@@ -5,7 +5,7 @@ Axes: B images, C channels, H rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class TimmBackbone(BaseModule):
     In a config::
 
         backbone=dict(type='TimmBackbone', name='convnext_tiny', out_indices=(1, 2, 3),
-                      checkpoint='convnext_tiny.safetensors'),
+                      pretrained=True),
         neck=dict(in_channels=[192, 384, 768]),
 
     timm counts feature maps from the one of the highest resolution: ConvNeXt and Swin
@@ -46,7 +46,6 @@ class TimmBackbone(BaseModule):
             file: ``.safetensors``, or a ``.pth`` of tensors, which is read without
             running any code of it. Keys are those of the timm model; what no layer
             takes (a classifier) is reported.
-        checkpoint: The file, as in ``pretrained``.
         frozen_stages: Everything up to this feature map is not trained, batch norms
             included; -1 for nothing. For ResNets that is mmdet's meaning: 0 the stem, 1
             also the first stage.
@@ -69,8 +68,7 @@ class TimmBackbone(BaseModule):
     training: to test or to count a detector neither the file nor a network is needed.
 
     Raises:
-        ConfigError: If timm has no such model, a map does not exist, or options
-            exclude each other.
+        ConfigError: If timm has no such model or map, or an option cannot work.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class TimmBackbone(BaseModule):
         *,
         out_indices: Sequence[int] = (1, 2, 3),
         pretrained: bool | str | Path = False,
-        checkpoint: str | Path | None = None,
         frozen_stages: int = -1,
         norm_eval: bool = False,
         channels_last: bool = False,
@@ -87,16 +84,11 @@ class TimmBackbone(BaseModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        if pretrained and checkpoint is not None:
-            raise ConfigError(
-                f"TimmBackbone: pretrained={pretrained!r} and checkpoint="
-                f"{checkpoint!r} exclude each other; keep one of them."
-            )
         self.name = name
         self.norm_eval = norm_eval
         self.out_indices = tuple(out_indices)
         self.net = create_features(name, self.out_indices, **options)
-        self._start = pretrained if checkpoint is None else checkpoint
+        self._start = pretrained
         self._options = options
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
@@ -104,8 +96,7 @@ class TimmBackbone(BaseModule):
         # An enum of text; a few families do not have it and keep channels first.
         self._turned = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
         self.frozen_stages = frozen_stages
-        self._frozen = list(modules_up_to(self.net, frozen_stages, model=name))
-        for module in self._frozen:
+        for module in self._frozen():
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -129,6 +120,10 @@ class TimmBackbone(BaseModule):
         cut(self.net, self.frozen_stages, model=self.name)  # refuses what it cannot cut
         return FeatureCache(mib)
 
+    def _frozen(self) -> Iterator[nn.Module]:
+        """Found each time, as ``sync_bn`` replaces batch norms after this is built."""
+        return modules_up_to(self.net, self.frozen_stages, model=self.name)
+
     def init_weights(self) -> None:
         """Load the starting weights, if any; others timm has drawn already.
 
@@ -144,7 +139,7 @@ class TimmBackbone(BaseModule):
     def train(self, mode: bool = True) -> TimmBackbone:
         """Switch to training, but for frozen stages and norms."""
         super().train(mode)
-        for module in self._frozen:
+        for module in self._frozen():
             module.training = False
         if self.norm_eval:
             for module in self.net.modules():

@@ -1,5 +1,6 @@
 """The mathematics of mixtures of experts; imports torch and nothing else."""
 
+from damex.moe.adapters import AffineExperts, LowRankExperts
 from damex.moe.channels.gates import (
     ChannelGate,
     ChannelGates,
@@ -13,7 +14,6 @@ from damex.moe.channels.layers import (
     gated_ffn,
 )
 from damex.moe.channels.losses import active_share, gate_l1, presence_loss
-from damex.moe.corrections import AffineExperts, LowRankExperts
 from damex.moe.experts import FFNExperts, SharedExpert
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity

@@ -154,8 +154,7 @@ class MoELayer(nn.Module):
         packing: Packing | None = None,
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
-        evidence_BG: Tensor | None = None,
-        votes: bool = True,
+        earlier_votes_BG: Tensor | None = None,
     ) -> tuple[Tensor, RoutingRecord]:
         """Routes the tokens of a batch.
 
@@ -169,9 +168,8 @@ class MoELayer(nn.Module):
                 ids that live on a GPU is not checked, as that would stall it.
             foreground_BN: bool, True for tokens on an object; read only by losses that
                 ask for it.
-            evidence_BG: Where images choose their group, the `votes_BG` of the layer
-                before; None where this is the first.
-            votes: Whether these tokens vote there. If not, the evidence decides alone.
+            earlier_votes_BG: Where images choose their group, the `votes_BG` of the
+                layer before; None where this is the first.
 
         Returns:
             out_BND: In the dtype of the tokens; padded tokens are exactly zero.
@@ -185,8 +183,7 @@ class MoELayer(nn.Module):
             packing=packing,
             group_ids_B=group_ids_B,
             foreground_BN=foreground_BN,
-            evidence_BG=evidence_BG,
-            votes=votes,
+            earlier_votes_BG=earlier_votes_BG,
         )
         tokens_VD = record.packing.pack(tokens_BND)
         assignment = record.assignment
@@ -203,8 +200,7 @@ class MoELayer(nn.Module):
         packing: Packing | None = None,
         group_ids_B: Tensor | None = None,
         foreground_BN: Tensor | None = None,
-        evidence_BG: Tensor | None = None,
-        votes: bool = True,
+        earlier_votes_BG: Tensor | None = None,
     ) -> RoutingRecord:
         """Router, gate and losses alone, for callers that run the experts themselves.
 
@@ -213,8 +209,7 @@ class MoELayer(nn.Module):
             packing: See there.
             group_ids_B: See there.
             foreground_BN: See there.
-            evidence_BG: See there.
-            votes: See there.
+            earlier_votes_BG: See there.
 
         Returns:
             What was routed, with the weighted losses when training.
@@ -227,9 +222,7 @@ class MoELayer(nn.Module):
         group_ids_V = None
         if group_ids_B is not None:
             group_ids_V = packing.spread(group_ids_B.to(logits_VE.device))
-        votes_BG = evidence_BG
-        if votes:
-            votes_BG = self._count_votes(logits_VE, packing, evidence_BG)
+        votes_BG = self._count_votes(logits_VE, packing, earlier_votes_BG)
         allowed_VE = self._allowed(packing, group_ids_V, votes_BG)
         limits = {} if allowed_VE is None else {"allowed_VE": allowed_VE}
         record = RoutingRecord(
@@ -248,14 +241,14 @@ class MoELayer(nn.Module):
         return record
 
     def _count_votes(
-        self, logits_VE: Tensor, packing: Packing, evidence_BG: Tensor | None
+        self, logits_VE: Tensor, packing: Packing, earlier_votes_BG: Tensor | None
     ) -> Tensor | None:
         """Votes of these tokens and of the layers before; None where nobody votes."""
         chooser = self.group_choice.chooser(training=self.training)
         if chooser != "image" or self.group_experts_GE is None:
             return None
         votes_BG = image_votes(logits_VE, self.group_experts_GE, packing)
-        return votes_BG if evidence_BG is None else evidence_BG + votes_BG
+        return votes_BG if earlier_votes_BG is None else earlier_votes_BG + votes_BG
 
     def _allowed(
         self, packing: Packing, group_ids_V: Tensor | None, votes_BG: Tensor | None
@@ -263,7 +256,7 @@ class MoELayer(nn.Module):
         """Experts that each token may be routed to; None where all are open."""
         chooser = self.group_choice.chooser(training=self.training)
         chosen_V = group_ids_V if chooser == "dataset" else None
-        if chooser == "image" and votes_BG is not None:
+        if votes_BG is not None:
             chosen_V = packing.spread(votes_BG.argmax(1))
         if chosen_V is None or self.group_experts_GE is None:
             return None

@@ -212,7 +212,7 @@ def route_patches(
     *,
     packing: Packing | None = None,
     group_ids_B: Tensor | None = None,
-    evidence_BG: Tensor | None = None,
+    earlier_votes_BG: Tensor | None = None,
 ) -> tuple[Tensor, RoutingRecord]:
     """Convolves a map patch by patch with the experts that took each patch.
 
@@ -231,7 +231,7 @@ def route_patches(
             zeros, at the right and at the bottom.
         packing: Which patches to route, see `real_patches`; None for all.
         group_ids_B: As in `MoELayer.forward`.
-        evidence_BG: As there.
+        earlier_votes_BG: As there.
 
     Returns:
         out_BFHW: In the dtype that the convolution answers in.
@@ -251,7 +251,7 @@ def route_patches(
         patches_BNCPQ.flatten(2),
         packing=packing,
         group_ids_B=group_ids_B,
-        evidence_BG=evidence_BG,
+        earlier_votes_BG=earlier_votes_BG,
     )
     if experts.halo:
         patches_BNCPQ = split_patches(map_BCHW, experts.patch_size, halo=experts.halo)

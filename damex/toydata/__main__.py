@@ -30,14 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--names",
         choices=("conflicting", "agreeing"),
-        default="conflicting",
         help="whether the worlds agree in what they call things",
     )
     parser.add_argument(
-        "--train", type=int, default=300, help="training images of each world"
+        "--train", dest="num_train", type=int, help="training images of each world"
     )
     parser.add_argument(
-        "--val", type=int, default=60, help="validation images of each world"
+        "--val", dest="num_val", type=int, help="validation images of each world"
     )
     parser.add_argument(
         "--force",
@@ -63,11 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _specs(args: argparse.Namespace) -> Sequence[DatasetSpec]:
     """The datasets that the command line asks for."""
-    if args.worlds is None:
-        return DATASETS
-    return world_specs(
-        args.worlds, names=args.names, num_train=args.train, num_val=args.val
-    )
+    options = ("names", "num_train", "num_val")
+    given = {k: v for k in options if (v := getattr(args, k)) is not None}
+    if args.worlds is not None:
+        return world_specs(args.worlds, **given)
+    if given:
+        raise ConfigError("--names, --train and --val are for --worlds; set it, too.")
+    return DATASETS
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import pytest
 from damex.analysis.compare import compare_moe
 from damex.analysis.comparison import (
     comparison_row,
-    draw_comparison,
     markdown_table,
     with_differences,
 )
+from damex.analysis.dot_plot import dot_plot
 from damex.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -170,12 +170,8 @@ def test_the_table_compares_with_the_first_row(rows):
 
 
 def test_every_seed_is_a_dot_beside_its_name():
-    rows = [
-        dict(name="dense", ap50_seeds=[0.2, 0.4]),
-        dict(name="failed", ap50_seeds=[None]),
-        dict(name="damex", ap50_seeds=[0.6, None]),
-    ]
-    axes = draw_comparison(rows).axes[0]
+    rows = dict(dense=[0.2, 0.4], failed=[None], damex=[0.6, None])
+    axes = dot_plot(rows, score="mean AP50").axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["dense", "damex"]
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [list(line.get_xdata()) for line in dots] == [[0.2, 0.4], [0.6]]
@@ -187,5 +183,5 @@ def test_every_seed_is_a_dot_beside_its_name():
 
 
 def test_nothing_finished_is_an_empty_picture():
-    axes = draw_comparison([dict(name="failed", ap50_seeds=[])]).axes[0]
+    axes = dot_plot(dict(failed=[]), score="mean AP50").axes[0]
     assert not axes.lines

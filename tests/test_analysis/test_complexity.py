@@ -96,7 +96,7 @@ def test_a_shared_and_a_private_part_compute_as_the_dense_ffn(dense, routed):
         (dict(type="AffineExperts"), 2 * 64, 2 * 4 * 2 * 64),
     ],
 )
-def test_corrections_cost_what_they_say(dense, experts, parameters, flops):
+def test_adapters_cost_what_they_say(dense, experts, parameters, flops):
     moe = dict(
         layers=dict(decoder=[1]),
         num_experts=4,
@@ -161,6 +161,24 @@ def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
     parameters, active, dense = map(float, rows["decoder"][:3])
     assert parameters - dense == pytest.approx(3 * ffn, abs=0.003)
     assert active - dense == pytest.approx(0, abs=0.003)
+
+
+@pytest.mark.parametrize("option", ["upcycling.share=0.5", "oracle=True"])
+def test_options_of_training_and_evaluation_change_no_count(option, capsys):
+    count = ["quickstart", "--classes", "3", "--shape", "64", "64"]
+    complexity(count)
+    expected = capsys.readouterr().out
+    complexity([*count, "--cfg-options", f"moe.{option}"])
+    assert capsys.readouterr().out == expected
+
+
+def test_options_about_datasets_are_counted_without_them(capsys):
+    options = ["--cfg-options", "model.dataset_conditioning.film=True"]
+    size = ["--classes", "3", "--groups", "4", "--shape", "64", "64"]
+    complexity(["quickstart", *size, *options])
+    (row,) = (r for r in capsys.readouterr().out.splitlines() if "awareness" in r)
+    # For each group the head has 64 weights and a bias, and the rest three rows.
+    assert float(row.split("│")[2]) == pytest.approx(4 * (4 * 64 + 1) / 1e6, abs=5e-4)
 
 
 def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):

@@ -1,9 +1,8 @@
-"""Rows of a ladder from summaries made by hand, and their table and picture."""
+"""Rows of a ladder from summaries made by hand, and their table."""
 
 import pytest
 
 from damex.analysis.ladder import (
-    draw_ladder,
     ladder_table,
     rung_row,
     single_row,
@@ -78,10 +77,3 @@ def test_zeroed_rows_are_compared_with_the_detector_as_it_is():
     assert rows["encoder.0"]["minus_none"] == dict(mean=-0.375, ci95=None)
     assert "-0.375" in ladder_table(rows, kind="zeroed FFN")
     assert zeroed_rows([None]) == {}
-
-
-def test_the_picture_shows_mean_ap_with_dense_first(rows):
-    axes = draw_ladder(rows).axes[0]
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["dense", "single"]
-    dots = [line for line in axes.lines if line.get_marker() == "o"]
-    assert [list(line.get_xdata()) for line in dots] == [[0.375, 0.1875], [0.375]]

@@ -10,6 +10,7 @@ from damex.errors import ConfigError
 from damex.models.config import read_moe
 from damex.models.context import RoutingContext
 from damex.models.insertion import insert_moe, moe_blocks
+from damex.moe import MoELayer
 
 DATASET_LOSS = dict(type="DatasetRoutingLoss", weight=0.1)
 LINEAR = dict(
@@ -136,6 +137,7 @@ def test_the_oracle_predicts_by_the_dataset_and_alone_reads_it(
         (dict(teacher_forcing=True), None),
         (dict(oracle=True), "ALL SCORES ARE AN UPPER BOUND"),
         (dict(teacher_forcing=True, losses=[]), "nothing teaches the router"),
+        (dict(teacher_forcing=True, num_experts=3), "datasets decide the load"),
     ],
 )
 def test_what_would_mislead_is_said_in_one_line(build, options, said):
@@ -189,26 +191,22 @@ def test_errors_are_one_line(build, changes, num_groups, message):
     assert "\n" not in str(caught.value)
 
 
-def test_ddq_forces_auxiliary_queries_too_and_lets_them_not_vote(
-    build_mmdet, make_batch, run_loss, run_predict, monkeypatch
+def test_ddq_forces_auxiliary_queries_too(
+    build_mmdet, make_batch, run_loss, monkeypatch
 ):
-    from damex.moe import MoELayer
-
-    calls = []
+    records = []
     route = MoELayer.route
-    monkeypatch.setattr(
-        MoELayer,
-        "route",
-        lambda self, *args, **kwargs: (
-            calls.append((kwargs["votes"], route(self, *args, **kwargs))),
-            calls[-1][1],
-        )[1],
-    )
+
+    def listen(self, *args, **kwargs):
+        records.append(route(self, *args, **kwargs))
+        return records[-1]
+
+    monkeypatch.setattr(MoELayer, "route", listen)
     moe = {**LINEAR, "layers": dict(decoder=[0]), "teacher_forcing": True}
-    detector = build_mmdet("MoEDDQDETR", moe={**moe, "image_vote": True}, num_groups=3)
+    detector = build_mmdet("MoEDDQDETR", moe=moe, num_groups=3)
     run_loss(detector, make_batch([1, 2]))
-    assert [votes for votes, _ in calls] == [True, False]
-    for _, record in calls:
+    assert len(records) == 2
+    for record in records:
         assert groups_of_images(record) == [{1}, {2}]
 
 

@@ -7,9 +7,9 @@ from mmdet.models.losses import FocalLoss
 from damex.models.label_prior import (
     LabelCoverage,
     class_log_prior,
-    foreign_classes,
     ignore_classes,
     router_posterior,
+    unannotated_classes,
 )
 from damex.moe import Assignment, Packing, RoutingRecord
 
@@ -37,13 +37,13 @@ def test_a_group_annotates_what_any_of_its_datasets_does():
 def test_classes_are_foreign_by_dataset_not_by_group():
     """Datasets of one group may annotate different classes all the same."""
     coverage = LabelCoverage(labels=[[0, 1], [1, 2]], groups=[0, 0])
-    foreign_BC = foreign_classes(torch.tensor([1, 0]), coverage.by_dataset(3))
-    assert foreign_BC.tolist() == [[True, False, False], [False, False, True]]
+    unannotated_BC = unannotated_classes(torch.tensor([1, 0]), coverage.by_dataset(3))
+    assert unannotated_BC.tolist() == [[True, False, False], [False, False, True]]
 
 
 def test_no_class_is_foreign_to_an_image_of_unknown_origin():
-    foreign_BC = foreign_classes(torch.tensor([-1, 2]), COVERAGE.by_dataset(4))
-    assert foreign_BC.tolist() == [[False] * 4, [True, True, True, False]]
+    unannotated_BC = unannotated_classes(torch.tensor([-1, 2]), COVERAGE.by_dataset(4))
+    assert unannotated_BC.tolist() == [[False] * 4, [True, True, True, False]]
 
 
 def test_the_naive_loss_unlearns_what_another_dataset_teaches():
@@ -53,9 +53,9 @@ def test_the_naive_loss_unlearns_what_another_dataset_teaches():
     Its slope in the logit, 3/4 (2 p^2 (1 - p) log 2 + p^3) = 0.2237, pushes car down.
     """
     loss = FocalLoss(use_sigmoid=True, gamma=2.0, alpha=0.25, reduction="sum")
-    foreign_BC = foreign_classes(torch.tensor([1]), COVERAGE.by_dataset(4))
+    unannotated_BC = unannotated_classes(torch.tensor([1]), COVERAGE.by_dataset(4))
     slopes, values = [], []
-    for mask in (torch.zeros_like(foreign_BC), foreign_BC):
+    for mask in (torch.zeros_like(unannotated_BC), unannotated_BC):
         logits_BQC = torch.zeros(1, 1, 4, requires_grad=True)
         ignored_QC = ignore_classes(logits_BQC, mask)[0]
         value = loss(ignored_QC, torch.tensor([4]))  # 4: background
@@ -80,9 +80,9 @@ def test_ignored_scores_are_finite_zeros_in_every_type(dtype):
 
 
 def test_classes_are_ignored_image_by_image_in_all_layers():
-    foreign_BC = foreign_classes(torch.tensor([0, 2]), COVERAGE.by_dataset(4))
-    ignored_LBQC = ignore_classes(torch.zeros(5, 2, 3, 4), foreign_BC)
-    expected_BC = torch.where(foreign_BC, -1e4, 0.0)
+    unannotated_BC = unannotated_classes(torch.tensor([0, 2]), COVERAGE.by_dataset(4))
+    ignored_LBQC = ignore_classes(torch.zeros(5, 2, 3, 4), unannotated_BC)
+    expected_BC = torch.where(unannotated_BC, -1e4, 0.0)
     assert torch.equal(ignored_LBQC[2, :, 1], expected_BC)
 
 
@@ -95,7 +95,7 @@ def test_prior_by_hand():
     )
 
 
-def test_without_a_floor_a_sure_posterior_shuts_foreign_classes_out():
+def test_without_a_floor_a_sure_posterior_shuts_unannotated_classes_out():
     posterior_BG = torch.tensor([[0.0, 1.0, 0.0]])
     prior_BC = class_log_prior(posterior_BG, COVERAGE.by_group(4), floor=0.0)
     assert prior_BC.tolist() == [[-math.inf, 0.0, 0.0, -math.inf]]

@@ -116,7 +116,7 @@ def test_a_shared_part_has_its_own_hidden_units():
     assert second[routed + "b2_ED"].tolist() == [[10, 20]] * 4
 
 
-def test_corrections_beside_a_shared_expert_start_without():
+def test_adapters_beside_a_shared_expert_start_without():
     layer = MoELayer(
         router=LinearRouter(2, 2),
         gate=TopKGate(k=1),

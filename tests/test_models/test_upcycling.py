@@ -160,7 +160,7 @@ def test_a_detector_starts_as_the_dense_one_and_resumes_as_itself(
 
 
 @pytest.mark.parametrize("kind", ["LowRankExperts", "AffineExperts"])
-def test_corrections_of_no_ffn_are_refused(kind, build):
+def test_adapters_of_no_ffn_are_refused(kind, build):
     experts = dict(type=kind, **(dict(rank=4) if kind == "LowRankExperts" else {}))
     with pytest.raises(ConfigError, match=f"moe.experts is '{kind}', .*shared_expert="):
         build(moe=dict(layers=dict(decoder=[0]), experts=experts))

@@ -278,19 +278,15 @@ def test_an_image_without_tokens_does_no_harm():
     assert (out[1] == 0).all()
 
 
-def test_evidence_of_earlier_layers_counts():
+def test_votes_of_earlier_layers_count():
     layer = make_layer(VOTE).eval()
     tokens = make_tokens()
     _, alone = layer(tokens)
-    evidence_BG = torch.zeros(3, 3, dtype=torch.float64)
-    evidence_BG[:, 1] = 1e6
-    _, record = layer(tokens, evidence_BG=evidence_BG)
-    torch.testing.assert_close(record.votes_BG, alone.votes_BG + evidence_BG)
+    earlier_votes_BG = torch.zeros(3, 3, dtype=torch.float64)
+    earlier_votes_BG[:, 1] = 1e6
+    _, record = layer(tokens, earlier_votes_BG=earlier_votes_BG)
+    torch.testing.assert_close(record.votes_BG, alone.votes_BG + earlier_votes_BG)
     assert (group_of_routes(record) == 1).all()
-    # Tokens without a vote follow the evidence, and add nothing to it.
-    _, silent = layer(tokens, evidence_BG=evidence_BG * 1e-9, votes=False)
-    assert torch.equal(silent.votes_BG, evidence_BG * 1e-9)
-    assert (group_of_routes(silent) == 1).all()
 
 
 def test_votes_are_taken_in_evaluation_alone():

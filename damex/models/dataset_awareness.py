@@ -23,12 +23,12 @@ from damex.models.insertion import moe_blocks
 from damex.models.label_prior import (
     LabelCoverage,
     class_log_prior,
-    foreign_classes,
     ignore_classes,
     router_posterior,
+    unannotated_classes,
 )
 from damex.models.queries import dataset_ids_of
-from damex.models.rules import BELOW_ONE, FLAG, NON_NEGATIVE, POSTERIOR
+from damex.models.rules import BELOW_ONE, FLAG, NON_NEGATIVE, branch, one_of
 from damex.moe import RoutingRecord
 
 
@@ -43,7 +43,7 @@ class LabelPriorConfig:
             be shut out altogether.
     """
 
-    source: Annotated[str, POSTERIOR] = "head"
+    source: Annotated[str, one_of("head", "router")] = "head"
     floor: Annotated[float, BELOW_ONE] = 1e-4
 
 
@@ -70,78 +70,36 @@ class ConditioningConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AwarenessConfig:
-    """What a detector does with datasets; all of it is off by default.
+class DatasetAwarenessConfig:
+    """Arguments of a detector about the datasets of images; all off by default.
 
     Attributes:
-        coverage: Which dataset annotates which class.
         ignore_unannotated_classes: Whether classes that an image's dataset does not
             annotate are left out of the training on it.
         label_prior: At inference, adjust the scores of classes.
-        head: A classifier of datasets; there is one wherever something asks for it.
-        conditioning: Tell the decoder which dataset an image looks like.
+        dataset_head: A classifier of datasets; there is one wherever something asks
+            for it.
+        dataset_conditioning: Tell the decoder which dataset an image looks like.
     """
 
-    coverage: LabelCoverage
-    ignore_unannotated_classes: bool = False
-    label_prior: LabelPriorConfig | None = None
-    head: DatasetHeadConfig | None = None
-    conditioning: ConditioningConfig | None = None
+    ignore_unannotated_classes: Annotated[bool, FLAG] = False
+    label_prior: Annotated[
+        LabelPriorConfig | None, branch(LabelPriorConfig, "dict(source='head')")
+    ] = None
+    dataset_head: Annotated[
+        DatasetHeadConfig | None, branch(DatasetHeadConfig, "dict(loss_weight=0.1)")
+    ] = None
+    dataset_conditioning: Annotated[
+        ConditioningConfig | None, branch(ConditioningConfig, "dict(film=False)")
+    ] = None
 
-
-def read_awareness(
-    *,
-    label_coverage: Mapping[str, Any] | None,
-    ignore_unannotated_classes: bool,
-    label_prior: Mapping[str, Any] | None,
-    dataset_head: Mapping[str, Any] | None,
-    dataset_conditioning: Mapping[str, Any] | None,
-) -> AwarenessConfig | None:
-    """Read a detector's arguments of these names.
-
-    Returns:
-        None if all of it is off.
-
-    Raises:
-        ConfigError: If a field is unknown or has a value that cannot work, or the
-            detector is not trained on a mixture.
-    """
-    given = (label_prior, dataset_head, dataset_conditioning)
-    if not ignore_unannotated_classes and all(value is None for value in given):
-        return None
-    if label_coverage is None:
-        raise ConfigError(
-            "model: ignore_unannotated_classes, label_prior, dataset_head and "
-            "dataset_conditioning need to know which dataset annotates which class, "
-            "and there is no mixture to take it from; train on a mixture, or leave "
-            "them out."
-        )
-
-    def read(kind: Any, value: Mapping[str, Any] | None, name: str) -> Any:
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise ConfigError(
-                f"model.{name} must be a dict, dict() for its defaults, or None for "
-                f"off, got {value!r}."
-            )
-        return read_config(kind, value, f"model.{name}")
-
-    prior = read(LabelPriorConfig, label_prior, "label_prior")
-    conditioning = read(
-        ConditioningConfig, dataset_conditioning, "dataset_conditioning"
-    )
-    head = read(DatasetHeadConfig, dataset_head, "dataset_head")
-    wanted = conditioning is not None or (prior is not None and prior.source == "head")
-    if head is None and wanted:
-        head = DatasetHeadConfig()
-    return AwarenessConfig(
-        coverage=LabelCoverage(**label_coverage),
-        ignore_unannotated_classes=ignore_unannotated_classes,
-        label_prior=prior,
-        head=head,
-        conditioning=conditioning,
-    )
+    @property
+    def head(self) -> DatasetHeadConfig | None:
+        """The classifier that is set, or that something else needs."""
+        prior, conditioning = self.label_prior, self.dataset_conditioning
+        if conditioning is None and (prior is None or prior.source != "head"):
+            return self.dataset_head
+        return self.dataset_head or DatasetHeadConfig()
 
 
 @dataclass
@@ -149,12 +107,12 @@ class _Step:
     """What is known in one forward pass.
 
     Attributes:
-        foreign_BC: Classes to ignore; None where none are.
+        unannotated_BC: Classes to ignore; None where none are.
         group_logits_BG: Answer of the dataset head, if there is one.
         log_prior_BC: What to add to the scores of classes; None for nothing.
     """
 
-    foreign_BC: Tensor | None = None
+    unannotated_BC: Tensor | None = None
     group_logits_BG: Tensor | None = None
     log_prior_BC: Tensor | None = None
 
@@ -168,11 +126,12 @@ class DatasetAwareness(nn.Module):
     the head puts its answers out, both by hooks that live for one step.
 
     Denoising needs nothing of its own: its losses are computed from the same answers.
-    Its flipped labels may be foreign, but they are inputs: what a query has to answer
-    is the right label, and foreign classes are ignored there as everywhere.
+    Its flipped labels may be those of other datasets, but they are inputs: what a query
+    has to answer is the right label, and other classes are ignored there, too.
 
     Args:
         config: What to do.
+        coverage: Which dataset annotates which class.
         num_classes: C.
         embed_dims: D.
     """
@@ -181,11 +140,16 @@ class DatasetAwareness(nn.Module):
     annotated_GC: Tensor
 
     def __init__(
-        self, config: AwarenessConfig, *, num_classes: int, embed_dims: int
+        self,
+        config: DatasetAwarenessConfig,
+        coverage: LabelCoverage,
+        *,
+        num_classes: int,
+        embed_dims: int,
     ) -> None:
         super().__init__()
         self.config = config
-        coverage, sizes = config.coverage, (embed_dims, config.coverage.num_groups)
+        sizes = (embed_dims, coverage.num_groups)
         for name, annotated in (
             ("annotated_SC", coverage.by_dataset(num_classes)),
             ("annotated_GC", coverage.by_group(num_classes)),
@@ -193,8 +157,8 @@ class DatasetAwareness(nn.Module):
             self.register_buffer(name, annotated, persistent=False)
         self.head = None if config.head is None else DatasetHead(*sizes)
         self.conditioning: DatasetConditioning | None = None
-        if config.conditioning is not None:
-            film = config.conditioning.film
+        if config.dataset_conditioning is not None:
+            film = config.dataset_conditioning.film
             self.conditioning = DatasetConditioning(*sizes, film=film)
         self._step = _Step()
 
@@ -208,7 +172,7 @@ class DatasetAwareness(nn.Module):
         """
         if self.training and self.config.ignore_unannotated_classes and samples:
             ids_B = dataset_ids_of(samples, self.annotated_SC.device)
-            self._step.foreign_BC = foreign_classes(ids_B, self.annotated_SC)
+            self._step.unannotated_BC = unannotated_classes(ids_B, self.annotated_SC)
         with ExitStack() as stack:
             for module in (head.cls_branches[-1], head):
                 stack.enter_context(module.register_forward_hook(self._after))
@@ -229,13 +193,13 @@ class DatasetAwareness(nn.Module):
         Args:
             logits: Scores (..., B, N, C).
         """
-        if self._step.foreign_BC is not None:
-            logits = ignore_classes(logits, self._step.foreign_BC)
+        if self._step.unannotated_BC is not None:
+            logits = ignore_classes(logits, self._step.unannotated_BC)
         if self._step.log_prior_BC is not None:
             logits = logits + self._step.log_prior_BC.unsqueeze(1)
         return logits
 
-    def look(
+    def condition_memory(
         self,
         memory_BND: Tensor,
         padding_BN: Tensor | None,
@@ -281,10 +245,12 @@ class DatasetAwareness(nn.Module):
         """
         logits_BG = self._step.group_logits_BG
         if logits_BG is None:
-            raise RuntimeError("the head was not asked; call look() within a step.")
+            raise RuntimeError(
+                "the head was not asked; call condition_memory() within a step."
+            )
         return logits_BG.detach().softmax(dim=1)
 
-    def condition(self, query_BND: Tensor) -> Tensor:
+    def condition_query(self, query_BND: Tensor) -> Tensor:
         """Tell queries which dataset the images look like, if that is asked for.
 
         Args:
@@ -317,17 +283,36 @@ class DatasetAwareness(nn.Module):
         }
 
 
-def build_awareness(detector: Any, config: AwarenessConfig) -> DatasetAwareness:
+def build_awareness(
+    detector: Any,
+    options: Mapping[str, Any],
+    label_coverage: Mapping[str, Any] | None,
+) -> DatasetAwareness | None:
     """Build what a detector needs, and refuse what it cannot do.
 
     Args:
         detector: With its experts, if it has any.
-        config: What to do.
+        options: Its arguments that :class:`DatasetAwarenessConfig` names.
+        label_coverage: The fields of a :class:`LabelCoverage`; None without a mixture.
+
+    Returns:
+        None if all of it is off.
 
     Raises:
-        ConfigError: If the detector is not a DINO with sigmoid scores, or no router in
-            its encoder learns to tell datasets apart and one is needed.
+        ConfigError: If an option is unknown or has a value that cannot work, the
+            detector is not trained on a mixture or is not a DINO with sigmoid scores,
+            or no router in its encoder learns to tell datasets apart and one is needed.
     """
+    config = read_config(DatasetAwarenessConfig, options, "model")
+    if config == DatasetAwarenessConfig():
+        return None
+    if label_coverage is None:
+        raise ConfigError(
+            "model: ignore_unannotated_classes, label_prior, dataset_head and "
+            "dataset_conditioning need to know which dataset annotates which class, "
+            "and there is no mixture to take it from; train on a mixture, or leave "
+            "them out."
+        )
     head = detector.bbox_head
     if not detector.chooses_queries_by_class or not head.loss_cls.use_sigmoid:
         raise ConfigError(
@@ -338,7 +323,7 @@ def build_awareness(detector: Any, config: AwarenessConfig) -> DatasetAwareness:
     prior = config.label_prior
     if prior is None and config.ignore_unannotated_classes:
         text = (
-            "model.ignore_unannotated_classes leaves the scores of foreign classes "
+            "model.ignore_unannotated_classes leaves the scores of such classes "
             "untrained, and nothing keeps them from an image at inference; set "
             "model.label_prior=dict(source='head')."
         )
@@ -350,7 +335,10 @@ def build_awareness(detector: Any, config: AwarenessConfig) -> DatasetAwareness:
             "in moe.losses, or source='head'."
         )
     return DatasetAwareness(
-        config, num_classes=head.num_classes, embed_dims=detector.embed_dims
+        config,
+        LabelCoverage(**label_coverage),
+        num_classes=head.num_classes,
+        embed_dims=detector.embed_dims,
     )
 
 

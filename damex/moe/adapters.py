@@ -1,4 +1,4 @@
-"""Small private parts beside an FFN that all tokens share.
+"""Adapters: small private parts beside an FFN that all tokens share.
 
 A bank of these adds to the shared FFN what is particular to a token's expert. All of
 them start at zero, so that the layer starts as the shared FFN whatever the gate says,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from damex.errors import ConfigError
-from damex.models import awareness as awareness_module
-from damex.models.label_prior import LabelCoverage
+from damex.models import dataset_awareness
 
 # Three datasets and four classes: 1 is annotated by two datasets, the others by one.
 LABELS = [[0, 1], [1, 2], [3]]
@@ -295,9 +294,9 @@ def test_the_prior_follows_the_router_of_the_last_encoder_layer(
     build_aware, annotated_batch, run_predict, records, monkeypatch
 ):
     posteriors = []
-    prior = awareness_module.class_log_prior
+    prior = dataset_awareness.class_log_prior
     monkeypatch.setattr(
-        awareness_module,
+        dataset_awareness,
         "class_log_prior",
         lambda posterior_BG, *args, **kwargs: (
             posteriors.append(posterior_BG),
@@ -414,7 +413,7 @@ def test_nothing_is_left_over_after_a_step(
     batch = annotated_batch([0, 1])
     run_loss(detector, batch)
     expected = run_predict(detector, batch)
-    assert detector.awareness._step == awareness_module._Step()
+    assert detector.awareness._step == dataset_awareness._Step()
     assert not detector.bbox_head._forward_hooks
     assert_same_instances(
         scores_of(run_predict(copy.deepcopy(detector), batch)),
@@ -436,7 +435,7 @@ def test_nothing_is_left_over_after_a_step(
         ),
         (dict(label_prior=dict(floor=1.0)), r"label_prior\.floor must be a number in"),
         (dict(label_prior=dict(flor=0.1)), "did you mean 'floor'"),
-        (dict(label_prior=True), r"label_prior must be a dict, dict\(\) for"),
+        (dict(label_prior=True), r"label_prior must be a dict such as dict"),
         (dict(dataset_conditioning=dict(film=1)), r"film must be True or False"),
         (dict(dataset_head=dict(loss_weight=-1.0)), r"loss_weight must be a number of"),
     ],
@@ -463,14 +462,13 @@ def test_a_router_that_cannot_know_is_refused(build_aware, moe):
 
 def test_all_detectors_but_dino_refuse(build_mmdet, detector_name):
     detector = build_mmdet(detector_name)
-    config = awareness_module.AwarenessConfig(
-        coverage=LabelCoverage(**COVERAGE), ignore_unannotated_classes=True
-    )
+    options = dict(ignore_unannotated_classes=True)
     if detector_name == "MoEDINO":
-        assert awareness_module.build_awareness(detector, config).config == config
+        built = dataset_awareness.build_awareness(detector, options, COVERAGE)
+        assert built.config.ignore_unannotated_classes
         return
     with pytest.raises(ConfigError, match=f"{detector_name}, but ignore_unannotated"):
-        awareness_module.build_awareness(detector, config)
+        dataset_awareness.build_awareness(detector, options, COVERAGE)
 
 
 @pytest.mark.parametrize("prior", [None, dict()])
@@ -479,7 +477,7 @@ def test_ignored_classes_without_a_prior_are_warned_about(
 ):
     said = []
     monkeypatch.setattr(
-        awareness_module, "print_log", lambda text, **how: said.append((text, how))
+        dataset_awareness, "print_log", lambda text, **how: said.append((text, how))
     )
     build_aware(ignore_unannotated_classes=True, label_prior=prior)
     if prior is not None:

@@ -1,4 +1,4 @@
-"""Tests of damex.moe.corrections."""
+"""Tests of damex.moe.adapters."""
 
 from __future__ import annotations
 
