@@ -78,6 +78,14 @@ def load_pretrained(
     Raises:
         ConfigError: If there are no weights, in one line that says how to get them.
     """
+    # timm draws random weights first, and what comes after would depend on the source.
+    with torch.random.fork_rng(devices=[]):
+        _load_published(net, name, indices, options)
+
+
+def _load_published(
+    net: nn.Module, name: str, indices: tuple[int, ...], options: Mapping[str, Any]
+) -> None:
     state = None if set(TIMMS_OWN) & set(options) else packaged_weights(name)
     if state is not None:
         package = PACKAGES[_architecture(name)].name

@@ -151,8 +151,12 @@ def test_a_backbone_starts_from_an_installed_package(name, caplog):
     if weights is None:
         pytest.skip(f"{PACKAGES[name].name} is not installed (make install does)")
     backbone = TimmBackbone(f"{name}.in1k", pretrained=True)
+    torch.manual_seed(0)
     with caplog.at_level(logging.INFO):
         backbone.init_weights()
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(1))  # wherever the weights come from
     state = backbone.net.state_dict()
     assert len(state) > 100
     assert all(torch.equal(value, weights[key]) for key, value in state.items())
