@@ -195,6 +195,7 @@ def describe_run(runner: Runner) -> str:
 UPSTREAM_MESSAGES = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
+    "is skipped since its requires_grad=False",  # a line for each frozen parameter
 )
 UPSTREAM_WARNINGS = (
     r"torch\.meshgrid: in an upcoming release",

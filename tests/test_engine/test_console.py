@@ -114,6 +114,7 @@ def test_the_screen_shows_warnings_and_the_file_everything(logger, tmp_path):
     logger.info("one of hundreds of lines")
     logger.warning("a box was dropped")
     logger.warning('"FileClient" will be deprecated in future.')
+    logger.warning("backbone.bn1.bias is skipped since its requires_grad=False")
     screen = logger.handlers[0].stream.getvalue()
     assert screen == "a box was dropped\n"
-    assert len((tmp_path / "log.txt").read_text().splitlines()) == 3
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 4
