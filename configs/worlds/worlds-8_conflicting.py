@@ -1,8 +1,8 @@
 # The positive control: eight worlds that call the same things by other words, and FFNs
 # too narrow to hold who says what. See docs/experts-results.md.
-#   python -m damex.toydata --worlds 8 --out data/worlds
+#   python -m damex.toydata --worlds 8 --val 40 --out data/worlds
 _base_ = [
-    "../_base_/models/moe-dino-tiny_efficientnet-lite0.py",
+    "../_base_/models/moe-dino-mini_efficientnet-lite0.py",
     "../_base_/moe/dense.py",
     "../_base_/datasets/toy.py",
     "../_base_/schedules/adamw_tiny.py",
@@ -19,20 +19,12 @@ mixture = [
     )
     for name in ["ruby", "amber", "olive", "mint", "teal", "azure", "indigo", "plum"]
 ]
-width, hidden = 64, 16
-attention = dict(embed_dims=width, num_heads=4)
-layer_cfg = dict(
-    self_attn_cfg=attention,
-    ffn_cfg=dict(embed_dims=width, feedforward_channels=hidden),
-)
+narrow = dict(layer_cfg=dict(ffn_cfg=dict(feedforward_channels=16)))
 model = dict(
     num_queries=40,
     backbone=dict(frozen_stages=4),  # all of it: what is to learn are the names
-    neck=dict(out_channels=width, norm_cfg=dict(num_groups=16)),
-    encoder=dict(layer_cfg=layer_cfg),
-    decoder=dict(layer_cfg=dict(**layer_cfg, cross_attn_cfg=attention)),
-    positional_encoding=dict(num_feats=width // 2),
-    bbox_head=dict(embed_dims=width),
+    encoder=narrow,
+    decoder=narrow,
     dn_cfg=dict(group_cfg=dict(num_dn_queries=40)),
 )
 # Two epochs of 2,400 samples in batches of 8: 600 iterations.

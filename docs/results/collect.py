@@ -33,9 +33,6 @@ def mixture(found: Mapping[str, Any]) -> dict[str, Any]:
     """One mixture: its arms, its ladder, the prediction and what came out."""
     rungs, verdict = found["rungs"], found["verdict"]
     recipe = found["experts"].get("damex_best")
-    differences = {
-        rung: verdict["differences"][rung] for rung in verdict["differences"]
-    }
     return dict(
         seeds=len(found["seeds"]),
         arms={arm: means(rungs[rung]) for rung, arm in ARMS.items() if rung in rungs},
@@ -43,7 +40,7 @@ def mixture(found: Mapping[str, Any]) -> dict[str, Any]:
         best_dense=verdict["reference"],
         ladder={
             rung: means(rungs[rung]) | {"minus_best_dense": difference}
-            for rung, difference in differences.items()
+            for rung, difference in verdict["differences"].items()
         },
         predicted=WORDS[verdict["answer"]],
         found=recipe and ("help" if recipe["helps"] else "no help"),
