@@ -1,5 +1,8 @@
+import ast
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -8,6 +11,7 @@ import torch
 from torch.autograd import gradcheck
 
 from damex.compat import OpsReport, ensure_ops
+from damex.compat.deformable_attention import deformable_attention
 from damex.compat.mmcv_ext import EXTENSION, KERNELS, OpsStub, rebind_fallbacks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -260,9 +264,37 @@ def test_deformable_attention_gradients_are_those_of_the_reference(monkeypatch):
     assert gradcheck(apply, args)
 
     output = apply(*args)
-    expected = attend.multi_scale_deformable_attn_pytorch(
-        inputs[0], inputs[1], inputs[3], inputs[4]
+    expected = reference_attention()(inputs[0], inputs[1], inputs[3], inputs[4])
+    torch.testing.assert_close(output, expected)
+    upstream = torch.linspace(-1, 1, output.numel()).double().view_as(output)
+    torch.testing.assert_close(
+        torch.autograd.grad(output, floats, upstream),
+        torch.autograd.grad(expected, floats, upstream),
     )
+
+
+def reference_attention() -> Callable[..., torch.Tensor]:
+    """Returns mmcv's own function, from its source: damex may have replaced it."""
+    from mmcv.ops import multi_scale_deform_attn as of_mmcv
+
+    name = "multi_scale_deformable_attn_pytorch"
+    tree = ast.parse(inspect.getsource(of_mmcv))
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == name]
+    names = {"torch": torch, "F": torch.nn.functional}
+    exec(compile(tree, "mmcv", "exec"), names)
+    return names[name]
+
+
+def test_layers_of_a_detector_attend_as_mmcvs_own_function_does():
+    from mmcv.ops import multi_scale_deform_attn as in_use
+
+    import damex.models  # noqa: F401 - replaces mmcv's function
+
+    assert in_use.multi_scale_deformable_attn_pytorch is deformable_attention
+    value, shapes, _, points, weights = attention_inputs(torch.float64)
+    floats = [tensor.requires_grad_() for tensor in (value, points, weights)]
+    output = deformable_attention(value, shapes, points, weights)
+    expected = reference_attention()(value, shapes, points, weights)
     torch.testing.assert_close(output, expected)
     upstream = torch.linspace(-1, 1, output.numel()).double().view_as(output)
     torch.testing.assert_close(
@@ -280,7 +312,7 @@ def test_deformable_attention_keeps_half_precision_outside_only(monkeypatch):
             half, shapes, starts, points, weights, 64
         )
     assert output.dtype == torch.float16
-    exact = attend.multi_scale_deformable_attn_pytorch(
+    exact = reference_attention()(
         half.detach().float(), shapes, points.half().float(), weights.half().float()
     )
     # Half an ulp of float16 below 4 is 2 ** -10; bfloat16 inside would miss by 2 ** -7.

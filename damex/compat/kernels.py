@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torchvision import ops
 
+from damex.compat.deformable_attention import deformable_attention
+
 AVERAGE = 1  # pool_mode of roi_align
 NAIVE, LINEAR = 0, 1  # method of softnms; 2 is Gaussian
 
@@ -30,8 +32,7 @@ def ms_deform_attn_forward(
 ) -> Tensor:
     """Samples every level at the given points and adds them up by weight.
 
-    This is eq. 3 of Deformable DETR (arXiv 2010.04159). On the CPU mmcv uses the same
-    reference without this wrapper.
+    This is eq. 3 of Deformable DETR (arXiv 2010.04159).
 
     Args:
         value: Features of all levels, ``(batch, keys, heads, channels)``.
@@ -78,12 +79,9 @@ def ms_deform_attn_backward(
 def _attend(
     value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
-    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
-
     value = _widen(value)
-    # A list costs one wait for the device, a tensor one per level.
-    return multi_scale_deformable_attn_pytorch(
-        value, shapes.tolist(), locations.to(value.dtype), weights.to(value.dtype)
+    return deformable_attention(
+        value, shapes, locations.to(value.dtype), weights.to(value.dtype)
     )
 
 

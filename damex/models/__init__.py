@@ -2,4 +2,7 @@
 
 from damex.compat import ensure_ops
 
-ensure_ops()
+if ensure_ops().kind != "absent":
+    from damex.compat.deformable_attention import use_in_mmcv
+
+    use_in_mmcv()
