@@ -46,9 +46,8 @@ from damex.errors import ConfigError
 
 Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
 
-# What can be left out, and what is left out by default.
-RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "zeroed", "oracle")
-DEFAULT = RUNGS[:-1]
+# What can be left out.
+RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed")
 NO_VERDICT = "No verdict: dense, or everything that it is compared with, is missing."
 ABOUT_ZEROED = (
     "AP of the trained dense detector when an FFN adds nothing to its input. It shows "
@@ -114,26 +113,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--rungs",
         nargs="+",
         choices=RUNGS,
-        default=list(DEFAULT),
-        help="beside dense (default: all but oracle)",
-    )
-    parser.add_argument(
-        "--oracle",
-        action="store_true",
-        help="add the rung oracle: DAMEX told the dataset of every image",
+        default=list(RUNGS),
+        help="beside dense (default: all)",
     )
     parser.add_argument(
         "--experts",
         nargs="+",
         default=[],
         metavar="MOE",
-        help="also train these mixtures of experts (names of files in "
-        "configs/_base_/moe, or paths), to score the verdict",
+        help="also train these mixtures of experts, to score the verdict: names of "
+        "files in configs/_base_/moe, or paths of files that set moe or more",
     )
     add_run_arguments(parser, work_dir="work_dirs/headroom")
     args = parser.parse_args(arguments)
     check_seeds(args.seeds)
-    args.rungs = list(dict.fromkeys([*args.rungs, *["oracle"] * args.oracle]))
+    args.rungs = list(dict.fromkeys(args.rungs))
     return args
 
 

@@ -25,7 +25,7 @@ from damex.engine.config import (
     mixture_datasets,
     resolve_config,
 )
-from damex.engine.config_files import MOE, find_config, moe_of_file
+from damex.engine.config_files import MOE, find_config, moe_of_file, read_part
 from damex.engine.console import filter_console
 from damex.engine.runner import set_length
 from damex.errors import ConfigError
@@ -113,8 +113,8 @@ def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
 
     Args:
         joint: The joint training.
-        files: Names of files in ``configs/_base_/moe``, or paths. A rung is named by
-            the stem.
+        files: Names of files in ``configs/_base_/moe``, or paths. What such a file sets
+            replaces what the config says. A rung is named by the stem.
 
     Raises:
         ConfigError: If there is no such file, or it takes the name of another rung.
@@ -174,13 +174,15 @@ def _widen(cfg: Config, *, component: str) -> None:
 
 
 def _route_by_dataset(cfg: Config) -> None:
-    """DAMEX with the image's dataset as its route, in training and evaluation."""
-    cfg["moe"] = {**moe_of_file("damex"), "teacher_forcing": True, "oracle": True}
+    """The recipe with the image's dataset as its route, in training and evaluation."""
+    cfg["moe"] = {**moe_of_file("damex_best"), "oracle": True}
 
 
 def _mix(cfg: Config, *, file: str) -> None:
-    """The experts of a file."""
-    cfg["moe"] = moe_of_file(file)
+    """The settings of a file."""
+    part = read_part(file, MOE).to_dict()
+    cfg["moe"] = part.pop("moe", None)
+    cfg.merge_from_dict(part)
 
 
 TRAINED: dict[str, Callable[[Config], None]] = {

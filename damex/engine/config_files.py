@@ -64,7 +64,7 @@ def read_config(name: str) -> Config:
     Raises:
         ConfigError: If there is none, or it cannot be read or has no model.
     """
-    cfg = _read(find_config(name))
+    cfg = read_part(name)
     if "model" not in cfg:
         raise ConfigError(
             f"{name} sets no model, so it is no config of a detector; see configs/."
@@ -72,6 +72,19 @@ def read_config(name: str) -> Config:
     if cfg.get("custom_imports"):
         import_modules_from_strings(**cfg.custom_imports)
     return cfg
+
+
+def read_part(name: str, folder: str = "") -> Config:
+    """Read a file that is a part of a config.
+
+    Args:
+        name: As in :func:`find_config`.
+        folder: As there.
+
+    Raises:
+        ConfigError: If there is none, or it cannot be read.
+    """
+    return _read(find_config(name, folder))
 
 
 def moe_of_file(name: str) -> Any:
@@ -83,10 +96,9 @@ def moe_of_file(name: str) -> Any:
     Raises:
         ConfigError: If there is none, or it sets no ``moe``.
     """
-    file = find_config(name, MOE)
-    content = _read(file)
+    content = read_part(name, MOE)
     if "moe" not in content:
-        raise ConfigError(f"moe: the file {file} sets no moe=dict(...).")
+        raise ConfigError(f"moe: the file {content.filename} sets no moe=dict(...).")
     return content["moe"]
 
 

@@ -210,10 +210,9 @@ def test_one_dataset_has_no_single(joint, two_datasets):
         rungs_of(found, ["single"])
 
 
-def test_the_oracle_is_damex_told_the_dataset(joint):
+def test_the_oracle_is_the_recipe_told_the_dataset(joint):
     (rung,) = rungs_of(joint(), ["oracle"])
-    told = dict(teacher_forcing=True, oracle=True)
-    assert rung.config.moe == {**moe_of_file("damex"), **told}
+    assert rung.config.moe == {**moe_of_file("damex_best"), "oracle": True}
     for block in moe_blocks(build(rung.config)):
         choosers = {block.moe.group_choice.chooser(training=t) for t in (True, False)}
         assert choosers == {"dataset"}
@@ -236,3 +235,11 @@ def test_experts_may_not_take_the_folder_of_a_rung(joint, tmp_path):
     own.write_text("moe = dict(layers=dict(decoder=[1]))")
     with pytest.raises(ConfigError, match="another rung has the name 'wide_decoder'"):
         experts_of(joint(), [str(own)])
+
+
+def test_a_file_may_change_more_than_the_experts(joint, tmp_path):
+    own = tmp_path / "told.py"
+    own.write_text("moe = None\nmodel = dict(dataset_conditioning=dict(film=True))")
+    (rung,) = experts_of(joint(), [str(own)])
+    assert build(rung.config).dataset_awareness.conditioning is not None
+    assert rung.config.model.num_queries == joint().config.model.num_queries
