@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mmdet.registry import DATA_SAMPLERS, DATASETS
@@ -25,7 +26,7 @@ from damex.engine.config import (
     mixture_datasets,
     resolve_config,
 )
-from damex.engine.config_files import MOE, find_config, moe_of_file, read_part
+from damex.engine.config_files import MOE, moe_of_file, read_part
 from damex.engine.console import filter_console
 from damex.engine.runner import set_length
 from damex.errors import ConfigError
@@ -114,21 +115,35 @@ def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
     Args:
         joint: The joint training.
         files: Names of files in ``configs/_base_/moe``, or paths. What such a file sets
-            replaces what the config says. A rung is named by the stem.
+            replaces what the config says, and the rung is named by the stem. A file
+            with ``arms=dict(NAME=dict(...), ...)`` makes one rung for each: what the
+            file sets, changed by what the arm sets.
 
     Raises:
         ConfigError: If there is no such file, or it takes the name of another rung.
     """
     rungs: list[Rung] = []
     for file in files:
-        stem = find_config(file, MOE).stem
-        if stem in {*TRAINED, *(rung.name for rung in rungs)}:
-            raise ConfigError(
-                f"--experts names {file!r}, but another rung has the name {stem!r} and "
-                "its folder; leave it out, or rename the file."
-            )
-        rungs.append(_changed(joint, stem, partial(_mix, file=file)))
+        for name, part in _arms(file).items():
+            if name in {*TRAINED, *(rung.name for rung in rungs)}:
+                raise ConfigError(
+                    f"--experts names {file!r}, but another rung has the name {name!r} "
+                    "and its folder; leave it out, or rename it."
+                )
+            rungs.append(_changed(joint, name, partial(_mix, part=part)))
     return rungs
+
+
+def _arms(file: str) -> dict[str, Config]:
+    """What to set, by the name of the rung."""
+    base = read_part(file, MOE)
+    arms = base.pop("arms", None)
+    if arms is None:
+        return {Path(base.filename).stem: base}
+    found = {name: copy.deepcopy(base) for name in arms}
+    for name, arm in arms.items():
+        found[name].merge_from_dict(arm)
+    return found
 
 
 def _changed(joint: Joint, name: str, change: Callable[[Config], None]) -> Rung:
@@ -178,11 +193,11 @@ def _route_by_dataset(cfg: Config) -> None:
     cfg["moe"] = {**moe_of_file("damex_best"), "oracle": True}
 
 
-def _mix(cfg: Config, *, file: str) -> None:
-    """The settings of a file."""
-    part = read_part(file, MOE).to_dict()
-    cfg["moe"] = part.pop("moe", None)
-    cfg.merge_from_dict(part)
+def _mix(cfg: Config, *, part: Config) -> None:
+    """Experts, and whatever else a file sets."""
+    settings = part.to_dict()
+    cfg["moe"] = settings.pop("moe", None)
+    cfg.merge_from_dict(settings)
 
 
 TRAINED: dict[str, Callable[[Config], None]] = {

@@ -6,7 +6,7 @@ from mmengine.optim import build_optim_wrapper
 
 from damex.analysis.rungs import experts_of, read_joint, rungs_of
 from damex.engine.config import resolve_config
-from damex.engine.config_files import merge_options, moe_of_file, read_config
+from damex.engine.config_files import CONFIGS, merge_options, moe_of_file, read_config
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 
@@ -241,5 +241,31 @@ def test_a_file_may_change_more_than_the_experts(joint, tmp_path):
     own = tmp_path / "told.py"
     own.write_text("moe = None\nmodel = dict(dataset_conditioning=dict(film=True))")
     (rung,) = experts_of(joint(), [str(own)])
-    assert build(rung.config).dataset_awareness.conditioning is not None
+    assert build(rung.config).awareness.conditioning is not None
     assert rung.config.model.num_queries == joint().config.model.num_queries
+
+
+def test_a_file_with_arms_makes_a_rung_of_each(joint, tmp_path):
+    own = tmp_path / "parts.py"
+    own.write_text(
+        "moe = dict(layers=dict(decoder=[1]), num_experts=3)\n"
+        "arms = dict(\n"
+        "    five=dict(moe=dict(num_experts=5)),\n"
+        "    dense_faster=dict(moe=None, optim_wrapper=dict(optimizer=dict(lr=0.5))),\n"
+        ")\n"
+    )
+    five, faster = experts_of(joint(), [str(own)])
+    assert (five.name, faster.name) == ("five", "dense_faster")
+    (block,) = moe_blocks(build(five.config))
+    assert (block.name, block.moe.num_experts) == ("decoder.1", 5)
+    assert list(moe_blocks(build(faster.config))) == []
+    assert faster.config.optim_wrapper.optimizer.lr == 0.5
+    assert five.config.optim_wrapper == joint().config.optim_wrapper
+
+
+def test_every_intervention_of_the_worlds_can_be_built(joint):
+    rungs = experts_of(joint(), [str(CONFIGS / "worlds" / "interventions.py")])
+    with_experts = {r.name: len(list(moe_blocks(build(r.config)))) for r in rungs}
+    assert with_experts["decoder_only"] < with_experts["by_token"]
+    dense = {name for name, blocks in with_experts.items() if blocks == 0}
+    assert dense == {"dense_conditioned", "dense_label_prior", "dense_averaged"}

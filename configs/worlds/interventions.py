@@ -1,0 +1,41 @@
+# What each part of the recipe brings: one change to it per arm.
+#   python tools/headroom.py configs/worlds/worlds-8_conflicting.py \
+#       --rungs dense_lr2 --experts damex_best configs/worlds/interventions.py
+_base_ = ["../_base_/moe/damex_best.py"]
+by_token = dict(teacher_forcing=False, image_vote=False)
+whole_ffn = dict(type="SharedExpert")
+ema = [dict(type="EMAHook", momentum=0.005)]
+arms = dict(
+    # Who chooses the expert.
+    by_token=dict(moe=by_token),
+    forced_without_vote=dict(moe=dict(image_vote=False)),
+    vote_without_forcing=dict(moe=dict(teacher_forcing=False)),
+    # Where experts stand.
+    decoder_only=dict(moe=dict(layers=dict(encoder=None))),
+    encoder_only=dict(moe=dict(layers=dict(decoder=None))),
+    last_of_encoder=dict(moe=dict(layers=dict(encoder=[1]))),
+    # How they start, and what they share.
+    upcycled=dict(moe=dict(upcycling=dict(share=0.25))),
+    shared_private=dict(
+        moe=dict(
+            num_experts=None,
+            fine_grained=dict(parts=4, shared=3, copies=8),
+            gate=dict(_delete_=True, type="TopKGate"),
+        )
+    ),
+    two_per_dataset=dict(
+        moe=dict(num_experts=16, router=dict(type="HierarchicalRouter"))
+    ),
+    low_rank=dict(
+        moe=dict(experts=dict(type="LowRankExperts", rank=4), shared_expert=whole_ffn)
+    ),
+    affine=dict(moe=dict(experts=dict(type="AffineExperts"), shared_expert=whole_ffn)),
+    mean_decay=dict(custom_hooks=[dict(type="ExpertMeanDecayHook", decay=1.0)]),
+    # What else knows the dataset.
+    label_prior=dict(model=dict(label_prior=dict(source="router"))),
+    # Without experts: what rivals do, and what helps everybody.
+    dense_conditioned=dict(moe=None, model=dict(dataset_conditioning=dict(film=True))),
+    dense_label_prior=dict(moe=None, model=dict(label_prior=dict(source="head"))),
+    dense_averaged=dict(moe=None, custom_hooks=ema),
+    averaged=dict(custom_hooks=ema),
+)
