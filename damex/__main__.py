@@ -14,6 +14,7 @@ COMMANDS = {
     "headroom": "damex.analysis.headroom",
     "zero_ffns": "damex.analysis.zeroing",
     "complexity": "damex.analysis.complexity",
+    "data": "damex.curation.commands",
 }
 
 

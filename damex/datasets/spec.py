@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
@@ -16,6 +16,13 @@ from damex.datasets.coco import read_class_names
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val", "test")
+
+
+class CocoSource(NamedTuple):
+    """A split of a dataset that is a COCO file and a folder of images."""
+
+    annotations: Path
+    images: Path
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,14 @@ class DatasetSpec:
         if split == "test":
             return self.test or self.val
         return self.train if split == "train" else self.val
+
+    def coco_source(self, split: str) -> CocoSource | None:
+        """Where a split lies; None if it has no COCO file, or is not given."""
+        source = self.source(split)
+        if not isinstance(source, str):
+            return None
+        root = Path(self.data_root)
+        return CocoSource(root / source, root / self._image_folder(split))
 
     def dataset_config(self, split: str) -> dict[str, Any]:
         """Config of the mmdet dataset behind a split.

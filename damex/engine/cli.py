@@ -124,7 +124,8 @@ def build_runner(cfg: Config) -> Runner:
 
 
 def run_command(
-    command: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None
+    command: Callable[[Sequence[str]], int | None],
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Run a command; a mistake of the user ends in its message, without a traceback.
 
@@ -133,10 +134,11 @@ def run_command(
         arguments: Those; by default those of the process.
 
     Returns:
-        The exit status: 0, or 2 for a mistake in a config or in the data.
+        The exit status: what the command returns, 0 where that is None, and 2 for a
+        mistake in a config or in the data.
     """
     try:
-        command(sys.argv[1:] if arguments is None else arguments)
+        status = command(sys.argv[1:] if arguments is None else arguments)
     except Exception as error:
         is_of_user = isinstance(error, (ConfigError, DataError))
         message = str(error) if is_of_user else fault_of_config(error)
@@ -150,7 +152,7 @@ def run_command(
             message = re.split(r"damex\.errors\.(?:Config|Data)Error: ", message)[-1]
             sys.stderr.write(f"\nerror{where}: {message.strip()}\n")
         return 2
-    return 0
+    return status or 0
 
 
 def fault_of_config(error: Exception) -> str | None:
