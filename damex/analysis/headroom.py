@@ -111,10 +111,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_config()
     parser.add_argument(
         "--rungs",
-        nargs="+",
+        nargs="*",
         choices=RUNGS,
         default=list(RUNGS),
-        help="beside dense (default: all)",
+        help="beside dense (default: all; none if no name follows)",
     )
     parser.add_argument(
         "--experts",
