@@ -2,7 +2,8 @@
 
     python docs/results/collect.py NAME=WORK_DIR/headroom.json ...
 
-A mixture that is not named keeps what the file says of it.
+A mixture that is not named keeps what the file says of it, and so does a rung of a
+ladder that the new run left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ def collect(arguments: Sequence[str]) -> None:
     known = json.loads(OUT.read_text("utf-8")) if OUT.is_file() else {"mixtures": {}}
     for argument in arguments:
         name, _, path = argument.partition("=")
-        known["mixtures"][name] = mixture(json.loads(Path(path).read_text("utf-8")))
+        found = mixture(json.loads(Path(path).read_text("utf-8")))
+        old = known["mixtures"].get(name, {"ladder": {}})
+        found["ladder"] = old["ladder"] | found["ladder"]
+        known["mixtures"][name] = found
     OUT.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
 
