@@ -264,7 +264,7 @@ def test_a_file_with_arms_makes_a_rung_of_each(joint, tmp_path):
 
 
 def test_every_intervention_of_the_worlds_can_be_built(joint):
-    rungs = experts_of(joint(), [str(CONFIGS / "worlds" / "interventions.py")])
+    rungs = experts_of(joint(), [str(CONFIGS / "_base_" / "interventions.py")])
     with_experts = {r.name: len(list(moe_blocks(build(r.config)))) for r in rungs}
     assert with_experts["decoder_only"] < with_experts["by_token"]
     dense = {name for name, blocks in with_experts.items() if blocks == 0}
