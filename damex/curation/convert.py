@@ -50,6 +50,11 @@ def convert(arguments: Sequence[str]) -> None:
     chosen = {key: tuple(words) for key in keys if (words := getattr(args, key))}
     options = Options(format=args.format, val_share=args.val_share, **chosen)
     tree, out = open_root(args.root), Path(args.out)
+    if out.resolve().is_relative_to(tree.root):
+        raise ConfigError(
+            f"--out {args.out} lies inside of {args.root}, where the files would be "
+            "taken for annotations of it; choose a folder outside."
+        )
     with tempfile.TemporaryDirectory() as draft:
         conversion = convert_tree(tree, options, Path(draft))
         files = sorted(Path(draft).iterdir())

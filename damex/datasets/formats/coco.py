@@ -19,7 +19,14 @@ from damex.datasets.formats.records import (
     Options,
     Sample,
 )
-from damex.datasets.formats.tree import Tree, parent, split_name, split_of_file, stem
+from damex.datasets.formats.tree import (
+    Tree,
+    parent,
+    some,
+    split_name,
+    split_of_file,
+    stem,
+)
 from damex.errors import DataError
 
 _LISTS = ("images", "annotations", "categories")
@@ -42,7 +49,7 @@ def _looks_like_coco(tree: Tree, path: str) -> bool:
 
 
 def _recognise(tree: Tree) -> str | None:
-    return ", ".join(_files(tree)) or None
+    return some(_files(tree)) or None
 
 
 def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:

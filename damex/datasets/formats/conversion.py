@@ -134,14 +134,14 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
                 json.dumps(document), encoding="utf-8"
             )
     _note_unannotated(tree, contents, ledger)
-    if not any(summary.splits["train"].boxes.values() if summary.splits else ()):
+    if not any(sum(split.boxes.values()) for split in summary.splits.values()):
         lost = "; ".join(
             f"{entry.times} {what}, for instance {entry.example}"
             for what, entry in ledger.dropped.items()
         )
         raise DataError(
-            f"{tree.root} ({fmt.name}: {evidence}): no box is left for training. Left "
-            f"out: {lost or 'nothing; the annotations are empty'}."
+            f"{tree.root} ({fmt.name}: {evidence}): no box is left. Left out: "
+            f"{lost or 'nothing; the annotations are empty'}."
         )
     text = json.dumps(summary.to_dict(), indent=1)
     (folder / SUMMARY_FILE).write_text(text, encoding="utf-8")

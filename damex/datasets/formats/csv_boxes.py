@@ -27,6 +27,7 @@ from damex.datasets.formats.tree import (
     Tree,
     join,
     parent,
+    some,
     split_name,
     split_of_file,
 )
@@ -82,7 +83,7 @@ def _recognise(tree: Tree) -> str | None:
         table = _table(tree, path, limit=200)
         if table is not None:
             found.append(f"{path}{'' if table.header else ' (without a header)'}")
-    return ", ".join(found) or None
+    return some(found) or None
 
 
 def _table(tree: Tree, path: str, limit: int | None = None) -> _Table | None:

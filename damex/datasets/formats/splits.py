@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from damex.datasets.formats.images import content_share, for_all
 from damex.datasets.formats.records import Contents, Ledger, Options, Sample
-from damex.datasets.formats.tree import Tree, stem
+from damex.datasets.formats.tree import Tree, some, stem
 from damex.errors import ConfigError, did_you_mean
 
 DEFAULT_VAL_SHARE = 0.1
@@ -36,7 +36,7 @@ def choose_splits(
     if not chosen.get("train"):
         raise ConfigError(
             f"{tree.root} has no images for train, only the lists "
-            f"{', '.join(own) or 'of none'}; name one with train='...'."
+            f"{some([*own])}; name one with train='...'."
         )
     _leave_out(chosen, options)
     _note_unused(contents, chosen, ledger)

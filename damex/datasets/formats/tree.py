@@ -199,6 +199,11 @@ def join(folder: str, name: str) -> str:
     return "" if path == "." else path
 
 
+def some(paths: Sequence[str]) -> str:
+    """The first paths of a list, for messages."""
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" * (len(paths) > 4))
+
+
 def parent(path: str) -> str:
     """Folder of a relative path; the empty string for the root."""
     return path.rpartition("/")[0]
