@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ _ORIENTATION = 0x0112
 # It shows WebP, AVIF and the rest as they are stored.
 _ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
 _HASHED_BYTES = 1 << 16
+_BATCH = 256
 
 T = TypeVar("T")
 
@@ -119,8 +122,8 @@ def content_share(path: Path) -> float:
     Raises:
         OSError: If the file cannot be read.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         head = file.read(_HASHED_BYTES)
         file.seek(max(size - _HASHED_BYTES, 0))
         tail = file.read()
@@ -133,12 +136,17 @@ def for_all(
 ) -> dict[str, T | OSError]:
     """Call a function for many image files at once; its OSErrors are values."""
 
-    def call(name: str) -> T | OSError:
-        try:
-            return function(root / name)
-        except OSError as error:
-            return error
+    def call(batch: Sequence[str]) -> list[T | OSError]:
+        answers: list[T | OSError] = []
+        for name in batch:
+            try:
+                answers.append(function(root / name))
+            except OSError as error:
+                answers.append(error)
+        return answers
 
     names = list(dict.fromkeys(images))
+    batches = [names[n : n + _BATCH] for n in range(0, len(names), _BATCH)]
     with ThreadPoolExecutor(8) as pool:
-        return dict(zip(names, pool.map(call, names), strict=True))
+        answers = chain.from_iterable(pool.map(call, batches))
+        return dict(zip(names, answers, strict=True))

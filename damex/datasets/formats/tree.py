@@ -78,11 +78,7 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.files: dict[str, tuple[int, int]] = {}
-        for path in sorted(_walk(root)):
-            stat = path.stat()
-            relative = path.relative_to(root).as_posix()
-            self.files[relative] = (stat.st_size, stat.st_mtime_ns)
+        self.files = dict(sorted(_walk(str(root), "", set())))
 
     def digest(self) -> str:
         """A hash of the list of files with their sizes and times."""
@@ -98,7 +94,10 @@ class Tree:
 
     def text(self, path: str) -> str:
         """The text of a file; bytes that are no UTF-8 become question marks."""
-        return (self.root / path).read_text(encoding="utf-8-sig", errors="replace")
+        with open(  # noqa: PTH123 - a Path per file would double the time
+            f"{self.root}/{path}", encoding="utf-8-sig", errors="replace"
+        ) as file:
+            return file.read()
 
     def lines(self, path: str) -> list[str]:
         """The lines of a file, stripped."""
@@ -246,19 +245,23 @@ def _clean(name: str) -> str:
     return name.strip().replace("\\", "/").removeprefix("./")
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Files below a folder; a folder that links lead back to is entered once."""
-    entered = set()
-    for folder, names, files in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in entered:
-            names.clear()
-            continue
-        entered.add(real)
-        names[:] = [
-            n for n in names if not n.startswith(".") and n not in _SKIPPED_FOLDERS
-        ]
-        for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
+def _walk(
+    root: str, folder: str, entered: set[str]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Files below a folder: relative path, size and time.
+
+    A folder that links lead back to is entered once.
+    """
+    real = os.path.realpath(f"{root}/{folder}")
+    if real in entered:
+        return
+    entered.add(real)
+    with os.scandir(real) as entries:
+        shown = [entry for entry in entries if not entry.name.startswith(".")]
+    for entry in shown:
+        path = f"{folder}/{entry.name}" if folder else entry.name
+        if entry.is_file():
+            stat = entry.stat()
+            yield path, (stat.st_size, stat.st_mtime_ns)
+        elif entry.is_dir() and entry.name not in _SKIPPED_FOLDERS:
+            yield from _walk(root, path, entered)
