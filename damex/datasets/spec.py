@@ -33,14 +33,11 @@ class DatasetSpec:
 
     Args:
         name: Short unique name; it appears in tables, losses and checkpoints.
-        root: Folder in any format that ``damex.datasets.formats`` reads. It is found
-            out what lies there, and ``train``, ``val`` and ``test`` are only needed to
-            choose others than the folder's own splits: each is then the name of a
-            split, a folder, a list of images or an annotation file inside of ``root``,
-            or a list of these.
+        root: Folder in a format of ``damex.datasets.formats``. Beside it ``train``,
+            ``val`` and ``test`` only choose other images than its own splits: by a
+            split, folder, list of images or annotation file in it, or several.
         format: Name of the format of ``root``, where it cannot be found out.
-        val_share: Share of the images of ``root`` for validation, where it has no
-            split for that; 0.1 by default. 0 leaves validation out.
+        val_share: Share of ``root`` for validation, where it has none; 0.1 by default.
         data_root: Folder that the other paths are relative to.
         train: Annotation file in COCO format, or the config of any mmdet dataset. Its
             ``pipeline``, where it has one, replaces that of the mixture.
@@ -133,19 +130,14 @@ class DatasetSpec:
             source = self.test or self.val
         if source is not None and not isinstance(source, (str, Mapping)):
             raise ConfigError(
-                f"dataset {self.name!r}: {split} is {source!r}, which only an "
-                "entry with root=... can have; name one annotation file."
+                f"dataset {self.name!r}: {split} is {source!r}, which only an entry "
+                "with root=... can have; name one annotation file."
             )
         return source
 
     @cached_property
     def conversion(self) -> Conversion:
-        """What ``root`` was converted to; only for entries that have one.
-
-        Raises:
-            ConfigError: If it is not clear what lies there.
-            DataError: If it cannot be read.
-        """
+        """What ``root`` was converted to (see ``convert_entry``), if there is one."""
         return convert_entry(vars(self))
 
     def coco_source(self, split: str) -> CocoSource | None:
@@ -166,8 +158,7 @@ class DatasetSpec:
         if source is None and self.root is not None:
             raise ConfigError(
                 f"dataset {self.name!r}: {self.root} has no images for {split!r}; name "
-                f"some with {split}='<split, folder or list of images>', or give "
-                "val_share=0.2 or the like."
+                f"some with {split}='<split, folder or list>', or give val_share=0.2."
             )
         if source is None:
             raise ConfigError(

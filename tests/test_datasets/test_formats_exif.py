@@ -145,6 +145,14 @@ def test_turning_keeps_area_and_whether_corners_are_swapped(orientation):
         np.testing.assert_allclose(turned, sides)
 
 
+def test_aerial_image_above_pillows_limit(tmp_path, read, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    Image.new("L", SIZE).save(tmp_path / "a.jpg")
+    (tmp_path / "x.csv").write_text(csv_row(STORED_BOX))
+    assert read(tmp_path).boxes() == {"a.jpg": [("x", STORED_BOX)]}
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "CMYK", "I;16"])
 def test_any_kind_of_pixels_named_jpg_loads(tmp_path, mode):
     kind = "JPEG" if mode == "CMYK" else "PNG"

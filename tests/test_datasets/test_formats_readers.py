@@ -62,6 +62,16 @@ class TestVoc:
         example = "ImageSets/Main/val.txt:2: missing"
         assert found.summary.dropped[what].example == example
 
+    def test_trainval_and_test(self, tmp_path, write_image, write, read):
+        for name in "abcd":
+            write_image(tmp_path / f"JPEGImages/{name}.jpg")
+            write(tmp_path / f"Annotations/{name}.xml", xml(CAT))
+        write(tmp_path / "ImageSets/Main/trainval.txt", "a\nb\nd\n")
+        write(tmp_path / "ImageSets/Main/test.txt", "c\n")
+        found = read(tmp_path, val_share=0.5)
+        assert list(found.splits["test"]) == ["JPEGImages/c.jpg"]
+        assert len(found.splits["train"]) + len(found.splits["val"]) == 3
+
     def test_two_years_are_joined(self, tmp_path, write_image, write, read):
         for year in ("VOC2007", "VOC2012"):
             for name in ("000001", "000002"):  # ids of one year occur in the other

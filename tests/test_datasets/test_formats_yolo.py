@@ -73,6 +73,13 @@ def test_broken_yaml(roboflow, write, read, yaml, fault):
         read(roboflow)
 
 
+def test_two_data_sets_side_by_side(roboflow, write, read):
+    for split in ("train", "valid"):
+        write(roboflow / split / "data.yaml", "train: images\nnames: [cat, dog]")
+    with pytest.raises(ConfigError, match=r"several data sets .*root='.*/train'"):
+        read(roboflow)
+
+
 def test_darknet(tmp_path, write_image, write, read):
     for name, line in (("a", CAT_LINE), ("b", DOG_LINE), ("c", CAT_LINE)):
         write_image(tmp_path / f"obj/{name}.JPG")

@@ -57,7 +57,10 @@ def open_root(root: str | Path) -> Tree:
         raise ConfigError(
             f"root={str(root)!r}: there is no such folder (seen from {Path.cwd()})."
         )
-    return Tree(path.resolve())
+    try:
+        return Tree(path.resolve())
+    except OSError as error:
+        raise ConfigError(f"root={str(root)!r} cannot be listed: {error}.") from error
 
 
 def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from damex.datasets.formats.images import Header, for_all, read_header, turn_box
+from damex.datasets.formats.images import (
+    Header,
+    for_all,
+    images_of_any_size,
+    read_header,
+    turn_box,
+)
 from damex.datasets.formats.records import Box, Ledger, Sample
 
 Corners = tuple[float, float, float, float]
@@ -46,7 +52,8 @@ class DocumentWriter:
             ``place`` say where a record comes from.
         """
         new = [s.image for s in samples if s.image not in self._headers]
-        self._headers.update(for_all(read_header, self._root, new))
+        with images_of_any_size():
+            self._headers.update(for_all(read_header, self._root, new))
         images: list[dict[str, Any]] = []
         annotations: list[dict[str, Any]] = []
         for sample in _joined(samples, self._ledger):

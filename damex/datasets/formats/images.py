@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -46,6 +47,20 @@ class Header(NamedTuple):
         """Width and height as a viewer shows the image and a training loads it."""
         turned = self.orientation >= 5
         return (self.height, self.width) if turned else (self.width, self.height)
+
+
+@contextmanager
+def images_of_any_size() -> Iterator[None]:
+    """Let Pillow open aerial images, too, which it takes for an attack above 179 MP.
+
+    Only headers are read here, and OpenCV loads the pixels.
+    """
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def read_header(path: Path) -> Header:

@@ -35,6 +35,7 @@ from damex.datasets.formats.tree import (
     join,
     parent,
     replace_part,
+    some,
     split_name,
     split_of_folder,
     stem,
@@ -56,25 +57,26 @@ class _Config:
 
 
 def _recognise(tree: Tree) -> str | None:
-    if (path := _yaml_file(tree)) is not None:
-        return path
+    if paths := _yaml_files(tree):
+        return paths[0]
     if (found := recognise_kind(tree, "yolo")) is None:
         return None
     names = [path for path in tree.files if path.lower().endswith(_NAME_FILES)]
     return f"{names[0]} and {found}" if names else found
 
 
-def _yaml_file(tree: Tree) -> str | None:
-    """The YAML file that names classes and images, ``data.yaml`` before others."""
+def _yaml_files(tree: Tree) -> list[str]:
+    """YAML files that name classes and images, ``data.yaml`` before others."""
     files = sorted(
         tree.with_suffix(".yaml", ".yml"),
         key=lambda path: (path.count("/"), stem(path) != "data", path),
     )
-    for path in files[:20]:
-        content = _load_yaml(tree, path)
-        if "names" in content and any(split_name(str(key)) for key in content):
-            return path
-    return None
+    return [
+        path
+        for path in files[:20]
+        if "names" in (content := _load_yaml(tree, path))
+        and any(split_name(str(key)) for key in content)
+    ]
 
 
 def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
@@ -116,9 +118,14 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _read_config(tree: Tree) -> _Config:
-    path = _yaml_file(tree)
-    if path is not None:
-        return _from_yaml(tree, path)
+    paths = _yaml_files(tree)
+    if len({parent(path) for path in paths}) > 1 and parent(paths[0]):
+        raise ConfigError(
+            f"{tree.root} holds several data sets ({some(paths)}); give each its own "
+            f"entry, such as root={str(tree.root / parent(paths[0]))!r}."
+        )
+    if paths:
+        return _from_yaml(tree, paths[0])
     config = _Config()
     for path in tree.with_suffix(*_NAME_FILES):
         config.names = tuple(line for line in tree.lines(path) if line)
