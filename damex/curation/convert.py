@@ -23,25 +23,7 @@ def convert(arguments: Sequence[str]) -> None:
         ConfigError: If an option cannot work, or a file would be overwritten.
         DataError: If the data cannot be read.
     """
-    parser = Parser(
-        prog="tools/data.py convert",
-        description="Read a folder of images and annotations, write COCO json",
-    )
-    parser.add_argument("root", help="the folder; nothing in it is changed")
-    parser.add_argument("--out", required=True, help="folder for the COCO files")
-    formats = [fmt.name for fmt in FORMATS]
-    parser.add_argument("--format", choices=formats, help="by default it is found out")
-    parser.add_argument(
-        "--val-share",
-        type=float,
-        help="share of the images for validation where the folder has no such split "
-        "(default: 0.1)",
-    )
-    for split in ("train", "val", "test"):
-        what = "split, folder, list of images or annotation file inside of the root"
-        parser.add_argument(f"--{split}", nargs="+", help=what)
-    parser.add_argument("--classes", nargs="+", help="names, where no file names them")
-    args = parser.parse_args(arguments)
+    args = _parser().parse_args(arguments)
     if args.val_share is not None and not 0.0 <= args.val_share < 1.0:
         raise ConfigError(
             f"--val-share must be from 0 to below 1, got {args.val_share}."
@@ -74,3 +56,25 @@ def convert(arguments: Sequence[str]) -> None:
         f"\nfor a mixture:\n    dict(name={name!r}, data_root={str(out.resolve())!r}, "
         f"{named}, img={str(tree.root)!r}),"
     )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tools/data.py convert",
+        description="Read a folder of images and annotations, write COCO json",
+    )
+    parser.add_argument("root", help="the folder; nothing in it is changed")
+    parser.add_argument("--out", required=True, help="folder for the COCO files")
+    formats = [fmt.name for fmt in FORMATS]
+    parser.add_argument("--format", choices=formats, help="by default it is found out")
+    parser.add_argument(
+        "--val-share",
+        type=float,
+        help="share of the images for validation where the folder has no such split "
+        "(default: 0.1)",
+    )
+    for split in ("train", "val", "test"):
+        what = "split, folder, list of images or annotation file inside of the root"
+        parser.add_argument(f"--{split}", nargs="+", help=what)
+    parser.add_argument("--classes", nargs="+", help="names, where no file names them")
+    return parser

@@ -233,9 +233,12 @@ class MixtureDataset(Dataset):
                 f"dataset {spec.name!r}: no image of {spec.source(self.split)} is left "
                 f"for {self.split}: {why}. Check 'classes' and the file."
             )
-        text = f"{self.split}: {spec.name}: {len(dataset)} images"
         if spec.root is not None and self.split == "train":
-            text = f"{spec.conversion.summary.text(spec.name)}\n{text}"
+            summary = spec.conversion.summary
+            is_odd = bool(summary.dropped or summary.noted)  # then also on the screen
+            level = logging.WARNING if is_odd else logging.INFO
+            print_log(summary.text(spec.name), logger="current", level=level)
+        text = f"{self.split}: {spec.name}: {len(dataset)} images"
         print_log(text, logger="current", level=logging.INFO)
         return dataset
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -456,16 +457,20 @@ def test_entry_with_a_root_trains_and_evaluates(
 
 def test_summary_is_said_once(csv_folder, monkeypatch):
     (csv_folder / "1.png").write_bytes(b"")
-    seen = []
-    monkeypatch.setattr(
-        "damex.datasets.mixture.print_log", lambda text, **_: seen.append(text)
-    )
+    seen, levels = [], []
+
+    def log(text, level, **_):
+        seen.append(text)
+        levels.append(level)
+
+    monkeypatch.setattr("damex.datasets.mixture.print_log", log)
     for split in ("train", "val"):
         entry = dict(name="bugs", root=str(csv_folder), val_share=0.25)
         MixtureDataset(datasets=[entry], split=split, pipeline=PIPELINE)
     text = "\n".join(seen)
     assert text.count(f"bugs: csv data in {csv_folder} (boxes.csv)") == 1
     assert "left out: 1 images that cannot be read (for instance 1.png)" in text
+    assert levels == [logging.WARNING, logging.INFO, logging.INFO]
 
 
 @pytest.mark.parametrize(
