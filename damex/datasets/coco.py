@@ -18,6 +18,7 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
+from damex.datasets.formats.categories import without_dummies
 from damex.errors import ConfigError, DataError, did_you_mean
 
 BAD_BOX_POLICIES = ("error", "drop")
@@ -58,8 +59,10 @@ class NamedCocoDataset(CocoDataset):
     Label ``i`` is ``metainfo['classes'][i]``, whatever the order of categories in the
     file. Boxes are looked at while they are read: boxes that reach over the border are
     clipped, boxes thinner than one pixel are left out of training, and one line per
-    file says how many. A box that lies wholly outside its image is an error, since it
-    usually means another box format or other image sizes.
+    file says how many. A box with a negative width or height is left out everywhere,
+    evaluation included. A box that lies wholly outside its image is an error, since it
+    usually means another box format or other image sizes. A category that is only a
+    heading of the others (Roboflow's first) is no class, unless the classes name it.
 
     Args:
         name: Name of the dataset in messages.
@@ -87,14 +90,30 @@ class NamedCocoDataset(CocoDataset):
         """
         document = read_coco(Path(path), self.name)
         where = f"dataset {self.name!r}: {path}"
-        category_names(document["categories"], where)
         _check_records(document, where)
+        self._set_aside_dummies(document)
+        category_names(document["categories"], where)
         self._names = {c["id"]: str(c["name"]) for c in document["categories"]}
         image_ids = {image["id"] for image in document["images"]}
         lost = sum(a.get("image_id") not in image_ids for a in document["annotations"])
         if lost:
             self._counts["annotations of images that the file does not list"] += lost
         return _NamedCoco(document, where)
+
+    def _set_aside_dummies(self, document: dict[str, Any]) -> None:
+        """Take headings without boxes out of the categories, and say so."""
+        used = {record["category_id"] for record in document["annotations"]}
+        kept = without_dummies(document["categories"], used, key="id")
+        names = {category.get("name") for category in kept}
+        for category in document["categories"]:
+            name = category.get("name")
+            if category in kept:
+                continue
+            if name in self.metainfo["classes"] and name not in names:
+                kept.append(category)
+            else:
+                self._counts[f"category without boxes, {name!r}, left out"] += 1
+        document["categories"] = kept
 
     def filter_data(self) -> list[dict]:
         """Filter as mmdet does, then report everything that was left out or changed."""
@@ -169,6 +188,9 @@ class NamedCocoDataset(CocoDataset):
                 f"{where}: bbox must be [x, y, width, height] in pixels, got {box!r}."
             )
         x, y, w, h = box
+        if w < 0 or h < 0:
+            self._counts["boxes with a negative width or height dropped"] += 1
+            return False
         record.setdefault("area", w * h)
         beyond = x >= image["width"] or y >= image["height"]
         # A box without a side at the corner (0, 0) is thin and not outside.
@@ -205,7 +227,8 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
     """Names of the categories of a COCO file, in file order.
 
     Only this list of the file is parsed: the rest of a large one takes many seconds,
-    and is read once, when the dataset is built.
+    and is read once, when the dataset is built. A category without boxes that is only a
+    heading of the others is left out.
 
     Raises:
         DataError: If the file is missing, is not JSON, or has no proper categories.
@@ -218,6 +241,14 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
             categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
     if not isinstance(categories, list):
         categories = read_coco(path, dataset)["categories"]
+    real = without_dummies(categories, (), key="id")
+    headings = [c["id"] for c in categories if c not in real and "id" in c]
+    used = {
+        number
+        for number in headings
+        if re.search(rf'"category_id"\s*:\s*{re.escape(json.dumps(number))}\b', text)
+    }
+    categories = without_dummies(categories, used, key="id")
     return category_names(categories, f"dataset {dataset!r}: {path}")
 
 

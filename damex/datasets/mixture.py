@@ -19,6 +19,7 @@ from mmdet.registry import DATASETS, TRANSFORMS
 from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
 from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
+from mmengine.structures import BaseDataElement
 from torch.utils.data import Dataset
 
 from damex.datasets.label_space import LabelSpace
@@ -163,6 +164,7 @@ class MixtureDataset(Dataset):
                 info["instances"]
             )
         path, name = info["img_path"], info["dataset_name"]
+        stated = info.get("width"), info.get("height")
         try:
             packed = self.pipelines[source](info)
         except Exception:
@@ -177,6 +179,7 @@ class MixtureDataset(Dataset):
                 f"dataset {name!r}: the {self.split} pipeline has to end with "
                 "dict(type='PackDetInputs'); its samples cannot name their dataset."
             )
+        _check_size(packed["data_samples"], stated, f"dataset {name!r}: {path}")
         packed["data_samples"].set_metainfo(identity)
         return packed
 
@@ -230,6 +233,11 @@ class MixtureDataset(Dataset):
                 f"dataset {spec.name!r}: no image of {spec.source(self.split)} is left "
                 f"for {self.split}: {why}. Check 'classes' and the file."
             )
+        if spec.root is not None and self.split == "train":
+            summary = spec.conversion.summary
+            is_odd = bool(summary.dropped or summary.noted)  # then also on the screen
+            level = logging.WARNING if is_odd else logging.INFO
+            print_log(summary.text(spec.name), logger="current", level=level)
         text = f"{self.split}: {spec.name}: {len(dataset)} images"
         print_log(text, logger="current", level=logging.INFO)
         return dataset
@@ -280,6 +288,37 @@ def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             )
         )
     return rows
+
+
+def _check_size(sample: BaseDataElement, stated: tuple[Any, Any], where: str) -> None:
+    """Refuse an image that has another size than its annotation says.
+
+    Args:
+        sample: As packed; an ``ori_shape`` in its metainfo is the size of the image as
+            it was loaded. One pixel of difference is rounding.
+        stated: Width and height by the annotation; None where it does not say.
+        where: Dataset and file, for the message.
+
+    Raises:
+        DataError: If they differ: the boxes would lie somewhere else.
+    """
+    shape = sample.metainfo.get("ori_shape")
+    if shape is None or None in stated:
+        return
+    loaded = (shape[1], shape[0])
+    if all(abs(a - b) <= 1 for a, b in zip(loaded, stated, strict=True)):
+        return
+    reason = "The boxes are for an image of another size; correct width and height."
+    if all(abs(a - b) <= 1 for a, b in zip(loaded, reversed(stated), strict=True)):
+        reason = (
+            "The file is probably stored rotated, with an EXIF orientation that its "
+            "boxes know nothing of: name the dataset by root='<folder>', which turns "
+            "them, or load it with color_type='color_ignore_orientation'."
+        )
+    raise DataError(
+        f"{where} is {loaded[0]} x {loaded[1]} px as loaded, and {stated[0]} x "
+        f"{stated[1]} px by its annotation. {reason}"
+    )
 
 
 def _check_image(path: str, dataset: str, split: str) -> None:

@@ -13,6 +13,8 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 
 from damex.datasets.coco import read_class_names
+from damex.datasets.formats.conversion import Conversion
+from damex.datasets.formats.entry import check_entry, convert_entry
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val", "test")
@@ -31,6 +33,11 @@ class DatasetSpec:
 
     Args:
         name: Short unique name; it appears in tables, losses and checkpoints.
+        root: Folder in a format of ``damex.datasets.formats``. Beside it ``train``,
+            ``val`` and ``test`` only choose other images than its own splits: by a
+            split, folder, list of images or annotation file in it, or several.
+        format: Name of the format of ``root``, where it cannot be found out.
+        val_share: Share of ``root`` for validation, where it has none; 0.1 by default.
         data_root: Folder that the other paths are relative to.
         train: Annotation file in COCO format, or the config of any mmdet dataset. Its
             ``pipeline``, where it has one, replaces that of the mixture.
@@ -48,14 +55,17 @@ class DatasetSpec:
 
     name: str
     data_root: str = ""
-    train: str | Mapping[str, Any] | None = None
-    val: str | Mapping[str, Any] | None = None
-    test: str | Mapping[str, Any] | None = None
+    train: str | Sequence[str] | Mapping[str, Any] | None = None
+    val: str | Sequence[str] | Mapping[str, Any] | None = None
+    test: str | Sequence[str] | Mapping[str, Any] | None = None
     img: str | Mapping[str, str] = ""
     classes: tuple[str, ...] | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
     weight: float | None = None
     group: str | None = None
+    root: str | None = None
+    format: str | None = None
+    val_share: float | None = None
 
     @classmethod
     def from_config(cls, entry: Mapping[str, Any], position: int) -> DatasetSpec:
@@ -98,6 +108,7 @@ class DatasetSpec:
                 f"{where} ({name!r}): weight must be a number above 0, got {weight!r}; "
                 "to leave a dataset out, remove its entry."
             )
+        check_entry(entry, f"{where} ({name!r})")
         classes = entry.get("classes")
         chosen = None if classes is None else tuple(classes)
         return cls(**{**entry, "classes": chosen})
@@ -111,9 +122,23 @@ class DatasetSpec:
         """Annotation file or dataset config of a split (``test`` falls to ``val``)."""
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {SPLITS}, got {split!r}.")
+        if self.root is not None:
+            file = self.conversion.file(split)
+            return None if file is None else str(file)
+        source = self.train if split == "train" else self.val
         if split == "test":
-            return self.test or self.val
-        return self.train if split == "train" else self.val
+            source = self.test or self.val
+        if source is not None and not isinstance(source, (str, Mapping)):
+            raise ConfigError(
+                f"dataset {self.name!r}: {split} is {source!r}, which only an entry "
+                "with root=... can have; name one annotation file."
+            )
+        return source
+
+    @cached_property
+    def conversion(self) -> Conversion:
+        """What ``root`` was converted to (see ``convert_entry``), if there is one."""
+        return convert_entry(vars(self))
 
     def coco_source(self, split: str) -> CocoSource | None:
         """Where a split lies; None if it has no COCO file, or is not given."""
@@ -130,6 +155,11 @@ class DatasetSpec:
             ConfigError: If the spec does not name this split.
         """
         source = self.source(split)
+        if source is None and self.root is not None:
+            raise ConfigError(
+                f"dataset {self.name!r}: {self.root} has no images for {split!r}; name "
+                f"some with {split}='<split, folder or list>', or give val_share=0.2."
+            )
         if source is None:
             raise ConfigError(
                 f"dataset {self.name!r} has no {split!r} entry; add "
@@ -217,6 +247,8 @@ class DatasetSpec:
             )
 
     def _image_folder(self, split: str) -> str:
+        if self.root is not None:
+            return self.conversion.summary.root
         if isinstance(self.img, str):
             return self.img
         if split == "test" and not self.test:
@@ -240,7 +272,9 @@ class DatasetSpec:
         """
         if self.classes is not None:
             return self.classes
-        source = self.train if self.train is not None else self.val
+        if self.root is not None:
+            return self.conversion.summary.classes
+        source = self.source("train") or self.source("val")
         if isinstance(source, str):
             return read_class_names(Path(self.data_root) / source, self.name)
         classes = _metainfo_classes(source or {})
@@ -355,7 +389,10 @@ def _class_of(config: Mapping[str, Any]) -> Any:
 
 def _source_file(spec: DatasetSpec) -> str | None:
     """Resolved path of the training annotations, where they are one file."""
-    source = spec.train
+    if spec.root is not None:
+        folder = str(Path(spec.root).resolve())
+        return folder if spec.train is None else f"{folder}: {spec.train}"
+    source = spec.source("train")
     source = dict(ann_file=source) if isinstance(source, str) else source or {}
     if not isinstance(source.get("ann_file"), str):
         return None

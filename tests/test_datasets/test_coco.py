@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mmdet.datasets import CocoDataset
 
-from damex.datasets.coco import NamedCocoDataset
+from damex.datasets.coco import NamedCocoDataset, read_class_names
 from damex.errors import DataError
 
 UNION = ("car", "person", "bus", "dog")
@@ -173,6 +173,68 @@ def test_every_box_left_out_is_counted(park, edit_json, warnings, values, reason
     edit_json(park, set_record("annotations", 0, **values))
     assert names_in_dataset(load(park))[0] == ["dog"]
     assert warnings == [f"dataset 'park': {park}: 1 {reason}."]
+
+
+@pytest.mark.parametrize("test_mode", [False, True])
+@pytest.mark.parametrize("box", [[20, 5, -9, 9], [20, 25, 9, -9]])
+def test_negative_side_is_said_as_such(park, edit_json, warnings, box, test_mode):
+    edit_json(park, set_record("annotations", 0, bbox=box))
+    dataset = load(park, test_mode=test_mode)
+    assert names_in_dataset(dataset)[0] == ["dog"]
+    assert len(dataset.get_data_info(0).get("ground_truth", ["dog"])) == 1
+    assert warnings == [
+        f"dataset 'park': {park}: 1 boxes with a negative width or height dropped."
+    ]
+
+
+def roboflow(document):
+    """Put the dummy category of Roboflow's exports first."""
+    for category in document["categories"]:
+        category["supercategory"] = "animals"
+    document["categories"].insert(0, dict(id=0, name="animals", supercategory="none"))
+
+
+def test_heading_without_boxes_is_no_class(park, edit_json, warnings):
+    edit_json(park, roboflow)
+    names = read_class_names(park, "park")
+    assert names == ("person", "dog", "car")
+    assert names_in_dataset(load(park, names)) == names_in_file(park)
+    what = "1 category without boxes, 'animals', left out"
+    assert warnings == [f"dataset 'park': {park}: {what}."]
+
+
+def test_heading_stays_where_the_classes_name_it(park, edit_json, warnings):
+    edit_json(park, roboflow)
+    dataset = load(park, ["animals", "person", "dog", "car"])
+    assert dataset.metainfo["classes"][0] == "animals"
+    assert names_in_dataset(dataset) == names_in_file(park)
+    assert warnings == []
+
+
+def test_heading_with_a_box_is_a_class(park, edit_json):
+    edit_json(park, roboflow)
+    edit_json(park, set_record("annotations", 0, category_id=0))
+    names = read_class_names(park, "park")
+    assert names == ("animals", "person", "dog", "car")
+    assert names_in_dataset(load(park, names))[0] == ["animals", "dog"]
+
+
+def test_heading_with_the_name_of_a_class(park, edit_json):
+    def change(document):
+        roboflow(document)
+        document["categories"][0]["name"] = "dog"
+        for category in document["categories"][1:]:
+            category["supercategory"] = "dog"
+
+    edit_json(park, change)
+    names = read_class_names(park, "park")
+    assert names == ("person", "dog", "car")
+    assert names_in_dataset(load(park, names))[0] == ["person", "dog"]
+
+
+def test_class_that_no_box_uses_stays(park, edit_json):
+    edit_json(park, lambda d: d["categories"].append(dict(id=9, name="owl")))
+    assert read_class_names(park, "park") == ("person", "dog", "car", "owl")
 
 
 def test_clean_file_is_not_mentioned(park, warnings):

@@ -389,6 +389,23 @@ def test_undecodable_image(two_datasets, content):
     assert "cannot be decoded. Replace the file" in text
 
 
+@pytest.mark.parametrize(("width", "loads"), [(47, True), (49, True), (96, False)])
+def test_size_of_another_image(two_datasets, edit_json, width, loads):
+    # The images are 48 x 32 px; a pixel is rounding.
+    path = Path(two_datasets[0]["data_root"]) / "train.json"
+    edit_json(path, lambda d: d["images"][0].update(width=width))
+    dataset = MixtureDataset(datasets=two_datasets, pipeline=PIPELINE)
+    if loads:
+        dataset[0]
+        return
+    with pytest.raises(DataError) as caught:
+        dataset[0]
+    text = str(caught.value)
+    assert "dataset 'street': " in text
+    assert "0.png is 48 x 32 px as loaded, and 96 x 32 px by its annotation." in text
+    assert "EXIF" not in text
+
+
 def test_bug_in_a_transform_keeps_its_traceback(two_datasets, monkeypatch):
     logged = []
     monkeypatch.setattr(

@@ -1,0 +1,80 @@
+"""``tools/data.py convert``: a folder in any format -> COCO files and a summary."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from damex.datasets.formats.conversion import FORMATS, convert_tree, open_root
+from damex.datasets.formats.records import Options
+from damex.engine.cli import Parser
+from damex.errors import ConfigError
+
+
+def convert(arguments: Sequence[str]) -> None:
+    """Write COCO files of a data set into a folder, and print what was kept.
+
+    Args:
+        arguments: Command line after the name of the command.
+
+    Raises:
+        ConfigError: If an option cannot work, or a file would be overwritten.
+        DataError: If the data cannot be read.
+    """
+    args = _parser().parse_args(arguments)
+    if args.val_share is not None and not 0.0 <= args.val_share < 1.0:
+        raise ConfigError(
+            f"--val-share must be from 0 to below 1, got {args.val_share}."
+        )
+    keys = ("train", "val", "test", "classes")
+    chosen = {key: tuple(words) for key in keys if (words := getattr(args, key))}
+    options = Options(format=args.format, val_share=args.val_share, **chosen)
+    tree, out = open_root(args.root), Path(args.out)
+    if out.resolve().is_relative_to(tree.root):
+        raise ConfigError(
+            f"--out {args.out} lies inside of {args.root}, where the files would be "
+            "taken for annotations of it; choose a folder outside."
+        )
+    with tempfile.TemporaryDirectory() as draft:
+        conversion = convert_tree(tree, options, Path(draft))
+        files = sorted(Path(draft).iterdir())
+        for file in files:
+            if (out / file.name).exists():
+                raise ConfigError(
+                    f"{out / file.name} exists and is not overwritten; remove it, or "
+                    "choose another --out."
+                )
+        out.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copy(file, out / file.name)
+    name = tree.root.name
+    print(conversion.summary.text(name))
+    named = ", ".join(f'{s}="{s}.json"' for s in conversion.summary.splits)
+    print(
+        f"\nfor a mixture:\n    dict(name={name!r}, data_root={str(out.resolve())!r}, "
+        f"{named}, img={str(tree.root)!r}),"
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tools/data.py convert",
+        description="Read a folder of images and annotations, write COCO json",
+    )
+    parser.add_argument("root", help="the folder; nothing in it is changed")
+    parser.add_argument("--out", required=True, help="folder for the COCO files")
+    formats = [fmt.name for fmt in FORMATS]
+    parser.add_argument("--format", choices=formats, help="by default it is found out")
+    parser.add_argument(
+        "--val-share",
+        type=float,
+        help="share of the images for validation where the folder has no such split "
+        "(default: 0.1)",
+    )
+    for split in ("train", "val", "test"):
+        what = "split, folder, list of images or annotation file inside of the root"
+        parser.add_argument(f"--{split}", nargs="+", help=what)
+    parser.add_argument("--classes", nargs="+", help="names, where no file names them")
+    return parser

@@ -1,0 +1,1 @@
+"""The folders that people have, read into COCO files: one reader per format."""

@@ -1,0 +1,167 @@
+"""Sizes and EXIF rotation of image files, read from their headers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from PIL import Image
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
+
+_ORIENTATION = 0x0112
+# Containers whose EXIF rotation OpenCV, which loads the images of a training, obeys.
+# It shows WebP, AVIF and the rest as they are stored.
+_ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
+_HASHED_BYTES = 1 << 16
+_BATCH = 256
+
+T = TypeVar("T")
+
+
+class Header(NamedTuple):
+    """Size of an image as stored, and how it is turned before anyone sees it.
+
+    Attributes:
+        width: Of the stored pixels.
+        height: Of the stored pixels.
+        orientation: EXIF orientation, 1 to 8; 1 where the loader ignores it.
+    """
+
+    width: int
+    height: int
+    orientation: int = 1
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Width and height of the stored pixels."""
+        return self.width, self.height
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        """Width and height as a viewer shows the image and a training loads it."""
+        turned = self.orientation >= 5
+        return (self.height, self.width) if turned else (self.width, self.height)
+
+
+@contextmanager
+def images_of_any_size() -> Iterator[None]:
+    """Let Pillow open aerial images, too, which it takes for an attack above 179 MP.
+
+    Only headers are read here, and OpenCV loads the pixels.
+    """
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def read_header(path: Path) -> Header:
+    """Read size and rotation without decoding the pixels.
+
+    Raises:
+        OSError: If the file is missing, or no image.
+    """
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            if isinstance(image, TiffImageFile):  # newer Pillow turns its size
+                width, height = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
+            orientation = _orientation(image)
+    except (Image.DecompressionBombError, SyntaxError, ValueError, KeyError) as error:
+        raise OSError(str(error)) from error
+    return Header(width, height, orientation)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Orientation in an image's EXIF block; ``getexif`` would also look into XMP."""
+    if image.format not in _ROTATED_WHEN_LOADED:
+        return 1
+    if isinstance(image, TiffImageFile):
+        found = image.tag_v2.get(_ORIENTATION)
+    else:
+        exif = Image.Exif()
+        try:
+            exif.load(image.info.get("exif") or b"")
+        except Exception:  # Pillow raises all sorts of errors on broken blocks
+            return 1
+        found = exif.get(_ORIENTATION)
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def turn_box(
+    corners: tuple[float, float, float, float], header: Header
+) -> tuple[float, float, float, float]:
+    """Move a box from the stored pixels to the image as it is shown.
+
+    Args:
+        corners: x1, y1, x2, y2 in stored pixels.
+        header: Of the image.
+
+    Returns:
+        x1, y1, x2, y2 in pixels of the image as shown. A box with swapped corners
+        stays one.
+    """
+    x1, y1, x2, y2 = corners
+    w, h = header.stored
+    mirrored = (w - x2, y1, w - x1, y2)
+    flipped = (x1, h - y2, x2, h - y1)
+    upside_down = (w - x2, h - y2, w - x1, h - y1)
+    # EXIF 2.32, tag 0x0112: which side of the scene row 0 and column 0 of the pixels
+    # are. From 5 on rows are columns; for instance, 6 is shown turned clockwise.
+    return {
+        1: corners,
+        2: mirrored,
+        3: upside_down,
+        4: flipped,
+        5: (y1, x1, y2, x2),
+        6: (h - y2, x1, h - y1, x2),
+        7: (h - y2, w - x2, h - y1, w - x1),
+        8: (y1, w - x2, y2, w - x1),
+    }[header.orientation]
+
+
+def content_share(path: Path) -> float:
+    """A number in [0, 1) that follows from the content of a file and nothing else.
+
+    The first and last 64 KB and the size are looked at: equal files get equal numbers,
+    and whole data sets need not be read.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_HASHED_BYTES)
+        file.seek(max(size - _HASHED_BYTES, 0))
+        tail = file.read()
+    digest = hashlib.blake2b(head + tail + str(size).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") / 2**64
+
+
+def for_all(
+    function: Callable[[Path], T], root: Path, images: Iterable[str]
+) -> dict[str, T | OSError]:
+    """Call a function for many image files at once; its OSErrors are values."""
+
+    def call(batch: Sequence[str]) -> list[T | OSError]:
+        answers: list[T | OSError] = []
+        for name in batch:
+            try:
+                answers.append(function(root / name))
+            except OSError as error:
+                answers.append(error)
+        return answers
+
+    names = list(dict.fromkeys(images))
+    batches = [names[n : n + _BATCH] for n in range(0, len(names), _BATCH)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = chain.from_iterable(pool.map(call, batches))
+        return dict(zip(names, answers, strict=True))

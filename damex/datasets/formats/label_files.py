@@ -1,0 +1,139 @@
+"""Folders with one text file of labels per image: YOLO, KITTI and DOTA.
+
+What such a file is shows in its lines; its image is found by its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from damex.datasets.formats.records import Box, Contents, Ledger, Sample
+from damex.datasets.formats.tree import (
+    Tree,
+    parent,
+    replace_part,
+    split_of_folder,
+    stem,
+)
+
+# Folder of labels -> folders of images that stand beside it.
+_IMAGE_FOLDERS = {
+    "labels": ("images", "image", "JPEGImages", "img", ""),
+    "label": ("images", "image", "img", ""),
+    "label_2": ("image_2",),
+    "annotations": ("images", "image", "JPEGImages", ""),
+}
+_LOOKED_AT = 40
+_HEADERS = ("imagesource:", "gsd:")  # of DOTA
+
+
+def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
+    """The words as numbers, NaN and infinity among them; None if one is no number."""
+    try:
+        return tuple(float(word) for word in words)
+    except ValueError:
+        return None
+
+
+def kind_of_line(line: str) -> str | None:
+    """``yolo``, ``kitti`` or ``dota`` by the look of a line; None for others."""
+    words = line.split()
+    if len(words) in (15, 16) and numbers(words[1:]) and not numbers(words[:1]):
+        return "kitti"
+    if len(words) in (9, 10) and numbers(words[:8]) and not numbers(words[8:9]):
+        return "dota"
+    if re.fullmatch(r"\d+(\.0+)?", words[0]) and len(words) >= 5:
+        values = numbers(words[1:])
+        # A box, or a polygon of three points or more.
+        is_shape = len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
+        if values and is_shape and all(-1 <= v <= 2 or math.isnan(v) for v in values):
+            return "yolo"
+    return None
+
+
+def kind_of_file(tree: Tree, path: str) -> str | None:
+    """The format of a label file by its first line that has one."""
+    for line in tree.lines(path)[:20]:
+        if line and not line.lower().startswith(_HEADERS):
+            return kind_of_line(line)
+    return None
+
+
+def image_of(tree: Tree, path: str) -> str | None:
+    """The image of a label file: of its name, in the folder beside or anywhere."""
+    folder = parent(path)
+    near = [folder]
+    for part in reversed(folder.split("/")):
+        others = _IMAGE_FOLDERS.get(part.lower(), ())
+        if part.lower().startswith("labeltxt"):
+            others = ("images", "image", "")
+        found = (replace_part(folder, part, other) for other in others)
+        near = [*(one for one in found if one is not None), *near]
+        if others:
+            break
+    return tree.locate_image(stem(path), near, split_of_folder(folder))
+
+
+def label_files(tree: Tree, kind: str) -> list[str]:
+    """Text files of a kind; empty ones count where all files beside them would."""
+    files = tree.with_suffix(".txt")
+    kinds = {path: kind_of_file(tree, path) for path in files}
+    folders = {parent(path) for path, found in kinds.items() if found == kind}
+    return [
+        path
+        for path, found in kinds.items()
+        if found == kind
+        or (found is None and parent(path) in folders and image_of(tree, path))
+    ]
+
+
+def recognise_kind(tree: Tree, kind: str) -> str | None:
+    """Whether the text files that are named like images are mostly of a kind."""
+    named = [
+        path
+        for path in tree.with_suffix(".txt")
+        if stem(path).lower() in tree.images_by_stem
+    ]
+    step = max(len(named) // _LOOKED_AT, 1)
+    kinds = Counter(kind_of_file(tree, path) for path in named[::step])
+    kinds.pop(None, None)
+    if kinds and kinds.most_common(1)[0][0] == kind:
+        return f"{len(named)} label files such as {named[0]}"
+    return None
+
+
+Parse = Callable[[str, Ledger, str], Box | None]
+
+
+def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Contents:
+    """Read all label files of a kind.
+
+    Args:
+        tree: The folder.
+        kind: Of the lines; see :func:`kind_of_line`.
+        parse: Makes a box of a line, or says in the ledger (third: where) why not.
+        ledger: For what is left out.
+
+    Returns:
+        Samples, with splits by folder where any folder is named like a split.
+    """
+    samples, splits = [], dict[str, list[Sample]]()
+    for path in label_files(tree, kind):
+        image = image_of(tree, path)
+        if image is None:
+            ledger.drop("annotation files without an image", path)
+            continue
+        sample = Sample(image, path)
+        for number, line in enumerate(tree.lines(path), start=1):
+            if not line or line.lower().startswith(_HEADERS):
+                continue
+            box = parse(line, ledger, f"{path}:{number}")
+            if box is not None:
+                sample.boxes.append(box._replace(place=number))
+        samples.append(sample)
+        if (split := split_of_folder(parent(path))) is not None:
+            splits.setdefault(split, []).append(sample)
+    return Contents(samples, splits)

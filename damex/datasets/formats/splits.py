@@ -1,0 +1,150 @@
+"""Which images train and which evaluate: as the folder says, as told, or by a hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from damex.datasets.formats.images import content_share, for_all
+from damex.datasets.formats.records import Contents, Ledger, Options, Sample
+from damex.datasets.formats.tree import Tree, some, stem
+from damex.errors import ConfigError, did_you_mean
+
+DEFAULT_VAL_SHARE = 0.1
+
+
+def choose_splits(
+    tree: Tree, contents: Contents, options: Options, ledger: Ledger
+) -> dict[str, list[Sample]]:
+    """Samples by split.
+
+    Splits that an entry names come first, then those of the folder; if there is nothing
+    for validation, images of ``train`` are taken by a hash of their content.
+
+    Raises:
+        ConfigError: If a named split is not there, or ``val_share`` contradicts.
+    """
+    own = contents.splits or {"train": contents.samples}
+    chosen: dict[str, list[Sample]] = {}
+    for split in ("train", "val", "test"):
+        told = getattr(options, split)
+        if told is not None:
+            chosen[split] = _selected(tree, contents, told, split)
+        elif own.get(split):
+            chosen[split] = own[split]
+    if "train" not in chosen and "trainval" in own:
+        chosen["train"] = own["trainval"]
+    if not chosen.get("train"):
+        raise ConfigError(
+            f"{tree.root} has no images for train, only the lists "
+            f"{some([*own])}; name one with train='...'."
+        )
+    _leave_out(chosen, options)
+    _note_unused(contents, chosen, ledger)
+    if "val" in chosen and options.val_share is not None:
+        raise ConfigError(
+            f"{tree.root}: val_share={options.val_share} cannot be used, since there "
+            "is a val split already; leave it out."
+        )
+    if "val" not in chosen and options.val_share != 0.0:
+        share = DEFAULT_VAL_SHARE if options.val_share is None else options.val_share
+        chosen["train"], val = _by_content(tree, chosen["train"], share, ledger)
+        if val:
+            chosen["val"] = val
+    return {
+        split: chosen[split] for split in ("train", "val", "test") if split in chosen
+    }
+
+
+def _leave_out(chosen: dict[str, list[Sample]], options: Options) -> None:
+    """Take what an entry names for evaluation out of a train split it does not name.
+
+    Where train is named, too, both are as told: the overlap is then said, not mended.
+    """
+    for split in ("val", "test"):
+        if getattr(options, split) is not None and options.train is None:
+            held = {id(sample) for sample in chosen[split]}
+            chosen["train"] = [s for s in chosen["train"] if id(s) not in held]
+
+
+def _note_unused(
+    contents: Contents, chosen: Mapping[str, list[Sample]], ledger: Ledger
+) -> None:
+    used = {id(sample) for samples in chosen.values() for sample in samples}
+    rest = [sample for sample in contents.samples if id(sample) not in used]
+    if rest:
+        what = "annotated images in no split that is used"
+        ledger.drop(what, rest[0].image, len(rest))
+    train = {sample.image for sample in chosen.get("train", ())}
+    for split in ("val", "test"):
+        common = [s.image for s in chosen.get(split, ()) if s.image in train]
+        if common:
+            what = f"WARNING: images of {split} are images of train, too"
+            ledger.note(what, common[0], len(common))
+
+
+def _selected(
+    tree: Tree, contents: Contents, told: Iterable[str], split: str
+) -> list[Sample]:
+    """Samples of a list's name, of an annotation file, a folder or a list of images."""
+    found: dict[int, Sample] = {}
+    for one in told:
+        samples = _named(tree, contents, one.replace("\\", "/").rstrip("/"))
+        if not samples:
+            known = [*contents.splits, *(f for f in sorted(tree.folders) if f)]
+            raise ConfigError(
+                f"{tree.root}: {split}={one!r} is no split, folder, list of images or "
+                f"annotation file with images of it; {did_you_mean(one, known)}"
+            )
+        found.update((id(sample), sample) for sample in samples)
+    return list(found.values())
+
+
+def _named(tree: Tree, contents: Contents, name: str) -> list[Sample]:
+    if name in contents.splits:
+        return contents.splits[name]
+    by_source = [sample for sample in contents.samples if sample.source == name]
+    if by_source:
+        return by_source
+    if name in tree.files and name.endswith(".txt"):
+        lines = [line for line in tree.lines(name) if line]
+        listed = {tree.locate_image(line) for line in lines}
+        stems = {line for line in lines if "." not in line and "/" not in line}
+        return [
+            s for s in contents.samples if s.image in listed or stem(s.image) in stems
+        ]
+    folder = f"{name}/"
+    return [
+        sample
+        for sample in contents.samples
+        if sample.image.startswith(folder) or sample.source.startswith(folder)
+    ]
+
+
+def _by_content(
+    tree: Tree, samples: list[Sample], share: float, ledger: Ledger
+) -> tuple[list[Sample], list[Sample]]:
+    """Split by a hash of the files: an image keeps its side whatever is added.
+
+    Equal files are on one side. Where no image falls below the share, the nearest one
+    is taken, so that a small folder also has something to evaluate on.
+    """
+    shares = {
+        name: 1.0 if isinstance(value, OSError) else value
+        for name, value in for_all(
+            content_share, tree.root, (sample.image for sample in samples)
+        ).items()
+    }
+    distinct = sorted(set(shares.values()))
+    limit = share
+    if len(distinct) > 1 and distinct[0] >= share:
+        limit = distinct[1]
+        ledger.note(
+            f"no image falls into the validation share of {share:g}: the nearest was "
+            f"taken; val_share={distinct[0] + 0.005:.2f} makes that lasting",
+            next(name for name in shares if shares[name] == distinct[0]),
+        )
+    elif distinct and distinct[-1] < share:
+        limit = distinct[-1]
+    val = [sample for sample in samples if shares[sample.image] < limit]
+    train = [sample for sample in samples if shares[sample.image] >= limit]
+    return train, val

@@ -1,0 +1,132 @@
+"""Pascal VOC: one XML file per image, beside it or in ``Annotations``.
+
+Coordinates are taken as they are, in pixels from the upper left corner. The devkit of
+VOC counts pixels from 1, but the tools that write this format today do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+from damex.datasets.formats.image_sets import splits_by_image_sets
+from damex.datasets.formats.label_files import numbers
+from damex.datasets.formats.records import (
+    Box,
+    Contents,
+    Format,
+    Ledger,
+    Options,
+    Sample,
+)
+from damex.datasets.formats.tree import (
+    Tree,
+    parent,
+    replace_part,
+    split_of_folder,
+    stem,
+)
+
+_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+_LOOKED_AT = 20
+
+
+def _recognise(tree: Tree) -> str | None:
+    files = tree.with_suffix(".xml")
+    for path in files[:_LOOKED_AT]:
+        root = _parse(tree, path)
+        if root is not None and _is_annotation(root):
+            return f"{len(files)} XML files such as {path}"
+    return None
+
+
+def _is_annotation(root: ElementTree.Element) -> bool:
+    """Whether it is VOC's and not another ``<annotation>``, of an image at least."""
+    known = ("filename", "size", "object")
+    return root.tag == "annotation" and any(root.find(tag) is not None for tag in known)
+
+
+def _parse(tree: Tree, path: str) -> ElementTree.Element | None:
+    try:
+        return ElementTree.fromstring((tree.root / path).read_bytes())
+    except ElementTree.ParseError:
+        return None
+
+
+def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
+    samples, folders = {}, dict[str, list[Sample]]()
+    for path in tree.with_suffix(".xml"):
+        root = _parse(tree, path)
+        if root is None or not _is_annotation(root):
+            ledger.drop("XML files that are no VOC annotation", path)
+            continue
+        image = _image(tree, path, root)
+        if image is None:
+            ledger.drop("annotation files without an image", path)
+            continue
+        boxes = list(_boxes(root, path, ledger))
+        sample = samples[path] = Sample(image, path, boxes, _size(root))
+        if (split := split_of_folder(parent(path))) is not None:
+            folders.setdefault(split, []).append(sample)
+    index = {(_base(path), stem(path)): sample for path, sample in samples.items()}
+
+    def find(base: str, name: str) -> Sample | None:
+        return index.get((base, name))
+
+    listed = splits_by_image_sets(tree, find, ledger)
+    return Contents(list(samples.values()), listed or folders)
+
+
+def _base(path: str) -> str:
+    """The folder that ``Annotations`` is in: what a list of names refers to."""
+    folder = parent(path)
+    return parent(folder) if folder.split("/")[-1] == "Annotations" else folder
+
+
+def _image(tree: Tree, path: str, root: ElementTree.Element) -> str | None:
+    """The image of an annotation: by its own name, else by the one that it states."""
+    folder = parent(path)
+    near = [
+        found
+        for name in ("JPEGImages", "images", "Images", "")
+        if (found := replace_part(folder, "Annotations", name)) is not None
+    ]
+    near.append(folder)
+    stated = root.findtext("filename") or root.findtext("path") or ""
+    split = split_of_folder(folder)
+    return tree.locate_image(stem(path), near, split) or (
+        tree.locate_image(stated, near, split) if stated.strip() else None
+    )
+
+
+def _size(root: ElementTree.Element) -> tuple[int, int] | None:
+    """Stated width and height; None where absent, or 0 as some tools leave them."""
+    words = [root.findtext(f"size/{key}") or "" for key in ("width", "height")]
+    values = numbers(words)
+    if values is None or not all(0 < value < 1e6 for value in values):
+        return None
+    return round(values[0]), round(values[1])
+
+
+def _boxes(root: ElementTree.Element, path: str, ledger: Ledger) -> Iterator[Box]:
+    for number, record in enumerate(root.findall("object"), start=1):
+        place = f"{path}: object {number}"
+        name = (record.findtext("name") or "").strip()
+        words = [record.findtext(f"bndbox/{key}") or "" for key in _CORNERS]
+        corners = numbers(words)
+        if not name or corners is None:
+            ledger.drop("objects without a name or a box of four numbers", place)
+            continue
+        difficult = (record.findtext("difficult") or "").strip() == "1"
+        if difficult:
+            ledger.note("objects marked difficult: kept as crowd", place)
+        x1, y1, x2, y2 = corners
+        yield Box((x1, y1, x2, y2), name, f"object {number}", crowd=difficult)
+
+
+VOC = Format(
+    name="voc",
+    looks_for="Annotations/*.xml beside JPEGImages/, or *.xml beside the images",
+    recognise=_recognise,
+    read=_read,
+)

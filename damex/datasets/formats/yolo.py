@@ -1,0 +1,322 @@
+"""YOLO: one text file per image, one line per object, sizes as shares of the image.
+
+A line is the number of the class and centre x, centre y, width, height; or the number
+and the corners of a polygon, of which the upright box around it is taken. Names and
+splits come from a ``data.yaml`` (Ultralytics, Roboflow) or from darknet's ``.data``,
+``.names`` and list files. An image without a label file, or with an empty one, shows no
+object: that is how YOLO writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from damex.datasets.formats.label_files import (
+    image_of,
+    kind_of_file,
+    numbers,
+    recognise_kind,
+)
+from damex.datasets.formats.records import (
+    Box,
+    Contents,
+    Format,
+    Ledger,
+    Options,
+    Sample,
+)
+from damex.datasets.formats.tree import (
+    IMAGE_SUFFIXES,
+    Tree,
+    join,
+    parent,
+    replace_part,
+    some,
+    split_name,
+    split_of_folder,
+    stem,
+)
+from damex.errors import ConfigError, DataError
+
+_NAME_FILES = (".names", "classes.txt", "labels.txt", "class_names.txt")
+# Rounding may put the border of a box this far out of the image.
+_SLACK = 0.01
+
+
+@dataclass
+class _Config:
+    """Class names, and where the images of each split are: folders and list files."""
+
+    source: str = ""
+    names: tuple[str, ...] | None = None
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _recognise(tree: Tree) -> str | None:
+    if paths := _yaml_files(tree):
+        return paths[0]
+    if (found := recognise_kind(tree, "yolo")) is None:
+        return None
+    names = [path for path in tree.files if path.lower().endswith(_NAME_FILES)]
+    return f"{names[0]} and {found}" if names else found
+
+
+def _yaml_files(tree: Tree) -> list[str]:
+    """YAML files that name classes and images, ``data.yaml`` before others."""
+    files = sorted(
+        tree.with_suffix(".yaml", ".yml"),
+        key=lambda path: (path.count("/"), stem(path) != "data", path),
+    )
+    return [
+        path
+        for path in files[:20]
+        if "names" in (content := _load_yaml(tree, path))
+        and any(split_name(str(key)) for key in content)
+    ]
+
+
+def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(tree.text(path))
+    except yaml.YAMLError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
+    config = _read_config(tree)
+    names = config.names or options.classes
+    if not names:
+        raise ConfigError(
+            f"{tree.root}: YOLO labels hold class numbers, and no file names the "
+            "classes (looked for data.yaml, *.names, classes.txt); add "
+            "classes=['...', ...] in the order of the numbers."
+        )
+    splits = _split_images(tree, config, ledger)
+    labels = _label_of_images(tree, ledger)
+    listed = [image for images in splits.values() for image in images]
+    if not splits:
+        folders = {parent(image) for image in labels}
+        listed = [image for image in tree.images if parent(image) in folders]
+    samples = {}
+    for image in dict.fromkeys([*listed, *labels]):
+        label = labels.get(image)
+        if label is None:
+            ledger.note("images without a label file: kept as without objects", image)
+        sample = Sample(image, label or config.source or image, normalised=True)
+        if label is not None:
+            sample.boxes = list(_boxes(tree, label, names, ledger))
+        samples[image] = sample
+    by_split = {
+        split: [samples[image] for image in images] for split, images in splits.items()
+    }
+    return Contents(list(samples.values()), by_split, tuple(names))
+
+
+def _read_config(tree: Tree) -> _Config:
+    paths = _yaml_files(tree)
+    if len({parent(path) for path in paths}) > 1 and parent(paths[0]):
+        raise ConfigError(
+            f"{tree.root} holds several data sets ({some(paths)}); give each its own "
+            f"entry, such as root={str(tree.root / parent(paths[0]))!r}."
+        )
+    if paths:
+        return _from_yaml(tree, paths[0])
+    config = _Config()
+    for path in tree.with_suffix(*_NAME_FILES):
+        config.names = tuple(line for line in tree.lines(path) if line)
+        config.source = path
+        break
+    for path in tree.with_suffix(".data"):
+        for line in tree.lines(path):
+            key, _, value = (part.strip() for part in line.partition("="))
+            if (split := split_name(key)) and value:
+                config.places.setdefault(split, []).append(value)
+    return config
+
+
+def _from_yaml(tree: Tree, path: str) -> _Config:
+    """Read ``names`` (list or mapping), ``path`` and the places of the splits."""
+    content = _load_yaml(tree, path)
+    names = content["names"]
+    if isinstance(names, dict):
+        try:
+            numbered = {int(key): str(name) for key, name in names.items()}
+        except ValueError as error:
+            raise DataError(f"{tree.root / path}: names: {error}.") from error
+        last = max(numbered, default=-1)
+        names = [numbered.get(n, f"class {n}") for n in range(last + 1)]
+    if not isinstance(names, list) or not names:
+        raise DataError(
+            f"{tree.root / path}: names must be a list of class names, or a mapping "
+            f"from number to name, got {names!r}."
+        )
+    config = _Config(path, tuple(str(name) for name in names))
+    prefix = str(content.get("path") or "")
+    for key, value in content.items():
+        split = split_name(str(key))
+        places = value if isinstance(value, list) else [value]
+        if split is not None and value:
+            config.places.setdefault(split, []).extend(
+                f"{prefix}/{place}" if prefix else str(place) for place in places
+            )
+    return config
+
+
+def _found_lists(tree: Tree, ledger: Ledger) -> dict[str, list[str]]:
+    """Images by list file where no config names the lists.
+
+    Lists of another copy of the data, most of whose images are not here, are passed
+    over: they would leave out what is here.
+    """
+    splits: dict[str, list[str]] = {}
+    losses = Ledger()
+    names = 0
+    for path in tree.with_suffix(".txt"):
+        if _is_list(tree, path):
+            names += sum(map(bool, tree.lines(path)))
+            split = split_name(stem(path)) or stem(path)
+            splits.setdefault(split, []).extend(_listed(tree, path, losses))
+    found = sum(map(len, splits.values()))
+    if found < 0.5 * names:
+        what = "images of list files are not there: the lists are passed over"
+        example = next(iter(losses.dropped.values())).example
+        ledger.note(what, example, names - found)
+        return {}
+    ledger.dropped.update(losses.dropped)
+    return splits
+
+
+def _is_list(tree: Tree, path: str) -> bool:
+    """Whether a text file is a list of image files."""
+    if stem(path).lower() in tree.images_by_stem:
+        return False
+    lines = [line for line in tree.lines(path)[:20] if line]
+    return bool(lines) and all(
+        line.lower().endswith(tuple(IMAGE_SUFFIXES)) for line in lines
+    )
+
+
+def _split_images(tree: Tree, config: _Config, ledger: Ledger) -> dict[str, list[str]]:
+    """Images by split: as the config has it, else by folders named like splits."""
+    splits: dict[str, list[str]] = {}
+    for split, places in config.places.items():
+        for place in places:
+            images = _images_at(tree, place, config, ledger, split)
+            splits.setdefault(split, []).extend(images)
+    splits = splits or _found_lists(tree, ledger)
+    if not splits:
+        for image in tree.images:
+            if (by_folder := split_of_folder(parent(image))) is not None:
+                splits.setdefault(by_folder, []).append(image)
+    return {split: list(dict.fromkeys(images)) for split, images in splits.items()}
+
+
+def _images_at(
+    tree: Tree, place: str, config: _Config, ledger: Ledger, split: str
+) -> list[str]:
+    """Images in a folder, or in a list file."""
+    base = parent(config.source)
+    if not place.endswith(".txt"):
+        folder = tree.locate_folder(place, near=(base, ""))
+        if folder is not None:
+            return tree.below(folder, tree.images)
+        if split == "test":  # named in a config far more often than handed out
+            ledger.note(f"no folder {place!r} for test", config.source)
+            return []
+        raise DataError(
+            f"{tree.root / config.source}: {split} is {place!r}, and there is no such "
+            f"folder in {tree.root}. Correct the file, or let root be the folder that "
+            "holds it."
+        )
+    parts = place.replace("\\", "/").split("/")
+    trials = [
+        join(near, "/".join(parts[n:]))
+        for n in range(len(parts))
+        for near in (base, "")
+    ]
+    path = next((trial for trial in trials if trial in tree.files), None)
+    if path is None:
+        raise DataError(
+            f"{tree.root / config.source}: {split} is the list {place!r}, and there is "
+            f"no such file in {tree.root}. Correct the file."
+        )
+    return list(_listed(tree, path, ledger))
+
+
+def _listed(tree: Tree, path: str, ledger: Ledger) -> Iterator[str]:
+    for number, line in enumerate(tree.lines(path), start=1):
+        if not line:
+            continue
+        image = tree.locate_image(line, (parent(path),), split_name(stem(path)))
+        if image is None:
+            what = f"images of the list {path} that are not there"
+            ledger.drop(what, f"{path}:{number}: {line}")
+        else:
+            yield image
+
+
+def _label_of_images(tree: Tree, ledger: Ledger) -> dict[str, str]:
+    """Image -> label file: by the folders that YOLO expects, else by the name."""
+    labels = {}
+    for image in tree.images:
+        folder = parent(image)
+        for where in (replace_part(folder, "images", "labels"), folder):
+            path = join(where, f"{stem(image)}.txt") if where is not None else ""
+            if path in tree.files:
+                labels[image] = path
+                break
+    used = set(labels.values())
+    for path in tree.with_suffix(".txt"):
+        if path in used or kind_of_file(tree, path) != "yolo":
+            continue
+        if (found := image_of(tree, path)) is None:
+            ledger.drop("annotation files without an image", path)
+        else:
+            labels.setdefault(found, path)
+    return labels
+
+
+def _boxes(
+    tree: Tree, path: str, names: tuple[str, ...], ledger: Ledger
+) -> Iterator[Box]:
+    for number, line in enumerate(tree.lines(path), start=1):
+        words, place = line.split(), f"{path}:{number}"
+        if not words:
+            continue
+        values = numbers(words)
+        is_shape = len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
+        if values is None or not is_shape:
+            ledger.drop("lines that are no box or polygon of a class", place)
+            continue
+        if not values[0].is_integer() or not 0 <= values[0] < len(names):
+            ledger.drop(
+                "boxes of an unknown class number",
+                f"{place}: {words[0]}; there are 0 to {len(names) - 1}",
+            )
+            continue
+        shape = values[1:]
+        if any(value > 1 + _SLACK for value in shape):
+            ledger.drop("boxes that are no shares of the image (above 1)", place)
+            continue
+        yield Box(_corners(shape), names[int(values[0])], number)
+
+
+def _corners(shape: tuple[float, ...]) -> tuple[float, float, float, float]:
+    if len(shape) == 4:
+        x, y, w, h = shape
+        return x - w / 2, y - h / 2, x + w / 2, y + h / 2
+    xs, ys = shape[0::2], shape[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+YOLO = Format(
+    name="yolo",
+    looks_for="data.yaml, or *.txt with a class number and 4 shares per line",
+    recognise=_recognise,
+    read=_read,
+)

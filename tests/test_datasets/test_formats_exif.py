@@ -1,0 +1,187 @@
+"""EXIF rotation: boxes must lie where the pixels are, as a training loads them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from damex.datasets.formats.images import Header, read_header, turn_box
+from damex.datasets.mixture import MixtureDataset
+from damex.errors import DataError
+
+PIPELINE = [
+    dict(type="LoadImageFromFile"),
+    dict(type="LoadAnnotations", with_bbox=True),
+    dict(type="PackDetInputs"),
+]
+SIZE = (48, 32)
+STORED_BOX = (6, 4, 30, 12)
+TURNED = "images with EXIF rotation: boxes turned with them"
+AS_SHOWN = (
+    "images with EXIF rotation: boxes taken for the image as it is shown, and not as "
+    "it is stored"
+)
+
+
+def paint(path, orientation, kind=None):
+    """A red rectangle at STORED_BOX of the stored pixels, on black."""
+    pixels = np.zeros((SIZE[1], SIZE[0], 3), np.uint8)
+    x1, y1, x2, y2 = STORED_BOX
+    pixels[y1:y2, x1:x2, 0] = 255
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    # Without subsampling of colours, the rectangle of a JPEG keeps its border.
+    options = dict(quality=100, subsampling=0) if kind in (None, "JPEG") else {}
+    Image.fromarray(pixels).save(path, kind, exif=exif, **options)
+
+
+def red_box(inputs):
+    """The box around what is red in an image tensor (BGR, C H W)."""
+    ys, xs = np.nonzero(inputs[2].numpy() > 128)
+    return [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
+
+
+def load(root, **entry):
+    """The only sample that is loaded for training of a folder."""
+    entry = dict(name="a", root=str(root), val_share=0.0, **entry)
+    dataset = MixtureDataset(datasets=[entry], pipeline=PIPELINE)
+    assert len(dataset) == 1
+    return dataset[0]
+
+
+def csv_row(box, size=None):
+    header, row = "filename,class,xmin,ymin,xmax,ymax", ["a.jpg", "x", *box]
+    if size is not None:
+        header, row = f"{header},width,height", [*row, *size]
+    return f"{header}\n{','.join(map(str, row))}\n"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_header_is_the_image_as_loaded(tmp_path, orientation, kind):
+    path = tmp_path / "a.jpg"
+    paint(path, orientation, kind)
+    if kind == "WEBP":  # lossy: only its size is looked at
+        assert read_header(path).shown == SIZE  # OpenCV does not turn these
+    (tmp_path / "x.csv").write_text(csv_row((0, 0, 9, 9)))
+    sample = load(tmp_path)
+    header = read_header(path)
+    assert header.shown == tuple(sample["inputs"].shape[:0:-1])
+    if kind != "WEBP":
+        turned = [round(v) for v in turn_box(STORED_BOX, header)]
+        assert red_box(sample["inputs"]) == turned
+
+
+@pytest.mark.parametrize("orientation", [1, 5, 6, 7, 8])
+def test_boxes_for_the_stored_pixels_are_turned(tmp_path, read, orientation):
+    paint(tmp_path / "a.jpg", orientation)
+    (tmp_path / "x.csv").write_text(csv_row(STORED_BOX, SIZE))
+    sample = load(tmp_path)
+    (box,) = sample["data_samples"].gt_instances.bboxes.numpy()
+    assert red_box(sample["inputs"]) == box.tolist()
+    assert read(tmp_path, val_share=0.0).noted == (
+        {} if orientation == 1 else {TURNED: 1}
+    )
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_boxes_for_the_image_as_shown_stay(tmp_path, read, orientation):
+    paint(tmp_path / "a.jpg", orientation)
+    header = read_header(tmp_path / "a.jpg")
+    text = csv_row(turn_box(STORED_BOX, header), header.shown)
+    (tmp_path / "x.csv").write_text(text)
+    sample = load(tmp_path)
+    (box,) = sample["data_samples"].gt_instances.bboxes.numpy()
+    assert red_box(sample["inputs"]) == box.tolist()
+    assert read(tmp_path, val_share=0.0).noted == {AS_SHOWN: 1}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_yolo_means_the_image_as_shown(tmp_path, orientation):
+    paint(tmp_path / "a.jpg", orientation)
+    header = read_header(tmp_path / "a.jpg")
+    x1, y1, x2, y2 = turn_box(STORED_BOX, header)
+    w, h = header.shown
+    shares = [(x1 + x2) / 2 / w, (y1 + y2) / 2 / h, (x2 - x1) / w, (y2 - y1) / h]
+    (tmp_path / "a.txt").write_text(f"0 {' '.join(map(str, shares))}")
+    sample = load(tmp_path, classes=["x"])
+    (box,) = sample["data_samples"].gt_instances.bboxes.numpy()
+    np.testing.assert_allclose(red_box(sample["inputs"]), box, atol=1e-4)
+
+
+def test_without_a_stated_size_boxes_that_only_fit_the_stored_pixels_are_turned(
+    tmp_path, read
+):
+    paint(tmp_path / "a.jpg", 6)  # shown as 32 x 48
+    (tmp_path / "x.csv").write_text(csv_row((6, 4, 40, 12)))
+    found = read(tmp_path, val_share=0.0)
+    # Turned clockwise: x = 32 - y, y = x.
+    assert found.boxes() == {"a.jpg": [("x", (20, 6, 28, 40))]}
+    assert found.noted == {TURNED: 1}
+
+
+def test_neither_size_fits(tmp_path, read):
+    paint(tmp_path / "a.jpg", 6)
+    (tmp_path / "x.csv").write_text(csv_row(STORED_BOX, (96, 64)))
+    with pytest.raises(
+        DataError, match=r"no box is left. Left out: 1 images of another"
+    ):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turning_keeps_area_and_whether_corners_are_swapped(orientation):
+    header = Header(48, 32, orientation)
+    rng = np.random.default_rng(orientation)
+    for _ in range(50):
+        x1, x2 = rng.uniform(0, 48, 2)
+        y1, y2 = rng.uniform(0, 32, 2)
+        a, b, c, d = turn_box((x1, y1, x2, y2), header)
+        assert (c - a) * (d - b) == pytest.approx((x2 - x1) * (y2 - y1))
+        sides, turned = sorted([x2 - x1, y2 - y1]), sorted([c - a, d - b])
+        np.testing.assert_allclose(turned, sides)
+
+
+def test_aerial_image_above_pillows_limit(tmp_path, read, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    Image.new("L", SIZE).save(tmp_path / "a.jpg")
+    (tmp_path / "x.csv").write_text(csv_row(STORED_BOX))
+    assert read(tmp_path).boxes() == {"a.jpg": [("x", STORED_BOX)]}
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "CMYK", "I;16"])
+def test_any_kind_of_pixels_named_jpg_loads(tmp_path, mode):
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    Image.new(mode, SIZE).save(tmp_path / "a.jpg", kind)
+    (tmp_path / "x.csv").write_text(csv_row(STORED_BOX, SIZE))
+    assert load(tmp_path)["inputs"].shape == (3, 32, 48)
+
+
+def test_plain_coco_file_with_a_rotated_image_is_an_error_when_it_is_loaded(
+    tmp_path, write_image
+):
+    write_image(tmp_path / "images/a.jpg", SIZE, orientation=8)
+    document = dict(
+        images=[dict(id=1, file_name="a.jpg", width=48, height=32)],
+        annotations=[
+            dict(id=1, image_id=1, category_id=1, bbox=[1, 1, 9, 9], iscrowd=0)
+        ],
+        categories=[dict(id=1, name="x")],
+    )
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    entry = dict(name="a", data_root=str(tmp_path), train="t.json", img="images/")
+    dataset = MixtureDataset(datasets=[entry], pipeline=PIPELINE)
+    with pytest.raises(DataError) as caught:
+        dataset[0]
+    text = str(caught.value)
+    assert "dataset 'a'" in text
+    assert "images/a.jpg is 32 x 48 px as loaded, and 48 x 32 px by its" in text
+    assert "EXIF" in text
+    assert "\n" not in text
+    unrotated = dict(PIPELINE[0], color_type="color_ignore_orientation")
+    dataset = MixtureDataset(datasets=[entry], pipeline=[unrotated, *PIPELINE[1:]])
+    assert dataset[0]["inputs"].shape == (3, 32, 48)
