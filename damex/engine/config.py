@@ -8,7 +8,8 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from damex.datasets.label_space import LabelSpace
+from damex.datasets.label_file import LabelFile
+from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.config_files import moe_of_file
 from damex.errors import ConfigError
@@ -53,7 +54,11 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     _set_moe(cfg)
     if cfg.get("mixture") is None:
         return cfg
-    specs, mode = parse_mixture(cfg["mixture"]), cfg.get("label_space") or "union"
+    specs = parse_mixture(cfg["mixture"])
+    mode = read_label_space(cfg.get("label_space") or "union")
+    if isinstance(mode, LabelFile):
+        # What the config of a work directory holds does not change with the file.
+        cfg["label_space"] = mode.to_content()
     space = label_space_of(cfg)
     if space is None:
         space = LabelSpace.from_specs(specs, mode=mode)
