@@ -77,7 +77,7 @@ def test_rename_goes_on_for_classes_that_are_not_listed():
     spec = DatasetSpec("voc", classes=("motorbike", "car"), rename=dict(car="auto"))
     assert make(specs=[spec, ZOO]).classes[:2] == ("motorcycle", "auto")
     spec = DatasetSpec("voc", classes=("motorbike",), rename=dict(motorbike="bike"))
-    with pytest.raises(ConfigError, match="'motorbike' of dataset 'voc', which 'rename"):
+    with pytest.raises(ConfigError, match="'motorbike' of dataset 'voc', which"):
         make(specs=[spec, ZOO])
 
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused(change, message):
     ("text", "message"),
     [
         ('{"version": 1, "datasets": {"a": {"x": "y", "x": "z"}}}', "'x' stands twice"),
-        ('{"version": 1,}', "labels.json: "),
+        ('{"version": 1,}', r"labels\.json: "),
         ("[1]", r"must hold \{\"version\": 1"),
     ],
 )
@@ -127,7 +127,7 @@ def test_files_that_are_refused(tmp_path, text, message):
 
 
 def test_a_missing_file_says_how_to_get_one(tmp_path):
-    with pytest.raises(ConfigError, match="No such file.*data.py labels CONFIG --out"):
+    with pytest.raises(ConfigError, match=r"No such file.*labels CONFIG --out"):
         read_label_space(str(tmp_path / "none.json"))
 
 
