@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import cache
-from itertools import combinations
-from os.path import commonprefix
+from itertools import combinations, takewhile
 
 # Words for the same thing in datasets of everyday objects, mostly VOC's and COCO's.
 SYNONYMS = (
@@ -97,7 +96,8 @@ def _is_slip(a: str, b: str) -> bool:
     """
     if min(len(a), len(b)) < SHORTEST or abs(len(a) - len(b)) > 1:
         return False
-    start = len(commonprefix([a, b]))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    start = len(list(same))
     rest_a, rest_b = a[start:], b[start:]
     if any(rest[:1].isdigit() for rest in (rest_a, rest_b)):
         return False
