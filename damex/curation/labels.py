@@ -160,6 +160,7 @@ def report(counts: Counts) -> list[str]:
             "merged by name, but perhaps different things", sorted(conflicts(counts))
         ),
         *_section("left out", left_out(counts)),
+        *_section("not annotated by all datasets", partly_annotated(counts)),
     ]
 
 
@@ -254,6 +255,18 @@ def left_out(counts: Counts) -> list[str]:
         for dataset, found in counts.items()
         for count in found
         if count.target is None
+    ]
+
+
+def partly_annotated(counts: Counts) -> list[str]:
+    """What to decide about classes that only some datasets annotate."""
+    rows = by_target(counts).values()
+    some = sum(len({dataset for dataset, _ in row}) < len(counts) for row in rows)
+    if not some:
+        return []
+    return [
+        f"{some} classes. Their objects in images of the other datasets are taught as "
+        "background: if there are any, set model.ignore_unannotated_classes=True."
     ]
 
 
