@@ -328,3 +328,13 @@ def test_a_label_file_goes_into_the_written_config(two_datasets, tmp_path):
     again.label_space.datasets.park.dog = "wolf"
     with pytest.raises(ConfigError, match="does not lead to the label_space that the"):
         resolve_config(again)
+
+
+def test_homogeneous_batches_follow_the_loader(two_datasets):
+    sampler = dict(type="MixtureSampler", homogeneous_batches=True)
+    train = {**loader("train"), "batch_size": 3, "sampler": sampler}
+    cfg = resolve_config(config(two_datasets, train_dataloader=train))
+    assert cfg.train_dataloader.sampler.batch_size == 3
+    train["batch_sampler"] = dict(type="AspectRatioBatchSampler")
+    with pytest.raises(ConfigError, match="AspectRatioBatchSampler makes other batc"):
+        resolve_config(config(two_datasets, train_dataloader=train))
