@@ -12,6 +12,7 @@ from damex.errors import ConfigError, did_you_mean
 COMMANDS = MappingProxyType[str, str](
     {
         "labels": "damex.curation.labels",
+        "plan": "damex.curation.plan",
     }
 )
 
