@@ -104,7 +104,7 @@ def test_the_three_differ_in_their_experts_alone():
     ],
 )
 def test_a_step_of_each(stand_ins, kind, losses):
-    """Of the config, but for small images, a short encoder and weights that are drawn."""
+    """Of the config, but for small images, a short encoder and random weights."""
     cfg = resolve_config(config(kind))
     model = copy.deepcopy(cfg.model)
     model.backbone.init_cfg = None  # the pretrained weights are a download

@@ -2,10 +2,10 @@
 
 Global Expert Mapping (arXiv 2604.18842) plans ahead of the training: datasets go to
 experts so that the sum of affinities is largest and no expert gets more than its
-capacity. The linear relaxation lets a dataset be divided. Its rounding as printed there,
-by the binary digits of the solution, answers nothing where the relaxation is whole
-already (the digits of 1 are all 0). Here the relaxation bounds a search: a dataset that
-is divided is given to one expert after the other, and what cannot beat the best plan so
+capacity. The linear relaxation lets a dataset be divided. Its rounding as printed
+there, by the binary digits of the solution, answers nothing where it is whole already
+(the digits of 1 are all 0). Here the relaxation bounds a search: a dataset that is
+divided is given to one expert after the other, and what cannot beat the best plan so
 far is not followed. The answer is the best plan there is.
 
 Axes: M datasets, N experts.
