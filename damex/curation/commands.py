@@ -13,6 +13,7 @@ COMMANDS = MappingProxyType[str, str](
     {
         "labels": "damex.curation.labels",
         "plan": "damex.curation.plan",
+        "prepare": "damex.curation.prepare",
     }
 )
 
