@@ -50,10 +50,8 @@ class Recipe:
 
 def _voc(train: str, val: str, **facts: str | tuple[str, ...]) -> dict:
     """The options of a dataset in VOC's layout with a list for each split."""
-    lists = {
-        k: (f"ImageSets/Main/{v}.txt",) for k, v in dict(train=train, val=val).items()
-    }
-    return {**lists, **facts}
+    train, val = (f"ImageSets/Main/{name}.txt" for name in (train, val))
+    return {"train": (train,), "val": (val,), **facts}
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(

@@ -2,8 +2,8 @@
 
     python tests/test_datasets/large_mixture.py FOLDER
 
-The first call writes the COCO files; no image is read. A line per process: seconds of the processor, and
-the resident memory, of which what processes share is counted in each.
+The first call writes the COCO files; no image is read. Seconds are those of the
+processor, and memory is resident, of which what processes share is counted in each.
 """
 
 from __future__ import annotations
