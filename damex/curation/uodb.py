@@ -2,7 +2,7 @@
 
 The benchmark (Wang et al. 2019, arXiv 1904.04402) publishes ten of them in VOC's layout
 with its own splits; COCO comes from its own site. Sizes are approximate, and licences
-are those that the datasets' sites stated when this was written: read them there.
+are for orientation: read them on the datasets' sites.
 """
 
 from __future__ import annotations
