@@ -181,9 +181,10 @@ class NamedCocoDataset(CocoDataset):
         if self.on_bad_box == "error":
             raise DataError(
                 f"{self._where(record, image)}: the box [x, y, width, height] = {box} "
-                f"lies outside of the image ({image['width']} x {image['height']} px). Correct the file "
-                "(is it [x1, y1, x2, y2], or made for another image size?), or set "
-                "on_bad_box='drop' in the MixtureDataset to go on without such boxes."
+                f"lies outside of the image ({image['width']} x {image['height']} px). "
+                "Correct the file (is it [x1, y1, x2, y2], or made for another image "
+                "size?), or set on_bad_box='drop' in the MixtureDataset to go on "
+                "without such boxes."
             )
         self._counts["boxes outside of their image dropped"] += 1
         return False
