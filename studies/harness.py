@@ -26,7 +26,14 @@ from studies.report import markdown_report, write_report
 __all__ = ["STUDIES", "Session", "seeded", "study", "track"]
 
 # Each is a folder beside this file whose study.py has a function run(session).
-STUDIES = ("chen2022", "pmoe2023", "softmax_gating2025", "deepmoe2019", "damex2023")
+STUDIES = (
+    "chen2022",
+    "pmoe2023",
+    "softmax_gating2025",
+    "deepmoe2019",
+    "damex2023",
+    "missing_labels",
+)
 EVERY_SECONDS = 15.0  # between two lines of progress in a pipe or a file
 
 Item = TypeVar("Item")

@@ -558,39 +558,59 @@ def test_scores_that_are_no_numbers_name_the_dataset_and_the_likely_cause():
         evaluate([sample(PARK, [(BOX, math.nan, DOG)], [(BOX, DOG)])])
 
 
-def test_scores_of_a_dataset_are_pycocotools_on_its_file(two_datasets):
-    names = ("car", "person", "bus", "dog")
+MAPPED = dict(
+    version=1,
+    datasets=dict(
+        street=dict(car="vehicle", bus="vehicle", person="street/person"),
+        park=dict(car="vehicle", dog=None),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("label_space", "classes"),
+    [
+        ("union", ["car", "person", "bus", "dog"]),
+        (
+            "partitioned",
+            [
+                *("street/car", "street/person", "street/bus"),
+                *("park/person", "park/dog", "park/car"),
+            ],
+        ),
+        (MAPPED, ["vehicle", "street/person", "person"]),
+    ],
+    ids=["merged", "disjoint", "mapped"],
+)
+def test_scores_of_a_dataset_are_pycocotools_on_its_file(
+    two_datasets, edit_json, backend, label_space, classes
+):
+    """Of each dataset alone, by hand, with crowds and objects of several sizes."""
+
+    def vary(document):
+        for record in document["annotations"]:
+            record["iscrowd"] = int(record["id"] % 5 == 0)
+            record["area"] *= 0.4 if record["id"] % 2 else 9.0
+
+    for entry in two_datasets:
+        edit_json(entry["data_root"] + "val.json", vary)
     dataset = MixtureDataset(
         datasets=two_datasets,
         split="val",
         pipeline=[dict(type="LoadImageFromFile"), dict(type="PackDetInputs")],
+        label_space=label_space,
     )
-    rng = np.random.default_rng(0)
-    samples, rows = [], {"street": [], "park": []}
-    for data in dataset:
-        record = data["data_samples"].to_dict()
-        found = []
-        for truth in [*record["ground_truth"]] * 3:
-            x, y, w, h = truth["bbox"] + rng.normal(0, 1.5, 4)
-            label = truth["label"] if rng.random() < 0.7 else int(rng.integers(4))
-            found.append(((x, y, x + w, y + h), rng.random(), label))
-        chosen = [f for f in found if f[2] in record["annotated_labels"]]
-        samples.append(
-            {
-                **record,
-                "pred_instances": instances(found),
-                "dataset_instances": instances(chosen),
-            }
-        )
-        rows[record["dataset_name"]] += [(record["img_id"], *f) for f in chosen]
-    scores = evaluate(samples, space=dataset.label_space, backend="pycocotools")
-    for entry in two_datasets:
-        truth = COCO(entry["data_root"] + "val.json")
-        ids = {category["name"]: number for number, category in truth.cats.items()}
+    assert list(dataset.metainfo["classes"]) == classes
+    samples, rows = _noisy_detections(dataset)
+    scores = evaluate(samples, space=dataset.label_space, backend=backend)
+    for entry, own in zip(
+        two_datasets, dataset.label_space.dataset_classes, strict=True
+    ):
+        truth, ids = _file_by_hand(entry["data_root"] + "val.json", own)
         found = [
             dict(
                 image_id=image_id,
-                category_id=ids[names[label]],
+                category_id=ids[classes[label]],
                 bbox=[*box[:2], box[2] - box[0], box[3] - box[1]],
                 score=score,
             )
@@ -601,8 +621,60 @@ def test_scores_of_a_dataset_are_pycocotools_on_its_file(two_datasets):
         evaluation.accumulate()
         evaluation.summarize()
         assert 0.05 < evaluation.stats[0] < 0.95
-        for key, value in zip(NAMES[:3], evaluation.stats, strict=False):
-            assert scores[f"{entry['name']}/{key}"] == pytest.approx(value, abs=1e-6)
+        for key, value in zip(NAMES, evaluation.stats, strict=False):
+            expected = math.nan if value < 0 else value
+            assert scores[f"{entry['name']}/{key}"] == pytest.approx(
+                expected, abs=1e-6, nan_ok=True
+            )
+
+
+def _noisy_detections(dataset):
+    """Samples with detections near and far, and those of its dataset's classes."""
+    rng = np.random.default_rng(0)
+    number = len(dataset.metainfo["classes"])
+    samples, rows = [], {name: [] for name in dataset.label_space.dataset_names}
+    for data in dataset:
+        record = data["data_samples"].to_dict()
+        found = []
+        for truth in [*record["ground_truth"]] * 3:
+            x, y, w, h = truth["bbox"] + rng.normal(0, 1.5, 4)
+            label = truth["label"] if rng.random() < 0.7 else int(rng.integers(number))
+            found.append(((x, y, x + w, y + h), rng.random(), label))
+        chosen = [f for f in found if f[2] in record["annotated_labels"]]
+        samples.append(
+            {
+                **record,
+                "pred_instances": instances(found),
+                "dataset_instances": instances(chosen),
+            }
+        )
+        rows[record["dataset_name"]] += [(record["img_id"], *f) for f in chosen]
+    return samples, rows
+
+
+def _file_by_hand(path, own):
+    """The COCO file alone, and the id of each class that its words stand for.
+
+    Own words of one class become one category; those of none are taken out.
+    """
+    document = json.loads(Path(path).read_text())
+    ids, new = {}, {}
+    for category in document["categories"]:
+        if category["name"] in own:
+            target = own[category["name"]]
+            new[category["id"]] = ids.setdefault(target, category["id"])
+    document["categories"] = [
+        c for c in document["categories"] if c["id"] in ids.values()
+    ]
+    document["annotations"] = [
+        {**a, "category_id": new[a["category_id"]]}
+        for a in document["annotations"]
+        if a["category_id"] in new
+    ]
+    truth = COCO()
+    truth.dataset = document
+    truth.createIndex()
+    return truth, ids
 
 
 # --- detectors choose their detections among the classes of a dataset -----------------

@@ -18,6 +18,8 @@ from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 
 import damex.registry  # noqa: F401
+from damex.datasets.label_file import LabelFile
+from damex.datasets.label_space import read_label_space
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import (
@@ -238,6 +240,9 @@ def _singles(joint: Joint) -> list[Rung]:
 def _reduce_data(cfg: Config, dataset: str) -> None:
     """Leave one dataset, and its classes alone, in all splits."""
     cfg["mixture"] = [entry for entry in cfg["mixture"] if entry["name"] == dataset]
+    labels = read_label_space(cfg.get("label_space") or "union")
+    if isinstance(labels, LabelFile):
+        cfg["label_space"] = labels.only(dataset).to_content()
     for loader in LOADERS:
         for mixture in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
             # A written config names datasets and label space here, too.

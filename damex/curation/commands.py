@@ -9,7 +9,17 @@ from types import MappingProxyType
 from damex.errors import ConfigError, did_you_mean
 
 # Where a subcommand is: a function of its name that takes the command line after it.
-COMMANDS = MappingProxyType[str, str]({"convert": "damex.curation.convert"})
+COMMANDS = MappingProxyType[str, str](
+    {
+        "check": "damex.curation.check",
+        "browse": "damex.curation.browse",
+        "convert": "damex.curation.convert",
+        "labels": "damex.curation.labels",
+        "plan": "damex.curation.plan",
+        "prepare": "damex.curation.prepare",
+    }
+)
+
 
 
 def data(arguments: Sequence[str]) -> int | None:

@@ -174,10 +174,6 @@ class NamedCocoDataset(CocoDataset):
 
     def _box_is_usable(self, record: dict, image: dict) -> bool:
         """Whether a record stays; sorts the others out by reason."""
-        where = (
-            f"dataset {self.name!r}: {self.ann_file}: annotation {record.get('id')} of "
-            f"image {image['file_name']!r}"
-        )
         box = record.get("bbox")
         if (
             not isinstance(box, list)
@@ -185,7 +181,8 @@ class NamedCocoDataset(CocoDataset):
             or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in box)
         ):
             raise DataError(
-                f"{where}: bbox must be [x, y, width, height] in pixels, got {box!r}."
+                f"{self._where(record, image)}: bbox must be [x, y, width, height] in "
+                f"pixels, got {box!r}."
             )
         x, y, w, h = box
         if w < 0 or h < 0:
@@ -205,18 +202,28 @@ class NamedCocoDataset(CocoDataset):
             return True
         if self.on_bad_box == "error":
             raise DataError(
-                f"{where}: the box [x, y, width, height] = {box} lies outside of the "
-                f"image ({image['width']} x {image['height']} px). Correct the file "
-                "(is it [x1, y1, x2, y2], or made for another image size?), or set "
-                "on_bad_box='drop' in the MixtureDataset to go on without such boxes."
+                f"{self._where(record, image)}: the box [x, y, width, height] = {box} "
+                f"lies outside of the image ({image['width']} x {image['height']} px). "
+                "Correct the file (is it [x1, y1, x2, y2], or made for another image "
+                "size?), or set on_bad_box='drop' in the MixtureDataset to go on "
+                "without such boxes."
             )
         self._counts["boxes outside of their image dropped"] += 1
         return False
+
+    def _where(self, record: dict, image: dict) -> str:
+        """File and record for a message; written for a fault only, not for each box."""
+        return (
+            f"dataset {self.name!r}: {self.ann_file}: annotation {record.get('id')} of "
+            f"image {image['file_name']!r}"
+        )
 
     def _clip(self, box: list[float], image: dict) -> list[float]:
         """An (x1, y1, x2, y2) box cut off at the image border."""
         x1, y1, x2, y2 = box
         right, bottom = float(image["width"]), float(image["height"])
+        if x1 >= 0 and y1 >= 0 and x2 <= right and y2 <= bottom:
+            return box
         clipped = [max(x1, 0.0), max(y1, 0.0), min(x2, right), min(y2, bottom)]
         if max(abs(a - b) for a, b in zip(box, clipped, strict=True)) > 1.0:
             self._counts["boxes clipped at the image border"] += 1

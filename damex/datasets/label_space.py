@@ -6,10 +6,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from damex.datasets.label_file import LabelFile
 from damex.datasets.spec import DatasetSpec
 from damex.errors import ConfigError, did_you_mean
 
 LABEL_SPACE_MODES = ("union", "partitioned")
+
+
+def read_label_space(value: Any) -> str | LabelFile:
+    """Read the ``label_space`` of a config.
+
+    Args:
+        value: A mode, the path of a label file, or its content.
+
+    Raises:
+        ConfigError: If it is none of these, or the file cannot be used.
+    """
+    if isinstance(value, Mapping):
+        return LabelFile.from_content(value)
+    if isinstance(value, str) and value.endswith(".json"):
+        return LabelFile.read(value)
+    if value not in LABEL_SPACE_MODES:
+        raise ConfigError(
+            f"label_space must be one of {LABEL_SPACE_MODES} or the path of a label "
+            f"file that ends in .json, got {value!r}."
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -33,7 +55,7 @@ class LabelSpace:
 
     @classmethod
     def from_specs(
-        cls, specs: Sequence[DatasetSpec], *, mode: str = "union"
+        cls, specs: Sequence[DatasetSpec], *, mode: str | LabelFile = "union"
     ) -> LabelSpace:
         """Build the label space of a mixture.
 
@@ -41,21 +63,20 @@ class LabelSpace:
             specs: The datasets.
             mode: ``union``: classes with the same name are the same class.
                 ``partitioned``: every dataset keeps its own classes, as
-                ``dataset/class``.
+                ``dataset/class``. A label file says it class by class.
 
         Raises:
-            ConfigError: If the mode is unknown.
+            ConfigError: If the mode is unknown, or the file does not fit.
         """
-        if mode not in LABEL_SPACE_MODES:
-            raise ConfigError(
-                f"label_space must be one of {LABEL_SPACE_MODES}, got {mode!r}."
-            )
+        rules = read_label_space(mode) if isinstance(mode, str) else mode
+        if isinstance(rules, str):
+            rules = LabelFile({}, unlisted=rules)
+        rules.check_datasets([spec.name for spec in specs])
         mappings = []
         for spec in specs:
-            names = spec.mixture_classes()
-            if mode == "partitioned":
-                names = tuple(f"{spec.name}/{name}" for name in names)
-            mappings.append(dict(zip(spec.own_classes, names, strict=True)))
+            spec.mixture_classes()  # refuses a 'rename' that names no class
+            own = spec.own_classes
+            mappings.append(rules.mapping(spec.name, own, spec.rename))
         classes = dict.fromkeys(name for m in mappings for name in m.values())
         return cls(
             classes=tuple(classes),
@@ -75,8 +96,10 @@ class LabelSpace:
             groups=tuple(entry["group"] for entry in datasets),
         )
 
-    def check(self, specs: Sequence[DatasetSpec], *, mode: str) -> None:
-        """Refuse a label space that a mixture does not lead to; no file is read.
+    def check(self, specs: Sequence[DatasetSpec], *, mode: str | LabelFile) -> None:
+        """Refuse a label space that a mixture does not lead to.
+
+        No annotation file is read.
 
         Raises:
             ConfigError: If the datasets, or what their entries say, have changed.
@@ -84,8 +107,9 @@ class LabelSpace:
         names = tuple(spec.name for spec in specs)
         fits = names == self.dataset_names
         if fits:
+            left_out = mode.dropped if isinstance(mode, LabelFile) else lambda _: ()
             known = [
-                replace(spec, classes=spec.classes or tuple(held))
+                replace(spec, classes=spec.classes or (*held, *left_out(spec.name)))
                 for spec, held in zip(specs, self.dataset_classes, strict=True)
             ]
             made = self.from_specs(known, mode=mode)

@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
 from mmengine.structures import BaseDataElement
 from torch.utils.data import Dataset
 
-from damex.datasets.label_space import LabelSpace
+from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import DatasetSpec, map_leaves, parse_mixture
 from damex.errors import ConfigError, DataError, did_you_mean
 
@@ -40,8 +41,8 @@ class MixtureDataset(Dataset):
         split: ``train``, ``val`` or ``test``.
         pipeline: mmdet transforms for every dataset without its own. Each dataset gets
             a copy of them, so that CachedMosaic mixes images of one dataset only.
-        label_space: ``union``, ``partitioned``, or the metainfo of the mixture that
-            the detector was trained on.
+        label_space: ``union``, ``partitioned``, the path of a label file or its
+            content, or the metainfo of the mixture that the detector was trained on.
         filter_empty: Leave images without boxes out of training.
         on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image.
         max_refetch: How many other images are tried when the pipeline refuses one.
@@ -73,9 +74,9 @@ class MixtureDataset(Dataset):
         self.on_bad_box = on_bad_box
         self.max_refetch = max_refetch
         self.label_space = (
-            LabelSpace.from_specs(self.specs, mode=label_space)
-            if isinstance(label_space, str)
-            else LabelSpace.from_metainfo(label_space)
+            LabelSpace.from_metainfo(label_space)
+            if isinstance(label_space, Mapping) and "classes" in label_space
+            else LabelSpace.from_specs(self.specs, mode=read_label_space(label_space))
         )
         self._identities = [self._identity(spec) for spec in self.specs]
         pipelines = [spec.pipeline(split) or pipeline for spec in self.specs]
@@ -199,6 +200,8 @@ class MixtureDataset(Dataset):
         """Build and load one dataset of the mixture."""
         dataset_id = self.label_space.dataset_id(spec.name)
         own = tuple(self.label_space.dataset_classes[dataset_id])
+        if isinstance(spec.train, Mapping) and len(own) < len(spec.own_classes):
+            spec = replace(spec, classes=own)  # a label file leaves the others out
         filtered = self.filter_empty and not self.test_mode
 
         def complete(leaf: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torch.utils.data import Sampler
 from damex.datasets.mixture import MixtureDataset, SeededIndex, mix_seed
 from damex.errors import ConfigError
 
+SAMPLINGS = ("explicit", "proportional", "sqrt", "temperature", "uniform")
+
 
 @DATA_SAMPLERS.register_module()
 class MixtureSampler(Sampler[SeededIndex]):
@@ -28,6 +30,11 @@ class MixtureSampler(Sampler[SeededIndex]):
     Nothing is stored while it runs: a resumed run continues with the same samples,
     and any number of processes or workers sees the same global order.
 
+    With ``homogeneous_batches`` every batch of a process is of one dataset, and shares
+    are those of batches. Each process has its own dataset, so that a step still learns
+    from several: gradients of one task after the other would pull to and fro (Muppet,
+    Aghajanyan et al. 2021, arXiv 2101.11038, on such batches per GPU).
+
     Args:
         dataset: The mixture.
         seed: Same on all processes; drawn once and shared when None.
@@ -36,9 +43,19 @@ class MixtureSampler(Sampler[SeededIndex]):
         shuffle: False keeps the order of files (datasets still follow the weights).
         infinite: Iterate over epochs without end; set it for IterBasedTrainLoop, whose
             resumption then is exact for any batch size.
+        sampling: What the weight of a dataset of n images is: ``explicit``, that of its
+            mixture entry; ``proportional``, n; ``sqrt``, its root; ``uniform``, 1; or
+            ``temperature``, n to the power of 1 / ``temperature`` (Arivazhagan et al.
+            2019, arXiv 1907.05019). By default explicit where entries have weights, and
+            else proportional.
+        temperature: For ``sampling='temperature'``: 1 is proportional, 2 the root, and
+            a large one uniform.
+        homogeneous_batches: Whether a batch holds images of one dataset only.
+        batch_size: Images of a batch, for that; filled in from the dataloader.
 
     Raises:
-        ConfigError: If ``samples_per_epoch`` is too small for the number of datasets.
+        ConfigError: If ``samples_per_epoch`` is too small for the number of datasets,
+            or an option is unknown, contradicts another one, or is missing.
     """
 
     def __init__(
@@ -49,6 +66,10 @@ class MixtureSampler(Sampler[SeededIndex]):
         samples_per_epoch: int | None = None,
         shuffle: bool = True,
         infinite: bool = False,
+        sampling: str | None = None,
+        temperature: float | None = None,
+        homogeneous_batches: bool = False,
+        batch_size: int | None = None,
     ) -> None:
         if not hasattr(dataset, "specs"):
             raise ConfigError(
@@ -64,21 +85,25 @@ class MixtureSampler(Sampler[SeededIndex]):
         self.epoch = 0
         self._first_epoch = 0
         self._skipped = 0
+        if homogeneous_batches and batch_size is None:
+            raise ConfigError(
+                "MixtureSampler: homogeneous_batches=True needs the batch_size of the "
+                "dataloader; set it in the sampler, too."
+            )
+        # What is of one dataset and read by one process: a sample, or a batch of them.
+        self._unit = batch_size if homogeneous_batches and batch_size else 1
         total = len(dataset) if samples_per_epoch is None else samples_per_epoch
         if total < 1:
             raise ConfigError(f"samples_per_epoch must be 1 or more, got {total}.")
-        self.per_rank = math.ceil(total / self.world_size)
+        self.per_rank = self._unit * math.ceil(total / (self.world_size * self._unit))
         self.total = self.per_rank * self.world_size
-        rows = zip(dataset.specs, dataset.sizes, strict=True)
-        weights = np.array(
-            [size if spec.weight is None else spec.weight for spec, size in rows],
-            dtype=np.float64,
-        )
+        weights = sampling_weights(dataset, sampling, temperature)
         self.shares = weights / weights.sum()
-        if self.shares.max() * self.total < len(weights) - 1:
+        if self.shares.max() * self.total < self._unit * (len(weights) - 1):
             raise ConfigError(
                 f"samples_per_epoch={total} is too small to share among "
-                f"{len(weights)} datasets; set it to {len(weights) ** 2} or more."
+                f"{len(weights)} datasets; set it to "
+                f"{self._unit * len(weights) ** 2} or more."
             )
         print_log(self.describe(), logger="current", level=logging.INFO)
 
@@ -93,6 +118,15 @@ class MixtureSampler(Sampler[SeededIndex]):
                 f"{samples / size:.2f} passes"
             )
         return "\n".join(lines)
+
+    def passes(self, samples: int) -> dict[str, float]:
+        """How often every image of a dataset is seen, by dataset.
+
+        Args:
+            samples: Samples of all processes, for instance in the whole training.
+        """
+        rows = zip(self.dataset.specs, self.shares, self.dataset.sizes, strict=True)
+        return {spec.name: float(share * samples / n) for spec, share, n in rows}
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration yields."""
@@ -117,7 +151,8 @@ class MixtureSampler(Sampler[SeededIndex]):
         while True:
             order = self.epoch_indices(epoch)
             for position in range(start, self.per_rank):
-                place = position * self.world_size + self.rank
+                unit, inside = divmod(position, self._unit)
+                place = (unit * self.world_size + self.rank) * self._unit + inside
                 yield SeededIndex(order[place], mix_seed(self.seed, epoch, place))
             if not self.infinite:
                 return
@@ -130,7 +165,8 @@ class MixtureSampler(Sampler[SeededIndex]):
             epoch: Number of the epoch, from 0.
 
         Returns:
-            ``total`` indices; process r reads every ``world_size``-th from r.
+            ``total`` indices; process r reads every ``world_size``-th from r, or
+            every ``world_size``-th batch.
         """
         begins, ends = self._drawn_before(epoch), self._drawn_before(epoch + 1)
         offsets = np.cumsum([0, *self.dataset.sizes[:-1]])
@@ -138,10 +174,11 @@ class MixtureSampler(Sampler[SeededIndex]):
         indices = np.concatenate(
             [self._stream(i, int(b), int(e)) + offset for i, (b, e, offset) in rows]
         )
+        units = indices.reshape(-1, self._unit)
         if self.shuffle:
             rng = np.random.default_rng([self.seed, 0, epoch])
-            indices = rng.permutation(indices)
-        return [int(index) for index in indices]
+            units = units[rng.permutation(len(units))]
+        return units.ravel().tolist()
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
         """Samples drawn per dataset before an epoch; sums to ``epoch * total``.
@@ -150,10 +187,11 @@ class MixtureSampler(Sampler[SeededIndex]):
         epoch and within half a sample of the truth; the largest dataset takes up what
         rounding leaves.
         """
-        drawn = np.rint(self.shares * (epoch * self.total)).astype(np.int64)
+        units = epoch * self.total // self._unit
+        drawn = np.rint(self.shares * units).astype(np.int64)
         largest = int(self.shares.argmax())
-        drawn[largest] += epoch * self.total - drawn.sum()
-        return drawn
+        drawn[largest] += units - drawn.sum()
+        return drawn * self._unit
 
     def _stream(self, source: int, begin: int, end: int) -> np.ndarray:
         """Entries ``begin`` to ``end`` of the endless permutations of one dataset."""
@@ -170,3 +208,50 @@ class MixtureSampler(Sampler[SeededIndex]):
         if not self.shuffle:
             return np.arange(size)
         return np.random.default_rng([self.seed, 1, source, cycle]).permutation(size)
+
+
+def sampling_weights(
+    dataset: MixtureDataset, sampling: str | None, temperature: float | None
+) -> np.ndarray:
+    """Weights of the datasets of a mixture; see :class:`MixtureSampler`.
+
+    Args:
+        dataset: The mixture.
+        sampling: One of ``SAMPLINGS``, or None.
+        temperature: For that sampling, and for no other.
+
+    Returns:
+        One number above 0 per dataset.
+
+    Raises:
+        ConfigError: If the options contradict each other or the entries.
+    """
+    given = [spec.weight for spec in dataset.specs]
+    has_weights = given[0] is not None  # all have one, or none has
+    if sampling is None:
+        sampling = "explicit" if has_weights else "proportional"
+    if sampling not in SAMPLINGS:
+        raise ConfigError(
+            f"MixtureSampler: sampling must be one of {SAMPLINGS}, got {sampling!r}."
+        )
+    if has_weights != (sampling == "explicit"):
+        what = "but the mixture's entries have" if has_weights else "which needs a"
+        raise ConfigError(
+            f"MixtureSampler: sampling={sampling!r}, {what} weight=...; "
+            + ("remove them, or sampling." if has_weights else "add it to all entries.")
+        )
+    if (sampling == "temperature") != (temperature is not None):
+        raise ConfigError(
+            f"MixtureSampler: sampling={sampling!r} and temperature={temperature!r}; "
+            "temperature is for sampling='temperature', which needs it."
+        )
+    if temperature is not None and not temperature >= 1:
+        raise ConfigError(
+            f"MixtureSampler: temperature must be 1 or more, got {temperature!r}."
+        )
+    if sampling == "explicit":
+        return np.array(given, dtype=np.float64)
+    sizes = np.array(dataset.sizes, dtype=np.float64)
+    powers = {"proportional": 1.0, "sqrt": 0.5, "uniform": 0.0}
+    power = powers[sampling] if temperature is None else 1.0 / temperature
+    return sizes**power

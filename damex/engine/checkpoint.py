@@ -251,6 +251,16 @@ def check_label_space(meta: Mapping[str, Any], space: LabelSpace, *, path: str) 
             "mean something else. Use the config that the checkpoint was trained with "
             "(it lies beside the checkpoint in the work directory)."
         )
+    for name in set(trained.dataset_names) & set(space.dataset_names):
+        then = trained.dataset_classes[trained.dataset_id(name)]
+        now = space.dataset_classes[space.dataset_id(name)]
+        for own in then.keys() & now.keys():
+            if then[own] != now[own]:
+                raise ConfigError(
+                    f"the checkpoint {path} was trained with {own!r} of dataset "
+                    f"{name!r} as class {then[own]!r}, and the config makes it "
+                    f"{now[own]!r}; use the label_space and rename of the training."
+                )
     if trained.groups != space.groups:
         raise ConfigError(
             f"the checkpoint {path} was trained with the dataset groups "

@@ -8,7 +8,8 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from damex.datasets.label_space import LabelSpace
+from damex.datasets.label_file import LabelFile
+from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.config_files import moe_of_file
 from damex.errors import ConfigError
@@ -53,7 +54,11 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
     _set_moe(cfg)
     if cfg.get("mixture") is None:
         return cfg
-    specs, mode = parse_mixture(cfg["mixture"]), cfg.get("label_space") or "union"
+    specs = parse_mixture(cfg["mixture"])
+    mode = read_label_space(cfg.get("label_space") or "union")
+    if isinstance(mode, LabelFile):
+        # What the config of a work directory holds does not change with the file.
+        cfg["label_space"] = mode.to_content()
     space = label_space_of(cfg)
     if space is None:
         space = LabelSpace.from_specs(specs, mode=mode)
@@ -64,6 +69,7 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
             dataset.setdefault("datasets", cfg["mixture"])
             dataset["label_space"] = space.to_metainfo()
     _set_num_classes(cfg["model"], space)
+    _set_batch_size(cfg.get("train_dataloader") or {})
     if cfg["model"].get("moe") is not None:
         cfg["model"]["num_groups"] = len(space.group_names)
     if any(cfg["model"].get(name) not in (None, False) for name in DATASET_OPTIONS):
@@ -111,6 +117,24 @@ def mixture_datasets(dataset: Any) -> list[dict]:
             "CachedMixUp into the mixture's pipeline: they mix images of one dataset."
         )
     return mixtures
+
+
+def _set_batch_size(loader: dict) -> None:
+    """Tell a sampler of homogeneous batches how large they are.
+
+    Raises:
+        ConfigError: If something between it and the loader would mix them again.
+    """
+    sampler = loader.get("sampler") or {}
+    if not sampler.get("homogeneous_batches"):
+        return
+    if loader.get("batch_sampler"):
+        raise ConfigError(
+            "train_dataloader.sampler.homogeneous_batches=True, but the batch_sampler "
+            f"{loader['batch_sampler']['type']} makes other batches; set "
+            "train_dataloader.batch_sampler=None, or leave homogeneous_batches out."
+        )
+    sampler["batch_size"] = loader["batch_size"]
 
 
 def _set_num_classes(model: dict, space: LabelSpace) -> None:

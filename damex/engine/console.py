@@ -18,7 +18,7 @@ from mmdet.registry import HOOKS
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.runner import BaseLoop, Runner
+from mmengine.runner import BaseLoop, IterBasedTrainLoop, Runner
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -29,6 +29,7 @@ from rich.progress import (
 )
 
 from damex.datasets.mixture import MixtureDataset
+from damex.datasets.sampler import MixtureSampler
 from damex.models.insertion import moe_blocks
 
 # What the line shows of a detector's outputs.
@@ -187,8 +188,25 @@ def describe_run(runner: Runner) -> str:
         classes = len(dataset.metainfo["classes"])
         verb = "trained" if training else "tested"
         lines.append(f"{verb} on {names}: {classes} classes")
+        sampler = getattr(loader, "sampler", None)
+        if training and isinstance(sampler, MixtureSampler):
+            lines.append(_describe_passes(runner, sampler))
     lines.append(f"details in {runner.logger.log_file or runner.log_dir}")
     return "\n".join(lines)
+
+
+def _describe_passes(runner: Runner, sampler: MixtureSampler) -> str:
+    """How often the whole training shows each dataset: its effective epochs."""
+    loader = runner.train_dataloader
+    samples = runner.max_epochs * sampler.total
+    if isinstance(runner.train_loop, IterBasedTrainLoop):
+        samples = runner.max_iters * loader.batch_size * sampler.world_size
+    passes = sampler.passes(samples).items()
+    shown = ", ".join(
+        f"{name} {number:,.1f}" if number >= 1 else f"{name} {number:.2g}"
+        for name, number in passes
+    )
+    return f"epochs of each dataset in all: {shown}"
 
 
 # Said by mmengine and mmdet about their own code; a user can do nothing about them.

@@ -325,7 +325,8 @@ def build_awareness(
         text = (
             "model.ignore_unannotated_classes leaves the scores of such classes "
             "untrained, and nothing keeps them from an image at inference; set "
-            "model.label_prior=dict(source='head')."
+            "model.label_prior=dict(source='head'), unless such objects stand in the "
+            "images and are to be found there: a prior would hide them."
         )
         print_log(text, logger="current", level=logging.WARNING)
     if prior is not None and prior.source == "router" and not _router_knows(detector):

@@ -531,6 +531,22 @@ def test_class_typo_reaches_the_user(two_datasets):
         MixtureDataset(datasets=two_datasets)
 
 
+def test_classes_that_a_label_file_leaves_out(two_datasets, voc_entry):
+    """Their boxes are not read, whatever the format."""
+    datasets = dict(park=dict(dog=None, car="auto"), voc=dict(sofa=None))
+    content = dict(version=1, datasets=datasets)
+    entries = [*two_datasets, {**voc_entry, "rename": {}}]
+    found = MixtureDataset(datasets=entries, label_space=content, filter_empty=False)
+    classes = found.metainfo["classes"]
+    assert classes[:4] == ("car", "person", "bus", "auto")
+    labels = [
+        {classes[i["bbox_label"]] for i in found.get_data_info(k)["instances"]}
+        for k in range(len(found))
+    ]
+    assert set().union(*labels[5:8]) == {"person", "auto"}
+    assert labels[8:] == [{"cat"}, set()]
+
+
 def test_dataset_outside_of_the_trained_mixture(two_datasets):
     trained = MixtureDataset(datasets=two_datasets).metainfo
     two_datasets[0]["name"] = "streets"

@@ -241,6 +241,131 @@ def test_describe_tells_samples_and_passes():
     ]
 
 
+def test_effective_epochs_by_hand():
+    mixture = Mixture([50, 10], [3.0, 1.0])
+    sampler = MixtureSampler(mixture, seed=0, samples_per_epoch=100)
+    # 400 samples: 300 of 50 images, and 100 of 10.
+    assert sampler.passes(400) == {"d0": 6.0, "d1": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        (dict(sampling="proportional"), [100 / 126, 25 / 126, 1 / 126]),
+        (dict(sampling="sqrt"), [10 / 16, 5 / 16, 1 / 16]),
+        (dict(sampling="uniform"), [1 / 3] * 3),
+        (dict(sampling="temperature", temperature=1), [100 / 126, 25 / 126, 1 / 126]),
+        (dict(sampling="temperature", temperature=2.0), [10 / 16, 5 / 16, 1 / 16]),
+        (dict(sampling="temperature", temperature=1e9), [1 / 3] * 3),
+    ],
+)
+def test_shares_by_size(options, shares):
+    mixture = Mixture([100, 25, 1], [None] * 3)
+    sampler = MixtureSampler(mixture, seed=0, **options)
+    assert sampler.shares == pytest.approx(shares)
+
+
+def test_a_sampling_changes_nothing_where_it_says_what_was_so():
+    plain = Mixture([5, 40, 7], [None] * 3)
+    named = MixtureSampler(plain, seed=3, sampling="proportional")
+    assert stream(named) == stream(MixtureSampler(plain, seed=3))
+    named = MixtureSampler(SMALL, seed=3, sampling="explicit")
+    assert stream(named) == stream(MixtureSampler(SMALL, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "message"),
+    [
+        (None, dict(sampling="square"), "sampling must be one of .* got 'square'"),
+        (1.0, dict(sampling="sqrt"), "entries have weight=.*; remove them"),
+        (None, dict(sampling="explicit"), "needs a weight=.*; add it to all"),
+        (None, dict(sampling="temperature"), "temperature=None; .*which needs it"),
+        (None, dict(sampling="sqrt", temperature=2.0), "is for sampling='temperature'"),
+        (None, dict(temperature=2.0), "'proportional' and temperature=2.0; temperat"),
+        (
+            None,
+            dict(sampling="temperature", temperature=0.5),
+            "must be 1 or more, got 0.5",
+        ),
+        (None, dict(homogeneous_batches=True), "needs the batch_size of the dataload"),
+    ],
+)
+def test_samplings_that_cannot_be(weights, options, message):
+    with pytest.raises(ConfigError, match=message):
+        MixtureSampler(Mixture([4, 5], [weights] * 2), seed=0, **options)
+
+
+# --- one dataset per batch ------------------------------------------------------------
+
+BATCHES = dict(homogeneous_batches=True, batch_size=4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_batch_of_each_process_is_of_one_dataset(monkeypatch, world_size):
+    samplers = ranks(monkeypatch, world_size, samples_per_epoch=40, **BATCHES)
+    steps = []
+    for epoch in range(5):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        rows = [[SMALL.source(i) for i, _ in stream(sampler)] for sampler in samplers]
+        assert {len(row) for row in rows} == {samplers[0].per_rank}
+        for start in range(0, len(rows[0]), 4):
+            batches = [row[start : start + 4] for row in rows]
+            assert all(len(batch) == 4 == batch.count(batch[0]) for batch in batches)
+            steps.append({batch[0] for batch in batches})
+    # Processes have datasets of their own.
+    assert any(len(step) > 1 for step in steps) == (world_size > 1)
+
+
+def test_processes_read_the_batches_of_a_single_one(monkeypatch):
+    samplers = ranks(monkeypatch, 2, samples_per_epoch=48, **BATCHES)
+    one, two = (stream(sampler) for sampler in samplers)
+    together = []
+    for start in range(0, len(one), 4):
+        together += one[start : start + 4] + two[start : start + 4]
+    (single,) = ranks(monkeypatch, 1, samples_per_epoch=48, **BATCHES)
+    assert together == stream(single)
+    assert len({seed for _, seed in together}) == 48
+
+
+def test_shares_of_batches_are_exact_and_images_are_seen_in_turn():
+    sampler = MixtureSampler(SMALL, seed=3, samples_per_epoch=20, **BATCHES)
+    seen = np.zeros(len(SMALL), dtype=int)
+    for epoch in range(150):
+        seen += np.bincount(sampler.epoch_indices(epoch), minlength=len(SMALL))
+        expected = sampler.shares * (epoch + 1) * 20
+        per_dataset = np.split(seen, np.cumsum(SMALL.sizes)[:-1])
+        for counts, share in zip(per_dataset, expected, strict=True):
+            assert abs(counts.sum() - share) <= 4  # a batch
+            assert counts.max() - counts.min() <= 1
+
+
+def test_epochs_are_filled_up_to_whole_batches(monkeypatch):
+    samplers = ranks(monkeypatch, 2, samples_per_epoch=41, **BATCHES)
+    assert [sampler.per_rank for sampler in samplers] == [24, 24]
+
+
+@pytest.mark.parametrize("used", [4, 20, 44])
+def test_homogeneous_batches_resume(used):
+    def fresh():
+        options = dict(samples_per_epoch=20, infinite=True, **BATCHES)
+        return MixtureSampler(SMALL, seed=3, **options)
+
+    whole = [(int(i), i.seed) for i in itertools.islice(fresh(), 80)]
+    resumed = fresh()
+    resumed.skip(used)
+    found = [(int(i), i.seed) for i in itertools.islice(resumed, 80 - used)]
+    assert found == whole[used:]
+
+
+def test_a_batch_of_one_is_an_ordinary_sample():
+    plain = MixtureSampler(SMALL, seed=3, samples_per_epoch=20)
+    ones = dict(homogeneous_batches=True, batch_size=1)
+    assert stream(MixtureSampler(SMALL, seed=3, samples_per_epoch=20, **ones)) == (
+        stream(plain)
+    )
+
+
 def test_a_wrapped_mixture_is_refused_by_name(two_datasets):
     mixture = dict(type="MixtureDataset", datasets=two_datasets)
     wrapped = DATASETS.build(dict(type="RepeatDataset", times=2, dataset=mixture))

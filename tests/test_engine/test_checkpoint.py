@@ -236,6 +236,14 @@ def test_other_classes_are_refused():
         check_label_space(stored, space("bus", "car"), path="x.pth")
 
 
+def test_classes_that_mean_other_words_are_refused():
+    """The lists of classes and the tensors are the same."""
+    stored, changed = space("car", "bus").to_metainfo(), space("car", "bus")
+    stored["datasets"][0]["classes"] = {"car": "bus", "bus": "car"}
+    with pytest.raises(ConfigError, match=r"'(car|bus)' of dataset 'a' as class"):
+        check_label_space(dict(dataset_meta=stored), changed, path="x.pth")
+
+
 def test_other_groups_are_refused():
     stored = dict(dataset_meta=space("car").to_metainfo())
     with pytest.raises(ConfigError, match=r"\['a', 'b'\], the config has \['a', 'a'\]"):

@@ -309,3 +309,32 @@ def test_coco_and_voc_merge_into_eighty_classes(make_coco_dataset, tmp_path):
     space = LabelSpace.from_specs(parse_mixture([coco, voc]))
     assert space.num_classes == 80
     assert len(space.valid_labels(1)) == 20
+
+
+def test_a_label_file_goes_into_the_written_config(two_datasets, tmp_path):
+    """So that a work directory says for itself what its labels mean."""
+    content = dict(version=1, datasets=dict(park=dict(dog="hound", car=None)))
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(content))
+    once = resolve_config(config(two_datasets, label_space=str(path)))
+    assert once.model.bbox_head.num_classes == 4
+    assert once.val_dataloader.dataset.label_space["classes"][3] == "hound"
+    once.dump(tmp_path / "written.py")
+    path.unlink()
+    for entry in two_datasets:
+        Path(entry["data_root"], "train.json").unlink()
+    again = resolve_config(Config.fromfile(tmp_path / "written.py"))
+    assert again.to_dict() == once.to_dict()
+    again.label_space.datasets.park.dog = "wolf"
+    with pytest.raises(ConfigError, match="does not lead to the label_space that the"):
+        resolve_config(again)
+
+
+def test_homogeneous_batches_follow_the_loader(two_datasets):
+    sampler = dict(type="MixtureSampler", homogeneous_batches=True)
+    train = {**loader("train"), "batch_size": 3, "sampler": sampler}
+    cfg = resolve_config(config(two_datasets, train_dataloader=train))
+    assert cfg.train_dataloader.sampler.batch_size == 3
+    train["batch_sampler"] = dict(type="AspectRatioBatchSampler")
+    with pytest.raises(ConfigError, match="AspectRatioBatchSampler makes other batc"):
+        resolve_config(config(two_datasets, train_dataloader=train))

@@ -9,9 +9,45 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from rich.console import Console
 
-from damex.engine.console import ProgressHook, filter_console
+from damex.datasets.sampler import MixtureSampler
+from damex.datasets.spec import DatasetSpec
+from damex.engine.console import ProgressHook, _describe_passes, filter_console
+
+
+class Mixture:
+    """Two datasets, with as much as a sampler asks for."""
+
+    specs = (DatasetSpec("big"), DatasetSpec("small"))
+    sizes = (1500, 10)
+
+    def __len__(self):
+        return sum(self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("loop", "shown"),
+    [
+        # 10 epochs of 200 samples, half of them of each dataset.
+        (EpochBasedTrainLoop, "big 0.67, small 100.0"),
+        # 750 steps of a batch of 4.
+        (IterBasedTrainLoop, "big 1.0, small 150.0"),
+    ],
+)
+def test_effective_epochs_of_the_whole_training(loop, shown):
+    sampler = MixtureSampler(
+        Mixture(), seed=0, samples_per_epoch=200, sampling="uniform"
+    )
+    runner = SimpleNamespace(
+        train_loop=loop.__new__(loop),
+        train_dataloader=SimpleNamespace(batch_size=4),
+        max_epochs=10,
+        max_iters=750,
+    )
+    text = _describe_passes(runner, sampler)
+    assert text == f"epochs of each dataset in all: {shown}"
 
 
 @pytest.fixture

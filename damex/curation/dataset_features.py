@@ -1,0 +1,203 @@
+"""How near two datasets are: by their images, their boxes and the names of classes.
+
+Axes: M datasets, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from damex.datasets.coco import read_coco
+from damex.datasets.spec import CocoSource, DatasetSpec
+from damex.errors import ConfigError, DataError
+
+SAMPLES = 32  # images that are looked at per dataset
+SIDE = 160  # of an image that is looked at, in pixels
+BACKBONE = "tf_efficientnet_lite0"
+PARTS = ("images", "boxes", "classes")
+
+
+@dataclass(frozen=True)
+class DatasetFeatures:
+    """What is known about a dataset before any training.
+
+    Args:
+        name: Its name.
+        images: How many there are for training.
+        classes: Their names in the mixture.
+        boxes_F: Logarithms of size, shape and number of boxes, and of the images' size.
+        looks_F: Mean features of some images.
+    """
+
+    name: str
+    images: int
+    classes: frozenset[str]
+    boxes_F: np.ndarray
+    looks_F: np.ndarray
+
+
+def read_features(
+    spec: DatasetSpec, classes: Sequence[str], *, with_backbone: bool
+) -> DatasetFeatures:
+    """Look at the training set of a dataset.
+
+    Args:
+        spec: The dataset.
+        classes: Names of its classes in the mixture.
+        with_backbone: Whether to look with a pretrained backbone, or at colours alone.
+
+    Raises:
+        ConfigError: If it is no COCO file.
+        DataError: If the file or an image cannot be read.
+    """
+    source = spec.coco_source("train")
+    if source is None:
+        raise ConfigError(
+            f"dataset {spec.name!r} is no COCO file, and plan reads only these; "
+            "convert it, or set group='...' in its entry by hand."
+        )
+    document = read_coco(source.annotations, spec.name)
+    files = sorted(str(image["file_name"]) for image in document["images"])
+    step = max(1, len(files) // SAMPLES)
+    pixels = [_load(source, file, spec.name) for file in files[::step][:SAMPLES]]
+    look = backbone_looks if with_backbone else colour_looks
+    return DatasetFeatures(
+        name=spec.name,
+        images=len(files),
+        classes=frozenset(classes),
+        boxes_F=box_statistics(document),
+        looks_F=look(pixels),
+    )
+
+
+def _load(source: CocoSource, file: str, dataset: str) -> np.ndarray:
+    path = Path(source.images, file)
+    try:
+        with Image.open(path) as image:
+            small = image.convert("RGB").resize((SIDE, SIDE))
+    except OSError as error:
+        raise DataError(f"dataset {dataset!r}: {path} cannot be read: {error}.") from (
+            error
+        )
+    return np.asarray(small)
+
+
+def box_statistics(document: dict) -> np.ndarray:
+    """Typical boxes of a COCO document.
+
+    Args:
+        document: With boxes that are as they should be; others are passed over.
+
+    Returns:
+        Mean and spread of the log of scale (root of the share of the image) and of
+        width over height; logs of boxes per image and of the images' size.
+    """
+    sizes = {image["id"]: image for image in document["images"]}
+    scales, shapes = [], []
+    for record in document["annotations"]:
+        image = sizes.get(record.get("image_id"), {})
+        width, height = (record.get("bbox") or (0, 0, 0, 0))[2:4]
+        whole = image.get("width", 0) * image.get("height", 0)
+        if width > 0 and height > 0 and whole > 0:
+            scales.append(0.5 * math.log(width * height / whole))
+            shapes.append(math.log(width / height))
+    if not scales:
+        return np.zeros(6)
+    pixels = [image["width"] * image["height"] for image in document["images"]]
+    return np.array(
+        [
+            *(np.mean(scales), np.std(scales), np.mean(shapes), np.std(shapes)),
+            math.log(len(scales) / len(pixels)),
+            0.5 * math.log(np.mean(pixels)),
+        ]
+    )
+
+
+def colour_looks(pixels: Sequence[np.ndarray]) -> np.ndarray:
+    """Colours and edges of images: what can be said without a backbone.
+
+    Args:
+        pixels: Images (height, width, 3) of bytes.
+
+    Returns:
+        Shares of 16 steps of each channel, and of brightness from pixel to pixel.
+    """
+    rows = []
+    for image in pixels:
+        values = image.astype(float)
+        grey = values.mean(axis=2)
+        edges = np.abs(np.diff(grey, axis=0))[:, :-1] + np.abs(np.diff(grey))[:-1]
+        planes = [*np.moveaxis(values, 2, 0), np.minimum(4 * edges, 255.0)]
+        counts = [np.histogram(plane, 16, (0, 256))[0] / plane.size for plane in planes]
+        rows.append(np.sqrt(np.concatenate(counts)))
+    return np.mean(rows, axis=0)
+
+
+def can_use_backbone() -> bool:
+    """Whether the backbone's pretrained weights are installed."""
+    from damex.models.pretrained import packaged_weights
+
+    return packaged_weights(BACKBONE) is not None
+
+
+def backbone_looks(pixels: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean features of images in a frozen backbone that knows ImageNet.
+
+    Args:
+        pixels: Images (height, width, 3) of bytes.
+    """
+    import torch
+
+    from damex.models.timm_backbone import TimmBackbone
+
+    backbone = TimmBackbone(name=BACKBONE, out_indices=(3, 4), pretrained=True)
+    backbone.init_weights()
+    backbone.eval()
+    images_BHWC = torch.as_tensor(np.stack(pixels)).float()
+    with torch.no_grad():
+        maps = backbone((images_BHWC.permute(0, 3, 1, 2) - 127.0) / 128.0)
+    return np.concatenate([one.mean(dim=(0, 2, 3)).numpy() for one in maps])
+
+
+def affinities(found: Sequence[DatasetFeatures]) -> dict[str, np.ndarray]:
+    """How near datasets are to each other.
+
+    Distances of images and of boxes are those of features that are scaled to unit
+    spread over the datasets, and 1 is the mean over pairs; that of classes is 1 less
+    the share of their names that two datasets have in common.
+
+    Args:
+        found: Two datasets or more.
+
+    Returns:
+        For each of ``PARTS``, and for ``all``, the mean of their distances: exp(-d),
+        symmetric (M, M) with ones on the diagonal.
+    """
+    distances = {
+        "images": _distances(np.stack([one.looks_F for one in found])),
+        "boxes": _distances(np.stack([one.boxes_F for one in found])),
+        "classes": np.array([[_unlike(a, b) for b in found] for a in found]),
+    }
+    distances["all"] = np.mean([distances[part] for part in PARTS], axis=0)
+    return {part: np.exp(-distance) for part, distance in distances.items()}
+
+
+def _distances(features_MF: np.ndarray) -> np.ndarray:
+    spread_F = features_MF.std(axis=0)
+    scaled_MF = (features_MF - features_MF.mean(axis=0)) / np.where(
+        spread_F > 1e-12, spread_F, 1.0
+    )
+    distances_MM = np.linalg.norm(scaled_MF[:, None] - scaled_MF, axis=2)
+    pairs = len(features_MF) * (len(features_MF) - 1)
+    mean = distances_MM.sum() / pairs
+    return distances_MM / mean if mean > 0 else distances_MM
+
+
+def _unlike(a: DatasetFeatures, b: DatasetFeatures) -> float:
+    return 1.0 - len(a.classes & b.classes) / max(len(a.classes | b.classes), 1)

@@ -1,0 +1,292 @@
+"""``tools/data.py labels``: which classes of a mixture are one, and which may be."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from damex.curation.near_names import near_pairs
+from damex.datasets.coco import read_coco
+from damex.datasets.label_file import LabelFile
+from damex.datasets.label_space import LabelSpace, read_label_space
+from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.engine.cli import Parser
+from damex.engine.config_files import merge_options, read_part
+from damex.errors import ConfigError
+
+FEW = 10  # boxes, below which sizes and shapes say nothing
+FACTOR = 3.0  # between medians, from which things look like different ones
+
+
+@dataclass
+class ClassCount:
+    """Boxes of one class of one dataset, in its own words.
+
+    Args:
+        own: Its name there.
+        target: The class of the mixture that it becomes; None if it is left out.
+        boxes: How many; None where the dataset is no COCO file.
+        supercategory: That of the file.
+        scales: Of each box: square root of its share of the image.
+        shapes: Of each box: width over height.
+    """
+
+    own: str
+    target: str | None
+    boxes: int | None = None
+    supercategory: str = ""
+    scales: list[float] = field(default_factory=list)
+    shapes: list[float] = field(default_factory=list)
+
+
+Counts = Mapping[str, Sequence[ClassCount]]  # per dataset
+
+
+def labels(arguments: Sequence[str]) -> None:
+    """Print the merge table of a config, and write a label file to begin with.
+
+    Args:
+        arguments: Command line after the name of the command.
+
+    Raises:
+        ConfigError: If the mixture cannot work, or the file exists.
+    """
+    parser = Parser(
+        prog="tools/data.py labels",
+        description="Print which classes of the datasets become one class, and which "
+        "look as if they should, or should not.",
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--out", type=Path, metavar="labels.json", help="write a label file to edit"
+    )
+    args = parser.parse_args(arguments)
+    specs, rules = read_mixture(args)
+    if args.out is not None:
+        _check_target(args.out)
+    counts = {
+        spec.name: count_classes(spec, mapping)
+        for spec, mapping in zip(
+            specs, LabelSpace.from_specs(specs, mode=rules).dataset_classes, strict=True
+        )
+    }
+    print("\n".join(report(counts)))
+    if args.out is not None:
+        file = starting_file(specs, counts)
+        args.out.write_text(file.to_text(), encoding="utf-8")
+        renaming = ", ".join(spec.name for spec in specs if spec.rename)
+        also = f", and remove rename from the entries of {renaming}" if renaming else ""
+        print(
+            f"\nwritten: {args.out}. Edit it, and set label_space = "
+            f"{str(args.out)!r} at the top level of the config{also}."
+        )
+
+
+def read_mixture(
+    args: argparse.Namespace,
+) -> tuple[tuple[DatasetSpec, ...], str | LabelFile]:
+    """The datasets and the label space of a config, which needs no model.
+
+    Args:
+        args: With ``config`` and ``cfg_options``.
+
+    Raises:
+        ConfigError: If the config cannot be read, or has no mixture.
+    """
+    cfg = read_part(args.config)
+    merge_options(cfg, args.cfg_options or {})
+    if cfg.get("mixture") is None:
+        raise ConfigError(
+            f"{args.config} sets no mixture=[dict(name=..., ...), ...]; see "
+            "configs/own_datasets.py."
+        )
+    rules = read_label_space(cfg.get("label_space") or "union")
+    return parse_mixture(cfg["mixture"]), rules
+
+
+def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCount]:
+    """Count the training boxes of a dataset by class.
+
+    Args:
+        spec: The dataset.
+        mapping: Own name -> class of the mixture, of the classes that stay.
+    """
+    source = spec.coco_source("train") or spec.coco_source("val")
+    if source is None:
+        return [ClassCount(own, mapping.get(own)) for own in spec.own_classes]
+    document = read_coco(source.annotations, spec.name)
+    sizes = {image["id"]: image for image in document["images"]}
+    by_id = {
+        category["id"]: ClassCount(
+            str(category["name"]),
+            mapping.get(str(category["name"])),
+            boxes=0,
+            supercategory=str(category.get("supercategory") or ""),
+        )
+        for category in document["categories"]
+    }
+    for record in document["annotations"]:
+        found = by_id.get(record.get("category_id"))
+        if found is not None:
+            found.boxes = (found.boxes or 0) + 1
+            _measure(found, record.get("bbox"), sizes.get(record.get("image_id"), {}))
+    return list(by_id.values())
+
+
+def _measure(count: ClassCount, box: Any, image: Mapping[str, Any]) -> None:
+    """Add size and shape of a box; a broken record is the checker's business."""
+    try:
+        _, _, width, height = (float(value) for value in box)
+        scale = (width * height / (image["width"] * image["height"])) ** 0.5
+        shape = width / height
+    except (TypeError, ValueError, KeyError, ZeroDivisionError):
+        return
+    if not isinstance(scale, complex):
+        count.scales.append(scale)
+        count.shapes.append(shape)
+
+
+def report(counts: Counts) -> list[str]:
+    """The merge table, near-miss names, and names that may mean different things."""
+    return [
+        *_table(counts),
+        *_section("near-miss names (one class, or two?)", near_misses(counts)),
+        *_section(
+            "merged by name, but perhaps different things", sorted(conflicts(counts))
+        ),
+        *_section("left out", left_out(counts)),
+        *_section("not annotated by all datasets", partly_annotated(counts)),
+    ]
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"{title}:", *(f"  {line}" for line in lines or ["none"])]
+
+
+def by_target(counts: Counts) -> dict[str, list[tuple[str, ClassCount]]]:
+    """Per class of the mixture: datasets and counts; most datasets first."""
+    rows: dict[str, list[tuple[str, ClassCount]]] = {}
+    for dataset, found in counts.items():
+        for count in found:
+            if count.target is not None:
+                rows.setdefault(count.target, []).append((dataset, count))
+    return dict(sorted(rows.items(), key=lambda row: -len({d for d, _ in row[1]})))
+
+
+def _table(counts: Counts) -> list[str]:
+    """A line per class of the mixture: from which datasets, in what words, how many."""
+    rows = by_target(counts)
+    shared = sum(len({dataset for dataset, _ in row}) > 1 for row in rows.values())
+    width = max(len(name) for name in rows)
+    lines = [
+        f"{len(rows)} classes of {len(counts)} datasets; {shared} in more than one",
+        f"{'class':{width}}  dataset: own word, boxes",
+    ]
+    for name, row in rows.items():
+        cells = "; ".join(f"{dataset}: {_cell(count, name)}" for dataset, count in row)
+        lines.append(f"{name:{width}}  {cells}")
+    return lines
+
+
+def _cell(count: ClassCount, target: str) -> str:
+    own = "" if count.own == target else f"{count.own!r}, "
+    return own + ("not counted" if count.boxes is None else f"{count.boxes:,}")
+
+
+def near_misses(counts: Counts) -> list[str]:
+    """Pairs of classes of the mixture whose names are nearly the same.
+
+    Names with a dataset before a slash were kept apart on purpose.
+    """
+    rows = by_target(counts)
+    names = [name for name in rows if name.split("/")[0] not in counts]
+    lines = []
+    for first, second, why in near_pairs(names):
+        a, b = ({dataset for dataset, _ in rows[name]} for name in (first, second))
+        if a == b and len(a) == 1:  # one dataset means two things by two names
+            continue
+        where = f"{', '.join(sorted(a))} and {', '.join(sorted(b))}"
+        lines.append(f"{first!r} and {second!r} ({why}), of {where}")
+    return lines
+
+
+def conflicts(counts: Counts) -> Iterator[str]:
+    """Classes that several datasets share by name, and that look like different things.
+
+    What is compared are supercategories, and the medians of size and shape of the
+    boxes. It is a hint: things of one class may be near in one dataset and far in
+    another.
+    """
+    for name, row in by_target(counts).items():
+        for (first, a), (second, b) in combinations(row, 2):
+            if first == second or a.own.casefold() != b.own.casefold():
+                continue  # somebody merged other words on purpose
+            reasons = list(_differences(a, b))
+            if reasons:
+                yield f"{name!r} of {first} and {second}: {'; '.join(reasons)}"
+
+
+def _differences(a: ClassCount, b: ClassCount) -> Iterator[str]:
+    ours, theirs = (
+        "" if one.supercategory in ("none", one.own) else one.supercategory
+        for one in (a, b)
+    )
+    if ours and theirs and ours.casefold() != theirs.casefold():
+        yield f"supercategories {ours!r} and {theirs!r}"
+    if min(len(a.scales), len(b.scales)) < FEW:
+        return
+    x, y = statistics.median(a.scales), statistics.median(b.scales)
+    if max(x, y) > FACTOR * min(x, y):
+        yield f"side of a typical box {x:.0%} and {y:.0%} of the image's"
+    x, y = statistics.median(a.shapes), statistics.median(b.shapes)
+    if max(x, y) > FACTOR * min(x, y):
+        yield f"width over height of a typical box {x:.2g} and {y:.2g}"
+
+
+def left_out(counts: Counts) -> list[str]:
+    """Classes of the datasets that are in no class of the mixture."""
+    return [
+        f"{dataset}: {_cell(count, '')}"
+        for dataset, found in counts.items()
+        for count in found
+        if count.target is None
+    ]
+
+
+def partly_annotated(counts: Counts) -> list[str]:
+    """What to decide about classes that only some datasets annotate."""
+    rows = by_target(counts).values()
+    some = sum(len({dataset for dataset, _ in row}) < len(counts) for row in rows)
+    if not some:
+        return []
+    return [
+        f"{some} classes. Their objects in images of the other datasets are taught as "
+        "background: if there are any, set model.ignore_unannotated_classes=True."
+    ]
+
+
+def starting_file(specs: Sequence[DatasetSpec], counts: Counts) -> LabelFile:
+    """A label file that says what is so now; every class in use is in it."""
+    return LabelFile(
+        {
+            spec.name: {
+                count.own: count.target
+                for count in counts[spec.name]
+                if count.own in spec.own_classes
+            }
+            for spec in specs
+        },
+        unlisted="error",
+    )
+
+
+def _check_target(path: Path) -> None:
+    if path.suffix != ".json":
+        raise ConfigError(f"--out must end in .json, got {str(path)!r}.")
+    if path.exists():
+        raise ConfigError(f"--out: {path} exists; remove it, or choose another name.")

@@ -1,0 +1,174 @@
+"""``tools/data.py plan``: which datasets should share an expert, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from damex.curation.dataset_features import (
+    BACKBONE,
+    PARTS,
+    SAMPLES,
+    DatasetFeatures,
+    affinities,
+    can_use_backbone,
+    read_features,
+)
+from damex.curation.labels import read_mixture
+from damex.curation.mapping import choose_medoids, least_capacity, map_datasets
+from damex.datasets.label_space import LabelSpace
+from damex.engine.cli import Parser, at_least
+from damex.errors import ConfigError
+
+SLACK = 1.5
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Which datasets share an expert.
+
+    Args:
+        groups: Per expert: the dataset that stands for it, and all of its datasets.
+        capacity: Share of the samples that an expert may get.
+        value: Sum of the affinities of datasets to the one that stands for theirs.
+        bound: The most that could be had if datasets were divided.
+    """
+
+    groups: Mapping[str, Sequence[str]]
+    capacity: float
+    value: float
+    bound: float
+
+
+def plan(arguments: Sequence[str]) -> None:
+    """Propose dataset groups for a config.
+
+    Args:
+        arguments: Command line after the name of the command.
+
+    Raises:
+        ConfigError: If the mixture cannot work, or there is nothing to plan.
+        DataError: If a dataset cannot be read.
+    """
+    parser = Parser(
+        prog="tools/data.py plan",
+        description="Propose which datasets share an expert (Global Expert Mapping).",
+    )
+    parser.add_config()
+    parser.add_argument("--experts", type=at_least(1), help="default: half as many")
+    parser.add_argument(
+        "--capacity",
+        type=float,
+        default=SLACK,
+        help="most samples of an expert, in even shares (default: %(default)s)",
+    )
+    args = parser.parse_args(arguments)
+    specs, rules = read_mixture(args)
+    experts = args.experts or (len(specs) + 1) // 2
+    if not experts < len(specs):
+        raise ConfigError(
+            f"plan: {experts} experts for {len(specs)} datasets leave nothing to plan: "
+            "without group=... each dataset has an expert of its own. Give fewer by "
+            "--experts."
+        )
+    if not args.capacity >= 1:
+        raise ConfigError(f"--capacity must be 1 or more, got {args.capacity}.")
+    space = LabelSpace.from_specs(specs, mode=rules)
+    with_backbone = can_use_backbone()
+    found = [
+        read_features(spec, [*held.values()], with_backbone=with_backbone)
+        for spec, held in zip(specs, space.dataset_classes, strict=True)
+    ]
+    weights = [
+        one.images if spec.weight is None else spec.weight
+        for spec, one in zip(specs, found, strict=True)
+    ]
+    shares = np.array(weights) / sum(weights)
+    near = affinities(found)
+    made = propose(found, shares, near["all"], experts=experts, slack=args.capacity)
+    looks = f"features of {BACKBONE}" if with_backbone else "colours and edges"
+    print(
+        f"{experts} experts for {len(specs)} datasets, each for {made.capacity:.0%} of "
+        f"the samples or less.\nCompared: {looks} of up to {SAMPLES} training images, "
+        "sizes and shapes of boxes, and names of classes (1 is the same).\n"
+    )
+    print("\n".join(table(made, found, shares, near)))
+
+
+def propose(
+    found: Sequence[DatasetFeatures],
+    shares_M: np.ndarray,
+    affinity_MM: np.ndarray,
+    *,
+    experts: int,
+    slack: float,
+) -> ExpertPlan:
+    """Plan under the least capacity that every dataset fits into.
+
+    Args:
+        found: The datasets.
+        shares_M: Of the samples.
+        affinity_MM: Between datasets.
+        experts: How many.
+        slack: Capacity of an expert in even shares, at the least.
+
+    Returns:
+        Groups in the order of the datasets that stand for them.
+    """
+    medoids = choose_medoids(affinity_MM, experts)
+    capacity = least_capacity(shares_M, experts, slack)
+    affinity_MN = affinity_MM[:, medoids]
+    solved = map_datasets(affinity_MN, shares_M, np.full(experts, capacity))
+    if solved is None:  # largest-first packing fits into that capacity
+        raise RuntimeError("the datasets do not fit into a capacity that they fit into")
+    plan_M, bound = solved
+    groups: dict[str, list[str]] = {}
+    for number, medoid in enumerate(medoids):
+        members = [found[i].name for i in np.flatnonzero(plan_M == number)]
+        if members:
+            groups[found[medoid].name] = members
+    value = float(affinity_MN[np.arange(len(found)), plan_M].sum())
+    return ExpertPlan(groups, capacity, value, bound)
+
+
+def table(
+    made: ExpertPlan,
+    found: Sequence[DatasetFeatures],
+    shares_M: np.ndarray,
+    near: Mapping[str, Any],
+) -> list[str]:
+    """The groups with reasons, and the lines to paste.
+
+    Args:
+        made: The plan.
+        found: The datasets.
+        shares_M: Of the samples.
+        near: What :func:`affinities` returned.
+    """
+    names = [one.name for one in found]
+    width = max(len("dataset"), *map(len, names))
+    head = "  ".join(f"{part:>7}" for part in ("samples", "all", *PARTS))
+    lines = [f"{'group':{width}}  {'dataset':{width}}  {head}"]
+    for group, members in made.groups.items():
+        stands = names.index(group)
+        for name in members:
+            place = names.index(name)
+            numbers = [near[part][place, stands] for part in ("all", *PARTS)]
+            row = "  ".join(f"{number:7.2f}" for number in numbers)
+            lines.append(
+                f"{group:{width}}  {name:{width}}  {shares_M[place]:7.1%}  {row}"
+            )
+    lines += [
+        "",
+        f"Sum of 'all': {made.value:.3f}; {made.bound:.3f} if datasets could be "
+        "divided. The plan is the best there is for these numbers, which are a guess "
+        "at what should share weights: edit it.",
+        "",
+        "To accept it, add to the entries of the mixture:",
+    ]
+    for group, members in made.groups.items():
+        lines += [f"  {name}: group={group!r}," for name in members if len(members) > 1]
+    return lines

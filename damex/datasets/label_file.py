@@ -1,0 +1,239 @@
+"""LabelFile: which class of a mixture each class of each dataset is, in a JSON file.
+
+::
+
+    {
+      "version": 1,
+      "unlisted": "union",
+      "datasets": {
+        "voc": {"motorbike": "motorcycle"},
+        "zoo": {"jaguar": "zoo/jaguar", "do not use": null}
+      }
+    }
+
+JSON, as the annotations are: in YAML the class names no, on and 7 are no strings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from damex.errors import ConfigError, did_you_mean
+
+VERSION = 1
+UNLISTED = ("union", "partitioned", "drop", "error")
+KEYS = ("version", "unlisted", "datasets")
+
+
+@dataclass(frozen=True)
+class LabelFile:
+    """The classes of a mixture, as a person wrote them down.
+
+    Args:
+        datasets: Per dataset: its own class name -> name in the mixture, or None to
+            leave the class out. Two datasets share a class where they say the same.
+        unlisted: What becomes of a class that is not listed: ``union`` keeps its name
+            (after ``rename``), so that equal names are one class; ``partitioned`` makes
+            it ``dataset/class``; ``drop`` leaves it out; ``error`` refuses it.
+        where: File or option, for messages.
+    """
+
+    datasets: Mapping[str, Mapping[str, str | None]]
+    unlisted: str = "union"
+    where: str = "label_space"
+
+    @classmethod
+    def read(cls, path: str | Path) -> LabelFile:
+        """Read a file.
+
+        Raises:
+            ConfigError: If there is none, or it does not hold what is expected.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"label_space: {path} cannot be read (seen from {Path.cwd()}): "
+                f"{error.strerror}. tools/data.py labels CONFIG --out {path} writes "
+                "one to begin with."
+            ) from error
+        try:
+            content = json.loads(text, object_pairs_hook=_without_doubles)
+        except ValueError as error:
+            raise ConfigError(f"label_space: {path}: {error}") from error
+        return cls.from_content(content, where=str(path))
+
+    @classmethod
+    def from_content(cls, content: Any, *, where: str = "label_space") -> LabelFile:
+        """Check what a file holds.
+
+        Args:
+            content: The parsed file.
+            where: Its name, for messages.
+
+        Raises:
+            ConfigError: If it is not what is expected.
+        """
+        if not isinstance(content, Mapping):
+            raise ConfigError(
+                f'{where} must hold {{"version": {VERSION}, "datasets": {{...}}}}, got '
+                f"{content!r}."
+            )
+        for key in content:
+            if key not in KEYS:
+                raise ConfigError(
+                    f"{where} has the unknown key {key!r}; {did_you_mean(key, KEYS)}"
+                )
+        if content.get("version") != VERSION:
+            raise ConfigError(
+                f"{where}: version must be {VERSION}, got {content.get('version')!r}."
+            )
+        unlisted = content.get("unlisted", "union")
+        if unlisted not in UNLISTED:
+            raise ConfigError(
+                f"{where}: unlisted must be one of {UNLISTED}, got {unlisted!r}."
+            )
+        datasets = content.get("datasets")
+        if not isinstance(datasets, Mapping):
+            raise ConfigError(
+                f'{where}: datasets must be {{"<dataset>": {{"<its class>": "<class of '
+                f'the mixture>"}}}}, got {datasets!r}.'
+            )
+        for name, classes in datasets.items():
+            _check_classes(classes, f"{where}: dataset {name!r}")
+        return cls(
+            {name: dict(classes) for name, classes in datasets.items()}, unlisted, where
+        )
+
+    def to_content(self) -> dict[str, Any]:
+        """What :meth:`from_content` reads, as plain values."""
+        return dict(
+            version=VERSION,
+            unlisted=self.unlisted,
+            datasets={name: dict(classes) for name, classes in self.datasets.items()},
+        )
+
+    def to_text(self) -> str:
+        """The file, a line per class."""
+        rows = [
+            f"    {json.dumps(name)}: {{\n"
+            + ",\n".join(
+                f"      {json.dumps(own, ensure_ascii=False)}: "
+                f"{json.dumps(target, ensure_ascii=False)}"
+                for own, target in classes.items()
+            )
+            + "\n    }"
+            for name, classes in self.datasets.items()
+        ]
+        return (
+            f'{{\n  "version": {VERSION},\n  "unlisted": {json.dumps(self.unlisted)},\n'
+            f'  "datasets": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
+        )
+
+    def check_datasets(self, names: Sequence[str]) -> None:
+        """Refuse datasets that the mixture does not have.
+
+        Raises:
+            ConfigError: If there is one.
+        """
+        for name in self.datasets:
+            if name not in names:
+                raise ConfigError(
+                    f"{self.where} lists the dataset {name!r}; "
+                    f"{did_you_mean(name, names).replace('it has', 'the mixture has')}"
+                )
+
+    def only(self, dataset: str) -> LabelFile:
+        """What it says about one dataset."""
+        found = {name: row for name, row in self.datasets.items() if name == dataset}
+        return replace(self, datasets=found)
+
+    def dropped(self, dataset: str) -> tuple[str, ...]:
+        """Own names of the classes that the file leaves out of a dataset."""
+        listed = self.datasets.get(dataset, {})
+        return tuple(own for own, target in listed.items() if target is None)
+
+    def mapping(
+        self, dataset: str, own: Sequence[str], renamed: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Own class name -> name in the mixture, of a dataset's classes that stay.
+
+        Args:
+            dataset: Its name.
+            own: Its class names.
+            renamed: ``rename`` of its entry, which a listed class cannot have, too.
+
+        Raises:
+            ConfigError: If a listed class does not exist or is renamed by its entry, an
+                unlisted one is an error, or no class stays.
+        """
+        listed = self.datasets.get(dataset, {})
+        for name in listed:
+            if name not in own:
+                raise ConfigError(
+                    f"{self.where}: dataset {dataset!r} has no class {name!r}; "
+                    f"{did_you_mean(name, own)}"
+                )
+            if name in renamed:
+                raise ConfigError(
+                    f"{self.where} lists the class {name!r} of dataset {dataset!r}, "
+                    "which 'rename' of its mixture entry changes, too; keep one of "
+                    "them."
+                )
+        found = {name: self._target(dataset, name, renamed) for name in own}
+        kept = {name: target for name, target in found.items() if target is not None}
+        if not kept:
+            raise ConfigError(
+                f"{self.where} leaves no class of dataset {dataset!r}; keep one, or "
+                "remove the dataset from the mixture."
+            )
+        return kept
+
+    def _target(
+        self, dataset: str, name: str, renamed: Mapping[str, str]
+    ) -> str | None:
+        listed = self.datasets.get(dataset, {})
+        if name in listed:
+            return listed[name]
+        if self.unlisted == "error":
+            raise ConfigError(
+                f"{self.where} does not list the class {name!r} of dataset "
+                f"{dataset!r}; add it (null leaves a class out), or set "
+                '"unlisted": "union".'
+            )
+        if self.unlisted == "drop":
+            return None
+        target = renamed.get(name, name)
+        return f"{dataset}/{target}" if self.unlisted == "partitioned" else target
+
+
+def _check_classes(classes: Any, where: str) -> None:
+    if not isinstance(classes, Mapping):
+        raise ConfigError(
+            f'{where} must be {{"<its class>": "<class of the mixture>"}}, got '
+            f"{classes!r}."
+        )
+    for own, target in classes.items():
+        if target is not None and not (isinstance(target, str) and target.strip()):
+            raise ConfigError(
+                f"{where}: class {own!r} must become a name, or null to leave it out; "
+                f"got {target!r}."
+            )
+
+
+def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that stands twice, JSON keeps the last and says nothing.
+
+    Raises:
+        ValueError: If a key stands twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} stands twice in one object; remove one of them.")
+        found[key] = value
+    return found

@@ -1,0 +1,150 @@
+"""``tools/data.py prepare uodb``: what is missing, and what is made of the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+from PIL import Image
+
+from damex.curation.commands import data
+from damex.curation.prepare import keep_classes
+from damex.curation.uodb import RECIPES
+from damex.datasets.spec import DatasetSpec
+from damex.engine.cli import run_command
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+XML = """<annotation><size><width>48</width><height>32</height><depth>3</depth></size>
+{objects}</annotation>"""
+OBJECT = """<object><name>{name}</name><difficult>0</difficult><bndbox><xmin>5</xmin>
+<ymin>5</ymin><xmax>20</xmax><ymax>20</ymax></bndbox></object>"""
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Run the command on a folder; its status, lines and errors."""
+
+    def call(*names):
+        arguments = ["prepare", "uodb", *names, "--root", str(tmp_path)]
+        status = run_command(data, arguments)
+        said = capsys.readouterr()
+        return status, said.out.splitlines(), said.err
+
+    return call
+
+
+def test_the_configs_datasets_all_have_a_recipe():
+    mixture = Config.fromfile(CONFIGS / "_base_/datasets/uodb.py").mixture
+    assert [entry["name"] for entry in mixture] == list(RECIPES)
+    # COCO's eighty come from its own file.
+    assert sum(len(recipe.classes) for recipe in RECIPES.values()) + 80 == 167
+
+
+def test_an_empty_folder_lacks_everything_and_says_where_it_is_had(run):
+    status, lines, _ = run()
+    assert status == 1
+    assert lines[-1] == "0 of 11 datasets are ready"
+    text = "\n".join(lines)
+    for name, recipe in RECIPES.items():
+        assert f"{name}: {recipe.size}; licence: {recipe.licence}." in text
+        assert recipe.source in text
+    start = next(i for i, line in enumerate(lines) if line.startswith("voc: "))
+    assert lines[start + 2 : start + 5] == [
+        "    VOC2007/ImageSets/Main/trainval.txt",
+        "    VOC2012/ImageSets/Main/trainval.txt",
+        "    VOC2007/ImageSets/Main/test.txt",
+    ]
+
+
+def test_only_what_is_missing_is_listed(run, tmp_path):
+    (tmp_path / "kitti" / "JPEGImages").mkdir(parents=True)
+    (tmp_path / "kitti" / "ImageSets" / "Main").mkdir(parents=True)
+    (tmp_path / "kitti" / "ImageSets" / "Main" / "trainval.txt").touch()
+    status, lines, _ = run("kitti")
+    assert status == 1
+    assert lines[2:-1] == ["    ImageSets/Main/test.txt", "    Annotations"]
+
+
+def test_coco_is_parted_by_the_images_of_val2017(run, tmp_path):
+    folder = tmp_path / "coco" / "annotations"
+    folder.mkdir(parents=True)
+    (tmp_path / "coco" / "val2014").mkdir()
+    images = [dict(id=i, file_name=f"{i}.jpg", width=48, height=32) for i in (1, 2, 3)]
+    boxes = [
+        dict(id=i, image_id=i, category_id=7, bbox=[0, 0, 9, 9], segmentation=[[0]])
+        for i in (1, 2, 3)
+    ]
+    whole = dict(
+        images=images, annotations=boxes, categories=[dict(id=7, name="train")]
+    )
+    held = dict(images=images[1:2], annotations=[], categories=[])
+    for year, content in ((2014, whole), (2017, held)):
+        (folder / f"instances_val{year}.json").write_text(json.dumps(content))
+    status, lines, _ = run("coco")
+    assert status == 0
+    assert lines[0] == "coco: train.json: 2 images, 2 boxes of 1 classes"
+    made = {
+        split: json.loads((tmp_path / "coco" / f"{split}.json").read_text())
+        for split in ("train", "val")
+    }
+    names = [image["file_name"] for image in made["train"]["images"]]
+    assert names == ["val2014/1.jpg", "val2014/3.jpg"]
+    assert [record["image_id"] for record in made["val"]["annotations"]] == [2]
+    assert run("coco")[1][0].startswith("coco: ready")
+
+
+def test_classes_of_the_benchmark_are_kept_in_its_order():
+    document = dict(
+        categories=[
+            dict(id=0, name="Van"),
+            dict(id=1, name="Car"),
+            dict(id=2, name="Cyclist"),
+        ],
+        annotations=[dict(id=i, category_id=i % 3) for i in range(5)],
+    )
+    assert keep_classes(document, ("pedestrian", "cyclist", "car")) == 2
+    assert [c["name"] for c in document["categories"]] == [
+        "pedestrian",
+        "cyclist",
+        "car",
+    ]
+    assert [(a["id"], a["category_id"]) for a in document["annotations"]] == [
+        (1, 3),
+        (2, 2),
+        (4, 3),
+    ]
+
+
+@pytest.mark.skipif(
+    "root" not in DatasetSpec.__dataclass_fields__,
+    reason="needs entries with root=, which read VOC's layout",
+)
+def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, tmp_path):
+    root = tmp_path / "kitti"
+    for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True)
+    for stem, names in dict(a=["Car", "Van"], b=["Cyclist"], c=["Car"]).items():
+        objects = "".join(OBJECT.format(name=name) for name in names)
+        (root / "Annotations" / f"{stem}.xml").write_text(XML.format(objects=objects))
+        Image.new("RGB", (48, 32), stem.encode()[0]).save(
+            root / "JPEGImages" / f"{stem}.jpg"
+        )
+    (root / "ImageSets/Main/trainval.txt").write_text("a\nb\n")
+    (root / "ImageSets/Main/test.txt").write_text("c\n")
+    status, lines, said = run("kitti")
+    assert status == 0, said
+    assert lines[0] == (
+        "kitti: train.json: 2 images, 2 boxes of 3 classes, 1 boxes of other classes "
+        "left out"
+    )
+    val = json.loads((root / "val.json").read_text())
+    assert [image["file_name"] for image in val["images"]] == ["JPEGImages/c.jpg"]
+    assert val["annotations"][0]["category_id"] == 3
+
+
+def test_a_dataset_that_does_not_exist(run):
+    status, _, said = run("kiti")
+    assert status == 2
+    assert "UODB has no dataset 'kiti'; did you mean 'kitti'" in said
