@@ -9,7 +9,11 @@ from types import MappingProxyType
 from damex.errors import ConfigError, did_you_mean
 
 # Where a subcommand is: a function of its name that takes the command line after it.
-COMMANDS = MappingProxyType[str, str]({})
+COMMANDS = MappingProxyType[str, str](
+    {
+        "check": "damex.curation.check",
+    }
+)
 
 
 def data(arguments: Sequence[str]) -> int | None:
