@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from damex.curation.boxes import Expectations, check_boxes
-from damex.curation.findings import Finding, Place
+from damex.curation.findings import Finding, Place, Said
 from damex.curation.records import Records, parse_records
 
 ANY = Expectations()
@@ -47,14 +47,14 @@ def check_records(
 def _unknown_images(records: Records, place: Place) -> Iterator[Finding]:
     known = {str(image["id"]) for image in records.images}
 
-    def describe(position: int) -> tuple[str, str]:
+    def describe(position: int) -> Said:
         found = records.annotations[position]["image_id"]
         text = f"image_id {found!r} is that of no image, so the box is left out."
         if str(found) in known:
             text += " An image has this id as another type: write both as numbers."
         else:
             text += " Correct it, or take the record out."
-        return records.annotation_name(position), text
+        return Said(records.annotation_name(position), text)
 
     lost = np.flatnonzero(records.image_N < 0)
     yield from place.each("unknown-image-id", lost.tolist(), describe)
@@ -68,7 +68,7 @@ def _unknown_categories(records: Records, place: Place) -> Iterator[Finding]:
         if record["category_id"] not in known
     ]
 
-    def describe(position: int) -> tuple[str, str]:
+    def describe(position: int) -> Said:
         found = records.annotations[position]["category_id"]
         ids = ", ".join(map(repr, [*known][:10])) or "none"
         text = (
@@ -76,7 +76,7 @@ def _unknown_categories(records: Records, place: Place) -> Iterator[Finding]:
             f"one of {ids}{', ...' if len(known) > 10 else ''}. Correct it, or add "
             "the category."
         )
-        return records.annotation_name(position), text
+        return Said(records.annotation_name(position), text)
 
     yield from place.each("unknown-category-id", lost, describe)
 
@@ -93,13 +93,13 @@ def _duplicate_files(records: Records, place: Place) -> Iterator[Finding]:
         if isinstance(name, str) and first.setdefault(name, position) != position:
             again.append(position)
 
-    def describe(position: int) -> tuple[str, str]:
+    def describe(position: int) -> Said:
         other = records.images[first[names[position] or ""]]["id"]
         text = (
             f"image {other} has the same file_name {names[position]!r}; each would "
             "teach that the objects of the other are background. Merge the two."
         )
-        return f"image {records.images[position]['id']}", text
+        return Said(f"image {records.images[position]['id']}", text)
 
     yield from place.each("duplicate-file-name", again, describe)
 
@@ -117,12 +117,12 @@ def _boxes_per_image(
     images = records.images
     empty = [i for i, image in enumerate(images) if not counts[image["id"]]]
 
-    def describe_empty(position: int) -> tuple[str, str]:
+    def describe_empty(position: int) -> Said:
         text = (
             f"{records.image_name(position)} has no box: training leaves it out, "
             "evaluation does not. Nothing to do if nothing is to be seen in it."
         )
-        return f"image {images[position]['id']}", text
+        return Said(f"image {images[position]['id']}", text)
 
     yield from place.each("image-without-boxes", empty, describe_empty)
     if expected.num_queries is None:
@@ -130,13 +130,13 @@ def _boxes_per_image(
     limit = expected.num_queries
     full = [i for i, image in enumerate(images) if counts[image["id"]] > limit]
 
-    def describe_full(position: int) -> tuple[str, str]:
+    def describe_full(position: int) -> Said:
         image = images[position]
         text = (
             f"{records.image_name(position)} has {counts[image['id']]} boxes, and the "
             f"detector has {limit} queries, each of which finds one object at most. "
             "Set model.num_queries higher, or cut the image into tiles."
         )
-        return f"image {image['id']}", text
+        return Said(f"image {image['id']}", text)
 
     yield from place.each("many-boxes", full, describe_full)

@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from damex.curation.findings import Finding, Place
+from damex.curation.findings import Finding, Place, Said
 from damex.curation.records import Records, is_number
 
 # As damex.datasets.coco: what reaches further over the border is counted as clipped.
@@ -72,11 +72,12 @@ def check_boxes(
     """Findings about boxes and areas; at most one about the shape of each box."""
     boxes, malformed = _read_boxes(records, expected)
 
-    def describe_format(position: int) -> tuple[str, str]:
-        return records.annotation_name(position), (
+    def describe_format(position: int) -> Said:
+        text = (
             "bbox must be [x, y, width, height] in pixels, got "
             f"{records.annotations[position].get('bbox')!r:.120}."
         )
+        return Said(records.annotation_name(position), text)
 
     yield from place.each("box-format", malformed, describe_format)
     is_finite_B = np.isfinite(boxes.box_B4).all(axis=1)
@@ -85,7 +86,7 @@ def check_boxes(
         place,
         "box-not-finite",
         boxes.keep(~is_finite_B),
-        "all numbers have to be finite. Correct the record, or take it out.",
+        "has to be of finite numbers. Correct the record, or take it out.",
     )
     boxes = boxes.keep(is_finite_B)
     suspicion = _other_format(boxes, place)
@@ -132,15 +133,14 @@ def _listed(
 ) -> Iterator[Finding]:
     """A finding for each box, which is shown with its image."""
 
-    def describe(row: int) -> tuple[str, str]:
+    def describe(row: int) -> Said:
         position = int(boxes.position_B[row])
         image = int(records.image_N[position])
-        where = records.image_name(image) if image >= 0 else "an image not listed"
+        owner = f"image {records.image_name(image)}" if image >= 0 else ""
         said = text if isinstance(text, str) else text(row)
         shown = records.annotations[position]["bbox"]
-        return records.annotation_name(position), (
-            f"the box [x, y, width, height] = {shown} in {where}: {said}"
-        )
+        whole = f"the box [x, y, width, height] = {shown} {said}"
+        return Said(records.annotation_name(position), whole, owner)
 
     yield from place.each(kind, range(len(boxes.position_B)), describe, level=level)
 
@@ -192,35 +192,36 @@ def _check_shapes(
         (
             "box-negative",
             (w < 0) | (h < 0),
-            "expected a width and a height above 0; are corners exchanged? Correct "
-            "the record, or take it out.",
+            "has a negative side; expected a width and a height above 0. Correct the "
+            "record (are its corners exchanged?), or take it out.",
             level,
         ),
         (
             "box-outside",
             outside,
-            "it lies outside of the image ({size}). Correct the record (is it for "
-            "another image size, or [x1, y1, x2, y2]?), or take it out.",
+            "lies outside of the image ({size}). Correct the record (is it [x1, y1, "
+            "x2, y2], or for another image size?), or set on_bad_box='drop' in the "
+            "MixtureDataset to go on without such boxes.",
             level,
         ),
         (
             "box-zero-size",
             (w == 0) | (h == 0),
-            "a side is 0, so that it is left out of training. Correct the record, or "
-            "take it out.",
+            "has a side of 0, so that it is left out of training. Correct the record, "
+            "or take it out.",
             None,
         ),
         (
             "box-thin",
             (w < 1) | (h < 1),
-            "a side is below 1 px, so that it is left out of training. Correct the "
+            "has a side below 1 px, so that it is left out of training. Correct the "
             "record, or take it out.",
             None,
         ),
         (
             "box-partly-outside",
             over > BORDER,
-            "it reaches over the border of the image ({size}); training clips it. "
+            "reaches over the border of the image ({size}); training clips it. "
             "Correct the record if that is not meant.",
             None,
         ),
@@ -302,7 +303,7 @@ def _check_areas(records: Records, place: Place, boxes: Boxes) -> Iterator[Findi
         chosen = np.flatnonzero(mask_B)
 
         def said(row: int, chosen: np.ndarray = chosen, fault: str = fault) -> str:
-            return f"area is {area_B[chosen[row]]:g}, {fault}. Correct it."
+            return f"has the area {area_B[chosen[row]]:g}, {fault}. Correct it."
 
         yield from _listed(records, place, kind, boxes.keep(mask_B), said, level)
 
@@ -327,7 +328,7 @@ def _duplicates(records: Records, place: Place, boxes: Boxes) -> Iterator[Findin
 
     def said(row: int) -> str:
         other = records.annotation_name(int(boxes.position_B[first[row]]))
-        return f"{other} is the same. Take one of them out."
+        return f"is that of {other}, too. Take one of them out."
 
     again = Boxes(boxes.position_B[second], boxes.box_B4[second], boxes.size_B2[second])
     yield from _listed(records, place, "duplicate-box", again, said)

@@ -176,8 +176,8 @@ def _check_use(
         yield place.finding("unused-class", record, text)
     elif 0 < count < FEW_BOXES:
         text = (
-            f"{count} in the training set; expected {FEW_BOXES} boxes or more to learn a "
-            "class. Add examples, or leave it out with classes=[...]."
+            f"{count} in the training set; expected {FEW_BOXES} boxes or more to learn "
+            "a class. Add examples, or leave it out with classes=[...]."
         )
         yield place.finding("few-boxes", record, text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -117,6 +117,20 @@ class Finding:
         }
 
 
+class Said(NamedTuple):
+    """What is said about a record.
+
+    Args:
+        record: Such as ``annotation 17``.
+        text: What is wrong, what was expected, and what to do.
+        owner: What it belongs to, such as the name of its image.
+    """
+
+    record: str
+    text: str
+    owner: str = ""
+
+
 @dataclass(frozen=True)
 class Place:
     """Whose findings these are.
@@ -135,13 +149,18 @@ class Place:
         record: str | None,
         text: str,
         *,
+        owner: str = "",
         level: str | None = None,
         file: str | None = None,
         count: int = 1,
     ) -> Finding:
-        """A finding about this file, or about ``file``; its message names both."""
+        """A finding about this file, or about ``file``; its message names both.
+
+        ``owner`` is what the record belongs to.
+        """
         file = file or self.file
-        what = f"{record} of {file}" if record else file
+        what = file + (f": {record}" if record else "")
+        what += f" of {owner}" if owner else ""
         return Finding(
             level=level or KINDS[kind].level,
             kind=kind,
@@ -156,7 +175,7 @@ class Place:
         self,
         kind: str,
         found: Sequence[int],
-        describe: Callable[[int], tuple[str, str]],
+        describe: Callable[[int], Said],
         *,
         level: str | None = None,
     ) -> Iterator[Finding]:
@@ -165,13 +184,30 @@ class Place:
         Args:
             kind: Of all of them.
             found: Positions of the records.
-            describe: Position -> record and text.
+            describe: Position -> what is said.
             level: Of all of them; by default that of the kind.
         """
         for position in found[:MAX_LISTED]:
-            record, text = describe(int(position))
-            yield self.finding(kind, record, text, level=level)
+            record, text, owner = describe(int(position))
+            yield self.finding(kind, record, text, owner=owner, level=level)
         rest = len(found) - MAX_LISTED
         if rest > 0:
             text = f"{rest} more records like the {MAX_LISTED} that are listed."
             yield self.finding(kind, None, text, level=level, count=rest)
+
+
+def capped(findings: Iterable[Finding]) -> list[Finding]:
+    """At most ``MAX_LISTED`` of each level and kind, and the number of the others."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.dataset, finding.level, finding.kind)
+        groups.setdefault(key, []).append(finding)
+    kept = []
+    for (dataset, level, kind), group in groups.items():
+        kept += group[:MAX_LISTED]
+        count = sum(finding.count for finding in group[MAX_LISTED:])
+        if count:
+            place = Place(dataset, group[0].file)
+            text = f"{count} more like the {MAX_LISTED} that are listed."
+            kept.append(place.finding(kind, None, text, level=level, count=count))
+    return kept

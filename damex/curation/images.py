@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image
 
-from damex.curation.findings import Finding, Place
+from damex.curation.findings import KINDS, Finding, Place
 from damex.curation.records import Records
 
 # EXIF: how the rows and columns are stored that a viewer shows upright.
@@ -55,10 +55,17 @@ class ImageRecord(NamedTuple):
     applies_exif: bool = True
 
     def finding(self, kind: str, text: str, level: str | None = None) -> Finding:
-        """A finding about the image file."""
-        text = f"{text} (Listed in {self.place.file}.)"
-        return self.place.finding(
-            kind, self.record, text, level=level, file=str(self.path)
+        """A finding about the image file, which the text says something about."""
+        return Finding(
+            level=level or KINDS[kind].level,
+            kind=kind,
+            dataset=self.place.dataset,
+            file=str(self.path),
+            record=self.record,
+            message=(
+                f"dataset {self.place.dataset!r}: the {self.split} image {self.path} "
+                f"{text} ({self.record} of {self.place.file})"
+            ),
         )
 
 
@@ -80,6 +87,9 @@ class Look(NamedTuple):
     orientation: int = UPRIGHT
     digest: bytes = b""
     gradient: np.ndarray | None = None
+
+
+EMPTY = Look(("image-empty", "(0 bytes) cannot be decoded. Replace the file."))
 
 
 def image_records(
@@ -153,11 +163,12 @@ def _missing_folder(images: Sequence[ImageRecord]) -> Finding:
 
 def _missing_file(image: ImageRecord, near: str | None) -> Finding:
     mend = (
-        f"the folder has {near!r}; correct file_name"
+        f"The folder has {near!r}: correct file_name"
         if near
-        else "correct file_name, data_root or img, or take the image out"
+        else "Correct file_name, data_root or img, or take it out"
     )
-    return image.finding("image-missing", f"there is no such file; {mend}.")
+    text = f"does not exist (seen from {Path.cwd()}). {mend}."
+    return image.finding("image-missing", text)
 
 
 def look_at(
@@ -205,7 +216,7 @@ def check_look(image: ImageRecord, look: Look) -> list[Finding]:
         findings = [*_check_rotated(image, look)]
     suffix = image.path.suffix.lower()
     if suffix not in SUFFIXES.get(look.format, {suffix}):
-        text = f"the content is {look.format}. It is read all the same."
+        text = f"is a {look.format} file by its content. It is read all the same."
         findings.append(image.finding("image-suffix", text))
     return findings
 
@@ -216,9 +227,9 @@ def _check_upright(image: ImageRecord, look: Look) -> Iterator[Finding]:
     swapped = image.size == look.size[::-1]
     hint = "; width and height are exchanged" if swapped else ""
     text = (
-        f"the file has {_words(look.size)} px, and its record says "
-        f"{_words(image.size)}{hint}. Correct the record, and its boxes if they are for "
-        "another size."
+        f"has {_words(look.size)} px, and its record says "
+        f"{_words(image.size)}{hint}. Correct the record, and its boxes if they are "
+        "for another size."
     )
     yield image.finding("image-size", text)
 
@@ -231,7 +242,7 @@ def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
     shown = look.size[::-1] if turned else look.size
     loaded, other = (shown, look.size) if image.applies_exif else (look.size, shown)
     facts = (
-        f"EXIF turns it (orientation {look.orientation}): it is stored with "
+        f"is turned by EXIF (orientation {look.orientation}): it is stored with "
         f"{_words(look.size)} and shown with {_words(shown)} px, training loads "
         f"{_words(loaded)}, and its record says {_words(image.size)}"
     )
@@ -260,11 +271,11 @@ def _words(size: tuple[float, float]) -> str:
 def _look_at_header(path: Path) -> Look:
     try:
         if path.stat().st_size == 0:
-            return Look(("image-empty", "the file has 0 bytes. Replace it."))
+            return EMPTY
         with Image.open(path) as image:
             return Look(None, image.format or "", image.size, _orientation(image))
     except Exception as error:  # PIL's readers raise whatever a file leads them to
-        return Look(("image-unreadable", _unreadable(error)))
+        return _unreadable(path, error)
 
 
 def _look_whole(path: Path) -> Look:
@@ -276,24 +287,30 @@ def _look_whole(path: Path) -> Look:
     try:
         content = path.read_bytes()
         if not content:
-            return Look(("image-empty", "the file has 0 bytes. Replace it."))
+            return EMPTY
         image = Image.open(io.BytesIO(content))
         size, orientation = image.size, _orientation(image)
     except Exception as error:  # as above
-        return Look(("image-unreadable", _unreadable(error)))
+        return _unreadable(path, error)
     try:
         image.draft("RGB", (4 * LOOK_SIDE, 4 * LOOK_SIDE))
         gradient = gradient_of(image, size)
     except Exception as error:  # as above
-        text = f"it cannot be decoded to its end ({error}). Replace the file."
+        text = f"cannot be decoded to its end ({error}). Replace the file."
         return Look(("image-truncated", text))
     digest = hashlib.blake2b(content, digest_size=16).digest()
     return Look(None, image.format or "", size, orientation, digest, gradient)
 
 
-def _unreadable(error: Exception) -> str:
-    reason = str(error).split(" <_io")[0]
-    return f"it cannot be read as an image ({reason}). Replace the file."
+def _unreadable(path: Path, error: Exception) -> Look:
+    size = f" ({path.stat().st_size} bytes)" if path.is_file() else ""
+    name = "UnidentifiedImageError"
+    reason = "" if type(error).__name__ == name else f": {error}"
+    text = (
+        f"{size} cannot be decoded{reason}. Replace the file, or take it out of the "
+        "annotation file."
+    )
+    return Look(("image-unreadable", text.strip()))
 
 
 def _orientation(image: Image.Image) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from damex.curation.annotations import check_records
 from damex.curation.boxes import Expectations
 from damex.curation.classes import ClassCounts, check_class_names, check_classes
-from damex.curation.findings import Finding, Place
+from damex.curation.findings import Finding, Place, capped
 from damex.curation.images import (
     ImageRecord,
     check_existence,
@@ -21,7 +21,7 @@ from damex.curation.images import (
 from damex.curation.leaks import find_leaks, same_files
 from damex.curation.records import parse_records
 from damex.curation.sources import Source, expectations, sources_of
-from damex.datasets.spec import parse_mixture
+from damex.datasets.spec import SPLITS, parse_mixture
 
 # Of the order in which images are opened where time may not suffice for all.
 SEED = 0
@@ -118,7 +118,7 @@ class Inspection:
         """
         progress.begin("look for files", None)
         there, missing = check_existence(self.images)
-        self.findings += missing
+        found = missing
         if seconds < float("inf"):
             random.Random(SEED).shuffle(there)
         progress.begin("read headers" if quick else "decode images", len(there))
@@ -126,18 +126,20 @@ class Inspection:
             there, decode=not quick, advance=progress.advance, seconds=seconds
         )
         for image, look in zip(there, looks, strict=False):
-            self.findings += check_look(image, look)
+            found += check_look(image, look)
         if len(looks) < len(there):
-            self.findings.append(_not_all(len(looks), len(there), seconds))
+            found.append(_not_all(len(looks), len(there), seconds))
         progress.begin("compare images", None)
         seen = there[: len(looks)]
-        self.findings += same_files(there) if quick else find_leaks(seen, looks)
+        found += same_files(there) if quick else find_leaks(seen, looks)
+        self.findings += capped(found)
 
 
 def check_config(
     cfg: Mapping[str, Any],
     *,
     quick: bool,
+    splits: Sequence[str] = SPLITS,
     progress: Progress | None = None,
     seconds: float = float("inf"),
 ) -> Inspection:
@@ -146,6 +148,7 @@ def check_config(
     Args:
         cfg: A config with a ``mixture``.
         quick: Do what needs no decoding of images.
+        splits: Those to check.
         progress: Hears what is done.
         seconds: When to stop opening images.
 
@@ -159,7 +162,7 @@ def check_config(
         def expected_of(split: str, spec: Any = spec) -> Expectations:
             return expectations(cfg, spec, split)
 
-        sources = sources_of(spec)
+        sources = sources_of(spec, splits)
         inspection.add_dataset(sources, expected_of, spec.rename, progress)
     inspection.check_images(quick=quick, progress=progress, seconds=seconds)
     return inspection

@@ -66,7 +66,7 @@ def near_pairs(gradients_ND: np.ndarray, least: float = NEAR) -> np.ndarray:
     Returns:
         Shape (pairs, 2), the smaller number first.
     """
-    found = [np.empty((0, 2), np.int64)]
+    found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
     for start in range(0, len(gradients_ND), BLOCK):
         cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[start:].T
         rows, columns = np.nonzero(cosine_BM >= least)
@@ -90,7 +90,7 @@ def _near(
             leak = _is_leak(first, other)
             kind = "leak-near" if leak else "near-duplicate-image"
             text = (
-                f"it looks like {first.path} ({first.record} of {first.place.file}), "
+                f"looks like {first.path} ({first.record} of {first.place.file}), "
                 f"likeness {cosine:.3f}. "
             )
             text += (
@@ -106,11 +106,11 @@ def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
     where = f"{first.path} ({first.record} of {first.place.file})"
     if _is_leak(first, other):
         text = (
-            f"it is the training image {where}: a score on images that were trained "
+            f"is the training image {where}: a score on images that were trained "
             f"on says nothing. Take it out of {first.split} or {other.split}."
         )
         return other.finding("leak-identical", text)
-    text = f"it has the same content as {where}. "
+    text = f"has the same content as {where}. "
     text += (
         "Take one of them out."
         if first.place.dataset == other.place.dataset

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from damex.curation.findings import Finding, Place
+from damex.curation.findings import Finding, Place, Said
 
 LISTS = ("images", "annotations", "categories")
 
@@ -86,10 +86,11 @@ def parse_records(document: Any, place: Place) -> tuple[Records | None, list[Fin
         rows[key] = []
         for position, record in enumerate(document[key]):
             kept, faults = _read_record(record, check)
-            name = f"{_SINGULAR[key]} {_name_of(record, position)}"
-            findings += [place.finding(kind, name, text) for kind, text in faults]
             if kept:
                 rows[key].append(record)
+            for kind, text in faults:
+                name = f"{_SINGULAR[key]} {_name_of(record, position)}"
+                findings.append(place.finding(kind, name, text))
     for key in LISTS:
         findings += _duplicate_ids(rows[key], key, place)
     return _columns(rows), findings
@@ -200,13 +201,13 @@ def _duplicate_ids(
     twice = [value for value, count in counts.items() if count > 1]
     name = _SINGULAR[key]
 
-    def describe(position: int) -> tuple[str, str]:
+    def describe(position: int) -> Said:
         value = twice[position]
         text = (
             f"{counts[value]} records of {key!r} have the id {value!r}, so that one "
             "would replace the other. Give every record its own id."
         )
-        return f"{name} {value}", text
+        return Said(f"{name} {value}", text)
 
     yield from place.each(f"duplicate-{name}-id", range(len(twice)), describe)
 

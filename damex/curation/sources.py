@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from mmdet.registry import DATASETS
 from damex.curation.boxes import Expectations
 from damex.curation.findings import Finding, Place
 from damex.curation.records import read_document
-from damex.datasets.spec import SPLITS, CocoSource, DatasetSpec, leaves, map_leaves
+from damex.datasets.spec import CocoSource, DatasetSpec, leaves, map_leaves
 from damex.errors import ConfigError, DataError
 
 Reading = tuple[Any, list[Finding]]
@@ -34,9 +34,9 @@ class Source(NamedTuple):
     read: Callable[[], Reading]
 
 
-def sources_of(spec: DatasetSpec) -> Iterator[Source | Finding]:
+def sources_of(spec: DatasetSpec, splits: Iterable[str]) -> Iterator[Source | Finding]:
     """What the entry of a mixture names; a finding for what cannot be found."""
-    for split in SPLITS:
+    for split in splits:
         if (spec.test if split == "test" else spec.source(split)) is None:
             continue
         try:
@@ -92,7 +92,8 @@ def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
 
 
 def _as_coco(infos: list[dict[str, Any]], names: Any) -> dict[str, Any]:
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for number, info in enumerate(infos):
         images.append(
             dict(

@@ -445,6 +445,7 @@ def test_the_fault_is_found_and_nothing_else(dataset, name):
     findings = dataset.check(**check)
     assert found_in(findings, dataset.root) == [expected]
     message = findings[0].message
+    assert len(message.splitlines()) == 1
     assert message.startswith("dataset 'street': ")
     assert str(findings[0].file) in message
     assert findings[0].record is None or findings[0].record in message
