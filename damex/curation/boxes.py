@@ -70,7 +70,7 @@ def check_boxes(
     records: Records, place: Place, expected: Expectations
 ) -> Iterator[Finding]:
     """Findings about boxes and areas; at most one about the shape of each box."""
-    boxes, malformed = _read_boxes(records, expected)
+    boxes, malformed = read_boxes(records, expected)
 
     def describe_format(position: int) -> Said:
         text = (
@@ -98,9 +98,7 @@ def check_boxes(
     yield from _duplicates(records, place, boxes)
 
 
-def _read_boxes(
-    records: Records, expected: Expectations
-) -> tuple[Boxes, Sequence[int]]:
+def read_boxes(records: Records, expected: Expectations) -> tuple[Boxes, Sequence[int]]:
     """Boxes of the classes in use, and the positions of what is no box."""
     used = {key for key, name in records.categories.items() if expected.uses(name)}
     known = records.categories.keys()

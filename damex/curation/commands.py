@@ -11,6 +11,7 @@ from damex.errors import ConfigError, did_you_mean
 # Where a subcommand is: a function of its name that takes the command line after it.
 COMMANDS = MappingProxyType[str, str](
     {
+        "browse": "damex.curation.browse",
         "check": "damex.curation.check",
     }
 )
