@@ -19,6 +19,9 @@ from damex.curation.records import Records
 
 # EXIF: how the rows and columns are stored that a viewer shows upright.
 UPRIGHT, FIRST_WITH_SIDES_EXCHANGED = 1, 5
+# Formats that OpenCV, by which mmdet loads images, turns as EXIF says. It never turns
+# WEBP and AVIF, and always TIFF, as PIL does.
+TURNED = frozenset({"JPEG", "MPO", "PNG"})
 SUFFIXES = {
     "BMP": {".bmp", ".dib"},
     "GIF": {".gif"},
@@ -240,7 +243,8 @@ def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
         return
     turned = look.orientation >= FIRST_WITH_SIDES_EXCHANGED
     shown = look.size[::-1] if turned else look.size
-    loaded, other = (shown, look.size) if image.applies_exif else (look.size, shown)
+    applies = image.applies_exif and look.format in TURNED
+    loaded, other = (shown, look.size) if applies else (look.size, shown)
     facts = (
         f"is turned by EXIF (orientation {look.orientation}): it is stored with "
         f"{_words(look.size)} and shown with {_words(shown)} px, training loads "
@@ -257,7 +261,7 @@ def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
         yield image.finding("image-rotated", text, "info")
     elif image.size == other:
         text = f"{facts}: its boxes lie elsewhere. Write it anew without EXIF."
-        if image.applies_exif:
+        if applies:
             text += " Or load it with color_type='color_ignore_orientation'."
         yield image.finding("image-rotated", text, "error")
     else:
@@ -314,6 +318,8 @@ def _unreadable(path: Path, error: Exception) -> Look:
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "TIFF":  # turned already
+        return UPRIGHT
     # For PNG, getexif() decodes all where EXIF does not stand before the pixels.
     if image.format == "PNG" and "exif" not in image.info:
         return UPRIGHT

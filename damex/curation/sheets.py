@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from damex.curation.images import TURNED
 from damex.curation.views import Sample
 
 TILE = 400
@@ -44,7 +45,8 @@ def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
     """
     try:
         with Image.open(sample.path) as opened:
-            turned = ImageOps.exif_transpose(opened) if sample.applies_exif else opened
+            applies = sample.applies_exif and opened.format in TURNED
+            turned = ImageOps.exif_transpose(opened) if applies else opened
             image = turned.convert("RGB")
     except Exception as error:  # PIL's readers raise whatever a file leads them to
         return _broken(error)
