@@ -26,11 +26,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         # The annotation file.
         "file-missing": Kind("error", "there is no annotation file"),
         "not-json": Kind("error", "the annotation file is not JSON"),
-        "missing-list": Kind("error", "`images`, `annotations` or `categories` lacks"),
+        "missing-list": Kind("error", "no `images`, `annotations` or `categories`"),
         "wrong-type": Kind("error", "a record or a field has the wrong type"),
         "missing-field": Kind("error", "a record lacks a field that COCO promises"),
         "not-loaded": Kind("error", "the dataset class of the config cannot load"),
-        "not-checked": Kind("info", "what could not be checked, and why"),
+        "not-checked": Kind("info", "what was not checked, and why"),
         # Ids.
         "duplicate-image-id": Kind("error", "two images have one id"),
         "duplicate-annotation-id": Kind("error", "two annotations have one id"),
@@ -74,9 +74,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "image-missing": Kind("error", "there is no such image file"),
         "image-empty": Kind("error", "an image file of 0 bytes"),
         "image-unreadable": Kind("error", "a file that is no image"),
-        "image-truncated": Kind("error", "the end of an image file lacks"),
+        "image-truncated": Kind("error", "an image file without its end"),
         "image-size": Kind("error", "width and height are not those of the file"),
-        "image-rotated": Kind("error", "EXIF turns the image; see below"),
+        "image-rotated": Kind("error", "EXIF turns the image, and not its boxes"),
         "image-suffix": Kind("info", "the content is not what the suffix says"),
         # Across images.
         "leak-identical": Kind("error", "one image in train and in val or test"),

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -518,3 +519,15 @@ def test_no_value_stops_the_check(seed):
 def test_every_kind_has_its_fault():
     untested = {"not-loaded", "not-checked", "similar-class-names"}
     assert {expected[1] for _, expected, _ in FAULTS.values()} == {*KINDS} - untested
+
+
+def test_the_documentation_lists_all_kinds():
+    page = Path(__file__).parents[2] / "docs" / "checking-data.md"
+    rows = [
+        f"| `{kind}` | {found.level} | {found.meaning} |"
+        for kind, found in KINDS.items()
+    ]
+    listed = [
+        row for row in page.read_text("utf-8").splitlines() if row.startswith("| `")
+    ]
+    assert listed == rows
