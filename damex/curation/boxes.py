@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,6 +20,35 @@ TINY_SHARE = 0.1
 # Boxes of another format are many at once; a few are single mistakes.
 SUSPICIOUS_COUNT = 3
 SUSPICIOUS_SHARE = 0.1
+
+# What is said about the shape of a box. A box has the first fault that fits it.
+SHAPES = MappingProxyType(
+    {
+        "box-negative": (
+            "has a negative side; expected a width and a height above 0. Correct the "
+            "record (are its corners exchanged?), or take it out."
+        ),
+        "box-outside": (
+            "lies outside of the image ({size}). Correct the record (is it [x1, y1, "
+            "x2, y2], or for another image size?), or set on_bad_box='drop' in the "
+            "MixtureDataset to go on without such boxes."
+        ),
+        "box-zero-size": (
+            "has a side of 0, so that it is left out of training. Correct the record, "
+            "or take it out."
+        ),
+        "box-thin": (
+            "has a side below 1 px, so that it is left out of training. Correct the "
+            "record, or take it out."
+        ),
+        "box-partly-outside": (
+            "reaches over the border of the image ({size}); training clips it. Correct "
+            "the record if that is not meant."
+        ),
+    }
+)
+# What on_bad_box='drop' goes on without.
+DROPPED = ("box-negative", "box-outside")
 
 
 @dataclass(frozen=True)
@@ -181,58 +211,25 @@ def _check_shapes(
         outside = (x >= width) | (y >= height)
         outside |= (x + np.maximum(w, 1) <= 0) | (y + np.maximum(h, 1) <= 0)
         over = np.stack([-x, -y, x + w - width, y + h - height]).max(axis=0)
-    level = "warning" if expected.on_bad_box == "drop" else None
-
-    def size_of(row: int, chosen: Boxes) -> str:
-        return "{:g} x {:g} px".format(*chosen.size_B2[row])
-
-    cases: list[tuple[str, np.ndarray, str, str | None]] = [
-        (
-            "box-negative",
-            (w < 0) | (h < 0),
-            "has a negative side; expected a width and a height above 0. Correct the "
-            "record (are its corners exchanged?), or take it out.",
-            level,
-        ),
-        (
-            "box-outside",
-            outside,
-            "lies outside of the image ({size}). Correct the record (is it [x1, y1, "
-            "x2, y2], or for another image size?), or set on_bad_box='drop' in the "
-            "MixtureDataset to go on without such boxes.",
-            level,
-        ),
-        (
-            "box-zero-size",
-            (w == 0) | (h == 0),
-            "has a side of 0, so that it is left out of training. Correct the record, "
-            "or take it out.",
-            None,
-        ),
-        (
-            "box-thin",
-            (w < 1) | (h < 1),
-            "has a side below 1 px, so that it is left out of training. Correct the "
-            "record, or take it out.",
-            None,
-        ),
-        (
-            "box-partly-outside",
-            over > BORDER,
-            "reaches over the border of the image ({size}); training clips it. "
-            "Correct the record if that is not meant.",
-            None,
-        ),
-    ]
+    found = {
+        "box-negative": (w < 0) | (h < 0),
+        "box-outside": outside,
+        "box-zero-size": (w == 0) | (h == 0),
+        "box-thin": (w < 1) | (h < 1),
+        "box-partly-outside": over > BORDER,
+    }
     rest = np.ones(len(x), bool)
-    for kind, mask, text, case_level in cases:
+    for kind, mask in found.items():
         chosen = boxes.keep(rest & mask)
         rest &= ~mask
+        dropped = kind in DROPPED and expected.on_bad_box == "drop"
 
-        def said(row: int, chosen: Boxes = chosen, text: str = text) -> str:
-            return text.format(size=size_of(row, chosen))
+        def said(row: int, chosen: Boxes = chosen, kind: str = kind) -> str:
+            size = "{:g} x {:g} px".format(*chosen.size_B2[row])
+            return SHAPES[kind].format(size=size)
 
-        yield from _listed(records, place, kind, chosen, said, case_level)
+        level = "warning" if dropped else None
+        yield from _listed(records, place, kind, chosen, said, level)
     if expected.image_scale is not None:
         yield from _tiny(records, place, boxes.keep(rest), expected.image_scale)
 
