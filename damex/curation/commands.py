@@ -21,7 +21,6 @@ COMMANDS = MappingProxyType[str, str](
 )
 
 
-
 def data(arguments: Sequence[str]) -> int | None:
     """Run a subcommand.
 

@@ -204,9 +204,13 @@ class Parser(argparse.ArgumentParser):
         """Raise what argparse would print below its usage."""
         raise ConfigError(f"{message}; see --help.")
 
-    def add_config(self) -> None:
-        """Add the config and ``--cfg-options``."""
-        self.add_argument("config", help="a file, or the name of a config of damex")
+    def add_config(self, *, optional: bool = False) -> None:
+        """Add the config, which may be left out if ``optional``, and its options."""
+        self.add_argument(
+            "config",
+            nargs="?" if optional else None,
+            help="a file, or the name of a config of damex",
+        )
         self.add_argument(
             "--cfg-options",
             nargs="+",

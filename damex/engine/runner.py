@@ -13,7 +13,7 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.device import get_device
-from mmengine.dist import is_distributed
+from mmengine.dist import broadcast_object_list, is_distributed
 from mmengine.hooks import EMAHook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
@@ -24,6 +24,7 @@ from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
 from damex.compat import ensure_ops
+from damex.curation.before_training import refusal
 from damex.engine.checkpoint import check_label_space, check_tensors, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
@@ -37,12 +38,13 @@ from damex.engine.schedule import (
     routed_detector,
 )
 from damex.engine.summary import RunSummaryHook
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
 
 DDP = "MMDistributedDataParallel"
+DATA_CHECKS = ("quick", "off")
 HOOKS_OF_DAMEX = (IterationSeedHook, TrainingStepHook, ProgressHook, RunSummaryHook)
 
 
@@ -132,6 +134,7 @@ class MixtureRunner(Runner):
         Raises:
             ConfigError: If frozen gates would stay random, there is no checkpoint to
                 take moments from, or weights would be averaged that are no experts.
+            DataError: If the data has faults; see ``data_check``.
         """
         starts_anew = self._load_from is None and not self._resume
         if starts_anew and self.cfg.get("load_optimizer"):
@@ -155,7 +158,26 @@ class MixtureRunner(Runner):
                 "checkpoint of one; set load_from=CHECKPOINT of that training, or "
                 "frozen=False."
             )
+        self._check_data()
         return super().train()
+
+    def _check_data(self) -> None:
+        """Refuse data with faults, before any of it is loaded.
+
+        Raises:
+            DataError: On the first process, with what it found.
+            ConfigError: On the others, where it is not shown.
+        """
+        if self.cfg.get("data_check", "quick") == "off" or not self.cfg.get("mixture"):
+            return
+        fault = [refusal(self.cfg, self.logger) if self.rank == 0 else None]
+        broadcast_object_list(fault)
+        if fault[0] is not None and self.rank == 0:
+            raise DataError(
+                f"{fault[0]} (data_check='off' in the config leaves this check out.)"
+            )
+        if fault[0] is not None:
+            raise ConfigError("process 0 found errors in the data.")
 
     def load_or_resume(self) -> None:
         """Load or resume as configured.
@@ -285,13 +307,17 @@ def _misspelt_keys(cfg: Config | ConfigDict) -> list[str]:
 
 
 def _check_settings(cfg: Config | ConfigDict) -> None:
-    """Refuse an optimiser, a seed and a work directory that cannot work."""
+    """Refuse an optimiser, a check, a seed and a work directory that cannot work."""
     optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer")
     if isinstance(optimizer, dict):
         check_optimizer_type(optimizer, "optimizer")
     if not isinstance(cfg.get("load_optimizer", False), bool):
         raise ConfigError(
             f"load_optimizer must be True or False, got {cfg['load_optimizer']!r}."
+        )
+    if cfg.get("data_check", "quick") not in DATA_CHECKS:
+        raise ConfigError(
+            f"data_check must be one of {DATA_CHECKS}, got {cfg['data_check']!r}."
         )
     seed = (cfg.get("randomness") or {}).get("seed")
     if seed is not None and not (isinstance(seed, int) and seed >= 0):

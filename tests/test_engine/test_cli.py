@@ -114,7 +114,8 @@ def test_mistakes_in_the_config(write_config, run, extra, parts):
 
 def test_a_missing_image_in_a_worker_is_one_line_too(write_config, two_datasets, run):
     missing_image(two_datasets)
-    config = write_config(extra="train_dataloader['num_workers'] = 1")
+    extra = "train_dataloader['num_workers'] = 1\ndata_check = 'off'"
+    config = write_config(extra=extra)
     status, said = run(cli.train, config)
     assert status == 2
     assert "images/0.png does not exist" in said

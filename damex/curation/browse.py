@@ -1,0 +1,99 @@
+"""The command ``tools/data.py browse``: what a mixture looks like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from damex.curation.check import Bar
+from damex.curation.findings import Finding
+from damex.curation.inspection import Progress
+from damex.curation.page import render
+from damex.curation.sheets import contact_sheet, draw_tile, palette
+from damex.curation.sources import expectations, sources_of
+from damex.curation.views import SplitView, view_of
+from damex.datasets.spec import SPLITS, parse_mixture
+from damex.engine.cli import Parser, at_least
+from damex.engine.config_files import merge_options, read_config
+from damex.errors import ConfigError
+
+
+def browse(arguments: Sequence[str]) -> None:
+    """Write a page about the datasets of a config, and a contact sheet of each split.
+
+    Args:
+        arguments: The command line after ``browse``.
+
+    Raises:
+        ConfigError: If the command line or the mixture cannot work.
+    """
+    args = _parser().parse_args(arguments)
+    cfg = read_config(args.config)
+    merge_options(cfg, args.cfg_options or {})
+    if cfg.get("mixture") is None:
+        raise ConfigError(f"{args.config} names no mixture=[...] to look at.")
+    folder = Path(args.out or Path("work_dirs") / Path(args.config).stem / "browse")
+    folder.mkdir(parents=True, exist_ok=True)
+    with Bar() as progress:
+        views, notes = _read(cfg, progress, num_samples=args.samples, seed=args.seed)
+        classes = dict.fromkeys(name for view in views for name in view.counts)
+        colors = palette(classes)
+        tiles: dict[str, list[tuple[str, Image.Image]]] = {}
+        for view in views:
+            progress.begin(f"draw {view.title}", len(view.samples))
+            tiles[view.title] = []
+            for sample in view.samples:
+                tiles[view.title].append((sample.name, draw_tile(sample, colors)))
+                progress.advance()
+    for view in views:
+        name = re.sub(r"\W+", "_", f"{view.dataset}_{view.split}")
+        contact_sheet(view.title, tiles[view.title]).save(folder / f"{name}.png")
+    page = render(f"Data of {Path(args.config).stem}", views, tiles, colors, notes)
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    print(f"{folder / 'index.html'}: {len(views)} splits; their sheets are beside it.")
+
+
+def _read(
+    cfg: Mapping[str, Any], progress: Progress, *, num_samples: int, seed: int
+) -> tuple[list[SplitView], list[str]]:
+    """Views of all splits, and sentences about those that cannot be read."""
+    views: dict[str, SplitView] = {}
+    notes: list[str] = []
+    for spec in parse_mixture(cfg["mixture"]):
+        for source in sources_of(spec, SPLITS):
+            if isinstance(source, Finding):
+                notes.append(source.message)
+                continue
+            progress.begin(f"read {source.place.file}", None)
+            expected = expectations(cfg, spec, source.split)
+            view = view_of(
+                source, expected, spec.rename, num_samples=num_samples, seed=seed
+            )
+            if view is None:
+                notes.append(f"{source.place.file} cannot be read; run check.")
+            elif views.setdefault(view.title, view) is not view:
+                notes.append(f"{source.place.file} is another file of this split.")
+    return [*views.values()], notes
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tools/data.py browse",
+        description="Write an HTML page and contact sheets of the datasets of a config",
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--out", help="folder to write to (default work_dirs/<config>/browse)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=at_least(1),
+        default=12,
+        help="images of each split (default %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of images")
+    return parser

@@ -1,0 +1,182 @@
+"""The command ``tools/data.py check``: what is wrong with data, before a training."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from damex.curation.boxes import Expectations
+from damex.curation.findings import KINDS, LEVELS, Finding
+from damex.curation.inspection import Inspection, Progress, check_config, errors_of
+from damex.curation.sources import coco_file
+from damex.datasets.spec import CocoSource
+from damex.engine.cli import Parser
+from damex.engine.config_files import merge_options, read_config
+from damex.errors import ConfigError
+
+EXAMPLES = 3
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Check the datasets of a config, or one COCO file.
+
+    Args:
+        arguments: The command line after ``check``.
+
+    Returns:
+        1 if there is an error, else 0.
+
+    Raises:
+        ConfigError: If the command line or the mixture cannot work.
+    """
+    args = _parser().parse_args(arguments)
+    if (args.config is None) == (args.coco is None):
+        raise ConfigError(
+            "check takes a config, or --coco FILE --images DIR, and one of the two; "
+            "see --help."
+        )
+    if (args.coco is None) != (args.images is None):
+        raise ConfigError("--coco FILE and --images DIR belong together; see --help.")
+    started = time.monotonic()
+    with Bar() as progress:
+        if args.coco is not None:
+            found = check_coco(args.coco, args.images, args.quick, progress)
+        else:
+            cfg = read_config(args.config)
+            merge_options(cfg, args.cfg_options or {})
+            if cfg.get("mixture") is None:
+                raise ConfigError(
+                    f"{args.config} names no mixture=[...]; to check a dataset without "
+                    "one: check --coco FILE --images DIR."
+                )
+            found = check_config(cfg, quick=args.quick, progress=progress)
+    print_report(found.findings, Console(), examples=args.examples)
+    _print_end(found, time.monotonic() - started, quick=args.quick)
+    if args.json is not None:
+        report = dict(findings=[finding.to_json() for finding in found.findings])
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    return 1 if any(errors_of(found.findings)) else 0
+
+
+def check_coco(file: str, images: str, quick: bool, progress: Progress) -> Inspection:
+    """Check one COCO file and its folder of images.
+
+    Args:
+        file: The COCO file.
+        images: The folder.
+        quick: Do what needs no decoding of images.
+        progress: Hears what is done.
+    """
+    path = Path(file)
+    source = coco_file(path.stem, "train", CocoSource(path, Path(images)))
+    inspection = Inspection()
+    inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
+    inspection.check_images(quick=quick, progress=progress)
+    return inspection
+
+
+class Bar(Progress):
+    """A bar on the screen; nothing in a file or a pipe."""
+
+    def __init__(self) -> None:
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> Bar:
+        if self._bar.console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Show what begins."""
+        self._bar.reset(self._task, description=what, total=total)
+
+    def advance(self) -> None:
+        """Move the bar."""
+        self._bar.advance(self._task)
+
+
+def print_report(
+    findings: Sequence[Finding], console: Console, *, examples: int = EXAMPLES
+) -> None:
+    """Print findings by dataset and kind, errors first, each with examples."""
+    for dataset in dict.fromkeys(finding.dataset for finding in findings):
+        own = [finding for finding in findings if finding.dataset == dataset]
+        lines = [f"\n{dataset}: {count_levels(own)}"]
+        for level in LEVELS:
+            kinds = dict.fromkeys(f.kind for f in own if f.level == level)
+            for kind in kinds:
+                same = [f for f in own if (f.level, f.kind) == (level, kind)]
+                lines += _kind_lines(level, kind, same, examples)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _kind_lines(
+    level: str, kind: str, findings: Sequence[Finding], examples: int
+) -> list[str]:
+    total = sum(finding.count for finding in findings)
+    lines = [f"  {level:7} {kind} ({total:,}): {KINDS[kind].meaning}"]
+    for finding in findings[:examples]:
+        message = finding.message.removeprefix(f"dataset {finding.dataset!r}: ")
+        lines.append(f"      {message}")
+    if len(findings) > examples:
+        lines.append(f"      ... and {len(findings) - examples} more findings")
+    return lines
+
+
+def count_levels(findings: Iterable[Finding]) -> str:
+    """How many findings of each level there are, in words."""
+    counts = Counter(finding.level for finding in findings)
+    plural = {"error": "errors", "warning": "warnings", "info": "infos"}
+    return ", ".join(
+        f"{counts[level]:,} {level if counts[level] == 1 else plural[level]}"
+        for level in LEVELS
+    )
+
+
+def _print_end(found: Inspection, seconds: float, *, quick: bool) -> None:
+    scope = "without decoding images" if quick else "images decoded and compared"
+    print(
+        f"\n{count_levels(found.findings)} in {found.num_datasets} datasets with "
+        f"{len(found.images):,} images and {found.num_boxes:,} boxes "
+        f"({seconds:.0f} s, {scope})."
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tools/data.py check", description="Check datasets before a training"
+    )
+    parser.add_config(optional=True)
+    parser.add_argument("--coco", metavar="FILE", help="check this COCO file alone")
+    parser.add_argument("--images", metavar="DIR", help="the images of --coco")
+    parser.add_argument("--json", metavar="FILE", help="write all findings to a file")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="neither decode nor compare images; what a training does at its start",
+    )
+    parser.add_argument(
+        "--examples",
+        type=int,
+        default=EXAMPLES,
+        help="how many findings of a kind are printed (default %(default)s)",
+    )
+    return parser

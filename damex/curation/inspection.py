@@ -1,0 +1,193 @@
+"""The whole check: annotations, classes, images and leaks of all datasets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from damex.curation.annotations import check_records
+from damex.curation.boxes import Expectations
+from damex.curation.classes import ClassCounts, check_class_names, check_classes
+from damex.curation.findings import Finding, Place, capped
+from damex.curation.images import (
+    ImageRecord,
+    check_existence,
+    check_look,
+    image_records,
+    look_at,
+)
+from damex.curation.leaks import find_leaks, same_files
+from damex.curation.records import parse_records
+from damex.curation.sources import Source, expectations, sources_of
+from damex.datasets.spec import SPLITS, parse_mixture
+
+# Of the order in which images are opened where time may not suffice for all.
+SEED = 0
+
+
+class Progress:
+    """What a check tells while it works; this one tells nobody."""
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Something begins, of so many steps."""
+
+    def advance(self) -> None:
+        """A step is done."""
+
+
+@dataclass
+class Inspection:
+    """What was checked and found.
+
+    Args:
+        findings: In the order of datasets and files.
+        images: All images that annotation files list.
+        num_boxes: How many annotations were read.
+        num_datasets: How many datasets were looked at.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    images: list[ImageRecord] = field(default_factory=list)
+    num_boxes: int = 0
+    num_datasets: int = 0
+
+    def add_dataset(
+        self,
+        sources: Iterable[Source | Finding],
+        expected_of: Callable[[str], Expectations],
+        rename: Mapping[str, str],
+        progress: Progress,
+    ) -> None:
+        """Check the annotations of one dataset.
+
+        Args:
+            sources: Its splits, or what is wrong with them.
+            expected_of: What the config says about a split.
+            rename: As in the mixture entry.
+            progress: Hears which file is read.
+        """
+        self.num_datasets += 1
+        counts: dict[str, list[ClassCounts]] = {}
+        expected = Expectations()
+        for source in sources:
+            if isinstance(source, Finding):
+                self.findings.append(source)
+                continue
+            progress.begin(f"read {source.place.file}", None)
+            expected = expected_of(source.split)
+            found = self._add_source(source, expected)
+            if found is not None:
+                counts.setdefault(source.split, []).append(found)
+        train = [_joined(counts.pop("train"))] if "train" in counts else []
+        others = [_joined(found) for found in counts.values()]
+        first = train[0] if train else None
+        self.findings += check_classes(first, others, expected, rename)
+
+    def _add_source(self, source: Source, expected: Expectations) -> ClassCounts | None:
+        document, findings = source.read()
+        self.findings += findings
+        if document is None:
+            return None
+        records, findings = parse_records(document, source.place)
+        self.findings += findings
+        if records is None:
+            return None
+        self.findings += check_class_names(document["categories"], source.place)
+        self.findings += check_records(records, source.place, expected)
+        self.num_boxes += len(records.annotations)
+        self.images += image_records(
+            records,
+            source.place,
+            source.split,
+            source.images,
+            applies_exif=expected.applies_exif,
+        )
+        return ClassCounts.of(records, source.place, document["categories"])
+
+    def check_images(
+        self, *, quick: bool, progress: Progress, seconds: float = float("inf")
+    ) -> None:
+        """Check the image files, and compare the images of all datasets.
+
+        Args:
+            quick: Look at headers alone, and compare paths in place of content.
+            progress: Hears of each image.
+            seconds: When to stop opening images.
+        """
+        progress.begin("look for files", None)
+        there, missing = check_existence(self.images)
+        found = missing
+        if seconds < float("inf"):
+            random.Random(SEED).shuffle(there)
+        progress.begin("read headers" if quick else "decode images", len(there))
+        looks = look_at(
+            there, decode=not quick, advance=progress.advance, seconds=seconds
+        )
+        for image, look in zip(there, looks, strict=False):
+            found += check_look(image, look)
+        if len(looks) < len(there):
+            found.append(_not_all(len(looks), len(there), seconds))
+        progress.begin("compare images", None)
+        seen = there[: len(looks)]
+        found += same_files(there) if quick else find_leaks(seen, looks)
+        self.findings += capped(found)
+
+
+def check_config(
+    cfg: Mapping[str, Any],
+    *,
+    quick: bool,
+    splits: Sequence[str] = SPLITS,
+    progress: Progress | None = None,
+    seconds: float = float("inf"),
+) -> Inspection:
+    """Check the datasets of a config.
+
+    Args:
+        cfg: A config with a ``mixture``.
+        quick: Do what needs no decoding of images.
+        splits: Those to check.
+        progress: Hears what is done.
+        seconds: When to stop opening images.
+
+    Raises:
+        ConfigError: If the mixture itself cannot work.
+    """
+    progress = progress or Progress()
+    inspection = Inspection()
+    for spec in parse_mixture(cfg["mixture"]):
+
+        def expected_of(split: str, spec: Any = spec) -> Expectations:
+            return expectations(cfg, spec, split)
+
+        sources = sources_of(spec, splits)
+        inspection.add_dataset(sources, expected_of, spec.rename, progress)
+    inspection.check_images(quick=quick, progress=progress, seconds=seconds)
+    return inspection
+
+
+def errors_of(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Those that a dataset cannot be used with."""
+    return (finding for finding in findings if finding.level == "error")
+
+
+def _joined(found: Sequence[ClassCounts]) -> ClassCounts:
+    """Counts of a split that is several files; the first one stands for them."""
+    if len(found) == 1:
+        return found[0]
+    boxes: dict[str, int] = {}
+    for counts in found:
+        for name, count in counts.boxes.items():
+            boxes[name] = boxes.get(name, 0) + count
+    parents = frozenset().union(*(counts.parents for counts in found))
+    return ClassCounts(found[0].place, boxes, parents)
+
+
+def _not_all(looked: int, total: int, seconds: float) -> Finding:
+    text = (
+        f"{looked} of {total} image files were opened in {seconds:g} s, drawn at "
+        "random; all were looked for. tools/data.py check opens all."
+    )
+    return Place("all datasets", "image files").finding("not-checked", None, text)

@@ -1,0 +1,123 @@
+"""Find images that stand in two places: in train and val, or twice in a split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from damex.curation.findings import Finding
+from damex.curation.images import ImageRecord, Look
+
+# Cosine of two gradients. Images that were compressed anew or resized are at 0.99 and
+# above; pictures of one scene, taken one after the other, at 0.95 and below.
+NEAR = 0.98
+# Rows of the matrix of all pairs that are made at a time.
+BLOCK = 512
+
+
+def find_leaks(
+    images: Sequence[ImageRecord], looks: Sequence[Look]
+) -> Iterator[Finding]:
+    """Findings about images with the same content, or nearly the same look.
+
+    Args:
+        images: Of all datasets and splits.
+        looks: What they are; those with a fault, or not decoded, are passed over.
+    """
+    pairs = zip(images, looks, strict=True)
+    decoded = [(image, look) for image, look in pairs if look.digest]
+    # Training images first: of a pair, the other one is what is reported.
+    decoded.sort(key=lambda pair: pair[0].split != "train")
+    groups: dict[bytes, list[ImageRecord]] = {}
+    gradients: dict[bytes, np.ndarray] = {}
+    for image, look in decoded:
+        if look.gradient is not None:
+            gradients.setdefault(look.digest, look.gradient)
+        groups.setdefault(look.digest, []).append(image)
+    for first, *others in groups.values():
+        for other in others:
+            yield _identical(first, other)
+    digests = [*gradients]
+    if digests:
+        gradients_ND = np.stack([gradients[digest] for digest in digests])
+        yield from _near(gradients_ND, [groups[digest] for digest in digests])
+
+
+def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
+    """Files that several splits list; no file is read."""
+    first: dict[str, ImageRecord] = {}
+    for image in sorted(images, key=lambda image: image.split != "train"):
+        known = first.setdefault(str(image.path), image)
+        if known is not image and _is_leak(known, image):
+            yield _identical(known, image)
+
+
+def near_pairs(gradients_ND: np.ndarray, least: float = NEAR) -> np.ndarray:
+    """Pairs of rows with a cosine of at least ``least``.
+
+    All pairs are compared, in blocks, by matrix products: 10,000 images take seconds,
+    and 100,000 minutes.
+
+    Args:
+        gradients_ND: Rows of norm 1, or 0, which are near to nothing.
+        least: The least cosine.
+
+    Returns:
+        Shape (pairs, 2), the smaller number first.
+    """
+    found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
+    for start in range(0, len(gradients_ND), BLOCK):
+        cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[start:].T
+        rows, columns = np.nonzero(cosine_BM >= least)
+        is_pair = columns > rows
+        found.append(np.stack([rows[is_pair], columns[is_pair]], axis=1) + start)
+    return np.concatenate(found)
+
+
+def _near(
+    gradients_ND: np.ndarray, groups: Sequence[list[ImageRecord]]
+) -> Iterator[Finding]:
+    """For each image the first one that looks the same; one in train goes first."""
+    seen: set[int] = set()
+    for low, high in sorted(map(tuple, near_pairs(gradients_ND).tolist())):
+        if high in seen:
+            continue
+        seen.add(high)
+        cosine = float(gradients_ND[low] @ gradients_ND[high])
+        first = groups[low][0]
+        for other in groups[high]:
+            leak = _is_leak(first, other)
+            kind = "leak-near" if leak else "near-duplicate-image"
+            text = (
+                f"looks like {first.path} ({first.record} of {first.place.file}), "
+                f"likeness {cosine:.3f}. "
+            )
+            text += (
+                "Look at both, and take one of them out: a score on images that were "
+                "trained on says nothing."
+                if leak
+                else "Nothing to do if that is meant."
+            )
+            yield other.finding(kind, text)
+
+
+def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
+    where = f"{first.path} ({first.record} of {first.place.file})"
+    if _is_leak(first, other):
+        text = (
+            f"is the training image {where}: a score on images that were trained "
+            f"on says nothing. Take it out of {first.split} or {other.split}."
+        )
+        return other.finding("leak-identical", text)
+    text = f"has the same content as {where}. "
+    text += (
+        "Take one of them out."
+        if first.place.dataset == other.place.dataset
+        else "Nothing to do if the two datasets annotate different classes in it."
+    )
+    return other.finding("duplicate-image", text)
+
+
+def _is_leak(first: ImageRecord, other: ImageRecord) -> bool:
+    return first.split == "train" and other.split != "train"

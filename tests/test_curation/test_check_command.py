@@ -1,0 +1,193 @@
+"""The command: what it prints, what it writes, and how it ends."""
+
+import json
+from typing import ClassVar
+
+import pytest
+
+from damex.curation.commands import data
+from damex.curation.findings import KINDS, MAX_LISTED, Finding, Place, capped
+from damex.curation.inspection import check_config
+from damex.datasets.coco import NamedCocoDataset
+from damex.engine import cli
+from tests.test_curation.conftest import SIZE, picture
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        status = cli.run_command(data, [*map(str, arguments)])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+def coco(dataset, split="train"):
+    return (
+        "--coco",
+        dataset.root / f"{split}.json",
+        "--images",
+        dataset.root / "images",
+    )
+
+
+def test_a_clean_file_ends_with_0(dataset, run):
+    dataset.write()
+    status, out, _ = run("check", *coco(dataset))
+    assert status == 0
+    assert "0 errors, 0 warnings, 0 infos" in out
+    assert "14 images and 42 boxes" in out
+
+
+def test_a_warning_is_no_error(dataset, run):
+    dataset.train["annotations"][4]["area"] = 0
+    dataset.write()
+    status, out, _ = run("check", *coco(dataset))
+    assert (status, "area-zero (1)" in out) == (0, True)
+
+
+def test_an_error_ends_with_1_and_the_report_has_these_fields_alone(
+    dataset, run, tmp_path
+):
+    dataset.image(2).unlink()
+    dataset.train["annotations"][4].update(bbox=[500, 2, 10, 10], area=100)
+    dataset.write()
+    report = tmp_path / "report.json"
+    status, out, _ = run("check", *coco(dataset), "--json", report)
+    assert status == 1
+    written = json.loads(report.read_text())
+    assert [*written] == ["findings"]
+    fields = ["level", "kind", "dataset", "file", "record", "message"]
+    assert [[*row] for row in written["findings"]] == [fields] * 2
+    assert {row["kind"] for row in written["findings"]} == {
+        "box-outside",
+        "image-missing",
+    }
+    for row in written["findings"]:
+        assert row["message"].removeprefix("dataset 'train': ") in out
+
+
+def test_a_config_is_checked_with_its_options(dataset, run, tmp_path):
+    dataset.write()
+    dataset.image(2).write_bytes(b"")
+    config = tmp_path / "config.py"
+    entry = dataset.config()["mixture"][0]
+    config.write_text(f"model = dict(num_queries=2)\nmixture = [{entry!r}]\n")
+    status, out, _ = run("check", config, "--quick")
+    assert status == 1
+    assert "many-boxes (20)" in out
+    assert "image-empty (1)" in out
+    status, out, _ = run(
+        "check", config, "--quick", "--cfg-options", "model.num_queries=3"
+    )
+    assert "many-boxes" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ((), "check takes a config"),
+        (("quickstart", "--coco", "a", "--images", "b"), "one of the two"),
+        (("--coco", "a"), "belong together"),
+    ],
+)
+def test_a_wrong_command_line_is_said(run, arguments, part):
+    status, _, err = run("check", *arguments)
+    assert status == 2
+    assert part in err
+
+
+def test_a_dataset_class_of_mmdet_is_checked_by_what_it_loads(dataset):
+    """An mmdet class that is not COCO's: its images and boxes are looked at."""
+    dataset.write()
+    cfg = dataset.config(train=dict(type=PlainDataset, path=str(dataset.root)))
+    findings = check_config(cfg, quick=False).findings
+    assert [f.kind for f in findings if f.level == "error"] == ["image-missing"]
+    assert "not-checked" in {f.kind for f in findings}
+    assert next(f.record for f in findings if f.level == "error") == "image 1"
+
+
+def test_a_dataset_class_that_fails_is_a_finding(dataset):
+    dataset.write()
+    cfg = dataset.config(train=dict(type=PlainDataset, path=None))
+    findings = check_config(cfg, quick=True).findings
+    [failed] = [finding for finding in findings if finding.level == "error"]
+    assert failed.kind == "not-loaded"
+    assert "TypeError" in failed.message
+
+
+class PlainDataset(NamedCocoDataset.__mro__[2]):
+    """Two images, of which one does not exist."""
+
+    METAINFO: ClassVar = dict(classes=("car", "tree", "person"))
+
+    def __init__(self, *, path, **kwargs):
+        self.path = path + "/images"
+        super().__init__(**kwargs)
+
+    def load_data_list(self):
+        instances = [
+            dict(bbox=[5 * i, 5, 5 * i + 20, 30], bbox_label=i % 3, ignore_flag=0)
+            for i in range(12)
+        ]
+        size = dict(width=SIZE[0], height=SIZE[1], instances=instances)
+        return [
+            dict(img_path=f"{self.path}/1.jpg", img_id=1, **size),
+            dict(img_path=f"{self.path}/none.jpg", img_id=2, **size),
+        ]
+
+
+def test_a_coco_dataset_written_as_a_dict_is_checked_as_a_file(dataset):
+    dataset.train["annotations"][4]["area"] = 0
+    dataset.write()
+    paths = dict(ann_file="train.json", data_prefix=dict(img="images/"))
+    inner = dict(type="CocoDataset", **paths)
+    cfg = dataset.config(train=dict(type="RepeatDataset", times=2, dataset=inner))
+    [finding] = check_config(cfg, quick=False).findings
+    assert (finding.kind, finding.record) == ("area-zero", "annotation 7")
+
+
+def test_leaks_are_found_across_datasets(dataset, tmp_path):
+    dataset.write()
+    other = tmp_path / "park"
+    (other / "images").mkdir(parents=True)
+    for number in range(1, 21):
+        picture(100 + number).save(other / "images" / f"{number}.jpg")
+    for split in ("train", "val"):
+        (other / f"{split}.json").write_text(
+            (dataset.root / f"{split}.json").read_text()
+        )
+    (other / "images" / "17.jpg").write_bytes(dataset.image(3).read_bytes())
+    entry = dict(name="park", data_root=f"{other}/", train="train.json", val="val.json")
+    mixture = [*dataset.config()["mixture"], dict(entry, img="images/")]
+    [finding] = check_config(dict(mixture=mixture), quick=False).findings
+    assert (finding.kind, finding.dataset) == ("leak-identical", "park")
+    assert str(dataset.image(3)) in finding.message
+
+
+def test_many_findings_of_a_kind_end_in_their_number(dataset):
+    record = dataset.train["annotations"][4]
+    for number in range(MAX_LISTED + 50):
+        again = {**record, "id": 1000 + number, "bbox": [500 + number, 0, 9, 9]}
+        dataset.train["annotations"].append({**again, "area": 81})
+    findings = [f for f in dataset.check() if f.kind == "box-outside"]
+    assert len(findings) == MAX_LISTED + 1
+    assert findings[-1].count == 50
+    assert "50 more" in findings[-1].message
+
+
+def test_capped_counts_each_kind_by_itself():
+    place = Place("street", "train.json")
+    many = [place.finding("image-missing", str(i), "") for i in range(MAX_LISTED + 7)]
+    kept = capped([*many, place.finding("image-empty", "1", "")])
+    assert [f.count for f in kept if f.record is None] == [7]
+    assert sum(f.count for f in kept) == MAX_LISTED + 8
+
+
+def test_a_finding_has_the_level_of_its_kind_unless_another_is_given():
+    place = Place("street", "train.json")
+    for kind in KINDS:
+        assert place.finding(kind, None, "").level == KINDS[kind].level
+    assert place.finding("box-outside", None, "", level="info").level == "info"
+    assert isinstance(place.finding("box-tiny", None, ""), Finding)

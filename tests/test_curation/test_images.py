@@ -1,0 +1,110 @@
+"""What is found about image files agrees with what mmdet loads."""
+
+import io
+
+import numpy as np
+import pytest
+from mmdet.registry import TRANSFORMS
+from PIL import Image
+
+from damex.curation.findings import Place
+from damex.curation.images import (
+    ImageRecord,
+    check_look,
+    gradient_of,
+    look_at,
+)
+from damex.curation.leaks import NEAR, near_pairs
+from tests.test_curation.conftest import SIZE, picture
+
+
+def record_of(path, size, **kwargs):
+    return ImageRecord(
+        Place("street", "train.json"), "train", "image 1", path, size, **kwargs
+    )
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("color_type", ["color", "color_ignore_orientation"])
+def test_no_error_is_what_the_loader_loads(tmp_path, suffix, orientation, color_type):
+    """The size that LoadImageFromFile gives passes, and the other one does not."""
+    path = tmp_path / f"a.{suffix}"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture(1).save(path, exif=exif)
+    load = TRANSFORMS.build(dict(type="LoadImageFromFile", color_type=color_type))
+    height, width = load(dict(img_path=str(path)))["img"].shape[:2]
+    for size in (SIZE, SIZE[::-1]):
+        record = record_of(path, size, applies_exif=color_type == "color")
+        for decode in (True, False):
+            [look] = look_at([record], decode=decode)
+            levels = {finding.level for finding in check_look(record, look)}
+            assert ("error" in levels) == (size != (width, height))
+
+
+def test_headers_are_enough_for_sizes(tmp_path):
+    path = tmp_path / "a.jpg"
+    picture(1).save(path)
+    record = record_of(path, SIZE)
+    [header], [whole] = look_at([record], decode=False), look_at([record], decode=True)
+    assert header.size == whole.size == SIZE
+    assert header.digest == b""
+
+
+def test_opening_images_stops_when_time_is_over(tmp_path):
+    path = tmp_path / "a.jpg"
+    picture(1).save(path)
+    assert look_at([record_of(path, SIZE)] * 9, decode=False, seconds=-1) == []
+
+
+def gradient(image):
+    return gradient_of(image, image.size)
+
+
+def again(image, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", **options)
+    return Image.open(io.BytesIO(buffer.getvalue()))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_gradient_stays_when_an_image_is_made_anew(number):
+    image = picture(number, (640, 480))
+    for copy in (
+        again(image, quality=30),
+        image.resize((320, 240), Image.Resampling.LANCZOS),
+        image.resize((900, 675), Image.Resampling.BICUBIC),
+        image.point(lambda value: 20 + 0.9 * value),
+        image.convert("L"),
+    ):
+        assert gradient(image) @ gradient(copy) > NEAR
+    assert gradient(image) @ gradient(picture(number + 1, (640, 480))) < 0.9
+
+
+def test_a_fraction_of_the_size_gives_the_same_gradient():
+    """JPEGs are decoded at a fraction, which 300 px is no whole number of."""
+    image = picture(3, (300, 300))
+    whole, part = again(image, quality=95), again(image, quality=95)
+    part.draft("RGB", (64, 64))
+    assert part.size != whole.size
+    assert gradient_of(part, (300, 300)) @ gradient(whole) > 0.995
+
+
+def test_plain_images_are_near_to_nothing():
+    plain = Image.new("RGB", (64, 64), (200, 200, 200))
+    noise = np.random.default_rng(0).integers(199, 202, (64, 64, 3), dtype=np.uint8)
+    assert not gradient(plain).any()
+    assert not gradient(Image.fromarray(noise)).any()
+
+
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 1300])
+def test_near_pairs_are_those_of_all_pairs(size):
+    rng = np.random.default_rng(size)
+    rows = rng.standard_normal((size, 40)).astype(np.float32)
+    if size > 600:
+        rows[600], rows[1200], rows[7] = rows[3], rows[5], rows[8]
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    expected = {(i, j) for i, j in np.argwhere(rows @ rows.T >= NEAR).tolist() if i < j}
+    assert {tuple(pair) for pair in near_pairs(rows).tolist()} == expected
+    assert size < 600 or {(3, 600), (5, 1200), (7, 8)} <= expected

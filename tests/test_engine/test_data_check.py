@@ -1,0 +1,122 @@
+"""A training looks at its data first: what it refuses, and what it only says."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+
+from damex.curation.before_training import refusal
+from damex.engine import cli, runner
+from damex.engine.runner import MixtureRunner
+
+
+@pytest.fixture
+def logger():
+    """A logger that remembers."""
+    logger = logging.Logger("test")
+    logger.records = []
+    logger.addHandler(logging.Handler())
+    logger.handlers[0].emit = logger.records.append
+    return logger
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(config):
+        monkeypatch.setattr("sys.argv", ["tool", str(config)])
+        return cli.run_command(cli.train), capsys.readouterr().err
+
+    return call
+
+
+def warnings_of(logger):
+    records = [r for r in logger.records if r.levelno >= logging.WARNING]
+    return [record.getMessage() for record in records]
+
+
+def image(entry, name):
+    return Path(entry["data_root"]) / "images" / name
+
+
+def test_a_missing_validation_image_does_not_wait_for_the_validation(
+    write_config, two_datasets, run, edit_json, tmp_path
+):
+    """Its absence would end the run after the training."""
+    entry = two_datasets[1]
+    edit_json(
+        f"{entry['data_root']}val.json",
+        lambda d: d["images"][0].update(file_name="none.png"),
+    )
+    status, said = run(write_config())
+    assert status == 2
+    assert f"the val image {image(entry, 'none.png')} does not exist" in said
+    assert "data_check='off'" in said
+    assert len(said.strip().splitlines()) == 1
+    assert not list(tmp_path.rglob("*.pth"))
+
+
+def test_all_errors_are_counted_and_the_first_is_said(
+    write_config, two_datasets, logger
+):
+    for number in range(3):
+        image(two_datasets[0], f"{number}.png").unlink()
+    said = refusal(Config.fromfile(write_config()), logger)
+    assert "0.png does not exist" in said
+    # Three images, each in train and in val.
+    assert "There are 5 more errors in the data (6 image-missing)" in said
+
+
+def test_train_and_val_of_the_same_images_are_a_warning(write_config, logger):
+    assert refusal(Config.fromfile(write_config()), logger) is None
+    [said] = warnings_of(logger)
+    assert "8 leak-identical" in said
+    details = [r.getMessage() for r in logger.records if r.levelno == logging.INFO]
+    assert any("is the training image" in text for text in details)
+
+
+def test_boxes_that_the_config_drops_are_no_error(
+    write_config, two_datasets, edit_json, logger
+):
+    for split in ("train", "val"):
+        edit_json(
+            f"{two_datasets[1]['data_root']}{split}.json",
+            lambda d: d["annotations"][0].update(bbox=[500, 2, 10, 10]),
+        )
+    config = write_config()
+    assert "lies outside" in refusal(Config.fromfile(config), logger)
+    dropping = Config.fromfile(config)
+    for loader in ("train_dataloader", "val_dataloader"):
+        dropping[loader].dataset.on_bad_box = "drop"
+    assert refusal(dropping, logger) is None
+
+
+def test_what_is_not_used_in_a_training_is_not_checked(
+    write_config, two_datasets, logger
+):
+    two_datasets[0]["test"] = "none.json"
+    cfg = Config.fromfile(write_config(mixture=two_datasets))
+    assert refusal(cfg, logger) is None
+    two_datasets[0]["val"] = "none.json"
+    cfg = Config.fromfile(write_config(mixture=two_datasets))
+    assert "none.json" in refusal(cfg, logger)
+    cfg.val_dataloader = None
+    assert refusal(cfg, logger) is None
+
+
+def test_the_check_can_be_left_out(write_config, monkeypatch):
+    def refuse(*_):
+        return "no"
+
+    monkeypatch.setattr(runner, "refusal", refuse)
+    config = Config.fromfile(write_config(name="off", extra="data_check = 'off'"))
+    MixtureRunner.from_cfg(config)._check_data()
+    config = Config.fromfile(write_config(name="quick"))
+    with pytest.raises(runner.DataError, match="no"):
+        MixtureRunner.from_cfg(config)._check_data()
+
+
+def test_another_kind_of_check_is_refused(write_config, run):
+    status, said = run(write_config(extra="data_check = 'slow'"))
+    assert status == 2
+    assert "data_check must be one of ('quick', 'off'), got 'slow'" in said
