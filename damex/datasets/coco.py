@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmdet.datasets import CocoDataset
@@ -22,6 +23,12 @@ from damex.datasets.formats.categories import without_dummies
 from damex.errors import ConfigError, DataError, did_you_mean
 
 BAD_BOX_POLICIES = ("error", "drop")
+BAD_BOXES = MappingProxyType(
+    {
+        "lies outside of the image": "boxes outside of their image dropped",
+        "has a negative width or height": "boxes with a negative side dropped",
+    }
+)
 
 
 class _NamedCoco(COCO):
@@ -59,14 +66,15 @@ class NamedCocoDataset(CocoDataset):
     Label ``i`` is ``metainfo['classes'][i]``, whatever the order of categories in the
     file. Boxes are looked at while they are read: boxes that reach over the border are
     clipped, boxes thinner than one pixel are left out of training, and one line per
-    file says how many. A box with a negative width or height is left out everywhere,
-    evaluation included. A box that lies wholly outside its image is an error, since it
-    usually means another box format or other image sizes. A category that is only a
-    heading of the others (Roboflow's first) is no class, unless the classes name it.
+    file says how many. A box that lies wholly outside its image, or has a negative
+    side, is an error, since it usually means another box format or other image sizes. A
+    category that is only a heading of the others (Roboflow's first) is no class, unless
+    the classes name it.
 
     Args:
         name: Name of the dataset in messages.
-        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image.
+        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image, or
+            with a negative side.
         **kwargs: As for ``CocoDataset``.
     """
 
@@ -185,31 +193,39 @@ class NamedCocoDataset(CocoDataset):
                 f"pixels, got {box!r}."
             )
         x, y, w, h = box
-        if w < 0 or h < 0:
-            self._counts["boxes with a negative width or height dropped"] += 1
-            return False
-        record.setdefault("area", w * h)
         beyond = x >= image["width"] or y >= image["height"]
         # A box without a side at the corner (0, 0) is thin and not outside.
         outside = beyond or x + max(w, 1) <= 0 or y + max(h, 1) <= 0
-        if not outside:
-            if w < 1 or h < 1:
-                self._counts["boxes thinner than 1 px left out of training"] += 1
-            elif record["area"] <= 0:
-                self._counts["boxes with area 0 left out of training"] += 1
-            elif record.get("ignore"):
-                self._counts["boxes marked 'ignore' left out of training"] += 1
-            return True
+        if w < 0 or h < 0:
+            self._drop_bad(record, image, "has a negative width or height")
+            return False
+        if outside:
+            self._drop_bad(record, image, "lies outside of the image")
+            return False
+        record.setdefault("area", w * h)
+        if w < 1 or h < 1:
+            self._counts["boxes thinner than 1 px left out of training"] += 1
+        elif record["area"] <= 0:
+            self._counts["boxes with area 0 left out of training"] += 1
+        elif record.get("ignore"):
+            self._counts["boxes marked 'ignore' left out of training"] += 1
+        return True
+
+    def _drop_bad(self, record: dict, image: dict, fault: str) -> None:
+        """Count a box that cannot be right.
+
+        Raises:
+            DataError: If boxes may not be dropped.
+        """
         if self.on_bad_box == "error":
             raise DataError(
-                f"{self._where(record, image)}: the box [x, y, width, height] = {box} "
-                f"lies outside of the image ({image['width']} x {image['height']} px). "
+                f"{self._where(record, image)}: the box [x, y, width, height] = "
+                f"{record['bbox']} {fault} ({image['width']} x {image['height']} px). "
                 "Correct the file (is it [x1, y1, x2, y2], or made for another image "
                 "size?), or set on_bad_box='drop' in the MixtureDataset to go on "
                 "without such boxes."
             )
-        self._counts["boxes outside of their image dropped"] += 1
-        return False
+        self._counts[BAD_BOXES[fault]] += 1
 
     def _where(self, record: dict, image: dict) -> str:
         """File and record for a message; written for a fault only, not for each box."""

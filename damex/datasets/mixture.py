@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class MixtureDataset(Dataset):
         label_space: ``union``, ``partitioned``, the path of a label file or its
             content, or the metainfo of the mixture that the detector was trained on.
         filter_empty: Leave images without boxes out of training.
-        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image.
+        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image, or
+            with a negative side.
         max_refetch: How many other images are tried when the pipeline refuses one.
         test_mode: Whether samples are for evaluation; follows ``split`` by default.
         lazy_init: Load the annotations in ``full_init`` instead of at construction.
@@ -202,18 +204,7 @@ class MixtureDataset(Dataset):
         own = tuple(self.label_space.dataset_classes[dataset_id])
         if isinstance(spec.train, Mapping) and len(own) < len(spec.own_classes):
             spec = replace(spec, classes=own)  # a label file leaves the others out
-        filtered = self.filter_empty and not self.test_mode
-
-        def complete(leaf: Mapping[str, Any]) -> dict[str, Any]:
-            config = {**leaf, "pipeline": [], "test_mode": self.test_mode}
-            if filtered and config.get("filter_cfg") is None:
-                config["filter_cfg"] = dict(filter_empty_gt=True)
-            if spec.classes is not None or leaf["type"] == "NamedCocoDataset":
-                config["metainfo"] = dict(classes=own)
-            if leaf["type"] == "NamedCocoDataset":
-                config.update(name=spec.name, on_bad_box=self.on_bad_box)
-            return config
-
+        complete = partial(self._complete, spec=spec, own=own)
         try:
             dataset = DATASETS.build(
                 map_leaves(spec.dataset_config(self.split), complete)
@@ -231,19 +222,42 @@ class MixtureDataset(Dataset):
                 raise
             empty = True
         if empty:
-            why = f"no image has a box of {list(own)}" if filtered else "it lists none"
+            why = f"no image has a box of {list(own)}"
+            why = why if self._filters else "it lists none"
             raise DataError(
                 f"dataset {spec.name!r}: no image of {spec.source(self.split)} is left "
                 f"for {self.split}: {why}. Check 'classes' and the file."
             )
         if spec.root is not None and self.split == "train":
-            summary = spec.conversion.summary
-            is_odd = bool(summary.dropped or summary.noted)  # then also on the screen
-            level = logging.WARNING if is_odd else logging.INFO
-            print_log(summary.text(spec.name), logger="current", level=level)
+            _log_conversion(spec)
         text = f"{self.split}: {spec.name}: {len(dataset)} images"
         print_log(text, logger="current", level=logging.INFO)
         return dataset
+
+    @property
+    def _filters(self) -> bool:
+        """Whether images without boxes are left out."""
+        return self.filter_empty and not self.test_mode
+
+    def _complete(
+        self, leaf: Mapping[str, Any], *, spec: DatasetSpec, own: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """What the mixture adds to the config of a plain dataset."""
+        config = {**leaf, "pipeline": [], "test_mode": self.test_mode}
+        if self._filters and config.get("filter_cfg") is None:
+            config["filter_cfg"] = dict(filter_empty_gt=True)
+        if spec.classes is not None or leaf["type"] == "NamedCocoDataset":
+            config["metainfo"] = dict(classes=own)
+        if leaf["type"] == "NamedCocoDataset":
+            config.update(name=spec.name, on_bad_box=self.on_bad_box)
+        return config
+
+
+def _log_conversion(spec: DatasetSpec) -> None:
+    """Say what became of a folder; on the screen, too, where something is odd."""
+    summary = spec.conversion.summary
+    level = logging.WARNING if summary.dropped or summary.noted else logging.INFO
+    print_log(summary.text(spec.name), logger="current", level=level)
 
 
 def _check_transforms(transforms: Any, where: str) -> None:

@@ -12,7 +12,6 @@ from PIL import Image
 from damex.curation.commands import data
 from damex.curation.prepare import keep_classes
 from damex.curation.uodb import RECIPES
-from damex.datasets.spec import DatasetSpec
 from damex.engine.cli import run_command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -117,10 +116,6 @@ def test_classes_of_the_benchmark_are_kept_in_its_order():
     ]
 
 
-@pytest.mark.skipif(
-    "root" not in DatasetSpec.__dataclass_fields__,
-    reason="needs entries with root=, which read VOC's layout",
-)
 def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, tmp_path):
     root = tmp_path / "kitti"
     for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):

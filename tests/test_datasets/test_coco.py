@@ -179,12 +179,13 @@ def test_every_box_left_out_is_counted(park, edit_json, warnings, values, reason
 @pytest.mark.parametrize("box", [[20, 5, -9, 9], [20, 25, 9, -9]])
 def test_negative_side_is_said_as_such(park, edit_json, warnings, box, test_mode):
     edit_json(park, set_record("annotations", 0, bbox=box))
-    dataset = load(park, test_mode=test_mode)
+    with pytest.raises(DataError, match=r"annotation 1 .* negative width"):
+        load(park, test_mode=test_mode)
+    dataset = load(park, test_mode=test_mode, on_bad_box="drop")
     assert names_in_dataset(dataset)[0] == ["dog"]
     assert len(dataset.get_data_info(0).get("ground_truth", ["dog"])) == 1
-    assert warnings == [
-        f"dataset 'park': {park}: 1 boxes with a negative width or height dropped."
-    ]
+    said = f"dataset 'park': {park}: 1 boxes with a negative side dropped."
+    assert warnings == [said]
 
 
 def roboflow(document):
