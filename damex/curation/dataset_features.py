@@ -6,7 +6,7 @@ Axes: M datasets, F features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,10 @@ SAMPLES = 32  # images that are looked at per dataset
 SIDE = 160  # of an image that is looked at, in pixels
 BACKBONE = "tf_efficientnet_lite0"
 PARTS = ("images", "boxes", "classes")
+
+
+# Describes images by one row of numbers.
+Look = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,15 @@ class DatasetFeatures:
 
 
 def read_features(
-    spec: DatasetSpec, classes: Sequence[str], *, with_backbone: bool
+    spec: DatasetSpec, classes: Sequence[str], look: Look
 ) -> DatasetFeatures:
     """Look at the training set of a dataset.
 
     Args:
         spec: The dataset.
         classes: Names of its classes in the mixture.
-        with_backbone: Whether to look with a pretrained backbone, or at colours alone.
+        look: What describes its images: :func:`colour_looks`, or the function that
+            :func:`backbone_looks` returns.
 
     Raises:
         ConfigError: If it is no COCO file.
@@ -66,7 +71,6 @@ def read_features(
     files = sorted(str(image["file_name"]) for image in document["images"])
     step = max(1, len(files) // SAMPLES)
     pixels = [_load(source, file, spec.name) for file in files[::step][:SAMPLES]]
-    look = backbone_looks if with_backbone else colour_looks
     return DatasetFeatures(
         name=spec.name,
         images=len(files),
@@ -146,11 +150,11 @@ def can_use_backbone() -> bool:
     return packaged_weights(BACKBONE) is not None
 
 
-def backbone_looks(pixels: Sequence[np.ndarray]) -> np.ndarray:
+def backbone_looks() -> Look:
     """Mean features of images in a frozen backbone that knows ImageNet.
 
-    Args:
-        pixels: Images (height, width, 3) of bytes.
+    Returns:
+        A function of images (height, width, 3) of bytes.
     """
     import torch
 
@@ -159,10 +163,14 @@ def backbone_looks(pixels: Sequence[np.ndarray]) -> np.ndarray:
     backbone = TimmBackbone(name=BACKBONE, out_indices=(3, 4), pretrained=True)
     backbone.init_weights()
     backbone.eval()
-    images_BHWC = torch.as_tensor(np.stack(pixels)).float()
-    with torch.no_grad():
-        maps = backbone((images_BHWC.permute(0, 3, 1, 2) - 127.0) / 128.0)
-    return np.concatenate([one.mean(dim=(0, 2, 3)).numpy() for one in maps])
+
+    def look(pixels: Sequence[np.ndarray]) -> np.ndarray:
+        images_BHWC = torch.as_tensor(np.stack(pixels)).float()
+        with torch.no_grad():
+            maps = backbone((images_BHWC.permute(0, 3, 1, 2) - 127.0) / 128.0)
+        return np.concatenate([one.mean(dim=(0, 2, 3)).numpy() for one in maps])
+
+    return look
 
 
 def affinities(found: Sequence[DatasetFeatures]) -> dict[str, np.ndarray]:

@@ -14,7 +14,9 @@ from damex.curation.dataset_features import (
     SAMPLES,
     DatasetFeatures,
     affinities,
+    backbone_looks,
     can_use_backbone,
+    colour_looks,
     read_features,
 )
 from damex.curation.labels import read_mixture
@@ -78,8 +80,9 @@ def plan(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--capacity must be 1 or more, got {args.capacity}.")
     space = LabelSpace.from_specs(specs, mode=rules)
     with_backbone = can_use_backbone()
+    look = backbone_looks() if with_backbone else colour_looks
     found = [
-        read_features(spec, [*held.values()], with_backbone=with_backbone)
+        read_features(spec, [*held.values()], look)
         for spec, held in zip(specs, space.dataset_classes, strict=True)
     ]
     weights = [

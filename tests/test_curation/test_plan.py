@@ -46,7 +46,7 @@ def entries(make_coco_dataset, edit_json, tmp_path):
 @pytest.fixture
 def found(entries):
     return [
-        read_features(spec, spec.own_classes, with_backbone=False)
+        read_features(spec, spec.own_classes, colour_looks)
         for spec in parse_mixture(entries)
     ]
 
