@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import Image
 
 from damex.curation.findings import KINDS, Finding, Place
 from damex.curation.records import Records
+from damex.datasets.formats.images import (
+    ROTATED_WHEN_LOADED,
+    exif_orientation,
+    stored_size,
+)
 
 # EXIF: how the rows and columns are stored that a viewer shows upright.
 UPRIGHT, FIRST_WITH_SIDES_EXCHANGED = 1, 5
-# Formats that OpenCV, by which mmdet loads images, turns as EXIF says. It never turns
-# WEBP and AVIF, and always TIFF, as PIL does.
-TURNED = frozenset({"JPEG", "MPO", "PNG"})
 SUFFIXES = {
     "BMP": {".bmp", ".dib"},
     "GIF": {".gif"},
@@ -243,7 +245,9 @@ def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
         return
     turned = look.orientation >= FIRST_WITH_SIDES_EXCHANGED
     shown = look.size[::-1] if turned else look.size
-    applies = image.applies_exif and look.format in TURNED
+    # OpenCV turns TIFF even where it is told not to.
+    asked = image.applies_exif or look.format == "TIFF"
+    applies = asked and look.format in ROTATED_WHEN_LOADED
     loaded, other = (shown, look.size) if applies else (look.size, shown)
     facts = (
         f"is turned by EXIF (orientation {look.orientation}): it is stored with "
@@ -277,7 +281,8 @@ def _look_at_header(path: Path) -> Look:
         if path.stat().st_size == 0:
             return EMPTY
         with Image.open(path) as image:
-            return Look(None, image.format or "", image.size, _orientation(image))
+            turned = exif_orientation(image)
+            return Look(None, image.format or "", stored_size(image), turned)
     except Exception as error:  # PIL's readers raise whatever a file leads them to
         return _unreadable(path, error)
 
@@ -293,12 +298,13 @@ def _look_whole(path: Path) -> Look:
         if not content:
             return EMPTY
         image = Image.open(io.BytesIO(content))
-        size, orientation = image.size, _orientation(image)
+        size, orientation = stored_size(image), exif_orientation(image)
     except Exception as error:  # as above
         return _unreadable(path, error)
     try:
+        whole = image.size
         image.draft("RGB", (4 * LOOK_SIDE, 4 * LOOK_SIDE))
-        gradient = gradient_of(image, size)
+        gradient = gradient_of(image, whole)
     except Exception as error:  # as above
         text = f"cannot be decoded to its end ({error}). Replace the file."
         return Look(("image-truncated", text))
@@ -315,16 +321,6 @@ def _unreadable(path: Path, error: Exception) -> Look:
         "annotation file."
     )
     return Look(("image-unreadable", text.strip()))
-
-
-def _orientation(image: Image.Image) -> int:
-    if image.format == "TIFF":  # turned already
-        return UPRIGHT
-    # For PNG, getexif() decodes all where EXIF does not stand before the pixels.
-    if image.format == "PNG" and "exif" not in image.info:
-        return UPRIGHT
-    found = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
-    return found if found in range(1, 9) else UPRIGHT
 
 
 def gradient_of(image: Image.Image, size: tuple[int, int]) -> np.ndarray:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from damex.curation.images import TURNED
 from damex.curation.views import Sample
+from damex.datasets.formats.images import ROTATED_WHEN_LOADED
 
 TILE = 400
 COLUMNS = 4
@@ -45,7 +45,7 @@ def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
     """
     try:
         with Image.open(sample.path) as opened:
-            applies = sample.applies_exif and opened.format in TURNED
+            applies = sample.applies_exif and opened.format in ROTATED_WHEN_LOADED
             turned = ImageOps.exif_transpose(opened) if applies else opened
             image = turned.convert("RGB")
     except Exception as error:  # PIL's readers raise whatever a file leads them to

@@ -17,7 +17,7 @@ from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 _ORIENTATION = 0x0112
 # Containers whose EXIF rotation OpenCV, which loads the images of a training, obeys.
 # It shows WebP, AVIF and the rest as they are stored.
-_ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
+ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
 _HASHED_BYTES = 1 << 16
 _BATCH = 256
 
@@ -71,19 +71,30 @@ def read_header(path: Path) -> Header:
     """
     try:
         with Image.open(path) as image:
-            width, height = image.size
-            if isinstance(image, TiffImageFile):  # newer Pillow turns its size
-                width, height = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
-            orientation = _orientation(image)
+            width, height = stored_size(image)
+            is_turned = image.format in ROTATED_WHEN_LOADED
+            orientation = exif_orientation(image) if is_turned else 1
     except (Image.DecompressionBombError, SyntaxError, ValueError, KeyError) as error:
         raise OSError(str(error)) from error
     return Header(width, height, orientation)
 
 
-def _orientation(image: Image.Image) -> int:
-    """Orientation in an image's EXIF block; ``getexif`` would also look into XMP."""
-    if image.format not in _ROTATED_WHEN_LOADED:
-        return 1
+def stored_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height of an opened image as stored; newer Pillow turns those of TIFF.
+
+    Raises:
+        KeyError: If a TIFF does not say.
+    """
+    if isinstance(image, TiffImageFile):
+        return image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
+    return image.size
+
+
+def exif_orientation(image: Image.Image) -> int:
+    """Orientation in the EXIF block of an opened image, 1 to 8; 1 for none.
+
+    ``getexif`` would also look into XMP, and decode a PNG for it.
+    """
     if isinstance(image, TiffImageFile):
         found = image.tag_v2.get(_ORIENTATION)
     else:
