@@ -3,7 +3,7 @@
 #       --rungs dense_lr2 --experts damex_best configs/_base_/interventions.py
 _base_ = ["./moe/damex_best.py"]
 by_token = dict(teacher_forcing=False, image_vote=False)
-whole_ffn = dict(type="SharedExpert")
+whole_ffns = dict(experts=dict(type="FFNExperts"), shared_expert=None)
 ema = [dict(type="EMAHook", momentum=0.005)]
 arms = dict(
     # Who chooses the expert.
@@ -15,9 +15,11 @@ arms = dict(
     encoder_only=dict(moe=dict(layers=dict(decoder=None))),
     last_of_encoder=dict(moe=dict(layers=dict(encoder=[1]))),
     # How they start, and what they share.
-    upcycled=dict(moe=dict(upcycling=dict(share=0.25))),
+    whole_ffns=dict(moe=whole_ffns),
+    whole_ffns_upcycled=dict(moe=dict(whole_ffns, upcycling=dict(share=0.25))),
     shared_private=dict(
         moe=dict(
+            whole_ffns,
             num_experts=None,
             fine_grained=dict(parts=4, shared=3, copies=8),
             gate=dict(_delete_=True, type="TopKGate"),
@@ -26,11 +28,12 @@ arms = dict(
     two_per_dataset=dict(
         moe=dict(num_experts=16, router=dict(type="HierarchicalRouter"))
     ),
-    low_rank=dict(
-        moe=dict(experts=dict(type="LowRankExperts", rank=4), shared_expert=whole_ffn)
+    four_times_the_rank=dict(moe=dict(experts=dict(rank=16))),
+    affine=dict(moe=dict(experts=dict(type="AffineExperts"))),
+    whole_ffns_near_their_mean=dict(
+        moe=whole_ffns,
+        custom_hooks=[dict(type="ExpertMeanDecayHook", decay=1.0)],
     ),
-    affine=dict(moe=dict(experts=dict(type="AffineExperts"), shared_expert=whole_ffn)),
-    mean_decay=dict(custom_hooks=[dict(type="ExpertMeanDecayHook", decay=1.0)]),
     # What else knows the dataset.
     label_prior=dict(model=dict(label_prior=dict(source="router"))),
     # Without experts: what rivals do, and what helps everybody.

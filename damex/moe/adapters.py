@@ -39,7 +39,7 @@ class LowRankExperts(nn.Module):
     Args:
         num_experts: E.
         embed_dims: D.
-        rank: L; a token costs 2 L D multiply-adds.
+        rank: L; a token costs 2 L D multiply-adds. By default D / 16, rounded up.
         backend: See `damex.moe.grouped.grouped_linear`.
 
     Raises:
@@ -51,9 +51,16 @@ class LowRankExperts(nn.Module):
     output_names: ClassVar[tuple[str, ...]] = ("up_ELD",)
 
     def __init__(
-        self, num_experts: int, embed_dims: int, rank: int, *, backend: str = "auto"
+        self,
+        num_experts: int,
+        embed_dims: int,
+        rank: int | None = None,
+        *,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        if rank is None:
+            rank = -(-embed_dims // 16)
         check_sizes(
             "LowRankExperts", num_experts=num_experts, embed_dims=embed_dims, rank=rank
         )

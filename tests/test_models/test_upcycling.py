@@ -138,7 +138,7 @@ AFFINE = dict(
 )
 
 
-@pytest.mark.parametrize("moe", ["damex_low_rank", AFFINE], ids=["low rank", "affine"])
+@pytest.mark.parametrize("moe", ["damex_best", AFFINE], ids=["low rank", "affine"])
 def test_a_detector_starts_as_the_dense_one_and_resumes_as_itself(
     moe, build, make_batch, run_loss, run_predict, total
 ):

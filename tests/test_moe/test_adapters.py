@@ -125,6 +125,11 @@ def test_starts_at_zero_and_what_is_zero_learns(make):
     }
 
 
+@pytest.mark.parametrize(("width", "rank"), [(8, 1), (64, 4), (65, 5), (256, 16)])
+def test_the_rank_follows_the_width_where_none_is_given(width, rank):
+    assert LowRankExperts(E, width).up_ELD.shape == (E, rank, width)
+
+
 def test_low_rank_experts_start_with_maps_of_their_own_within_the_bound_of_lora():
     torch.manual_seed(0)
     down_EDL = LowRankExperts(16, 64, 16).down_EDL
