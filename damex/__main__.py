@@ -12,7 +12,8 @@ COMMANDS = {
     "test": "damex.engine.cli",
     "compare_moe": "damex.analysis.compare",
     "headroom": "damex.analysis.headroom",
-    "zero_ffns": "damex.analysis.zeroing",
+    "zero_ffns": "damex.analysis.ablations",
+    "tell_datasets": "damex.analysis.ablations",
     "complexity": "damex.analysis.complexity",
     "data": "damex.curation.commands",
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from damex.analysis.ablations import COMPONENTS
 from damex.analysis.dot_plot import dot_plot
 from damex.analysis.intervals import paired_difference
 from damex.analysis.ladder import (
@@ -25,6 +26,7 @@ from damex.analysis.ladder import (
     zeroed_rows,
 )
 from damex.analysis.rungs import (
+    RECIPE,
     Rung,
     experts_of,
     read_joint,
@@ -39,12 +41,15 @@ from damex.analysis.runs import (
     finish,
 )
 from damex.analysis.verdict import Verdict, is_above, judge
-from damex.analysis.zeroing import COMPONENTS
 from damex.engine.cli import Parser
 from damex.engine.config_files import merge_options, read_config
 from damex.errors import ConfigError
 
 Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
+
+# Rungs that are another one's trainings, evaluated once more, and the command for it.
+AGAIN = {"oracle": RECIPE, "zeroed": "dense"}
+COMMANDS = {"oracle": "tell_datasets", "zeroed": "zero_ffns"}
 
 # What can be left out.
 RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed")
@@ -72,7 +77,7 @@ def headroom(arguments: Sequence[str]) -> None:
     joint = read_joint(cfg)
     rungs = rungs_of(joint, ["dense", *(n for n in args.rungs if n != "zeroed")])
     experts = experts_of(joint, args.experts)
-    rungs += experts
+    rungs += _new(experts, rungs)
     _print_cost(rungs, args, console)
     for rung in rungs:
         write_config(rung, folder / rung.name)
@@ -83,25 +88,52 @@ def headroom(arguments: Sequence[str]) -> None:
         for rung in rungs
     }
     failed = finish(list(runs.values()), console, jobs=args.jobs)
-    zeroings: dict[int, Run] = {}
-    if "zeroed" in args.rungs:
-        dense = {seed: runs["dense", seed] for seed in args.seeds}
-        zeroings = {s: _zeroing(r) for s, r in dense.items() if r not in failed}
-        failed += finish(list(zeroings.values()), console, jobs=args.jobs)
-    found = {
-        rung.name: [runs[rung.name, seed].summary() for seed in args.seeds]
-        for rung in rungs
+    again = {
+        (name, seed): _again(runs[AGAIN[name], seed], name)
+        for name in args.rungs
+        if name in AGAIN
+        for seed in args.seeds
+        if runs[AGAIN[name], seed] not in failed
     }
-    zeroed = [zeroings[s].summary() if s in zeroings else None for s in args.seeds]
+    failed += finish(list(again.values()), console, jobs=args.jobs)
     result = report(
-        found,
-        zeroed,
+        _summaries(runs | again, seeds=args.seeds),
         datasets=list(joint.shares),
         seeds=args.seeds,
         experts=[rung.name for rung in experts],
     )
     _write(folder, result, console)
     check_finished(failed)
+
+
+def _new(experts: Sequence[Rung], rungs: Sequence[Rung]) -> list[Rung]:
+    """The experts that are not among the rungs: the oracle's may be there already.
+
+    Raises:
+        ConfigError: If one has the name of a rung and another config.
+    """
+    known = {rung.name: rung.config.to_dict() for rung in rungs}
+    for rung in experts:
+        if known.get(rung.name, rung.config.to_dict()) != rung.config.to_dict():
+            raise ConfigError(
+                f"--experts names a file {rung.name!r} that is not the one of damex, "
+                "which the rung oracle trains; rename it, or leave oracle out."
+            )
+    return [rung for rung in experts if rung.name not in known]
+
+
+def _summaries(
+    runs: Mapping[tuple[str, int], Run], *, seeds: Sequence[int]
+) -> dict[str, list[Any]]:
+    """What was measured, by rung, one for each seed."""
+    names = dict.fromkeys(name for name, _ in runs)
+    return {
+        name: [
+            runs[name, seed].summary() if (name, seed) in runs else None
+            for seed in seeds
+        ]
+        for name in names
+    }
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -143,6 +175,8 @@ def _print_cost(
         layers = [rungs[0].config.model.get(name) or {} for name in COMPONENTS]
         count = 1 + sum(layer.get("num_layers", 0) + 1 for layer in layers)
         lines.append(f"zeroed: {seeds} x {count} evaluations of dense")
+    if "oracle" in args.rungs:
+        lines.append(f"oracle: {seeds} evaluations of {RECIPE}")
     if rungs[0].config.get("load_from") is not None:
         lines.append("load_from: what has no place in its tensors starts at random")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
@@ -182,16 +216,19 @@ def _training(folder: Path, seed: int) -> Run:
     )
 
 
-def _zeroing(dense: Run) -> Run:
-    """Evaluations of a finished training, in its folder: it goes when that goes."""
-    checkpoint = (dense.folder / "last_checkpoint").read_text(encoding="utf-8").strip()
-    folder = dense.folder / "zeroed"
-    return Run(dense.config, folder, command="zero_ffns", inputs=(checkpoint,))
+def _again(trained: Run, name: str) -> Run:
+    """Another evaluation of a training, in its folder: it goes when that goes."""
+    checkpoint = (trained.folder / "last_checkpoint").read_text(encoding="utf-8")
+    return Run(
+        trained.config,
+        trained.folder / name,
+        command=COMMANDS[name],
+        inputs=(checkpoint.strip(),),
+    )
 
 
 def report(
     summaries: Summaries,
-    zeroed: Sequence[Mapping[str, Any] | None],
     *,
     datasets: Sequence[str],
     seeds: Sequence[int],
@@ -200,9 +237,8 @@ def report(
     """Everything that was measured, as plain values.
 
     Args:
-        summaries: Those of each training by rung, one per seed; None where it is
-            missing.
-        zeroed: What ``zero_ffns`` wrote for each seed.
+        summaries: Those of each rung, one per seed; None where it is missing. What
+            ``zero_ffns`` wrote is the rung ``zeroed``.
         datasets: Of the mixture.
         seeds: Their numbers.
         experts: Rungs that are mixtures of experts.
@@ -212,10 +248,14 @@ def report(
         their differences to the first row; ``verdict``, or None; ``experts``, what each
         of them has over the verdict's reference.
     """
-    rows = {name: rung_row(found) for name, found in summaries.items()}
+    trained = {n: found for n, found in summaries.items() if n != "zeroed"}
+    if RECIPE not in experts:  # trained for the oracle
+        trained.pop(RECIPE, None)
+    rows = {name: rung_row(found) for name, found in trained.items()}
     singles = {n: rows.pop(single_name(n)) for n in datasets if single_name(n) in rows}
     if singles:
         rows["single"] = single_row(singles)
+    rows |= {name: rows.pop(name) for name in experts}  # below the ladder
     verdict = judge({name: row["mean_ap"] for name, row in rows.items()})
     judged, outcomes = None, {}
     if verdict is not None:
@@ -227,7 +267,7 @@ def report(
     return dict(
         seeds=list(seeds),
         rungs=with_differences(rows, base="dense"),
-        zeroed=with_differences(zeroed_rows(zeroed), base="none"),
+        zeroed=with_differences(zeroed_rows(summaries.get("zeroed", ())), base="none"),
         verdict=judged,
         experts={name: one for name, one in outcomes.items() if one is not None},
     )

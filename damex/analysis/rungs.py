@@ -28,11 +28,12 @@ from damex.engine.config import (
     mixture_datasets,
     resolve_config,
 )
-from damex.engine.config_files import MOE, moe_of_file, read_part
+from damex.engine.config_files import MOE, read_part
 from damex.engine.console import filter_console
 from damex.engine.runner import set_length
 from damex.errors import ConfigError
 
+RECIPE = "damex_best"
 WIDER = 4
 FASTER = 2.0
 
@@ -93,11 +94,14 @@ def read_joint(cfg: Config) -> Joint:
 
 
 def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
-    """The trainings behind some names; ``single`` is one for each dataset.
+    """The trainings behind some names.
+
+    ``single`` is one for each dataset, and ``oracle`` that of the recipe, which is then
+    evaluated in another way.
 
     Args:
         joint: The joint training.
-        names: Keys of :data:`TRAINED`, or ``single``.
+        names: Keys of :data:`TRAINED`, ``single`` or ``oracle``.
 
     Raises:
         ConfigError: If the config cannot be changed as a rung asks.
@@ -106,6 +110,8 @@ def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
     for name in names:
         if name == "single":
             rungs += _singles(joint)
+        elif name == "oracle":
+            rungs += experts_of(joint, [RECIPE])
         else:
             rungs.append(_changed(joint, name, TRAINED[name]))
     return rungs
@@ -127,7 +133,7 @@ def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
     rungs: list[Rung] = []
     for file in files:
         for name, part in _arms(file).items():
-            if name in {*TRAINED, *(rung.name for rung in rungs)}:
+            if name in {*TRAINED, "oracle", *(rung.name for rung in rungs)}:
                 raise ConfigError(
                     f"--experts names {file!r}, but another rung has the name {name!r} "
                     "and its folder; leave it out, or rename it."
@@ -190,11 +196,6 @@ def _widen(cfg: Config, *, component: str) -> None:
     inner["feedforward_channels"] = width * WIDER
 
 
-def _route_by_dataset(cfg: Config) -> None:
-    """The recipe with the image's dataset as its route, in training and evaluation."""
-    cfg["moe"] = {**moe_of_file("damex_best"), "oracle": True}
-
-
 def _mix(cfg: Config, *, part: Config) -> None:
     """Experts, and whatever else a file sets."""
     settings = part.to_dict()
@@ -207,7 +208,6 @@ TRAINED: dict[str, Callable[[Config], None]] = {
     "dense_lr2": _learn_faster,
     "wide_decoder": partial(_widen, component="decoder"),
     "wide_encoder": partial(_widen, component="encoder"),
-    "oracle": _route_by_dataset,
 }
 
 

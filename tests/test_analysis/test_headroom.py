@@ -53,6 +53,38 @@ def test_a_ladder_is_trained_measured_and_goes_on_where_it_was(
     assert "runs of a config that differs in train_cfg;" in other.stderr
 
 
+@pytest.mark.slow
+def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
+    tmp_path, config, run_tool
+):
+    folder = tmp_path / "ladder"
+    common = (config, "--work-dir", folder, "--seeds", "3", "--rungs", "oracle")
+    first = run_tool("headroom.py", *common)
+    assert first.returncode == 0, first.stderr + first.stdout
+    assert "oracle: 1 evaluations of damex_best" in first.stdout
+    found = json.loads((folder / "headroom.json").read_text())
+    assert list(found["rungs"]) == ["dense", "oracle"]
+    told = json.loads((folder / "damex_best/seed3/oracle/summary.json").read_text())
+    assert told["routing_accuracy"]["mean"] == 1.0
+    assert found["rungs"]["oracle"]["mean_ap"] == [told["mean_ap"]]
+
+    second = run_tool("headroom.py", *common, "--experts", "damex_best")
+    assert second.returncode == 0, second.stderr + second.stdout
+    assert "finished before" not in second.stdout  # nothing is left to run
+    scored = json.loads((folder / "headroom.json").read_text())
+    assert list(scored["rungs"]) == ["dense", "oracle", "damex_best"]
+    own = json.loads((folder / "damex_best/seed3/summary.json").read_text())
+    assert scored["rungs"]["damex_best"]["mean_ap"] == [own["mean_ap"]]
+
+
+def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
+    own = tmp_path / "damex_best.py"
+    own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
+    common = [str(config), "--work-dir", str(tmp_path / "ladder")]
+    with pytest.raises(ConfigError, match="'damex_best' that is not the one of damex"):
+        headroom([*common, "--rungs", "oracle", "--experts", str(own)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,7 +142,6 @@ def test_the_report_joins_the_singles_and_can_be_json():
             "single_a": [summary(a=0.5), summary(a=0.5)],
             "single_b": [summary(b=0.5), summary(b=0.625)],
         },
-        [None, None],
         datasets=["a", "b"],
         seeds=[4, 5],
     )
@@ -135,7 +166,6 @@ def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
             "wide_decoder": [summary(a=0.25), summary(a=0.375)],
             "mine": [summary(a=score) for score in scores],
         },
-        [None, None],
         datasets=["a"],
         seeds=[0, 1],
         experts=["mine"],
@@ -150,5 +180,5 @@ def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
 def test_experts_without_a_finished_seed_are_left_out():
     runs = {name: [summary(a=0.25)] for name in ("dense", "wide_decoder")}
     runs["mine"] = [None]
-    found = report(runs, [None], datasets=["a"], seeds=[0], experts=["mine"])
+    found = report(runs, datasets=["a"], seeds=[0], experts=["mine"])
     assert found["experts"] == {}

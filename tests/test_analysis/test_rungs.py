@@ -210,12 +210,11 @@ def test_one_dataset_has_no_single(joint, two_datasets):
         rungs_of(found, ["single"])
 
 
-def test_the_oracle_is_the_recipe_told_the_dataset(joint):
+def test_the_oracle_is_a_training_of_the_recipe(joint):
     (rung,) = rungs_of(joint(), ["oracle"])
-    assert rung.config.moe == {**moe_of_file("damex_best"), "oracle": True}
-    for block in moe_blocks(build(rung.config)):
-        choosers = {block.moe.group_choice.chooser(training=t) for t in (True, False)}
-        assert choosers == {"dataset"}
+    (recipe,) = experts_of(joint(), ["damex_best"])
+    assert (rung.name, rung.config.to_dict()) == (recipe.name, recipe.config.to_dict())
+    assert rung.config.moe == moe_of_file("damex_best")
     assert rung.images == 8
 
 

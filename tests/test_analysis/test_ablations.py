@@ -4,7 +4,7 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import FFN
 
-from damex.analysis.zeroing import ffn_sites, zeroed
+from damex.analysis.ablations import ffn_sites, zeroed
 from damex.errors import ConfigError
 
 

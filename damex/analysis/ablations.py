@@ -1,7 +1,8 @@
-"""The command ``python -m damex zero_ffns``: AP without the output of single FFNs.
+"""Trained checkpoints evaluated again: without single FFNs, or told the dataset.
 
-It shows how much a trained detector depends on an FFN, not how much a better one would
-win: layers around it were trained to expect it.
+``python -m damex zero_ffns`` shows how much a dense detector depends on an FFN, not how
+much a better one would win: layers around it were trained to expect it.
+``python -m damex tell_datasets`` shows what experts reach where no router can be wrong.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from mmcv.cnn.bricks.transformer import FFN
+from mmengine.config import Config
+from mmengine.runner import Runner
 from rich.console import Console
 from torch import nn
 
 from damex.analysis.ladder import SCORES, ladder_table, with_differences, zeroed_rows
 from damex.engine.cli import Parser, build_runner, load_config
 from damex.engine.schedule import bare_model
-from damex.engine.summary import scores_of, summarise
+from damex.engine.summary import score_table, scores_of, summarise
 from damex.errors import ConfigError
 
 COMPONENTS = ("encoder", "decoder")
@@ -36,17 +40,7 @@ def zero_ffns(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If the detector has no plain FFN in encoder or decoder.
     """
-    parser = Parser(description="AP of a dense detector without single FFNs")
-    parser.add_config()
-    parser.add_argument("checkpoint", help="a .pth file of a dense detector")
-    parser.add_argument("--work-dir", help="folder for the log and summary.json")
-    parser.set_defaults(launcher="none")
-    args = parser.parse_args(arguments)
-    cfg = load_config(args)
-    cfg.load_from = args.checkpoint
-    # Nothing is saved, and mmengine's save_best fails outside of a training.
-    cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
-    runner = build_runner(cfg)
+    runner = _runner(_config("AP of a dense detector without single FFNs", arguments))
     sites = ffn_sites(bare_model(runner))
     console = Console(file=sys.stdout)
     number = len(sites) + 1
@@ -58,12 +52,60 @@ def zero_ffns(arguments: Sequence[str]) -> None:
         with zeroed(ffns):
             rows[name] = summarise(scores_of(runner.val_loop.run()))
     kept = {name: {key: row[key] for key in SCORES} for name, row in rows.items()}
-    summary = {**whole, "zeroed": kept, "command": shlex.join(sys.argv)}
-    path = Path(cfg.work_dir) / "summary.json"
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    summary = {**whole, "zeroed": kept}
     table = with_differences(zeroed_rows([summary]), base="none")
     text = ladder_table(table, kind="zeroed FFN")
     console.print(text, soft_wrap=True, highlight=False)
+    _write(runner, summary, console)
+
+
+def tell_datasets(arguments: Sequence[str]) -> None:
+    """Evaluate experts that are told the dataset of every image.
+
+    Args:
+        arguments: Command line without the program's name.
+
+    Raises:
+        ConfigError: If the config has no experts.
+    """
+    cfg = _config("AP of experts that are told the dataset of an image", arguments)
+    if not isinstance(cfg.get("moe"), Mapping):
+        raise ConfigError(
+            f"moe is {cfg.get('moe')!r} in the config, and tell_datasets is for "
+            "detectors with experts: name the config that the checkpoint was trained "
+            "with."
+        )
+    cfg["moe"]["oracle"] = True
+    runner, console = _runner(cfg), Console(file=sys.stdout)
+    scores = scores_of(runner.val())
+    console.print(score_table(scores))
+    _write(runner, summarise(scores), console)
+
+
+def _config(description: str, arguments: Sequence[str]) -> Config:
+    """What the command line says: a config that loads a checkpoint."""
+    parser = Parser(description=description)
+    parser.add_config()
+    parser.add_argument("checkpoint", help="a .pth file that the config trained")
+    parser.add_argument("--work-dir", help="folder for the log and summary.json")
+    parser.set_defaults(launcher="none")
+    args = parser.parse_args(arguments)
+    cfg = load_config(args)
+    cfg.load_from = args.checkpoint
+    return cfg
+
+
+def _runner(cfg: Config) -> Runner:
+    """A runner that saves nothing; mmengine's save_best fails outside of a training."""
+    cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
+    return build_runner(cfg)
+
+
+def _write(runner: Runner, summary: Mapping[str, Any], console: Console) -> None:
+    """Write summary.json and say where it is."""
+    path = Path(runner.work_dir) / "summary.json"
+    content = {**summary, "command": shlex.join(sys.argv)}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
 
 
