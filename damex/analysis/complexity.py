@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from damex.engine.cli import Parser, at_least
 from damex.engine.config import DATASET_OPTIONS, resolve_config
-from damex.engine.config_files import merge_options, read_config
+from damex.engine.config_files import config_of
 from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError
@@ -148,8 +148,7 @@ def complexity(arguments: Sequence[str]) -> None:
         ConfigError: If the config is missing or names no image size.
     """
     args = _parse(arguments)
-    cfg = read_config(args.config)
-    merge_options(cfg, args.cfg_options or {})
+    cfg = config_of(args)
     init_default_scope(cfg.get("default_scope", "mmdet"))
     filter_console(MMLogger.get_instance("complexity"))
     height, width = args.shape or _test_shape(cfg)

@@ -42,7 +42,7 @@ from damex.analysis.runs import (
 )
 from damex.analysis.verdict import Verdict, is_above, judge
 from damex.engine.cli import Parser
-from damex.engine.config_files import merge_options, read_config
+from damex.engine.config_files import config_of, read_config
 from damex.errors import ConfigError
 
 Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
@@ -72,8 +72,7 @@ def headroom(arguments: Sequence[str]) -> None:
     """
     args = _parse(arguments)
     console, folder = Console(), Path(args.work_dir)
-    cfg = read_config(args.config)
-    merge_options(cfg, args.cfg_options or {})
+    cfg = config_of(args)
     joint = read_joint(cfg)
     rungs = rungs_of(joint, ["dense", *(n for n in args.rungs if n != "zeroed")])
     experts = experts_of(joint, args.experts)

@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from damex.curation.check import Bar
+from damex.curation.commands import read_mixture
 from damex.curation.findings import Finding
 from damex.curation.inspection import Progress
 from damex.curation.page import render
@@ -18,8 +19,6 @@ from damex.curation.sources import expectations, sources_of
 from damex.curation.views import SplitView, view_of
 from damex.datasets.spec import SPLITS, parse_mixture
 from damex.engine.cli import Parser, at_least
-from damex.engine.config_files import merge_options, read_config
-from damex.errors import ConfigError
 
 
 def browse(arguments: Sequence[str]) -> None:
@@ -32,10 +31,7 @@ def browse(arguments: Sequence[str]) -> None:
         ConfigError: If the command line or the mixture cannot work.
     """
     args = _parser().parse_args(arguments)
-    cfg = read_config(args.config)
-    merge_options(cfg, args.cfg_options or {})
-    if cfg.get("mixture") is None:
-        raise ConfigError(f"{args.config} names no mixture=[...] to look at.")
+    cfg = read_mixture(args)
     folder = Path(args.out or Path("work_dirs") / Path(args.config).stem / "browse")
     folder.mkdir(parents=True, exist_ok=True)
     with Bar() as progress:

@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 
 from damex.curation.boxes import Expectations
+from damex.curation.commands import read_mixture
 from damex.curation.findings import KINDS, LEVELS, Finding
 from damex.curation.inspection import Inspection, Progress, check_config, errors_of
 from damex.curation.sources import coco_file
 from damex.datasets.spec import CocoSource
 from damex.engine.cli import Parser
-from damex.engine.config_files import merge_options, read_config
 from damex.errors import ConfigError
 
 EXAMPLES = 3
@@ -49,13 +49,7 @@ def check(arguments: Sequence[str]) -> int:
         if args.coco is not None:
             found = check_coco(args.coco, args.images, args.quick, progress)
         else:
-            cfg = read_config(args.config)
-            merge_options(cfg, args.cfg_options or {})
-            if cfg.get("mixture") is None:
-                raise ConfigError(
-                    f"{args.config} names no mixture=[...]; to check a dataset without "
-                    "one: check --coco FILE --images DIR."
-                )
+            cfg = read_mixture(args)
             found = check_config(cfg, quick=args.quick, progress=progress)
     print_report(found.findings, Console(), examples=args.examples)
     _print_end(found, time.monotonic() - started, quick=args.quick)

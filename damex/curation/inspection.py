@@ -1,10 +1,12 @@
-"""The whole check: annotations, classes, images and leaks of all datasets."""
+"""The whole check of a mixture, and what of it a training does before it begins."""
 
 from __future__ import annotations
 
+import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from damex.curation.annotations import check_records
@@ -25,6 +27,10 @@ from damex.datasets.spec import SPLITS, parse_mixture
 
 # Of the order in which images are opened where time may not suffice for all.
 SEED = 0
+# Of a training, for opening images; it always looks whether all of them are there.
+SECONDS = 20.0
+# Findings in the log file of a training.
+MAX_LOGGED = 200
 
 
 class Progress:
@@ -191,3 +197,53 @@ def _not_all(looked: int, total: int, seconds: float) -> Finding:
         "random; all were looked for. tools/data.py check opens all."
     )
     return Place("all datasets", "image files").finding("not-checked", None, text)
+
+
+def refusal(cfg: Mapping[str, Any], logger: logging.Logger) -> str | None:
+    """Do the quick check of what a config trains and validates on.
+
+    Args:
+        cfg: A config with a ``mixture``.
+        logger: Hears of warnings in one line, and of all findings as information.
+
+    Returns:
+        Why there can be no training; None if there can.
+    """
+    splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
+    found = check_config(cfg, quick=True, splits=splits, seconds=SECONDS).findings
+    findings = [_of_training(finding) for finding in found]
+    for finding in findings[:MAX_LOGGED]:
+        logger.info(f"data check: {finding.level}: {finding.message}")
+    errors = [*errors_of(findings)]
+    if errors:
+        return _refuse(errors)
+    kinds = _kinds(finding for finding in findings if finding.level == "warning")
+    if kinds:
+        logger.warning(f"data check: {kinds}; tools/data.py check CONFIG says more.")
+    for finding in findings:
+        if finding.kind == "not-checked":
+            logger.warning(f"data check: {finding.message}")
+    return None
+
+
+def _of_training(finding: Finding) -> Finding:
+    """An image in train and in val spoils a score, but may be there for a trial."""
+    is_leak = finding.kind == "leak-identical"
+    return replace(finding, level="warning") if is_leak else finding
+
+
+def _refuse(errors: Sequence[Finding]) -> str:
+    rest = sum(error.count for error in errors) - errors[0].count
+    if not rest:
+        return errors[0].message
+    return (
+        f"{errors[0].message} There are {rest} more errors in the data "
+        f"({_kinds(errors)}); tools/data.py check CONFIG lists them."
+    )
+
+
+def _kinds(findings: Any) -> str:
+    counts: Counter[str] = Counter()
+    for finding in findings:
+        counts[finding.kind] += finding.count
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +9,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from damex.curation.commands import read_mixture
 from damex.curation.near_names import near_pairs
 from damex.datasets.coco import read_coco
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.engine.cli import Parser
-from damex.engine.config_files import merge_options, read_part
 from damex.errors import ConfigError
 
 FEW = 10  # boxes, below which sizes and shapes say nothing
@@ -66,7 +65,9 @@ def labels(arguments: Sequence[str]) -> None:
         "--out", type=Path, metavar="labels.json", help="write a label file to edit"
     )
     args = parser.parse_args(arguments)
-    specs, rules = read_mixture(args)
+    cfg = read_mixture(args)
+    specs = parse_mixture(cfg["mixture"])
+    rules = read_label_space(cfg.get("label_space") or "union")
     if args.out is not None:
         _check_target(args.out)
     counts = {
@@ -85,28 +86,6 @@ def labels(arguments: Sequence[str]) -> None:
             f"\nwritten: {args.out}. Edit it, and set label_space = "
             f"{str(args.out)!r} at the top level of the config{also}."
         )
-
-
-def read_mixture(
-    args: argparse.Namespace,
-) -> tuple[tuple[DatasetSpec, ...], str | LabelFile]:
-    """The datasets and the label space of a config, which needs no model.
-
-    Args:
-        args: With ``config`` and ``cfg_options``.
-
-    Raises:
-        ConfigError: If the config cannot be read, or has no mixture.
-    """
-    cfg = read_part(args.config)
-    merge_options(cfg, args.cfg_options or {})
-    if cfg.get("mixture") is None:
-        raise ConfigError(
-            f"{args.config} sets no mixture=[dict(name=..., ...), ...]; see "
-            "configs/own_datasets.py."
-        )
-    rules = read_label_space(cfg.get("label_space") or "union")
-    return parse_mixture(cfg["mixture"]), rules
 
 
 def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCount]:

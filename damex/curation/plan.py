@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from damex.curation.commands import read_mixture
 from damex.curation.dataset_features import (
     BACKBONE,
     PARTS,
@@ -19,9 +20,9 @@ from damex.curation.dataset_features import (
     colour_looks,
     read_features,
 )
-from damex.curation.labels import read_mixture
 from damex.curation.mapping import choose_medoids, least_capacity, map_datasets
-from damex.datasets.label_space import LabelSpace
+from damex.datasets.label_space import LabelSpace, read_label_space
+from damex.datasets.spec import parse_mixture
 from damex.engine.cli import Parser, at_least
 from damex.errors import ConfigError
 
@@ -68,7 +69,8 @@ def plan(arguments: Sequence[str]) -> None:
         help="most samples of an expert, in even shares (default: %(default)s)",
     )
     args = parser.parse_args(arguments)
-    specs, rules = read_mixture(args)
+    cfg = read_mixture(args)
+    specs = parse_mixture(cfg["mixture"])
     experts = args.experts or (len(specs) + 1) // 2
     if not experts < len(specs):
         raise ConfigError(
@@ -78,6 +80,7 @@ def plan(arguments: Sequence[str]) -> None:
         )
     if not args.capacity >= 1:
         raise ConfigError(f"--capacity must be 1 or more, got {args.capacity}.")
+    rules = read_label_space(cfg.get("label_space") or "union")
     space = LabelSpace.from_specs(specs, mode=rules)
     with_backbone = can_use_backbone()
     look = backbone_looks() if with_backbone else colour_looks

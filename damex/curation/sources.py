@@ -12,7 +12,8 @@ from mmdet.registry import DATASETS
 from damex.curation.boxes import Expectations
 from damex.curation.findings import Finding, Place
 from damex.curation.records import read_document
-from damex.datasets.spec import CocoSource, DatasetSpec, leaves, map_leaves
+from damex.datasets.nested import leaves, map_leaves
+from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
 Reading = tuple[Any, list[Finding]]

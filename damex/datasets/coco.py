@@ -19,7 +19,7 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.formats.categories import without_dummies
+from damex.datasets.formats.coco import without_dummies
 from damex.errors import ConfigError, DataError, did_you_mean
 
 BAD_BOX_POLICIES = ("error", "drop")

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import bisect
-import inspect
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-import mmcv
-import numpy as np
-import torch
-from mmdet.registry import DATASETS, TRANSFORMS
+from mmdet.registry import DATASETS
 from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
-from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
-from mmengine.structures import BaseDataElement
 from torch.utils.data import Dataset
 
 from damex.datasets.label_space import LabelSpace, read_label_space
-from damex.datasets.spec import DatasetSpec, map_leaves, parse_mixture
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.datasets.nested import map_leaves
+from damex.datasets.pipeline_checks import check_image, check_size, check_transforms
+from damex.datasets.seeding import SeededIndex, local_seed
+from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.errors import ConfigError, DataError
 
 
 @DATASETS.register_module()
@@ -83,7 +77,7 @@ class MixtureDataset(Dataset):
         self._identities = [self._identity(spec) for spec in self.specs]
         pipelines = [spec.pipeline(split) or pipeline for spec in self.specs]
         for spec, transforms in zip(self.specs, pipelines, strict=True):
-            _check_transforms(transforms, f"dataset {spec.name!r}, {split}")
+            check_transforms(transforms, f"dataset {spec.name!r}, {split}")
         self.pipelines = [Compose(transforms) for transforms in pipelines]
         self.sources: list[BaseDataset] = []
         if not lazy_init:
@@ -171,7 +165,7 @@ class MixtureDataset(Dataset):
         try:
             packed = self.pipelines[source](info)
         except Exception:
-            _check_image(path, name, self.split)
+            check_image(path, name, self.split)
             text = f"dataset {name!r}: the {self.split} pipeline failed on {path}:"
             print_log(text, logger="current", level=logging.ERROR)
             raise  # a fault of a transform, whose traceback shows where it is
@@ -182,7 +176,7 @@ class MixtureDataset(Dataset):
                 f"dataset {name!r}: the {self.split} pipeline has to end with "
                 "dict(type='PackDetInputs'); its samples cannot name their dataset."
             )
-        _check_size(packed["data_samples"], stated, f"dataset {name!r}: {path}")
+        check_size(packed["data_samples"], stated, f"dataset {name!r}: {path}")
         packed["data_samples"].set_metainfo(identity)
         return packed
 
@@ -260,37 +254,6 @@ def _log_conversion(spec: DatasetSpec) -> None:
     print_log(summary.text(spec.name), logger="current", level=level)
 
 
-def _check_transforms(transforms: Any, where: str) -> None:
-    """Look at the names and settings of transforms, nested ones too.
-
-    Args:
-        transforms: Configs of transforms or callables, in lists.
-        where: Dataset and split, for the message.
-    """
-    if isinstance(transforms, (list, tuple)):
-        for transform in transforms:
-            _check_transforms(transform, where)
-    if not isinstance(transforms, Mapping):
-        return
-    settings = {k: v for k, v in transforms.items() if k not in ("type", "_scope_")}
-    kind = transforms.get("type")
-    transform_class = TRANSFORMS.get(kind) if isinstance(kind, str) else kind
-    if transform_class is None:
-        known = sorted({**TRANSFORMS.module_dict, **SHARED_TRANSFORMS.module_dict})
-        raise ConfigError(
-            f"{where}: there is no transform {kind!r}; "
-            f"{did_you_mean(str(kind), known, limit=5)}"
-        )
-    signature = inspect.signature(transform_class)
-    try:
-        signature.bind(**settings)
-    except TypeError as error:
-        unknown = [key for key in settings if key not in signature.parameters]
-        hint = did_you_mean((unknown or [""])[0], signature.parameters)
-        raise ConfigError(f"{where}: transform {kind}: {error}; {hint}") from error
-    _check_transforms(settings.get("transforms"), where)
-
-
 def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Ground truth in COCO's terms for datasets that have only mmdet's instances."""
     rows = []
@@ -305,99 +268,3 @@ def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             )
         )
     return rows
-
-
-def _check_size(sample: BaseDataElement, stated: tuple[Any, Any], where: str) -> None:
-    """Refuse an image that has another size than its annotation says.
-
-    Args:
-        sample: As packed; an ``ori_shape`` in its metainfo is the size of the image as
-            it was loaded. One pixel of difference is rounding.
-        stated: Width and height by the annotation; None where it does not say.
-        where: Dataset and file, for the message.
-
-    Raises:
-        DataError: If they differ: the boxes would lie somewhere else.
-    """
-    shape = sample.metainfo.get("ori_shape")
-    if shape is None or None in stated:
-        return
-    loaded = (shape[1], shape[0])
-    if all(abs(a - b) <= 1 for a, b in zip(loaded, stated, strict=True)):
-        return
-    reason = "The boxes are for an image of another size; correct width and height."
-    if all(abs(a - b) <= 1 for a, b in zip(loaded, reversed(stated), strict=True)):
-        reason = (
-            "The file is probably stored rotated, with an EXIF orientation that its "
-            "boxes know nothing of: name the dataset by root='<folder>', which turns "
-            "them, or load it with color_type='color_ignore_orientation'."
-        )
-    raise DataError(
-        f"{where} is {loaded[0]} x {loaded[1]} px as loaded, and {stated[0]} x "
-        f"{stated[1]} px by its annotation. {reason}"
-    )
-
-
-def _check_image(path: str, dataset: str, split: str) -> None:
-    """Name the fault of an image file that could not be read."""
-    if "://" in path:
-        return
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(
-            f"dataset {dataset!r}: the {split} image {file} does not exist (seen from "
-            f"{Path.cwd()}). Correct data_root or img in its mixture entry, or "
-            "'file_name' in the annotation file."
-        )
-    content = file.read_bytes()  # OpenCV refuses to look at no bytes at all
-    if not content or mmcv.imfrombytes(content) is None:
-        raise DataError(
-            f"dataset {dataset!r}: the {split} image {file} ({len(content)} "
-            "bytes) cannot be decoded. Replace the file, or take it out of the "
-            "annotation file."
-        )
-
-
-class SeededIndex(int):
-    """An ``int`` index with the seed for everything random about this sample.
-
-    With it, augmentation depends on the place of a sample in the run and not on the
-    number of workers, on their history, or on whether the run was resumed.
-    """
-
-    seed: int
-
-    def __new__(cls, index: int, seed: int) -> SeededIndex:
-        """Make an index with its seed."""
-        value = super().__new__(cls, index)
-        value.seed = seed
-        return value
-
-    def __reduce__(self) -> tuple[type[SeededIndex], tuple[int, int]]:
-        return SeededIndex, (int(self), self.seed)
-
-
-def mix_seed(*parts: int) -> int:
-    """One 32-bit seed from several integers, well mixed.
-
-    Example:
-        >>> mix_seed(0, 1) != mix_seed(1, 0)
-        True
-    """
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])
-
-
-@contextmanager
-def local_seed(seed: int) -> Iterator[None]:
-    """Seed random, numpy and torch for a while and put their states back after."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    # torch.manual_seed would also reseed every GPU, whose states are not put back.
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

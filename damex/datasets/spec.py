@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS
-
 from damex.datasets.coco import read_class_names
 from damex.datasets.formats.conversion import Conversion
 from damex.datasets.formats.entry import check_entry, convert_entry
+from damex.datasets.nested import (
+    check_class,
+    declared_classes,
+    leaves,
+    map_leaves,
+)
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val", "test")
@@ -178,7 +181,7 @@ class DatasetSpec:
                 f"dataset {self.name!r}: {split} is a dict without 'type'; name the "
                 f"mmdet dataset class, as in {split}=dict(type='VOCDataset', ...)."
             )
-        self._check_classes(source)
+        check_class(source, self.name, has_choice=self.classes is not None)
         return map_leaves(source, lambda leaf: self._completed(leaf, split))
 
     def pipeline(self, split: str) -> Sequence[Any] | None:
@@ -215,37 +218,6 @@ class DatasetSpec:
             config.setdefault("data_prefix", dict(img=self._image_folder(split)))
         return config
 
-    def _check_classes(self, config: Mapping[str, Any]) -> None:
-        """Refuse dataset classes that do not exist, or that would do something else.
-
-        Subclasses of mmdet's CocoDataset number a choice of classes in file order.
-        """
-        inner = _inner(config)
-        for inner_config in inner:
-            self._check_classes(inner_config)
-        dataset_class = _class_of(config)
-        if dataset_class is None:
-            kind = config.get("type")
-            raise ConfigError(
-                f"dataset {self.name!r}: mmdet has no dataset class {kind!r}; "
-                f"{did_you_mean(str(kind), sorted(DATASETS.module_dict))}"
-            )
-        if inner and "pipeline" in config:
-            raise ConfigError(
-                f"dataset {self.name!r}: a mixture does not run the pipeline of "
-                f"{dataset_class.__name__}; set pipeline=[...] of the dataset inside. "
-                "CachedMosaic and CachedMixUp in it mix images of this dataset."
-            )
-        name = dataset_class.__name__
-        by_name = name in ("CocoDataset", "NamedCocoDataset")
-        by_file = issubclass(dataset_class, CocoDataset) and not by_name
-        if by_file and self.classes is not None:
-            raise ConfigError(
-                f"dataset {self.name!r}: classes=[...] cannot be used with {name}, "
-                "which numbers them in file order; give the annotation file itself "
-                "(train='file.json'), or leave classes out."
-            )
-
     def _image_folder(self, split: str) -> str:
         if self.root is not None:
             return self.conversion.summary.root
@@ -277,7 +249,7 @@ class DatasetSpec:
         source = self.source("train") or self.source("val")
         if isinstance(source, str):
             return read_class_names(Path(self.data_root) / source, self.name)
-        classes = _metainfo_classes(source or {})
+        classes = declared_classes(source or {})
         if not classes:
             raise ConfigError(
                 f"dataset {self.name!r} names no classes; add classes=['...'] to its "
@@ -347,44 +319,6 @@ def _check_weights(specs: Sequence[DatasetSpec]) -> None:
             f"{', '.join(without)}; give every dataset a weight, or none (then every "
             "image is seen equally often)."
         )
-
-
-def leaves(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The plain datasets in a dataset config, wrappers opened."""
-    inner = _inner(config)
-    return [leaf for c in inner for leaf in leaves(c)] if inner else [config]
-
-
-def _inner(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Configs of the datasets that a wrapper wraps; none for a plain dataset."""
-    return [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
-
-
-def map_leaves(
-    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    """A copy of a dataset config with its plain datasets changed, wrappers opened."""
-    if "datasets" in config:
-        inner = [map_leaves(c, change) for c in config["datasets"]]
-        return {**config, "datasets": inner}
-    if "dataset" in config:
-        return {**config, "dataset": map_leaves(config["dataset"], change)}
-    return change(config)
-
-
-def _metainfo_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Classes that a dataset config or its class declares; wrappers are opened."""
-    first = leaves(config)[0]
-    declared = dict(first.get("metainfo") or {}).get("classes")
-    return tuple(
-        declared or getattr(_class_of(first), "METAINFO", {}).get("classes", ())
-    )
-
-
-def _class_of(config: Mapping[str, Any]) -> Any:
-    """The class of a dataset config; None if there is none."""
-    kind = config.get("type")
-    return DATASETS.get(kind) if isinstance(kind, str) else kind
 
 
 def _source_file(spec: DatasetSpec) -> str | None:

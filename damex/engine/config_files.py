@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,17 +57,33 @@ def find_config(name: str, folder: str = "") -> Path:
     return shipped[key]
 
 
-def read_config(name: str) -> Config:
+def config_of(args: argparse.Namespace, *, needs_model: bool = True) -> Config:
+    """The config of a command line with what its options change.
+
+    Args:
+        args: With ``config`` and ``cfg_options``.
+        needs_model: As in :func:`read_config`.
+
+    Raises:
+        ConfigError: If it cannot be read or changed.
+    """
+    cfg = read_config(args.config, needs_model=needs_model)
+    merge_options(cfg, args.cfg_options or {})
+    return cfg
+
+
+def read_config(name: str, *, needs_model: bool = True) -> Config:
     """Read a complete config, and import what it asks for.
 
     Args:
         name: As in :func:`find_config`.
+        needs_model: Whether one without a model is refused.
 
     Raises:
         ConfigError: If there is none, or it cannot be read or has no model.
     """
     cfg = read_part(name)
-    if "model" not in cfg:
+    if needs_model and "model" not in cfg:
         raise ConfigError(
             f"{name} sets no model, so it is no config of a detector; see configs/."
         )

@@ -24,7 +24,7 @@ from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
 from damex.compat import ensure_ops
-from damex.curation.before_training import refusal
+from damex.curation.inspection import refusal
 from damex.engine.checkpoint import check_label_space, check_tensors, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS

@@ -7,6 +7,7 @@ import pytest
 from mmdet.registry import TRANSFORMS
 from PIL import Image
 
+from damex.curation import leaks
 from damex.curation.findings import Place
 from damex.curation.images import (
     ImageRecord,
@@ -108,3 +109,37 @@ def test_near_pairs_are_those_of_all_pairs(size):
     expected = {(i, j) for i, j in np.argwhere(rows @ rows.T >= NEAR).tolist() if i < j}
     assert {tuple(pair) for pair in near_pairs(rows).tolist()} == expected
     assert size < 600 or {(3, 600), (5, 1200), (7, 8)} <= expected
+
+
+def test_near_pairs_of_many_rows_are_found_without_comparing_all(monkeypatch):
+    """Pairs that are hardly near enough, among rows that are not near at all."""
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((4000, 60)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    for i in range(0, 600, 2):
+        across = rows[i + 1] - rows[i + 1] @ rows[i] * rows[i]
+        angle = np.arccos(NEAR + 1e-4)
+        rows[i + 1] = np.cos(angle) * rows[i] + np.sin(angle) * (
+            across / np.linalg.norm(across)
+        )
+    rows[700] = 0
+    compared = []
+
+    def count(gradients_ND, least):
+        compared.append(len(gradients_ND) ** 2)
+        return pairs_of_all(gradients_ND, least)
+
+    pairs_of_all = leaks._pairs
+    monkeypatch.setattr(leaks, "_pairs", count)
+    assert near_pairs(rows).tolist() == pairs_of_all(rows, NEAR).tolist()
+    assert len(near_pairs(rows)) >= 300
+    assert sum(compared[: len(compared) // 2]) < 0.5 * len(rows) ** 2
+
+
+def test_where_all_images_are_near_all_are_compared_once(monkeypatch):
+    rng = np.random.default_rng(2)
+    rows = 1 + 0.01 * rng.standard_normal((600, 30))
+    rows[1:300] = rows[0]
+    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+    assert len(near_pairs(rows)) == 600 * 599 / 2
+    assert len(leaks._buckets(rows, NEAR)) == 1

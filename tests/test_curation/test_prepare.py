@@ -10,8 +10,7 @@ from mmengine.config import Config
 from PIL import Image
 
 from damex.curation.commands import data
-from damex.curation.prepare import keep_classes
-from damex.curation.uodb import RECIPES
+from damex.curation.prepare import RECIPES, keep_classes
 from damex.engine.cli import run_command
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -419,6 +419,7 @@ class TestWiderFace:
         assert found.dropped == {
             BAD["zero"]: 1,
             "annotated images that are not there": 1,
+            "boxes of images that are not there": 1,
         }
         example = found.summary.dropped[BAD["zero"]].example
         assert example.startswith("wider_face_split/wider_face_train_bbx_gt.txt:")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mmengine.config import Config
 
-from damex.curation.before_training import refusal
+from damex.curation.inspection import refusal
 from damex.engine import cli, runner
 from damex.engine.runner import MixtureRunner
 

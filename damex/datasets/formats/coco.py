@@ -7,10 +7,10 @@ sizes may be wrong, a category may be only the name of the data set.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
-from damex.datasets.formats.categories import without_dummies
 from damex.datasets.formats.records import (
     Box,
     Contents,
@@ -18,7 +18,9 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    size_of,
 )
+from damex.datasets.formats.splits import split_of_table
 from damex.datasets.formats.tree import (
     Tree,
     parent,
@@ -54,26 +56,20 @@ def _recognise(tree: Tree) -> str | None:
 
 def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     files = _files(tree)
-    by_split: dict[str, list[str]] = {}
-    for path in files:
-        by_split.setdefault(split_of_file(path) or "", []).append(path)
     contents = Contents([])
     categories: list[Mapping[str, Any]] = []
     used: set[str] = set()
     for path in files:
-        document = _load(tree, path)
+        document = _load(tree, path, ledger)
         categories += document["categories"]
         samples = list(_samples(tree, path, document, ledger))
         used.update(box.label for sample in samples for box in sample.boxes)
         contents.samples += samples
-        split = split_of_file(path)
-        if len(files) > 1 or split is not None:
-            # Two files of one split, such as train2014 and train2017, overlap.
-            alone = split is not None and len(by_split[split]) == 1
-            contents.splits[split if alone and split else path] = samples
+        if (split := split_of_table(path, files)) is not None:
+            contents.splits[split] = samples
     kept = without_dummies(categories, used | set(options.classes or ()))
-    names = dict.fromkeys(str(category["name"]) for category in categories)
-    left = dict.fromkeys(str(category["name"]) for category in kept)
+    names = dict.fromkeys(category["name"] for category in categories)
+    left = dict.fromkeys(category["name"] for category in kept)
     for name in names.keys() - left.keys():
         what = f"category {name!r} left out: no box uses it, others stand below it"
         ledger.note(what, files[0])
@@ -81,29 +77,74 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     return contents
 
 
-def _load(tree: Tree, path: str) -> dict[str, Any]:
+def without_dummies(
+    categories: Sequence[Mapping[str, Any]], used: Collection[Any], key: str = "name"
+) -> list[Mapping[str, Any]]:
+    """Leave out categories that are only a heading of the others.
+
+    Roboflow's exports begin with one: category 0 is the name of the project, no box is
+    of it, and all others have it as their ``supercategory``. As a class it would be an
+    output that nothing ever teaches. A category that no box happens to use stays.
+
+    Args:
+        categories: COCO's records.
+        used: Those with boxes, and those that are wanted in any case.
+        key: What ``used`` holds: ``name`` or ``id``.
+
+    Returns:
+        The others, in their order.
+    """
+
+    def is_dummy(category: Mapping[str, Any]) -> bool:
+        name = category.get("name")
+        return category.get(key) not in used and any(
+            other.get("supercategory") == name and other.get(key) != category.get(key)
+            for other in categories
+        )
+
+    return [category for category in categories if not is_dummy(category)]
+
+
+def _load(tree: Tree, path: str, ledger: Ledger) -> dict[str, Any]:
+    """The document of a file, without records that cannot be looked at."""
+    file = tree.root / path
     try:
         document = json.loads(tree.text(path))
     except json.JSONDecodeError as error:
-        raise DataError(f"{tree.root / path} is not a JSON file ({error}).") from error
+        raise DataError(f"{file} is not a JSON file ({error}).") from error
     for key in _LISTS:
         records = document.get(key) if isinstance(document, dict) else None
         if not isinstance(records, list):
-            raise DataError(f"{tree.root / path} has no list {key!r}; COCO files have.")
+            raise DataError(f"{file} has no list {key!r}; COCO files have.")
+        document[key] = [record for record in records if _is_record(record)]
+        broken = next((one for one in records if not _is_record(one)), None)
+        what = f"records of {key!r} that are no objects, or have a list for an id"
+        lost = len(records) - len(document[key])
+        ledger.drop(what, f"{path}: {broken!r:.80}", lost)
+    names: dict[Any, str] = {}
     for category in document["categories"]:
-        if not isinstance(category, dict) or not {"id", "name"} <= category.keys():
+        if not {"id", "name"} <= category.keys():
+            raise DataError(f"{file}: a category has no 'id' or 'name': {category!r}.")
+        category["name"] = name = str(category["name"])
+        if names.setdefault(category["id"], name) != name:
             raise DataError(
-                f"{tree.root / path}: a category has no 'id' or 'name': {category!r}."
+                f"{file}: the categories {names[category['id']]!r} and {name!r} have "
+                f"one id, {category['id']!r}; give each its own."
             )
     return document
+
+
+def _is_record(record: Any) -> bool:
+    return isinstance(record, dict) and all(
+        isinstance(record.get(key), (int, float, str, type(None)))
+        for key in ("id", "image_id", "category_id")
+    )
 
 
 def _samples(
     tree: Tree, path: str, document: Mapping[str, Any], ledger: Ledger
 ) -> Iterator[Sample]:
-    names = {
-        category["id"]: str(category["name"]) for category in document["categories"]
-    }
+    names = {category["id"]: category["name"] for category in document["categories"]}
     boxes: dict[Any, list[Box]] = {}
     for record in document["annotations"]:
         image_id = record.get("image_id")
@@ -124,7 +165,9 @@ def _samples(
             lost = len(boxes.get(record["id"], ()))
             ledger.drop("boxes of images that are not there", place, lost)
             continue
-        yield Sample(image, path, boxes.get(record["id"], []), _size(record))
+        sides = record.get("width"), record.get("height")
+        stated = size_of(sides if all(map(_is_number, sides)) else None)
+        yield Sample(image, path, boxes.get(record["id"], []), stated)
     for image_id in boxes.keys() - listed:
         where = f"{path}: image_id {image_id!r}"
         lost = len(boxes[image_id])
@@ -147,13 +190,6 @@ def _image_folders(path: str) -> list[str]:
     ]
 
 
-def _size(record: Mapping[str, Any]) -> tuple[int, int] | None:
-    values = (record.get("width"), record.get("height"))
-    if all(isinstance(value, (int, float)) and value > 0 for value in values):
-        return round(float(values[0] or 0)), round(float(values[1] or 0))
-    return None
-
-
 def _box(
     record: Mapping[str, Any], names: Mapping[Any, str], path: str, ledger: Ledger
 ) -> Box | None:
@@ -162,11 +198,7 @@ def _box(
     if category not in names:
         ledger.drop("boxes of an unknown category id", f"{where}: {category!r}")
         return None
-    if (
-        not isinstance(bbox, list)
-        or len(bbox) != 4
-        or not all(isinstance(value, (int, float)) for value in bbox)
-    ):
+    if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(_is_number, bbox)):
         ledger.drop("annotations without a bbox of four numbers", where)
         return None
     if record.get("ignore"):
@@ -176,9 +208,13 @@ def _box(
     area, crowd = record.get("area"), bool(record.get("iscrowd"))
     if crowd:
         ledger.note("boxes marked iscrowd: kept as crowd", where)
-    stated = float(area) if isinstance(area, (int, float)) and area > 0 else None
+    stated = float(area) if _is_number(area) and 0 < area < math.inf else None
     place = f"annotation {record.get('id')!r}"
     return Box((x, y, x + w, y + h), names[category], place, crowd, stated)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float))
 
 
 COCO = Format(

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from damex.datasets.formats.coco import COCO
 from damex.datasets.formats.csv_boxes import CSV
 from damex.datasets.formats.documents import DocumentWriter
-from damex.datasets.formats.dota import DOTA
-from damex.datasets.formats.kitti import KITTI
+from damex.datasets.formats.label_files import DOTA, KITTI
 from damex.datasets.formats.records import Contents, Format, Ledger, Options
 from damex.datasets.formats.splits import choose_splits
 from damex.datasets.formats.summary import SplitSummary, Summary

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from damex.datasets.formats.label_files import numbers
 from damex.datasets.formats.records import (
     Box,
     Contents,
@@ -21,7 +20,10 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    numbers,
+    size_of,
 )
+from damex.datasets.formats.splits import split_of_table
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
     Tree,
@@ -56,6 +58,7 @@ _SYNONYMS: Mapping[str, str] = MappingProxyType(
 )
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _SHARE_OF_SWAPPED = 0.1
+_LOOKED_AT = 200_000  # characters of a file, to recognise it
 
 
 @dataclass
@@ -80,26 +83,31 @@ class _Table:
 def _recognise(tree: Tree) -> str | None:
     found = []
     for path in tree.with_suffix(".csv"):
-        table = _table(tree, path, limit=200)
+        table = _table(tree, path, limit=_LOOKED_AT)
         if table is not None:
             found.append(f"{path}{'' if table.header else ' (without a header)'}")
     return some(found) or None
 
 
-def _table(tree: Tree, path: str, limit: int | None = None) -> _Table | None:
+def _table(tree: Tree, path: str, limit: int = -1) -> _Table | None:
     """Read a file; None if it holds no boxes at all, such as a list of classes."""
-    with (tree.root / path).open(encoding="utf-8-sig", errors="replace") as file:
-        text = file.read() if limit is None else file.read(limit * 1000)
+    text = tree.text(path, limit)
     first = text.partition("\n")[0]
     delimiter = max(",;\t", key=first.count)
     reader = csv.reader(io.StringIO(text), delimiter=delimiter)
-    rows = [(reader.line_num, [f.strip() for f in row]) for row in reader if any(row)]
+    rows, fault = [], None
+    try:
+        for row in reader:
+            if any(row):
+                rows.append((reader.line_num, [field.strip() for field in row]))
+    except csv.Error as error:
+        fault = f'cannot be read beyond line {reader.line_num} ({error}); is a " lost?'
     if not rows:
         return None
     columns = _columns(rows[0][1])
     if "image" in columns and _box_columns(columns):
-        return _Table(path, columns, rows[1:], header=True)
-    return _headerless(path, rows) if _has_image(rows[0][1]) else None
+        return _Table(path, columns, rows[1:], header=True, fault=fault)
+    return _headerless(path, rows, fault) if _has_image(rows[0][1]) else None
 
 
 def _columns(header: Sequence[str]) -> dict[str, int]:
@@ -132,11 +140,13 @@ def _has_image(row: Sequence[str]) -> bool:
     return any(field.lower().endswith(tuple(IMAGE_SUFFIXES)) for field in row)
 
 
-def _headerless(path: str, rows: list[tuple[int, list[str]]]) -> _Table:
+def _headerless(
+    path: str, rows: list[tuple[int, list[str]]], fault: str | None
+) -> _Table:
     """Rows without a header; only one order of columns can be told by its look."""
     columns = ("image", *_CORNERS, "label")
     places = {column: place for place, column in enumerate(columns)}
-    table = _Table(path, places, rows, header=False)
+    table = _Table(path, places, rows, header=False, fault=fault)
     boxes = [corners for _, row in rows if (corners := numbers(row[1:5])) is not None]
     fitting = [
         row
@@ -148,11 +158,16 @@ def _headerless(path: str, rows: list[tuple[int, list[str]]]) -> _Table:
     swapped = sum(len(b) == 4 and (b[2] <= b[0] or b[3] <= b[1]) for b in boxes)
     names_are_numbers = all(numbers(row[5:6]) for row in fitting if row[5])
     if len(fitting) < 0.5 * len(rows) or (boxes and names_are_numbers):
-        table.fault = f"what its {len(rows[0][1])} columns are cannot be told"
+        fault = f"what its {len(rows[0][1])} columns are cannot be told"
     elif swapped > _SHARE_OF_SWAPPED * max(len(boxes), 1):
-        table.fault = (
+        fault = (
             f"{swapped} of {len(boxes)} rows are no path,x1,y1,x2,y2,class (x2 is not "
             "above x1, or y2 not above y1)"
+        )
+    if table.fault is None and fault is not None:
+        table.fault = (
+            f"has no header, and {fault}. Put a first line such as filename,xmin,ymin,"
+            "xmax,ymax,class (or filename,x,y,w,h,class) above it."
         )
     return table
 
@@ -165,15 +180,9 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     ]
     for table in tables:
         if table.fault is not None:
-            raise DataError(
-                f"{tree.root / table.path} has no header, and {table.fault}. Put a "
-                "first line such as filename,xmin,ymin,xmax,ymax,class (or "
-                "filename,x,y,w,h,class) above it."
-            )
+            raise DataError(f"{tree.root / table.path} {table.fault}")
     contents = Contents([])
-    files: dict[str, list[str]] = {}
-    for table in tables:
-        files.setdefault(split_of_file(table.path) or "", []).append(table.path)
+    paths = [table.path for table in tables]
     descriptions = _descriptions(tree)
     for table in tables:
         reader = _Reader(tree, table, options, ledger, descriptions)
@@ -181,11 +190,9 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
         contents.samples += samples
         for split, listed in reader.splits.items():
             contents.splits.setdefault(split, []).extend(listed)
-        split_of_table = split_of_file(table.path)
-        if not reader.splits and (len(tables) > 1 or split_of_table):
-            alone = len(files[split_of_table or ""]) == 1
-            key = split_of_table if split_of_table and alone else table.path
-            contents.splits.setdefault(key, []).extend(samples)
+        split = split_of_table(table.path, paths)
+        if not reader.splits and split is not None:
+            contents.splits.setdefault(split, []).extend(samples)
     return contents
 
 
@@ -283,9 +290,7 @@ class _Reader:
             return None
         size = None
         if not {"width", "height"} & set(self.four):
-            stated = numbers(self._fields(row, ("width", "height")))
-            if stated is not None and all(0 < value < 1e6 for value in stated):
-                size = round(stated[0]), round(stated[1])
+            size = size_of(numbers(self._fields(row, ("width", "height"))))
         sample = Sample(image, self.table.path, [], size, self.normalised)
         word = self._fields(row, ("split",))[0]
         if word:

@@ -1,6 +1,7 @@
-"""Folders with one text file of labels per image: YOLO, KITTI and DOTA.
+"""Folders with one text file of labels per image: KITTI and DOTA, and YOLO's files.
 
-What such a file is shows in its lines; its image is found by its name.
+What such a file is shows in its lines; its image is found by its name. YOLO's names
+and splits lie in other files, so that it has a reader of its own.
 """
 
 from __future__ import annotations
@@ -8,9 +9,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from damex.datasets.formats.records import Box, Contents, Ledger, Sample
+from damex.datasets.formats.records import (
+    Box,
+    Contents,
+    Format,
+    Ledger,
+    Options,
+    Sample,
+    numbers,
+)
+from damex.datasets.formats.splits import splits_by_folder, splits_by_image_sets
 from damex.datasets.formats.tree import (
     Tree,
     parent,
@@ -28,14 +38,6 @@ _IMAGE_FOLDERS = {
 }
 _LOOKED_AT = 40
 _HEADERS = ("imagesource:", "gsd:")  # of DOTA
-
-
-def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
-    """The words as numbers, NaN and infinity among them; None if one is no number."""
-    try:
-        return tuple(float(word) for word in words)
-    except ValueError:
-        return None
 
 
 def kind_of_line(line: str) -> str | None:
@@ -120,7 +122,7 @@ def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Con
     Returns:
         Samples, with splits by folder where any folder is named like a split.
     """
-    samples, splits = [], dict[str, list[Sample]]()
+    samples = []
     for path in label_files(tree, kind):
         image = image_of(tree, path)
         if image is None:
@@ -134,6 +136,70 @@ def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Con
             if box is not None:
                 sample.boxes.append(box._replace(place=number))
         samples.append(sample)
-        if (split := split_of_folder(parent(path))) is not None:
-            splits.setdefault(split, []).append(sample)
-    return Contents(samples, splits)
+    return Contents(samples, splits_by_folder(samples))
+
+
+def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
+    contents = read_label_files(tree, "kitti", _kitti_box, ledger)
+    by_stem = {stem(sample.source): sample for sample in contents.samples}
+    listed = splits_by_image_sets(tree, lambda _, name: by_stem.get(name), ledger)
+    contents.splits = listed or contents.splits
+    return contents
+
+
+def _kitti_box(line: str, ledger: Ledger, place: str) -> Box | None:
+    """Read a line of 15 columns, or of 16 with a score.
+
+    They are type, truncated, occluded, alpha, left, top, right, bottom (pixels), and
+    seven for the object in space (Geiger et al. 2012, devkit_object/readme.txt).
+    """
+    words = line.split()
+    if kind_of_line(line) != "kitti":
+        ledger.drop("lines that are no KITTI label of 15 or 16 columns", place)
+        return None
+    if words[0] == "DontCare":
+        ledger.drop("DontCare regions", place)
+        return None
+    x1, y1, x2, y2 = numbers(words[4:8]) or (0.0,) * 4
+    return Box((x1, y1, x2, y2), words[0], 0)
+
+
+KITTI = Format(
+    name="kitti",
+    looks_for="label_2/*.txt with 15 or 16 columns, beside image_2/",
+    recognise=lambda tree: recognise_kind(tree, "kitti"),
+    read=_read_kitti,
+)
+
+
+def _read_dota(tree: Tree, options: Options, ledger: Ledger) -> Contents:
+    return read_label_files(tree, "dota", _dota_box, ledger)
+
+
+def _dota_box(line: str, ledger: Ledger, place: str) -> Box | None:
+    """Read four corners, class and difficulty of a line.
+
+    Rotated boxes become the upright boxes around them (Xia et al. 2018, "DOTA", task
+    2). The header lines ``imagesource:`` and ``gsd:`` are passed over.
+    """
+    words = line.split()
+    if kind_of_line(line) != "dota":
+        ledger.drop("lines that are no DOTA label (8 numbers, class, difficult)", place)
+        return None
+    values = numbers(words[:8]) or ()
+    xs, ys = values[0::2], values[1::2]
+    difficult = words[9:] == ["1"]
+    if difficult:
+        ledger.note("objects marked difficult: kept as crowd", place)
+    # min and max would hide a NaN behind another corner.
+    broken = sum(values) if sum(values) != sum(values) else 0.0
+    corners = (min(xs) + broken, min(ys) + broken, max(xs), max(ys))
+    return Box(corners, words[8], 0, crowd=difficult)
+
+
+DOTA = Format(
+    name="dota",
+    looks_for="labelTxt/*.txt with 8 coordinates and a class, beside images/",
+    recognise=lambda tree: recognise_kind(tree, "dota"),
+    read=_read_dota,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -129,3 +129,22 @@ class Format:
     looks_for: str
     recognise: Callable[[Tree], str | None]
     read: Callable[[Tree, Options, Ledger], Contents]
+
+
+def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
+    """The words as numbers, NaN and infinity among them; None if one is no number."""
+    try:
+        return tuple(float(word) for word in words)
+    except ValueError:
+        return None
+
+
+def size_of(values: Sequence[float] | None) -> tuple[int, int] | None:
+    """Width and height that an annotation states; None for 0, as some tools leave it.
+
+    Args:
+        values: The two numbers; None where they are not there, or no numbers.
+    """
+    if values is None or not all(0 < value < 1e6 for value in values):
+        return None
+    return round(values[0]), round(values[1])

@@ -2,14 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from damex.datasets.formats.images import content_share, for_all
 from damex.datasets.formats.records import Contents, Ledger, Options, Sample
-from damex.datasets.formats.tree import Tree, some, stem
+from damex.datasets.formats.tree import (
+    Tree,
+    parent,
+    some,
+    split_name,
+    split_of_file,
+    split_of_folder,
+    stem,
+)
 from damex.errors import ConfigError, did_you_mean
 
 DEFAULT_VAL_SHARE = 0.1
+
+
+def splits_by_folder(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Samples by the split that the folder of their annotation file is named after."""
+    splits: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if (split := split_of_folder(parent(sample.source))) is not None:
+            splits.setdefault(split, []).append(sample)
+    return splits
+
+
+def split_of_table(path: str, tables: Sequence[str]) -> str | None:
+    """What one of several files with many images each is called as a split.
+
+    Two files of one split, such as train2014 and train2017, may overlap: they go by
+    their paths.
+
+    Args:
+        path: The file.
+        tables: All of them.
+
+    Returns:
+        A split or the path; None for the only file where its name says nothing.
+    """
+    split = split_of_file(path)
+    if split is not None and [*map(split_of_file, tables)].count(split) == 1:
+        return split
+    return path if split is not None or len(tables) > 1 else None
+
+
+def splits_by_image_sets(
+    tree: Tree, find: Callable[[str, str], Sample | None], ledger: Ledger
+) -> dict[str, list[Sample]]:
+    """Read ``ImageSets/train.txt`` or ``ImageSets/Main/train.txt`` and their like.
+
+    Lists of one name in several folders (VOC2007 and VOC2012) are joined. VOC's lists
+    per class, with a second column, are passed over.
+
+    Args:
+        tree: The folder.
+        find: The sample of (the folder that ImageSets is in, a name); None if there is
+            none.
+        ledger: For names without a sample.
+
+    Returns:
+        Samples by ``train``, ``val``, ``test`` or the name of another list.
+    """
+    splits: dict[str, list[Sample]] = {}
+    for path in tree.with_suffix(".txt"):
+        parts = parent(path).split("/")
+        if "ImageSets" not in parts or parts[-1] not in ("ImageSets", "Main"):
+            continue
+        names = [line for line in tree.lines(path) if line]
+        if any(len(name.split()) > 1 for name in names):
+            continue
+        base = "/".join(parts[: parts.index("ImageSets")])
+        split = split_name(stem(path)) or stem(path)
+        for number, name in enumerate(names, start=1):
+            sample = find(base, name)
+            if sample is None:
+                what = "names in a list of images without an annotation"
+                ledger.drop(what, f"{path}:{number}: {name}")
+            else:
+                splits.setdefault(split, []).append(sample)
+    return splits
 
 
 def choose_splits(

@@ -92,12 +92,15 @@ class Tree:
         """Files whose name ends so, in any case, in alphabetical order."""
         return [path for path in self.files if path.lower().endswith(suffixes)]
 
-    def text(self, path: str) -> str:
-        """The text of a file; bytes that are no UTF-8 become question marks."""
+    def text(self, path: str, limit: int = -1) -> str:
+        """The text of a file, or so many characters of it.
+
+        Bytes that are no UTF-8 become question marks.
+        """
         with open(  # noqa: PTH123 - a Path per file would double the time
             f"{self.root}/{path}", encoding="utf-8-sig", errors="replace"
         ) as file:
-            return file.read()
+            return file.read(limit)
 
     def lines(self, path: str) -> list[str]:
         """The lines of a file, stripped."""

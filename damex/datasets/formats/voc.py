@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from damex.datasets.formats.image_sets import splits_by_image_sets
-from damex.datasets.formats.label_files import numbers
 from damex.datasets.formats.records import (
     Box,
     Contents,
@@ -18,7 +16,10 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    numbers,
+    size_of,
 )
+from damex.datasets.formats.splits import splits_by_folder, splits_by_image_sets
 from damex.datasets.formats.tree import (
     Tree,
     parent,
@@ -54,7 +55,7 @@ def _parse(tree: Tree, path: str) -> ElementTree.Element | None:
 
 
 def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
-    samples, folders = {}, dict[str, list[Sample]]()
+    samples = {}
     for path in tree.with_suffix(".xml"):
         root = _parse(tree, path)
         if root is None or not _is_annotation(root):
@@ -65,16 +66,16 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
             ledger.drop("annotation files without an image", path)
             continue
         boxes = list(_boxes(root, path, ledger))
-        sample = samples[path] = Sample(image, path, boxes, _size(root))
-        if (split := split_of_folder(parent(path))) is not None:
-            folders.setdefault(split, []).append(sample)
+        sides = [root.findtext(f"size/{key}") or "" for key in ("width", "height")]
+        samples[path] = Sample(image, path, boxes, size_of(numbers(sides)))
     index = {(_base(path), stem(path)): sample for path, sample in samples.items()}
 
     def find(base: str, name: str) -> Sample | None:
         return index.get((base, name))
 
     listed = splits_by_image_sets(tree, find, ledger)
-    return Contents(list(samples.values()), listed or folders)
+    found = list(samples.values())
+    return Contents(found, listed or splits_by_folder(found))
 
 
 def _base(path: str) -> str:
@@ -97,15 +98,6 @@ def _image(tree: Tree, path: str, root: ElementTree.Element) -> str | None:
     return tree.locate_image(stem(path), near, split) or (
         tree.locate_image(stated, near, split) if stated.strip() else None
     )
-
-
-def _size(root: ElementTree.Element) -> tuple[int, int] | None:
-    """Stated width and height; None where absent, or 0 as some tools leave them."""
-    words = [root.findtext(f"size/{key}") or "" for key in ("width", "height")]
-    values = numbers(words)
-    if values is None or not all(0 < value < 1e6 for value in values):
-        return None
-    return round(values[0]), round(values[1])
 
 
 def _boxes(root: ElementTree.Element, path: str, ledger: Ledger) -> Iterator[Box]:

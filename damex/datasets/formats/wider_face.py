@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from damex.datasets.formats.label_files import numbers
 from damex.datasets.formats.records import (
     Box,
     Contents,
@@ -16,6 +15,7 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    numbers,
 )
 from damex.datasets.formats.tree import IMAGE_SUFFIXES, Tree, split_of_file
 
@@ -62,8 +62,10 @@ def _samples(
             announced = int(words[0]) if len(words) == 1 and sample else announced
         elif announced:
             box = _face(words, place, ledger)
-            if box is not None:
+            if box is not None and sample.image:
                 sample.boxes.append(box._replace(place=number))
+            elif box is not None:
+                ledger.drop("boxes of images that are not there", place)
 
 
 def _face(words: list[str], place: str, ledger: Ledger) -> Box | None:

@@ -18,7 +18,6 @@ import yaml
 from damex.datasets.formats.label_files import (
     image_of,
     kind_of_file,
-    numbers,
     recognise_kind,
 )
 from damex.datasets.formats.records import (
@@ -28,6 +27,7 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    numbers,
 )
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
@@ -82,7 +82,7 @@ def _yaml_files(tree: Tree) -> list[str]:
 def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(tree.text(path))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -146,7 +146,7 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
     if isinstance(names, dict):
         try:
             numbered = {int(key): str(name) for key, name in names.items()}
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: no key, as in "~: cat"
             raise DataError(f"{tree.root / path}: names: {error}.") from error
         last = max(numbered, default=-1)
         names = [numbered.get(n, f"class {n}") for n in range(last + 1)]

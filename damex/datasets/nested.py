@@ -1,0 +1,88 @@
+"""Configs of mmdet's datasets: wrappers opened, classes looked up and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mmdet.datasets import CocoDataset
+from mmdet.registry import DATASETS
+
+from damex.errors import ConfigError, did_you_mean
+
+
+def leaves(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The plain datasets in a dataset config, wrappers opened."""
+    inner = _inner(config)
+    return [leaf for c in inner for leaf in leaves(c)] if inner else [config]
+
+
+def _inner(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Configs of the datasets that a wrapper wraps; none for a plain dataset."""
+    return [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
+
+
+def map_leaves(
+    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """A copy of a dataset config with its plain datasets changed, wrappers opened."""
+    if "datasets" in config:
+        inner = [map_leaves(c, change) for c in config["datasets"]]
+        return {**config, "datasets": inner}
+    if "dataset" in config:
+        return {**config, "dataset": map_leaves(config["dataset"], change)}
+    return change(config)
+
+
+def declared_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Classes that a dataset config or its class declares; wrappers are opened."""
+    first = leaves(config)[0]
+    declared = dict(first.get("metainfo") or {}).get("classes")
+    return tuple(
+        declared or getattr(_class_of(first), "METAINFO", {}).get("classes", ())
+    )
+
+
+def _class_of(config: Mapping[str, Any]) -> Any:
+    """The class of a dataset config; None if there is none."""
+    kind = config.get("type")
+    return DATASETS.get(kind) if isinstance(kind, str) else kind
+
+
+def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) -> None:
+    """Refuse dataset classes that do not exist, or that would do something else.
+
+    Subclasses of mmdet's CocoDataset number a choice of classes in file order.
+
+    Args:
+        config: Of a dataset; wrappers are opened.
+        dataset: Name of the entry, for messages.
+        has_choice: Whether the entry names the classes to use.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    inner = _inner(config)
+    for inner_config in inner:
+        check_class(inner_config, dataset, has_choice=has_choice)
+    dataset_class = _class_of(config)
+    if dataset_class is None:
+        kind = config.get("type")
+        raise ConfigError(
+            f"dataset {dataset!r}: mmdet has no dataset class {kind!r}; "
+            f"{did_you_mean(str(kind), sorted(DATASETS.module_dict))}"
+        )
+    name = dataset_class.__name__
+    if inner and "pipeline" in config:
+        raise ConfigError(
+            f"dataset {dataset!r}: a mixture does not run the pipeline of {name}; set "
+            "pipeline=[...] of the dataset inside. CachedMosaic and CachedMixUp in it "
+            "mix images of this dataset."
+        )
+    by_name = name in ("CocoDataset", "NamedCocoDataset")
+    if issubclass(dataset_class, CocoDataset) and not by_name and has_choice:
+        raise ConfigError(
+            f"dataset {dataset!r}: classes=[...] cannot be used with {name}, which "
+            "numbers them in file order; give the annotation file itself "
+            "(train='file.json'), or leave classes out."
+        )
