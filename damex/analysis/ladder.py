@@ -29,13 +29,11 @@ def rung_row(summaries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     found = [summary for summary in summaries if summary is not None]
     names = found[0]["datasets"] if found else ()
     row: dict[str, Any] = {
-        key: [None if run is None else run[key] for run in summaries] for key in SCORES
+        key: [run and run[key] for run in summaries] for key in SCORES
     }
     row["datasets"] = {
         name: {
-            key: [
-                None if run is None else run["datasets"][name][key] for run in summaries
-            ]
+            key: [run and run["datasets"][name][key] for run in summaries]
             for key in ("ap50", "ap")
         }
         for name in names

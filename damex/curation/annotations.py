@@ -4,33 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from damex.curation.boxes import Expectations, check_boxes
 from damex.curation.findings import Finding, Place, Said
-from damex.curation.records import Records, parse_records
-
-ANY = Expectations()
-
-
-def check_annotations(
-    document: Any, dataset: str, file: str, expected: Expectations = ANY
-) -> Iterator[Finding]:
-    """Everything that is odd in a COCO document by itself.
-
-    Args:
-        document: What the JSON file holds.
-        dataset: Name of the dataset, for messages.
-        file: The JSON file, for messages.
-        expected: What a config asks for.
-    """
-    place = Place(dataset, file)
-    records, findings = parse_records(document, place)
-    yield from findings
-    if records is not None:
-        yield from check_records(records, place, expected)
+from damex.curation.records import Records
 
 
 def check_records(

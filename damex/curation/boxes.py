@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -149,6 +151,27 @@ def read_boxes(records: Records, expected: Expectations) -> tuple[Boxes, Sequenc
     size_B2 = np.full((len(rows), 2), np.nan)
     size_B2[image_B >= 0] = records.size_M2[image_B[image_B >= 0]]
     return Boxes(position_B, flat.reshape(-1, 4), size_B2), malformed
+
+
+def scale_and_shape(box: Any, image: Mapping[str, Any]) -> tuple[float, float] | None:
+    """How large a box is in its image, and how wide.
+
+    Args:
+        box: ``bbox`` of an annotation.
+        image: Record of its image.
+
+    Returns:
+        Root of its share of the image, and width over height; None for what is no box
+        in an image, which is the check's business.
+    """
+    try:
+        _, _, width, height = (float(value) for value in box)
+        share = width * height / (image["width"] * image["height"])
+    except (TypeError, ValueError, KeyError, ZeroDivisionError):
+        return None
+    if width > 0 and height > 0 and 0 < share < math.inf:
+        return math.sqrt(share), width / height
+    return None
 
 
 def _listed(

@@ -55,7 +55,9 @@ def check(arguments: Sequence[str]) -> int:
     _print_end(found, time.monotonic() - started, quick=args.quick)
     if args.json is not None:
         report = dict(findings=[finding.to_json() for finding in found.findings])
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        file = Path(args.json)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     return 1 if any(errors_of(found.findings)) else 0
 
 

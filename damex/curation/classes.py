@@ -59,9 +59,9 @@ class ClassCounts:
 def check_class_names(categories: Sequence, place: Place) -> Iterator[Finding]:
     """Names that stand twice in a file's list of categories."""
     names = [
-        str(category.get("name"))
+        str(category["name"])
         for category in categories
-        if isinstance(category, Mapping) and category.get("name")
+        if isinstance(category, Mapping) and category.get("name") not in (None, "")
     ]
     for name, count in Counter(names).items():
         if count > 1:

@@ -13,7 +13,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from damex.curation.boxes import scale_and_shape
+from damex.curation.records import is_number
 from damex.datasets.coco import read_coco
+from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
@@ -68,7 +71,9 @@ def read_features(
             "convert it, or set group='...' in its entry by hand."
         )
     document = read_coco(source.annotations, spec.name)
-    files = sorted(str(image["file_name"]) for image in document["images"])
+    files = sorted(str(image.get("file_name")) for image in document["images"])
+    if not files:
+        raise DataError(f"dataset {spec.name!r}: {source.annotations} lists no images.")
     step = max(1, len(files) // SAMPLES)
     pixels = [_load(source, file, spec.name) for file in files[::step][:SAMPLES]]
     return DatasetFeatures(
@@ -83,7 +88,7 @@ def read_features(
 def _load(source: CocoSource, file: str, dataset: str) -> np.ndarray:
     path = Path(source.images, file)
     try:
-        with Image.open(path) as image:
+        with images_of_any_size(), Image.open(path) as image:
             small = image.convert("RGB").resize((SIDE, SIDE))
     except OSError as error:
         raise DataError(f"dataset {dataset!r}: {path} cannot be read: {error}.") from (
@@ -102,22 +107,21 @@ def box_statistics(document: dict) -> np.ndarray:
         Mean and spread of the log of scale (root of the share of the image) and of
         width over height; logs of boxes per image and of the images' size.
     """
-    sizes = {image["id"]: image for image in document["images"]}
-    scales, shapes = [], []
-    for record in document["annotations"]:
-        image = sizes.get(record.get("image_id"), {})
-        width, height = (record.get("bbox") or (0, 0, 0, 0))[2:4]
-        whole = image.get("width", 0) * image.get("height", 0)
-        if width > 0 and height > 0 and whole > 0:
-            scales.append(0.5 * math.log(width * height / whole))
-            shapes.append(math.log(width / height))
-    if not scales:
+    images = {image["id"]: image for image in document["images"]}
+    found = [
+        scale_and_shape(record.get("bbox"), images.get(record["image_id"], {}))
+        for record in document["annotations"]
+    ]
+    known = [measures for measures in found if measures is not None]
+    if not known:
         return np.zeros(6)
-    pixels = [image["width"] * image["height"] for image in document["images"]]
+    scales, shapes = np.log(known).T
+    sizes = [(image.get("width"), image.get("height")) for image in images.values()]
+    pixels = [math.prod(size) for size in sizes if all(map(is_number, size))]
     return np.array(
         [
-            *(np.mean(scales), np.std(scales), np.mean(shapes), np.std(shapes)),
-            math.log(len(scales) / len(pixels)),
+            *(scales.mean(), scales.std(), shapes.mean(), shapes.std()),
+            math.log(len(known) / len(images)),
             0.5 * math.log(np.mean(pixels)),
         ]
     )

@@ -19,6 +19,7 @@ from damex.curation.records import Records
 from damex.datasets.formats.images import (
     ROTATED_WHEN_LOADED,
     exif_orientation,
+    images_of_any_size,
     stored_size,
 )
 
@@ -140,7 +141,7 @@ def check_existence(
         for image in inside:
             name = image.path.name
             near = (listing or {}).get(name.casefold())
-            if near != name and not image.path.is_file():
+            if near != name and not os.path.isfile(image.path):  # noqa: PTH113 - a name too long
                 missing.add(image)
                 findings.append(_missing_file(image, near))
     return [image for image in images if image not in missing], findings
@@ -199,7 +200,7 @@ def look_at(
     looks: list[Look] = []
     workers = os.cpu_count() or 1
     size = 32 * workers  # all of a list at once could not be stopped
-    with ThreadPoolExecutor(workers) as pool:
+    with images_of_any_size(), ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(images), size):
             if time.monotonic() - started > seconds:
                 break

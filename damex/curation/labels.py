@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
+from damex.curation.boxes import scale_and_shape
 from damex.curation.commands import read_mixture
 from damex.curation.near_names import near_pairs
-from damex.datasets.coco import read_coco
+from damex.datasets.coco import category_names, read_coco
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import DatasetSpec, parse_mixture
@@ -79,6 +79,7 @@ def labels(arguments: Sequence[str]) -> None:
     print("\n".join(report(counts)))
     if args.out is not None:
         file = starting_file(specs, counts)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(file.to_text(), encoding="utf-8")
         renaming = ", ".join(spec.name for spec in specs if spec.rename)
         also = f", and remove rename from the entries of {renaming}" if renaming else ""
@@ -99,35 +100,27 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
     if source is None:
         return [ClassCount(own, mapping.get(own)) for own in spec.own_classes]
     document = read_coco(source.annotations, spec.name)
-    sizes = {image["id"]: image for image in document["images"]}
+    images = {image["id"]: image for image in document["images"]}
+    categories = document["categories"]
+    names = category_names(categories, f"dataset {spec.name!r}: {source.annotations}")
     by_id = {
         category["id"]: ClassCount(
-            str(category["name"]),
-            mapping.get(str(category["name"])),
+            name,
+            mapping.get(name),
             boxes=0,
             supercategory=str(category.get("supercategory") or ""),
         )
-        for category in document["categories"]
+        for name, category in zip(names, categories, strict=True)
     }
     for record in document["annotations"]:
-        found = by_id.get(record.get("category_id"))
+        found = by_id.get(record["category_id"])
         if found is not None:
             found.boxes = (found.boxes or 0) + 1
-            _measure(found, record.get("bbox"), sizes.get(record.get("image_id"), {}))
+            image = images.get(record["image_id"], {})
+            if (measures := scale_and_shape(record.get("bbox"), image)) is not None:
+                found.scales.append(measures[0])
+                found.shapes.append(measures[1])
     return list(by_id.values())
-
-
-def _measure(count: ClassCount, box: Any, image: Mapping[str, Any]) -> None:
-    """Add size and shape of a box; a broken record is the checker's business."""
-    try:
-        _, _, width, height = (float(value) for value in box)
-        scale = (width * height / (image["width"] * image["height"])) ** 0.5
-        shape = width / height
-    except (TypeError, ValueError, KeyError, ZeroDivisionError):
-        return
-    if not isinstance(scale, complex):
-        count.scales.append(scale)
-        count.shapes.append(shape)
 
 
 def report(counts: Counts) -> list[str]:

@@ -60,7 +60,7 @@ def read_document(place: Place) -> tuple[Any, list[Finding]]:
         )
         return None, [place.finding("file-missing", None, text)]
     try:
-        return json.loads(file.read_bytes()), []
+        return json.loads(file.read_text(encoding="utf-8-sig")), []
     except ValueError as error:  # not JSON, or not text
         text = f"expected a JSON file, and it cannot be read ({error}). Write it anew."
         return None, [place.finding("not-json", None, text)]
@@ -221,7 +221,8 @@ def _columns(rows: dict[str, list[dict[str, Any]]]) -> Records:
     position_of = {image["id"]: i for i, image in enumerate(images)}
     categories: dict[Any, str] = {}
     for category in rows["categories"]:  # of two with one id, the first
-        categories.setdefault(category["id"], str(category.get("name") or ""))
+        name = category.get("name")
+        categories.setdefault(category["id"], "" if name is None else str(name))
     found = (position_of.get(record["image_id"], -1) for record in annotations)
     return Records(
         images=images,

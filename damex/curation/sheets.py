@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from damex.curation.views import Sample
-from damex.datasets.formats.images import ROTATED_WHEN_LOADED
+from damex.datasets.formats.images import ROTATED_WHEN_LOADED, images_of_any_size
 
 TILE = 400
 COLUMNS = 4
@@ -44,7 +44,7 @@ def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
     boxes lie beside their objects here as they do in training.
     """
     try:
-        with Image.open(sample.path) as opened:
+        with images_of_any_size(), Image.open(sample.path) as opened:
             applies = sample.applies_exif and opened.format in ROTATED_WHEN_LOADED
             turned = ImageOps.exif_transpose(opened) if applies else opened
             image = turned.convert("RGB")

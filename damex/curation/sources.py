@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,9 @@ def expectations(cfg: Mapping[str, Any], spec: DatasetSpec, split: str) -> Expec
         for step in steps
         if "Resize" in step["type"] and step["type"] != "RandomChoiceResize"
     ]
-    scale = next((s for s in scales if isinstance(s, (tuple, list))), None)
+    scale = next((s for s in scales if isinstance(s, (tuple, list)) and s), None)
+    if scale is not None and isinstance(scale[0], (tuple, list)):
+        scale = max(scale, key=math.prod)  # the largest of those to draw from
     colors = [str(step.get("color_type", "")) for step in steps]
     queries = (cfg.get("model") or {}).get("num_queries")
     return Expectations(

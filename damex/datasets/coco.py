@@ -23,6 +23,9 @@ from damex.datasets.formats.coco import without_dummies
 from damex.errors import ConfigError, DataError, did_you_mean
 
 BAD_BOX_POLICIES = ("error", "drop")
+IMAGE_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {"file_name": str, "width": (int, float), "height": (int, float)}
+)
 BAD_BOXES = MappingProxyType(
     {
         "lies outside of the image": "boxes outside of their image dropped",
@@ -88,6 +91,7 @@ class NamedCocoDataset(CocoDataset):
         self.name = name
         self.on_bad_box = on_bad_box
         self._counts: Counter[str] = Counter()
+        kwargs.setdefault("data_prefix", dict(img=""))  # mmdet's own default has no img
         super().__init__(**kwargs)
 
     def COCOAPI(self, path: str) -> COCO:
@@ -98,7 +102,6 @@ class NamedCocoDataset(CocoDataset):
         """
         document = read_coco(Path(path), self.name)
         where = f"dataset {self.name!r}: {path}"
-        _check_records(document, where)
         self._set_aside_dummies(document)
         category_names(document["categories"], where)
         self._names = {c["id"]: str(c["name"]) for c in document["categories"]}
@@ -112,7 +115,7 @@ class NamedCocoDataset(CocoDataset):
         """Take headings without boxes out of the categories, and say so."""
         used = {record["category_id"] for record in document["annotations"]}
         kept = without_dummies(document["categories"], used, key="id")
-        names = {category.get("name") for category in kept}
+        names = [category.get("name") for category in kept]
         for category in document["categories"]:
             name = category.get("name")
             if category in kept:
@@ -142,11 +145,15 @@ class NamedCocoDataset(CocoDataset):
             DataError: If a record is incomplete or its box is outside of the image.
         """
         image = raw_data_info["raw_img_info"]
-        for key in ("file_name", "width", "height"):
-            if key not in image:
+        for key, kind in IMAGE_FIELDS.items():
+            found = image.get(key)
+            if not isinstance(found, kind):
+                fault = f"has no {key!r}; add it to"
+                if found is not None:
+                    fault = f"has {found!r} in {key!r}; correct it in"
                 raise DataError(
                     f"dataset {self.name!r}: {self.ann_file}: image {image['id']!r} "
-                    f"has no {key!r}; add it to the file."
+                    f"{fault} the file."
                 )
         records = [
             record
@@ -162,7 +169,7 @@ class NamedCocoDataset(CocoDataset):
                     bbox=[float(v) for v in record["bbox"]],
                     label=self.cat2label[record["category_id"]],
                     area=float(record["area"]),
-                    iscrowd=int(record.get("iscrowd", 0)),
+                    iscrowd=int(bool(record.get("iscrowd"))),
                 )
                 for record in records
             ]
@@ -202,7 +209,8 @@ class NamedCocoDataset(CocoDataset):
         if outside:
             self._drop_bad(record, image, "lies outside of the image")
             return False
-        record.setdefault("area", w * h)
+        if not isinstance(record.get("area"), (int, float)):
+            record["area"] = w * h
         if w < 1 or h < 1:
             self._counts["boxes thinner than 1 px left out of training"] += 1
         elif record["area"] <= 0:
@@ -297,10 +305,14 @@ def category_names(
 
 
 def read_coco(path: Path, dataset: str) -> dict[str, Any]:
-    """Load a COCO file and check that it has the three lists that COCO promises.
+    """Load a COCO file with the three lists of records that COCO promises.
+
+    Returns:
+        The document. Records are dicts, each with an id that no other of its list has;
+        annotations have ``image_id`` and ``category_id``. Nothing else is looked at.
 
     Raises:
-        DataError: If the file is missing, is not JSON, or lacks a list.
+        DataError: If the file is missing, is not JSON, or holds anything else.
     """
     try:
         document = json.loads(_read_text(path, dataset))
@@ -314,6 +326,7 @@ def read_coco(path: Path, dataset: str) -> dict[str, Any]:
                 f"dataset {dataset!r}: {path} has no list {key!r}; a COCO file has "
                 "'images', 'annotations' and 'categories'."
             )
+    _check_records(document, f"dataset {dataset!r}: {path}")
     return document
 
 
@@ -324,7 +337,7 @@ def _read_text(path: Path, dataset: str) -> str:
             f"{Path.cwd()}). Correct data_root, train or val in its mixture entry."
         )
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"dataset {dataset!r}: {path} is not a JSON file ({error})."
@@ -336,15 +349,16 @@ def _check_records(document: dict[str, Any], where: str) -> None:
     for key in ("images", "annotations", "categories"):
         seen: set[Any] = set()
         for record in document[key]:
-            found = record.get("id")
-            if found is None or found in seen:
-                fault = "no id" if found is None else f"id {found!r}, already in use"
+            found = record.get("id") if isinstance(record, dict) else None
+            is_id = found is not None and not isinstance(found, (list, dict))
+            if not is_id or found in seen:
+                fault = f"id {found!r}, already in use" if is_id else "no id"
                 raise DataError(
-                    f"{where}: a record of {key!r} has {fault}: {record}. Give every "
-                    "record its own id."
+                    f"{where}: a record of {key!r} has {fault}: {record!r:.200}. Give "
+                    "every record its own id."
                 )
             seen.add(found)
     for record in document["annotations"]:
         for key in ("image_id", "category_id"):
-            if key not in record:
+            if isinstance(record.get(key, []), (list, dict)):
                 raise DataError(f"{where}: annotation {record['id']} has no {key!r}.")

@@ -54,7 +54,7 @@ class LabelFile:
             ConfigError: If there is none, or it does not hold what is expected.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(
                 f"label_space: {path} cannot be read (seen from {Path.cwd()}): "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def check_image(path: str, dataset: str, split: str) -> None:
     if "://" in path:
         return
     file = Path(path)
-    if not file.is_file():
+    if not os.path.isfile(path):  # noqa: PTH113 - False for a name too long
         raise DataError(
             f"dataset {dataset!r}: the {split} image {file} does not exist (seen from "
             f"{Path.cwd()}). Correct data_root or img in its mixture entry, or "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from damex.datasets.coco import read_class_names
@@ -21,6 +22,16 @@ from damex.datasets.nested import (
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val", "test")
+# What a value of an entry may be, where one that is something else would fail later.
+TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "root": ((str, Path), "a path"),
+        "data_root": ((str, Path), "a path"),
+        "img": ((str, Mapping), "a path, or a dict with one for each split"),
+        "rename": (Mapping, "a dict"),
+        "group": (str, "a text"),
+    }
+)
 
 
 class CocoSource(NamedTuple):
@@ -99,11 +110,7 @@ class DatasetSpec:
                 f"{where}.name: {name!r} is a row of the table of results; choose "
                 "another name."
             )
-        if isinstance(entry.get("classes"), str):
-            raise ConfigError(
-                f"{where} ({name!r}): classes must be a list of names, got "
-                f"{entry['classes']!r}; write classes=[{entry['classes']!r}]."
-            )
+        _check_types(entry, f"{where} ({name!r})")
         weight = entry.get("weight")
         is_number = isinstance(weight, (int, float)) and math.isfinite(weight)
         if weight is not None and not (is_number and weight > 0):
@@ -112,9 +119,10 @@ class DatasetSpec:
                 "to leave a dataset out, remove its entry."
             )
         check_entry(entry, f"{where} ({name!r})")
-        classes = entry.get("classes")
-        chosen = None if classes is None else tuple(classes)
-        return cls(**{**entry, "classes": chosen})
+        given = {key: value for key, value in entry.items() if value is not None}
+        if "classes" in given:
+            given["classes"] = tuple(given["classes"])
+        return cls(**given)
 
     @property
     def group_name(self) -> str:
@@ -307,6 +315,25 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
                 "often, set its weight."
             )
     return specs
+
+
+def _check_types(entry: Mapping[str, Any], where: str) -> None:
+    """Refuse values of an entry that are not of the kind that its key takes."""
+    for key, (kinds, words) in TYPES.items():
+        value = entry.get(key)
+        if value is not None and not isinstance(value, kinds):
+            raise ConfigError(f"{where}: {key} must be {words}, got {value!r}.")
+    classes = entry.get("classes")
+    if isinstance(classes, str):
+        raise ConfigError(
+            f"{where}: classes must be a list of names, got {classes!r}; write "
+            f"classes=[{classes!r}]."
+        )
+    is_list = isinstance(classes, (list, tuple))
+    if classes is not None and not (
+        is_list and all(isinstance(c, str) for c in classes)
+    ):
+        raise ConfigError(f"{where}: classes must be a list of names, got {classes!r}.")
 
 
 def _check_weights(specs: Sequence[DatasetSpec]) -> None:

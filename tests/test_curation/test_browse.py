@@ -160,6 +160,13 @@ def test_boxes_are_drawn_where_the_file_says_on_the_image_as_it_is_loaded(tmp_pa
     assert as_stored.size == (400, 200)
 
 
+def test_an_aerial_image_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    Image.new("RGB", (40, 20), "red").save(tmp_path / "a.png")
+    tile = draw_tile(Sample(tmp_path / "a.png", "a.png", [], True), {})
+    assert tile.getpixel((5, 5)) == (255, 0, 0)
+
+
 def test_an_image_that_cannot_be_opened_has_a_tile_too(tmp_path):
     tile = draw_tile(Sample(tmp_path / "none.jpg", "none.jpg", [], True), {})
     sheet = contact_sheet("street", [("none.jpg", tile)] * 5)

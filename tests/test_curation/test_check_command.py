@@ -84,6 +84,13 @@ def test_a_config_is_checked_with_its_options(dataset, run, tmp_path):
     assert "many-boxes" not in out
 
 
+def test_the_folder_of_the_report_is_made(dataset, run, tmp_path):
+    dataset.write()
+    file = tmp_path / "reports" / "street.json"
+    assert run("check", *coco(dataset), "--quick", "--json", file)[0] == 0
+    assert json.loads(file.read_text()) == {"findings": []}
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

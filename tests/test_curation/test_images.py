@@ -59,6 +59,15 @@ def test_opening_images_stops_when_time_is_over(tmp_path):
     assert look_at([record_of(path, SIZE)] * 9, decode=False, seconds=-1) == []
 
 
+@pytest.mark.parametrize("decode", [False, True])
+def test_aerial_images_are_no_attack(tmp_path, monkeypatch, decode):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    picture(1).save(tmp_path / "a.jpg")
+    [look] = look_at([record_of(tmp_path / "a.jpg", SIZE)], decode=decode)
+    assert (look.fault, look.size) == (None, SIZE)
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
 def gradient(image):
     return gradient_of(image, image.size)
 

@@ -148,3 +148,14 @@ def test_a_missing_image_is_named(run, entries, edit_json):
     assert status == 2
     assert "dataset 'snow'" in said
     assert "none.png cannot be read" in said
+
+
+def test_a_dataset_without_images_is_named(run, entries, edit_json):
+    edit_json(
+        entries[1]["data_root"] + "train.json",
+        lambda document: document.update(images=[], annotations=[]),
+    )
+    status, _, said = run()
+    assert status == 2
+    assert "dataset 'snow': " in said
+    assert "lists no images" in said

@@ -149,6 +149,17 @@ class TestVoc:
         write(tmp_path / "a.xml", xml(CAT, size=(0, 0)))
         assert read(tmp_path).boxes() == {"a.jpg": [CAT]}
 
+    def test_an_encoding_that_cannot_be_read_is_counted(
+        self, tmp_path, write_image, write, read
+    ):
+        for name in "ab":
+            write_image(tmp_path / f"JPEGImages/{name}.jpg")
+        write(tmp_path / "Annotations/a.xml", xml(CAT))
+        declared = '<?xml version="1.0" encoding="nonsense"?>'
+        write(tmp_path / "Annotations/b.xml", declared + xml(CAT))
+        found = read(tmp_path)
+        assert found.dropped["XML files that are no VOC annotation"] == 1
+
 
 def coco(images=("a.jpg",), boxes=((1, CAT),), **changes):
     """A COCO document; boxes are (image id, (name, corners))."""
@@ -176,6 +187,43 @@ def coco(images=("a.jpg",), boxes=((1, CAT),), **changes):
 
 
 class TestCoco:
+    @pytest.mark.parametrize(
+        "record",
+        [7, None, [], dict(id=[1], image_id=1, category_id=1)],
+        ids=["number", "null", "list", "id that is a list"],
+    )
+    @pytest.mark.parametrize("key", ["images", "annotations", "categories"])
+    def test_what_is_no_record(self, tmp_path, write_image, write, read, key, record):
+        write_image(tmp_path / "a.jpg")
+        document = coco()
+        document[key].append(record)
+        write(tmp_path / "x.json", json.dumps(document))
+        found = read(tmp_path)
+        assert found.boxes() == {"a.jpg": [CAT]}
+        what = f"records of {key!r} that are no objects, or have a list for an id"
+        assert found.dropped == {what: 1}
+
+    @pytest.mark.parametrize("side", [float("inf"), float("nan"), 0, "40", None])
+    def test_a_size_that_is_none_does_not_count(
+        self, tmp_path, write_image, write, read, side
+    ):
+        write_image(tmp_path / "a.jpg")
+        document = coco()
+        document["images"][0]["width"] = side
+        document["annotations"][0]["area"] = float("inf")
+        write(tmp_path / "x.json", json.dumps(document))
+        found = read(tmp_path)
+        assert found.boxes() == {"a.jpg": [CAT]}
+        assert found.documents["train"]["annotations"][0]["area"] == 12 * 6
+
+    def test_two_classes_with_one_id(self, tmp_path, write_image, write, read):
+        write_image(tmp_path / "a.jpg")
+        document = coco()
+        document["categories"][1]["id"] = document["categories"][0]["id"]
+        write(tmp_path / "x.json", json.dumps(document))
+        with pytest.raises(DataError, match="'cat' and 'dog' have one id, 5;"):
+            read(tmp_path)
+
     def test_roboflow_with_its_dummy_category(self, tmp_path, write_image, write, read):
         for split in ("train", "valid", "test"):
             write_image(tmp_path / split / "a.jpg")
@@ -534,3 +582,23 @@ class TestCsv:
         ):
             read(tmp_path)
         assert read(tmp_path, classes=("cat",)).boxes() == {"a.jpg": [CAT]}
+
+    @pytest.mark.parametrize("header", ["filename,xmin,ymin,xmax,ymax,class\n", ""])
+    def test_a_quote_that_is_not_closed(
+        self, tmp_path, write_image, write, read, header
+    ):
+        """Everything behind it is one field, too long to be one."""
+        write_image(tmp_path / "a.jpg")
+        lines = ["a.jpg,3,2,15,8,cat"] * 9000
+        text = header + "\n".join([lines[0], 'a.jpg,3,2,15,8,"cat', *lines])
+        write(tmp_path / "x.csv", text)
+        with pytest.raises(DataError, match=r"x\.csv cannot be read beyond line \d+"):
+            read(tmp_path)
+
+    def test_a_table_of_other_things_does_not_matter(
+        self, tmp_path, write_image, write, read
+    ):
+        write_image(tmp_path / "a.jpg")
+        write(tmp_path / "boxes.csv", "a.jpg,3,2,15,8,cat\n")
+        write(tmp_path / "masks.csv", f"rle,score\n{'1 2 ' * 50_000},1\n")
+        assert read(tmp_path).boxes() == {"a.jpg": [CAT]}

@@ -65,12 +65,21 @@ def test_yaml_with_a_list_of_images(roboflow, write, read):
         ("train: x.txt\nval: valid\nnames: [a, b]", r"train is the list 'x.txt', and"),
         ("train: train\nval: valid\nnames: 7", r"names must be a list of class names"),
         ("train: train\nval: valid\nnames: {a: b}", r"data\.yaml: names: invalid li"),
+        ("train: train\nval: valid\nnames: {~: b}", r"data\.yaml: names: int\(\) arg"),
     ],
 )
 def test_broken_yaml(roboflow, write, read, yaml, fault):
     write(roboflow / "data.yaml", yaml)
     with pytest.raises(DataError, match=fault):
         read(roboflow)
+
+
+def test_yaml_that_is_not_of_the_data_does_not_matter(roboflow, write, read):
+    write(roboflow / "data.yaml", "train: train\nval: valid\nnames: [cat, dog]")
+    boxes = read(roboflow).boxes()
+    write(roboflow / "export.yaml", "made: 2024-02-31\n")
+    write(roboflow / "other.yaml", "{")
+    assert read(roboflow).boxes() == boxes
 
 
 def test_two_data_sets_side_by_side(roboflow, write, read):

@@ -126,6 +126,12 @@ def test_files_that_are_refused(tmp_path, text, message):
         read_label_space(str(tmp_path / "labels.json"))
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "labels.json").write_bytes('{"é": 1}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"labels\.json: .*codec can't decode"):
+        read_label_space(str(tmp_path / "labels.json"))
+
+
 def test_a_missing_file_says_how_to_get_one(tmp_path):
     with pytest.raises(ConfigError, match=r"No such file.*labels CONFIG --out"):
         read_label_space(str(tmp_path / "none.json"))

@@ -71,6 +71,29 @@ def test_mixture_is_a_list_of_dicts(entries, fault):
         parse_mixture(entries)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("data_root", 3, "a path"),
+        ("root", ["a"], "a path"),
+        ("img", ["images"], "a path, or a dict with one for each split"),
+        ("rename", [("a", "b")], "a dict"),
+        ("group", 2, "a text"),
+        ("classes", 3, "a list of names"),
+        ("classes", [1, 2], "a list of names"),
+    ],
+)
+def test_values_are_of_the_kind_that_a_key_takes(key, value, kind):
+    text = message([dict(name="a", train="t.json", **{key: value})])
+    assert f"mixture[0] ('a'): {key} must be {kind}, got {value!r}" in text
+
+
+def test_none_is_as_if_a_key_were_not_there():
+    keys = ("data_root", "img", "rename", "classes", "root", "weight", "group", "val")
+    given = dict(name="a", train="t.json")
+    assert parse_mixture([{**given, **dict.fromkeys(keys)}]) == parse_mixture([given])
+
+
 @pytest.mark.parametrize("name", ["mean", "pooled"])
 def test_rows_of_the_table_of_results_are_no_names(name):
     assert f"{name!r} is a row of the table" in message([entry(name)])

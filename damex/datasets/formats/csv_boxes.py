@@ -190,9 +190,9 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
         contents.samples += samples
         for split, listed in reader.splits.items():
             contents.splits.setdefault(split, []).extend(listed)
-        split = split_of_table(table.path, paths)
-        if not reader.splits and split is not None:
-            contents.splits.setdefault(split, []).extend(samples)
+        own = split_of_table(table.path, paths)
+        if not reader.splits and own is not None:
+            contents.splits.setdefault(own, []).extend(samples)
     return contents
 
 

@@ -53,7 +53,7 @@ class Header(NamedTuple):
 def images_of_any_size() -> Iterator[None]:
     """Let Pillow open aerial images, too, which it takes for an attack above 179 MP.
 
-    Only headers are read here, and OpenCV loads the pixels.
+    The files are the user's own.
     """
     limit = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = None
@@ -74,7 +74,9 @@ def read_header(path: Path) -> Header:
             width, height = stored_size(image)
             is_turned = image.format in ROTATED_WHEN_LOADED
             orientation = exif_orientation(image) if is_turned else 1
-    except (Image.DecompressionBombError, SyntaxError, ValueError, KeyError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # Pillow's readers raise whatever a file leads them to
         raise OSError(str(error)) from error
     return Header(width, height, orientation)
 

@@ -50,7 +50,7 @@ def _is_annotation(root: ElementTree.Element) -> bool:
 def _parse(tree: Tree, path: str) -> ElementTree.Element | None:
     try:
         return ElementTree.fromstring((tree.root / path).read_bytes())
-    except ElementTree.ParseError:
+    except (ElementTree.ParseError, ValueError, LookupError):  # or its encoding
         return None
 
 
