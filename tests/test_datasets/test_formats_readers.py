@@ -149,6 +149,14 @@ class TestVoc:
         write(tmp_path / "a.xml", xml(CAT, size=(0, 0)))
         assert read(tmp_path).boxes() == {"a.jpg": [CAT]}
 
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "gb2312", "gbk"])
+    def test_encodings(self, tmp_path, write_image, read, encoding):
+        write_image(tmp_path / "a.jpg")
+        declared = f'<?xml version="1.0" encoding="{encoding}"?>'
+        text = declared + xml(("猫", CAT[1]))
+        (tmp_path / "a.xml").write_bytes(text.encode(encoding))
+        assert read(tmp_path).boxes() == {"a.jpg": [("猫", CAT[1])]}
+
     def test_an_encoding_that_cannot_be_read_is_counted(
         self, tmp_path, write_image, write, read
     ):

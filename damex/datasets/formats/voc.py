@@ -6,6 +6,8 @@ VOC counts pixels from 1, but the tools that write this format today do not.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
@@ -30,6 +32,7 @@ from damex.datasets.formats.tree import (
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _LOOKED_AT = 20
+_ENCODING = re.compile(rb"<\?xml[^>]*encoding=[\"']([\w.-]+)")
 
 
 def _recognise(tree: Tree) -> str | None:
@@ -48,9 +51,14 @@ def _is_annotation(root: ElementTree.Element) -> bool:
 
 
 def _parse(tree: Tree, path: str) -> ElementTree.Element | None:
+    content: str | bytes = (tree.root / path).read_bytes()
+    # Python knows encodings that the parser does not, such as GBK.
+    if (found := _ENCODING.match(content)) is not None:
+        with contextlib.suppress(ValueError, LookupError):
+            content = content.decode(found[1].decode())
     try:
-        return ElementTree.fromstring((tree.root / path).read_bytes())
-    except (ElementTree.ParseError, ValueError, LookupError):  # or its encoding
+        return ElementTree.fromstring(content)
+    except (ElementTree.ParseError, ValueError, LookupError):
         return None
 
 
