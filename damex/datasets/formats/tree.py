@@ -12,21 +12,10 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 IMAGE_SUFFIXES = frozenset(
-    [
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".png",
-        ".bmp",
-        ".tif",
-        ".tiff",
-        ".webp",
-        ".gif",
-        ".ppm",
-        ".pgm",
-        ".jp2",
-    ]
+    {
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp"),
+        *(".gif", ".ppm", ".pgm", ".jp2"),
+    }
 )
 _SPLITS = {
     "train": "train",
