@@ -51,11 +51,12 @@ def _is_annotation(root: ElementTree.Element) -> bool:
 
 
 def _parse(tree: Tree, path: str) -> ElementTree.Element | None:
-    content: str | bytes = (tree.root / path).read_bytes()
+    raw = (tree.root / path).read_bytes()
+    content: str | bytes = raw
     # Python knows encodings that the parser does not, such as GBK.
-    if (found := _ENCODING.match(content)) is not None:
+    if (found := _ENCODING.match(raw)) is not None:
         with contextlib.suppress(ValueError, LookupError):
-            content = content.decode(found[1].decode())
+            content = raw.decode(found[1].decode())
     try:
         return ElementTree.fromstring(content)
     except (ElementTree.ParseError, ValueError, LookupError):
