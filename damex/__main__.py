@@ -1,33 +1,96 @@
-"""``python -m damex COMMAND``: what ``tools/`` does, from an installed package too."""
+"""The command ``damex``; ``python -m damex`` and ``tools/*.py`` are the same."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
+from types import MappingProxyType
+from typing import NamedTuple
 
-from damex.engine.cli import run_command
-
-COMMANDS = {
-    "train": "damex.engine.cli",
-    "test": "damex.engine.cli",
-    "compare_moe": "damex.analysis.compare",
-    "headroom": "damex.analysis.headroom",
-    "zero_ffns": "damex.analysis.ablations",
-    "tell_datasets": "damex.analysis.ablations",
-    "complexity": "damex.analysis.complexity",
-    "data": "damex.curation.commands",
-}
+from damex.commandline import commands
+from damex.commandline.parser import asks_for_help
+from damex.commandline.run import run_command
+from damex.errors import ConfigError, did_you_mean
 
 
-def main() -> int:
-    """Run the command that the first argument names; returns the exit status."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+class Command(NamedTuple):
+    """Where a command is, a function of its name, and what it is for."""
+
+    module: str
+    about: str
+
+
+COMMANDS = MappingProxyType(
+    {
+        "train": Command("damex.engine.cli", "train a detector on several datasets"),
+        "test": Command("damex.engine.cli", "evaluate a checkpoint per dataset"),
+        "predict": Command("damex.inference.commands", "detect objects in images"),
+        "export": Command(
+            "damex.inference.commands", "a dense detector of one dataset, for mmdet"
+        ),
+        "data": Command("damex.commandline.data", "look at datasets before a training"),
+        "doctor": Command("damex.doctor", "check the installation"),
+        "headroom": Command("damex.analysis.headroom", "what experts could win"),
+        "compare_moe": Command(
+            "damex.analysis.compare", "compare mixtures of experts over seeds"
+        ),
+        "zero_ffns": Command(
+            "damex.analysis.ablations", "what single FFNs of a dense detector bring"
+        ),
+        "tell_datasets": Command(
+            "damex.analysis.ablations", "what experts reach if told the dataset"
+        ),
+        "complexity": Command(
+            "damex.analysis.complexity", "count parameters and FLOPs of a config"
+        ),
+    }
+)
+EXAMPLES = """
+examples:
+  damex train quickstart
+  damex predict work_dirs/quickstart/epoch_3.pth photos/ --draw seen
+  damex data check configs/my_mixture.py
+  damex COMMAND --help"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names.
+
+    Help is answered from the arguments alone: torch, which takes seconds to import, is
+    for commands that do something.
+
+    Args:
+        arguments: Command line without the program's name; by default the process's.
+
+    Returns:
+        The exit status; 2 for a mistake in the command line, a config or the data.
+    """
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if asks_for_help([name]):
+        print(_help())
+        return 0
+    return run_command(partial(_run, name), rest)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int | None:
+    """Run a command, or show its help."""
     if name not in COMMANDS:
-        commands = ",".join(COMMANDS)
-        sys.stderr.write(f"usage: python -m damex {{{commands}}} [--help] ...\n")
-        return 0 if name in ("-h", "--help") else 2
-    command = getattr(import_module(COMMANDS[name]), name)
-    return run_command(command, sys.argv[2:])
+        raise ConfigError(
+            f"damex has no command {name!r}; {did_you_mean(name, COMMANDS)}"
+        )
+    if name != "data" and asks_for_help(arguments):  # data has commands of its own
+        getattr(commands, f"{name}_parser")().print_help()
+        return None
+    return getattr(import_module(COMMANDS[name].module), name)(arguments)
+
+
+def _help() -> str:
+    """All commands with a line each."""
+    rows = [f"  {name:<13} {command.about}" for name, command in COMMANDS.items()]
+    usage = "usage: damex COMMAND [--help] ...\n\ncommands:"
+    return "\n".join([usage, *rows, EXAMPLES])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Checks the installation and prints the command that mends each problem.
 
-Run ``python -m damex.doctor``. What it checks it imports one by one, so it also runs
+Run ``damex doctor``. What it checks it imports one by one, so it also runs
 where torch or mmdet is missing or broken. The exit status is 0 if all is well, else 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import warnings
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from damex import __version__
+from damex.commandline.commands import doctor_parser
+from damex.commandline.run import run_command
 from damex.compat import OpsReport, ensure_ops
 
 try:
@@ -83,13 +84,9 @@ def judge(row: Finding, ok: bool, problem: str, mend: str) -> Finding:
     return row if ok else replace(row, problem=problem, mend=mend)
 
 
-def main() -> int:
+def doctor(arguments: Sequence[str]) -> int:
     """Prints the table and returns the exit status."""
-    about = "Check the installation and print how to mend each problem."
-    parser = argparse.ArgumentParser("python -m damex.doctor", description=about)
-    silent = "print nothing unless there is a problem"
-    parser.add_argument("--quiet", action="store_true", help=silent)
-    quiet = parser.parse_args().quiet
+    quiet = doctor_parser().parse_args(arguments).quiet
     findings = examine()
     problems = any(row.problem for row in findings)
     if problems or not quiet:
@@ -294,4 +291,4 @@ def _devices() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(doctor))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from damex.analysis.compare import compare_moe
-from damex.engine.cli import run_command
+from damex.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(compare_moe))
+    sys.exit(main(["compare_moe", *sys.argv[1:]]))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from damex.analysis.complexity import complexity
-from damex.engine.cli import run_command
+from damex.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(complexity))
+    sys.exit(main(["complexity", *sys.argv[1:]]))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from damex.analysis.headroom import headroom
-from damex.engine.cli import run_command
+from damex.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(headroom))
+    sys.exit(main(["headroom", *sys.argv[1:]]))

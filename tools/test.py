@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from damex.engine.cli import run_command, test
+from damex.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(test))
+    sys.exit(main(["test", *sys.argv[1:]]))

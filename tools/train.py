@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from damex.engine.cli import run_command, train
+from damex.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(train))
+    sys.exit(main(["train", *sys.argv[1:]]))

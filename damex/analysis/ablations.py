@@ -1,8 +1,8 @@
 """Trained checkpoints evaluated again: without single FFNs, or told the dataset.
 
-``python -m damex zero_ffns`` shows how much a dense detector depends on an FFN, not how
+``damex zero_ffns`` shows how much a dense detector depends on an FFN, not how
 much a better one would win: layers around it were trained to expect it.
-``python -m damex tell_datasets`` shows what experts reach where no router can be wrong.
+``damex tell_datasets`` shows what experts reach where no router can be wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from rich.console import Console
 from torch import nn
 
 from damex.analysis.ladder import SCORES, ladder_table, with_differences, zeroed_rows
-from damex.engine.cli import Parser, build_runner, load_config
+from damex.commandline.commands import tell_datasets_parser, zero_ffns_parser
+from damex.commandline.parser import Parser
+from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model
 from damex.engine.summary import score_table, scores_of, summarise
 from damex.errors import ConfigError
@@ -40,7 +42,7 @@ def zero_ffns(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If the detector has no plain FFN in encoder or decoder.
     """
-    runner = _runner(_config("AP of a dense detector without single FFNs", arguments))
+    runner = _runner(_config(zero_ffns_parser(), arguments))
     sites = ffn_sites(bare_model(runner))
     console = Console(file=sys.stdout)
     number = len(sites) + 1
@@ -68,7 +70,7 @@ def tell_datasets(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If the config has no experts.
     """
-    cfg = _config("AP of experts that are told the dataset of an image", arguments)
+    cfg = _config(tell_datasets_parser(), arguments)
     if not isinstance(cfg.get("moe"), Mapping):
         raise ConfigError(
             f"moe is {cfg.get('moe')!r} in the config, and tell_datasets is for "
@@ -82,13 +84,8 @@ def tell_datasets(arguments: Sequence[str]) -> None:
     _write(runner, summarise(scores), console)
 
 
-def _config(description: str, arguments: Sequence[str]) -> Config:
+def _config(parser: Parser, arguments: Sequence[str]) -> Config:
     """What the command line says: a config that loads a checkpoint."""
-    parser = Parser(description=description)
-    parser.add_config()
-    parser.add_argument("checkpoint", help="a .pth file that the config trained")
-    parser.add_argument("--work-dir", help="folder for the log and summary.json")
-    parser.set_defaults(launcher="none")
     args = parser.parse_args(arguments)
     cfg = load_config(args)
     cfg.load_from = args.checkpoint

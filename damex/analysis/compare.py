@@ -1,4 +1,4 @@
-"""The command behind ``tools/compare_moe.py``: one config, several mixtures of experts.
+"""The command ``damex compare_moe``: one config, several mixtures of experts.
 
 Every run is a training of its own in ``WORK_DIR/NAME/seedN``. What has finished is not
 run again, so a killed comparison goes on where it was, and more seeds or mixtures can
@@ -23,12 +23,11 @@ from damex.analysis.comparison import (
 from damex.analysis.dot_plot import dot_plot
 from damex.analysis.runs import (
     Run,
-    add_run_arguments,
     check_finished,
     check_seeds,
     finish,
 )
-from damex.engine.cli import Parser, at_least
+from damex.commandline.commands import compare_moe_parser
 from damex.engine.config_files import CONFIGS, MOE, find_config
 from damex.errors import ConfigError
 
@@ -69,27 +68,7 @@ def compare_moe(arguments: Sequence[str]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        description="Train one config with several mixtures of experts and seeds"
-    )
-    add = parser.add_argument
-    add("config", help="a file, or the name of a config of damex")
-    add(
-        "--moe",
-        nargs="+",
-        help="names of files in configs/_base_/moe, or paths; the first row is what "
-        "AP50 and times are compared with (default: dense, then all others)",
-    )
-    add_run_arguments(parser, work_dir="work_dirs/compare_moe")
-    add(
-        "--timed-rounds",
-        type=at_least(0),
-        default=3,
-        help="short runs of each mixture that measure time and memory; 0 for none",
-    )
-    add("--timed-samples", type=at_least(1), default=320, help="samples in a timed run")
-    add("--cfg-options", nargs="+", default=[], help="overrides for all: key=value")
-    args = parser.parse_args(arguments)
+    args = compare_moe_parser().parse_args(arguments)
     find_config(args.config)
     check_seeds(args.seeds)
     return args

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.engine.cli import Parser, at_least
+from damex.commandline.commands import complexity_parser
 from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.config_files import config_of
 from damex.engine.console import filter_console
@@ -186,28 +186,7 @@ def complexity_table(
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        description="Parameters and FLOPs of a config: total, active, and dense"
-    )
-    parser.add_config()
-    parser.add_argument(
-        "--shape",
-        nargs=2,
-        type=at_least(1),
-        metavar=("HEIGHT", "WIDTH"),
-        help="image size in pixels (default: that of Resize in test_pipeline)",
-    )
-    parser.add_argument(
-        "--classes",
-        type=at_least(1),
-        help="number of classes, to count without the datasets",
-    )
-    parser.add_argument(
-        "--groups",
-        type=at_least(1),
-        help="dataset groups, beside --classes (default: 2)",
-    )
-    args = parser.parse_args(arguments)
+    args = complexity_parser().parse_args(arguments)
     if args.groups is not None and args.classes is None:
         raise ConfigError(
             "--groups is for a count without datasets and needs --classes; else the "

@@ -35,13 +35,12 @@ from damex.analysis.rungs import (
 )
 from damex.analysis.runs import (
     Run,
-    add_run_arguments,
     check_finished,
     check_seeds,
     finish,
 )
 from damex.analysis.verdict import Verdict, is_above, judge
-from damex.engine.cli import Parser
+from damex.commandline.commands import RUNGS, headroom_parser
 from damex.engine.config_files import config_of, read_config
 from damex.errors import ConfigError
 
@@ -51,8 +50,6 @@ Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
 AGAIN = {"oracle": RECIPE, "zeroed": "dense"}
 COMMANDS = {"oracle": "tell_datasets", "zeroed": "zero_ffns"}
 
-# What can be left out.
-RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed")
 NO_VERDICT = "No verdict: dense, or everything that it is compared with, is missing."
 ABOUT_ZEROED = (
     "AP of the trained dense detector when an FFN adds nothing to its input. It shows "
@@ -136,27 +133,7 @@ def _summaries(
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        description="Train the headroom ladder of a config: what experts could win"
-    )
-    parser.add_config()
-    parser.add_argument(
-        "--rungs",
-        nargs="*",
-        choices=RUNGS,
-        default=list(RUNGS),
-        help="beside dense (default: all; none if no name follows)",
-    )
-    parser.add_argument(
-        "--experts",
-        nargs="+",
-        default=[],
-        metavar="MOE",
-        help="also train these mixtures of experts, to score the verdict: names of "
-        "files in configs/_base_/moe, or paths of files that set moe or more",
-    )
-    add_run_arguments(parser, work_dir="work_dirs/headroom")
-    args = parser.parse_args(arguments)
+    args = headroom_parser().parse_args(arguments)
     check_seeds(args.seeds)
     args.rungs = list(dict.fromkeys(args.rungs))
     return args

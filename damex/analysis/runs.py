@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -19,25 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from damex.engine.cli import at_least
 from damex.errors import ConfigError, DataError
-
-
-def add_run_arguments(parser: argparse.ArgumentParser, *, work_dir: str) -> None:
-    """Add the arguments that every command with many runs has.
-
-    Args:
-        parser: Gets ``--seeds``, ``--work-dir`` and ``--jobs``.
-        work_dir: Default of the folder.
-    """
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--work-dir", default=work_dir)
-    parser.add_argument(
-        "--jobs",
-        type=at_least(1),
-        default=1,
-        help="trainings at a time; they share the cores",
-    )
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
@@ -72,7 +53,7 @@ class Run:
         folder: Work directory of the run.
         options: ``key=value`` overrides of the config.
         is_scored: Whether it has not finished without an evaluation.
-        command: Name of the command, as for ``python -m damex``.
+        command: Name of the command, as for ``damex``.
         inputs: Its arguments after the config.
     """
 

@@ -1,4 +1,4 @@
-"""The command ``tools/data.py browse``: what a mixture looks like."""
+"""The command ``damex data browse``: what a mixture looks like."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from damex.commandline.data import browse_parser
 from damex.curation.check import Bar
 from damex.curation.commands import read_mixture
 from damex.curation.findings import Finding
@@ -18,7 +19,6 @@ from damex.curation.sheets import contact_sheet, draw_tile, palette
 from damex.curation.sources import expectations, sources_of
 from damex.curation.views import SplitView, view_of
 from damex.datasets.spec import SPLITS, parse_mixture
-from damex.engine.cli import Parser, at_least
 
 
 def browse(arguments: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ def browse(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If the command line or the mixture cannot work.
     """
-    args = _parser().parse_args(arguments)
+    args = browse_parser().parse_args(arguments)
     cfg = read_mixture(args)
     folder = Path(args.out or Path("work_dirs") / Path(args.config).stem / "browse")
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,22 +74,3 @@ def _read(
             elif views.setdefault(view.title, view) is not view:
                 notes.append(f"{source.place.file} is another file of this split.")
     return [*views.values()], notes
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="tools/data.py browse",
-        description="Write an HTML page and contact sheets of the datasets of a config",
-    )
-    parser.add_config()
-    parser.add_argument(
-        "--out", help="folder to write to (default work_dirs/<config>/browse)"
-    )
-    parser.add_argument(
-        "--samples",
-        type=at_least(1),
-        default=12,
-        help="images of each split (default %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of images")
-    return parser

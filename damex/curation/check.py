@@ -1,4 +1,4 @@
-"""The command ``tools/data.py check``: what is wrong with data, before a training."""
+"""The command ``damex data check``: what is wrong with data, before a training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from damex.commandline.data import EXAMPLES, check_parser
 from damex.curation.boxes import Expectations
 from damex.curation.commands import read_mixture
 from damex.curation.findings import KINDS, LEVELS, Finding
 from damex.curation.inspection import Inspection, Progress, check_config, errors_of
 from damex.curation.sources import coco_file
 from damex.datasets.spec import CocoSource
-from damex.engine.cli import Parser
 from damex.errors import ConfigError
-
-EXAMPLES = 3
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -36,7 +34,7 @@ def check(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: If the command line or the mixture cannot work.
     """
-    args = _parser().parse_args(arguments)
+    args = check_parser().parse_args(arguments)
     if (args.config is None) == (args.coco is None):
         raise ConfigError(
             "check takes a config, or --coco FILE --images DIR, and one of the two; "
@@ -154,25 +152,3 @@ def _print_end(found: Inspection, seconds: float, *, quick: bool) -> None:
         f"{len(found.images):,} images and {found.num_boxes:,} boxes "
         f"({seconds:.0f} s, {scope})."
     )
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="tools/data.py check", description="Check datasets before a training"
-    )
-    parser.add_config(optional=True)
-    parser.add_argument("--coco", metavar="FILE", help="check this COCO file alone")
-    parser.add_argument("--images", metavar="DIR", help="the images of --coco")
-    parser.add_argument("--json", metavar="FILE", help="write all findings to a file")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="neither decode nor compare images; what a training does at its start",
-    )
-    parser.add_argument(
-        "--examples",
-        type=int,
-        default=EXAMPLES,
-        help="how many findings of a kind are printed (default %(default)s)",
-    )
-    return parser

@@ -1,4 +1,4 @@
-"""``tools/data.py convert``: a folder in any format -> COCO files and a summary."""
+"""``damex data convert``: a folder in any format -> COCO files and a summary."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from damex.datasets.formats.conversion import FORMATS, convert_tree, open_root
+from damex.commandline.data import convert_parser
+from damex.datasets.formats.conversion import convert_tree, open_root
 from damex.datasets.formats.records import Options
-from damex.engine.cli import Parser
 from damex.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def convert(arguments: Sequence[str]) -> None:
         ConfigError: If an option cannot work, or a file would be overwritten.
         DataError: If the data cannot be read.
     """
-    args = _parser().parse_args(arguments)
+    args = convert_parser().parse_args(arguments)
     if args.val_share is not None and not 0.0 <= args.val_share < 1.0:
         raise ConfigError(
             f"--val-share must be from 0 to below 1, got {args.val_share}."
@@ -56,25 +56,3 @@ def convert(arguments: Sequence[str]) -> None:
         f"\nfor a mixture:\n    dict(name={name!r}, data_root={str(out.resolve())!r}, "
         f"{named}, img={str(tree.root)!r}),"
     )
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="tools/data.py convert",
-        description="Read a folder of images and annotations, write COCO json",
-    )
-    parser.add_argument("root", help="the folder; nothing in it is changed")
-    parser.add_argument("--out", required=True, help="folder for the COCO files")
-    formats = [fmt.name for fmt in FORMATS]
-    parser.add_argument("--format", choices=formats, help="by default it is found out")
-    parser.add_argument(
-        "--val-share",
-        type=float,
-        help="share of the images for validation where the folder has no such split "
-        "(default: 0.1)",
-    )
-    for split in ("train", "val", "test"):
-        what = "split, folder, list of images or annotation file inside of the root"
-        parser.add_argument(f"--{split}", nargs="+", help=what)
-    parser.add_argument("--classes", nargs="+", help="names, where no file names them")
-    return parser

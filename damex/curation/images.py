@@ -258,7 +258,7 @@ def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
     if image.size == loaded == other:
         text = (
             f"{facts}, so that sizes do not tell whether the boxes are for the stored "
-            "or for the shown image. Look at it with tools/data.py browse."
+            "or for the shown image. Look at it with damex data browse."
         )
         yield image.finding("image-rotated", text, "warning")
     elif image.size == loaded:

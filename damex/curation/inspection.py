@@ -194,7 +194,7 @@ def _joined(found: Sequence[ClassCounts]) -> ClassCounts:
 def _not_all(looked: int, total: int, seconds: float) -> Finding:
     text = (
         f"{looked} of {total} image files were opened in {seconds:g} s, drawn at "
-        "random; all were looked for. tools/data.py check opens all."
+        "random; all were looked for. damex data check opens all."
     )
     return Place("all datasets", "image files").finding("not-checked", None, text)
 
@@ -219,7 +219,7 @@ def refusal(cfg: Mapping[str, Any], logger: logging.Logger) -> str | None:
         return _refuse(errors)
     kinds = _kinds(finding for finding in findings if finding.level == "warning")
     if kinds:
-        logger.warning(f"data check: {kinds}; tools/data.py check CONFIG says more.")
+        logger.warning(f"data check: {kinds}; damex data check CONFIG says more.")
     for finding in findings:
         if finding.kind == "not-checked":
             logger.warning(f"data check: {finding.message}")
@@ -238,7 +238,7 @@ def _refuse(errors: Sequence[Finding]) -> str:
         return errors[0].message
     return (
         f"{errors[0].message} There are {rest} more errors in the data "
-        f"({_kinds(errors)}); tools/data.py check CONFIG lists them."
+        f"({_kinds(errors)}); damex data check CONFIG lists them."
     )
 
 

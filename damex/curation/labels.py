@@ -1,4 +1,4 @@
-"""``tools/data.py labels``: which classes of a mixture are one, and which may be."""
+"""``damex data labels``: which classes of a mixture are one, and which may be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
+from damex.commandline.data import labels_parser
 from damex.curation.boxes import scale_and_shape
 from damex.curation.commands import read_mixture
 from damex.curation.near_names import near_pairs
@@ -15,7 +16,6 @@ from damex.datasets.coco import category_names, read_coco
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.engine.cli import Parser
 from damex.errors import ConfigError
 
 FEW = 10  # boxes, below which sizes and shapes say nothing
@@ -55,16 +55,7 @@ def labels(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If the mixture cannot work, or the file exists.
     """
-    parser = Parser(
-        prog="tools/data.py labels",
-        description="Print which classes of the datasets become one class, and which "
-        "look as if they should, or should not.",
-    )
-    parser.add_config()
-    parser.add_argument(
-        "--out", type=Path, metavar="labels.json", help="write a label file to edit"
-    )
-    args = parser.parse_args(arguments)
+    args = labels_parser().parse_args(arguments)
     cfg = read_mixture(args)
     specs = parse_mixture(cfg["mixture"])
     rules = read_label_space(cfg.get("label_space") or "union")

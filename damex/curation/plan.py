@@ -1,4 +1,4 @@
-"""``tools/data.py plan``: which datasets should share an expert, and why."""
+"""``damex data plan``: which datasets should share an expert, and why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from damex.commandline.data import plan_parser
 from damex.curation.commands import read_mixture
 from damex.curation.dataset_features import (
     BACKBONE,
@@ -23,10 +24,7 @@ from damex.curation.dataset_features import (
 from damex.curation.mapping import choose_medoids, least_capacity, map_datasets
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
-from damex.engine.cli import Parser, at_least
 from damex.errors import ConfigError
-
-SLACK = 1.5
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,7 @@ def plan(arguments: Sequence[str]) -> None:
         ConfigError: If the mixture cannot work, or there is nothing to plan.
         DataError: If a dataset cannot be read.
     """
-    parser = Parser(
-        prog="tools/data.py plan",
-        description="Propose which datasets share an expert (Global Expert Mapping).",
-    )
-    parser.add_config()
-    parser.add_argument("--experts", type=at_least(1), help="default: half as many")
-    parser.add_argument(
-        "--capacity",
-        type=float,
-        default=SLACK,
-        help="most samples of an expert, in even shares (default: %(default)s)",
-    )
-    args = parser.parse_args(arguments)
+    args = plan_parser().parse_args(arguments)
     cfg = read_mixture(args)
     specs = parse_mixture(cfg["mixture"])
     experts = args.experts or (len(specs) + 1) // 2

@@ -1,4 +1,4 @@
-"""``tools/data.py prepare uodb``: what is missing, and COCO files of what is there.
+"""``damex data prepare uodb``: what is missing, and COCO files of what is there.
 
 UODB (Wang et al. 2019, arXiv 1904.04402) publishes ten of its eleven datasets in VOC's
 layout with its own splits; COCO comes from its own site. Sizes are approximate, and
@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from damex.commandline.data import prepare_parser
 from damex.datasets.coco import read_coco
 from damex.datasets.spec import parse_mixture
-from damex.engine.cli import Parser
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val")
@@ -184,15 +184,7 @@ def prepare(arguments: Sequence[str]) -> int:
         ConfigError: If there is no such dataset.
         DataError: If the files of a dataset cannot be read.
     """
-    parser = Parser(
-        prog="tools/data.py prepare",
-        description="Write COCO files for the configs of a benchmark. Nothing is "
-        "downloaded, and no file of the datasets is changed.",
-    )
-    parser.add_argument("benchmark", choices=["uodb"])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--root", type=Path, default=Path("data/uodb"))
-    args = parser.parse_args(arguments)
+    args = prepare_parser().parse_args(arguments)
     for name in args.names:
         if name not in RECIPES:
             raise ConfigError(

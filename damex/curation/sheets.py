@@ -60,7 +60,10 @@ def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
         color = colors.get(name, _INK)
         draw.rectangle((left, top, right, bottom), outline=color, width=2)
     for (name, _), corner in zip(boxes[:MAX_NAMES], corners, strict=False):
-        _draw_name(draw, tile.size, corner, name, colors.get(name, _INK))
+        draw_name(
+            *(draw, tile.size, corner, name, colors.get(name, _INK)),
+            ImageFont.load_default(12),
+        )
     return tile
 
 
@@ -101,15 +104,26 @@ def _scaled(
     return min(x, x + w), min(y, y + h), max(x, x + w), max(y, y + h)
 
 
-def _draw_name(
+def draw_name(
     draw: ImageDraw.ImageDraw,
     size: tuple[int, int],
     corner: tuple[float, float, float, float],
     name: str,
     color: Color,
+    font: ImageFont.ImageFont | ImageFont.FreeTypeFont,
 ) -> None:
-    font = ImageFont.load_default(12)
-    width, height = math.ceil(draw.textlength(name, font)) + 4, 15
+    """Write the name of a box above its corner, or where there is room.
+
+    Args:
+        draw: Of the image.
+        size: Width and height of the image.
+        corner: The box as left, top, right, bottom.
+        name: Text, on a ground of the colour.
+        color: Of the box.
+        font: Of the text.
+    """
+    width = math.ceil(draw.textlength(name, font)) + 4
+    height = math.ceil(font.getbbox("Ag")[3])
     left, top = corner[0], corner[1] - height
     left = max(0.0, min(left, size[0] - width))
     top = max(0.0, min(top if top >= 0 else corner[1], size[1] - height))

@@ -58,7 +58,7 @@ class LabelFile:
         except OSError as error:
             raise ConfigError(
                 f"label_space: {path} cannot be read (seen from {Path.cwd()}): "
-                f"{error.strerror}. tools/data.py labels CONFIG --out {path} writes "
+                f"{error.strerror}. damex data labels CONFIG --out {path} writes "
                 "one to begin with."
             ) from error
         try:

@@ -224,7 +224,7 @@ class DatasetAwareness(nn.Module):
             self._step.log_prior_BC = self._log_prior(prior, records)
         if self.conditioning is None:
             return memory_BND
-        return self.conditioning.memory(memory_BND, self._posterior())
+        return self.conditioning.memory(memory_BND, self.posterior())
 
     def _log_prior(
         self, config: LabelPriorConfig, records: Mapping[str, RoutingRecord]
@@ -234,11 +234,11 @@ class DatasetAwareness(nn.Module):
                 *_, last = records.values()  # the decoder has not run yet
                 posterior_BG = router_posterior(last)
             else:
-                posterior_BG = self._posterior()
+                posterior_BG = self.posterior()
             return class_log_prior(posterior_BG, self.annotated_GC, floor=config.floor)
 
-    def _posterior(self) -> Tensor:
-        """What the head says, cut off from the graph.
+    def posterior(self) -> Tensor:
+        """What the head says, (B, G), cut off from the graph.
 
         The losses of the detector shall not bend it: what it learns is to tell
         datasets apart, so it means the same in training and at inference.
@@ -259,7 +259,7 @@ class DatasetAwareness(nn.Module):
         """
         if self.conditioning is None:
             return query_BND
-        return self.conditioning.query(query_BND, self._posterior())
+        return self.conditioning.query(query_BND, self.posterior())
 
     def losses(self, group_ids_B: Tensor | None) -> dict[str, Tensor]:
         """Losses of a training step for mmdet's loss dict.

@@ -46,6 +46,7 @@ from damex.models.queries import (
 )
 from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
+from damex.models.told_dataset import choose_datasets, group_posterior
 from damex.moe import whole_experts
 
 if TYPE_CHECKING:
@@ -228,7 +229,8 @@ class RoutedDetector(_Detector):
 
         No dataset id is read here (but for ``moe.oracle``). Where a sample comes from
         an evaluation's mixture, ``dataset_instances`` are the detections of its
-        dataset's classes alone.
+        dataset's classes alone; where it has ``labels_by_group``, those of the group
+        that it looks like, and ``group_posterior`` how probable each group is.
         """
         outputs: list[tuple[Tensor, Tensor]] = []
         with (
@@ -236,6 +238,8 @@ class RoutedDetector(_Detector):
             self.bbox_head.register_forward_hook(lambda *call: outputs.append(call[2])),
         ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
+            if all("labels_by_group" in sample for sample in samples):
+                choose_datasets(samples, group_posterior(self))
             add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
             if self.counts_tokens:
                 attach_routing(samples, self.routing.records)
@@ -256,7 +260,9 @@ class RoutedDetector(_Detector):
     ) -> AbstractContextManager[None]:
         """A step that knows datasets only where ``moe.oracle`` asks for them."""
         groups = None
-        if self._moe is not None and self._moe.oracle and not self.training:
+        if not self.training and any(
+            block.moe.group_choice.oracle for block in moe_blocks(self)
+        ):
             groups = group_ids_of(samples or (), images.device)
             if groups is None or groups.min() < 0:
                 raise ConfigError(

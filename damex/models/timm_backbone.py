@@ -62,6 +62,7 @@ class TimmBackbone(BaseModule):
     Attributes:
         channels: Channels of each map.
         reductions: Stride of each map in pixels.
+        options: Those for ``timm.create_model``.
         feature_cache: The cache, or None.
 
     Starting weights are read by :meth:`init_weights`, which mmengine calls before a
@@ -89,7 +90,7 @@ class TimmBackbone(BaseModule):
         self.out_indices = tuple(out_indices)
         self.net = create_features(name, self.out_indices, **options)
         self._start = pretrained
-        self._options = options
+        self.options = options
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
         self.reductions: list[int] = info.reduction()
@@ -132,7 +133,7 @@ class TimmBackbone(BaseModule):
                 this model's.
         """
         if self._start is True:
-            load_pretrained(self.net, self.name, self.out_indices, self._options)
+            load_pretrained(self.net, self.name, self.out_indices, self.options)
         elif self._start:
             load_file(self.net, Path(self._start), name=self.name)
 

@@ -131,7 +131,6 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared_expert = shared_expert
         self.losses = tuple(losses)
-        self.group_choice = group_choice or GroupChoice()
         self.shards: ExpertShards | None = None
         mask_GE = None
         if group_experts is not None:
@@ -143,7 +142,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"MoELayer: two losses share a name, got {names}")
         for loss in self.losses:
             loss.check_layer(gate=gate, num_groups=num_groups)
-        self._check_group_choice()
+        self.set_group_choice(group_choice or GroupChoice())
 
     @property
     def num_experts(self) -> int:
@@ -301,21 +300,26 @@ class MoELayer(nn.Module):
             return None
         return allowed_experts(chosen_V, self.group_experts_GE)
 
-    def _check_group_choice(self) -> None:
-        """Refuses to keep tokens to one group where there is none, or the gate cannot.
+    def set_group_choice(self, choice: GroupChoice) -> None:
+        """Sets who chooses the group from now on.
 
-        Called when the layer is complete.
+        Raises:
+            ValueError: If there are no groups to choose, or the gate cannot keep tokens
+                to one; then all stays as it was.
         """
-        names = self.group_choice.options
-        if not names:
-            return
+        if choice.options:
+            self._check_group_choice(choice)
+        self.group_choice = choice
+
+    def _check_group_choice(self, choice: GroupChoice) -> None:
+        """Refuses options where there is no group, or the gate cannot keep to one."""
         if self.group_experts_GE is None:
             raise ValueError(
-                f"{' and '.join(names)} needs group_experts, the experts of each "
-                "dataset group, e.g. group_experts=[[0], [1]] for two datasets"
+                f"{' and '.join(choice.options)} needs group_experts, the experts of "
+                "each dataset group, e.g. group_experts=[[0], [1]] for two datasets"
             )
         smallest = int(self.group_experts_GE.sum(1).min())
-        self.gate.check_group_choice(self.group_choice, smallest=smallest)
+        self.gate.check_group_choice(choice, smallest=smallest)
 
     def _check_forward(
         self,

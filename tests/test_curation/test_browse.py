@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from damex.commandline.data import data
+from damex.commandline.run import run_command
 from damex.curation.boxes import Expectations
-from damex.curation.commands import data
 from damex.curation.sheets import contact_sheet, draw_tile, palette
 from damex.curation.sources import coco_file
 from damex.curation.views import Sample, SplitView, view_of
 from damex.datasets.spec import CocoSource
-from damex.engine import cli
 
 
 class Page(HTMLParser):
@@ -54,7 +54,7 @@ def browse(dataset, tmp_path):
         config.write_text(f"model = dict()\nmixture = {mixture!r}\n")
         out = tmp_path / "out"
         arguments = ["browse", str(config), "--out", str(out), *options]
-        assert cli.run_command(data, arguments) == 0
+        assert run_command(data, arguments) == 0
         return out, Page((out / "index.html").read_text(encoding="utf-8"))
 
     return call

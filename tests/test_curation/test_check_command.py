@@ -5,18 +5,18 @@ from typing import ClassVar
 
 import pytest
 
-from damex.curation.commands import data
+from damex.commandline.data import data
+from damex.commandline.run import run_command
 from damex.curation.findings import KINDS, MAX_LISTED, Finding, Place, capped
 from damex.curation.inspection import check_config
 from damex.datasets.coco import NamedCocoDataset
-from damex.engine import cli
 from tests.test_curation.conftest import SIZE, picture
 
 
 @pytest.fixture
 def run(capsys):
     def call(*arguments):
-        status = cli.run_command(data, [*map(str, arguments)])
+        status = run_command(data, [*map(str, arguments)])
         said = capsys.readouterr()
         return status, said.out, said.err
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from damex.curation.commands import data
+from damex.commandline.data import data
+from damex.commandline.run import run_command
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
-from damex.engine.cli import run_command
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from damex.curation.commands import data
+from damex.commandline.data import data
+from damex.commandline.run import run_command
 from damex.curation.dataset_features import (
     affinities,
     box_statistics,
@@ -15,7 +16,6 @@ from damex.curation.dataset_features import (
 )
 from damex.curation.plan import propose
 from damex.datasets.spec import parse_mixture
-from damex.engine.cli import run_command
 
 
 @pytest.fixture

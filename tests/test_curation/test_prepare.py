@@ -9,9 +9,9 @@ import pytest
 from mmengine.config import Config
 from PIL import Image
 
-from damex.curation.commands import data
+from damex.commandline.data import data
+from damex.commandline.run import run_command
 from damex.curation.prepare import RECIPES, keep_classes
-from damex.engine.cli import run_command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 XML = """<annotation><size><width>48</width><height>32</height><depth>3</depth></size>

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from damex.curation.commands import data
+from damex.commandline.data import data
+from damex.commandline.run import run_command
 from damex.datasets.coco import read_coco
 from damex.datasets.formats.cache import convert_cached
 from damex.datasets.formats.images import content_share
@@ -23,7 +24,6 @@ from damex.datasets.formats.tree import Tree, split_of_file
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.engine.cli import run_command
 from damex.errors import ConfigError
 
 CLASSES = ("ant", "bee", "cow")

@@ -12,6 +12,7 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
+from damex.commandline.run import run_command
 from damex.engine import cli
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import merge_options
@@ -27,7 +28,7 @@ def run(monkeypatch, capsys):
 
     def call(command, *arguments):
         monkeypatch.setattr("sys.argv", ["tool", *map(str, arguments)])
-        status = cli.run_command(command)
+        status = run_command(command)
         return status, capsys.readouterr().err
 
     return call

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from mmengine.config import Config
 
+from damex.commandline.run import run_command
 from damex.curation.inspection import refusal
 from damex.engine import cli, runner
 from damex.engine.runner import MixtureRunner
@@ -25,7 +26,7 @@ def logger():
 def run(monkeypatch, capsys):
     def call(config):
         monkeypatch.setattr("sys.argv", ["tool", str(config)])
-        return cli.run_command(cli.train), capsys.readouterr().err
+        return run_command(cli.train), capsys.readouterr().err
 
     return call
 

@@ -1,0 +1,272 @@
+"""Arguments of all commands but ``data``: ``NAME_parser`` is that of NAME."""
+
+from __future__ import annotations
+
+from damex.commandline.parser import Parser, at_least, share
+
+LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+# What of the headroom ladder can be left out.
+RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed")
+
+
+def train_parser() -> Parser:
+    """Arguments of ``damex train``."""
+    parser = Parser(
+        "train",
+        "Train a detector on a mixture of datasets",
+        examples=(
+            "damex train quickstart",
+            "damex train configs/my_mixture.py --cfg-options max_epochs=12 moe=dense",
+            "damex train configs/my_mixture.py --resume",
+        ),
+    )
+    parser.add_config()
+    _add_run(parser)
+    parser.add_argument("--amp", action="store_true", help="mixed-precision training")
+    parser.add_argument(
+        "--auto-scale-lr",
+        action="store_true",
+        help="scale the learning rate by the batch size of all processes",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        help="continue from a checkpoint; without a path from the last one of work-dir",
+    )
+    return parser
+
+
+def test_parser() -> Parser:
+    """Arguments of ``damex test``."""
+    parser = Parser(
+        "test",
+        "Evaluate a checkpoint per dataset",
+        examples=(
+            "damex test quickstart work_dirs/quickstart/epoch_3.pth",
+            "damex test configs/my_mixture.py epoch_4.pth --show-dir painted",
+        ),
+    )
+    parser.add_config()
+    _add_run(parser)
+    parser.add_argument("checkpoint", help="a .pth file")
+    parser.add_argument("--out", help="write all predictions to this pickle file")
+    parser.add_argument("--show", action="store_true", help="show predictions")
+    parser.add_argument("--show-dir", help="write painted images to this folder")
+    parser.add_argument(
+        "--wait-time", type=float, default=2, help="seconds per shown image"
+    )
+    return parser
+
+
+def _add_run(parser: Parser) -> None:
+    """Add what training and testing share."""
+    parser.add_argument("--work-dir", help="folder for logs and checkpoints")
+    parser.add_argument(
+        "--launcher",
+        choices=LAUNCHERS,
+        default="none",
+        help="how processes were started; torchrun is 'pytorch'",
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0)
+
+
+def predict_parser() -> Parser:
+    """Arguments of ``damex predict``."""
+    parser = Parser(
+        "predict",
+        "Detect objects in images; the checkpoint alone is enough",
+        examples=(
+            "damex predict epoch_3.pth photo.jpg --draw seen",
+            "damex predict epoch_3.pth photos/ --json found.json --csv found.csv",
+            "damex predict epoch_3.pth 'photos/*.png' --dataset boards --min-score 0.5",
+        ),
+    )
+    add = parser.add_argument
+    add("checkpoint", help="a .pth file of a training with damex")
+    add("images", nargs="+", help="files, folders (with all below them), or patterns")
+    add(
+        "--dataset",
+        default="auto",
+        metavar="auto|NAME|all",
+        help="whose classes to look for: auto, those of the dataset that the detector "
+        "takes the image to be of (the default); those of one dataset; or all",
+    )
+    add("--json", metavar="FILE", help="write a COCO json of images and detections")
+    add("--csv", metavar="FILE", help="write one row per detection")
+    add("--draw", metavar="FOLDER", help="write the images with their detections")
+    add(
+        "--min-score",
+        type=share,
+        default=0.3,
+        help="leave out detections below it (default %(default)s)",
+    )
+    add(
+        "--min-probability",
+        type=share,
+        default=0.5,
+        help="warn where no dataset of the mixture is as probable as this (default "
+        "%(default)s); needs --dataset auto",
+    )
+    add("--batch-size", type=at_least(1), default=8, help="(default %(default)s)")
+    add("--device", help="such as cpu or cuda:0 (default: a GPU where there is one)")
+    return parser
+
+
+def export_parser() -> Parser:
+    """Arguments of ``damex export``."""
+    parser = Parser(
+        "export",
+        "Take a dense detector for one dataset out of a mixture of experts: a "
+        "checkpoint and a config of mmdet that need no damex",
+        examples=("damex export epoch_3.pth --dataset boards --out boards.pth",),
+    )
+    add = parser.add_argument
+    add("checkpoint", help="a .pth file of a training with damex")
+    add("--dataset", required=True, metavar="NAME", help="a dataset of its mixture")
+    add(
+        "--out",
+        required=True,
+        metavar="FILE.pth",
+        help="the new checkpoint; its config is written beside it, as FILE.py",
+    )
+    return parser
+
+
+def compare_moe_parser() -> Parser:
+    """Arguments of ``damex compare_moe``."""
+    parser = Parser(
+        "compare_moe",
+        "Train one config with several mixtures of experts and seeds",
+        examples=("damex compare_moe my_mixture.py --moe dense damex --seeds 0 1 2",),
+    )
+    add = parser.add_argument
+    add("config", help="a file, or the name of a config of damex")
+    add(
+        "--moe",
+        nargs="+",
+        help="names of files in configs/_base_/moe, or paths; the first row is what "
+        "AP50 and times are compared with (default: dense, then all others)",
+    )
+    _add_runs(parser, work_dir="work_dirs/compare_moe")
+    add(
+        "--timed-rounds",
+        type=at_least(0),
+        default=3,
+        help="short runs of each mixture that measure time and memory; 0 for none",
+    )
+    add("--timed-samples", type=at_least(1), default=320, help="samples in a timed run")
+    add("--cfg-options", nargs="+", default=[], help="overrides for all: key=value")
+    return parser
+
+
+def headroom_parser() -> Parser:
+    """Arguments of ``damex headroom``."""
+    parser = Parser(
+        "headroom",
+        "Train the headroom ladder of a config: what experts could win",
+        examples=(
+            "damex headroom my_mixture.py --seeds 0 1 2 --rungs single",
+            "damex headroom my_mixture.py --experts damex_best",
+        ),
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--rungs",
+        nargs="*",
+        choices=RUNGS,
+        default=list(RUNGS),
+        help="beside dense (default: all; none if no name follows)",
+    )
+    parser.add_argument(
+        "--experts",
+        nargs="+",
+        default=[],
+        metavar="MOE",
+        help="also train these mixtures of experts, to score the verdict: names of "
+        "files in configs/_base_/moe, or paths of files that set moe or more",
+    )
+    _add_runs(parser, work_dir="work_dirs/headroom")
+    return parser
+
+
+def _add_runs(parser: Parser, *, work_dir: str) -> None:
+    """Add what every command with many runs has."""
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--work-dir", default=work_dir)
+    parser.add_argument(
+        "--jobs",
+        type=at_least(1),
+        default=1,
+        help="trainings at a time; they share the cores",
+    )
+
+
+def zero_ffns_parser() -> Parser:
+    """Arguments of ``damex zero_ffns``."""
+    parser = Parser(
+        "zero_ffns",
+        "AP of a dense detector without single FFNs",
+        examples=("damex zero_ffns my_mixture.py work_dirs/dense/epoch_4.pth",),
+    )
+    _add_trained(parser)
+    return parser
+
+
+def tell_datasets_parser() -> Parser:
+    """Arguments of ``damex tell_datasets``."""
+    parser = Parser(
+        "tell_datasets",
+        "AP of experts that are told the dataset of an image",
+        examples=("damex tell_datasets quickstart work_dirs/quickstart/epoch_3.pth",),
+    )
+    _add_trained(parser)
+    return parser
+
+
+def _add_trained(parser: Parser) -> None:
+    """Add a config and a checkpoint that it trained."""
+    parser.add_config()
+    parser.add_argument("checkpoint", help="a .pth file that the config trained")
+    parser.add_argument("--work-dir", help="folder for the log and summary.json")
+    parser.set_defaults(launcher="none")
+
+
+def complexity_parser() -> Parser:
+    """Arguments of ``damex complexity``."""
+    parser = Parser(
+        "complexity",
+        "Parameters and FLOPs of a config: total, active, and dense",
+        examples=("damex complexity quickstart --classes 24 --groups 5",),
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--shape",
+        nargs=2,
+        type=at_least(1),
+        metavar=("HEIGHT", "WIDTH"),
+        help="image size in pixels (default: that of Resize in test_pipeline)",
+    )
+    parser.add_argument(
+        "--classes",
+        type=at_least(1),
+        help="number of classes, to count without the datasets",
+    )
+    parser.add_argument(
+        "--groups",
+        type=at_least(1),
+        help="dataset groups, beside --classes (default: 2)",
+    )
+    return parser
+
+
+def doctor_parser() -> Parser:
+    """Arguments of ``damex doctor``."""
+    parser = Parser(
+        "doctor",
+        "Check the installation and print how to mend each problem",
+        examples=("damex doctor",),
+    )
+    silent = "print nothing unless there is a problem"
+    parser.add_argument("--quiet", action="store_true", help=silent)
+    return parser

@@ -1,0 +1,95 @@
+"""The parser of all commands: mistakes in one line, examples below the options."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from damex.errors import ConfigError
+
+CFG_OPTIONS_HELP = (
+    "override settings of the config: key=value pairs, nested keys with dots, lists as "
+    "key=[a,b] or key=a,b, for instance moe=vanilla train_cfg.max_epochs=1"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports mistakes as all others are: in one line.
+
+    Args:
+        command: What is typed, without ``damex``.
+        description: What it does.
+        examples: Command lines, each as it is typed.
+    """
+
+    def __init__(
+        self, command: str, description: str, *, examples: tuple[str, ...] = ()
+    ) -> None:
+        lines = ["examples:", *(f"  {line}" for line in examples)]
+        super().__init__(
+            prog=f"damex {command}",
+            description=description,
+            epilog="\n".join(lines) if examples else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print below its usage."""
+        raise ConfigError(f"{message}; see --help.")
+
+    def add_config(self, *, optional: bool = False) -> None:
+        """Add the config, which may be left out if ``optional``, and its options."""
+        self.add_argument(
+            "config",
+            nargs="?" if optional else None,
+            help="a file, or the name of a config of damex",
+        )
+        self.add_argument(
+            "--cfg-options",
+            nargs="+",
+            action=Overrides,
+            type=_key_value,
+            help=CFG_OPTIONS_HELP,
+        )
+
+
+class Overrides(argparse.Action):
+    """``key=value`` pairs as mmengine reads them, imported where there are any."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, *rest: Any) -> None:
+        """Write a dict of them into the namespace."""
+        from mmengine.config import DictAction
+
+        read = DictAction(self.option_strings, self.dest)
+        read(parser, namespace, values, *rest)
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks what a command does, and not the command to do it."""
+    return not {"-h", "--help"}.isdisjoint(arguments)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The ``type`` of an argument that is an integer not below ``least``."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
+        return int(text)
+
+    return integer
+
+
+def share(text: str) -> float:
+    """The ``type`` of an argument that is a number in [0, 1]."""
+    if not 0.0 <= float(text) <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be in [0, 1], got {text}")
+    return float(text)
+
+
+def _key_value(text: str) -> str:
+    if not re.match(r"[^=]+=", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no key=value")
+    return text

@@ -1,0 +1,89 @@
+"""How commands end: with a status, and for a mistake of the user in one clear line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from damex.errors import ConfigError, DataError, did_you_mean
+
+
+def run_command(
+    command: Callable[[Sequence[str]], int | None],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run a command; a mistake of the user ends in its message, without a traceback.
+
+    Args:
+        command: Takes the command line without the program's name.
+        arguments: Those; by default those of the process.
+
+    Returns:
+        The exit status: what the command returns, 0 where that is None, and 2 for a
+        mistake in a config or in the data.
+    """
+    try:
+        status = command(sys.argv[1:] if arguments is None else arguments)
+    except Exception as error:
+        is_of_user = isinstance(error, (ConfigError, DataError))
+        message = str(error) if is_of_user else fault_of_config(error)
+        if message is None:
+            raise
+        rank = os.environ.get("RANK", "0")
+        # A config is wrong on every process, a record or image perhaps on one only.
+        if rank == "0" or isinstance(error, DataError):
+            where = "" if "RANK" not in os.environ else f" (process {rank})"
+            # A data loading worker hands over its whole traceback as the message.
+            message = re.split(r"damex\.errors\.(?:Config|Data)Error: ", message)[-1]
+            sys.stderr.write(f"\nerror{where}: {message.strip()}\n")
+        return 2
+    return status or 0
+
+
+def fault_of_config(error: Exception) -> str | None:
+    """Say what in a config another library stumbled over.
+
+    Args:
+        error: With its traceback.
+
+    Returns:
+        A sentence if a ``type`` is unknown, a class does not take what its config says,
+        or an optional package is missing; None for any other error, for instance in
+        a class of the user's.
+    """
+    if type(error) is ImportError and "pip install" in str(error):
+        return " ".join(str(error).split())
+    # Where nothing was built yet, mmengine need not be imported to say so.
+    builders = sys.modules.get("mmengine.registry.build_functions")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [] if builders is None else [builders.__file__]
+    builds = [frame for frame in frames if frame.f_code.co_filename in files]
+    if not builds:
+        return None
+    values = builds[-1].f_locals
+    kind, built, args = values.get("obj_type"), values.get("obj_cls"), values["args"]
+    if isinstance(error, KeyError) and frames[-1] is builds[-1] and built is None:
+        registry = values["registry"]
+        known = {*registry.module_dict, *getattr(registry.parent, "module_dict", ())}
+        return (
+            f"type={kind!r} is unknown, no {registry.name} of this name is registered; "
+            f"{did_you_mean(str(kind), sorted(known))}"
+        )
+    if not isinstance(error, TypeError) or built is None:
+        return None
+    classes = inspect.getmro(built) if inspect.isclass(built) else ()
+    called = {built.__qualname__, *(f"{one.__qualname__}.__init__" for one in classes)}
+    found = re.match(r"(\S+)\(\) got an unexpected keyword .* '(\w+)'", str(error))
+    if found is not None and found[1] in called and found[2] in args:
+        known = {key for one in classes for key in inspect.signature(one).parameters}
+        return (
+            f"dict(type={kind!r}, ...) has the unknown key {found[2]!r}; "
+            f"{did_you_mean(found[2], sorted(known - {'args', 'kwargs'}))}"
+        )
+    if frames[-1] is builds[-1]:
+        return f"dict(type={kind!r}, ...): {error}"
+    return None

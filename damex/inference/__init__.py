@@ -1,0 +1,13 @@
+"""From a checkpoint to something in use: predictions, and detectors taken out.
+
+::
+
+    from damex.inference import Predictor
+    predictor = Predictor("epoch_3.pth")
+    predictions = predictor(["photo.jpg"])
+"""
+
+from damex.inference.prediction import Prediction
+from damex.inference.predictor import Predictor
+
+__all__ = ["Prediction", "Predictor"]

@@ -1,0 +1,77 @@
+"""The images that a command line names."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+from damex.errors import DataError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+
+
+def find_images(words: Sequence[str]) -> list[Path]:
+    """Find the images that files, folders and patterns stand for, each once.
+
+    Args:
+        words: A file stands for itself, whatever its name; a folder for the image files
+            in it and below; anything else is a pattern (``*``, ``**``, ``?``).
+
+    Raises:
+        DataError: If one of the words stands for nothing.
+    """
+    found: dict[Path, None] = {}
+    for word in words:
+        files = _files_of(word)
+        if not files:
+            what = "image in the folder" if Path(word).is_dir() else "file or folder"
+            raise DataError(
+                f"there is no {what} {word} (seen from {Path.cwd()}); images end in "
+                f"{', '.join(SUFFIXES)}."
+            )
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def _files_of(word: str) -> list[Path]:
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = sorted(path.rglob("*"))
+    else:
+        names = glob.glob(word, recursive=True)  # noqa: PTH207 (absolute ones, too)
+        inside = [Path(name) for name in sorted(names)]
+    return [p for p in inside if p.suffix.lower() in SUFFIXES and p.is_file()]
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Names for images, each another: their paths below the folder of all of them.
+
+    Args:
+        paths: Files, each once.
+    """
+    parents = [str(path.absolute().parent) for path in paths]
+    folder = os.path.commonpath(parents) if parents else ""
+    return [Path(os.path.relpath(path.absolute(), folder)).as_posix() for path in paths]
+
+
+def fault_of(path: Path) -> str | None:
+    """What is wrong with an image file that a reader may pass over; None if nothing is.
+
+    OpenCV fills what a file that was cut off does not hold with grey.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except FileNotFoundError:
+        return "does not exist"
+    except (UnidentifiedImageError, Image.DecompressionBombError):
+        return None  # other readers know more formats, and larger images
+    except Exception as error:  # PIL's readers raise whatever a file leads them to
+        return f"cannot be decoded to its end ({error})"
+    return None

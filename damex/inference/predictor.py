@@ -1,0 +1,249 @@
+"""Predictor: detections from a checkpoint alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.dataset import Compose, pseudo_collate
+from mmengine.device import get_device
+
+from damex.errors import ConfigError, DataError
+from damex.inference.images import fault_of
+from damex.inference.prediction import Prediction
+from damex.inference.stored import StoredDetector
+from damex.models.told_dataset import can_tell_datasets, told_dataset
+
+Picture = str | Path | np.ndarray
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Whose classes are looked for.
+
+    Attributes:
+        meta: What the data sample of each image gets.
+        labels: Classes to which the detector is kept; None for the dataset's that it
+            takes an image to be of.
+        dataset: Name, where a dataset is named.
+    """
+
+    meta: Mapping[str, Any]
+    labels: Sequence[int] | None
+    dataset: str | None = None
+
+
+class Predictor:
+    """A trained detector with its classes and preprocessing, from a checkpoint alone.
+
+    Checkpoints from strangers are safe: weights and config are read as data, and of the
+    config only classes are built that are registered in mmdet.
+
+    Args:
+        checkpoint: A .pth file that a training with damex wrote.
+        device: Such as ``cpu`` or ``cuda:0``; by default a GPU where there is one.
+
+    Attributes:
+        classes: Names of the classes of all datasets.
+        datasets: For each dataset of the training its classes.
+        can_tell: Whether it can tell which dataset an image looks like.
+
+    Raises:
+        DataError: If the checkpoint cannot be read, or holds more than data.
+        ConfigError: If it is not of a detector that damex trained on a mixture.
+    """
+
+    def __init__(self, checkpoint: str | Path, *, device: str | None = None) -> None:
+        self._stored = StoredDetector.read(str(checkpoint))
+        self._detector = self._stored.build().to(device or get_device())
+        space = self._stored.space
+        self.classes = space.classes
+        self.datasets = {
+            name: tuple(space.classes[label] for label in space.valid_labels(number))
+            for number, name in enumerate(space.dataset_names)
+        }
+        self.can_tell = can_tell_datasets(self._detector)
+        load, *rest = self._stored.pipeline
+        self._load, self._prepare = Compose([load]), Compose(rest)
+
+    def __call__(
+        self,
+        images: Picture | Sequence[Picture],
+        *,
+        dataset: str = "auto",
+        min_score: float = 0.3,
+        batch_size: int = 8,
+    ) -> list[Prediction]:
+        """Detect objects.
+
+        Args:
+            images: Files, or uint8 arrays (height, width, 3) in RGB; one or several.
+            dataset: Whose classes to look for. ``auto``: those of the dataset that an
+                image looks like. A name: those of that dataset, with its experts
+                whatever the image looks like. ``all``: those of all datasets.
+            min_score: Detections below it are left out.
+            batch_size: Images that are computed together.
+
+        Returns:
+            One prediction per image, in order.
+
+        Raises:
+            ConfigError: If there is no such dataset, or the detector cannot tell
+                datasets and ``dataset`` is ``auto``.
+            DataError: If an image cannot be read.
+        """
+        if isinstance(images, str | Path | np.ndarray):
+            images = [images]
+        return [*self.stream(images, dataset, min_score, batch_size)]
+
+    def stream(
+        self,
+        images: Sequence[Picture],
+        dataset: str = "auto",
+        min_score: float = 0.3,
+        batch_size: int = 8,
+        *,
+        skip: Callable[[DataError], Any] | None = None,
+    ) -> Iterator[Prediction]:
+        """Detect objects, image by image, as :meth:`__call__` does.
+
+        Args:
+            images: See there.
+            dataset: See there.
+            min_score: See there.
+            batch_size: See there.
+            skip: Called with the error of an image that cannot be read, which is then
+                left out; by default the error is raised.
+
+        Yields:
+            Predictions in the order of the images.
+        """
+        choice = self._choose(dataset)
+        packed = self._packed(images, choice, skip)
+        while batch := list(islice(packed, batch_size)):
+            with torch.inference_mode(), self._told(choice):
+                samples = self._detector.test_step(pseudo_collate(batch))
+            for sample in samples:
+                yield self._prediction(sample, choice, min_score)
+
+    def _choose(self, dataset: str) -> _Choice:
+        """What ``dataset`` means.
+
+        Raises:
+            ConfigError: If there is no such dataset, or the detector cannot tell.
+        """
+        space = self._stored.space
+        every = list(range(space.num_classes))
+        if dataset == "all":
+            groups = len(space.group_names) if self.can_tell else 0
+            return _Choice(dict(labels_by_group=[every] * groups or None), every)
+        if dataset != "auto":
+            number = self._stored.dataset_id(dataset)
+            meta = dict(group_id=space.group_id(number))
+            return _Choice(meta, space.valid_labels(number), dataset)
+        if not self.can_tell:
+            raise ConfigError(
+                f"the detector in {self._stored.path} was not taught to tell datasets "
+                "(no routing loss with datasets, no dataset head), so that dataset="
+                f"'auto' is not possible; name one of {', '.join(self.datasets)}, or "
+                "'all'."
+            )
+        labels = [
+            sorted(
+                {
+                    label
+                    for number, group in enumerate(space.groups)
+                    if group == name
+                    for label in space.valid_labels(number)
+                }
+            )
+            for name in space.group_names
+        ]
+        return _Choice(dict(labels_by_group=labels), None)
+
+    @contextmanager
+    def _told(self, choice: _Choice) -> Iterator[None]:
+        """Keep the detector to a dataset, where one is named."""
+        if choice.dataset is None or choice.labels is None:
+            yield
+            return
+        with told_dataset(self._detector, choice.labels):
+            yield
+
+    def _packed(
+        self,
+        images: Sequence[Picture],
+        choice: _Choice,
+        skip: Callable[[DataError], Any] | None,
+    ) -> Iterator[dict[str, Any]]:
+        """Inputs of the detector."""
+        meta = {key: value for key, value in choice.meta.items() if value is not None}
+        for image in images:
+            try:
+                results = self._read(image)
+            except DataError as error:
+                if skip is None:
+                    raise
+                skip(error)
+                continue
+            packed = self._prepare(results)
+            packed["data_samples"].set_metainfo(meta)
+            yield packed
+
+    def _read(self, image: Picture) -> dict[str, Any]:
+        """An image as the first step of the pipeline hands it on.
+
+        Raises:
+            DataError: If it cannot be read.
+        """
+        if isinstance(image, np.ndarray):
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+                raise DataError(
+                    "an image must be a uint8 array (height, width, 3) in RGB, got "
+                    f"{image.dtype} of shape {image.shape}."
+                )
+            size = image.shape[:2]
+            bgr = np.ascontiguousarray(image[..., ::-1])
+            return dict(
+                img=bgr, img_path=None, img_id=0, img_shape=size, ori_shape=size
+            )
+        fault, cause = fault_of(Path(image)), None
+        if fault is None:
+            try:
+                return self._load(dict(img_path=str(image), img_id=0))
+            except Exception as error:  # readers raise whatever a file leads them to
+                fault, cause = "is no image that can be read", error
+        raise DataError(f"{image} {fault}.") from cause
+
+    def _prediction(self, sample: Any, choice: _Choice, min_score: float) -> Prediction:
+        """What was found in one image."""
+        space = self._stored.space
+        posterior = sample.metainfo.get("group_posterior", ())
+        probabilities = dict(zip(space.group_names, posterior, strict=False))
+        dataset, found = choice.dataset, sample.pred_instances
+        if choice.labels is None:
+            dataset = max(probabilities, key=probabilities.__getitem__)
+            found = sample.dataset_instances
+        allowed = choice.labels or sample.annotated_labels
+        labels, scores = found.labels.cpu().numpy(), found.scores.cpu().numpy()
+        # A head answers as often as it may, with score 0 where classes are shut out.
+        keep = (scores >= min_score) & np.isin(labels, allowed)
+        height, width = sample.ori_shape[:2]
+        path = sample.metainfo.get("img_path")
+        return Prediction(
+            path=None if path is None else Path(path),
+            width=int(width),
+            height=int(height),
+            boxes=found.bboxes.cpu().numpy()[keep],
+            scores=scores[keep],
+            labels=labels[keep],
+            names=tuple(space.classes[label] for label in labels[keep]),
+            dataset=dataset,
+            probabilities=probabilities,
+        )

@@ -1,0 +1,275 @@
+"""Specialist: a dense detector of one dataset, taken out of a mixture of experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmcv.cnn.bricks.transformer import FFN
+from mmdet.registry import MODELS, TRANSFORMS
+from mmengine.config import Config, ConfigDict
+from torch import Tensor
+
+from damex.engine.config import DATASET_OPTIONS
+from damex.errors import ConfigError
+from damex.inference.dense_ffn import dense_ffn, widened
+from damex.inference.plain_backbone import KEYS, TYPE, plain_backbone
+from damex.inference.stored import StoredDetector
+from damex.inference.writing import make_folder
+from damex.models.blocks import MoEFFN
+from damex.models.detectors import RoutedDetector
+from damex.models.insertion import moe_blocks
+from damex.models.timm_backbone import TimmBackbone
+from damex.models.told_dataset import selects_by_first_class
+
+COMPONENTS = ("encoder", "decoder")
+OF_DAMEX = ("moe", "num_groups", "label_coverage", *DATASET_OPTIONS)
+
+
+@dataclass(frozen=True)
+class Specialist:
+    """A detector that mmdet runs without damex.
+
+    Attributes:
+        classes: Its classes: those of one dataset.
+        config: Complete config to predict with.
+        state: Weights by their names.
+    """
+
+    classes: tuple[str, ...]
+    config: Config
+    state: Mapping[str, Tensor]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in its weights."""
+        return sum(tensor.numel() for tensor in self.state.values())
+
+    @property
+    def needs(self) -> str:
+        """What else than mmdet it needs, to be said in a sentence."""
+        return " (with timm)" if self.config.model.backbone.type == TYPE else ""
+
+    def write(self, path: Path) -> Path:
+        """Write the checkpoint, and its config beside it.
+
+        Args:
+            path: Of the checkpoint.
+
+        Returns:
+            Path of the config.
+
+        Raises:
+            ConfigError: If it does not end in .pth, or a file is there already.
+        """
+        if path.suffix != ".pth":
+            raise ConfigError(f"--out must end in .pth, got {path}.")
+        config = path.with_suffix(".py")
+        for file in (path, config):
+            if file.exists():
+                raise ConfigError(f"{file} exists; remove it, or name another --out.")
+        make_folder(path.parent)
+        meta = dict(
+            dataset_meta=dict(classes=self.classes), cfg=self.config.pretty_text
+        )
+        torch.save(dict(meta=meta, state_dict=dict(self.state)), path)
+        config.write_text(self.config.pretty_text, encoding="utf-8")
+        return config
+
+
+def take_out(stored: StoredDetector, dataset: str) -> Specialist:
+    """Make a dense detector that equals a mixture of experts told its dataset.
+
+    Args:
+        stored: The mixture of experts; a dense detector loses classes alone.
+        dataset: Name of a dataset of its training.
+
+    Raises:
+        ConfigError: If there is no such dataset, or no detector of mmdet equals it.
+    """
+    number = stored.dataset_id(dataset)
+    labels = stored.space.valid_labels(number)
+    detector = stored.build()
+    _check(detector, stored.path)
+    state = _without_experts(detector, stored.space.group_id(number))
+    model = _plain_model(stored.model, detector, len(labels))
+    _set_widths(model, state)
+    _check_types(model, stored.pipeline)
+    plain = MODELS.build(ConfigDict(copy.deepcopy(model)))
+    state = _of_classes(state, plain.state_dict(), labels, detector.bbox_head)
+    plain.load_state_dict(state)
+    classes = tuple(stored.space.classes[label] for label in labels)
+    return Specialist(classes, _whole_config(model, stored.pipeline, classes), state)
+
+
+def _check(detector: Any, path: str) -> None:
+    """Refuse what works with datasets beside experts, or with experts elsewhere.
+
+    Raises:
+        ConfigError: If there is any.
+    """
+    awareness = detector.awareness
+    faults = {
+        "label_prior": awareness is not None and awareness.config.label_prior,
+        "dataset_conditioning": awareness is not None and awareness.conditioning,
+        "moe.channels": detector.channel_gating,
+        "as_two_stage (its queries are chosen by class 0)": selects_by_first_class(
+            detector
+        ),
+        "experts in its backbone": any(
+            not isinstance(block, MoEFFN) for block in moe_blocks(detector)
+        ),
+    }
+    for what, found in faults.items():
+        if found:
+            raise ConfigError(
+                f"the detector in {path} has {what}, which no dense detector of mmdet "
+                "has; it cannot be exported."
+            )
+
+
+def _without_experts(detector: Any, group: int) -> dict[str, Tensor]:
+    """Weights with an FFN in the place of each mixture of experts."""
+    state = {
+        key: tensor
+        for key, tensor in detector.state_dict().items()
+        if not key.startswith("awareness.")
+    }
+    for part in COMPONENTS:
+        for name, ffn in _ffns(detector, part, group).items():
+            old = (f"{name}.moe.", f"{name}.dense_phase.", f"{name}.layers.")
+            state = {k: v for k, v in state.items() if not k.startswith(old)}
+            state |= {f"{name}.layers.{k}": v.clone() for k, v in ffn.items()}
+    if isinstance(detector.backbone, TimmBackbone):
+        state = {
+            f"backbone.{k.removeprefix(KEYS)}" if k.startswith(KEYS) else k: tensor
+            for k, tensor in state.items()
+        }
+    return state
+
+
+def _ffns(detector: Any, part: str, group: int) -> dict[str, dict[str, Tensor]]:
+    """Tensors of the FFNs of a component with experts, by the names of the FFNs.
+
+    All are as wide as the widest: mmdet builds the layers of a component alike.
+    """
+    modules = dict(getattr(detector, part).named_modules(prefix=part))
+    if not any(isinstance(module, MoEFFN) for module in modules.values()):
+        return {}
+    found = {
+        name: dense_ffn(module, group)
+        if isinstance(module, MoEFFN)
+        else module.layers.state_dict()
+        for name, module in modules.items()
+        if isinstance(module, (MoEFFN, FFN))
+    }
+    most = max(ffn["0.0.bias"].shape[0] for ffn in found.values())
+    return {name: widened(ffn, most) for name, ffn in found.items()}
+
+
+def _plain_model(
+    model: Mapping[str, Any], detector: Any, num_classes: int
+) -> dict[str, Any]:
+    """Config of the dense detector of mmdet that damex's builds on."""
+    plain = copy.deepcopy({k: v for k, v in model.items() if k not in OF_DAMEX})
+    kinds = type(detector).__mro__
+    plain["type"] = kinds[kinds.index(RoutedDetector) + 1].__name__
+    for part in COMPONENTS:
+        plain.get(part, {}).pop("num_cp", None)  # memory in training alone
+    if isinstance(detector.backbone, TimmBackbone):
+        divisor = detector.data_preprocessor.pad_size_divisor
+        plain["backbone"] = plain_backbone(detector.backbone, divisor)
+    else:
+        plain["backbone"].pop("init_cfg", None)  # weights are here already
+    plain["bbox_head"]["num_classes"] = num_classes
+    most = detector.num_queries
+    if detector.bbox_head.loss_cls.use_sigmoid:  # one answer per query and class
+        most *= num_classes
+    settings = plain.setdefault("test_cfg", {})
+    if settings.get("max_per_img", detector.num_queries) > most:
+        settings["max_per_img"] = most
+    return plain
+
+
+def _set_widths(model: dict[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Write the hidden width of FFNs into the config; what joins an FFN widens it."""
+    for part in COMPONENTS:
+        bias = state.get(f"{part}.layers.0.ffn.layers.0.0.bias")
+        if bias is not None:
+            ffn = model[part]["layer_cfg"].setdefault("ffn_cfg", {})
+            ffn["feedforward_channels"] = bias.shape[0]
+
+
+def _check_types(model: Any, pipeline: Any) -> None:
+    """Refuse parts that mmdet alone cannot build.
+
+    Raises:
+        ConfigError: If there are any.
+    """
+    for registry, config in ((MODELS, model), (TRANSFORMS, pipeline)):
+        for kind in _types_in(config):
+            found = None if kind == TYPE else registry.get(kind)
+            module = getattr(found, "__module__", "mmdet")
+            if module.split(".")[0] not in ("mmdet", "mmcv", "mmengine", "torch"):
+                raise ConfigError(
+                    f"the detector has a {kind!r} of {module}, which mmdet alone "
+                    "cannot build; it cannot be exported."
+                )
+
+
+def _types_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (kind for kind in [value.get("type")] if isinstance(kind, str))
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _types_in(item)
+
+
+def _of_classes(
+    state: Mapping[str, Tensor],
+    plain: Mapping[str, Tensor],
+    labels: Sequence[int],
+    head: Any,
+) -> dict[str, Tensor]:
+    """Weights with the rows of some classes alone.
+
+    Args:
+        state: With rows for all classes.
+        plain: Of the detector with fewer; where shapes differ, rows are classes.
+        labels: Of the classes that stay.
+        head: Of the detector with all classes.
+    """
+    found = {}
+    for key, target in plain.items():
+        tensor = state[key]
+        if tensor.shape != target.shape:
+            # A softmax has the background behind the classes.
+            rows = [*labels, *range(head.num_classes, tensor.shape[0])]
+            tensor = tensor[rows].clone()
+        found[key] = tensor
+    return found
+
+
+def _whole_config(
+    model: Mapping[str, Any], pipeline: Sequence[Any], classes: Sequence[str]
+) -> Config:
+    """What mmdet's ``init_detector`` and ``DetInferencer`` want to know."""
+    dataset = dict(
+        type="CocoDataset", metainfo=dict(classes=tuple(classes)), pipeline=pipeline
+    )
+    backends = [dict(type="LocalVisBackend")]
+    return Config(
+        dict(
+            default_scope="mmdet",
+            model=dict(model),
+            test_dataloader=dict(batch_size=1, num_workers=0, dataset=dataset),
+            visualizer=dict(
+                type="DetLocalVisualizer", vis_backends=backends, name="visualizer"
+            ),
+        )
+    )

@@ -1,0 +1,136 @@
+"""What a checkpoint knows of its detector: config, classes, images, weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmdet.registry import MODELS
+from mmengine.config import ConfigDict
+from mmengine.logging import MMLogger
+from mmengine.registry import init_default_scope
+from mmengine.runner import CheckpointLoader
+from torch import Tensor
+
+import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
+from damex.datasets.label_space import LabelSpace
+from damex.engine.checkpoint import check_tensors
+from damex.engine.console import filter_console
+from damex.errors import ConfigError, DataError, did_you_mean
+from damex.inference.literal_config import check_types, read_literals
+from damex.models.detectors import RoutedDetector
+
+# Steps of a pipeline that need annotations, which images in use have not.
+ANNOTATION_STEPS = ("LoadAnnotations", "FilterAnnotations", "LoadEmptyAnnotations")
+
+
+@dataclass(frozen=True)
+class StoredDetector:
+    """A checkpoint of a training on a mixture of datasets.
+
+    Attributes:
+        path: Where it was read.
+        model: Config of the detector.
+        pipeline: What the training's evaluation did with images, annotations left out.
+        space: The datasets and their classes.
+        state: The weights by their names.
+    """
+
+    path: str
+    model: dict[str, Any]
+    pipeline: list[dict[str, Any]]
+    space: LabelSpace
+    state: Mapping[str, Tensor]
+
+    @classmethod
+    def read(cls, path: str) -> StoredDetector:
+        """Read a checkpoint as data; nothing in it is run.
+
+        Args:
+            path: A file, or an address that mmengine can load from.
+
+        Raises:
+            DataError: If it cannot be read, or holds more than data.
+            ConfigError: If it is not of a training on a mixture of datasets.
+        """
+        filter_console(MMLogger.get_current_instance())
+        checkpoint = CheckpointLoader.load_checkpoint(path, "cpu")
+        meta = checkpoint.get("meta") or {}
+        if "state_dict" not in checkpoint or not isinstance(meta.get("cfg"), str):
+            raise ConfigError(
+                f"the checkpoint {path} holds no config, so that nothing says which "
+                "detector its weights are of; use one that a training with damex wrote."
+            )
+        if "datasets" not in (meta.get("dataset_meta") or {}):
+            raise ConfigError(
+                f"the checkpoint {path} is of a training without a mixture, and "
+                "nothing says which dataset has which classes; use mmdet's own tools."
+            )
+        config = read_literals(meta["cfg"], where=path)
+        model = config.get("model")
+        if not isinstance(model, dict):
+            raise DataError(f"the config in {path} has no model.")
+        pipeline = _test_pipeline(config, path)
+        for part in (model, pipeline):
+            check_types(part, where=path)
+        state = {
+            k.removeprefix("module."): v for k, v in checkpoint["state_dict"].items()
+        }
+        space = LabelSpace.from_metainfo(meta["dataset_meta"])
+        return cls(path, model, pipeline, space, state)
+
+    def build(self) -> RoutedDetector:
+        """Build the detector with its weights, ready to predict on the CPU.
+
+        Raises:
+            ConfigError: If the detector is none of damex's, or the weights do not fit.
+        """
+        init_default_scope("mmdet")
+        kind = MODELS.get(self.model.get("type", ""))
+        if not isinstance(kind, type) or not issubclass(kind, RoutedDetector):
+            raise ConfigError(
+                f"the checkpoint {self.path} is of a {self.model.get('type')!r}, which "
+                "is no detector of damex; use mmdet's DetInferencer."
+            )
+        detector = MODELS.build(ConfigDict(copy.deepcopy(self.model)))
+        check_tensors(self.state, detector, path=self.path)
+        detector.load_state_dict(dict(self.state))
+        detector.eval()
+        return detector
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in its weights."""
+        return sum(tensor.numel() for tensor in self.state.values())
+
+    def dataset_id(self, name: str) -> int:
+        """Position of a dataset.
+
+        Raises:
+            ConfigError: If the mixture has no such dataset.
+        """
+        if name not in self.space.dataset_names:
+            raise ConfigError(
+                f"the checkpoint {self.path} knows no dataset {name!r}; "
+                f"{did_you_mean(name, self.space.dataset_names)}"
+            )
+        return self.space.dataset_id(name)
+
+
+def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """Steps from an image file to the detector's input."""
+    loader = config.get("test_dataloader") or config.get("val_dataloader") or {}
+    steps = (loader.get("dataset") or {}).get("pipeline") or config.get("test_pipeline")
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise DataError(
+            f"the config in {path} says nothing about images (no pipeline)."
+        )
+    kept = [step for step in steps if step.get("type") not in ANNOTATION_STEPS]
+    if not kept or kept[0].get("type") != "LoadImageFromFile":
+        raise DataError(
+            f"the pipeline in {path} does not begin with LoadImageFromFile."
+        )
+    first = {k: v for k, v in kept[0].items() if k != "backend_args"}  # local files
+    return [first, *kept[1:]]

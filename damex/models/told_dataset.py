@@ -1,0 +1,153 @@
+"""Which dataset an image looks like, and a detector that is told its dataset.
+
+Axes: B images, C classes, G dataset groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from damex.models.insertion import moe_blocks
+from damex.models.label_prior import router_posterior
+
+
+def can_tell_datasets(detector: Any) -> bool:
+    """Whether a dataset head, or a routing loss, taught a detector to tell datasets.
+
+    Args:
+        detector: A detector of damex.
+    """
+    awareness = detector.awareness
+    if awareness is not None and awareness.head is not None:
+        return True
+    return any(True for _ in _taught_blocks(detector))
+
+
+def _taught_blocks(detector: Any) -> Iterator[Any]:
+    """Blocks whose routers learned which experts serve which dataset group."""
+    for block in moe_blocks(detector):
+        is_taught = any(loss.needs_groups for loss in block.moe.losses)
+        knows = is_taught and block.moe.group_experts_GE is not None
+        if knows and not getattr(block, "is_dense", False):
+            yield block
+
+
+def group_posterior(detector: Any) -> Tensor:
+    """What a detector says about the dataset groups of the images before it.
+
+    The answer of its dataset head, where it has one; else that of its routers: each
+    token's probability of a group, mean over the tokens of an image, then over layers.
+
+    Args:
+        detector: Within a step, after its forward pass; see `can_tell_datasets`.
+
+    Returns:
+        Probabilities (B, G).
+    """
+    awareness = detector.awareness
+    if awareness is not None and awareness.head is not None:
+        return awareness.posterior()
+    names = [block.name for block in _taught_blocks(detector)]
+    records = detector.routing.records
+    return torch.stack([router_posterior(records[name]) for name in names]).mean(0)
+
+
+def choose_datasets(samples: Sequence[Any], posterior_BG: Tensor) -> None:
+    """Give each image the classes of the dataset group that it looks like.
+
+    Args:
+        samples: Data samples; ``labels_by_group`` in their metainfo are the labels to
+            look for in an image of each group. They get ``annotated_labels``, those of
+            the most probable group, and ``group_posterior``.
+        posterior_BG: Probabilities of the groups.
+    """
+    for sample, posterior in zip(samples, posterior_BG.tolist(), strict=True):
+        best = max(range(len(posterior)), key=posterior.__getitem__)
+        labels = sample.labels_by_group[best]
+        sample.set_metainfo(dict(group_posterior=posterior, annotated_labels=labels))
+
+
+@contextmanager
+def told_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
+    """Let a detector look for some classes alone, with the experts of a dataset.
+
+    Other classes are shut out wherever scores of classes are made: in the choice of
+    queries, too. Where gates can keep tokens to the experts of one group, the samples'
+    ``group_id`` chooses them, and not the router.
+
+    Args:
+        detector: A detector of damex, in evaluation.
+        labels: Of the classes to look for.
+
+    Yields:
+        Whether the dataset chooses the experts.
+    """
+    layers = [block.moe for block in moe_blocks(detector)]
+    before = [layer.group_choice for layer in layers]
+    with ExitStack() as stack:
+        for module in _classifiers(detector):
+            hook = _ShutOut(labels, detector.bbox_head.num_classes)
+            stack.enter_context(module.register_forward_hook(hook))
+        try:
+            for layer in layers:
+                oracle = dataclasses.replace(layer.group_choice, oracle=True)
+                layer.set_group_choice(oracle)
+            is_forced = bool(layers)
+        except ValueError:  # a gate or layer that no group can be chosen for
+            is_forced = False
+            _restore(layers, before)
+        try:
+            yield is_forced
+        finally:
+            _restore(layers, before)
+
+
+def _restore(layers: Sequence[Any], choices: Sequence[Any]) -> None:
+    for layer, choice in zip(layers, choices, strict=True):
+        layer.group_choice = choice
+
+
+def _classifiers(detector: Any) -> list[nn.Module]:
+    """The modules that score classes: the head, and its branches where it has any."""
+    head = detector.bbox_head
+    branches = list(getattr(head, "cls_branches", ()))
+    if selects_by_first_class(detector):
+        branches.pop()
+    return [*branches, head]
+
+
+def selects_by_first_class(detector: Any) -> bool:
+    """Whether queries are chosen by the score of class 0, whatever that class is.
+
+    Deformable DETR in two stages does (Zhu et al. 2021): its first stage tells objects
+    from background.
+    """
+    is_staged = getattr(detector, "as_two_stage", False)
+    return is_staged and type(detector).__name__.endswith("DeformableDETR")
+
+
+class _ShutOut:
+    """Forward hook of a module whose output is scores of classes, or begins with them.
+
+    Args:
+        labels: Of the classes that stay.
+        num_classes: C; a background behind them stays, too.
+    """
+
+    def __init__(self, labels: Sequence[int], num_classes: int) -> None:
+        self._foreign = sorted(set(range(num_classes)) - set(labels))
+
+    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        """Put the scores of all other classes out."""
+        if isinstance(outputs, Tensor):
+            return outputs.index_fill(-1, self._index(outputs), -torch.inf)
+        return (self(module, inputs, outputs[0]), *outputs[1:])
+
+    def _index(self, scores: Tensor) -> Tensor:
+        return torch.tensor(self._foreign, dtype=torch.long, device=scores.device)

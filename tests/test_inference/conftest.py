@@ -1,0 +1,80 @@
+"""Checkpoints as a training writes them, of small real detectors without training."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from PIL import Image
+
+from damex.datasets.label_space import LabelSpace
+
+SPACE = LabelSpace(
+    classes=("car", "person", "dog", "kite"),
+    dataset_names=("street", "park", "sky"),
+    dataset_classes=(
+        {"car": "car", "person": "person"},
+        {"dog": "dog", "walker": "person"},
+        {"kite": "kite"},
+    ),
+    groups=("street", "park", "sky"),
+)
+PIPELINE = [
+    dict(type="LoadImageFromFile"),
+    dict(type="Resize", scale=(96, 64), keep_ratio=True),
+    dict(type="LoadAnnotations", with_bbox=True),
+    dict(type="PackDetInputs"),
+]
+BEST = dict(
+    layers=dict(encoder="all", decoder="all"),
+    gate=dict(type="TopKGate", k=1, renormalize=True),
+    losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
+    image_vote=True,
+)
+
+
+@pytest.fixture
+def save(tmp_path, model_config, build):
+    """Save a detector with scores far apart; ``moe=False`` makes a dense one."""
+
+    def make(name="made.pth", *, space=SPACE, moe=None, drop_meta=(), **changes):
+        moe = (copy.deepcopy(BEST) if moe is None else moe) or None
+        made = dict(moe=moe, num_groups=len(space.group_names), **changes)
+        detector = build(**copy.deepcopy(made))
+        generator = torch.Generator().manual_seed(1)
+        for branch in detector.bbox_head.cls_branches:
+            noise = torch.randn(branch.weight.shape, generator=generator)
+            branch.weight.data = noise * 0.4
+            branch.bias.data.zero_()
+        for key, value in detector.named_parameters():
+            if "router" in key:
+                value.data *= 30.0  # a router that has an opinion
+            if "up_ELD" in key:  # zero before a training
+                value.data = torch.randn(value.shape, generator=generator)
+        config = Config(
+            dict(
+                model=model_config(**made),
+                test_dataloader=dict(dataset=dict(pipeline=PIPELINE)),
+            )
+        )
+        meta = dict(cfg=config.pretty_text, dataset_meta=space.to_metainfo())
+        meta = {key: value for key, value in meta.items() if key not in drop_meta}
+        path = tmp_path / name
+        torch.save(dict(meta=meta, state_dict=detector.state_dict()), path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of three images of different sizes."""
+    folder = tmp_path / "photos"
+    (folder / "deep").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    names = {"a.png": (64, 96), "b.jpg": (60, 40), "deep/a.png": (32, 90)}
+    for name, (height, width) in names.items():
+        pixels = rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((width, height)).save(folder / name)
+    return folder

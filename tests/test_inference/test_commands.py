@@ -1,0 +1,81 @@
+"""``damex predict`` as it is typed: what it prints, what it writes, how it ends."""
+
+import csv
+import json
+
+import pytest
+from PIL import Image
+
+from damex.__main__ import main
+
+
+@pytest.fixture
+def predict(save, capsys):
+    """Run the command on a checkpoint; returns its status and what it said."""
+    checkpoint = save()
+    capsys.readouterr()  # what building a detector says
+
+    def run(*arguments):
+        words = [str(word) for word in (checkpoint, *arguments, "--device", "cpu")]
+        status = main(["predict", *words])
+        return status, capsys.readouterr()
+
+    return run
+
+
+def test_images_are_listed_written_and_drawn(predict, photos, tmp_path):
+    found, table, seen = (tmp_path / name for name in ("f.json", "f.csv", "seen"))
+    outputs = ("--json", found, "--csv", table, "--draw", seen)
+    options = ("--min-score", 0.2, "--min-probability", 0)
+    status, said = predict(photos, *options, *outputs)
+    assert status == 0
+    *lines, last = said.out.splitlines()
+    names = ["a.png", "b.jpg", "deep/a.png"]
+    assert [line.split()[0] for line in lines] == names
+    document = json.loads(found.read_text())
+    assert [image["file_name"] for image in document["images"]] == names
+    number = len(document["annotations"])
+    assert number > 0
+    assert last == f"3 images, {number} objects"
+    with table.open(newline="") as file:
+        assert len([*csv.DictReader(file)]) == number
+    for image in document["images"]:
+        with Image.open(seen / image["file_name"]) as drawn:
+            assert drawn.size == (image["width"], image["height"])
+
+
+def test_broken_images_are_named_at_the_end(predict, photos):
+    (photos / "broken.png").write_text("not an image")
+    status, said = predict(photos, "--min-probability", 0)
+    assert status == 1
+    assert said.out.splitlines()[-3].startswith("3 images, ")
+    assert said.out.splitlines()[-2] == "error: 1 of 4 images could not be read:"
+    assert "broken.png is no image that can be read." in said.out.splitlines()[-1]
+
+
+def test_images_that_look_like_no_dataset_are_marked(predict, photos):
+    path = photos / "a.png"
+    status, said = predict(path, "--min-probability", 1)
+    assert status == 0
+    assert said.out.splitlines()[0].endswith("looks like no dataset of the training")
+    assert "warning: 1 of them look like no dataset" in said.out
+    for quiet in (("--min-probability", 0), ("--dataset", "park")):
+        _, said = predict(path, *quiet)
+        assert "look" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none/"], "there is no file or folder none/"),
+        (["a.png", "--dataset", "prak"], "no dataset 'prak'; did you mean 'park'?"),
+        (["a.png", "--json", "a.png/found.json"], "a.png cannot be written to"),
+        (["a.png", "--draw", "."], "would replace a.png"),
+    ],
+)
+def test_mistakes_end_in_one_line(predict, photos, monkeypatch, arguments, words):
+    monkeypatch.chdir(photos)
+    status, said = predict(*arguments)
+    assert status == 2
+    assert words in said.err
+    assert len(said.err.strip().splitlines()) == 1

@@ -1,0 +1,217 @@
+"""Predictor: what it takes from a checkpoint, and whose classes it looks for."""
+
+import dataclasses
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from damex.errors import ConfigError, DataError
+from damex.inference import Predictor
+from damex.models.insertion import moe_blocks
+from tests.test_inference.conftest import BEST, SPACE
+
+
+def everything(predictor, images, **options):
+    return predictor(images, min_score=0.0, **options)
+
+
+def assert_same(one, other):
+    assert one.names == other.names
+    np.testing.assert_allclose(one.scores, other.scores, atol=1e-6)
+    np.testing.assert_allclose(one.boxes, other.boxes, atol=1e-3)
+
+
+def test_classes_and_datasets_travel_in_the_checkpoint(save):
+    predictor = Predictor(save(), device="cpu")
+    assert predictor.classes == SPACE.classes
+    assert predictor.datasets == {
+        "street": ("car", "person"),
+        "park": ("person", "dog"),
+        "sky": ("kite",),
+    }
+    assert predictor.can_tell
+
+
+def test_auto_looks_for_the_classes_of_the_most_probable_dataset(save, photos):
+    predictor = Predictor(save(), device="cpu")
+    seen = everything(predictor, sorted(photos.rglob("*.*")))
+    assert len(seen) == 3
+    for one in seen:
+        assert sum(one.probabilities.values()) == pytest.approx(1.0)
+        assert one.likeness == one.probabilities[one.dataset]
+        assert one.likeness == max(one.probabilities.values())
+        assert set(one.names) <= set(predictor.datasets[one.dataset])
+        assert len(one.scores) > 0
+        assert (np.diff(one.scores) <= 0).all()
+
+
+def test_the_routers_say_which_dataset_it_is(save, photos, monkeypatch):
+    """Their mean over tokens, then over layers."""
+    predictor = Predictor(save(), device="cpu")
+    records = {}
+    context = predictor._detector.routing
+    add = type(context).add
+    monkeypatch.setattr(
+        type(context),
+        "add",
+        lambda self, name, record: (
+            records.update({name: record}),
+            add(self, name, record),
+        ),
+    )
+    (one,) = predictor(photos / "a.png")
+    layers = [r.logits_VE.softmax(1).mean(0) for r in records.values()]
+    expected = torch.stack(layers).mean(0).tolist()
+    assert list(one.probabilities.values()) == pytest.approx(expected, abs=1e-6)
+
+
+def test_all_keeps_all_classes(save, photos):
+    predictor = Predictor(save(), device="cpu")
+    (one,) = everything(predictor, photos / "a.png", dataset="all")
+    assert one.dataset is None
+    for own in predictor.datasets.values():
+        assert not set(one.names) <= set(own)
+    assert one.likeness is not None
+
+
+def test_a_named_dataset_chooses_classes_and_experts(save, photos):
+    """Whatever other experts and rows of other classes hold changes nothing."""
+    path = save()
+    predictor, other = Predictor(path, device="cpu"), Predictor(path, device="cpu")
+    for block in moe_blocks(other._detector):
+        for value in block.moe.experts.parameters():
+            value.data[[0, 2]] = 1e3
+    for branch in other._detector.bbox_head.cls_branches:
+        branch.weight.data[[0, 3]] = 50.0
+        branch.bias.data[[0, 3]] = 50.0
+    for name in ("a.png", "b.jpg"):
+        (one,) = everything(predictor, photos / name, dataset="park")
+        (same,) = everything(other, photos / name, dataset="park")
+        assert one.dataset == "park"
+        assert set(one.names) == {"person", "dog"}
+        assert one.probabilities == {}
+        assert_same(one, same)
+    (sky,) = everything(predictor, photos / "a.png", dataset="sky")
+    assert set(sky.names) == {"kite"}
+
+
+def test_a_name_is_forgotten_after_the_call(save, photos):
+    predictor = Predictor(save(), device="cpu")
+    before = everything(predictor, photos / "a.png")
+    everything(predictor, photos / "a.png", dataset="sky")
+    assert_same(everything(predictor, photos / "a.png")[0], before[0])
+
+
+def test_experts_that_no_dataset_can_choose_leave_the_classes(save, photos):
+    moe = {**BEST, "gate": dict(type="DenseSoftmaxGate"), "image_vote": False}
+    predictor = Predictor(save(moe=moe), device="cpu")
+    (one,) = everything(predictor, photos / "a.png", dataset="park")
+    assert set(one.names) == {"person", "dog"}
+
+
+def test_batches_change_nothing(save, photos):
+    predictor = Predictor(save(), device="cpu")
+    paths = [photos / "a.png"] * 3
+    for one in everything(predictor, paths, batch_size=2):
+        assert_same(one, everything(predictor, paths[0])[0])
+
+
+def test_an_array_is_what_a_file_is(save, photos):
+    predictor = Predictor(save(), device="cpu")
+    rgb = cv2.imread(str(photos / "a.png"))[..., ::-1]
+    (one,) = everything(predictor, rgb)
+    (same,) = everything(predictor, str(photos / "a.png"))
+    assert (one.path, same.path) == (None, photos / "a.png")
+    assert (one.width, one.height) == (same.width, same.height) == (96, 64)
+    assert_same(one, same)
+    with pytest.raises(DataError, match=r"uint8 array .* of shape \(2, 2\)"):
+        predictor(np.zeros((2, 2)))
+
+
+def test_broken_images_are_left_out_or_raise(save, photos):
+    (photos / "text.png").write_text("not an image")
+    cut = photos / "b.jpg"
+    cut.write_bytes(cut.read_bytes()[:-200])
+    predictor, faults = Predictor(save(), device="cpu"), []
+    paths = [photos / name for name in ("text.png", "a.png", "b.jpg", "none.png")]
+    seen = [*predictor.stream(paths, "auto", 0.3, 2, skip=faults.append)]
+    assert [one.path for one in seen] == [photos / "a.png"]
+    said = [str(fault) for fault in faults]
+    assert "text.png is no image that can be read" in said[0]
+    assert "b.jpg cannot be decoded to its end" in said[1]
+    assert "none.png does not exist" in said[2]
+    with pytest.raises(DataError, match=r"text\.png"):
+        predictor(paths)
+
+
+def test_datasets_that_share_experts_are_one(save, photos):
+    space = dataclasses.replace(SPACE, groups=("street", "green", "green"))
+    predictor = Predictor(save(space=space), device="cpu")
+    (one,) = everything(predictor, photos / "a.png")
+    assert list(one.probabilities) == ["street", "green"]
+    named = everything(predictor, photos / "a.png", dataset="sky")[0]
+    assert set(named.names) == {"kite"}
+
+
+def test_a_detector_that_was_not_taught_has_to_be_told(save, photos):
+    moe = {**BEST, "losses": [], "image_vote": False}
+    predictor = Predictor(save(moe=moe), device="cpu")
+    assert not predictor.can_tell
+    with pytest.raises(ConfigError, match="name one of street, park, sky, or 'all'"):
+        predictor(photos / "a.png")
+    (one,) = everything(predictor, photos / "a.png", dataset="all")
+    assert (one.dataset, one.likeness) == (None, None)
+
+
+def test_a_dataset_head_is_asked_first(save, photos):
+    coverage = SPACE.coverage()
+    path = save(dataset_head=dict(loss_weight=0.1), label_coverage=coverage)
+    predictor = Predictor(path, device="cpu")
+    predictor._detector.awareness.head.bias.data = torch.tensor([0.0, 9.0, 0.0])
+    (one,) = predictor(photos / "a.png")
+    assert one.dataset == "park"
+    assert one.likeness == pytest.approx(np.exp(9) / (np.exp(9) + 2), abs=1e-4)
+
+
+def test_an_unknown_dataset_is_named(save, photos):
+    predictor = Predictor(save(), device="cpu")
+    with pytest.raises(ConfigError, match=r"no dataset 'prak'; did you mean 'park'\?"):
+        predictor(photos / "a.png", dataset="prak")
+
+
+def test_checkpoints_that_say_too_little_are_refused(save, tmp_path):
+    with pytest.raises(ConfigError, match="holds no config"):
+        Predictor(save(drop_meta=("cfg",)))
+    with pytest.raises(ConfigError, match="without a mixture"):
+        Predictor(save(drop_meta=("dataset_meta",)))
+    with pytest.raises(DataError, match="there is no checkpoint"):
+        Predictor(tmp_path / "none.pth")
+    with pytest.raises(ConfigError, match="of a 'DINO', which is no detector of damex"):
+        Predictor(edited(save(), lambda text: text.replace("'MoEDINO'", "'DINO'")))
+
+
+def edited(path, change):
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["meta"]["cfg"] = change(checkpoint["meta"]["cfg"])
+    torch.save(checkpoint, path)
+    return path
+
+
+def test_no_code_of_a_checkpoint_runs(save, tmp_path):
+    mark = tmp_path / "ran"
+    line = f"\nx = __import__('pathlib').Path({str(mark)!r}).touch()\n"
+    with pytest.raises(DataError, match="more than values"):
+        Predictor(edited(save(), lambda text: text + line))
+    call = f"type='pathlib.Path.touch', self={str(mark)!r}"
+    with pytest.raises(DataError, match=r"names type='pathlib\.Path\.touch'"):
+        Predictor(edited(save(), lambda text: text.replace("type='ResNet'", call)))
+    assert not mark.exists()
+
+
+def test_modules_that_a_checkpoint_names_are_not_imported(save, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stranger.py").write_text("raise SystemExit('ran')")
+    line = "\ncustom_imports = dict(imports=['stranger'])\n"
+    Predictor(edited(save(), lambda text: text + line), device="cpu")

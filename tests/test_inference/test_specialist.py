@@ -1,0 +1,203 @@
+"""A detector that is taken out answers as the mixture that is told its dataset."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mmdet.apis import inference_detector, init_detector
+from mmdet.models.detectors import DINO
+
+from damex.__main__ import main
+from damex.errors import ConfigError
+from damex.inference import Predictor
+from damex.inference.specialist import take_out
+from damex.inference.stored import StoredDetector
+from tests.test_inference.conftest import BEST, SPACE
+
+ROOT = Path(__file__).parents[2]
+SHARED = dict(
+    layers=dict(decoder="all"),
+    fine_grained=dict(parts=4, shared=3, copies=3),
+    losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
+)
+MOES = {
+    "best": BEST,
+    "some layers": {**BEST, "layers": dict(decoder=[0])},
+    "weights of 2": {
+        **BEST,
+        "gate": dict(type="TopKGate", k=1, renormalize=True, weight_scale=2.0),
+    },
+    "shared parts": SHARED,
+    "wider": {**BEST, "shared_expert": dict(type="SharedExpert")},
+    "low rank": {
+        **BEST,
+        "experts": dict(type="LowRankExperts"),
+        "shared_expert": dict(type="SharedExpert"),
+    },
+    "one wider layer": {
+        **BEST,
+        "layers": dict(decoder=[1]),
+        "shared_expert": dict(type="SharedExpert"),
+    },
+    "dense phase": {**BEST, "upcycling": dict(share=0.5)},
+}
+
+
+def compare(checkpoint, folder, images, *, dataset):
+    """Largest differences of scores and boxes to the mixture that is told."""
+    out = folder / f"{dataset}.pth"
+    config = take_out(StoredDetector.read(str(checkpoint)), dataset).write(out)
+    detector = init_detector(str(config), str(out), device="cpu")
+    assert type(detector) is DINO
+    predictor = Predictor(checkpoint, device="cpu")
+    worst = []
+    for image in images:
+        (told,) = predictor(image, dataset=dataset, min_score=0.0)
+        plain = inference_detector(detector, str(image)).pred_instances.numpy()
+        names = [detector.dataset_meta["classes"][label] for label in plain.labels]
+        assert tuple(names) == told.names
+        relative = np.abs(plain.bboxes - told.boxes).max() / told.width
+        worst.append((np.abs(plain.scores - told.scores).max(), relative))
+    return np.max(worst, axis=0)
+
+
+@pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
+def test_the_specialist_equals_the_mixture_that_is_told(save, photos, tmp_path, moe):
+    checkpoint = save(moe=moe)
+    images = [photos / "a.png", photos / "b.jpg"]
+    for dataset in ("street", "park"):
+        assert (compare(checkpoint, tmp_path, images, dataset=dataset) < 1e-5).all()
+
+
+def test_a_class_alone_has_fewer_answers_than_queries(save, photos, tmp_path):
+    """50 queries and 1 class are 50 answers, not the 100 of the mixture."""
+    found = compare(save(), tmp_path, [photos / "a.png"], dataset="sky")
+    assert (found < 1e-5).all()
+
+
+def test_a_dense_detector_loses_its_classes_alone(save, photos, tmp_path):
+    found = compare(save(moe=False), tmp_path, [photos / "a.png"], dataset="park")
+    assert (found < 1e-5).all()
+
+
+def test_a_backbone_of_timm_goes_along(save, photos, tmp_path):
+    checkpoint = save(base="moe-dino-mini_efficientnet-lite0")
+    images = [photos / "a.png", photos / "b.jpg"]
+    assert (compare(checkpoint, tmp_path, images, dataset="park") < 1e-5).all()
+
+
+REFUSALS = {
+    "k": ({"gate": dict(type="TopKGate", k=2), "image_vote": False}, "to 2 experts"),
+    "soft": ({"gate": dict(type="TopKGate", k=1)}, "weight of an expert depends"),
+    "gate": (
+        {"gate": dict(type="DenseSoftmaxGate"), "image_vote": False},
+        "its gate is a DenseSoftmaxGate",
+    ),
+    "no groups": (
+        {"num_experts": 2, "losses": [], "image_vote": False},
+        "does not know which experts are whose",
+    ),
+    "several": ({"num_experts": 6}, "the dataset has 2 experts"),
+    "affine": (
+        {
+            "experts": dict(type="AffineExperts"),
+            "shared_expert": dict(type="SharedExpert"),
+        },
+        "its experts are AffineExperts",
+    ),
+    "linear": (
+        {
+            "experts": dict(type="LowRankExperts"),
+            "shared_expert": dict(type="SharedExpert", activation="tanh"),
+        },
+        "its experts have tanh",
+    ),
+    "activation": (
+        {"experts": dict(type="FFNExperts", activation="gelu")},
+        "have gelu",
+    ),
+    "norm": ({"block": dict(norm="pre")}, "a norm before its experts"),
+    "channels": (
+        dict(layers=dict(decoder="all"), channels=dict()),
+        "has moe.channels, which no dense detector",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_what_has_no_dense_equal_is_refused(save, changes, words):
+    moe = changes if "channels" in changes else {**BEST, **changes}
+    stored = StoredDetector.read(str(save(moe=moe)))
+    with pytest.raises(ConfigError, match=words) as caught:
+        take_out(stored, "park")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_changes_scores_by_dataset_is_refused(save):
+    coverage = dict(label_coverage=SPACE.coverage())
+    stored = StoredDetector.read(str(save(label_prior=dict(source="head"), **coverage)))
+    with pytest.raises(ConfigError, match="has label_prior, which"):
+        take_out(stored, "park")
+
+
+def test_files_are_not_replaced(save, tmp_path, capsys):
+    checkpoint = save()
+    capsys.readouterr()  # what building a detector says
+    arguments = ["export", str(checkpoint), "--dataset", "park", "--out"]
+    assert main([*arguments, str(checkpoint)]) == 2
+    assert "made.pth exists; remove it" in capsys.readouterr().err
+    assert main([*arguments, str(tmp_path / "park.onnx")]) == 2
+    assert "--out must end in .pth" in capsys.readouterr().err
+
+
+# mmcv may have no compiled ops here, and mmdet needs some to be imported.
+CODE = """
+import sys
+from damex.compat import ensure_ops
+ensure_ops()
+
+class NoDamex:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "damex":
+            raise ModuleNotFoundError(name)
+
+for name in [n for n in sys.modules if n.split(".")[0] == "damex"]:
+    del sys.modules[name]
+sys.meta_path.insert(0, NoDamex())
+from mmdet.apis import DetInferencer
+
+inferencer = DetInferencer(sys.argv[1], sys.argv[2], device="cpu", show_progress=False)
+(found,) = inferencer(sys.argv[3])["predictions"]
+assert not [name for name in sys.modules if name.split(".")[0] == "damex"]
+print("scores:", *found["scores"])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_without_damex_predicts(save, photos, tmp_path):
+    checkpoint = save(base="moe-dino-mini_efficientnet-lite0")
+    out = tmp_path / "park.pth"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments):
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    export = ("export", checkpoint, "--dataset", "park", "--out", out)
+    assert "2 classes" in run("-m", "damex", *export)
+    image = photos / "a.png"
+    said = run("-c", CODE, out.with_suffix(".py"), out, image)
+    scores = [float(v) for v in said.split("scores:")[1].split()]
+    predictor = Predictor(checkpoint, device="cpu")
+    (told,) = predictor(image, dataset="park", min_score=0.0)
+    np.testing.assert_allclose(scores, told.scores, atol=1e-5)
