@@ -14,6 +14,12 @@ from damex.moe.channels.layers import (
     gated_ffn,
 )
 from damex.moe.channels.losses import active_share, gate_l1, presence_loss
+from damex.moe.expert_gradients import (
+    ExpertGradients,
+    sharded_layers,
+    sharded_names,
+    whole_experts,
+)
 from damex.moe.experts import FFNExperts, SharedExpert
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
@@ -55,6 +61,7 @@ from damex.moe.optim import (
 from damex.moe.patches import PatchConvExperts, real_patches, route_patches
 from damex.moe.routers import CosineRouter, HierarchicalRouter, LinearRouter, MLPRouter
 from damex.moe.routing import Assignment, Packing, RoutingRecord, expert_groups
+from damex.moe.shards import ExpertShards
 from damex.moe.split import (
     load_dense_split,
     load_shared_split,
@@ -76,6 +83,8 @@ __all__ = [
     "DenseToSparseGate",
     "ExpertCapacity",
     "ExpertChoiceGate",
+    "ExpertGradients",
+    "ExpertShards",
     "Experts",
     "FFNExperts",
     "Gate",
@@ -125,7 +134,10 @@ __all__ = [
     "restrict",
     "route_patches",
     "routing_hits",
+    "sharded_layers",
+    "sharded_names",
     "shared_hidden_dims",
     "split_hidden_dims",
     "top1_expert",
+    "whole_experts",
 ]

@@ -8,6 +8,7 @@ Axes: B images, V real tokens, E experts, G dataset groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -109,3 +110,36 @@ def image_votes(
     log_prob_V1E = torch.log_softmax(logits_VE.double(), dim=1).unsqueeze(1)
     own_VGE = log_prob_V1E.masked_fill(~group_experts_GE, -torch.inf)
     return packing.unpack(torch.logsumexp(own_VGE, dim=2)).sum(1)
+
+def group_experts_mask(
+    group_experts: Sequence[Sequence[int]], *, num_experts: int
+) -> Tensor:
+    """Turns lists of expert ids, one per dataset group, into a bool mask.
+
+    Args:
+        group_experts: For each of the G groups the ids of its experts.
+        num_experts: E.
+
+    Returns:
+        mask_GE: True where a group may use an expert.
+
+    Raises:
+        ValueError: If there is no group, a group is empty, or an id is out of range.
+    """
+    if len(group_experts) == 0:
+        raise ValueError("group_experts: needs at least one dataset group, got none")
+    mask_GE = torch.zeros(len(group_experts), num_experts, dtype=torch.bool)
+    for group, experts in enumerate(group_experts):
+        if len(experts) == 0:
+            raise ValueError(
+                f"group_experts: group {group} has no expert; name one or more ids in "
+                f"[0, {num_experts})"
+            )
+        for expert in experts:
+            if not 0 <= expert < num_experts:
+                raise ValueError(
+                    f"group_experts: group {group} names expert {expert}, but ids must "
+                    f"lie in [0, {num_experts}); raise num_experts or mend the map"
+                )
+            mask_GE[group, expert] = True
+    return mask_GE

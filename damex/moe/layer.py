@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,12 @@ from damex.moe.gates import Gate
 from damex.moe.group_choice import (
     GroupChoice,
     allowed_experts,
+    group_experts_mask,
     image_votes,
 )
 from damex.moe.losses import RoutingLoss
-from damex.moe.routing import Packing, RoutingRecord
+from damex.moe.routing import Assignment, Packing, RoutingRecord
+from damex.moe.shards import ExpertShards
 
 
 class Router(Protocol):
@@ -80,6 +83,9 @@ class MoELayer(nn.Module):
     (unless its threshold is 0 and it has no `end_k`), an `ExpertCapacity`, and
     `ExpertChoiceGate` with padding.
 
+    `spread_experts` shares the experts out among processes; all of them then have to
+    call the layer the same number of times, with any number of tokens.
+
     Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
     autocast's dtype if there is one; the output has the dtype of the tokens.
 
@@ -96,6 +102,9 @@ class MoELayer(nn.Module):
     Raises:
         ValueError: If the parts do not fit together or `group_experts` is not a map
             from groups to one or more existing experts.
+
+    Attributes:
+        shards: Where the experts are; None where all of them are here.
     """
 
     group_experts_GE: Tensor | None
@@ -123,6 +132,7 @@ class MoELayer(nn.Module):
         self.shared_expert = shared_expert
         self.losses = tuple(losses)
         self.group_choice = group_choice or GroupChoice()
+        self.shards: ExpertShards | None = None
         mask_GE = None
         if group_experts is not None:
             mask_GE = group_experts_mask(group_experts, num_experts=experts.num_experts)
@@ -143,9 +153,25 @@ class MoELayer(nn.Module):
     def reset_parameters(self) -> None:
         """Draws the parameters of router and experts anew."""
         self.router.reset_parameters()
-        self.experts.reset_parameters()
+        with self._whole_experts():
+            self.experts.reset_parameters()
         if self.shared_expert is not None:
             self.shared_expert.reset_parameters()
+
+    def spread_experts(self, shards: ExpertShards) -> None:
+        """Keeps the experts of this process; the others answer through the exchange.
+
+        Router, gate and losses are as before. Gradients of experts are no matter of
+        DDP from here on, see `damex.moe.expert_gradients`.
+
+        Args:
+            shards: Which experts are where.
+
+        Raises:
+            ValueError: If the experts cannot be shared out, see `ExpertShards.keep_own`.
+        """
+        shards.keep_own(cast(nn.Module, self.experts))
+        self.shards = shards
 
     def forward(
         self,
@@ -187,7 +213,7 @@ class MoELayer(nn.Module):
         )
         tokens_VD = record.packing.pack(tokens_BND)
         assignment = record.assignment
-        out_RD = self.experts(assignment.dispatch(tokens_VD), assignment.counts_E)
+        out_RD = self._answers(tokens_VD, assignment)
         out_VD = assignment.combine(out_RD).to(tokens_BND.dtype)
         if self.shared_expert is not None:
             out_VD = out_VD + self.shared_expert(tokens_VD).to(out_VD.dtype)
@@ -239,6 +265,19 @@ class MoELayer(nn.Module):
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}
             record = dataclasses.replace(record, losses=losses)
         return record
+
+    def _answers(self, tokens_VD: Tensor, assignment: Assignment) -> Tensor:
+        """What the experts answer to each route, unweighted."""
+        rows_RD = assignment.dispatch(tokens_VD)
+        if self.shards is None:
+            return self.experts(rows_RD, assignment.counts_E)
+        return self.shards.run(self.experts, rows_RD, assignment.counts_E)
+
+    def _whole_experts(self) -> AbstractContextManager[None]:
+        """So that draws are those of one process, and not alike on all of them."""
+        if self.shards is None:
+            return nullcontext()
+        return self.shards.whole(cast(nn.Module, self.experts))
 
     def _count_votes(
         self, logits_VE: Tensor, packing: Packing, earlier_votes_BG: Tensor | None
@@ -343,37 +382,3 @@ class MoELayer(nn.Module):
                 f"MoELayer: group_ids_B must lie in [-1, {num_groups}), as "
                 f"group_experts has {num_groups} groups, got {group_ids_B.tolist()}"
             )
-
-
-def group_experts_mask(
-    group_experts: Sequence[Sequence[int]], *, num_experts: int
-) -> Tensor:
-    """Turns lists of expert ids, one per dataset group, into a bool mask.
-
-    Args:
-        group_experts: For each of the G groups the ids of its experts.
-        num_experts: E.
-
-    Returns:
-        mask_GE: True where a group may use an expert.
-
-    Raises:
-        ValueError: If there is no group, a group is empty, or an id is out of range.
-    """
-    if len(group_experts) == 0:
-        raise ValueError("group_experts: needs at least one dataset group, got none")
-    mask_GE = torch.zeros(len(group_experts), num_experts, dtype=torch.bool)
-    for group, experts in enumerate(group_experts):
-        if len(experts) == 0:
-            raise ValueError(
-                f"group_experts: group {group} has no expert; name one or more ids in "
-                f"[0, {num_experts})"
-            )
-        for expert in experts:
-            if not 0 <= expert < num_experts:
-                raise ValueError(
-                    f"group_experts: group {group} names expert {expert}, but ids must "
-                    f"lie in [0, {num_experts}); raise num_experts or mend the map"
-                )
-            mask_GE[group, expert] = True
-    return mask_GE

@@ -34,7 +34,7 @@ from damex.moe import (
     TopKGate,
     load_dense_split,
 )
-from damex.moe.layer import group_experts_mask
+from damex.moe.group_choice import group_experts_mask
 
 D, H, E = 8, 12, 4
 GROUP_EXPERTS = [[0], [1, 2], [3]]

@@ -1,0 +1,165 @@
+"""Gradients of experts that are spread over processes, beside those that DDP averages.
+
+DDP averages gradients over all processes, as the loss is the mean of theirs. An expert
+has a gradient on the processes of its column only, and there it is the sum over the
+rows of tokens that came: the sum over the column, divided by the number of all
+processes, is the gradient of the same mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from damex.moe.layer import MoELayer
+from damex.moe.shards import ExpertShards
+
+
+def sharded_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The layers whose experts are spread over processes, by name.
+
+    Args:
+        model: Any module.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MoELayer) and module.shards is not None
+    }
+
+
+def sharded_names(model: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that DDP must leave alone.
+
+    Args:
+        model: The module that DDP will wrap.
+    """
+    found = []
+    for name, layer in sharded_layers(model).items():
+        prefix = f"{name}.experts." if name else "experts."
+        bank = cast(nn.Module, layer.experts)
+        found += [prefix + own for own, _ in bank.named_parameters()]
+        found += [prefix + own for own, _ in bank.named_buffers()]
+    return found
+
+
+@contextmanager
+def whole_experts(
+    models: Iterable[nn.Module],
+    optimizer: Optimizer | None = None,
+    *,
+    keep: bool = True,
+) -> Iterator[None]:
+    """Gives models all of their experts for a while; see `ExpertShards.whole`.
+
+    Args:
+        models: With or without experts that are spread out.
+        optimizer: Of any of them; its state becomes whole, too.
+        keep: Whether this process needs them.
+    """
+    with ExitStack() as stack:
+        for model in models:
+            for layer in sharded_layers(model).values():
+                bank, shards = cast(nn.Module, layer.experts), layer.shards
+                if shards is not None:
+                    stack.enter_context(shards.whole(bank, optimizer, keep=keep))
+        yield
+
+
+class ExpertGradients:
+    """What DDP does for all other parameters, and clipping over all processes.
+
+    Once per step of the optimiser, after the backward pass and before anything reads
+    gradients: call `reduce`. With gradient accumulation that is once after the last
+    backward pass.
+
+    Args:
+        model: With layers whose experts are spread over processes.
+
+    Raises:
+        ValueError: If it has none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [*sharded_layers(model).values()]
+        if not layers:
+            raise ValueError("ExpertGradients: no layer's experts are spread out")
+        self._shards: ExpertShards = layers[0].shards  # type: ignore[assignment]
+        # In one order on all processes: collectives are matched by order.
+        banks = [cast(nn.Module, layer.experts) for layer in layers]
+        self._parameters = [p for bank in banks for p in bank.parameters()]
+        self._ids = {id(parameter) for parameter in self._parameters}
+
+    def reduce(self) -> None:
+        """Makes the gradients of experts those of the mean of all processes' losses."""
+        shards = self._shards
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        is_alone = shards.num_processes == shards.size
+        works = [
+            distributed.all_reduce(grad, group=shards.column, async_op=True)
+            for grad in ([] if is_alone else grads)
+        ]
+        for work in works:
+            work.wait()
+        for grad in grads:
+            grad.div_(shards.num_processes)
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, counting the experts of all processes.
+
+        So all processes clip by the same number. Call `reduce` before.
+
+        Args:
+            parameters: All that the optimiser trains.
+            max_norm: As there, like the rest.
+            norm_type: See there.
+            error_if_nonfinite: See there.
+            foreach: See there.
+
+        Returns:
+            The norm before.
+        """
+        parameters = list(parameters)
+        total = self._norm(parameters, norm_type, foreach)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"clip_grad_norm: the total norm of order {norm_type} is {total}"
+            )
+        clip_grads_with_norm_(parameters, max_norm, total, foreach)
+        return total
+
+    def _norm(
+        self, parameters: list[Tensor], order: float, foreach: bool | None
+    ) -> Tensor:
+        grads = [(id(p) in self._ids, p.grad) for p in parameters]
+        own, common = (
+            get_total_norm(
+                [g for is_own, g in grads if g is not None and is_own == wanted],
+                order,
+                foreach=foreach,
+            )
+            for wanted in (True, False)
+        )
+        common = common.to(own)
+        row = self._shards.row
+        if math.isinf(order):
+            distributed.all_reduce(own, distributed.ReduceOp.MAX, group=row)
+            return torch.maximum(own, common)
+        power = own.pow(order)
+        distributed.all_reduce(power, group=row)
+        return (power + common.pow(order)).pow(1.0 / order)

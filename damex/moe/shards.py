@@ -1,0 +1,279 @@
+"""Experts of a layer spread over processes, and the exchange of tokens between them.
+
+The processes form a grid (data, expert): those of one row share out the experts, those
+of one column hold the same ones. Every process has tokens of its own, sends each of
+them to the process of its row that holds the expert, and gets the answers back.
+
+Axes: E experts, P processes of a row, L = E / P experts of one process, R rows of this
+process sorted by expert, S rows that the experts of this process serve, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+MESH_AXES = ("data", "expert")
+
+
+class ExpertShards:
+    """Which experts this process holds, and how tokens reach those of the others.
+
+    All methods that exchange something have to be called by all processes of the row,
+    in the same order; those without tokens, too. One object serves all layers.
+
+    Args:
+        mesh: The grid, with the axes `MESH_AXES`.
+
+    Raises:
+        ValueError: If its axes are others.
+
+    Attributes:
+        mesh: The grid.
+        size: P.
+        index: Which of the P this process is.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.mesh_dim_names != MESH_AXES:
+            raise ValueError(
+                f"ExpertShards: the mesh must have the axes {MESH_AXES}, got "
+                f"{mesh.mesh_dim_names}"
+            )
+        self.mesh = mesh
+        self.size = mesh.size(1)
+        self.index = mesh.get_local_rank("expert")
+
+    @classmethod
+    def of_world(cls, size: int, *, device_type: str = "cpu") -> ExpertShards:
+        """Makes the grid of all processes; all of them call this.
+
+        Neighbours share experts out: with size=4, processes 0 to 3 hold each expert
+        once, as do 4 to 7. On machines of 4 or 8 GPUs tokens then stay inside of one.
+
+        Args:
+            size: P.
+            device_type: Where tokens live, 'cpu' or 'cuda'.
+
+        Raises:
+            ValueError: If P does not divide the number of processes.
+        """
+        count = distributed.get_world_size()
+        if size < 1 or count % size:
+            raise ValueError(
+                f"ExpertShards: the number of processes, {count}, must be a multiple "
+                f"of the {size} that share experts out"
+            )
+        shape = (count // size, size)
+        return cls(init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
+        """Itself: copies of a layer talk to the same processes."""
+        return self
+
+    @property
+    def num_processes(self) -> int:
+        """All processes of the grid."""
+        return self.mesh.size()
+
+    @property
+    def row(self) -> ProcessGroup:
+        """The processes that share the experts out."""
+        return self.mesh.get_group("expert")
+
+    @property
+    def column(self) -> ProcessGroup:
+        """The processes that hold the same experts as this one."""
+        return self.mesh.get_group("data")
+
+    def own(self, values_E: Tensor) -> Tensor:
+        """The slice of this process, (L, ...)."""
+        return values_E.tensor_split(self.size)[self.index]
+
+    def gather(self, values_L: Tensor) -> Tensor:
+        """The slices of all processes of the row, (E, ...)."""
+        slices = [torch.empty_like(values_L) for _ in range(self.size)]
+        distributed.all_gather(slices, values_L.contiguous(), group=self.row)
+        return torch.cat(slices)
+
+    def keep_own(self, bank: nn.Module) -> None:
+        """Lets go of the experts that other processes hold.
+
+        Args:
+            bank: All its parameters and buffers have one slice per expert along their
+                first axis; changed in place, but for its `num_experts`, which stays E.
+
+        Raises:
+            ValueError: If P does not divide the number of experts, or a tensor has no
+                slice per expert.
+        """
+        num_experts = int(getattr(bank, "num_experts"))  # noqa: B009 (no nn.Module's)
+        if num_experts % self.size:
+            raise ValueError(
+                f"ExpertShards: {num_experts} experts cannot be shared out among "
+                f"{self.size} processes evenly"
+            )
+        for name, tensor in bank.state_dict().items():
+            if tensor.shape[:1] != (num_experts,):
+                raise ValueError(
+                    f"ExpertShards: {name} of {type(bank).__name__} has the shape "
+                    f"{tuple(tensor.shape)}, and no slice for each of the "
+                    f"{num_experts} experts along its first axis"
+                )
+        for tensor in _tensors(bank):
+            tensor.data = self.own(tensor.data).clone()
+
+    @contextmanager
+    def whole(
+        self, bank: nn.Module, optimizer: Optimizer | None = None, *, keep: bool = True
+    ) -> Iterator[None]:
+        """Gives a bank all of its experts for a while, to be drawn, loaded or saved.
+
+        At the end each process keeps its own, as they are then. Inside of another such
+        context nothing happens.
+
+        Args:
+            bank: Its experts are shared out; see `keep_own`.
+            optimizer: Its state of the bank's parameters becomes whole, too.
+            keep: Whether this process needs them. All processes have to enter, but
+                those that do not keep the whole need no memory for it.
+        """
+        num_experts = getattr(bank, "num_experts")  # noqa: B009
+        parts = [t for t in _tensors(bank) if t.shape[0] < num_experts]
+        kept = []
+        for tensor in parts:
+            local_L, full_E = tensor.data, self.gather(tensor.data)
+            state = {} if optimizer is None else optimizer.state.get(tensor, {})
+            found = {
+                key: self.gather(value)
+                for key, value in state.items()
+                if _is_shaped(value, local_L)
+            }
+            if keep:
+                kept.append((tensor, local_L))
+                tensor.data = full_E
+                state.update(found)
+        try:
+            yield
+        finally:
+            for tensor, local_L in kept:
+                state = {} if optimizer is None else optimizer.state.get(tensor, {})
+                for key, value in state.items():
+                    if _is_shaped(value, tensor):
+                        state[key] = self.own(value).clone()
+                tensor.data = local_L.copy_(self.own(tensor.data))
+
+    def run(
+        self,
+        experts: Callable[[Tensor, Tensor], Tensor],
+        rows_RD: Tensor,
+        counts_E: Tensor,
+    ) -> Tensor:
+        """Has each row answered by its expert, wherever that is.
+
+        Gradients go back the way that rows came. The counts are read on the host, as an
+        exchange has to know its sizes.
+
+        Args:
+            experts: The bank of this process: rows (S, D) sorted by expert and counts
+                (L,) -> rows of any width, but for 0 rows, too.
+            rows_RD: Sorted by expert.
+            counts_E: Rows of each expert, int64; must sum to R.
+
+        Returns:
+            What the experts answered, in the order of `rows_RD`.
+        """
+        plan = self._plan(counts_E)
+        rows_SD = _Exchange.apply(rows_RD, plan.sent, plan.received, self.row)
+        out_SD = experts(rows_SD.index_select(0, plan.order_S), plan.counts_L)
+        out_SD = out_SD.index_select(0, plan.back_S)
+        return _Exchange.apply(out_SD, plan.received, plan.sent, self.row)
+
+    def _plan(self, counts_E: Tensor) -> _Plan:
+        """Exchanges how many rows come for which expert."""
+        sent_PL = counts_E.view(self.size, -1)
+        received_PL = torch.empty_like(sent_PL)
+        distributed.all_to_all_single(received_PL, sent_PL.contiguous(), group=self.row)
+        # Rows come process by process, sorted by expert within each of them.
+        experts_PL = torch.arange(
+            received_PL.shape[1], device=counts_E.device
+        ).expand_as(received_PL)
+        expert_S = experts_PL.flatten().repeat_interleave(received_PL.flatten())
+        order_S = torch.argsort(expert_S, stable=True)
+        return _Plan(
+            sent=sent_PL.sum(1).tolist(),
+            received=received_PL.sum(1).tolist(),
+            counts_L=received_PL.sum(0),
+            order_S=order_S,
+            back_S=torch.argsort(order_S),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """One exchange.
+
+    Attributes:
+        sent: Rows for each process of the row.
+        received: Rows from each of them.
+        counts_L: Rows for each expert of this process.
+        order_S: Sorts the rows that came by expert.
+        back_S: Undoes that.
+    """
+
+    sent: list[int]
+    received: list[int]
+    counts_L: Tensor
+    order_S: Tensor
+    back_S: Tensor
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, whose gradients take the way back.
+
+    torch has this in `torch.distributed.nn.functional`, which is deprecated, and in
+    private modules.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: ProcessGroup,
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group)
+        return back, None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+) -> Tensor:
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    distributed.all_to_all_single(
+        found, rows.contiguous(), received, sent, group=group
+    )
+    return found
+
+
+def _tensors(bank: nn.Module) -> list[Tensor]:
+    return [*bank.parameters(), *bank.buffers()]
+
+
+def _is_shaped(value: Any, tensor: Tensor) -> bool:
+    """Whether something is a tensor with one number for each number of another."""
+    return isinstance(value, Tensor) and value.shape == tensor.shape

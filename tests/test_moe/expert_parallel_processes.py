@@ -1,0 +1,204 @@
+"""What ``test_shards.py`` trains, in one process and in several.
+
+Arguments: a folder and how many processes share the experts of a layer out; 1 stands
+for DDP alone. Each process leaves what it found in ``rank0.pt`` and so on there.
+"""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from damex.moe import (
+    AffineExperts,
+    DatasetRoutingLoss,
+    DenseSoftmaxGate,
+    DenseToSparseGate,
+    ExpertCapacity,
+    ExpertChoiceGate,
+    ExpertGradients,
+    ExpertShards,
+    FFNExperts,
+    HierarchicalRouter,
+    LinearRouter,
+    LoadBalanceLoss,
+    LowRankExperts,
+    MoELayer,
+    Packing,
+    SharedExpert,
+    TopKGate,
+    sharded_layers,
+    sharded_names,
+)
+
+D, H, E, STEPS, MAX_NORM = 6, 10, 4, 3, 0.05
+FFN = partial(FFNExperts, E, D, H)
+ROUTERS = dict(linear=LinearRouter, hierarchical=partial(HierarchicalRouter, num_groups=2))
+CASES = dict(
+    top1=(TopKGate, FFN, "linear"),
+    top2=(partial(TopKGate, 2, renormalize=True), FFN, "hierarchical"),
+    capacity=(partial(TopKGate, 2, capacity=ExpertCapacity(factor=0.8)), FFN, "linear"),
+    prelu=(TopKGate, partial(FFN, activation="prelu", output_bias=False), "linear"),
+    expert_choice=(partial(ExpertChoiceGate, share=0.5), FFN, "linear"),
+    dense=(DenseSoftmaxGate, FFN, "linear"),
+    dense_to_sparse=(DenseToSparseGate, FFN, "linear"),
+    low_rank=(TopKGate, partial(LowRankExperts, E, D, 2), "linear"),
+    affine=(partial(TopKGate, 2), partial(AffineExperts, E, D), "linear"),
+    recomputed=(TopKGate, FFN, "linear"),
+    accumulated=(TopKGate, FFN, "linear"),
+)
+ADAPTERS = ("low_rank", "affine")
+
+
+class Net(nn.Module):
+    """Two layers with experts between two that all processes have."""
+
+    def __init__(self, case):
+        super().__init__()
+        torch.manual_seed(0)
+        self.recomputes = case == "recomputed"
+        self.first = nn.Linear(D, D)
+        self.layers = nn.ModuleList(make_layer(case) for _ in range(2))
+        self.last = nn.Linear(D, 1)
+        self.double()
+        for parameter in self.parameters():  # adapters start at zero
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+
+    def forward(self, tokens_BND, mask_BN, group_ids_B):
+        """Mean over real tokens, zero without any, and the routing losses."""
+        inputs = dict(packing=Packing.of_mask(mask_BN), group_ids_B=group_ids_B)
+        hidden, losses = self.first(tokens_BND), []
+        for layer in self.layers:
+            if self.recomputes:
+                out, record = checkpoint(layer, hidden, use_reentrant=False, **inputs)
+            else:
+                out, record = layer(hidden, **inputs)
+            hidden = hidden + out
+            losses += record.losses.values()
+        values_BN = self.last(hidden).squeeze(2).square() * mask_BN
+        return hidden, values_BN.sum() / mask_BN.sum().clamp_min(1) + sum(losses)
+
+
+def make_layer(case):
+    make_gate, make_experts, router = CASES[case]
+    shared = SharedExpert(D, H) if case in ADAPTERS else None
+    layer = MoELayer(
+        router=ROUTERS[router](D, E),
+        gate=make_gate(),
+        experts=make_experts(),
+        shared_expert=shared,
+        losses=[DatasetRoutingLoss(weight=0.1), LoadBalanceLoss(weight=0.1)],
+        group_experts=[[0, 1], [2, 3]],
+    )
+    layer.gate.begin_step(0.5)
+    return layer
+
+
+def make_batch(step, rank):
+    """Images of uneven size; process 1 has no token at all in step 1."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    count, length = 1 + rank % 2, 5 + 2 * rank
+    tokens_BND = torch.randn(count, length, D, generator=generator).double()
+    mask_BN = torch.rand(count, length, generator=generator) < 0.8
+    if (step, rank) == (1, 1):
+        mask_BN[:] = False
+    groups_B = torch.randint(-1, 2, (count,), generator=generator)
+    return tokens_BND, mask_BN, groups_B
+
+
+def make_optimizer(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def batches(case, step, rank):
+    """Two micro-batches where gradients are accumulated."""
+    steps = (step, step + STEPS) if case == "accumulated" else (step,)
+    return [make_batch(number, rank) for number in steps]
+
+
+def train_alone(case, num_processes):
+    """One process with the batches of several; the loss is the mean of theirs."""
+    net = Net(case)
+    optimizer, found = make_optimizer(net), []
+    for step in range(STEPS):
+        outputs = []
+        for rank in range(num_processes):
+            for batch in batches(case, step, rank):
+                output, loss = net(*batch)
+                (loss / num_processes).backward()
+            outputs.append(output.detach())
+        grads = {n: p.grad.clone() for n, p in net.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(dict(outputs=outputs, grads=grads, norm=norm))
+    return found, state_of(net)
+
+
+def train_together(case, rank, shards):
+    """This process of several, with DDP and, where there are shards, an exchange."""
+    net = Net(case)
+    if shards is not None:
+        for layer in net.layers:
+            layer.spread_experts(shards)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            net, sharded_names(net)
+        )
+    gradients = None if shards is None else ExpertGradients(net)
+    wrapped, optimizer, found = DistributedDataParallel(net), make_optimizer(net), []
+    for step in range(STEPS):
+        *earlier, last = batches(case, step, rank)
+        with wrapped.no_sync():
+            for batch in earlier:
+                wrapped(*batch)[1].backward()
+        output, loss = wrapped(*last)
+        loss.backward()
+        clip = nn.utils.clip_grad_norm_
+        if gradients is not None:
+            gradients.reduce()
+            clip = gradients.clip_grad_norm
+        grads = whole_grads(net)
+        norm = clip(net.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(dict(output=output.detach(), grads=grads, norm=norm))
+    with whole(net):
+        return found, state_of(net)
+
+
+def whole(net):
+    """All experts on this process for a while."""
+    from damex.moe import whole_experts
+
+    return whole_experts([net])
+
+
+def whole_grads(net):
+    grads = {name: p.grad.clone() for name, p in net.named_parameters()}
+    for name, layer in sharded_layers(net).items():
+        for own, parameter in layer.experts.named_parameters():
+            grads[f"{name}.experts.{own}"] = layer.shards.gather(parameter.grad)
+    return grads
+
+
+def state_of(net):
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def main():
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    rank = int(os.environ["RANK"])
+    distributed.init_process_group("gloo")
+    shards = ExpertShards.of_world(size) if size > 1 else None
+    result = {case: train_together(case, rank, shards) for case in CASES}
+    torch.save(result, folder / f"rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Experts spread over processes answer and learn as those of a single process do."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from damex.moe import (
+    ExpertGradients,
+    ExpertShards,
+    FFNExperts,
+    LinearRouter,
+    MoELayer,
+    TopKGate,
+    sharded_names,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+import expert_parallel_processes as processes  # noqa: E402
+
+CLOSE = dict(rtol=0, atol=1e-9)  # float64
+LAYOUTS = [
+    pytest.param((2, 1), id="DDP on 2"),
+    pytest.param((2, 2), id="experts over 2"),
+    pytest.param((4, 4), id="experts over 4"),
+    pytest.param((4, 2), id="experts over 2, data over 2"),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def together(request, tmp_path_factory):
+    """What each of some processes found, in one launch for all cases."""
+    count, size = request.param
+    folder = tmp_path_factory.mktemp("shards")
+    launch = ("-m", "torch.distributed.run", "--standalone")
+    script = processes.__file__
+    done = subprocess.run(
+        [sys.executable, *launch, f"--nproc_per_node={count}", script, folder, f"{size}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", processes.CASES)
+def test_several_processes_train_as_one(together, case):
+    alone, state = processes.train_alone(case, len(together))
+    for rank, found in enumerate(together):
+        steps, own_state = found[case]
+        for step, reference in zip(steps, alone, strict=True):
+            output = reference["outputs"][rank]
+            torch.testing.assert_close(step["output"], output, **CLOSE)
+            torch.testing.assert_close(step["grads"], reference["grads"], **CLOSE)
+            torch.testing.assert_close(step["norm"], reference["norm"], **CLOSE)
+        torch.testing.assert_close(own_state, state, **CLOSE)
+    norms = [[step["norm"].item() for step in found[case][0]] for found in together]
+    assert all(own == norms[0] for own in norms)  # to the last bit
+    assert min(norms[0]) > processes.MAX_NORM  # so that clipping matters
+
+
+def test_the_batches_leave_a_process_and_an_expert_without_tokens():
+    _, mask_BN, _ = processes.make_batch(1, 1)
+    assert not mask_BN.any()
+    _, mask_BN, _ = processes.make_batch(0, 0)
+    assert mask_BN.any()
+    assert not mask_BN.all()
+
+
+@pytest.fixture
+def group(tmp_path):
+    """This process as a group of one."""
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+def make_layer():
+    torch.manual_seed(0)
+    return MoELayer(
+        router=LinearRouter(6, 4), gate=TopKGate(2), experts=FFNExperts(4, 6, 8)
+    )
+
+
+def test_a_group_of_one_is_the_layer_itself(group):
+    alone, spread = make_layer(), make_layer()
+    spread.spread_experts(ExpertShards.of_world(1))
+    tokens_BND = torch.randn(2, 5, 6)
+    outputs = [layer(tokens_BND)[0] for layer in (alone, spread)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    ExpertGradients(spread).reduce()
+    for ours, theirs in zip(spread.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_copy_of_a_layer_talks_to_the_same_processes(group):
+    layer = make_layer()
+    layer.spread_experts(ExpertShards.of_world(1))
+    layer(torch.randn(2, 5, 6))[0].sum().backward()
+    assert copy.deepcopy(layer).shards is layer.shards
+
+
+def test_names_are_those_of_the_experts_alone(group):
+    layer = make_layer()
+    assert sharded_names(layer) == []
+    layer.spread_experts(ExpertShards.of_world(1))
+    outer = torch.nn.ModuleDict(dict(one=make_layer(), two=layer))
+    names = [f"experts.{n}" for n in ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED")]
+    assert sharded_names(layer) == names
+    assert sharded_names(outer) == [f"two.{name}" for name in names]
+
+
+def test_what_cannot_be_shared_out_is_refused(group):
+    with pytest.raises(ValueError, match="number of processes, 1, .* of the 2 that"):
+        ExpertShards.of_world(2)
+    with pytest.raises(ValueError, match=r"axes \('data', 'expert'\), got \('a',\)"):
+        ExpertShards(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
+    with pytest.raises(ValueError, match="no layer's experts are spread"):
+        ExpertGradients(make_layer())
+    shards = ExpertShards.of_world(1)
+    bank = FFNExperts(4, 6, 8)
+    bank.register_buffer("scale", torch.ones(()))
+    with pytest.raises(ValueError, match=r"scale of FFNExperts has the shape \(\)"):
+        shards.keep_own(bank)
+    shards.size = 3
+    with pytest.raises(ValueError, match="4 experts .* among 3 processes"):
+        shards.keep_own(FFNExperts(4, 6, 8))
