@@ -171,7 +171,11 @@ def describe_run(runner: Runner) -> str:
     experts = "dense"
     if blocks:
         names = ", ".join(block.name for block in blocks)
-        experts = f"{blocks[0].moe.num_experts} experts in {names}"
+        moe = blocks[0].moe
+        experts = f"{moe.num_experts} experts in {names}"
+        if moe.shards is not None:
+            each = moe.num_experts // moe.shards.size
+            experts += f", {each} on each process (of which these are the parameters)"
     gating = getattr(model, "channel_gating", None)
     if gating is not None:
         heads = gating.path.heads.values()

@@ -29,6 +29,7 @@ from damex.engine.checkpoint import check_label_space, check_tensors, replace_mi
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
 from damex.engine.console import ProgressHook, filter_console
+from damex.engine.expert_parallel import ExpertParallelRunner
 from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import take_over_moments
 from damex.engine.schedule import (
@@ -49,7 +50,7 @@ HOOKS_OF_DAMEX = (IterationSeedHook, TrainingStepHook, ProgressHook, RunSummaryH
 
 
 @RUNNERS.register_module()
-class MixtureRunner(Runner):
+class MixtureRunner(ExpertParallelRunner):
     """Runner that completes the config, keeps the screen readable and runs anywhere.
 
     damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes

@@ -149,6 +149,7 @@ class MoEConfig:
         shared_expert: What all tokens pass beside their routed experts, if any.
         losses: Routing losses, each a dict with a ``type``.
         with_cp: Recompute the experts in the backward pass to save memory.
+        expert_parallel: Processes that share the experts of a layer out; 1 for none.
         block: Norm and drop path around the experts.
         fine_grained: Cut experts from the dense FFN.
         router_warmup: Train the routers alone at first.
@@ -174,6 +175,7 @@ class MoEConfig:
     shared_expert: Annotated[Mapping[str, Any] | None, module_of("SharedExpert")] = None
     losses: Annotated[Sequence[Mapping[str, Any]], LOSSES] = ()
     with_cp: Annotated[bool, FLAG] = False
+    expert_parallel: Annotated[int, COUNT] = 1
     block: Annotated[
         BlockConfig, branch(BlockConfig, "dict(norm='pre', drop_path=0.2)")
     ] = field(default_factory=BlockConfig)
@@ -215,10 +217,10 @@ class MoEConfig:
     def resolved(self) -> dict[str, Any]:
         """The tree as plain dicts, defaults filled in, to be kept in a checkpoint.
 
-        Memory options, and who chooses groups, are no property of the experts and left
-        out. Losses stand under their types.
+        Memory options, where experts are, and who chooses groups are no property of the
+        experts and left out. Losses stand under their types.
         """
-        left_out = {"with_cp", *vars(GroupChoice())}
+        left_out = {"with_cp", "expert_parallel", *vars(GroupChoice())}
         tree = {k: v for k, v in vars(self).items() if k not in left_out}
         tree["losses"] = {str(loss.get("type")): loss for loss in self.losses}
         return _resolved(tree)

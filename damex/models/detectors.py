@@ -46,6 +46,7 @@ from damex.models.queries import (
 )
 from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
+from damex.moe import whole_experts
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -192,10 +193,11 @@ class RoutedDetector(_Detector):
         gives stacked experts a wrong scale. Those of the backbone are not drawn again:
         they may hold pretrained kernels.
         """
-        super().init_weights()
-        for block in moe_blocks(self):
-            if isinstance(block, MoEFFN):
-                block.reset_parameters()
+        with whole_experts([self]):
+            super().init_weights()
+            for block in moe_blocks(self):
+                if isinstance(block, MoEFFN):
+                    block.reset_parameters()
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""

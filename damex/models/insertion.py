@@ -16,6 +16,7 @@ from damex.models.build import build_layer
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
 from damex.models.dense_phase import DensePhase
+from damex.models.expert_parallel import spread_experts
 from damex.models.signatures import module_class
 from damex.models.sites import chosen_layers, conv_sites
 from damex.models.upcycling import SplitStart, closing_norm_becomes_own, gate_notes
@@ -52,8 +53,9 @@ def insert_moe(
 
     Raises:
         ConfigError: If a layer does not exist or has no FFN, a module cannot be built,
-            works with groups and there are more of them than experts, or denoising
-            queries would compete with others.
+            works with groups and there are more of them than experts, denoising
+            queries would compete with others, or experts cannot be spread over
+            processes as it asks.
     """
     insert = _insert_patch_convs if _uses_patches(config) else _insert_ffns
     layers = tuple(insert(detector, config, context=context, num_groups=num_groups))
@@ -64,7 +66,8 @@ def insert_moe(
     notes = [*_dataset_notes(moe), *_balance_notes(moe), *_group_choice_notes(moe)]
     if config.upcycling is not None:
         notes += [f"moe.upcycling: {note}" for note in gate_notes(blocks)]
-    return InsertionReport(layers, tuple(notes))
+    layout = spread_experts(config, blocks)
+    return InsertionReport(layers, tuple(notes), layout)
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
@@ -337,10 +340,12 @@ class InsertionReport:
     Attributes:
         layers: In the order of computation.
         notes: What works but is hardly meant, each in a sentence.
+        layout: Which process has which experts; empty where each has all.
     """
 
     layers: tuple[InsertedLayer, ...]
     notes: tuple[str, ...] = ()
+    layout: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -348,7 +353,8 @@ class InsertionReport:
             f"{row.num_experts} experts ({row.moe_parameters:,})"
             for row in self.layers
         ]
-        return "\n".join([f"experts in {len(rows)} layers:", *rows])
+        rows += [f"  {self.layout}"] if self.layout else []
+        return "\n".join([f"experts in {len(self.layers)} layers:", *rows])
 
 
 def _inserted(

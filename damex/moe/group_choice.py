@@ -111,6 +111,7 @@ def image_votes(
     own_VGE = log_prob_V1E.masked_fill(~group_experts_GE, -torch.inf)
     return packing.unpack(torch.logsumexp(own_VGE, dim=2)).sum(1)
 
+
 def group_experts_mask(
     group_experts: Sequence[Sequence[int]], *, num_experts: int
 ) -> Tensor:

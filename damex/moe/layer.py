@@ -168,7 +168,7 @@ class MoELayer(nn.Module):
             shards: Which experts are where.
 
         Raises:
-            ValueError: If the experts cannot be shared out, see `ExpertShards.keep_own`.
+            ValueError: If they cannot be shared out, see `ExpertShards.keep_own`.
         """
         shards.keep_own(cast(nn.Module, self.experts))
         self.shards = shards

@@ -264,9 +264,7 @@ def _all_to_all(
     rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup
 ) -> Tensor:
     found = rows.new_empty(sum(received), *rows.shape[1:])
-    distributed.all_to_all_single(
-        found, rows.contiguous(), received, sent, group=group
-    )
+    distributed.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found
 
 

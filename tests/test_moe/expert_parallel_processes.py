@@ -38,7 +38,9 @@ from damex.moe import (
 
 D, H, E, STEPS, MAX_NORM = 6, 10, 4, 3, 0.05
 FFN = partial(FFNExperts, E, D, H)
-ROUTERS = dict(linear=LinearRouter, hierarchical=partial(HierarchicalRouter, num_groups=2))
+ROUTERS = dict(
+    linear=LinearRouter, hierarchical=partial(HierarchicalRouter, num_groups=2)
+)
 CASES = dict(
     top1=(TopKGate, FFN, "linear"),
     top2=(partial(TopKGate, 2, renormalize=True), FFN, "hierarchical"),

@@ -24,7 +24,7 @@ from damex.moe import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-import expert_parallel_processes as processes  # noqa: E402
+import expert_parallel_processes as processes
 
 CLOSE = dict(rtol=0, atol=1e-9)  # float64
 LAYOUTS = [
@@ -43,7 +43,14 @@ def together(request, tmp_path_factory):
     launch = ("-m", "torch.distributed.run", "--standalone")
     script = processes.__file__
     done = subprocess.run(
-        [sys.executable, *launch, f"--nproc_per_node={count}", script, folder, f"{size}"],
+        [
+            sys.executable,
+            *launch,
+            f"--nproc_per_node={count}",
+            script,
+            folder,
+            f"{size}",
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -127,7 +134,7 @@ def test_names_are_those_of_the_experts_alone(group):
 
 
 def test_what_cannot_be_shared_out_is_refused(group):
-    with pytest.raises(ValueError, match="number of processes, 1, .* of the 2 that"):
+    with pytest.raises(ValueError, match=r"number of processes, 1, .* of the 2 that"):
         ExpertShards.of_world(2)
     with pytest.raises(ValueError, match=r"axes \('data', 'expert'\), got \('a',\)"):
         ExpertShards(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
@@ -139,5 +146,5 @@ def test_what_cannot_be_shared_out_is_refused(group):
     with pytest.raises(ValueError, match=r"scale of FFNExperts has the shape \(\)"):
         shards.keep_own(bank)
     shards.size = 3
-    with pytest.raises(ValueError, match="4 experts .* among 3 processes"):
+    with pytest.raises(ValueError, match=r"4 experts .* among 3 processes"):
         shards.keep_own(FFNExperts(4, 6, 8))

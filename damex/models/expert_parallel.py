@@ -1,0 +1,111 @@
+"""``moe.expert_parallel``: a detector's experts spread over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from mmengine.device import get_device
+from torch import distributed
+
+from damex.errors import ConfigError
+from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.config import MoEConfig
+from damex.moe import ExpertShards, MoELayer
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "upcycling": "would have to copy an expert to all processes in mid-training; "
+        "train the dense detector first and start from it with load_from=CHECKPOINT",
+        "router_warmup": "has steps without a gradient for the rest of the detector, in "
+        "which DDP would have to look for unused parameters; warm up in a run of its "
+        "own and start from it with load_from=CHECKPOINT",
+    }
+)
+
+
+def spread_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -> str:
+    """Leave each process its own experts, where the config asks for that.
+
+    All processes call this together. Until here each has drawn all experts, so that
+    they start as those of a single process do.
+
+    Args:
+        config: What the detector asks for.
+        blocks: All blocks with experts, changed in place.
+
+    Returns:
+        Who has which experts, in words; empty where each process has all of them.
+
+    Raises:
+        ConfigError: If there are too few processes, numbers do not divide, or an option
+            does not work with experts of other processes.
+    """
+    size = config.expert_parallel
+    if size == 1:
+        return ""
+    for name, reason in REASONS.items():
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"moe.expert_parallel={size} and moe.{name} cannot be set together: "
+                f"{name} {reason}, or leave one of them out."
+            )
+    num_experts = blocks[0].moe.num_experts
+    if any(isinstance(block, MoEPatchConv) for block in blocks):
+        raise ConfigError(
+            f"moe.expert_parallel={size}: PatchConvExperts are small slices of one "
+            "convolution, whose patches are larger than the answers; exchanging them "
+            "is not supported. Set moe.expert_parallel=1."
+        )
+    if num_experts % size:
+        raise ConfigError(
+            f"moe.expert_parallel={size} must divide the number of experts, "
+            f"{num_experts}, so that each process holds as many; set "
+            f"moe.expert_parallel to one of {_divisors(num_experts)}, or "
+            f"moe.num_experts={(num_experts // size + 1) * size}."
+        )
+    _check_processes(size)
+    device = get_device()
+    shards = ExpertShards.of_world(size, device_type=device)
+    for block in blocks:
+        _spread(block.moe, shards, size)
+    rows, each = shards.num_processes // size, num_experts // size
+    first = shards.index * each
+    return (
+        f"of {num_experts} experts each process holds {each} (this one {first} to "
+        f"{first + each - 1}); {rows} x {size} processes (data x experts)"
+    )
+
+
+def _spread(moe: MoELayer, shards: ExpertShards, size: int) -> None:
+    try:
+        moe.spread_experts(shards)
+    except ValueError as error:
+        raise ConfigError(
+            f"moe.expert_parallel={size}: {error}; set moe.expert_parallel=1."
+        ) from error
+
+
+def _check_processes(size: int) -> None:
+    """Refuse too few processes, or a number that is no multiple."""
+    start = (
+        f"start {size} processes, or a multiple of that, with torchrun "
+        f"--nproc_per_node={size} tools/train.py CONFIG --launcher pytorch"
+    )
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ConfigError(
+            f"moe.expert_parallel={size} shares experts out among {size} processes, "
+            f"and there is one, without a launcher; {start}, or set "
+            "moe.expert_parallel=1 (checkpoints are the same)."
+        )
+    count = distributed.get_world_size()
+    if count % size:
+        raise ConfigError(
+            f"moe.expert_parallel={size} needs a number of processes that it divides, "
+            f"and there are {count}; {start}, or set moe.expert_parallel to one of "
+            f"{_divisors(count)}."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,158 @@
+"""The quick start's detector, trained by one process and by several that share experts.
+
+Arguments: a folder and how many processes share the experts of a layer out; 1 stands
+for DDP alone. Each process leaves what it found in ``rank0.pt`` and so on there.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmengine.structures import InstanceData
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import damex.registry  # noqa: F401
+from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_experts
+
+ROOT = Path(__file__).parents[2]
+STEPS, MAX_NORM, NUM_EXPERTS = 3, 0.1, 8
+SIZES = [[(128, 96), (64, 128)], [(96, 96), (128, 32)], [(64, 64), (96, 128)]]
+
+
+def make_detector(size):
+    """As the config has it, but for eight experts and random weights of the backbone."""
+    cfg = Config.fromfile(ROOT / "configs" / "quickstart.py")
+    model = cfg.model
+    model.backbone.pretrained = False
+    model.bbox_head.num_classes = 4
+    moe = dict(cfg.moe, num_experts=NUM_EXPERTS, expert_parallel=size)
+    model.update(moe=moe, num_groups=5)
+    torch.manual_seed(0)
+    detector = MODELS.build(model)
+    detector.init_weights()
+    return detector.train()
+
+
+def make_batch(step, rank):
+    """Images of uneven size. As many boxes everywhere, so that their number, by which
+    losses are divided, is that of the mean over processes."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    inputs, samples = [], []
+    for (height, width), count in zip(SIZES[rank % 3], (3, 1), strict=True):
+        image = torch.randint(0, 256, (3, height, width), generator=generator)
+        inputs.append(image.to(torch.uint8))
+        shape = dict(img_shape=(height, width), ori_shape=(height, width))
+        group = int(torch.randint(0, 5, (1,), generator=generator))
+        sample = DetDataSample(
+            metainfo=dict(shape, scale_factor=(1.0, 1.0), img_id=1, group_id=group)
+        )
+        corner = torch.rand(count, 2, generator=generator) * 8
+        sample.gt_instances = InstanceData(
+            bboxes=torch.cat([corner, corner + 20], dim=1),
+            labels=torch.randint(0, 4, (count,), generator=generator),
+        )
+        samples.append(sample)
+    return dict(inputs=inputs, data_samples=samples)
+
+
+def loss_of(model, detector, step, rank):
+    """The loss, under a seed for the denoising queries and the noise of gates."""
+    data = detector.data_preprocessor(make_batch(step, rank), True)
+    torch.manual_seed(100 * step + rank)
+    loss, _ = detector.parse_losses(model(**data, mode="loss"))
+    return loss
+
+
+def scores_of(detector, rank):
+    """Scores of the detections; all processes predict together."""
+    detector.eval()
+    data = detector.data_preprocessor(make_batch(9, rank), False)
+    with torch.no_grad():
+        samples = detector(**data, mode="predict")
+    detector.train()
+    return torch.stack([sample.pred_instances.scores for sample in samples])
+
+
+def make_optimizer(detector):
+    """With an eps that gradients of rounding errors alone do not reach."""
+    return torch.optim.AdamW(detector.parameters(), lr=0.0016, eps=1e-4)
+
+
+def grads_of(detector):
+    """Gradients by name, of whole banks where they are shared out."""
+    pairs = detector.named_parameters()
+    grads = {name: p.grad.clone() for name, p in pairs if p.grad is not None}
+    for name, layer in sharded_layers(detector).items():
+        for own, parameter in layer.experts.named_parameters():
+            grads[f"{name}.experts.{own}"] = layer.shards.gather(parameter.grad)
+    return grads
+
+
+def parameters_of(detector):
+    return {name: p.detach().clone() for name, p in detector.named_parameters()}
+
+
+def train_alone(num_processes):
+    """One process with the batches of several; the loss is the mean of theirs."""
+    detector = make_detector(1)
+    optimizer, found = make_optimizer(detector), []
+    for step in range(STEPS):
+        detector.begin_step(iteration=step, max_iters=STEPS)
+        losses = []
+        for rank in range(num_processes):
+            loss = loss_of(detector, detector, step, rank)
+            (loss / num_processes).backward()
+            losses.append(loss.detach())
+        grads = grads_of(detector)
+        norm = nn.utils.clip_grad_norm_(detector.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(dict(losses=losses, grads=grads, norm=norm))
+    scores = [scores_of(detector, rank) for rank in range(num_processes)]
+    return dict(steps=found, parameters=parameters_of(detector), scores=scores)
+
+
+def train_together(rank, size):
+    """This process of several, under DDP."""
+    detector = make_detector(size)
+    gradients, clip = None, nn.utils.clip_grad_norm_
+    if size > 1:
+        gradients = ExpertGradients(detector)
+        clip = gradients.clip_grad_norm
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            detector, sharded_names(detector)
+        )
+    model = DistributedDataParallel(detector, broadcast_buffers=False)
+    optimizer, found = make_optimizer(detector), []
+    for step in range(STEPS):
+        detector.begin_step(iteration=step, max_iters=STEPS)
+        loss = loss_of(model, detector, step, rank)
+        loss.backward()
+        if gradients is not None:
+            gradients.reduce()
+        grads = grads_of(detector)
+        norm = clip(detector.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(dict(loss=loss.detach(), grads=grads, norm=norm))
+    scores = scores_of(detector, rank)
+    with whole_experts([detector]):
+        return dict(steps=found, parameters=parameters_of(detector), scores=scores)
+
+
+def main():
+    folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
+    init_default_scope("mmdet")
+    distributed.init_process_group("gloo")
+    torch.save(train_together(rank, size), folder / f"rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
