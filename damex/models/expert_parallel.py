@@ -17,9 +17,9 @@ REASONS: Mapping[str, str] = MappingProxyType(
     {
         "upcycling": "would have to copy an expert to all processes in mid-training; "
         "train the dense detector first and start from it with load_from=CHECKPOINT",
-        "router_warmup": "has steps without a gradient for the rest of the detector, in "
-        "which DDP would have to look for unused parameters; warm up in a run of its "
-        "own and start from it with load_from=CHECKPOINT",
+        "router_warmup": "has steps without a gradient for all other parameters, which "
+        "DDP would have to look for; warm up in a run of its own and start from it "
+        "with load_from=CHECKPOINT",
     }
 )
 

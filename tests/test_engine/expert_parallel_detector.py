@@ -26,7 +26,7 @@ SIZES = [[(128, 96), (64, 128)], [(96, 96), (128, 32)], [(64, 64), (96, 128)]]
 
 
 def make_detector(size):
-    """As the config has it, but for eight experts and random weights of the backbone."""
+    """As the config has it, but for eight experts and a backbone of random weights."""
     cfg = Config.fromfile(ROOT / "configs" / "quickstart.py")
     model = cfg.model
     model.backbone.pretrained = False

@@ -1,0 +1,292 @@
+"""``moe.expert_parallel`` in detectors and runners, with real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.runner import Runner
+from torch import distributed
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from damex.engine.expert_parallel import reduce_before_steps
+from damex.engine.runner import MixtureRunner
+from damex.engine.schedule import ExpertMeanDecayHook
+from damex.errors import ConfigError
+from damex.models.insertion import moe_blocks
+from damex.moe import ExpertShards
+
+sys.path.insert(0, str(Path(__file__).parent))
+import expert_parallel_detector as detectors
+import expert_parallel_training as trainings
+
+LAYOUTS = [
+    pytest.param((2, 1), id="DDP on 2"),
+    pytest.param((2, 2), id="experts over 2"),
+    pytest.param((4, 4), id="experts over 4"),
+    pytest.param((4, 2), id="experts over 2, data over 2"),
+]
+# float32, where the largest gradient is about 1; seen are differences of 3e-7.
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+TRAINING = """
+train_cfg = dict(max_epochs=2, val_begin=2)
+train_dataloader["sampler"]["samples_per_epoch"] = 8
+model = dict(num_queries=10, test_cfg=dict(max_per_img=10))
+moe = dict(num_experts=4)
+custom_hooks = [dict(type="EMAHook", momentum=0.1)]
+# Larger than rounding errors, from which AdamW would make steps of full length.
+optim_wrapper = dict(optimizer=dict(eps=1e-4))
+"""
+
+
+def launch(count, script, *arguments):
+    command = ("-m", "torch.distributed.run", "--standalone")
+    done = subprocess.run(
+        [sys.executable, *command, f"--nproc_per_node={count}", script, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_detector_of_the_quick_start_trains_as_in_one_process(layout, tmp_path):
+    count, size = layout
+    launch(count, detectors.__file__, tmp_path, str(size))
+    alone = detectors.train_alone(count)
+    together = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(count)]
+    for rank, found in enumerate(together):
+        for step, reference in zip(found["steps"], alone["steps"], strict=True):
+            loss = reference["losses"][rank]
+            torch.testing.assert_close(step["loss"], loss, rtol=1e-5, atol=0)
+            torch.testing.assert_close(step["norm"], reference["norm"], **CLOSE)
+            assert_all_close(step["grads"], reference["grads"])
+        assert_all_close(found["parameters"], alone["parameters"])
+        torch.testing.assert_close(found["scores"], alone["scores"][rank], **CLOSE)
+        for name, value in found["parameters"].items():
+            assert torch.equal(value, together[0]["parameters"][name])
+        norms = [step["norm"].item() for step in found["steps"]]
+        assert norms == [step["norm"].item() for step in together[0]["steps"]]
+
+
+def assert_all_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **CLOSE, msg=name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, make_coco_dataset, write_config_to):
+    """Work directories of all trainings."""
+    folder = tmp_path_factory.mktemp("spread")
+    mixture = [
+        make_coco_dataset(folder / "street", classes=["car", "person"], num_images=5),
+        make_coco_dataset(folder / "park", classes=["dog", "car"], num_images=3),
+    ]
+    write_config_to(folder, mixture=mixture, extra=TRAINING)
+    launch(2, trainings.__file__, folder)
+    trainings.load_and_save(
+        folder, "alone_again", size=1, resume_from="spread", launcher="none"
+    )
+    return folder
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def tensors(checkpoint):
+    """All weights, averaged weights and moments by name."""
+    found = dict(checkpoint["state_dict"])
+    found |= {f"ema.{k}": v for k, v in checkpoint["ema_state_dict"].items()}
+    names = checkpoint["meta"]["optimizer_names"]
+    for index, moments in checkpoint["optimizer"]["state"].items():
+        found |= {f"{names[index]}.{key}": value for key, value in moments.items()}
+    return found
+
+
+def assert_equal(ours, theirs):
+    ours, theirs = tensors(load(ours)), tensors(load(theirs))
+    assert ours.keys() == theirs.keys()
+    assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_spread_experts_is_that_of_ddp(folder):
+    ours, theirs = (load(folder / work / "epoch_2.pth") for work in ("spread", "plain"))
+    assert ours["meta"]["moe"] == theirs["meta"]["moe"]
+    ours, theirs = tensors(ours), tensors(theirs)
+    moments = [key for key in ours if key.endswith("w1_EDH.exp_avg_sq")]
+    assert len(moments) == 2
+    assert all(ours[key].shape[0] == 4 for key in moments)
+    counts = [key for key in ours if key.endswith("num_batches_tracked")]
+    assert counts
+    ours, theirs = ({k: v.double() for k, v in t.items()} for t in (ours, theirs))
+    assert_all_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_resumed_training_ends_where_the_whole_one_does(folder):
+    assert_equal(folder / "resumed" / "epoch_2.pth", folder / "spread" / "epoch_2.pth")
+
+
+@pytest.mark.slow
+def test_checkpoints_do_not_know_how_many_processes_there_were(folder):
+    for again, saved in [("spread_again", "plain"), ("alone_again", "spread")]:
+        assert_equal(folder / again / "again.pth", folder / saved / "epoch_1.pth")
+
+
+@pytest.fixture
+def group():
+    """This process as a group of one."""
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+DAMEX = dict(layers=dict(decoder=[0]), losses=[dict(type="DatasetRoutingLoss")])
+REFUSED = [
+    (
+        dict(num_experts=3),
+        r"must divide the number of experts, 3, .*one of \[1, 3\], or "
+        r"moe.num_experts=4",
+    ),
+    (dict(num_experts=4, upcycling=dict(share=0.5)), "and moe.upcycling cannot be set"),
+    (
+        dict(num_experts=4, router_warmup=dict(iters=2, loss="dataset_routing")),
+        "and moe.router_warmup cannot be set",
+    ),
+    (
+        dict(
+            num_experts=4,
+            layers=dict(backbone=[3]),
+            losses=[],
+            experts=dict(type="PatchConvExperts", patch_size=2),
+        ),
+        "PatchConvExperts are small slices",
+    ),
+]
+
+
+@pytest.mark.parametrize(("moe", "words"), REFUSED)
+def test_experts_that_cannot_be_spread_are_refused(build, moe, words):
+    with pytest.raises(ConfigError, match=words):
+        build(moe={**DAMEX, **moe, "expert_parallel": 2})
+
+
+def test_too_few_processes_are_refused(build, group):
+    moe = {**DAMEX, "num_experts": 4, "expert_parallel": 2}
+    with pytest.raises(ConfigError, match=r"there are 1; start 2 .* one of \[1\]\."):
+        build(moe=moe)
+
+
+def test_a_missing_launcher_is_named(build):
+    moe = {**DAMEX, "num_experts": 4, "expert_parallel": 4}
+    with pytest.raises(ConfigError, match=r"nproc_per_node=4 .*--launcher pytorch, or"):
+        build(moe=moe)
+
+
+def test_one_process_per_group_is_a_detector_without_shards(build):
+    states = [
+        build(moe={**DAMEX, "num_experts": 4, **option}).state_dict()
+        for option in ({}, dict(expert_parallel=1))
+    ]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+@pytest.fixture
+def spread_runner(build, group, monkeypatch):
+    """A runner whose detector has spread experts, and whose training does nothing."""
+    detector = build(moe={**DAMEX, "num_experts": 4})
+    shards = ExpertShards.of_world(1)
+    for block in moe_blocks(detector):
+        block.moe.spread_experts(shards)
+    for name in ("train", "test"):
+        monkeypatch.setattr(Runner, name, lambda self: "done")
+    runner = object.__new__(MixtureRunner)
+    runner.model, runner.cfg, runner._hooks = detector, {"data_check": "off"}, []
+    runner._load_from, runner._resume = None, False
+    return runner
+
+
+@pytest.mark.parametrize(("loop", "name"), [("train", "val"), ("test", "test")])
+def test_processes_must_evaluate_as_many_images(spread_runner, loop, name):
+    assert getattr(spread_runner, loop)() == "done"
+    loader = dict(sampler=dict(type="DefaultSampler", round_up=False))
+    spread_runner.cfg[f"{name}_dataloader"] = loader
+    with pytest.raises(ConfigError, match=f"{name}_dataloader.sampler.round_up=False"):
+        getattr(spread_runner, loop)()
+
+
+def test_the_mean_of_all_experts_is_refused(spread_runner):
+    spread_runner._hooks.append(ExpertMeanDecayHook(decay=1.0))
+    with pytest.raises(ConfigError, match="ExpertMeanDecayHook needs the mean of all"):
+        spread_runner.train()
+
+
+def test_other_wrappers_than_ddp_are_refused(spread_runner):
+    spread_runner._distributed = True
+    with pytest.raises(ConfigError, match=r"needs DDP .*'MMFullyShardedDataParallel'"):
+        spread_runner.wrap_model(
+            dict(type="MMFullyShardedDataParallel"), spread_runner.model
+        )
+
+
+class Calls:
+    """Stands for ExpertGradients and notes what is called."""
+
+    def __init__(self):
+        self.names = []
+
+    def reduce(self):
+        self.names.append("reduce")
+
+    def clip_grad_norm(self, parameters, **kwargs):
+        self.names.append(("clip", kwargs))
+        return torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("clip_grad", "second"),
+    [
+        (None, []),
+        (dict(max_norm=0.1), [("clip", dict(max_norm=0.1))]),
+        (dict(type="value", clip_value=0.5), []),
+    ],
+)
+def test_gradients_are_reduced_once_per_step_and_then_clipped(clip_grad, second):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    wrapper = OptimWrapper(optimizer, clip_grad=clip_grad, accumulative_counts=2)
+    calls = Calls()
+    reduce_before_steps(wrapper, calls)
+    for count in (0, 1, 1, 2):
+        wrapper.update_params(weight.sum() * 4)
+        assert calls.names == ["reduce", *second] * count
+    if getattr(wrapper, "grad_name", None) == "grad_value":  # two steps of 0.5
+        assert weight.tolist() == [0.0, 0.0]
+
+
+def test_a_scaler_has_to_ask_all_processes():
+    wrapper = object.__new__(AmpOptimWrapper)
+    wrapper.loss_scaler, wrapper.clip_grad_kwargs = torch.amp.GradScaler("cpu"), None
+    with pytest.raises(ConfigError, match=r"optim_wrapper\.use_fsdp=True"):
+        reduce_before_steps(wrapper, Calls())
+    wrapper.loss_scaler = object.__new__(ShardedGradScaler)
+    wrapper.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    reduce_before_steps(wrapper, Calls())
+    with pytest.raises(ConfigError, match="needs one optim_wrapper, got SimpleNames"):
+        reduce_before_steps(SimpleNamespace(), Calls())
