@@ -107,6 +107,8 @@ class ExpertShards:
     def keep_own(self, bank: nn.Module) -> None:
         """Lets go of the experts that other processes hold.
 
+        All processes start from the weights of the first one, as under DDP.
+
         Args:
             bank: All its parameters and buffers have one slice per expert along their
                 first axis; changed in place, but for its `num_experts`, which stays E.
@@ -129,6 +131,7 @@ class ExpertShards:
                     f"{num_experts} experts along its first axis"
                 )
         for tensor in _tensors(bank):
+            distributed.broadcast(tensor.data, src=0)
             tensor.data = self.own(tensor.data).clone()
 
     @contextmanager

@@ -145,6 +145,8 @@ def train_alone(case, num_processes):
 def train_together(case, rank, shards):
     """This process of several, with DDP and, where there are shards, an exchange."""
     net = Net(case)
+    for parameter in net.parameters():  # all have to start as process 0 does
+        parameter.data.add_(rank)
     if shards is not None:
         for layer in net.layers:
             layer.spread_experts(shards)
