@@ -136,6 +136,13 @@ def test_a_checkpoint_of_spread_experts_is_that_of_ddp(folder):
 
 
 @pytest.mark.slow
+def test_the_log_says_which_process_has_which_experts(folder):
+    (log,) = (folder / "spread").glob("*/*.log")
+    words = "of 4 experts each process holds 2 (this one 0 to 1); 1 x 2 processes"
+    assert words in log.read_text()
+
+
+@pytest.mark.slow
 def test_a_resumed_training_ends_where_the_whole_one_does(folder):
     assert_equal(folder / "resumed" / "epoch_2.pth", folder / "spread" / "epoch_2.pth")
 

@@ -133,6 +133,32 @@ def test_names_are_those_of_the_experts_alone(group):
     assert sharded_names(outer) == [f"two.{name}" for name in names]
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clipping_in_a_group_of_one_is_that_of_torch(group, order):
+    layer, other = make_layer(), make_layer()
+    layer.spread_experts(ExpertShards.of_world(1))
+    tokens_BND = torch.randn(2, 5, 6)
+    for one in (layer, other):
+        one(tokens_BND)[0].square().sum().backward()
+    ours, theirs = [*layer.parameters()], [*other.parameters()]
+    own = ExpertGradients(layer).clip_grad_norm(ours, 0.01, order)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.01, order)
+    torch.testing.assert_close(own, expected)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error(group):
+    layer = make_layer()
+    layer.spread_experts(ExpertShards.of_world(1))
+    layer(torch.randn(2, 5, 6))[0].sum().backward()
+    layer.experts.w1_EDH.grad[0, 0, 0] = float("nan")
+    gradients = ExpertGradients(layer)
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 is nan"):
+        gradients.clip_grad_norm(layer.parameters(), 0.01, error_if_nonfinite=True)
+    assert gradients.clip_grad_norm(layer.parameters(), 0.01).isnan()
+
+
 def test_what_cannot_be_shared_out_is_refused(group):
     with pytest.raises(ValueError, match=r"number of processes, 1, .* of the 2 that"):
         ExpertShards.of_world(2)
