@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import damex.registry  # noqa: F401
+from damex.models.insertion import moe_blocks
 from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_experts
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,12 @@ def make_detector(size):
     torch.manual_seed(0)
     detector = MODELS.build(model)
     detector.init_weights()
+    generator = torch.Generator().manual_seed(0)
+    with whole_experts([detector]):
+        for block in moe_blocks(detector):
+            for parameter in block.moe.experts.parameters():  # adapters start at zero
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.data.add_(noise, alpha=0.02)
     return detector.train()
 
 
