@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -117,7 +117,7 @@ class ExpertShards:
             ValueError: If P does not divide the number of experts, or a tensor has no
                 slice per expert.
         """
-        num_experts = int(getattr(bank, "num_experts"))  # noqa: B009 (no nn.Module's)
+        num_experts = cast(Any, bank).num_experts
         if num_experts % self.size:
             raise ValueError(
                 f"ExpertShards: {num_experts} experts cannot be shared out among "
@@ -149,7 +149,7 @@ class ExpertShards:
             keep: Whether this process needs them. All processes have to enter, but
                 those that do not keep the whole need no memory for it.
         """
-        num_experts = getattr(bank, "num_experts")  # noqa: B009
+        num_experts = cast(Any, bank).num_experts
         parts = [t for t in _tensors(bank) if t.shape[0] < num_experts]
         kept = []
         for tensor in parts:
