@@ -1,13 +1,13 @@
 """What the runner fills in around a model; test_two_processes.py trains with it."""
 
-from types import SimpleNamespace
-
 import pytest
 from mmengine.runner import Runner
+from torch import nn
 
 from damex.engine.runner import MixtureRunner
 
-STAGED, PLAIN = (SimpleNamespace(trains_in_stages=value) for value in (True, False))
+STAGED, PLAIN = nn.Module(), nn.Module()
+STAGED.trains_in_stages, PLAIN.trains_in_stages = True, False
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def wrap(monkeypatch):
         (PLAIN, dict(find_unused_parameters=True), True),
         (STAGED, {}, True),
         (STAGED, dict(find_unused_parameters=False), True),
-        (object(), {}, False),
+        (nn.Identity(), {}, False),
     ],
 )
 def test_a_stage_looks_for_unused_parameters(wrap, model, cfg, unused):
