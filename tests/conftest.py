@@ -6,6 +6,8 @@ import copy
 import functools
 import gc
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +50,28 @@ def registered() -> None:
     # Every mmengine dataset calls gc.collect(); without a freeze, each call looks
     # through all of torch and takes 0.2 s.
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def launch_processes() -> Callable[..., None]:
+    """Runs a script that writes to a folder in several processes, by torchrun."""
+
+    def launch(script: str | Path, folder: Path, *arguments: str, count: int) -> None:
+        torchrun = ("-m", "torch.distributed.run", "--standalone")
+        done = subprocess.run(
+            [
+                *(sys.executable, *torchrun, f"--nproc_per_node={count}"),
+                *(str(script), str(folder), *arguments),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return launch
 
 
 @pytest.fixture(scope="session")

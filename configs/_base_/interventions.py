@@ -28,7 +28,7 @@ arms = dict(
     two_per_dataset=dict(
         moe=dict(num_experts=16, router=dict(type="HierarchicalRouter"))
     ),
-    four_times_the_rank=dict(moe=dict(experts=dict(rank=16))),
+    rank_16=dict(moe=dict(experts=dict(rank=16))),
     affine=dict(moe=dict(experts=dict(type="AffineExperts"))),
     whole_ffns_near_their_mean=dict(
         moe=whole_ffns,

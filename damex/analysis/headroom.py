@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -47,9 +48,9 @@ from damex.errors import ConfigError
 Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
 
 # Rungs that are another one's trainings, evaluated once more, and the command for it.
-AGAIN = {"oracle": RECIPE, "zeroed": "dense"}
-COMMANDS = {"oracle": "tell_datasets", "zeroed": "zero_ffns"}
-
+AGAIN = MappingProxyType(
+    {"oracle": (RECIPE, "tell_datasets"), "zeroed": ("dense", "zero_ffns")}
+)
 NO_VERDICT = "No verdict: dense, or everything that it is compared with, is missing."
 ABOUT_ZEROED = (
     "AP of the trained dense detector when an FFN adds nothing to its input. It shows "
@@ -85,11 +86,10 @@ def headroom(arguments: Sequence[str]) -> None:
     }
     failed = finish(list(runs.values()), console, jobs=args.jobs)
     again = {
-        (name, seed): _again(runs[AGAIN[name], seed], name)
-        for name in args.rungs
-        if name in AGAIN
+        (name, seed): _again(runs[trained, seed], name, command)
+        for name, (trained, command) in AGAIN.items()
         for seed in args.seeds
-        if runs[AGAIN[name], seed] not in failed
+        if name in args.rungs and runs[trained, seed] not in failed
     }
     failed += finish(list(again.values()), console, jobs=args.jobs)
     result = report(
@@ -192,13 +192,13 @@ def _training(folder: Path, seed: int) -> Run:
     )
 
 
-def _again(trained: Run, name: str) -> Run:
+def _again(trained: Run, name: str, command: str) -> Run:
     """Another evaluation of a training, in its folder: it goes when that goes."""
     checkpoint = (trained.folder / "last_checkpoint").read_text(encoding="utf-8")
     return Run(
         trained.config,
         trained.folder / name,
-        command=COMMANDS[name],
+        command=command,
         inputs=(checkpoint.strip(),),
     )
 

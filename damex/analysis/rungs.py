@@ -154,19 +154,16 @@ def _arms(file: str) -> dict[str, Config]:
     return found
 
 
-def _changed(joint: Joint, name: str, change: Callable[[Config], None]) -> Rung:
+def _changed(joint: Joint, name: str, change: Callable[[Config], None] | None) -> Rung:
     cfg = copy.deepcopy(joint.config)
-    change(cfg)
+    if change is not None:
+        change(cfg)
     return Rung(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
 def single_name(dataset: str) -> str:
     """Name of the rung that is trained on one dataset alone."""
     return f"single_{dataset}"
-
-
-def _keep(cfg: Config) -> None:
-    """The dense detector itself."""
 
 
 def _learn_faster(cfg: Config) -> None:
@@ -203,8 +200,8 @@ def _mix(cfg: Config, *, part: Config) -> None:
     cfg.merge_from_dict(settings)
 
 
-TRAINED: dict[str, Callable[[Config], None]] = {
-    "dense": _keep,
+TRAINED: dict[str, Callable[[Config], None] | None] = {
+    "dense": None,
     "dense_lr2": _learn_faster,
     "wide_decoder": partial(_widen, component="decoder"),
     "wide_encoder": partial(_widen, component="encoder"),

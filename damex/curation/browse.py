@@ -9,16 +9,15 @@ from typing import Any
 
 from PIL import Image
 
+from damex.commandline.bar import Bar
 from damex.commandline.data import browse_parser
-from damex.curation.check import Bar
-from damex.curation.commands import read_mixture
 from damex.curation.findings import Finding
-from damex.curation.inspection import Progress
 from damex.curation.page import render
 from damex.curation.sheets import contact_sheet, draw_tile, palette
 from damex.curation.sources import expectations, sources_of
 from damex.curation.views import SplitView, view_of
 from damex.datasets.spec import SPLITS, parse_mixture
+from damex.engine.config_files import mixture_config_of
 
 
 def browse(arguments: Sequence[str]) -> None:
@@ -31,7 +30,7 @@ def browse(arguments: Sequence[str]) -> None:
         ConfigError: If the command line or the mixture cannot work.
     """
     args = browse_parser().parse_args(arguments)
-    cfg = read_mixture(args)
+    cfg = mixture_config_of(args)
     folder = Path(args.out or Path("work_dirs") / Path(args.config).stem / "browse")
     folder.mkdir(parents=True, exist_ok=True)
     with Bar() as progress:
@@ -54,7 +53,7 @@ def browse(arguments: Sequence[str]) -> None:
 
 
 def _read(
-    cfg: Mapping[str, Any], progress: Progress, *, num_samples: int, seed: int
+    cfg: Mapping[str, Any], progress: Bar, *, num_samples: int, seed: int
 ) -> tuple[list[SplitView], list[str]]:
     """Views of all splits, and sentences about those that cannot be read."""
     views: dict[str, SplitView] = {}

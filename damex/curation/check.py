@@ -9,16 +9,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
 
+from damex.commandline.bar import Bar
 from damex.commandline.data import EXAMPLES, check_parser
 from damex.curation.boxes import Expectations
-from damex.curation.commands import read_mixture
 from damex.curation.findings import KINDS, LEVELS, Finding
-from damex.curation.inspection import Inspection, Progress, check_config, errors_of
+from damex.curation.inspection import Inspection, check_config, errors_of
 from damex.curation.sources import coco_file
 from damex.datasets.spec import CocoSource
+from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
 
 
@@ -47,7 +46,7 @@ def check(arguments: Sequence[str]) -> int:
         if args.coco is not None:
             found = check_coco(args.coco, args.images, args.quick, progress)
         else:
-            cfg = read_mixture(args)
+            cfg = mixture_config_of(args)
             found = check_config(cfg, quick=args.quick, progress=progress)
     print_report(found.findings, Console(), examples=args.examples)
     _print_end(found, time.monotonic() - started, quick=args.quick)
@@ -59,7 +58,7 @@ def check(arguments: Sequence[str]) -> int:
     return 1 if any(errors_of(found.findings)) else 0
 
 
-def check_coco(file: str, images: str, quick: bool, progress: Progress) -> Inspection:
+def check_coco(file: str, images: str, quick: bool, progress: Bar) -> Inspection:
     """Check one COCO file and its folder of images.
 
     Args:
@@ -74,37 +73,6 @@ def check_coco(file: str, images: str, quick: bool, progress: Progress) -> Inspe
     inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
     inspection.check_images(quick=quick, progress=progress)
     return inspection
-
-
-class Bar(Progress):
-    """A bar on the screen; nothing in a file or a pipe."""
-
-    def __init__(self) -> None:
-        self._bar = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> Bar:
-        if self._bar.console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def begin(self, what: str, total: int | None) -> None:
-        """Show what begins."""
-        self._bar.reset(self._task, description=what, total=total)
-
-    def advance(self) -> None:
-        """Move the bar."""
-        self._bar.advance(self._task)
 
 
 def print_report(

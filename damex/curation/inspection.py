@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from damex.commandline.bar import Bar
 from damex.curation.annotations import check_records
 from damex.curation.boxes import Expectations
 from damex.curation.classes import ClassCounts, check_class_names, check_classes
@@ -33,16 +34,6 @@ SECONDS = 20.0
 MAX_LOGGED = 200
 
 
-class Progress:
-    """What a check tells while it works; this one tells nobody."""
-
-    def begin(self, what: str, total: int | None) -> None:
-        """Something begins, of so many steps."""
-
-    def advance(self) -> None:
-        """A step is done."""
-
-
 @dataclass
 class Inspection:
     """What was checked and found.
@@ -64,7 +55,7 @@ class Inspection:
         sources: Iterable[Source | Finding],
         expected_of: Callable[[str], Expectations],
         rename: Mapping[str, str],
-        progress: Progress,
+        progress: Bar,
     ) -> None:
         """Check the annotations of one dataset.
 
@@ -113,7 +104,7 @@ class Inspection:
         return ClassCounts.of(records, source.place, document["categories"])
 
     def check_images(
-        self, *, quick: bool, progress: Progress, seconds: float = float("inf")
+        self, *, quick: bool, progress: Bar, seconds: float = float("inf")
     ) -> None:
         """Check the image files, and compare the images of all datasets.
 
@@ -146,7 +137,7 @@ def check_config(
     *,
     quick: bool,
     splits: Sequence[str] = SPLITS,
-    progress: Progress | None = None,
+    progress: Bar | None = None,
     seconds: float = float("inf"),
 ) -> Inspection:
     """Check the datasets of a config.
@@ -161,7 +152,7 @@ def check_config(
     Raises:
         ConfigError: If the mixture itself cannot work.
     """
-    progress = progress or Progress()
+    progress = progress or Bar()
     inspection = Inspection()
     for spec in parse_mixture(cfg["mixture"]):
 

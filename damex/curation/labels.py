@@ -10,12 +10,12 @@ from pathlib import Path
 
 from damex.commandline.data import labels_parser
 from damex.curation.boxes import scale_and_shape
-from damex.curation.commands import read_mixture
 from damex.curation.near_names import near_pairs
 from damex.datasets.coco import category_names, read_coco
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
 
 FEW = 10  # boxes, below which sizes and shapes say nothing
@@ -56,7 +56,7 @@ def labels(arguments: Sequence[str]) -> None:
         ConfigError: If the mixture cannot work, or the file exists.
     """
     args = labels_parser().parse_args(arguments)
-    cfg = read_mixture(args)
+    cfg = mixture_config_of(args)
     specs = parse_mixture(cfg["mixture"])
     rules = read_label_space(cfg.get("label_space") or "union")
     if args.out is not None:

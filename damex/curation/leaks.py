@@ -61,7 +61,7 @@ def near_pairs(gradients_ND: np.ndarray, least: float = NEAR) -> np.ndarray:
     """Pairs of rows with a cosine of at least ``least``.
 
     Only rows that share a bucket of a hash are compared, by matrix products; a near
-    pair that shares none of all hashes is missed once in a thousand million. Of few
+    pair that shares none of all hashes is missed once in a billion. Of few
     rows, or where most are near to each other, all pairs are compared.
 
     Args:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from damex.commandline.data import plan_parser
-from damex.curation.commands import read_mixture
 from damex.curation.dataset_features import (
     BACKBONE,
     PARTS,
@@ -24,6 +23,7 @@ from damex.curation.dataset_features import (
 from damex.curation.mapping import choose_medoids, least_capacity, map_datasets
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
+from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ def plan(arguments: Sequence[str]) -> None:
         DataError: If a dataset cannot be read.
     """
     args = plan_parser().parse_args(arguments)
-    cfg = read_mixture(args)
+    cfg = mixture_config_of(args)
     specs = parse_mixture(cfg["mixture"])
     experts = args.experts or (len(specs) + 1) // 2
     if not experts < len(specs):

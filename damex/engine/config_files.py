@@ -72,6 +72,25 @@ def config_of(args: argparse.Namespace, *, needs_model: bool = True) -> Config:
     return cfg
 
 
+def mixture_config_of(args: argparse.Namespace) -> Config:
+    """The config of a command line about data: it has a mixture, and may lack a model.
+
+    Args:
+        args: With ``config`` and ``cfg_options``.
+
+    Raises:
+        ConfigError: If the config cannot be read, or has no mixture.
+    """
+    cfg = config_of(args, needs_model=False)
+    if cfg.get("mixture") is None:
+        raise ConfigError(
+            f"{args.config} sets no mixture=[dict(name=..., ...), ...]; see "
+            "configs/own_datasets.py. A dataset without a config is checked by "
+            "check --coco FILE --images DIR."
+        )
+    return cfg
+
+
 def read_config(name: str, *, needs_model: bool = True) -> Config:
     """Read a complete config, and import what it asks for.
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from damex.commandline.bar import Bar
 from damex.commandline.commands import export_parser, predict_parser
-from damex.curation.check import Bar
 from damex.errors import DataError
 from damex.inference.images import find_images, names_of
 from damex.inference.prediction import Prediction
@@ -127,9 +127,10 @@ def export(arguments: Sequence[str]) -> None:
     stored = StoredDetector.read(args.checkpoint)
     specialist = take_out(stored, args.dataset)
     config = specialist.write(Path(args.out))
-    classes, parameters = len(specialist.classes), specialist.parameters
+    classes, parameters = specialist.classes, specialist.parameters
+    words = "1 class" if len(classes) == 1 else f"{len(classes)} classes"
     print(
-        f"written: {args.out} and {config}\n{args.dataset}: {classes} classes, "
+        f"written: {args.out} and {config}\n{args.dataset}: {words}, "
         f"{parameters / 1e6:.2f} million parameters of {stored.parameters / 1e6:.2f}; "
         f"for mmdet, without damex{specialist.needs}"
     )

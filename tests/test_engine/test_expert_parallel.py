@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,24 +43,14 @@ optim_wrapper = dict(optimizer=dict(eps=1e-4))
 """
 
 
-def launch(count, script, *arguments):
-    command = ("-m", "torch.distributed.run", "--standalone")
-    done = subprocess.run(
-        [sys.executable, *command, f"--nproc_per_node={count}", script, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_detector_of_the_quick_start_trains_as_in_one_process(layout, tmp_path):
+def test_the_detector_of_the_quick_start_trains_as_in_one_process(
+    layout, tmp_path, launch_processes
+):
     count, size = layout
-    launch(count, detectors.__file__, tmp_path, str(size))
+    script = detectors.__file__
+    launch_processes(script, tmp_path, str(size), count=count)
     together = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(count)]
     first, _ = together[0]
     alone, scores = detectors.train_alone(count, [step["end"] for step in first])
@@ -87,7 +75,7 @@ def assert_all_close(found, expected):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, make_coco_dataset, write_config_to):
+def folder(tmp_path_factory, make_coco_dataset, write_config_to, launch_processes):
     """Work directories of all trainings."""
     folder = tmp_path_factory.mktemp("spread")
     mixture = [
@@ -95,7 +83,7 @@ def folder(tmp_path_factory, make_coco_dataset, write_config_to):
         make_coco_dataset(folder / "park", classes=["dog", "car"], num_images=3),
     ]
     write_config_to(folder, mixture=mixture, extra=TRAINING)
-    launch(2, trainings.__file__, folder)
+    launch_processes(trainings.__file__, folder, count=2)
     trainings.load_and_save(
         folder, "alone_again", size=1, resume_from="spread", launcher="none"
     )

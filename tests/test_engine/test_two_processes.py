@@ -1,8 +1,5 @@
 """Trainings with two real processes, all in one launch of ``two_processes.py``."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +22,7 @@ def few_steps(*, epochs, samples, weight_decay=0.1):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, make_coco_dataset, write_config_to):
+def results(tmp_path_factory, make_coco_dataset, write_config_to, launch_processes):
     """What both processes found, by rank."""
     folder = tmp_path_factory.mktemp("two")
     mixture = [
@@ -50,17 +47,8 @@ def results(tmp_path_factory, make_coco_dataset, write_config_to):
         ("upcycled", "damex", upcycled),
     ]:
         write_config_to(folder, mixture=mixture, moe=moe, extra=extra, name=name)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     script = Path(__file__).with_name("two_processes.py")
-    done = subprocess.run(
-        [sys.executable, *launch, str(script), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    launch_processes(script, folder, count=2)
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
 
 

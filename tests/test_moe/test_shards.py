@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -36,28 +34,11 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def together(request, tmp_path_factory):
+def together(request, tmp_path_factory, launch_processes):
     """What each of some processes found, in one launch for all cases."""
     count, size = request.param
     folder = tmp_path_factory.mktemp("shards")
-    launch = ("-m", "torch.distributed.run", "--standalone")
-    script = processes.__file__
-    done = subprocess.run(
-        [
-            sys.executable,
-            *launch,
-            f"--nproc_per_node={count}",
-            script,
-            folder,
-            f"{size}",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    launch_processes(processes.__file__, folder, str(size), count=count)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(count)]
 
 
