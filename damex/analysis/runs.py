@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from damex.errors import ConfigError, DataError
@@ -135,7 +136,7 @@ def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     open_runs = [run for run in runs if run.summary() is None]
     if not open_runs:
         return []
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = max(1, torch.get_num_threads() // jobs)  # of the cores it may use
     started = time.monotonic()
     console.print(
         f"{len(runs)} runs, {len(runs) - len(open_runs)} finished before; "
