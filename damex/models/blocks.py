@@ -71,6 +71,8 @@ class MoEFFN(nn.Module):
         self.gamma2 = nn.Identity() if dense is None else dense.gamma2
         self.dropout_layer = nn.Identity() if dense is None else dense.dropout_layer
         self.dense_activation = None if dense is None else activation_of(dense)
+        # mmdet draws biases when it builds an FFN, and never again.
+        self.dense_biases = [] if dense is None else first_biases(dense)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else None
         self.split = split
         self.dense_phase = dense_phase
@@ -161,6 +163,18 @@ def activation_of(dense: FFN) -> str:
         dense: With two linear layers.
     """
     return type(dense.layers[0][1]).__name__.lower()
+
+
+def first_biases(dense: FFN) -> list[Tensor]:
+    """Copies of the biases of an FFN's two layers.
+
+    Args:
+        dense: With two linear layers.
+    """
+    return [
+        bias.detach().clone()
+        for bias in (dense.layers[0][0].bias, dense.layers[1].bias)
+    ]
 
 
 class MoEPatchConv(nn.Module):

@@ -29,6 +29,11 @@ from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dense_phase import InRunUpcycling
+from damex.models.initialization import (
+    ffns_in_place,
+    own_random_stream,
+    take_draws,
+)
 from damex.models.insertion import (
     InsertionReport,
     counts_foreground,
@@ -108,15 +113,16 @@ class RoutedDetector(_Detector):
         self._moe = None if moe is None else read_moe(moe)
         self._warmup: RouterWarmup | None = None
         self.upcycling: InRunUpcycling | None = None
-        if self._moe is not None:
-            self._insert(self._moe, num_groups)
         options = dict(
             ignore_unannotated_classes=ignore_unannotated_classes,
             label_prior=label_prior,
             dataset_head=dataset_head,
             dataset_conditioning=dataset_conditioning,
         )
-        self.awareness = build_awareness(self, options, label_coverage)
+        with own_random_stream():
+            if self._moe is not None:
+                self._insert(self._moe, num_groups)
+            self.awareness = build_awareness(self, options, label_coverage)
         checkpoint_layers(self, num_cp, context=self.routing)
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
@@ -190,15 +196,18 @@ class RoutedDetector(_Detector):
     def init_weights(self) -> None:
         """Initialise as mmdet does, then the experts one by one.
 
-        mmdet draws every tensor of the transformer as if it were one matrix, which
-        gives stacked experts a wrong scale. Those of the backbone are not drawn again:
-        they may hold pretrained kernels.
+        mmdet draws with FFNs in the places of their experts (stacked experts it would
+        draw as one matrix, at a wrong scale), and the experts have random numbers of
+        their own; see :mod:`damex.models.initialization`. Experts of the backbone are
+        not drawn again: they may hold pretrained kernels.
         """
         with whole_experts([self]):
-            super().init_weights()
-            for block in moe_blocks(self):
-                if isinstance(block, MoEFFN):
+            with ffns_in_place(self) as places:
+                super().init_weights()
+            with own_random_stream():
+                for block, ffn in places:
                     block.reset_parameters()
+                    take_draws(block, ffn)
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""

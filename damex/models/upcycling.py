@@ -240,7 +240,7 @@ class SplitStart:
     hidden_dims: int
 
     def draw(self, moe: MoELayer) -> None:
-        """Draw a dense FFN, cut it into the experts, and tie the router's rows.
+        """Draw a dense FFN and cut it into the experts.
 
         Args:
             moe: Changed in place.
@@ -256,7 +256,7 @@ class SplitStart:
         ).to(experts.w1_EDH.device)
         w1_HD, w2_DH = dense.w1_EDH[0].t(), dense.w2_EHD[0].t()
         slope = () if dense.slope_E1 is None else (dense.slope_E1[0],)
-        self._load(moe, (w1_HD, dense.b1_EH[0], w2_DH, dense.b2_ED[0], *slope))
+        self.load(moe, (w1_HD, dense.b1_EH[0], w2_DH, dense.b2_ED[0], *slope))
 
     def state(self, moe: MoELayer, dense: Sequence[Tensor]) -> dict[str, Tensor]:
         """State of the experts and the router that equals a dense FFN.
@@ -273,14 +273,23 @@ class SplitStart:
             ValueError: If the FFN has another width.
         """
         other = copy.deepcopy(moe)
-        self._load(other, dense)
+        self.load(other, dense)
         return {
             name: tensor
             for name, tensor in other.state_dict().items()
             if name.startswith(("experts.", "shared_expert.", "router."))
         }
 
-    def _load(self, moe: Any, dense: Sequence[Tensor]) -> None:
+    def load(self, moe: Any, dense: Sequence[Tensor]) -> None:
+        """Cut an FFN into the experts, and tie the router's rows.
+
+        Args:
+            moe: Changed in place.
+            dense: As in `state`.
+
+        Raises:
+            ValueError: If the FFN has another width.
+        """
         load: Callable[..., None] = load_dense_split
         shared = moe.shared_expert
         if shared is not None:

@@ -13,7 +13,7 @@ moe = dict(
     layers=dict(encoder="all", decoder="all"),
     num_experts=None,  # the number of dataset groups
     router=dict(type="LinearRouter"),
-    gate=dict(type="TopKGate", k=1, noise="gaussian", renormalize=True),  # weight 1
+    gate=dict(type="TopKGate", k=1, renormalize=True),  # weight 1
     experts=dict(type="LowRankExperts"),  # rank: a sixteenth of the channels
     shared_expert=dict(type="SharedExpert"),
     losses=[dict(type="DatasetRoutingLoss", weight=0.1)],

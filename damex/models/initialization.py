@@ -1,0 +1,110 @@
+"""Initial weights: what is not an expert starts as in the dense detector of that seed.
+
+Two trainings with one seed, with experts and without, then differ by the experts alone:
+weights, order of images and noise of denoising queries are the same at the start. It
+makes their difference less noisy, as the first weights rule much of a short training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from mmcv.cnn.bricks.transformer import FFN
+from torch import Tensor, nn
+
+from damex.models.blocks import MoEFFN
+from damex.models.dense_phase import DENSE_EXPERT
+from damex.models.upcycling import dense_keys
+
+
+@contextmanager
+def own_random_stream() -> Iterator[None]:
+    """Random numbers of their own; torch's stream goes on as if none had been drawn.
+
+    They follow from the state of torch's stream.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, ())))
+        yield
+
+
+@contextmanager
+def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
+    """Put new FFNs into the places of the MoE blocks for a while.
+
+    What is drawn for the detector meanwhile is drawn as for a dense one.
+
+    Args:
+        detector: Of mmdet, with or without experts.
+
+    Yields:
+        Each block with its FFN.
+    """
+    layers: list[Any] = [
+        m for m in detector.modules() if isinstance(getattr(m, "ffn", None), MoEFFN)
+    ]
+    blocks: list[MoEFFN] = [layer.ffn for layer in layers]
+    with own_random_stream():
+        ffns = [
+            _ffn_for(block, layer.ffn_cfg)
+            for block, layer in zip(blocks, layers, strict=True)
+        ]
+    try:
+        for layer, ffn in zip(layers, ffns, strict=True):
+            layer.ffn = ffn
+        yield list(zip(blocks, ffns, strict=True))
+    finally:
+        for layer, block in zip(layers, blocks, strict=True):
+            layer.ffn = block
+
+
+@torch.no_grad()
+def _ffn_for(block: MoEFFN, config: Mapping[str, Any]) -> FFN:
+    """An FFN as that which a block replaced was at first."""
+    ffn = FFN(**config)
+    for layer, bias in zip(
+        (ffn.layers[0][0], ffn.layers[1]), block.dense_biases, strict=True
+    ):
+        layer.bias.copy_(bias)
+    return ffn
+
+
+@torch.no_grad()
+def take_draws(block: MoEFFN, dense: FFN) -> None:
+    """Give the weights that were drawn for an FFN to what stands for it in a block.
+
+    That is the shared expert, the FFN that fine-grained experts are cut from, or the
+    expert of a dense phase. Experts that are FFNs of their own keep their draws, and
+    so does what has another width or an initialiser of its own.
+
+    Args:
+        block: Changed in place.
+        dense: The FFN.
+    """
+    moe: Any = block.moe
+    if getattr(moe.experts, "init_std", None) is not None:
+        return
+    tensors = dense.state_dict()
+    drawn = {n: tensors[key] for n, key in dense_keys(block.state_dict(), "").items()}
+    if block.split is not None:
+        with suppress(ValueError):
+            block.split.load(moe, list(drawn.values()))
+    elif moe.shared_expert is not None:
+        _load_expert(moe.shared_expert.expert, 0, drawn)
+    elif block.is_dense:
+        _load_expert(moe.experts, DENSE_EXPERT, drawn)
+
+
+def _load_expert(bank: nn.Module, expert: int, drawn: Mapping[str, Tensor]) -> None:
+    """Write the tensors of an FFN into an expert, if they fit."""
+    own = bank.state_dict()
+    pairs = [
+        (own[name][expert], value.t() if name.startswith("w") else value)
+        for name, value in drawn.items()
+    ]
+    if all(row.shape == value.shape for row, value in pairs):
+        for row, value in pairs:
+            row.copy_(value)

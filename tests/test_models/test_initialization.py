@@ -1,0 +1,94 @@
+"""Initial weights: with experts and without, one seed draws the same detector."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+
+from damex.models.insertion import moe_blocks
+
+CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
+DENSE = dict(moe=None, num_groups=2)
+EVERYWHERE = dict(layers=dict(encoder="all", decoder="all"))
+KINDS = dict(
+    whole_ffns=dict(EVERYWHERE, num_experts=3),
+    shared=dict(EVERYWHERE, shared_expert=dict(type="SharedExpert")),
+    dense_phase=dict(EVERYWHERE, upcycling=dict(share=0.5)),
+    fine_grained=dict(EVERYWHERE, fine_grained=dict(parts=2, copies=2)),
+    normed=dict(EVERYWHERE, block=dict(norm="pre")),
+)
+
+
+def first_expert(block):
+    """The expert that stands for the FFN, alone or as its parts together."""
+    shared = block.moe.shared_expert
+    experts = block.moe.experts if shared is None else shared.expert
+    parts = 1 if block.split is None else block.split.parts
+    w1_HD = torch.cat(tuple(experts.w1_EDH[:parts]), dim=1).t()
+    w2_DH = torch.cat(tuple(experts.w2_EHD[:parts]), dim=0).t()
+    return w1_HD, w2_DH
+
+
+def draw(build, **kwargs):
+    detector = build(**kwargs)
+    return detector, torch.rand(3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_but_the_experts_is_drawn_as_for_the_dense_detector(kind, build):
+    dense, expected = draw(build, **DENSE)
+    detector, found = draw(build, moe=KINDS[kind], num_groups=2)
+    assert torch.equal(found, expected)  # what a training draws next
+    theirs = dict(dense.named_parameters())
+    # The last norm of a layer may move into its block; norms are not drawn.
+    rest = {name for name in theirs if ".ffn." not in name and ".norms." not in name}
+    ours = dict(detector.named_parameters())
+    assert rest <= ours.keys()
+    for name in rest:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes"),
+    [
+        ("shared", True),
+        ("dense_phase", True),
+        ("fine_grained", True),
+        ("whole_ffns", False),
+    ],
+)
+def test_what_stands_for_the_ffn_has_its_draws(kind, takes, build):
+    dense, _ = draw(build, **DENSE)
+    detector, _ = draw(build, moe=KINDS[kind], num_groups=2)
+    ffns = [
+        layer.ffn for part in (dense.encoder, dense.decoder) for layer in part.layers
+    ]
+    for block, ffn in zip(moe_blocks(detector), ffns, strict=True):
+        w1_HD, w2_DH = first_expert(block)
+        assert torch.equal(w1_HD, ffn.layers[0][0].weight) == takes
+        assert torch.equal(w2_DH, ffn.layers[1].weight) == takes
+        if kind == "shared":
+            biases = block.moe.shared_expert.expert.b1_EH
+            assert torch.equal(biases[0], ffn.layers[0][0].bias)
+
+
+def test_an_initialiser_of_its_own_is_kept(build):
+    experts = dict(type="FFNExperts", init_std=0.005)
+    moe = dict(KINDS["dense_phase"], experts=experts)
+    detector, _ = draw(build, moe=moe, num_groups=2)
+    for block in moe_blocks(detector):
+        assert block.moe.experts.w1_EDH[0].std().item() == pytest.approx(0.005, rel=0.1)
+
+
+def test_the_first_step_of_the_recipe_is_that_of_the_dense_detector(
+    build, make_batch, run_loss
+):
+    """Noise of denoising queries included: no gate draws before it is drawn."""
+    recipe = Config.fromfile(CONFIGS / "damex_best.py").moe.to_dict()
+    batch = make_batch([0, 1])
+    dense = run_loss(build(**DENSE), batch)
+    losses = run_loss(build(moe=recipe, num_groups=2), batch)
+    assert "loss_moe_dataset_routing" in losses
+    for name, value in dense.items():
+        torch.testing.assert_close(losses[name], value, rtol=1e-5, atol=1e-6)
