@@ -45,6 +45,7 @@ COMMANDS = MappingProxyType(
         "complexity": Command(
             "damex.analysis.complexity", "count parameters and FLOPs of a config"
         ),
+        "benchmark": Command("damex.analysis.benchmark", "time layers of experts"),
     }
 )
 EXAMPLES = """

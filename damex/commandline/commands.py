@@ -270,3 +270,23 @@ def doctor_parser() -> Parser:
     silent = "print nothing unless there is a problem"
     parser.add_argument("--quiet", action="store_true", help=silent)
     return parser
+
+
+def benchmark_parser() -> Parser:
+    """Arguments of ``damex benchmark``."""
+    parser = Parser(
+        "benchmark",
+        "Time layers of experts beside the FFN that they replace",
+        examples=(
+            "damex benchmark --small",
+            "damex benchmark --device cuda --out work_dirs/gpu.md",
+        ),
+    )
+    parser.add_argument(
+        "--out", default="work_dirs/benchmark.md", help="report in Markdown"
+    )
+    parser.add_argument("--small", action="store_true", help="three quick cases")
+    parser.add_argument("--rounds", type=at_least(1), default=11)
+    parser.add_argument("--threads", type=at_least(1), default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return parser

@@ -1,0 +1,92 @@
+"""``damex benchmark``: rivals that do the same work, and a report."""
+
+import pytest
+import torch
+
+from damex.analysis import benchmark
+from damex.analysis.rivals import loop_over_experts, rivals_of
+from damex.errors import ConfigError
+from damex.moe import FFNExperts, MoELayer
+
+TINY = benchmark.Case(2, 24, 4, padding=0.25)
+
+
+def damex_layer(k):
+    rivals = rivals_of(4, k, embed_dims=8, hidden_dims=16)
+    return next(rival.module for rival in rivals if isinstance(rival.module, MoELayer))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_loop_answers_what_the_layer_answers(k):
+    layer, tokens_BND = damex_layer(k), torch.randn(2, 5, 8)
+    found, _ = layer(tokens_BND)
+    expected_VD = loop_over_experts(layer, tokens_BND.flatten(0, 1))
+    torch.testing.assert_close(found.flatten(0, 1), expected_VD)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_dense_ffn_has_the_active_size_of_the_experts(k):
+    dense, *_ = rivals_of(4, k, embed_dims=8, hidden_dims=16)
+    assert dense.module[0].out_features == 16 * k
+    names = [rival.name for rival in rivals_of(4, k, embed_dims=8, hidden_dims=16)]
+    assert ("damex: shared FFN, low-rank maps" in names) == (k == 1)
+
+
+def test_tokens_go_where_the_case_says():
+    case = benchmark.Case(3, 24, 2, by_dataset=True)
+    tokens_BND, packing = benchmark._tokens(case, "cpu")
+    assert packing.position_V is None
+    assert tokens_BND[:, :, :2].argmax(-1).tolist() == [[0] * 24, [1] * 24, [0] * 24]
+    _, packing = benchmark._tokens(TINY, "cpu")
+    assert packing.position_V.tolist() == [*range(18), *range(24, 42)]
+
+
+def test_what_a_dense_ffn_keeps_is_its_input_and_hidden_rows():
+    timings = benchmark.run_case(TINY, True, 1, "cpu")
+    assert timings[0].name == "dense FFN"
+    assert timings[0].ratio == 1.0
+    assert timings[0].saved == 2 * 24 * (256 + 2048) * 4
+    inference = benchmark.run_case(TINY, False, 1, "cpu")
+    assert [timing.saved for timing in inference] == [0] * len(timings)
+
+
+def test_every_layer_has_its_turn_in_every_place():
+    orders = [list(benchmark._rotated(3, number)) for number in range(3)]
+    assert sorted(orders) == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+
+
+def test_a_layer_that_answers_wrongly_is_not_timed(monkeypatch):
+    forward = FFNExperts.forward
+    monkeypatch.setattr(
+        FFNExperts,
+        "forward",
+        lambda self, rows, counts: forward(self, rows, counts) + 1,
+    )
+    with pytest.raises(ConfigError, match="nothing was timed"):
+        benchmark.run_case(TINY, True, 1, "cpu")
+
+
+def test_the_report_has_a_row_for_each_case(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "SMALL", (TINY, benchmark.Case(1, 8, 4, k=2)))
+    threads = torch.get_num_threads()
+    out = tmp_path / "new" / "report.md"
+    try:
+        benchmark.benchmark(["--small", "--rounds", "1", "--out", str(out)])
+    finally:
+        torch.set_num_threads(threads)
+    text = out.read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| 2 x 24 tokens")]
+    assert len(rows) == 3  # training, inference, memory
+    for line in rows:
+        assert line.startswith(
+            "| 2 x 24 tokens, 25% padding, 4 experts, top-1, uniform"
+        )
+    assert "1.00 (" in rows[0]
+    assert f"torch: {torch.__version__}" in text
+    assert str(out) in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said():
+    with pytest.raises(ConfigError, match="finds no GPU"):
+        benchmark.benchmark(["--device", "cuda"])
