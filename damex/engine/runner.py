@@ -32,6 +32,7 @@ from damex.engine.console import ProgressHook, filter_console
 from damex.engine.expert_parallel import ExpertParallelRunner
 from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import take_over_moments
+from damex.engine.routing_alarm import RoutingAlarmHook
 from damex.engine.schedule import (
     IterationSeedHook,
     TrainingStepHook,
@@ -46,7 +47,10 @@ from damex.models.upcycling import upcycling_note
 
 DDP = "MMDistributedDataParallel"
 DATA_CHECKS = ("quick", "off")
-HOOKS_OF_DAMEX = (IterationSeedHook, TrainingStepHook, ProgressHook, RunSummaryHook)
+HOOKS_OF_DAMEX = (
+    *(IterationSeedHook, TrainingStepHook),
+    *(ProgressHook, RunSummaryHook, RoutingAlarmHook),
+)
 
 
 @RUNNERS.register_module()
@@ -54,13 +58,10 @@ class MixtureRunner(ExpertParallelRunner):
     """Runner that completes the config, keeps the screen readable and runs anywhere.
 
     damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes
-    mmdet's own tools use it, too. It differs from mmengine's Runner in these points:
-    the mixture fills in what follows from it; a top-level ``max_epochs`` (or
-    ``max_iters``) sets the length of the training; damex's hooks are always there; init
-    messages go to the log file and only warnings to the screen (``console='full'`` in a
-    config brings them back); a checkpoint to resume or evaluate has to fit; several
-    processes also run without a GPU; and ``--resume`` without anything to resume says
-    so.
+    mmdet's own use it, too. The mixture fills in what follows from it; a top-level
+    ``max_epochs`` or ``max_iters`` sets the length; damex's hooks are always there; the
+    screen shows warnings alone (``console='full'`` shows all); a checkpoint to resume
+    or evaluate has to fit; and several processes also run without a GPU.
     """
 
     _evaluating = False

@@ -52,7 +52,7 @@ from damex.models.queries import (
 from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
 from damex.models.told_dataset import choose_datasets, group_posterior
-from damex.moe import whole_experts
+from damex.moe import RoutingTally, whole_experts
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -88,6 +88,7 @@ class RoutedDetector(_Detector):
         counts_tokens: Whether predictions tell where their tokens went; off, as it
             takes time, until :class:`damex.engine.schedule.TrainingStepHook` or a
             caller wants it.
+        tally: What the routers choose in training is added to it; None for nothing.
     """
 
     chooses_queries_by_class = False
@@ -109,6 +110,7 @@ class RoutedDetector(_Detector):
         check_neck(self.backbone, kwargs.get("neck"))
         self.routing = RoutingContext()
         self.counts_tokens = False
+        self.tally: RoutingTally | None = None
         self.channel_gating: ChannelGating | None = None
         self._moe = None if moe is None else read_moe(moe)
         self._warmup: RouterWarmup | None = None
@@ -220,6 +222,8 @@ class RoutedDetector(_Detector):
         ):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
+            if self.training and self.tally is not None:
+                self.tally.add(self.routing.records)
             if self.awareness is not None:
                 losses.update(self.awareness.losses(groups))
             gates = self.routing.gates

@@ -69,6 +69,7 @@ from damex.moe.split import (
     shared_hidden_dims,
     split_hidden_dims,
 )
+from damex.moe.tally import LayerTally, RoutingTally, add_tallies, entropy
 
 __all__ = [
     "AffineExperts",
@@ -92,6 +93,7 @@ __all__ = [
     "GroupChoice",
     "HierarchicalRouter",
     "ImportanceLoss",
+    "LayerTally",
     "LinearRouter",
     "LoadBalanceLoss",
     "LoadLoss",
@@ -105,11 +107,13 @@ __all__ = [
     "RouterZLoss",
     "RoutingLoss",
     "RoutingRecord",
+    "RoutingTally",
     "SeparateRouterLoss",
     "ShallowEmbedding",
     "SharedExpert",
     "TopKGate",
     "active_share",
+    "add_tallies",
     "allowed_experts",
     "check_activation",
     "check_gateable",
@@ -118,6 +122,7 @@ __all__ = [
     "dispatch_counts",
     "dispatch_entropy",
     "dropped_counts",
+    "entropy",
     "expert_groups",
     "expert_parameters",
     "gate_l1",

@@ -33,13 +33,29 @@ def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> 
                 "dispatch_counts: the layer has no group_experts; pass num_groups"
             )
         num_groups = record.group_experts_GE.shape[0]
-    assignment, num_experts = record.assignment, record.num_experts
-    # Unknown groups (-1) are counted in a row of their own, which is then cut off.
-    row_R = group_ids_V.index_select(0, assignment.token_index_R) + 1
-    cell_R = row_R * num_experts + assignment.expert_index_R
-    counts = cell_R.new_zeros((num_groups + 1) * num_experts)
+    assignment = record.assignment
+    group_R = group_ids_V.index_select(0, assignment.token_index_R)
+    size = (num_groups, record.num_experts)
+    return count_pairs(group_R, assignment.expert_index_R, size)
+
+
+def count_pairs(row_R: Tensor, column_R: Tensor, size: tuple[int, int]) -> Tensor:
+    """Counts how often each row meets each column.
+
+    Args:
+        row_R: int64; pairs with a row of -1 are left out.
+        column_R: int64, of the same length or a single one for all.
+        size: Numbers of rows and columns.
+
+    Returns:
+        counts: int64 of this size.
+    """
+    rows, columns = size
+    # Rows of -1 are counted in a row of their own, which is then cut off.
+    cell_R = (row_R + 1) * columns + column_R
+    counts = cell_R.new_zeros((rows + 1) * columns)
     counts = counts.scatter_add(0, cell_R, torch.ones_like(cell_R))
-    return counts.view(num_groups + 1, num_experts)[1:]
+    return counts.view(rows + 1, columns)[1:]
 
 
 def dispatch_entropy(counts_GE: Tensor) -> Tensor:
