@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
 from PIL import Image
 
 from damex.curation.sheets import Color
 from damex.curation.views import LARGE, SMALL, SplitView
+from damex.pages import css_color, data_uri, fill
 
 # Sides of boxes from 1 to 2048 px, two bins for each doubling.
 EDGES = 2.0 ** np.arange(0, 11.5, 0.5)
@@ -21,7 +19,6 @@ TICKS = (4, 16, SMALL, LARGE, 256, 1024)
 # Image sizes are counted in steps, so that a chart has some circles and not thousands.
 SIZE_STEP = 32
 SIZE_CHART = 150
-JPEG_QUALITY = 80
 
 
 def render(
@@ -43,14 +40,13 @@ def render(
     Returns:
         HTML with everything in it.
     """
-    loader = PackageLoader("damex.curation", "")
-    template = Environment(loader=loader, autoescape=True).get_template("page.html")
     names = dict.fromkeys(view.dataset for view in views)
     datasets = [
         _dataset(name, [view for view in views if view.dataset == name], tiles, colors)
         for name in names
     ]
-    return template.render(
+    return fill(
+        "damex.curation",
         title=title,
         notes=notes,
         datasets=datasets,
@@ -84,7 +80,7 @@ def _dataset(
                 sizes=_circles(view, float(largest)),
                 size_words=_size_words(view),
                 legend=_legend(view, colors),
-                tiles=[dict(name=n, uri=_data_uri(t)) for n, t in tiles[view.title]],
+                tiles=[dict(name=n, uri=data_uri(t)) for n, t in tiles[view.title]],
             )
             for view in views
         ],
@@ -108,7 +104,12 @@ def _class_rows(
             counts = [(view.split, view.counts.get(name, 0)) for view in own]
             cells.append(counts if has_class else None)
         rows.append(
-            dict(name=name, color=_css(colors[name]), cells=cells, total=total[name])
+            dict(
+                name=name,
+                color=css_color(colors[name]),
+                cells=cells,
+                total=total[name],
+            )
         )
     return rows
 
@@ -163,14 +164,5 @@ def _size_words(view: SplitView) -> str:
 
 def _legend(view: SplitView, colors: Mapping[str, Color]) -> list[tuple[str, str, int]]:
     rows = sorted(view.counts.items(), key=lambda item: -item[1])
-    return [(name, _css(colors[name]), count) for name, count in rows]
+    return [(name, css_color(colors[name]), count) for name, count in rows]
 
-
-def _css(color: Color) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*color)
-
-
-def _data_uri(tile: Image.Image) -> str:
-    buffer = io.BytesIO()
-    tile.save(buffer, "JPEG", quality=JPEG_QUALITY, optimize=True)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

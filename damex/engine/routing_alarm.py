@@ -1,4 +1,4 @@
-"""RoutingAlarmHook: the load of experts while training, and a warning if it collapses."""
+"""RoutingAlarmHook: the load of experts in training, and a warning of a collapse."""
 
 from __future__ import annotations
 
@@ -95,11 +95,9 @@ class RoutingAlarmHook(Hook):
         self._collect(runner, runner.iter)
         faults = routing_faults(self._epoch, least_evenness=self.least_evenness)
         if faults:
-            more = len(faults) - MAX_SENTENCES
-            shown = [
-                *faults[:MAX_SENTENCES],
-                *([f"and {more} more"] if more > 0 else ()),
-            ]
+            shown, more = faults[:MAX_SENTENCES], len(faults) - MAX_SENTENCES
+            if more > 0:
+                shown.append(f"and {more} more layers")
             runner.logger.warning(
                 f"routing until iteration {runner.iter}: {'; '.join(shown)}. An expert "
                 "without tokens learns nothing; see 'When routing collapses' in "

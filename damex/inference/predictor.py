@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmengine.dataset import Compose, pseudo_collate
+from mmengine.dataset import pseudo_collate
 from mmengine.device import get_device
 
 from damex.errors import ConfigError, DataError
-from damex.inference.images import fault_of
+from damex.inference.inputs import Inputs, Picture
 from damex.inference.prediction import Prediction
 from damex.inference.stored import StoredDetector
 from damex.models.told_dataset import can_tell_datasets, told_dataset
-
-Picture = str | Path | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,7 @@ class Predictor:
             for number, name in enumerate(space.dataset_names)
         }
         self.can_tell = can_tell_datasets(self._detector)
-        load, *rest = self._stored.pipeline
-        self._load, self._prepare = Compose([load]), Compose(rest)
+        self._inputs = Inputs(self._stored.pipeline)
 
     def __call__(
         self,
@@ -186,40 +183,14 @@ class Predictor:
         meta = {key: value for key, value in choice.meta.items() if value is not None}
         for image in images:
             try:
-                results = self._read(image)
+                packed = self._inputs(image)
             except DataError as error:
                 if skip is None:
                     raise
                 skip(error)
                 continue
-            packed = self._prepare(results)
             packed["data_samples"].set_metainfo(meta)
             yield packed
-
-    def _read(self, image: Picture) -> dict[str, Any]:
-        """An image as the first step of the pipeline hands it on.
-
-        Raises:
-            DataError: If it cannot be read.
-        """
-        if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-                raise DataError(
-                    "an image must be a uint8 array (height, width, 3) in RGB, got "
-                    f"{image.dtype} of shape {image.shape}."
-                )
-            size = image.shape[:2]
-            bgr = np.ascontiguousarray(image[..., ::-1])
-            return dict(
-                img=bgr, img_path=None, img_id=0, img_shape=size, ori_shape=size
-            )
-        fault, cause = fault_of(Path(image)), None
-        if fault is None:
-            try:
-                return self._load(dict(img_path=str(image), img_id=0))
-            except Exception as error:  # readers raise whatever a file leads them to
-                fault, cause = "is no image that can be read", error
-        raise DataError(f"{image} {fault}.") from cause
 
     def _prediction(self, sample: Any, choice: _Choice, min_score: float) -> Prediction:
         """What was found in one image."""

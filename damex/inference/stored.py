@@ -36,6 +36,8 @@ class StoredDetector:
         pipeline: What the training's evaluation did with images, annotations left out.
         space: The datasets and their classes.
         state: The weights by their names.
+        mixture: The entries of the datasets, where the config has them.
+        meta: What the training wrote down beside the weights, such as ``epoch``.
     """
 
     path: str
@@ -43,6 +45,8 @@ class StoredDetector:
     pipeline: list[dict[str, Any]]
     space: LabelSpace
     state: Mapping[str, Tensor]
+    mixture: list[dict[str, Any]]
+    meta: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: str) -> StoredDetector:
@@ -79,7 +83,9 @@ class StoredDetector:
             k.removeprefix("module."): v for k, v in checkpoint["state_dict"].items()
         }
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
-        return cls(path, model, pipeline, space, state)
+        entries = config.get("mixture")
+        mixture = entries if isinstance(entries, list) else []
+        return cls(path, model, pipeline, space, state, mixture, meta)
 
     def build(self) -> RoutedDetector:
         """Build the detector with its weights, ready to predict on the CPU.

@@ -24,7 +24,7 @@ class LayerTally:
 
     Attributes:
         counts_GE: Routes that were chosen, served or not, by the group of the token;
-            where the layer knows no groups, one row for all.
+            where no groups are known, one row for all.
         tokens_G: Tokens that chose.
         group_experts_GE: True where a group may use an expert; None without groups.
     """
@@ -34,7 +34,7 @@ class LayerTally:
     group_experts_GE: Tensor | None = None
 
     @classmethod
-    def of(cls, record: RoutingRecord) -> LayerTally:
+    def of(cls, record: RoutingRecord, *, num_groups: int | None = None) -> LayerTally:
         """Count the routes of one forward pass.
 
         Where the dataset chose the route (teacher forcing), the expert of the largest
@@ -43,13 +43,13 @@ class LayerTally:
 
         Args:
             record: Record of the layer.
+            num_groups: G; needed only to tell groups apart that have no experts.
         """
         groups_V, map_GE = record.group_ids_V, record.group_experts_GE
-        if groups_V is None or map_GE is None:
+        num_groups = num_groups if map_GE is None else map_GE.shape[0]
+        if groups_V is None or num_groups is None:
             map_GE, num_groups = None, 1
             groups_V = record.logits_VE.new_zeros(len(record.logits_VE)).long()
-        else:
-            num_groups = map_GE.shape[0]
         token_R, expert_R = _choices(record)
         size = (num_groups, record.num_experts)
         counts_GE = count_pairs(groups_V.index_select(0, token_R), expert_R, size)

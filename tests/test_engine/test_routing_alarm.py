@@ -39,13 +39,13 @@ def train(build, make_batch, tmp_path, caplog):
         for block in moe_blocks(detector):
             if choose is not None:
                 block.moe.router.register_forward_hook(lambda *call: choose(call[2]))
+        batch = make_batch([0, 1, 2], sizes=[(32, 32)] * 3, boxes=[1] * 3)
         length = dict(max_epochs=max_iters) if by_epoch else dict(max_iters=max_iters)
         runner = QuickRunner(
             detector,
             work_dir=str(tmp_path),
             train_dataloader=torch.utils.data.DataLoader(
-                [make_batch([0, 1, 2], sizes=[(32, 32)] * 3, boxes=[1] * 3)],
-                collate_fn=lambda items: items[0],
+                [batch], collate_fn=lambda items: items[0]
             ),
             train_cfg=dict(by_epoch=by_epoch, **length),
             optim_wrapper=OptimWrapper(torch.optim.SGD(detector.parameters(), lr=0)),
@@ -91,7 +91,7 @@ def test_a_planted_collapse_is_named(train):
 
 
 def test_teacher_forcing_does_not_hide_what_the_router_would_do(train):
-    alarms, curves = train(moe="damex_best", choose=only_expert_1)
+    alarms, _ = train(moe="damex_best", choose=only_expert_1)
     assert "encoder.0 sends 100.0% of the tokens to expert 1" in alarms[0]
 
 
