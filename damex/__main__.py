@@ -30,6 +30,9 @@ COMMANDS = MappingProxyType(
         "export": Command(
             "damex.inference.commands", "a dense detector of one dataset, for mmdet"
         ),
+        "experts": Command(
+            "damex.inference.look.command", "which expert takes what, as a page"
+        ),
         "data": Command("damex.commandline.data", "look at datasets before a training"),
         "doctor": Command("damex.doctor", "check the installation"),
         "headroom": Command("damex.analysis.headroom", "what experts could win"),

@@ -133,6 +133,45 @@ def export_parser() -> Parser:
     return parser
 
 
+def experts_parser() -> Parser:
+    """Arguments of ``damex experts``."""
+    parser = Parser(
+        "experts",
+        "Look inside a mixture of experts: which dataset's tokens, and which regions "
+        "of images, go to which expert; one HTML page, from the checkpoint alone",
+        examples=(
+            "damex experts work_dirs/quickstart/epoch_3.pth",
+            "damex experts epoch_3.pth --images boards/ ships/ --out look",
+        ),
+    )
+    add = parser.add_argument
+    add("checkpoint", help="a .pth file of a training with damex")
+    add(
+        "--images",
+        nargs="+",
+        metavar="IMAGE",
+        help="files, folders or patterns; the images of one folder are one row of the "
+        "tables (default: validation images of the mixture, where they were in the "
+        "training)",
+    )
+    add("--out", metavar="FOLDER", help="(default: CHECKPOINT_experts, here)")
+    add(
+        "--images-per-dataset",
+        type=at_least(1),
+        default=8,
+        help="without --images (default %(default)s)",
+    )
+    add(
+        "--examples",
+        type=at_least(0),
+        default=2,
+        help="images of each dataset with the regions of experts (default %(default)s)",
+    )
+    add("--batch-size", type=at_least(1), default=8, help="(default %(default)s)")
+    add("--device", help="such as cpu or cuda:0 (default: a GPU where there is one)")
+    return parser
+
+
 def compare_moe_parser() -> Parser:
     """Arguments of ``damex compare_moe``."""
     parser = Parser(

@@ -165,4 +165,3 @@ def _size_words(view: SplitView) -> str:
 def _legend(view: SplitView, colors: Mapping[str, Color]) -> list[tuple[str, str, int]]:
     rows = sorted(view.counts.items(), key=lambda item: -item[1])
     return [(name, css_color(colors[name]), count) for name, count in rows]
-

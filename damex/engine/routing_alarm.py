@@ -18,6 +18,7 @@ from damex.moe import LayerTally, RoutingTally, add_tallies
 # With more experts, their shares would drown all other curves.
 MAX_CURVES = 16
 MAX_SENTENCES = 6
+LEAST_EVENNESS = 0.2
 
 
 @HOOKS.register_module()
@@ -50,7 +51,7 @@ class RoutingAlarmHook(Hook):
         self,
         *,
         interval: int = 50,
-        least_evenness: float = 0.2,
+        least_evenness: float = LEAST_EVENNESS,
         min_iters: int = 50,
     ) -> None:
         if interval < 1 or min_iters < 1 or not 0 <= least_evenness < 1:

@@ -1,0 +1,100 @@
+"""The command ``damex experts``: a look inside, from the checkpoint alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmengine.device import get_device
+from rich.console import Console
+from rich.table import Table
+
+from damex.commandline.bar import Bar
+from damex.commandline.commands import experts_parser
+from damex.engine.routing_alarm import LEAST_EVENNESS, routing_faults
+from damex.inference.look.history import read_history
+from damex.inference.look.page import LayerUse, render
+from damex.inference.look.samples import rows_of_mixture, rows_of_words
+from damex.inference.look.watch import Watched, Watcher, kinds_of
+from damex.inference.stored import StoredDetector
+from damex.inference.writing import make_folder
+
+
+def experts(arguments: Sequence[str]) -> int:
+    """Write a page about the experts of a checkpoint, and print a table.
+
+    Args:
+        arguments: Command line without the program's name.
+
+    Returns:
+        1 if an image could not be read, else 0.
+
+    Raises:
+        ConfigError: If an option cannot work, or the detector has no experts.
+        DataError: If there are no images, or the checkpoint cannot be read.
+    """
+    args = experts_parser().parse_args(arguments)
+    stored = StoredDetector.read(args.checkpoint)
+    watcher = Watcher(stored, device=args.device or get_device())
+    notes: list[str] = []
+    if args.images:
+        rows = rows_of_words(args.images)
+    else:
+        rows, notes = rows_of_mixture(stored, per_dataset=args.images_per_dataset)
+    folder = Path(args.out or Path(args.checkpoint).with_suffix("").name + "_experts")
+    make_folder(folder)
+    with Bar() as bar:
+        bar.begin("images", sum(len(row.paths) for row in rows))
+        watched, faults = watcher.watch(
+            rows,
+            examples_per_row=args.examples,
+            batch_size=args.batch_size,
+            advance=bar.advance,
+        )
+    history = read_history(Path(args.checkpoint), stored.meta)
+    notes += faults + [history.note] * bool(history.note)
+    alarms = routing_faults(watched.served, least_evenness=LEAST_EVENNESS)
+    epoch = stored.meta.get("epoch")
+    page = render(
+        title=f"Experts of {Path(args.checkpoint).name}",
+        about=f"{args.checkpoint}: {stored.model.get('type')}, "
+        f"{stored.parameters / 1e6:.2f} million parameters"
+        + (f", epoch {epoch}" if epoch is not None else ""),
+        space=stored.space,
+        rows=rows,
+        watched=watched,
+        kinds=kinds_of(watcher.detector),
+        history=history,
+        notes=notes,
+        alarms=alarms,
+    )
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    _report(folder / "index.html", watched, notes, alarms)
+    return 1 if faults else 0
+
+
+def _report(
+    page: Path, watched: Watched, notes: Sequence[str], alarms: Sequence[str]
+) -> None:
+    """Print what the page says of each layer."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    table = Table(title="layers with experts", title_justify="left")
+    table.add_column("layer")
+    for column in ("entropy", "mutual information", "busiest", "without tokens"):
+        table.add_column(column, justify="right")
+    for name, tally in watched.served.items():
+        use = LayerUse.of(name, tally)
+        busiest = int(use.load_E.argmax())
+        table.add_row(
+            name,
+            f"{use.entropy:.2f} of {use.most_entropy:.2f}",
+            f"{use.information:.2f} of {use.most_information:.2f}",
+            f"{busiest}: {use.load_E[busiest]:.1%}",
+            ", ".join(map(str, use.unused)) or "-",
+        )
+    console.print(table)
+    for alarm in alarms:
+        console.print(f"warning: {alarm}")
+    for note in notes:
+        console.print(note)
+    console.print(f"written: {page}")

@@ -1,0 +1,114 @@
+"""What the files beside a checkpoint tell of its training: scores and curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Curve = list[tuple[float, float]]
+# Title of a chart -> what its curves are called in the file; the group is their name.
+CHARTS = {
+    "AP of each dataset": r"mixture/(?!mean/|pooled/)(.+)/AP",
+    "Losses of the routers": r"(loss_moe_.+)",
+    "Routing accuracy in training": r"(moe_routing_accuracy)",
+    "Evenness of each layer": r"routing/(.+)/evenness",
+}
+LOADS = r"routing/(.+)/(expert_\d+)"
+SPLIT = re.compile(r"_(\d{8}_\d{6})$")
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run wrote down.
+
+    Attributes:
+        scores: Metrics of the evaluation of this checkpoint, by their names; empty
+            where there are none.
+        charts: Curves over epochs or iterations by title and name.
+        note: What is missing, as a sentence; empty if nothing is.
+    """
+
+    scores: Mapping[str, float]
+    charts: Mapping[str, Mapping[str, Curve]]
+    note: str = ""
+
+
+def read_history(checkpoint: Path, meta: Mapping[str, Any]) -> History:
+    """Read ``vis_data/scalars.json`` of the run that wrote a checkpoint.
+
+    Args:
+        checkpoint: Its file.
+        meta: What it holds beside the weights: ``experiment_name`` ends in the name of
+            the run's folder, which lies beside it.
+    """
+    found = SPLIT.search(str(meta.get("experiment_name", "")))
+    folder = checkpoint.parent / (found.group(1) if found else "")
+    path = folder / "vis_data" / "scalars.json"
+    if not path.is_file():
+        note = f"No curves and no AP: {path} of the training is not there."
+        return History({}, {}, note)
+    lines = _lines(path)
+    scores = _scores_at(lines, meta.get("epoch"), meta.get("iter"))
+    charts = {title: curves(lines, name) for title, name in CHARTS.items()}
+    charts |= _loads(lines)
+    charts = {title: found for title, found in charts.items() if found}
+    note = "" if scores else f"No AP: {path} has no evaluation of this checkpoint."
+    return History(scores, charts, note)
+
+
+def curves(lines: Iterable[Mapping[str, Any]], name: str) -> dict[str, Curve]:
+    """All points of the scalars whose whole name fits a pattern, by its first group.
+
+    Args:
+        lines: Of the file.
+        name: A regular expression with a group.
+    """
+    pattern, found = re.compile(name), dict[str, Curve]()
+    for line in lines:
+        for key, value in line.items():
+            match = pattern.fullmatch(key)
+            if match and isinstance(value, (int, float)) and math.isfinite(value):
+                points = found.setdefault(match.group(1), [])
+                points.append((float(line.get("step", len(points))), float(value)))
+    return found
+
+
+def _loads(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
+    """For each layer a chart of the shares of its experts."""
+    names = {key: re.fullmatch(LOADS, key) for line in lines for key in line}
+    layers = dict.fromkeys(match.group(1) for match in names.values() if match)
+    return {
+        f"Load of {layer}": curves(lines, rf"routing/{re.escape(layer)}/(expert_\d+)")
+        for layer in layers
+    }
+
+
+def _scores_at(
+    lines: Iterable[Mapping[str, Any]], epoch: Any, iteration: Any
+) -> dict[str, float]:
+    """Metrics of the last evaluation after an epoch, or after an iteration."""
+    found: dict[str, float] = {}
+    for line in lines:
+        # Only the lines of evaluations have these; their step counts what the loop does.
+        own = {k: v for k, v in line.items() if k.startswith("mixture/")}
+        if own and line.get("step") in (epoch, iteration):
+            found = own
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that can be read; a run that was killed leaves half a line."""
+    found = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found

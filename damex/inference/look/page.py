@@ -1,0 +1,202 @@
+"""The page about the experts of a checkpoint: tables, heat maps, regions, curves.
+
+Axes: E experts, R rows of the tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from damex.curation.sheets import Color, palette
+from damex.datasets.label_space import LabelSpace
+from damex.inference.look.history import Curve, History
+from damex.inference.look.samples import Row
+from damex.inference.look.watch import Example, Watched
+from damex.moe import LayerTally, entropy, mutual_information
+from damex.pages import css_color, data_uri, fill
+
+CHART_WIDTH, CHART_HEIGHT = 320, 140
+OPACITY = 0.45  # of experts over an image
+NOBODY: Color = (0, 0, 0)
+SCORES = ("images", "boxes", "AP", "AP50", "routing_accuracy")
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """How a layer uses its experts, in numbers.
+
+    Attributes:
+        name: Of the layer.
+        share_RE: Share of each row's tokens that an expert takes.
+        load_E: The same of all rows together, each row counting alike.
+        entropy: Of the load, in nats.
+        most_entropy: That of an even load.
+        information: Mutual information of row and expert in nats, each row counting
+            alike.
+        most_information: The most that so many rows and experts can have.
+        evenness: See `LayerTally.evenness`.
+        unused: Experts that no token went to.
+    """
+
+    name: str
+    share_RE: np.ndarray
+    load_E: np.ndarray
+    entropy: float
+    most_entropy: float
+    information: float
+    most_information: float
+    evenness: float | None
+    unused: Sequence[int]
+
+    @classmethod
+    def of(cls, name: str, tally: LayerTally) -> LayerUse:
+        """Work the numbers out.
+
+        Args:
+            name: Of the layer.
+            tally: Routes by row.
+        """
+        share_RE = tally.counts_GE.double() / tally.tokens_G.clamp_min(1)[:, None]
+        seen_RE = share_RE[tally.tokens_G > 0]
+        load_E = seen_RE.mean(0)
+        rows, experts = seen_RE.shape
+        return cls(
+            name=name,
+            share_RE=share_RE.numpy(),
+            load_E=load_E.numpy(),
+            entropy=float(entropy(load_E)),
+            most_entropy=math.log(experts),
+            # + 0.0: rounding can leave a negative zero
+            information=max(float(mutual_information(seen_RE)), 0.0) + 0.0,
+            most_information=math.log(min(rows, experts)),
+            evenness=tally.evenness,
+            unused=tally.unused,
+        )
+
+
+def render(
+    *,
+    title: str,
+    about: str,
+    space: LabelSpace,
+    rows: Sequence[Row],
+    watched: Watched,
+    kinds: Mapping[str, str],
+    history: History,
+    notes: Sequence[str],
+    alarms: Sequence[str],
+) -> str:
+    """Make the page.
+
+    Args:
+        title: Of the page.
+        about: A line about the checkpoint.
+        space: Its datasets and classes.
+        rows: What was looked at.
+        watched: What was seen.
+        kinds: Gate and experts of each layer, in words.
+        history: Of the training.
+        notes: What is missing.
+        alarms: What is wrong with the load of experts.
+
+    Returns:
+        HTML with everything in it.
+    """
+    num_experts = max(len(t.share_E) for t in watched.served.values())
+    colors = [*palette(f"expert {e}" for e in range(num_experts)).values()]
+    uses = [LayerUse.of(name, tally) for name, tally in watched.served.items()]
+    alone = {name: LayerUse.of(name, t) for name, t in watched.chosen.items()}
+    return fill(
+        "damex.inference.look",
+        title=title,
+        about=about,
+        notes=notes,
+        alarms=alarms,
+        datasets=_datasets(space, history.scores),
+        rows=[(row.name, len(row.paths)) for row in rows],
+        layers=uses,
+        alone=alone,
+        kinds=kinds,
+        colors=[css_color(color) for color in colors],
+        examples=[_tiles(example, rows, colors) for example in watched.examples],
+        charts=[_chart(title, found) for title, found in history.charts.items()],
+        chart=dict(width=CHART_WIDTH, height=CHART_HEIGHT),
+    )
+
+
+def _datasets(space: LabelSpace, scores: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The mixture's card: a row for each dataset, None for what is not known."""
+    found = []
+    for number, name in enumerate(space.dataset_names):
+        known = {key: scores.get(f"mixture/{name}/{key}") for key in SCORES}
+        classes = [space.classes[label] for label in space.valid_labels(number)]
+        found.append(
+            dict(name=name, group=space.groups[number], classes=classes, **known)
+        )
+    return found
+
+
+def _tiles(
+    example: Example, rows: Sequence[Row], colors: Sequence[Color]
+) -> dict[str, Any]:
+    """An image beside the same image under the colours of the experts."""
+    layers = {
+        name: [data_uri(paint(example.picture, places, colors)) for places in maps]
+        for name, maps in example.regions.items()
+        if maps
+    }
+    return dict(
+        row=rows[example.row].name,
+        name=example.path.name,
+        picture=data_uri(example.picture),
+        layers=layers,
+        elected=example.elected,
+    )
+
+
+def paint(
+    picture: Image.Image, expert_HW: np.ndarray, colors: Sequence[Color]
+) -> Image.Image:
+    """Lay the colours of experts over a picture.
+
+    Args:
+        picture: RGB.
+        expert_HW: Number of an expert for each pixel; one more than there are colours
+            where no expert is.
+        colors: Of the experts.
+    """
+    table = np.array([*colors, NOBODY], dtype=np.uint8)
+    layer = Image.fromarray(table[np.minimum(expert_HW, len(colors))])
+    return Image.blend(picture, layer, OPACITY)
+
+
+def _chart(title: str, found: Mapping[str, Curve]) -> dict[str, Any]:
+    """Curves as lines of SVG, with the ends of both axes."""
+    points = [point for curve in found.values() for point in curve]
+    (left, right), (low, high) = (
+        (min(column), max(column)) for column in zip(*points, strict=True)
+    )
+    low = min(low, 0.0)
+    width, height = CHART_WIDTH - 8, CHART_HEIGHT - 24
+
+    def place(x: float, y: float) -> str:
+        across = (x - left) / (right - left) if right > left else 0.5
+        return f"{4 + across * width:.1f},{4 + (high - y) / (high - low or 1) * height:.1f}"
+
+    colors = palette(found)
+    lines = [
+        dict(
+            name=name,
+            color=css_color(colors[name]),
+            points=[place(*point) for point in curve],
+            last=curve[-1][1],
+        )
+        for name, curve in found.items()
+    ]
+    return dict(title=title, lines=lines, left=left, right=right, low=low, high=high)
