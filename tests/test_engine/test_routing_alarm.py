@@ -39,7 +39,7 @@ def train(build, make_batch, tmp_path, caplog):
         for block in moe_blocks(detector):
             if choose is not None:
                 block.moe.router.register_forward_hook(lambda *call: choose(call[2]))
-        batch = make_batch([0, 1, 2], sizes=[(32, 32)] * 3, boxes=[1] * 3)
+        batch = make_batch([0, 1, 2])
         length = dict(max_epochs=max_iters) if by_epoch else dict(max_iters=max_iters)
         runner = QuickRunner(
             detector,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmengine.device import get_device
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -78,10 +79,11 @@ def _report(
 ) -> None:
     """Print what the page says of each layer."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    table = Table(title="layers with experts", title_justify="left")
-    table.add_column("layer")
-    for column in ("entropy", "mutual information", "busiest", "without tokens"):
-        table.add_column(column, justify="right")
+    table = Table(box=box.SIMPLE)
+    table.add_column("layer", no_wrap=True)
+    columns = ["entropy of use", "mutual inform.", "busiest", "unused"]
+    for column in [*columns, *(["tokens alone"] if watched.chosen else ())]:
+        table.add_column(column, justify="right", no_wrap=True)
     for name, tally in watched.served.items():
         use = LayerUse.of(name, tally)
         busiest = int(use.load_E.argmax())
@@ -91,6 +93,7 @@ def _report(
             f"{use.information:.2f} of {use.most_information:.2f}",
             f"{busiest}: {use.load_E[busiest]:.1%}",
             ", ".join(map(str, use.unused)) or "-",
+            *([_information(name, watched)] if watched.chosen else ()),
         )
     console.print(table)
     for alarm in alarms:
@@ -98,3 +101,9 @@ def _report(
     for note in notes:
         console.print(note)
     console.print(f"written: {page}")
+
+
+def _information(name: str, watched: Watched) -> str:
+    """Mutual information of dataset and expert if no image voted, nor was told."""
+    tally = watched.chosen.get(name)
+    return "-" if tally is None else f"{LayerUse.of(name, tally).information:.2f}"

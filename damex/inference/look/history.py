@@ -50,8 +50,9 @@ def read_history(checkpoint: Path, meta: Mapping[str, Any]) -> History:
     folder = checkpoint.parent / (found.group(1) if found else "")
     path = folder / "vis_data" / "scalars.json"
     if not path.is_file():
-        note = f"No curves and no AP: {path} of the training is not there."
-        return History({}, {}, note)
+        scores = _scores_of_summary(checkpoint)
+        missing = "No curves" if scores else "No curves and no AP"
+        return History(scores, {}, f"{missing}: {path} of the training is not there.")
     lines = _lines(path)
     scores = _scores_at(lines, meta.get("epoch"), meta.get("iter"))
     charts = {title: curves(lines, name) for title, name in CHARTS.items()}
@@ -94,11 +95,31 @@ def _scores_at(
     """Metrics of the last evaluation after an epoch, or after an iteration."""
     found: dict[str, float] = {}
     for line in lines:
-        # Only the lines of evaluations have these; their step counts what the loop does.
+        # Lines of evaluations; their step counts what the training's loop counts.
         own = {k: v for k, v in line.items() if k.startswith("mixture/")}
         if own and line.get("step") in (epoch, iteration):
             found = own
     return found
+
+
+def _scores_of_summary(checkpoint: Path) -> dict[str, float]:
+    """Metrics in ``summary.json``, if they are of this checkpoint: a run's last."""
+    folder = checkpoint.parent
+    try:
+        last = (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        rows = {name: dict(row) for name, row in summary["datasets"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    if Path(last).name != checkpoint.name:
+        return {}
+    for name, accuracy in summary.get("routing_accuracy", {}).items():
+        rows.setdefault(name, {})["routing_accuracy"] = accuracy
+    return {
+        f"mixture/{name}/{key.upper() if key.startswith('ap') else key}": value
+        for name, row in rows.items()
+        for key, value in row.items()
+    }
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

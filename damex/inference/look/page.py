@@ -122,12 +122,25 @@ def render(
         rows=[(row.name, len(row.paths)) for row in rows],
         layers=uses,
         alone=alone,
+        tables=_tables(uses, alone),
         kinds=kinds,
         colors=[css_color(color) for color in colors],
         examples=[_tiles(example, rows, colors) for example in watched.examples],
         charts=[_chart(title, found) for title, found in history.charts.items()],
         chart=dict(width=CHART_WIDTH, height=CHART_HEIGHT),
     )
+
+
+def _tables(
+    uses: Sequence[LayerUse], alone: Mapping[str, LayerUse]
+) -> list[tuple[LayerUse, str, str]]:
+    """Heat maps: numbers, the anchor that links go to, and words behind the name."""
+    tables = []
+    for use in uses:
+        tables.append((use, use.name, ""))
+        if use.name in alone:
+            tables.append((alone[use.name], "", ", tokens alone"))
+    return tables
 
 
 def _datasets(space: LabelSpace, scores: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -166,14 +179,14 @@ def paint(
     """Lay the colours of experts over a picture.
 
     Args:
-        picture: RGB.
+        picture: RGB; its own colours are taken out.
         expert_HW: Number of an expert for each pixel; one more than there are colours
             where no expert is.
         colors: Of the experts.
     """
     table = np.array([*colors, NOBODY], dtype=np.uint8)
     layer = Image.fromarray(table[np.minimum(expert_HW, len(colors))])
-    return Image.blend(picture, layer, OPACITY)
+    return Image.blend(picture.convert("L").convert("RGB"), layer, OPACITY)
 
 
 def _chart(title: str, found: Mapping[str, Curve]) -> dict[str, Any]:
@@ -183,11 +196,12 @@ def _chart(title: str, found: Mapping[str, Curve]) -> dict[str, Any]:
         (min(column), max(column)) for column in zip(*points, strict=True)
     )
     low = min(low, 0.0)
+    wide, tall = right - left, high - low
     width, height = CHART_WIDTH - 8, CHART_HEIGHT - 24
 
     def place(x: float, y: float) -> str:
-        across = (x - left) / (right - left) if right > left else 0.5
-        return f"{4 + across * width:.1f},{4 + (high - y) / (high - low or 1) * height:.1f}"
+        across = (x - left) / wide if wide else 0.5
+        return f"{4 + across * width:.1f},{4 + (high - y) / (tall or 1) * height:.1f}"
 
     colors = palette(found)
     lines = [
