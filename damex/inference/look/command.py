@@ -81,8 +81,8 @@ def _report(
     console = Console(highlight=False, soft_wrap=True, markup=False)
     table = Table(box=box.SIMPLE)
     table.add_column("layer", no_wrap=True)
-    columns = ["entropy of use", "mutual inform.", "busiest", "unused"]
-    for column in [*columns, *(["tokens alone"] if watched.chosen else ())]:
+    columns = ["entropy of use", "information", "busiest", "unused"]
+    for column in [*columns, *(["alone"] if watched.chosen else ())]:
         table.add_column(column, justify="right", no_wrap=True)
     for name, tally in watched.served.items():
         use = LayerUse.of(name, tally)
