@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from damex.models.feature_cache import reports
+from damex.models.insertion import moe_blocks
 
 PACKAGES = (
     *("damex", "torch", "torchvision"),
@@ -135,7 +136,7 @@ class RunSummaryHook(Hook):
                 self._console.print(f"{key}: {value}", highlight=False)
 
     def _write(self, runner: Runner, *, prefix: str, checkpoint: str | None) -> None:
-        """Write the files of a run and say where they are."""
+        """Write the files of a run, and say where they are and how to look inside."""
         if runner.rank != 0:
             return
         folder = Path(runner.work_dir)
@@ -146,6 +147,8 @@ class RunSummaryHook(Hook):
             found["summary"] = self._write_summary(runner, folder, prefix)
         if self._scores:
             found["picture"] = self._draw(runner, folder / f"{prefix}detections.png")
+        if checkpoint and not prefix and moe_blocks(runner.model):
+            found["experts"] = f"damex experts {checkpoint}"
         for name, value in found.items():
             if value:
                 self._console.print(f"{name:>10}: {value}", soft_wrap=True)

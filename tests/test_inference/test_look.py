@@ -135,7 +135,7 @@ def look(stored, photos, *, watcher=None, **options):
 def test_tokens_are_counted_as_in_evaluation(stored, photos):
     """The detector's own counts per image, one image at a time, are the other way."""
     found = stored()
-    watcher, rows, watched, _ = look(found, photos)
+    watcher, rows, watched, _ = look(found, photos, batch_size=1)
     watcher.detector.counts_tokens = True
     inputs = Inputs(found.pipeline)
     for number, row in enumerate(rows):
@@ -218,7 +218,7 @@ def test_the_page_holds_the_numbers_and_needs_nothing_else(experts, photos, stor
         assert address.startswith(("data:image/jpeg;base64,", "#"))
     assert "url(" not in text
     assert "@import" not in text
-    _, _, watched, _ = look(stored(), photos)
+    _, _, watched, _ = look(stored(), photos, batch_size=8)  # the command's default
     tables = iter([row for row in page.rows if row[0] in ("photos", "photos/deep")])
     for name, tally in watched.served.items():
         use = LayerUse.of(name, tally)

@@ -158,7 +158,9 @@ class Watcher:
 
         with (
             torch.inference_mode(),
-            detector.neck.register_forward_hook(keep_levels),
+            getattr(detector, "neck", detector.backbone).register_forward_hook(
+                keep_levels
+            ),
             detector.bbox_head.register_forward_hook(keep_records),
         ):
             samples = detector.test_step(pseudo_collate(batch))
