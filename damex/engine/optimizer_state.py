@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +28,12 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def take_over_moments(
-    checkpoint: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, path: str
+    checkpoint: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    path: str,
+    without: Collection[str] = (),
 ) -> str:
     """Give a new training the moments of an earlier one, by the names of parameters.
 
@@ -41,6 +46,7 @@ def take_over_moments(
         model: The new detector, without a wrapper.
         optimizer: That of the new training.
         path: The checkpoint, for messages.
+        without: Parameters whose rows mean something else than in the checkpoint.
 
     Returns:
         A sentence for the log.
@@ -57,22 +63,22 @@ def take_over_moments(
     }
     origins = moment_origins(model, weights)
     parameters = dict(model.named_parameters())
-    state, without = {}, []
+    state, bare = {}, []
     names = parameter_names(model, optimizer)
     for index, (name, keys) in enumerate(zip(names, needed, strict=True)):
         origin = origins[name]
         found = stored.get(origin.source)
-        if keys and found:
+        if keys and found and name not in without:
             _check_keys(found, keys, path)
             converted = {key: _converted(found[key], origin, key) for key in keys}
             if _fits(converted, parameters[name]):
                 state[index] = converted
         if index not in state:
-            without.append(name)
+            bare.append(name)
     # The optimiser's own groups: learning rates are those of the new training.
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     sentence = f"{len(state)} of {len(names)} parameters start with moments of {path}"
-    return f"{sentence}; without: {', '.join(without)}" if without else sentence
+    return f"{sentence}; without: {', '.join(bare)}" if bare else sentence
 
 
 def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:

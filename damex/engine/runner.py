@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from mmengine.dist import broadcast_object_list, is_distributed
 from mmengine.hooks import EMAHook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
-from mmengine.optim import _ParamScheduler
 from mmengine.registry import RUNNERS
 from mmengine.runner import CheckpointLoader, Runner, find_latest_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
@@ -33,11 +31,14 @@ from damex.engine.expert_parallel import ExpertParallelRunner
 from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import take_over_moments
 from damex.engine.routing_alarm import RoutingAlarmHook
+from damex.engine.row_transfer import RowTransfer, take_over_rows
 from damex.engine.schedule import (
     IterationSeedHook,
     TrainingStepHook,
     bare_model,
+    in_steps,
     routed_detector,
+    spans,
 )
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, DataError, did_you_mean
@@ -102,7 +103,7 @@ class MixtureRunner(ExpertParallelRunner):
     def build_param_scheduler(self, scheduler: Any) -> Any:
         """Build schedulers; points in time below 1 are shares of the whole training."""
         return super().build_param_scheduler(
-            _in_steps(scheduler, epochs=self.max_epochs, iters=self.max_iters)
+            in_steps(scheduler, epochs=self.max_epochs, iters=self.max_iters)
         )
 
     def setup_env(self, env_cfg: dict) -> None:
@@ -194,9 +195,9 @@ class MixtureRunner(ExpertParallelRunner):
                 "file last_checkpoint). Start without --resume, or name the folder "
                 "with --work-dir."
             )
-        planned = _spans(self.param_schedulers)
+        planned = spans(self.param_schedulers)
         super().load_or_resume()
-        if _spans(self.param_schedulers) != planned:
+        if spans(self.param_schedulers) != planned:
             self.logger.warning(
                 "--resume: the learning rate goes on by the schedule of the "
                 "checkpoint, whose length is not that of the config; to train by the "
@@ -224,7 +225,8 @@ class MixtureRunner(ExpertParallelRunner):
 
         As a start for training, other shapes and missing tensors are let through, as
         mmengine does: the weights of a dense detector become those of every expert, and
-        with ``load_optimizer=True`` so do the moments of its optimiser.
+        with ``load_optimizer=True`` so do the moments of its optimiser. Classes and
+        experts of datasets get the weights of their namesakes.
 
         Raises:
             DataError: If the file is missing, damaged, or holds more than data.
@@ -236,6 +238,7 @@ class MixtureRunner(ExpertParallelRunner):
         # mmengine's resume would run this text as Python to read one field of it.
         meta.pop("config", None)
         model = bare_model(self)
+        rows = RowTransfer()
         if self._resume or self._evaluating:
             space = label_space_of(self.cfg)
             if space is not None:
@@ -249,7 +252,11 @@ class MixtureRunner(ExpertParallelRunner):
             check_tensors(checkpoint, model, path=filename)
         else:
             state = checkpoint.get("state_dict", checkpoint)
-            for note in (replace_misfits(state, model), upcycling_note(model, state)):
+            rows = take_over_rows(
+                state, meta, routed_detector(self), label_space_of(self.cfg)
+            )
+            others = (replace_misfits(state, model), upcycling_note(model, state))
+            for note in (*rows.notes, *others):
                 if note is not None:
                     self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
@@ -263,7 +270,9 @@ class MixtureRunner(ExpertParallelRunner):
         if is_start and self.cfg.get("load_optimizer"):
             optimizer = self.optim_wrapper.optimizer
             self.logger.info(
-                take_over_moments(checkpoint, model, optimizer, path=filename)
+                take_over_moments(
+                    checkpoint, model, optimizer, path=filename, without=rows.moved
+                )
             )
         return checkpoint
 
@@ -352,36 +361,6 @@ def set_length(cfg: Config | ConfigDict) -> None:
     if cfg.get(key) is not None:
         # One place only, so that a written config can be read again.
         train[key] = cfg.pop(key)
-
-
-def _in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
-    """A copy of scheduler configs with all points in time in epochs or iterations."""
-    size = dict(epochs=epochs, iters=iters)
-    if isinstance(scheduler, Sequence):
-        return [_in_steps(one, **size) for one in scheduler]
-    if not isinstance(scheduler, dict):
-        return scheduler
-    if "type" not in scheduler:  # one for each of several optimisers
-        return {name: _in_steps(one, **size) for name, one in scheduler.items()}
-    length = epochs if scheduler.get("by_epoch", True) else iters
-    found = dict(scheduler)
-    for key in ("begin", "end"):
-        if key in found and 0 < found[key] < 1:
-            # As moe.upcycling does, so that the same share is the same iteration.
-            found[key] = math.ceil(found[key] * length)
-    if "milestones" in found:
-        found["milestones"] = [
-            round(stone * length) if 0 < stone < 1 else stone
-            for stone in found["milestones"]
-        ]
-    return found
-
-
-def _spans(schedulers: Any) -> list[tuple[int, list[int]]]:
-    """Ends and milestones of the schedulers that are built, of all optimisers."""
-    groups = schedulers.values() if isinstance(schedulers, dict) else [schedulers or ()]
-    built = [s for row in groups for s in row if isinstance(s, _ParamScheduler)]
-    return [(s.end, sorted(getattr(s, "milestones", ()))) for s in built]
 
 
 def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:

@@ -1,9 +1,10 @@
-"""What hooks do around every training iteration: seeds, schedules, mean decay."""
+"""Schedules, and what hooks do around every iteration: seeds, mean decay."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapper
+from mmengine.optim import OptimWrapper, _ParamScheduler
 from mmengine.runner import Runner
 
 from damex.datasets.seeding import mix_seed
@@ -162,3 +163,33 @@ class ExpertMeanDecayHook(Hook):
                 if parameter.requires_grad:  # not in a warm-up of the routers
                     share = min(self.decay * rates.get(id(parameter), 0.0), 1.0)
                     decay_to_mean(parameter, share, parts=parts)
+
+
+def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
+    """A copy of scheduler configs with all points in time in epochs or iterations."""
+    size = dict(epochs=epochs, iters=iters)
+    if isinstance(scheduler, Sequence):
+        return [in_steps(one, **size) for one in scheduler]
+    if not isinstance(scheduler, dict):
+        return scheduler
+    if "type" not in scheduler:  # one for each of several optimisers
+        return {name: in_steps(one, **size) for name, one in scheduler.items()}
+    length = epochs if scheduler.get("by_epoch", True) else iters
+    found = dict(scheduler)
+    for key in ("begin", "end"):
+        if key in found and 0 < found[key] < 1:
+            # As moe.upcycling does, so that the same share is the same iteration.
+            found[key] = math.ceil(found[key] * length)
+    if "milestones" in found:
+        found["milestones"] = [
+            round(stone * length) if 0 < stone < 1 else stone
+            for stone in found["milestones"]
+        ]
+    return found
+
+
+def spans(schedulers: Any) -> list[tuple[int, list[int]]]:
+    """Ends and milestones of the schedulers that are built, of all optimisers."""
+    groups = schedulers.values() if isinstance(schedulers, dict) else [schedulers or ()]
+    built = [s for row in groups for s in row if isinstance(s, _ParamScheduler)]
+    return [(s.end, sorted(getattr(s, "milestones", ()))) for s in built]

@@ -1,0 +1,148 @@
+"""What a checkpoint knows of equally named classes and datasets, put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from damex.datasets.label_space import LabelSpace
+from damex.models.rows import GROUP_EXPERTS, Owner, RowNames, row_owners
+
+
+@dataclass(frozen=True)
+class RowTransfer:
+    """What was taken over by name.
+
+    Attributes:
+        moved: Names of the tensors whose rows have another place or are new.
+        notes: Sentences about it.
+    """
+
+    moved: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def take_over_rows(
+    state: dict[str, Any], meta: Mapping[str, Any], detector: Any, space: Any
+) -> RowTransfer:
+    """Give the classes and datasets of a mixture what a checkpoint has of their names.
+
+    Args:
+        state: The state dict of the checkpoint; changed in place.
+        meta: ``checkpoint['meta']``.
+        detector: The detector that shall load it; None if it is none of damex's.
+        space: The label space of the mixture; None without one.
+    """
+    if detector is None or space is None:
+        return RowTransfer()
+    stored, wanted = names_of_meta(meta), names_of_space(space)
+    moved = move_rows(state, detector, stored=stored, wanted=wanted)
+    notes = tuple(transfer_notes(stored, wanted, moved))
+    return RowTransfer(frozenset(moved), notes)
+
+
+def names_of_space(space: LabelSpace) -> RowNames:
+    """The names behind the numbers of a detector for a mixture."""
+    return RowNames(space.classes, space.group_names)
+
+
+def names_of_meta(meta: Mapping[str, Any]) -> RowNames:
+    """The names that a checkpoint of damex or mmdet carries.
+
+    Args:
+        meta: ``checkpoint['meta']``. mmdet 3 keeps ``classes`` in ``dataset_meta``,
+            its first versions ``CLASSES``, and mmdet 2 ``CLASSES`` beside it.
+    """
+    stored = meta.get("dataset_meta") or {}
+    classes = stored.get("classes") or stored.get("CLASSES") or meta.get("CLASSES")
+    if isinstance(classes, str):  # of a detector with one class
+        classes = (classes,)
+    groups = None
+    if "datasets" in stored:
+        groups = LabelSpace.from_metainfo(stored).group_names
+    return RowNames(tuple(classes) if classes else None, groups)
+
+
+def move_rows(
+    state: dict[str, Any], detector: Any, *, stored: RowNames, wanted: RowNames
+) -> set[str]:
+    """Give each class and each expert of a detector the rows of its name.
+
+    What has no namesake starts as the detector has it. Where the names are the same and
+    in the same order nothing is touched, and so where they are not known.
+
+    Args:
+        state: A state dict to start from; changed in place.
+        detector: The detector that shall load it.
+        stored: Names of the state dict.
+        wanted: Names of the detector.
+
+    Returns:
+        Names of the tensors that were changed.
+    """
+    keys = {key.removeprefix("module."): key for key in state}
+    given = {name: state[key] for name, key in keys.items()}
+    own = detector.state_dict()
+    sources = row_owners(detector, given, stored)
+    targets = row_owners(detector, own, wanted)
+    moved = set()
+    for name in sources.keys() & targets.keys():
+        same_rows = sources[name] == targets[name]
+        if same_rows or own[name].shape[1:] != given[name].shape[1:]:
+            continue
+        state[keys[name]] = _gathered(
+            own[name], targets[name], given[name], sources[name]
+        )
+        moved.add(name)
+        # Which experts serve which group is a matter of the config.
+        groups = f"{name.rpartition('.moe.')[0]}.moe.{GROUP_EXPERTS}"
+        if groups in keys and groups in own:
+            state[keys[groups]] = own[groups].clone()
+    return moved
+
+
+def _gathered(
+    own: Tensor, targets: tuple[Owner, ...], given: Tensor, sources: tuple[Owner, ...]
+) -> Tensor:
+    """A copy of a tensor with the rows that another has for the same owners."""
+    places = {owner: row for row, owner in enumerate(sources)}
+    rows = [(i, places[owner]) for i, owner in enumerate(targets) if owner in places]
+    result = own.detach().clone()
+    if rows:
+        new, old = (torch.tensor(column) for column in zip(*rows, strict=True))
+        result[new.to(result.device)] = given[old.to(given.device)].to(result)
+    return result
+
+
+def transfer_notes(
+    stored: RowNames, wanted: RowNames, moved: set[str]
+) -> Iterator[str]:
+    """Say what was taken over by name and what is new.
+
+    Args:
+        stored: Names of the checkpoint.
+        wanted: Names of the detector.
+        moved: What :func:`move_rows` changed.
+
+    Yields:
+        A sentence about classes, and one about datasets.
+    """
+    of_classes = {key for key in moved if ".moe." not in key and "awareness" not in key}
+    if of_classes and stored.classes != wanted.classes:
+        yield _note("classes", stored.classes or (), wanted.classes or ())
+    if moved - of_classes and stored.groups != wanted.groups:
+        yield _note("experts of datasets", stored.groups or (), wanted.groups or ())
+
+
+def _note(what: str, stored: tuple[str, ...], wanted: tuple[str, ...]) -> str:
+    taken = [name for name in wanted if name in stored]
+    new = [name for name in wanted if name not in stored]
+    unused = sum(name not in wanted for name in stored)
+    parts = [f"taken over by name: {', '.join(taken) or 'none'}"]
+    parts += [f"new, as at the start of a training: {', '.join(new)}"] if new else []
+    parts += [f"{unused} of the checkpoint are not used"] if unused else []
+    return f"{what}: {'; '.join(parts)}."

@@ -1,0 +1,136 @@
+"""Rows: what the first axis of a detector's tensors counts, by name.
+
+A row of a classifier belongs to a class, a row of a bank of experts or of a router to
+an expert and so to dataset groups. Two detectors number these in their own ways; names
+say which rows of one are those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.told_dataset import selects_by_first_class
+
+CLASSIFIERS = ("fc_cls", "cls_branches", "aux_cls_branches")
+LABELS = "dn_query_generator.label_embedding."
+GROUP_EXPERTS = "group_experts_GE"
+
+
+class Owner(NamedTuple):
+    """What a row belongs to.
+
+    Attributes:
+        kind: 'class', 'background', 'object' (the one class of a first stage that only
+            tells objects from background), or 'groups'.
+        names: The class, or all dataset groups that the row serves.
+        number: Counts rows of the same groups.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class RowNames:
+    """The names behind the numbers of a detector.
+
+    Attributes:
+        classes: In the order of its labels; None where they are not known.
+        groups: Dataset groups in their order; None where they are not known.
+    """
+
+    classes: tuple[str, ...] | None = None
+    groups: tuple[str, ...] | None = None
+
+
+def row_owners(
+    detector: Any, state: Mapping[str, Tensor], names: RowNames
+) -> dict[str, tuple[Owner, ...]]:
+    """Whose the rows of a state dict are.
+
+    Args:
+        detector: A detector of damex of the same kind, of any size.
+        state: Weights by their names.
+        names: The classes and dataset groups of the state dict.
+
+    Returns:
+        For each tensor that has rows of classes, experts or dataset groups their
+        owners. Tensors whose size does not go with the names are left out.
+    """
+    found = [
+        *_classes_and_owners(detector, state, names.classes),
+        *_groups_and_owners(detector, state, names.groups),
+    ]
+    return {
+        key: tuple(owners)
+        for key, owners in found
+        if state[key].dim() > 0 and len(state[key]) == len(owners)
+    }
+
+
+def _classes_and_owners(
+    detector: Any, state: Mapping[str, Tensor], classes: Sequence[str] | None
+) -> Iterator[tuple[str, list[Owner]]]:
+    """Tensors with a row per class."""
+    starts = tuple(f"bbox_head.{name}." for name in CLASSIFIERS)
+    keys = [key for key in state if key.startswith((*starts, LABELS))]
+    for key in keys if classes else ():
+        yield key, _class_owners(detector, key, state, classes or ())
+
+
+def _groups_and_owners(
+    detector: Any, state: Mapping[str, Tensor], groups: Sequence[str] | None
+) -> Iterator[tuple[str, list[Owner]]]:
+    """Tensors with a row per expert or dataset group."""
+    one_each = [Owner("groups", (name,)) for name in groups or ()]
+    for name, module in detector.named_modules():
+        prefix = f"{name}.moe."
+        mask_GE = state.get(prefix + GROUP_EXPERTS)
+        is_block = isinstance(module, (MoEFFN, MoEPatchConv))
+        if not is_block or mask_GE is None or len(mask_GE) != len(one_each):
+            continue
+        experts = _expert_owners(mask_GE, groups or ())
+        for key in (k for k in state if k.startswith(prefix)):
+            axes = key.rpartition("_")[2]  # names of tensors end in their axes
+            if axes.startswith("E"):
+                yield key, experts
+            elif axes.startswith("G") and not key.endswith(GROUP_EXPERTS):
+                yield key, one_each
+    for key in (k for k in state if k.startswith("awareness.")):
+        yield key, one_each
+
+
+def _class_owners(
+    detector: Any, key: str, state: Mapping[str, Tensor], classes: Sequence[str]
+) -> list[Owner]:
+    """Owners of the rows of classes; a softmax has the background behind them."""
+    found = [
+        # A name that stands twice belongs to nobody else: which is meant is not known.
+        Owner("class", (name,), row if classes.count(name) > 1 else 0)
+        for row, name in enumerate(classes)
+    ]
+    if not key.startswith(LABELS) and len(state[key]) == len(classes) + 1:
+        found.append(Owner("background"))
+    if selects_by_first_class(detector) and key.startswith(
+        f"bbox_head.cls_branches.{len(detector.bbox_head.cls_branches) - 1}."
+    ):
+        found[0] = Owner("object")
+    return found
+
+
+def _expert_owners(mask_GE: Tensor, groups: Sequence[str]) -> list[Owner]:
+    """Owners of experts: the groups that they serve, counted."""
+    counts: dict[tuple[str, ...], int] = {}
+    owners = []
+    for served_G in torch.as_tensor(mask_GE).T.tolist():
+        names = tuple(sorted(g for g, own in zip(groups, served_G, strict=True) if own))
+        owners.append(Owner("groups", names, counts.get(names, 0)))
+        counts[names] = counts.get(names, 0) + 1
+    return owners
