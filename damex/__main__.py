@@ -33,6 +33,8 @@ COMMANDS = MappingProxyType(
         "experts": Command(
             "damex.inference.look.command", "which expert takes what, as a page"
         ),
+        "grow": Command("damex.growth.commands", "put new datasets into a detector"),
+        "prune": Command("damex.growth.commands", "take datasets away from it"),
         "data": Command("damex.commandline.data", "look at datasets before a training"),
         "doctor": Command("damex.doctor", "check the installation"),
         "headroom": Command("damex.analysis.headroom", "what experts could win"),

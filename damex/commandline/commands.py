@@ -142,6 +142,16 @@ def experts_parser() -> Parser:
         examples=(
             "damex experts work_dirs/quickstart/epoch_3.pth",
             "damex experts epoch_3.pth --images boards/ ships/ --out look",
+def grow_parser() -> Parser:
+    """Arguments of ``damex grow``."""
+    parser = Parser(
+        "grow",
+        "Make room in a trained detector for new datasets: a checkpoint to start a "
+        "training from",
+        examples=(
+            "damex grow epoch_12.pth configs/with_cells.py --out grown.pth",
+            "damex train configs/with_cells.py --cfg-options load_from=grown.pth "
+            "train_only=[cells]",
         ),
     )
     add = parser.add_argument
@@ -169,6 +179,42 @@ def experts_parser() -> Parser:
     )
     add("--batch-size", type=at_least(1), default=8, help="(default %(default)s)")
     add("--device", help="such as cpu or cuda:0 (default: a GPU where there is one)")
+    parser.add_config()
+    add("--out", required=True, metavar="FILE.pth", help="the new checkpoint")
+    add(
+        "--like",
+        default="auto",
+        metavar="auto|NAME|none",
+        help="whose experts the new ones start as: auto, those of the dataset that the "
+        "new images look like (the default); those of a dataset; or none, as at the "
+        "start of a training",
+    )
+    add(
+        "--images",
+        type=at_least(1),
+        default=64,
+        help="new images to look at (default %(default)s)",
+    )
+    return parser
+
+
+def prune_parser() -> Parser:
+    """Arguments of ``damex prune``."""
+    parser = Parser(
+        "prune",
+        "Take datasets away from a trained detector, with the classes and experts that "
+        "no other dataset has",
+        examples=("damex prune epoch_12.pth --drop cells --out smaller.pth",),
+    )
+    add = parser.add_argument
+    add("checkpoint", help="a .pth file of a training with damex")
+    add("--drop", required=True, nargs="+", metavar="NAME", help="datasets")
+    add(
+        "--out",
+        required=True,
+        metavar="FILE.pth",
+        help="the new checkpoint; its config is written beside it, as FILE.py",
+    )
     return parser
 
 

@@ -24,7 +24,7 @@ KEYS = frozenset(inspect.signature(Runner).parameters) - {"cfg"} | {
     *("mixture", "label_space", "moe", "console", "max_epochs", "max_iters"),
     *("runner_type", "custom_imports", "vis_backends", "find_unused_parameters"),
     *("model_wrapper_cfg", "sync_bn", "compile", "load_optimizer"),
-    "data_check",
+    *("data_check", "train_only"),
 }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
 from mmengine.runner import CheckpointLoader, Runner, find_latest_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
-from torch import nn
+from torch import Tensor, nn
 
 from damex.compat import ensure_ops
 from damex.curation.inspection import refusal
@@ -28,6 +29,7 @@ from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.expert_parallel import ExpertParallelRunner
+from damex.engine.freezing import KeepRowsHook, freeze_all_but
 from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import take_over_moments
 from damex.engine.routing_alarm import RoutingAlarmHook
@@ -66,6 +68,7 @@ class MixtureRunner(ExpertParallelRunner):
     """
 
     _evaluating = False
+    _kept_rows: Mapping[str, Tensor] = MappingProxyType({})
 
     @classmethod
     def from_cfg(cls, cfg: Config | ConfigDict) -> Runner:
@@ -96,6 +99,8 @@ class MixtureRunner(ExpertParallelRunner):
         these hooks a run would be silent, and differ once it is resumed.
         """
         super().register_hooks(default_hooks, custom_hooks)
+        if self._kept_rows:
+            self.register_hook(KeepRowsHook(self._kept_rows))
         for hook in HOOKS_OF_DAMEX:
             if not any(isinstance(known, hook) for known in self.hooks):
                 self.register_hook(hook())
@@ -125,8 +130,13 @@ class MixtureRunner(ExpertParallelRunner):
         """Wrap for several processes; what the config sets stays as it is.
 
         On the CPU there is no device id to give, and a model that is trained in stages
-        has parameters without a gradient in every step.
+        has parameters without a gradient in every step. What ``train_only`` keeps as it
+        is must be known before.
         """
+        datasets = self.cfg.get("train_only")
+        if datasets is not None:
+            space = label_space_of(self.cfg)
+            self._kept_rows = freeze_all_but(model, space, datasets)
         if self.distributed and not is_model_wrapper(model):
             model_wrapper_cfg = _complete_wrapper(model_wrapper_cfg, self.cfg, model)
         return super().wrap_model(model_wrapper_cfg, model)
@@ -135,7 +145,7 @@ class MixtureRunner(ExpertParallelRunner):
         """Train as configured; see mmengine.
 
         Raises:
-            ConfigError: If frozen gates would stay random, there is no checkpoint to
+            ConfigError: If frozen parts would stay random, there is no checkpoint to
                 take moments from, or weights would be averaged that are no experts.
             DataError: If the data has faults; see ``data_check``.
         """
@@ -144,6 +154,12 @@ class MixtureRunner(ExpertParallelRunner):
             raise ConfigError(
                 "load_optimizer=True takes moments over from a checkpoint, and there "
                 "is none; set load_from=CHECKPOINT, or load_optimizer=False."
+            )
+        if starts_anew and self.cfg.get("train_only"):
+            raise ConfigError(
+                f"train_only={self.cfg['train_only']} keeps all other parts of the "
+                "detector as they are, and there is no checkpoint to take them from; "
+                "set load_from=CHECKPOINT (see damex grow), or leave train_only out."
             )
         detector = routed_detector(self)
         averages = any(isinstance(hook, EMAHook) for hook in self.hooks)

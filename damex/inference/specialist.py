@@ -19,7 +19,7 @@ from damex.errors import ConfigError
 from damex.inference.dense_ffn import dense_ffn, widened
 from damex.inference.plain_backbone import KEYS, TYPE, plain_backbone
 from damex.inference.stored import StoredDetector
-from damex.inference.writing import make_folder
+from damex.inference.writing import check_target, make_folder
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
@@ -66,12 +66,8 @@ class Specialist:
         Raises:
             ConfigError: If it does not end in .pth, or a file is there already.
         """
-        if path.suffix != ".pth":
-            raise ConfigError(f"--out must end in .pth, got {path}.")
+        check_target(path)
         config = path.with_suffix(".py")
-        for file in (path, config):
-            if file.exists():
-                raise ConfigError(f"{file} exists; remove it, or name another --out.")
         make_folder(path.parent)
         meta = dict(
             dataset_meta=dict(classes=self.classes), cfg=self.config.pretty_text
@@ -186,13 +182,24 @@ def _plain_model(
     else:
         plain["backbone"].pop("init_cfg", None)  # weights are here already
     plain["bbox_head"]["num_classes"] = num_classes
+    limit_answers(plain, detector, num_classes)
+    return plain
+
+
+def limit_answers(model: dict[str, Any], detector: Any, num_classes: int) -> None:
+    """Ask a detector with fewer classes for no more answers than it can give.
+
+    Args:
+        model: Its config; changed in place.
+        detector: The one with all classes.
+        num_classes: Of the new one.
+    """
     most = detector.num_queries
     if detector.bbox_head.loss_cls.use_sigmoid:  # one answer per query and class
         most *= num_classes
-    settings = plain.setdefault("test_cfg", {})
+    settings = model.setdefault("test_cfg", {})
     if settings.get("max_per_img", detector.num_queries) > most:
         settings["max_per_img"] = most
-    return plain
 
 
 def _set_widths(model: dict[str, Any], state: Mapping[str, Tensor]) -> None:

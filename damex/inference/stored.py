@@ -32,6 +32,7 @@ class StoredDetector:
 
     Attributes:
         path: Where it was read.
+        config: The whole config, as plain values.
         model: Config of the detector.
         pipeline: What the training's evaluation did with images, annotations left out.
         space: The datasets and their classes.
@@ -41,6 +42,7 @@ class StoredDetector:
     """
 
     path: str
+    config: dict[str, Any]
     model: dict[str, Any]
     pipeline: list[dict[str, Any]]
     space: LabelSpace
@@ -86,6 +88,7 @@ class StoredDetector:
         entries = config.get("mixture")
         mixture = entries if isinstance(entries, list) else []
         return cls(path, model, pipeline, space, state, mixture, meta)
+        return cls(path, config, model, pipeline, space, state)
 
     def build(self) -> RoutedDetector:
         """Build the detector with its weights, ready to predict on the CPU.

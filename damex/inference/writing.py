@@ -130,6 +130,19 @@ def draw(prediction: Prediction, target: Path, *, classes: Sequence[str]) -> Non
     image.save(target, quality=92)
 
 
+def check_target(path: Path) -> None:
+    """Refuse a place for a checkpoint before anything is computed.
+
+    Raises:
+        ConfigError: If it does not end in .pth, or it or its config is there already.
+    """
+    if path.suffix != ".pth":
+        raise ConfigError(f"--out must end in .pth, got {path}.")
+    for file in (path, path.with_suffix(".py")):
+        if file.exists():
+            raise ConfigError(f"{file} exists; remove it, or name another --out.")
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder to write to.
 

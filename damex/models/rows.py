@@ -93,8 +93,7 @@ def _groups_and_owners(
     for name, module in detector.named_modules():
         prefix = f"{name}.moe."
         mask_GE = state.get(prefix + GROUP_EXPERTS)
-        is_block = isinstance(module, (MoEFFN, MoEPatchConv))
-        if not is_block or mask_GE is None or len(mask_GE) != len(one_each):
+        if not has_groups(module) or mask_GE is None or len(mask_GE) != len(one_each):
             continue
         experts = _expert_owners(mask_GE, groups or ())
         for key in (k for k in state if k.startswith(prefix)):
@@ -105,6 +104,17 @@ def _groups_and_owners(
                 yield key, one_each
     for key in (k for k in state if k.startswith("awareness.")):
         yield key, one_each
+
+
+def has_groups(module: Any) -> bool:
+    """Whether a module is a MoE block in which datasets are taught their experts.
+
+    In others experts serve whoever comes, and are nobody's.
+    """
+    if not isinstance(module, (MoEFFN, MoEPatchConv)):
+        return False
+    is_taught = any(loss.needs_groups for loss in module.moe.losses)
+    return is_taught or module.moe.group_choice.teacher_forcing
 
 
 def _class_owners(

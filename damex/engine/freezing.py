@@ -1,0 +1,183 @@
+"""``train_only=[...]``: the parts of some datasets learn, and nothing else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mmdet.registry import HOOKS
+from mmengine.hooks import Hook
+from mmengine.runner import Runner
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from damex.datasets.label_space import LabelSpace
+from damex.engine.row_transfer import names_of_space
+from damex.engine.schedule import bare_model
+from damex.errors import ConfigError, did_you_mean
+from damex.models.detectors import RoutedDetector
+from damex.models.insertion import moe_blocks
+from damex.models.rows import Owner, row_owners
+
+
+def freeze_all_but(
+    model: Any, space: LabelSpace | None, datasets: Any
+) -> dict[str, Tensor]:
+    """Freeze all of a detector that does not belong to some datasets alone.
+
+    Experts, and their rows of routers, are trained if all datasets of their groups are
+    named; classes if no other dataset has them.
+
+    Args:
+        model: The detector, without a wrapper; parameters without any such row get
+            ``requires_grad=False``.
+        space: The label space of the mixture; None without one.
+        datasets: Names of datasets, as in the config.
+
+    Returns:
+        For each tensor that is trained in part a bool per row, True where it is kept.
+
+    Raises:
+        ConfigError: If a name is wrong, nothing would be trained, or the detector
+            freezes and trains parts by itself.
+    """
+    space = _check(model, space, datasets)
+    owners = row_owners(model, model.state_dict(), names_of_space(space))
+    trained = _trained_owners(space, datasets)
+    kept = {
+        key: torch.tensor([owner not in trained for owner in rows])
+        for key, rows in owners.items()
+        if any(owner in trained for owner in rows)
+    }
+    if not kept:
+        raise ConfigError(
+            f"train_only={list(datasets)!r}: these datasets have no class and no "
+            "experts of their own, so that nothing would be trained; name all datasets "
+            "of a group, or leave train_only out."
+        )
+    for name, parameter in model.named_parameters():
+        if name not in kept:
+            parameter.requires_grad_(False)
+    return kept
+
+
+def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
+    """Refuse what cannot work."""
+    if isinstance(datasets, str) or not isinstance(datasets, Sequence) or not datasets:
+        raise ConfigError(
+            "train_only must be a list of names of datasets, such as "
+            f"train_only=['{datasets if isinstance(datasets, str) else 'cells'}'], got "
+            f"{datasets!r}."
+        )
+    if space is None or not isinstance(model, RoutedDetector):
+        raise ConfigError(
+            f"train_only={list(datasets)!r} needs a mixture and a detector of damex "
+            "(model.type='MoEDINO'); leave it out."
+        )
+    for name in datasets:
+        if name not in space.dataset_names:
+            raise ConfigError(
+                f"train_only: the mixture has no dataset {name!r}; "
+                f"{did_you_mean(str(name), space.dataset_names)}"
+            )
+    if model.trains_in_stages or any(b.moe.shards for b in moe_blocks(model)):
+        raise ConfigError(
+            "train_only cannot stand beside moe.router_warmup, moe.upcycling or "
+            "moe.expert_parallel, which say themselves what is trained when or where; "
+            "leave them out."
+        )
+    return space
+
+
+class _Trained:
+    """The owners of rows that are trained."""
+
+    def __init__(self, classes: set[str], groups: set[str]) -> None:
+        self._classes, self._groups = classes, groups
+
+    def __contains__(self, owner: Owner) -> bool:
+        known = {"class": self._classes, "groups": self._groups}.get(owner.kind, set())
+        return bool(owner.names) and known.issuperset(owner.names)
+
+
+def _trained_owners(space: LabelSpace, datasets: Sequence[str]) -> _Trained:
+    rows = zip(space.dataset_names, space.dataset_classes, space.groups, strict=True)
+    of_others: dict[str, set[str]] = dict(classes=set(), groups=set())
+    for name, classes, group in rows:
+        if name not in datasets:
+            of_others["classes"] |= set(classes.values())
+            of_others["groups"].add(group)
+    return _Trained(
+        set(space.classes) - of_others["classes"],
+        set(space.groups) - of_others["groups"],
+    )
+
+
+@HOOKS.register_module()
+class KeepRowsHook(Hook):
+    """Keeps rows of tensors as they are, whatever an optimiser does to the others.
+
+    Their gradients are zero, so that they have no part in the norm that gradients are
+    clipped to; and after each step they are what they were, as momentum, weight decay
+    and pulls towards a mean move weights without a gradient, too. Statistics of batch
+    norms do not change. :class:`damex.engine.runner.MixtureRunner` adds it where the
+    config sets ``train_only``.
+
+    Args:
+        kept: For each tensor a bool per row, True where it is kept.
+    """
+
+    priority = "ABOVE_NORMAL"  # after ExpertMeanDecayHook, before weights are averaged
+
+    def __init__(self, kept: Mapping[str, Tensor]) -> None:
+        self._kept = kept
+        self._values: dict[str, Tensor] = {}
+
+    def before_train(self, runner: Runner) -> None:
+        """Remember the rows, once weights are loaded."""
+        for name, tensor in self._tensors(runner).items():
+            rows = self._rows(name, tensor)
+            self._values[name] = tensor.detach()[rows].clone()
+            if tensor.requires_grad:
+                tensor.register_hook(_WithoutRows(rows))
+
+    def before_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None
+    ) -> None:
+        """Keep statistics; mmengine sets the model to training before each epoch."""
+        for module in bare_model(runner).modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+
+    def after_train_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Any = None,
+    ) -> None:
+        """Put the rows back."""
+        with torch.no_grad():
+            for name, tensor in self._tensors(runner).items():
+                tensor[self._rows(name, tensor)] = self._values[name]
+
+    def _tensors(self, runner: Runner) -> dict[str, Tensor]:
+        model: nn.Module = bare_model(runner)
+        found = dict([*model.named_parameters(), *model.named_buffers()])
+        return {name: found[name] for name in self._kept if name in found}
+
+    def _rows(self, name: str, tensor: Tensor) -> Tensor:
+        return self._kept[name].to(tensor.device)
+
+
+class _WithoutRows:
+    """Hook of a tensor: no gradient for some rows."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """Zero the gradient of the rows."""
+        shape = (-1,) + (1,) * (gradient.dim() - 1)
+        return gradient.masked_fill(self._rows.view(shape), 0.0)

@@ -1,0 +1,1 @@
+"""Datasets put into a trained detector, and taken away from it."""

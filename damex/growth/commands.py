@@ -1,0 +1,93 @@
+"""The commands ``damex grow`` and ``damex prune``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from damex.commandline.commands import grow_parser, prune_parser
+from damex.engine.config_files import config_of
+from damex.growth.files import write_checkpoint
+from damex.growth.grow import Grown, add_datasets
+from damex.growth.prune import drop_datasets
+from damex.inference.stored import StoredDetector
+from damex.inference.writing import check_target
+
+
+def grow(arguments: Sequence[str]) -> None:
+    """Write a checkpoint to start a training with new datasets from.
+
+    Args:
+        arguments: Command line without the program's name.
+
+    Raises:
+        ConfigError: If the config does not extend what the checkpoint was trained on.
+        DataError: If the checkpoint or an image cannot be read.
+    """
+    args = grow_parser().parse_args(arguments)
+    check_target(Path(args.out))
+    stored = StoredDetector.read(args.checkpoint)
+    grown = add_datasets(stored, config_of(args), like=args.like, images=args.images)
+    write_checkpoint(
+        Path(args.out),
+        grown.state,
+        text=grown.config.pretty_text,
+        space=grown.space,
+        moe=grown.moe,
+    )
+    print("\n".join(_lines(grown, args.config, args.out)))
+
+
+def _lines(grown: Grown, config: str, out: str) -> list[str]:
+    """What was done, and what to do next."""
+    new = ",".join(grown.new_datasets)
+    found = [
+        f"written: {out}",
+        f"datasets: {', '.join(grown.old.dataset_names)} as they were; new: "
+        f"{', '.join(grown.new_datasets)}",
+        f"classes: {grown.old.num_classes} as they were; new: "
+        f"{', '.join(grown.new_classes) or 'none'}",
+    ]
+    for group, model in grown.models.items():
+        row = grown.likeness.get(group, {})
+        best = sorted(row.items(), key=lambda item: -item[1])[:3]
+        words = ", ".join(f"{name} {share:.2f}" for name, share in best)
+        seen = f" (its images look like {words})" if words else ""
+        found.append(f"experts of {group}: start as those of {model}{seen}")
+    found += [f"note: {note}" for note in grown.notes]
+    start = f"damex train {config} --cfg-options load_from={out}"
+    return [
+        *found,
+        "to train all of it:",
+        f"  {start}",
+        "to train what is new alone, so that the other datasets stay as they are:",
+        f"  {start} train_only=[{new}]",
+    ]
+
+
+def prune(arguments: Sequence[str]) -> None:
+    """Write a checkpoint without some datasets, and its config beside it.
+
+    Args:
+        arguments: Command line without the program's name.
+
+    Raises:
+        ConfigError: If there is no such dataset, or the others need what is theirs.
+        DataError: If the checkpoint cannot be read.
+    """
+    args = prune_parser().parse_args(arguments)
+    out = Path(args.out)
+    check_target(out)
+    stored = StoredDetector.read(args.checkpoint)
+    pruned = drop_datasets(stored, args.drop)
+    text = pruned.config.pretty_text
+    write_checkpoint(out, pruned.state, text=text, space=pruned.space, moe=pruned.moe)
+    out.with_suffix(".py").write_text(text, encoding="utf-8")
+    gone = [name for name in stored.space.classes if name not in pruned.space.classes]
+    print(
+        f"written: {out} and {out.with_suffix('.py')}\n"
+        f"datasets: {', '.join(pruned.space.dataset_names)}; classes: "
+        f"{pruned.space.num_classes}, without {', '.join(gone) or 'any less'}\n"
+        f"{pruned.parameters / 1e6:.2f} million parameters of "
+        f"{stored.parameters / 1e6:.2f}"
+    )

@@ -1,0 +1,292 @@
+"""Grow: the start of a training on the datasets of a checkpoint and new ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mmdet.registry import DATASETS, MODELS
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import init_default_scope
+from torch import Tensor
+
+from damex.datasets.label_space import LabelSpace
+from damex.datasets.spec import parse_mixture
+from damex.engine.checkpoint import check_tensors
+from damex.engine.config import label_space_of, resolve_config
+from damex.engine.row_transfer import move_rows, names_of_space
+from damex.engine.runner import check_detector
+from damex.errors import ConfigError, did_you_mean
+from damex.inference.predictor import Predictor
+from damex.inference.stored import StoredDetector
+from damex.models.config import moe_difference, read_moe
+from damex.models.rows import Owner, row_owners
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A detector with the weights of a checkpoint, and room for new datasets.
+
+    Attributes:
+        config: Of the training that shall follow, its mixture resolved.
+        space: Its label space.
+        state: Weights by their names.
+        old: The label space of the checkpoint.
+        moe: Its resolved ``moe`` tree.
+        models: For each new dataset group the old one whose experts it starts with.
+        likeness: For each new group that was compared the mean probabilities of the old
+            ones for its images.
+        notes: What works but is hardly meant, each in a sentence.
+    """
+
+    config: Config
+    space: LabelSpace
+    state: Mapping[str, Tensor]
+    old: LabelSpace
+    moe: Mapping[str, Any]
+    models: Mapping[str, str] = field(default_factory=dict)
+    likeness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def new_datasets(self) -> tuple[str, ...]:
+        """Names of the datasets that the checkpoint does not know."""
+        known = self.old.dataset_names
+        return tuple(name for name in self.space.dataset_names if name not in known)
+
+    @property
+    def new_classes(self) -> tuple[str, ...]:
+        """Names of the classes that the checkpoint does not know."""
+        return tuple(c for c in self.space.classes if c not in self.old.classes)
+
+
+def add_datasets(
+    stored: StoredDetector, cfg: Config, *, like: str = AUTO, images: int = 64
+) -> Grown:
+    """Make room in a trained detector for the new datasets of a mixture.
+
+    Old classes, experts and rows of routers have their weights. Those of a new dataset
+    group are copies of the experts of the old group that its images look like to the
+    old detector: whole FFNs from random weights would spoil what comes behind them, and
+    low-rank maps that start at zero leave it to the shared FFN, which never served any
+    dataset alone. Rows of new classes are random.
+
+    Args:
+        stored: The checkpoint.
+        cfg: Config of the training that shall follow; its mixture has all datasets of
+            the checkpoint, with the same classes, and at least one more.
+        like: 'auto', the name of an old dataset whose experts are copied, or 'none' for
+            experts as at the start of a training.
+        images: Training images of a new dataset to look at, at most.
+
+    Raises:
+        ConfigError: If the config does not extend the checkpoint's mixture, its
+            detector is another one, or nothing tells which dataset is nearest.
+        DataError: If images cannot be read.
+    """
+    if cfg.get("mixture") is None:
+        raise ConfigError(
+            "the config sets no mixture; name the datasets of the checkpoint and the "
+            "new one in mixture=[dict(name=..., ...), ...]."
+        )
+    cfg = resolve_config(cfg)
+    check_detector(cfg["model"])
+    space = label_space_of(cfg)
+    if space is None:
+        raise ConfigError("no dataloader of the config has a MixtureDataset.")
+    check_extends(stored, space)
+    detector = fresh_detector(cfg["model"])
+    names = names_of_space(stored.space), names_of_space(space)
+    state = dict(stored.state)
+    check_experts(stored, detector, space)
+    move_rows(state, detector, stored=names[0], wanted=names[1])
+    check_tensors(state, detector, path=stored.path)
+    new = [name for name in space.group_names if name not in stored.space.group_names]
+    models, likeness = _choose_models(stored, cfg, space, new, like, images)
+    owners = row_owners(detector, state, names[1])
+    for group, model in models.items():
+        _copy_rows(state, owners, group=group, model=model)
+    moe = detector.resolved_moe()
+    return Grown(
+        *(cfg, space, state, stored.space, moe, models, likeness),
+        notes=tuple(_notes(stored, moe)),
+    )
+
+
+def check_extends(stored: StoredDetector, space: LabelSpace) -> None:
+    """Refuse a mixture in which the old datasets mean something else, or none is new.
+
+    Raises:
+        ConfigError: If there is a difference.
+    """
+    old = stored.space
+    for number, name in enumerate(old.dataset_names):
+        if name not in space.dataset_names:
+            raise ConfigError(
+                f"the checkpoint {stored.path} was trained on {name!r}, which the "
+                "config's mixture does not have; add its entry (or take the dataset "
+                f"away first: damex prune --drop {name})."
+            )
+        now = space.dataset_id(name)
+        _check_classes(stored.path, name, old, space)
+        if old.groups[number] != space.groups[now]:
+            raise ConfigError(
+                f"dataset {name!r} is of the group {old.groups[number]!r} in the "
+                f"checkpoint {stored.path} and of {space.groups[now]!r} in the config; "
+                "set the same group='...'."
+            )
+    if len(space.dataset_names) == len(old.dataset_names):
+        raise ConfigError(
+            f"the config's mixture has no other datasets than the checkpoint "
+            f"{stored.path} ({', '.join(old.dataset_names)}); add an entry for the new "
+            "one."
+        )
+
+
+def _check_classes(path: str, name: str, old: LabelSpace, space: LabelSpace) -> None:
+    """Refuse an old dataset whose classes have changed."""
+    then = dict(old.dataset_classes[old.dataset_id(name)])
+    now = dict(space.dataset_classes[space.dataset_id(name)])
+    for own in {**then, **now}:
+        if then.get(own) != now.get(own):
+            raise ConfigError(
+                f"class {own!r} of dataset {name!r} is {then.get(own, 'not there')!r} "
+                f"in the checkpoint {path} and {now.get(own, 'not there')!r} in the "
+                "config; use the label_space, rename and classes of its training."
+            )
+
+
+def fresh_detector(model: Mapping[str, Any]) -> Any:
+    """Build a detector as a training starts it, but for the weights of its backbone.
+
+    The same one each time; the random numbers of others do not change.
+    """
+    init_default_scope("mmdet")
+    model = copy.deepcopy(dict(model))
+    backbone = model.get("backbone", {})
+    backbone.pop("init_cfg", None)  # the checkpoint has its weights
+    if "pretrained" in backbone:
+        backbone["pretrained"] = False if backbone["type"] == "TimmBackbone" else None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        detector = MODELS.build(ConfigDict(model))
+        detector.init_weights()
+    return detector
+
+
+def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> None:
+    """Refuse a detector in which an old dataset has another number of experts.
+
+    Args:
+        stored: The checkpoint.
+        detector: The new one.
+        space: Its label space.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    old = row_owners(detector, stored.state, names_of_space(stored.space))
+    now = row_owners(detector, detector.state_dict(), names_of_space(space))
+    for key in old.keys() & now.keys():
+        for group in {*stored.space.groups} & {*space.groups}:
+            counts = [
+                sum(group in o.names for o in rows) for rows in (old[key], now[key])
+            ]
+            if counts[0] != counts[1]:
+                raise ConfigError(
+                    f"dataset group {group!r} has {counts[0]} experts per layer in the "
+                    f"checkpoint {stored.path} and would have {counts[1]}: the number "
+                    "of experts does not follow the number of groups; leave "
+                    "moe.num_experts out."
+                )
+
+
+def _choose_models(
+    stored: StoredDetector,
+    cfg: Any,
+    space: LabelSpace,
+    new: Sequence[str],
+    like: str,
+    images: int,
+) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
+    """The old group whose experts each new one starts with, and what the images say."""
+    if like == NONE or not new or cfg["model"].get("moe") is None:
+        return {}, {}
+    if like != AUTO:
+        if like not in stored.space.dataset_names:
+            raise ConfigError(
+                f"--like: the checkpoint {stored.path} knows no dataset {like!r}; "
+                f"{did_you_mean(like, stored.space.dataset_names)}"
+            )
+        number = stored.space.dataset_id(like)
+        return dict.fromkeys(new, stored.space.groups[number]), {}
+    predictor = Predictor(stored.path)
+    if not predictor.can_tell:
+        raise ConfigError(
+            f"the detector in {stored.path} was not taught to tell datasets, so that "
+            "nothing says which one the new images look like; name it with --like, or "
+            f"take --like {NONE}."
+        )
+    likeness = {}
+    for group in new:
+        names = [
+            n
+            for n, g in zip(space.dataset_names, space.groups, strict=True)
+            if g == group
+        ]
+        paths = [p for name in names for p in image_paths(cfg, name, images)]
+        found = predictor(paths, min_score=1.0)
+        likeness[group] = {
+            old: sum(one.probabilities[old] for one in found) / len(found)
+            for old in stored.space.group_names
+        }
+    return {g: max(row, key=row.__getitem__) for g, row in likeness.items()}, likeness
+
+
+def image_paths(cfg: Any, name: str, count: int) -> list[str]:
+    """Training images of a dataset, evenly spaced.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    (spec,) = (s for s in parse_mixture(cfg["mixture"]) if s.name == name)
+    dataset = DATASETS.build({**spec.dataset_config("train"), "pipeline": []})
+    total = len(dataset)
+    if total == 0:
+        raise ConfigError(f"dataset {name!r} has no training images.")
+    number = min(count, total)
+    places = [step * total // number for step in range(number)]
+    return [dataset.get_data_info(place)["img_path"] for place in places]
+
+
+def _copy_rows(
+    state: dict[str, Tensor],
+    owners: Mapping[str, Sequence[Owner]],
+    *,
+    group: str,
+    model: str,
+) -> None:
+    """Give the rows of a group alone those of another group."""
+    for key, rows in owners.items():
+        places = {owner: row for row, owner in enumerate(rows)}
+        for row, owner in enumerate(rows):
+            source = places.get(owner._replace(names=(model,)))
+            if (
+                owner.kind == "groups"
+                and owner.names == (group,)
+                and source is not None
+            ):
+                state[key][row] = state[key][source]
+
+
+def _notes(stored: StoredDetector, moe: Mapping[str, Any]) -> Iterator[str]:
+    """Say it where the detector works otherwise than in the checkpoint."""
+    then = stored.model.get("moe")
+    difference = moe_difference({} if then is None else read_moe(then).resolved(), moe)
+    if difference:
+        yield f"the experts of the checkpoint differ: {difference}."
