@@ -87,7 +87,8 @@ def prune(arguments: Sequence[str]) -> None:
     print(
         f"written: {out} and {out.with_suffix('.py')}\n"
         f"datasets: {', '.join(pruned.space.dataset_names)}; classes: "
-        f"{pruned.space.num_classes}, without {', '.join(gone) or 'any less'}\n"
+        f"{pruned.space.num_classes}; gone: {', '.join(gone) or 'none'}\n"
         f"{pruned.parameters / 1e6:.2f} million parameters of "
         f"{stored.parameters / 1e6:.2f}"
+        + "".join(f"\nnote: {note}" for note in pruned.notes)
     )

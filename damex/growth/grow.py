@@ -14,16 +14,17 @@ from mmengine.registry import init_default_scope
 from torch import Tensor
 
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_tensors
-from damex.engine.config import label_space_of, resolve_config
+from damex.engine.config import label_space_of, mixture_datasets, resolve_config
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError, did_you_mean
 from damex.inference.predictor import Predictor
 from damex.inference.stored import StoredDetector
 from damex.models.config import moe_difference, read_moe
+from damex.models.insertion import moe_blocks
 from damex.models.rows import Owner, row_owners
+from damex.moe import TopKGate
 
 AUTO, NONE = "auto", "none"
 
@@ -111,11 +112,8 @@ def add_datasets(
     owners = row_owners(detector, state, names[1])
     for group, model in models.items():
         _copy_rows(state, owners, group=group, model=model)
-    moe = detector.resolved_moe()
-    return Grown(
-        *(cfg, space, state, stored.space, moe, models, likeness),
-        notes=tuple(_notes(stored, moe)),
-    )
+    moe, notes = detector.resolved_moe(), tuple(_notes(stored, detector))
+    return Grown(cfg, space, state, stored.space, moe, models, likeness, notes)
 
 
 def check_extends(stored: StoredDetector, space: LabelSpace) -> None:
@@ -251,17 +249,23 @@ def _choose_models(
 def image_paths(cfg: Any, name: str, count: int) -> list[str]:
     """Training images of a dataset, evenly spaced.
 
+    Args:
+        cfg: A resolved config.
+        name: Of the dataset.
+        count: How many images, at most.
+
     Raises:
-        ConfigError: If there are none.
+        DataError: If the dataset cannot be loaded, or has no images.
     """
-    (spec,) = (s for s in parse_mixture(cfg["mixture"]) if s.name == name)
-    dataset = DATASETS.build({**spec.dataset_config("train"), "pipeline": []})
-    total = len(dataset)
-    if total == 0:
-        raise ConfigError(f"dataset {name!r} has no training images.")
-    number = min(count, total)
-    places = [step * total // number for step in range(number)]
-    return [dataset.get_data_info(place)["img_path"] for place in places]
+    loader = cfg.get("train_dataloader") or {}
+    (mixture,) = mixture_datasets(loader.get("dataset")) or [{}]
+    entries = [entry for entry in cfg["mixture"] if entry["name"] == name]
+    changes = dict(datasets=entries, label_space="union", lazy_init=False)
+    dataset = DATASETS.build({"type": "MixtureDataset", **mixture, **changes})
+    (source,) = dataset.sources
+    number = min(count, len(source))
+    places = [step * len(source) // number for step in range(number)]
+    return [source.get_data_info(place)["img_path"] for place in places]
 
 
 def _copy_rows(
@@ -284,9 +288,37 @@ def _copy_rows(
                 state[key][row] = state[key][source]
 
 
-def _notes(stored: StoredDetector, moe: Mapping[str, Any]) -> Iterator[str]:
+def _notes(stored: StoredDetector, detector: Any) -> Iterator[str]:
     """Say it where the detector works otherwise than in the checkpoint."""
     then = stored.model.get("moe")
-    difference = moe_difference({} if then is None else read_moe(then).resolved(), moe)
+    saved = {} if then is None else read_moe(then).resolved()
+    difference = moe_difference(saved, detector.resolved_moe())
     if difference:
         yield f"the experts of the checkpoint differ: {difference}."
+    yield from mixing_notes(detector)
+
+
+def mixing_notes(detector: Any) -> Iterator[str]:
+    """Say it where detections of a dataset depend on the parts of all others.
+
+    Args:
+        detector: A detector of damex.
+    """
+    awareness = detector.awareness
+    reasons = {
+        "the weight of an expert depends on all others (moe.gate)": any(
+            not _weighs_alone(block.moe.gate) for block in moe_blocks(detector)
+        ),
+        "label_prior or dataset_conditioning mix what is known of all datasets": (
+            awareness is not None
+            and (awareness.config.label_prior or awareness.conditioning) is not None
+        ),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            yield f"{reason}, so that detections of the others change, too."
+
+
+def _weighs_alone(gate: Any) -> bool:
+    """Whether the weight of a chosen expert is the same whatever others there are."""
+    return isinstance(gate, TopKGate) and gate.renormalize and gate.capacity is None

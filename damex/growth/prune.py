@@ -16,7 +16,7 @@ from damex.engine.checkpoint import check_tensors
 from damex.engine.config import LOADERS, mixture_datasets
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.errors import ConfigError
-from damex.growth.grow import check_experts, fresh_detector
+from damex.growth.grow import check_experts, fresh_detector, mixing_notes
 from damex.inference.specialist import limit_answers
 from damex.inference.stored import StoredDetector
 from damex.models.insertion import moe_blocks
@@ -32,12 +32,14 @@ class Pruned:
         space: The label space that is left.
         state: Weights by their names.
         moe: Its resolved ``moe`` tree.
+        notes: What of the other datasets changes, each in a sentence.
     """
 
     config: Config
     space: LabelSpace
     state: Mapping[str, Tensor]
     moe: Mapping[str, Any]
+    notes: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
@@ -80,7 +82,8 @@ def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
     names = names_of_space(stored.space), names_of_space(space)
     move_rows(state, detector, stored=names[0], wanted=names[1])
     check_tensors(state, detector, path=stored.path)
-    return Pruned(Config(config), space, state, detector.resolved_moe())
+    notes = tuple(mixing_notes(detector))
+    return Pruned(Config(config), space, state, detector.resolved_moe(), notes)
 
 
 def without(space: LabelSpace, drop: Collection[str]) -> LabelSpace:

@@ -123,7 +123,7 @@ def _class_owners(
     """Owners of the rows of classes; a softmax has the background behind them."""
     found = [
         # A name that stands twice belongs to nobody else: which is meant is not known.
-        Owner("class", (name,), row if classes.count(name) > 1 else 0)
+        Owner("class", (name,), row + 1 if classes.count(name) > 1 else 0)
         for row, name in enumerate(classes)
     ]
     if not key.startswith(LABELS) and len(state[key]) == len(classes) + 1:

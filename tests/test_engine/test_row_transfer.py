@@ -1,0 +1,230 @@
+"""Rows of classes and of datasets go to their namesakes, wherever these stand."""
+
+import copy
+
+import pytest
+import torch
+from mmengine.config import Config
+
+from damex.engine.cli import build_runner
+from damex.engine.config import label_space_of
+from damex.engine.config_files import merge_options
+from damex.engine.row_transfer import move_rows, names_of_meta, transfer_notes
+from damex.models.insertion import moe_blocks
+from damex.models.rows import RowNames
+
+COCO = tuple(f"c{i}" for i in range(80))
+ABC = ("a", "b", "c", "d")
+LABELS = "dn_query_generator.label_embedding.weight"
+
+
+def named(sample, classes):
+    """Detections of a sample by the names of their classes."""
+    found = sample.pred_instances
+    return [classes[label] for label in found.labels], found.scores, found.bboxes
+
+
+def test_detections_are_those_of_another_order_of_classes(
+    build_mmdet, detector_name, make_batch, run_predict
+):
+    """In all heads of all detectors, the two-stage ones and the softmax included."""
+    detector = build_mmdet(detector_name)
+    batch = make_batch([0, 1])
+    before = [named(sample, COCO) for sample in run_predict(detector, batch)]
+    state = dict(detector.state_dict())
+    other = COCO[40:] + COCO[:40]
+    moved = move_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(other))
+    assert moved
+    detector.load_state_dict(state)
+    after = [named(sample, other) for sample in run_predict(detector, batch)]
+    for (names, scores, boxes), (names_now, scores_now, boxes_now) in zip(
+        before, after, strict=True
+    ):
+        assert names == names_now
+        torch.testing.assert_close(scores, scores_now)
+        torch.testing.assert_close(boxes, boxes_now)
+
+
+@pytest.mark.parametrize("name", ["MoEDINO", "MoEDDQDETR"])
+def test_denoising_labels_go_along(build_mmdet, name):
+    detector = build_mmdet(name)
+    state = dict(detector.state_dict())
+    wanted = RowNames(COCO[::-1])
+    moved = move_rows(state, detector, stored=RowNames(COCO), wanted=wanted)
+    assert torch.equal(state[LABELS], detector.state_dict()[LABELS].flip(0))
+    heads = {key for key in state if "cls_branches" in key}
+    assert moved == heads | {LABELS}
+
+
+def test_a_first_stage_keeps_its_one_class(build_mmdet):
+    """Deformable DETR in two stages chooses queries by row 0, whatever class that is."""
+    detector = build_mmdet("MoEDeformableDETR")
+    detector.as_two_stage = True
+    last = f"bbox_head.cls_branches.{len(detector.bbox_head.cls_branches) - 1}.weight"
+    state = dict(detector.state_dict())
+    move_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(COCO[::-1]))
+    own = detector.state_dict()
+    assert torch.equal(state[last][0], own[last][0])
+    first = "bbox_head.cls_branches.0.weight"
+    assert torch.equal(state[first], own[first].flip(0))
+
+
+def test_new_classes_start_as_the_detector_has_them(build, build_mmdet):
+    source = build_mmdet("MoEDINO")
+    target = build(num_groups=2)
+    weight = "bbox_head.cls_branches.0.weight"
+    state = {"module." + weight: torch.randn(80, 64)}
+    given = state["module." + weight].clone()
+    wanted = RowNames(("new", "c7", "c0", "other"))
+    moved = move_rows(state, target, stored=RowNames(COCO), wanted=wanted)
+    own = target.state_dict()[weight]
+    expected = torch.stack([own[0], given[7], given[0], own[3]])
+    assert moved == {weight} and torch.equal(state["module." + weight], expected)
+    assert len(source.bbox_head.cls_branches[0].weight) == 80
+    said = [*transfer_notes(RowNames(COCO), wanted, moved)]
+    assert said == [
+        "classes: taken over by name: c7, c0; new, as at the start of a training: new, "
+        "other; 78 of the checkpoint are not used."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (RowNames(ABC, ("x", "y")), RowNames(ABC, ("x", "y"))),
+        (RowNames(), RowNames(ABC, ("x", "y"))),
+        (RowNames(COCO, ("x",)), RowNames(ABC, ("x", "y"))),  # not of these tensors
+    ],
+    ids=["the same", "unknown", "of another size"],
+)
+def test_nothing_is_touched_without_need(build, stored, wanted):
+    detector = build(num_groups=2, moe="damex_best")
+    state = dict(detector.state_dict())
+    before = dict(state)
+    assert move_rows(state, detector, stored=stored, wanted=wanted) == set()
+    assert all(state[key] is before[key] for key in before)
+
+
+def test_a_name_that_stands_twice_is_not_guessed(build):
+    detector = build(num_groups=2)
+    twice, wanted = RowNames(("a", "b", "a", "d")), RowNames(("d", "a", "b", "x"))
+    weight = "bbox_head.cls_branches.0.weight"
+    given = torch.randn(4, 64)
+    state = {weight: given.clone()}
+    move_rows(state, detector, stored=twice, wanted=wanted)
+    own = detector.state_dict()[weight]
+    expected = torch.stack([given[3], own[1], given[1], own[3]])
+    assert torch.equal(state[weight], expected)
+
+
+@pytest.mark.parametrize("moe", ["damex", "damex_best"])
+def test_losses_are_those_of_another_order_of_datasets(
+    build, make_batch, run_loss, moe
+):
+    detector = build(moe=moe)
+    for block in moe_blocks(detector):
+        for parameter in block.moe.experts.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.1
+        block.moe.set_group_choice(
+            type(block.moe.group_choice)(teacher_forcing=True)  # no noise in the choice
+        )
+    before = run_loss(detector, make_batch([0, 1, 2]))
+    state = dict(detector.state_dict())
+    stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "x", "y"))
+    move_rows(state, detector, stored=stored, wanted=wanted)
+    detector.load_state_dict(state)
+    after = run_loss(detector, make_batch([1, 2, 0]))
+    for name, loss in before.items():
+        if "loss" in name:
+            torch.testing.assert_close(loss, after[name], rtol=1e-4, atol=1e-5)
+    wrong = run_loss(detector, make_batch([0, 1, 2]))
+    assert not torch.allclose(before["loss_cls"], wrong["loss_cls"], rtol=1e-4)
+
+
+def test_a_new_dataset_starts_afresh(build):
+    source, target = build(moe="damex_best"), build(moe="damex_best", num_groups=4)
+    given = copy.deepcopy(source.state_dict())
+    up = next(key for key in given if key.endswith("up_ELD"))
+    router = up.replace("experts.up_ELD", "router.weight_ED")
+    given[up] = torch.randn(given[up].shape)
+    state = dict(given)
+    stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "n", "x", "y"))
+    moved = move_rows(state, target, stored=stored, wanted=wanted)
+    own = target.state_dict()
+    for key, fresh in ((up, torch.zeros_like(given[up][0])), (router, own[router][1])):
+        expected = torch.stack([given[key][2], fresh, given[key][0], given[key][1]])
+        assert torch.equal(state[key], expected)
+    target.load_state_dict(state)  # the map of groups has its new size
+    assert [*transfer_notes(stored, wanted, moved)] == [
+        "experts of datasets: taken over by name: z, x, y; new, as at the start of a "
+        "training: n."
+    ]
+
+
+def test_experts_that_are_not_taught_datasets_stay_where_they_are(build):
+    """As many experts before and after, which serve whoever comes."""
+    detector = build(moe="vanilla", num_groups=2)
+    state = dict(detector.state_dict())
+    stored, wanted = RowNames(ABC, ("x", "y")), RowNames(ABC, ("y", "x"))
+    assert move_rows(state, detector, stored=stored, wanted=wanted) == set()
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        dict(dataset_meta=dict(classes=("a", "b"))),
+        dict(dataset_meta=dict(CLASSES=["a", "b"])),
+        dict(CLASSES=("a", "b")),
+    ],
+)
+def test_classes_of_all_versions_of_mmdet_are_found(meta):
+    assert names_of_meta(meta) == RowNames(("a", "b"))
+
+
+def test_a_checkpoint_without_names_has_none():
+    assert names_of_meta({}) == RowNames()
+    assert names_of_meta(dict(CLASSES="cell")) == RowNames(("cell",))
+
+
+@pytest.fixture
+def make_runner(write_config):
+    def make(mixture=None, **options):
+        cfg = Config.fromfile(write_config(mixture=mixture))
+        merge_options(cfg, dict(moe="damex_best", **options))
+        return build_runner(cfg)
+
+    return make
+
+
+def test_a_training_starts_from_namesakes(make_runner, two_datasets, monkeypatch):
+    """Four classes and two datasets in both, in another order."""
+    first = make_runner()
+    first.model.init_weights()
+    with torch.no_grad():
+        for block in moe_blocks(first.model):
+            block.moe.experts.up_ELD.normal_()
+    first.save_checkpoint(first.work_dir, "first.pth", save_optimizer=False)
+    path = f"{first.work_dir}/first.pth"
+    for mixture, is_said in ((two_datasets, False), (two_datasets[::-1], True)):
+        second = make_runner(mixture=mixture, load_from=path)
+        said = []
+        monkeypatch.setattr(second.logger, "warning", said.append)
+        second.load_or_resume()
+        assert [line.split(": ")[1] for line in said] == (
+            ["classes", "experts of datasets"] if is_said else []
+        )
+        old, new = label_space_of(first.cfg), label_space_of(second.cfg)
+        assert (old.classes != new.classes) == is_said
+        order = [old.classes.index(name) for name in new.classes]
+        for before, after in zip(
+            first.model.bbox_head.cls_branches,
+            second.model.bbox_head.cls_branches,
+            strict=True,
+        ):
+            assert torch.equal(before.weight[order], after.weight)
+        order = [old.group_names.index(name) for name in new.group_names]
+        pairs = zip(moe_blocks(first.model), moe_blocks(second.model), strict=True)
+        for before, after in pairs:
+            assert torch.equal(
+                before.moe.experts.up_ELD[order], after.moe.experts.up_ELD
+            )

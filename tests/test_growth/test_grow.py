@@ -1,0 +1,188 @@
+"""A new dataset in an old detector, whose other datasets stay as they were."""
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+
+from damex.__main__ import main
+from damex.engine.cli import build_runner
+from damex.engine.config_files import merge_options
+from damex.errors import ConfigError
+from damex.growth.grow import add_datasets
+from damex.inference import Predictor
+from damex.inference.stored import StoredDetector
+
+
+def detections(checkpoint, folder, dataset):
+    """Of all images of a dataset, told which it is."""
+    images = sorted((folder / dataset / "images").glob("*.png"))
+    predictor = Predictor(checkpoint, device="cpu")
+    return predictor(images, dataset=dataset, min_score=0.0)
+
+
+def assert_same(before, after, *, exactly=True):
+    for old, new in zip(before, after, strict=True):
+        assert old.names == new.names
+        for name in ("scores", "boxes"):
+            values = getattr(old, name), getattr(new, name)
+            if exactly:
+                assert np.array_equal(*values)
+            else:
+                np.testing.assert_allclose(*values, atol=1e-4)
+
+
+def state_of(path):
+    return torch.load(path, weights_only=False)["state_dict"]
+
+
+@pytest.fixture
+def grown(save, make_config, mixture, tmp_path, capsys):
+    """Paths of the old checkpoint, of the grown one, and of the config."""
+    old = save(mixture[:2])
+    config = make_config(mixture, name="grown")
+    out = tmp_path / "grown.pth"
+    arguments = ["grow", str(old), str(config), "--out", str(out), "--images", "3"]
+    assert main(arguments) == 0
+    return old, out, config
+
+
+def test_growth_changes_no_detection_of_old_datasets(grown, tmp_path):
+    old, new, _ = grown
+    for dataset in ("street", "park"):
+        before = detections(old, tmp_path, dataset)
+        assert sum(len(one.scores) for one in before) > 100
+        assert_same(before, detections(new, tmp_path, dataset), exactly=False)
+
+
+def test_new_experts_are_those_of_the_dataset_that_new_images_look_like(
+    grown, tmp_path, capsys
+):
+    old, new, _ = grown
+    images = sorted((tmp_path / "sky" / "images").glob("*.png"))[:3]
+    found = Predictor(old, device="cpu")(images, min_score=1.0)
+    mean = {
+        name: np.mean([one.probabilities[name] for one in found])
+        for name in ("street", "park")
+    }
+    best = max(mean, key=mean.get)
+    state = state_of(new)
+    tied = [key for key in state if key.endswith(("up_ELD", "down_EDL", "weight_ED"))]
+    assert len(tied) == 3 * 5  # layers
+    for key in tied:
+        assert torch.equal(state[key][2], state[key][["street", "park"].index(best)])
+        assert not torch.equal(state[key][0], state[key][1])
+
+
+def train(config, checkpoint, folder, **options):
+    cfg = Config.fromfile(config)
+    options = dict(load_from=str(checkpoint), max_epochs=1, **options)
+    merge_options(cfg, dict(work_dir=str(folder), **options))
+    cfg.optim_wrapper.optimizer.weight_decay = (
+        0.5  # would move weights without gradient
+    )
+    cfg.train_cfg.val_interval = 5
+    build_runner(cfg).train()
+    return folder / "epoch_1.pth"
+
+
+def test_old_datasets_stay_as_they_are_bit_by_bit(grown, tmp_path):
+    _, new, config = grown
+    path = train(config, new, tmp_path / "trained", train_only=["sky"])
+    for dataset in ("street", "park"):
+        before = detections(new, tmp_path, dataset)
+        assert_same(before, detections(path, tmp_path, dataset))
+    (before, *_), (after, *_) = (detections(p, tmp_path, "sky") for p in (new, path))
+    assert not np.array_equal(before.boxes, after.boxes)
+    first, last = state_of(new), state_of(path)
+    changed = {}
+    for key, tensor in first.items():
+        if not torch.equal(tensor, last[key]):
+            rows = (
+                (tensor != last[key]).flatten(1)
+                if tensor.dim() > 1
+                else tensor != last[key]
+            )
+            rows = rows.any(1) if rows.dim() > 1 else rows
+            changed[key] = rows.nonzero().flatten().tolist()
+    heads = {key for key in changed if "cls_branches" in key or "label_emb" in key}
+    assert len(heads) == 4 * 2 + 1
+    assert all(changed[key] == [4] for key in heads)  # kite, behind four classes
+    others = changed.keys() - heads
+    assert others and all(".moe.experts." in k or ".moe.router." in k for k in others)
+    assert all(changed[key] == [2] for key in others)
+
+
+def test_without_the_option_all_is_trained(grown, tmp_path):
+    _, new, config = grown
+    last = state_of(train(config, new, tmp_path / "trained"))
+    first = state_of(new)
+    assert not torch.equal(
+        first["query_embedding.weight"], last["query_embedding.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("like", "expected"),
+    [("park", 1), ("street", 0), ("none", None)],
+)
+def test_whose_experts_are_copied_can_be_said(
+    save, make_config, mixture, like, expected
+):
+    stored = StoredDetector.read(str(save(mixture[:2])))
+    cfg = Config.fromfile(make_config(mixture, name="grown"))
+    state = add_datasets(stored, cfg, like=like).state
+    for key in (k for k in state if k.endswith("up_ELD")):
+        wanted = torch.zeros_like(state[key][2])
+        assert torch.equal(
+            state[key][2], wanted if expected is None else state[key][expected]
+        )
+
+
+def test_an_old_class_keeps_its_meaning(save, make_config, mixture):
+    stored = StoredDetector.read(str(save(mixture[:2])))
+    park = {**mixture[1], "rename": {"car": "toy car"}}
+    cfg = Config.fromfile(make_config([mixture[0], park, mixture[2]], name="grown"))
+    with pytest.raises(ConfigError, match="class 'car' of dataset 'park' is 'car' in"):
+        add_datasets(stored, cfg)
+
+
+REFUSALS = {
+    "nothing new": (lambda m: m[:2], {}, "no other datasets than"),
+    "one lost": (lambda m: m[1:], {}, "trained on 'street', which the config's"),
+    "group": (
+        lambda m: [m[0], {**m[1], "group": "x"}, m[2]],
+        {},
+        "is of the group 'park' in",
+    ),
+    "like": (lambda m: m, dict(like="pork"), "did you mean 'park'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"), REFUSALS.values(), ids=REFUSALS
+)
+def test_what_does_not_extend_the_checkpoint_is_refused(
+    save, make_config, mixture, change, options, words
+):
+    stored = StoredDetector.read(str(save(mixture[:2])))
+    cfg = Config.fromfile(make_config(change(mixture), name="grown"))
+    with pytest.raises(ConfigError, match=words) as caught:
+        add_datasets(stored, cfg, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fixed_number_of_experts_is_refused(save, make_config, mixture):
+    moe = "moe = dict(num_experts=4)"
+    stored = StoredDetector.read(str(save(mixture[:2], extra=moe)))
+    cfg = Config.fromfile(make_config(mixture, name="grown", extra=moe))
+    with pytest.raises(ConfigError, match="has 2 experts per layer in the checkpoint"):
+        add_datasets(stored, cfg)
+
+
+def test_gates_that_weigh_all_experts_are_named(save, make_config, mixture):
+    options = dict(moe="damex")
+    stored = StoredDetector.read(str(save(mixture[:2], **options)))
+    cfg = Config.fromfile(make_config(mixture, name="grown", **options))
+    (note,) = add_datasets(stored, cfg, like="park").notes
+    assert "weight of an expert depends on all others" in note

@@ -1,0 +1,84 @@
+"""A detector without a dataset, whose other datasets stay as they were."""
+
+import pytest
+from mmengine.config import Config
+
+from damex.__main__ import main
+from damex.engine.cli import build_runner
+from damex.errors import ConfigError
+from damex.growth.prune import drop_datasets
+from damex.inference import Predictor
+from damex.inference.stored import StoredDetector
+from tests.test_growth.test_grow import assert_same, detections
+
+
+@pytest.fixture
+def pruned(save, mixture, tmp_path, capsys):
+    """Paths of the old checkpoint and the new one, and what the command says."""
+    old = save(mixture)
+    out = tmp_path / "pruned.pth"
+    capsys.readouterr()
+    assert main(["prune", str(old), "--drop", "park", "--out", str(out)]) == 0
+    return old, out, capsys.readouterr().out
+
+
+def test_detections_of_the_others_are_the_same(pruned, tmp_path):
+    old, new, said = pruned
+    for dataset in ("street", "sky"):
+        before = detections(old, tmp_path, dataset)
+        assert sum(len(one.scores) for one in before) > 100
+        assert_same(before, detections(new, tmp_path, dataset), exactly=False)
+    predictor = Predictor(new, device="cpu")
+    assert predictor.classes == ("car", "person", "bus", "kite")  # no dog
+    assert "datasets: street, sky; classes: 4; gone: dog" in said
+
+
+def test_it_is_tested_and_trained_with_the_config_beside_it(pruned, tmp_path):
+    _, new, _ = pruned
+    cfg = Config.fromfile(new.with_suffix(".py"))
+    assert [entry["name"] for entry in cfg.mixture] == ["street", "sky"]
+    cfg.work_dir = str(tmp_path / "tested")
+    cfg.load_from = str(new)
+    metrics = build_runner(cfg).test()
+    assert {"mixture/street/AP", "mixture/sky/AP"} <= metrics.keys()
+    cfg.train_cfg.max_epochs = 1
+    build_runner(cfg).train()
+
+
+def test_experts_by_the_dataset_are_counted_again(save, mixture, tmp_path):
+    old = save(mixture, extra="moe = dict(num_experts=6)")
+    out = drop_datasets(StoredDetector.read(str(old)), ["street", "sky"])
+    assert out.config.model.moe.num_experts == 2
+    assert out.config.model.num_groups == 1
+
+
+REFUSALS = {
+    "unknown": ({}, ["pork"], "did you mean 'park'"),
+    "all": ({}, ["street", "park", "sky"], "names all datasets"),
+    "nobody's": (dict(moe="vanilla"), ["park"], "belong to no dataset"),
+    "uneven": (
+        dict(extra="moe = dict(num_experts=4)"),
+        ["park"],
+        "dataset group 'street' has 2 experts per layer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "drop", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_dropped_is_refused(save, mixture, options, drop, words):
+    stored = StoredDetector.read(str(save(mixture, **options)))
+    with pytest.raises(ConfigError, match=words) as caught:
+        drop_datasets(stored, drop)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_mixture_is_refused(save, mixture, tmp_path, capsys):
+    import torch
+
+    old = save(mixture)
+    content = torch.load(old, weights_only=False)
+    content["meta"]["dataset_meta"] = dict(classes=("car",))
+    torch.save(content, old)
+    out = str(tmp_path / "out.pth")
+    assert main(["prune", str(old), "--drop", "park", "--out", out]) == 2
+    assert "is of a training without a mixture" in capsys.readouterr().err
