@@ -25,7 +25,7 @@ def grow(arguments: Sequence[str]) -> None:
         DataError: If the checkpoint or an image cannot be read.
     """
     args = grow_parser().parse_args(arguments)
-    check_target(Path(args.out))
+    check_target(Path(args.out), with_config=False)
     stored = StoredDetector.read(args.checkpoint)
     grown = add_datasets(stored, config_of(args), like=args.like, images=args.images)
     write_checkpoint(

@@ -199,8 +199,8 @@ def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> N
                 raise ConfigError(
                     f"dataset group {group!r} has {counts[0]} experts per layer in the "
                     f"checkpoint {stored.path} and would have {counts[1]}: the number "
-                    "of experts does not follow the number of groups; leave "
-                    "moe.num_experts out."
+                    "of experts does not follow that of the groups; set "
+                    "moe.num_experts=None, or (fine_grained.copies) as many more."
                 )
 
 

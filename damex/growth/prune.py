@@ -72,10 +72,8 @@ def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
     config = config_without(stored.config, space)
     model = config["model"]
     limit_answers(model, old, space.num_classes)
-    moe = model.get("moe") or {}
-    if moe.get("num_experts") is not None:  # as many for each group as before
-        share = moe["num_experts"] / len(stored.space.group_names)
-        moe["num_experts"] = round(share * len(space.group_names))
+    if blocks:
+        _count_experts(model["moe"], blocks[0].moe, stored.space, space)
     detector = fresh_detector(model)
     check_experts(stored, detector, space)
     state = dict(stored.state)
@@ -84,6 +82,26 @@ def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
     check_tensors(state, detector, path=stored.path)
     notes = tuple(mixing_notes(detector))
     return Pruned(Config(config), space, state, detector.resolved_moe(), notes)
+
+
+def _count_experts(
+    moe: dict[str, Any], layer: Any, old: LabelSpace, space: LabelSpace
+) -> None:
+    """Write the number of experts that serve the groups that are left into a config.
+
+    Args:
+        moe: Changed in place, where it names a number.
+        layer: With the experts of all groups.
+        old: The label space of the layer.
+        space: The label space that is left.
+    """
+    kept = [old.group_names.index(name) for name in space.group_names]
+    count = int(layer.group_experts_GE[kept].any(0).sum())
+    if moe.get("num_experts") is not None:
+        moe["num_experts"] = count
+    fine = moe.get("fine_grained")
+    if fine is not None:
+        fine["copies"] = fine["copies"] * count // layer.num_experts
 
 
 def without(space: LabelSpace, drop: Collection[str]) -> LabelSpace:

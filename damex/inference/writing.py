@@ -130,16 +130,20 @@ def draw(prediction: Prediction, target: Path, *, classes: Sequence[str]) -> Non
     image.save(target, quality=92)
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, *, with_config: bool = True) -> None:
     """Refuse a place for a checkpoint before anything is computed.
 
+    Args:
+        path: Of the checkpoint.
+        with_config: Whether a config shall be written beside it.
+
     Raises:
-        ConfigError: If it does not end in .pth, or it or its config is there already.
+        ConfigError: If it does not end in .pth, or a file is there already.
     """
     if path.suffix != ".pth":
         raise ConfigError(f"--out must end in .pth, got {path}.")
     for file in (path, path.with_suffix(".py")):
-        if file.exists():
+        if file.exists() and (with_config or file == path):
             raise ConfigError(f"{file} exists; remove it, or name another --out.")
 
 

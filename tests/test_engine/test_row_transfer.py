@@ -57,7 +57,7 @@ def test_denoising_labels_go_along(build_mmdet, name):
 
 
 def test_a_first_stage_keeps_its_one_class(build_mmdet):
-    """Deformable DETR in two stages chooses queries by row 0, whatever class that is."""
+    """Deformable DETR in two stages chooses queries by row 0, whatever class it is."""
     detector = build_mmdet("MoEDeformableDETR")
     detector.as_two_stage = True
     last = f"bbox_head.cls_branches.{len(detector.bbox_head.cls_branches) - 1}.weight"
@@ -69,8 +69,7 @@ def test_a_first_stage_keeps_its_one_class(build_mmdet):
     assert torch.equal(state[first], own[first].flip(0))
 
 
-def test_new_classes_start_as_the_detector_has_them(build, build_mmdet):
-    source = build_mmdet("MoEDINO")
+def test_new_classes_start_as_the_detector_has_them(build):
     target = build(num_groups=2)
     weight = "bbox_head.cls_branches.0.weight"
     state = {"module." + weight: torch.randn(80, 64)}
@@ -79,8 +78,8 @@ def test_new_classes_start_as_the_detector_has_them(build, build_mmdet):
     moved = move_rows(state, target, stored=RowNames(COCO), wanted=wanted)
     own = target.state_dict()[weight]
     expected = torch.stack([own[0], given[7], given[0], own[3]])
-    assert moved == {weight} and torch.equal(state["module." + weight], expected)
-    assert len(source.bbox_head.cls_branches[0].weight) == 80
+    assert moved == {weight}
+    assert torch.equal(state["module." + weight], expected)
     said = [*transfer_notes(RowNames(COCO), wanted, moved)]
     assert said == [
         "classes: taken over by name: c7, c0; new, as at the start of a training: new, "
@@ -203,7 +202,8 @@ def test_a_training_starts_from_namesakes(make_runner, two_datasets, monkeypatch
     with torch.no_grad():
         for block in moe_blocks(first.model):
             block.moe.experts.up_ELD.normal_()
-    first.save_checkpoint(first.work_dir, "first.pth", save_optimizer=False)
+    save = dict(save_optimizer=False, save_param_scheduler=False)
+    first.save_checkpoint(first.work_dir, "first.pth", **save)
     path = f"{first.work_dir}/first.pth"
     for mixture, is_said in ((two_datasets, False), (two_datasets[::-1], True)):
         second = make_runner(mixture=mixture, load_from=path)

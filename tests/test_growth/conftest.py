@@ -51,9 +51,8 @@ def save(make_runner, tmp_path):
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for branch in runner.model.bbox_head.cls_branches:
-                branch.weight.copy_(
-                    torch.randn(branch.weight.shape, generator=generator)
-                )
+                noise = torch.randn(branch.weight.shape, generator=generator)
+                branch.weight.copy_(noise * 0.2)
                 branch.bias.zero_()
             for block in moe_blocks(runner.model):
                 for parameter in block.moe.experts.parameters():
@@ -61,7 +60,8 @@ def save(make_runner, tmp_path):
                     parameter.copy_(noise * 0.2)
                 for parameter in block.moe.router.parameters():
                     parameter.mul_(30.0)
-        runner.save_checkpoint(str(tmp_path), name, save_optimizer=False)
+        save = dict(save_optimizer=False, save_param_scheduler=False)
+        runner.save_checkpoint(str(tmp_path), name, **save)
         return tmp_path / name
 
     return make

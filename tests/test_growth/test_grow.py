@@ -109,7 +109,8 @@ def test_old_datasets_stay_as_they_are_bit_by_bit(grown, tmp_path):
     assert len(heads) == 4 * 2 + 1
     assert all(changed[key] == [4] for key in heads)  # kite, behind four classes
     others = changed.keys() - heads
-    assert others and all(".moe.experts." in k or ".moe.router." in k for k in others)
+    assert others
+    assert all(".moe.experts." in k or ".moe.router." in k for k in others)
     assert all(changed[key] == [2] for key in others)
 
 
@@ -176,7 +177,7 @@ def test_a_fixed_number_of_experts_is_refused(save, make_config, mixture):
     moe = "moe = dict(num_experts=4)"
     stored = StoredDetector.read(str(save(mixture[:2], extra=moe)))
     cfg = Config.fromfile(make_config(mixture, name="grown", extra=moe))
-    with pytest.raises(ConfigError, match="has 2 experts per layer in the checkpoint"):
+    with pytest.raises(ConfigError, match="has 2 experts per layer in the"):
         add_datasets(stored, cfg)
 
 

@@ -1,6 +1,7 @@
 """A detector without a dataset, whose other datasets stay as they were."""
 
 import pytest
+import torch
 from mmengine.config import Config
 
 from damex.__main__ import main
@@ -10,6 +11,8 @@ from damex.growth.prune import drop_datasets
 from damex.inference import Predictor
 from damex.inference.stored import StoredDetector
 from tests.test_growth.test_grow import assert_same, detections
+
+OWNERS = ("street", "street", "park", "sky")  # of four experts
 
 
 @pytest.fixture
@@ -45,22 +48,32 @@ def test_it_is_tested_and_trained_with_the_config_beside_it(pruned, tmp_path):
     build_runner(cfg).train()
 
 
-def test_experts_by_the_dataset_are_counted_again(save, mixture, tmp_path):
-    old = save(mixture, extra="moe = dict(num_experts=6)")
-    out = drop_datasets(StoredDetector.read(str(old)), ["street", "sky"])
-    assert out.config.model.moe.num_experts == 2
-    assert out.config.model.num_groups == 1
+@pytest.mark.parametrize(
+    ("drop", "left"), [(["street", "sky"], 1), (["street"], 2), (["park"], 3)]
+)
+def test_experts_by_the_dataset_are_counted_again(save, mixture, drop, left):
+    """Street has two of the four."""
+    old = save(mixture, extra="moe = dict(num_experts=4)")
+    pruned = drop_datasets(StoredDetector.read(str(old)), drop)
+    assert pruned.config.model.moe.num_experts == left
+    assert pruned.config.model.num_groups == 3 - len(drop)
+    (up, *_) = (key for key in pruned.state if key.endswith("up_ELD"))
+    given = StoredDetector.read(str(old)).state[up]
+    rows = [row for row, name in enumerate(OWNERS) if name not in drop]
+    assert torch.equal(pruned.state[up], given[rows])
+
+
+def test_copies_of_an_ffn_in_parts_are_counted_again(save, mixture, tmp_path):
+    """Eight copies are three, three and two."""
+    old = save(mixture, moe="damex_shared_private")
+    pruned = drop_datasets(StoredDetector.read(str(old)), ["park"])
+    assert pruned.config.model.moe.fine_grained.copies == 5
 
 
 REFUSALS = {
     "unknown": ({}, ["pork"], "did you mean 'park'"),
     "all": ({}, ["street", "park", "sky"], "names all datasets"),
     "nobody's": (dict(moe="vanilla"), ["park"], "belong to no dataset"),
-    "uneven": (
-        dict(extra="moe = dict(num_experts=4)"),
-        ["park"],
-        "dataset group 'street' has 2 experts per layer",
-    ),
 }
 
 
@@ -73,8 +86,6 @@ def test_what_cannot_be_dropped_is_refused(save, mixture, options, drop, words):
 
 
 def test_a_checkpoint_without_a_mixture_is_refused(save, mixture, tmp_path, capsys):
-    import torch
-
     old = save(mixture)
     content = torch.load(old, weights_only=False)
     content["meta"]["dataset_meta"] = dict(classes=("car",))
