@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch import Tensor, nn
@@ -114,7 +113,6 @@ def _trained_owners(space: LabelSpace, datasets: Sequence[str]) -> _Trained:
     )
 
 
-@HOOKS.register_module()
 class KeepRowsHook(Hook):
     """Keeps rows of tensors as they are, whatever an optimiser does to the others.
 

@@ -114,6 +114,7 @@ def test_old_datasets_stay_as_they_are_bit_by_bit(grown, tmp_path):
     assert all(changed[key] == [2] for key in others)
 
 
+@pytest.mark.slow
 def test_without_the_option_all_is_trained(grown, tmp_path):
     _, new, config = grown
     last = state_of(train(config, new, tmp_path / "trained"))

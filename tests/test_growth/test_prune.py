@@ -36,6 +36,7 @@ def test_detections_of_the_others_are_the_same(pruned, tmp_path):
     assert "datasets: street, sky; classes: 4; gone: dog" in said
 
 
+@pytest.mark.slow
 def test_it_is_tested_and_trained_with_the_config_beside_it(pruned, tmp_path):
     _, new, _ = pruned
     cfg = Config.fromfile(new.with_suffix(".py"))

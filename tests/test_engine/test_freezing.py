@@ -1,0 +1,116 @@
+"""``train_only``: what is trained, what is kept, and what cannot be asked for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from damex.datasets.label_space import LabelSpace
+from damex.engine.cli import build_runner
+from damex.engine.config_files import merge_options
+from damex.engine.freezing import KeepRowsHook, freeze_all_but
+from damex.errors import ConfigError
+
+SPACE = LabelSpace(
+    classes=("car", "person", "dog", "kite"),
+    dataset_names=("street", "park", "sky"),
+    dataset_classes=(
+        {"car": "car", "person": "person"},
+        {"dog": "dog", "walker": "person"},
+        {"kite": "kite"},
+    ),
+    groups=("street", "park", "sky"),
+)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "classes", "experts"),
+    [
+        (["park"], [2], [1]),
+        (["street", "park"], [0, 1, 2], [0, 1]),
+        (["sky"], [3], [2]),
+    ],
+)
+def test_what_other_datasets_have_is_kept(build, datasets, classes, experts):
+    """A class that one other dataset has is not trained."""
+    detector = build(moe="damex_best")
+    kept = freeze_all_but(detector, SPACE, datasets)
+    trained = {name for name, p in detector.named_parameters() if p.requires_grad}
+    for name in trained:
+        rows = (~kept[name]).nonzero().flatten().tolist()
+        assert rows == (experts if ".moe." in name else classes)
+    parts = {name.split(".")[0] for name in trained}
+    assert parts == {"bbox_head", "dn_query_generator", "encoder", "decoder"}
+
+
+def test_a_group_is_trained_if_all_its_datasets_are(build):
+    space = LabelSpace(
+        SPACE.classes, SPACE.dataset_names, SPACE.dataset_classes, ("a", "a", "sky")
+    )
+    detector = build(moe="damex_best", num_groups=2)
+    alone = freeze_all_but(detector, space, ["park"])
+    assert not any(".moe." in name for name in alone)
+    both = freeze_all_but(build(num_groups=2), space, ["park", "street"])
+    assert any(".moe." in name for name in both)
+
+
+def test_kept_rows_get_no_gradient_and_do_not_move():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3))
+    kept = torch.tensor([True, False, True])
+    hook = KeepRowsHook({"1.weight": kept})
+    runner = SimpleNamespace(model=model)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
+    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    hook.before_train(runner)
+    for step in range(3):
+        model.train()
+        hook.before_train_iter(runner, step)
+        optimizer.zero_grad()
+        model(torch.randn(8, 2)).square().sum().backward()
+        assert (model[1].weight.grad[kept] == 0).all()
+        assert (model[1].weight.grad[~kept] != 0).all()
+        optimizer.step()
+        hook.after_train_iter(runner, step)
+    after = model.state_dict()
+    assert torch.equal(before["1.weight"][kept], after["1.weight"][kept])
+    assert not torch.equal(before["1.weight"][~kept], after["1.weight"][~kept])
+    assert torch.equal(before["0.running_mean"], after["0.running_mean"])
+    assert after["0.num_batches_tracked"] == 0
+
+
+REFUSALS = {
+    "a word": ("sky", {}, r"must be a list of names of datasets, such as .*\['sky'\]"),
+    "unknown": (["sly"], {}, "has no dataset 'sly'; did you mean 'sky'"),
+    "stages": (
+        ["sky"],
+        dict(moe=dict(layers=dict(decoder="all"), upcycling=dict(share=0.5))),
+        "cannot stand beside moe.router_warmup",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("datasets", "changes", "words"), REFUSALS.values(), ids=REFUSALS
+)
+def test_what_cannot_be_trained_alone_is_refused(build, datasets, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        freeze_all_but(build(**changes), SPACE, datasets)
+
+
+def test_nothing_of_its_own_is_nothing_to_train(build):
+    mappings = ({"car": "car"}, {"car": "car"})
+    space = LabelSpace(("car",), ("a", "b"), mappings, ("all", "all"))
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        freeze_all_but(build(num_groups=1), space, ["a"])
+
+
+def test_a_training_needs_weights_to_keep(write_config):
+    cfg = Config.fromfile(write_config())
+    merge_options(cfg, dict(train_only=["park"]))
+    with pytest.raises(ConfigError, match="no checkpoint to take them from"):
+        build_runner(cfg).train()
