@@ -150,8 +150,7 @@ def grow_parser() -> Parser:
         "training from",
         examples=(
             "damex grow epoch_12.pth configs/with_cells.py --out grown.pth",
-            "damex train configs/with_cells.py --cfg-options load_from=grown.pth "
-            "train_only=[cells]",
+            "damex grow epoch_12.pth with_cells.py --out grown.pth --like boards",
         ),
     )
     add = parser.add_argument
