@@ -142,15 +142,6 @@ def experts_parser() -> Parser:
         examples=(
             "damex experts work_dirs/quickstart/epoch_3.pth",
             "damex experts epoch_3.pth --images boards/ ships/ --out look",
-def grow_parser() -> Parser:
-    """Arguments of ``damex grow``."""
-    parser = Parser(
-        "grow",
-        "Make room in a trained detector for new datasets: a checkpoint to start a "
-        "training from",
-        examples=(
-            "damex grow epoch_12.pth configs/with_cells.py --out grown.pth",
-            "damex grow epoch_12.pth with_cells.py --out grown.pth --like boards",
         ),
     )
     add = parser.add_argument
@@ -178,6 +169,22 @@ def grow_parser() -> Parser:
     )
     add("--batch-size", type=at_least(1), default=8, help="(default %(default)s)")
     add("--device", help="such as cpu or cuda:0 (default: a GPU where there is one)")
+    return parser
+
+
+def grow_parser() -> Parser:
+    """Arguments of ``damex grow``."""
+    parser = Parser(
+        "grow",
+        "Make room in a trained detector for new datasets: a checkpoint to start a "
+        "training from",
+        examples=(
+            "damex grow epoch_12.pth configs/with_cells.py --out grown.pth",
+            "damex grow epoch_12.pth with_cells.py --out grown.pth --like boards",
+        ),
+    )
+    add = parser.add_argument
+    add("checkpoint", help="a .pth file of a training with damex")
     parser.add_config()
     add("--out", required=True, metavar="FILE.pth", help="the new checkpoint")
     add(

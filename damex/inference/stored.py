@@ -87,8 +87,7 @@ class StoredDetector:
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
         entries = config.get("mixture")
         mixture = entries if isinstance(entries, list) else []
-        return cls(path, model, pipeline, space, state, mixture, meta)
-        return cls(path, config, model, pipeline, space, state)
+        return cls(path, config, model, pipeline, space, state, mixture, meta)
 
     def build(self) -> RoutedDetector:
         """Build the detector with its weights, ready to predict on the CPU.
