@@ -119,7 +119,7 @@ class RoutingAlarmHook(Hook):
         detector = routed_detector(runner)
         if detector is None or detector.tally is None:
             return
-        taken = {name: _summed(t) for name, t in detector.tally.take().items()}
+        taken = {name: summed(t) for name, t in detector.tally.take().items()}
         add_tallies(self._epoch, taken)
         scalars = routing_scalars(taken)
         if scalars:
@@ -169,8 +169,8 @@ def _experts(numbers: Any) -> str:
     return f"experts {words}" if len(numbers) > 1 else f"expert {words}"
 
 
-def _summed(tally: LayerTally) -> LayerTally:
-    """The sum over all processes."""
+def summed(tally: LayerTally) -> LayerTally:
+    """The sum over all processes, on the host."""
     sizes = (tally.counts_GE.numel(), tally.tokens_G.numel())
     both = torch.cat([tally.counts_GE.flatten(), tally.tokens_G])
     all_reduce(both)

@@ -86,6 +86,13 @@ def test_a_balanced_detector_resumes_with_the_load_of_both_processes(results):
             assert changed(ours, theirs, [*whole["parameters"], *names]) == set()
 
 
+def test_the_alarm_counts_the_choices_of_both_processes(results):
+    for rank in (0, 1):
+        tally = results[rank]["tally"]
+        assert tally["counts_GE"].tolist() == [[9, 0, 3], [0, 6, 0]]
+        assert tally["tokens_G"].tolist() == [12, 6]
+
+
 def test_the_stage_trains_routers_alone_and_then_never_again(results):
     first, second = (results[rank]["stage"] for rank in (0, 1))
     assert_ranks_agree(first, second)

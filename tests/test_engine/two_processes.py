@@ -19,8 +19,16 @@ from mmengine.model import is_model_wrapper
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from damex.engine.routing_alarm import summed
 from damex.engine.runner import MixtureRunner
-from damex.moe import BiasBalancer, FFNExperts, LinearRouter, MoELayer, TopKGate
+from damex.moe import (
+    BiasBalancer,
+    FFNExperts,
+    LayerTally,
+    LinearRouter,
+    MoELayer,
+    TopKGate,
+)
 
 STEPS = 6
 
@@ -140,6 +148,13 @@ def train_balanced(folder, rank):
     return whole, train(folder, "balance", work="resumed", resume=True)
 
 
+def tally_of(rank):
+    """What the alarm makes of choices that differ between the processes."""
+    own_GE = torch.tensor([[3, 0, 1], [0, 2, 0]]) * (rank + 1)
+    found = summed(LayerTally(own_GE, own_GE.sum(1), torch.eye(2, 3).bool()))
+    return dict(counts_GE=found.counts_GE, tokens_G=found.tokens_G)
+
+
 def main():
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     save_seconds()
@@ -155,6 +170,7 @@ def main():
         balanced=balanced,
         upcycled=train(folder, "upcycled"),
         resumed=resumed,
+        tally=tally_of(rank),
     )
     torch.save(result, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
