@@ -144,5 +144,5 @@ def _note(what: str, stored: tuple[str, ...], wanted: tuple[str, ...]) -> str:
     unused = sum(name not in wanted for name in stored)
     parts = [f"taken over by name: {', '.join(taken) or 'none'}"]
     parts += [f"new, as at the start of a training: {', '.join(new)}"] if new else []
-    parts += [f"{unused} of the checkpoint are not used"] if unused else []
+    parts += [f"not used of the checkpoint: {unused}"] if unused else []
     return f"{what}: {'; '.join(parts)}."

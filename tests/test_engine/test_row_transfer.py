@@ -83,7 +83,7 @@ def test_new_classes_start_as_the_detector_has_them(build):
     said = [*transfer_notes(RowNames(COCO), wanted, moved)]
     assert said == [
         "classes: taken over by name: c7, c0; new, as at the start of a training: new, "
-        "other; 78 of the checkpoint are not used."
+        "other; not used of the checkpoint: 78."
     ]
 
 
