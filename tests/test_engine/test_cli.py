@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import re
 import sys
 from pathlib import Path
 
