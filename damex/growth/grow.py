@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -279,7 +279,7 @@ def _copy_rows(
     for key, rows in owners.items():
         places = {owner: row for row, owner in enumerate(rows)}
         for row, owner in enumerate(rows):
-            source = places.get(owner._replace(names=(model,)))
+            source = places.get(replace(owner, names=(model,)))
             if (
                 owner.kind == "groups"
                 and owner.names == (group,)

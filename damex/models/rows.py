@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ LABELS = "dn_query_generator.label_embedding."
 GROUP_EXPERTS = "group_experts_GE"
 
 
-class Owner(NamedTuple):
+@dataclass(frozen=True)
+class Owner:
     """What a row belongs to.
 
     Attributes:
