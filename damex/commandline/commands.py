@@ -82,8 +82,8 @@ def predict_parser() -> Parser:
             "damex predict epoch_3.pth 'photos/*.png' --dataset boards --min-score 0.5",
         ),
     )
+    parser.add_checkpoint()
     add = parser.add_argument
-    add("checkpoint", help="a .pth file of a training with damex")
     add("images", nargs="+", help="files, folders (with all below them), or patterns")
     add(
         "--dataset",
@@ -121,8 +121,8 @@ def export_parser() -> Parser:
         "checkpoint and a config of mmdet that need no damex",
         examples=("damex export epoch_3.pth --dataset boards --out boards.pth",),
     )
+    parser.add_checkpoint()
     add = parser.add_argument
-    add("checkpoint", help="a .pth file of a training with damex")
     add("--dataset", required=True, metavar="NAME", help="a dataset of its mixture")
     add(
         "--out",
@@ -144,8 +144,8 @@ def experts_parser() -> Parser:
             "damex experts epoch_3.pth --images boards/ ships/ --out look",
         ),
     )
+    parser.add_checkpoint()
     add = parser.add_argument
-    add("checkpoint", help="a .pth file of a training with damex")
     add(
         "--images",
         nargs="+",
@@ -183,8 +183,8 @@ def grow_parser() -> Parser:
             "damex grow epoch_12.pth with_cells.py --out grown.pth --like boards",
         ),
     )
+    parser.add_checkpoint()
     add = parser.add_argument
-    add("checkpoint", help="a .pth file of a training with damex")
     parser.add_config()
     add("--out", required=True, metavar="FILE.pth", help="the new checkpoint")
     add(
@@ -212,8 +212,8 @@ def prune_parser() -> Parser:
         "no other dataset has",
         examples=("damex prune epoch_12.pth --drop cells --out smaller.pth",),
     )
+    parser.add_checkpoint()
     add = parser.add_argument
-    add("checkpoint", help="a .pth file of a training with damex")
     add("--drop", required=True, nargs="+", metavar="NAME", help="datasets")
     add(
         "--out",

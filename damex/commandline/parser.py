@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
         """Raise what argparse would print below its usage."""
         raise ConfigError(f"{message}; see --help.")
 
+    def add_checkpoint(self) -> None:
+        """Add the checkpoint of a command that needs nothing else."""
+        self.add_argument("checkpoint", help="a .pth file of a training with damex")
+
     def add_config(self, *, optional: bool = False) -> None:
         """Add the config, which may be left out if ``optional``, and its options."""
         self.add_argument(

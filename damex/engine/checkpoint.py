@@ -24,6 +24,8 @@ from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
+from damex.models.config import moe_difference
+from damex.models.detectors import RoutedDetector
 
 
 def load_checkpoints_as_data() -> None:
@@ -158,6 +160,38 @@ def _history_method(owner: Any, name: str) -> Any:
     if owner is not HistoryBuffer or name not in ("min", "max", "mean", "current"):
         raise pickle.UnpicklingError(f"the file asks for {owner!r}.{name}.")
     return getattr(owner, name)
+
+
+def check_fit(
+    checkpoint: Mapping[str, Any],
+    model: nn.Module,
+    space: LabelSpace | None,
+    *,
+    path: str,
+) -> str | None:
+    """Refuse a checkpoint to resume or evaluate that is another detector's.
+
+    Args:
+        checkpoint: As it was loaded.
+        model: The detector, without a wrapper.
+        space: The label space of the config; None without a mixture.
+        path: The checkpoint, for messages.
+
+    Returns:
+        What is said of other experts whose tensors all fit: another gate or loss can
+        be without any. None if there is nothing to say.
+
+    Raises:
+        ConfigError: If its labels mean something else, or its tensors do not fit.
+    """
+    meta = checkpoint.get("meta", {})
+    if space is not None:
+        check_label_space(meta, space, path=path)
+    check_tensors(checkpoint, model, path=path)
+    if not isinstance(model, RoutedDetector) or "moe" not in meta:
+        return None
+    note = moe_difference(meta["moe"], model.resolved_moe())
+    return note and f"{path} had other experts: {note}."
 
 
 def check_tensors(

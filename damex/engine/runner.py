@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from damex.compat import ensure_ops
 from damex.curation.inspection import refusal
-from damex.engine.checkpoint import check_label_space, check_tensors, replace_misfits
+from damex.engine.checkpoint import check_fit, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS
 from damex.engine.console import ProgressHook, filter_console
@@ -44,15 +44,17 @@ from damex.engine.schedule import (
 )
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, DataError, did_you_mean
-from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
 
 DDP = "MMDistributedDataParallel"
 DATA_CHECKS = ("quick", "off")
 HOOKS_OF_DAMEX = (
-    *(IterationSeedHook, TrainingStepHook),
-    *(ProgressHook, RunSummaryHook, RoutingAlarmHook),
+    IterationSeedHook,
+    TrainingStepHook,
+    ProgressHook,
+    RunSummaryHook,
+    RoutingAlarmHook,
 )
 
 
@@ -61,10 +63,10 @@ class MixtureRunner(ExpertParallelRunner):
     """Runner that completes the config, keeps the screen readable and runs anywhere.
 
     damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes
-    mmdet's own use it, too. The mixture fills in what follows from it; a top-level
-    ``max_epochs`` or ``max_iters`` sets the length; damex's hooks are always there; the
-    screen shows warnings alone (``console='full'`` shows all); a checkpoint to resume
-    or evaluate has to fit; and several processes also run without a GPU.
+    mmdet's own tools use it, too. The mixture fills in what follows from it; a
+    top-level ``max_epochs`` or ``max_iters`` sets the length; damex's hooks are always
+    there; the screen shows warnings alone (``console='full'`` shows all); a checkpoint
+    to resume or evaluate has to fit; and several processes also run without a GPU.
     """
 
     _evaluating = False
@@ -250,31 +252,16 @@ class MixtureRunner(ExpertParallelRunner):
                 label space or another detector, or has no moments to take over.
         """
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
-        meta = checkpoint.get("meta", {})
         # mmengine's resume would run this text as Python to read one field of it.
-        meta.pop("config", None)
-        model = bare_model(self)
-        rows = RowTransfer()
-        if self._resume or self._evaluating:
-            space = label_space_of(self.cfg)
-            if space is not None:
-                check_label_space(meta, space, path=filename)
-            # All tensors may fit: another gate or loss can be without any.
-            detector = routed_detector(self)
-            if detector is not None and "moe" in meta:
-                note = moe_difference(meta["moe"], detector.resolved_moe())
-                if note is not None:
-                    self.logger.warning(f"{filename} had other experts: {note}.")
-            check_tensors(checkpoint, model, path=filename)
+        checkpoint.get("meta", {}).pop("config", None)
+        model, rows = bare_model(self), RowTransfer()
+        is_start = not (self._resume or self._evaluating)
+        if is_start:
+            rows = self._fit(checkpoint, path=filename)
         else:
-            state = checkpoint.get("state_dict", checkpoint)
-            rows = take_over_rows(
-                state, meta, routed_detector(self), label_space_of(self.cfg)
-            )
-            others = (replace_misfits(state, model), upcycling_note(model, state))
-            for note in (*rows.notes, *others):
-                if note is not None:
-                    self.logger.warning(f"{filename}: {note}")
+            space = label_space_of(self.cfg)
+            if note := check_fit(checkpoint, model, space, path=filename):
+                self.logger.warning(note)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         revise_keys = revise_keys or [(r"^module\.", "")]
         checkpoint = _load_checkpoint_to_model(
@@ -282,7 +269,6 @@ class MixtureRunner(ExpertParallelRunner):
         )
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
-        is_start = not (self._resume or self._evaluating)
         if is_start and self.cfg.get("load_optimizer"):
             optimizer = self.optim_wrapper.optimizer
             self.logger.info(
@@ -291,6 +277,20 @@ class MixtureRunner(ExpertParallelRunner):
                 )
             )
         return checkpoint
+
+    def _fit(self, checkpoint: dict, *, path: str) -> RowTransfer:
+        """Change a checkpoint to start from into what the detector can load."""
+        model, state = bare_model(self), checkpoint.get("state_dict", checkpoint)
+        rows = take_over_rows(
+            state,
+            checkpoint.get("meta", {}),
+            routed_detector(self),
+            label_space_of(self.cfg),
+        )
+        others = (replace_misfits(state, model), upcycling_note(model, state))
+        for note in filter(None, (*rows.notes, *others)):
+            self.logger.warning(f"{path}: {note}")
+        return rows
 
 
 def check_detector(model: Any) -> None:

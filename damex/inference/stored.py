@@ -37,7 +37,6 @@ class StoredDetector:
         pipeline: What the training's evaluation did with images, annotations left out.
         space: The datasets and their classes.
         state: The weights by their names.
-        mixture: The entries of the datasets, where the config has them.
         meta: What the training wrote down beside the weights, such as ``epoch``.
     """
 
@@ -47,7 +46,6 @@ class StoredDetector:
     pipeline: list[dict[str, Any]]
     space: LabelSpace
     state: Mapping[str, Tensor]
-    mixture: list[dict[str, Any]]
     meta: Mapping[str, Any]
 
     @classmethod
@@ -85,9 +83,13 @@ class StoredDetector:
             k.removeprefix("module."): v for k, v in checkpoint["state_dict"].items()
         }
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
-        entries = config.get("mixture")
-        mixture = entries if isinstance(entries, list) else []
-        return cls(path, config, model, pipeline, space, state, mixture, meta)
+        return cls(path, config, model, pipeline, space, state, meta)
+
+    @property
+    def mixture(self) -> list[dict[str, Any]]:
+        """The entries of the datasets; none where the config names no mixture."""
+        entries = self.config.get("mixture")
+        return entries if isinstance(entries, list) else []
 
     def build(self) -> RoutedDetector:
         """Build the detector with its weights, ready to predict on the CPU.

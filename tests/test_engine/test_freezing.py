@@ -12,17 +12,7 @@ from damex.engine.cli import build_runner
 from damex.engine.config_files import merge_options
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
 from damex.errors import ConfigError
-
-SPACE = LabelSpace(
-    classes=("car", "person", "dog", "kite"),
-    dataset_names=("street", "park", "sky"),
-    dataset_classes=(
-        {"car": "car", "person": "person"},
-        {"dog": "dog", "walker": "person"},
-        {"kite": "kite"},
-    ),
-    groups=("street", "park", "sky"),
-)
+from tests.test_inference.conftest import SPACE
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,7 @@ def warnings_of_runners(monkeypatch):
 def test_a_checkpoint_of_other_experts_says_so(make_runner, warnings_of_runners):
     """DAMEX's routing loss has no weights, so all tensors of `vanilla` fit."""
     trained = make_runner()
+    trained.model.init_weights()
     states = dict(save_optimizer=False, save_param_scheduler=False)
     trained.save_checkpoint(trained.work_dir, "damex.pth", by_epoch=False, **states)
     path = f"{trained.work_dir}/damex.pth"
@@ -195,6 +196,7 @@ def test_a_schedule_of_another_length_is_said(
     make_runner, warnings_of_runners, epochs, is_said
 ):
     first = make_runner(max_epochs=2)
+    first.model.init_weights()
     _, first.param_schedulers = schedule(first)
     first.save_checkpoint(first.work_dir, "first.pth", by_epoch=False)
     path = f"{first.work_dir}/first.pth"

@@ -98,7 +98,7 @@ def test_images_of_a_folder_are_a_row(photos):
 def stored(save):
     def make(mixture=(), **options):
         read = StoredDetector.read(str(save(**options)))
-        return dataclasses.replace(read, mixture=list(mixture))
+        return dataclasses.replace(read, config=dict(mixture=list(mixture)))
 
     return make
 
