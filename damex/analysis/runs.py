@@ -140,7 +140,7 @@ def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     started = time.monotonic()
     console.print(
         f"{len(runs)} runs, {len(runs) - len(open_runs)} finished before; "
-        f"{jobs} at a time, {threads} threads each"
+        f"{jobs} at a time, {threads} thread{'s' * (threads > 1)} each"
     )
     failed = []
     ended = run_all(open_runs, jobs=jobs, threads=threads)
