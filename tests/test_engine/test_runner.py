@@ -1,7 +1,9 @@
 """What MixtureRunner completes and refuses before anything is trained."""
 
+import re
 from pathlib import Path
 
+import mmdet
 import pytest
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
@@ -14,6 +16,7 @@ from damex.engine.runner import check_detector
 from damex.engine.schedule import IterationSeedHook
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError
+from damex.models.insertion import moe_blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,3 +209,28 @@ def test_a_schedule_of_another_length_is_said(
     assert resumed.param_schedulers[1].end == 12
     found = [text for text in warnings_of_runners if "the learning rate goes" in text]
     assert len(found) == is_said
+
+
+def test_a_config_of_mmdet_becomes_one_of_damex_as_the_docs_say(tmp_path, two_datasets):
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    section = page.split("## From a config of mmdet")[1]
+    (text,) = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    configs = Path(mmdet.__file__).parent / ".mim" / "configs" / "dino"
+    text = text.replace("dino-4scale", f"{configs}/dino-4scale")
+    text = re.sub(r"mixture = \[.*?\n\]", f"mixture = {two_datasets}", text, flags=re.S)
+    path = tmp_path / "mine.py"
+    path.write_text(text, encoding="utf-8")
+    cfg = Config.fromfile(path)
+    no_workers = dict(num_workers=0, persistent_workers=False)
+    changes = {
+        "work_dir": str(tmp_path / "work"),
+        "model.backbone.init_cfg": None,  # nothing to download
+        **{f"train_dataloader.{key}": value for key, value in no_workers.items()},
+    }
+    merge_options(cfg, changes)
+    runner = build_runner(cfg)
+    assert runner.model.bbox_head.num_classes == 4
+    assert len(moe_blocks(runner.model)) == 12
+    loader = runner.build_dataloader(runner._train_dataloader, seed=0)
+    groups = {sample.group_id for batch in loader for sample in batch["data_samples"]}
+    assert groups == {0, 1}
