@@ -21,10 +21,10 @@ $(STAMP): requirements.txt pyproject.toml
 	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
 	@if command -v uv >/dev/null; then \
 	  uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
-	  uv pip install --quiet --python $(VENV)/bin/python --editable '.[dev,pretrained]'; \
+	  uv pip install --quiet --python $(VENV)/bin/python --editable '.[dev,onnx,pretrained]'; \
 	else \
 	  $(PYTHON) -m venv $(VENV) && \
-	  $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev,pretrained]'; \
+	  $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev,onnx,pretrained]'; \
 	fi
 	@$(VENV)/bin/python -m damex.doctor --quiet
 	@touch $@

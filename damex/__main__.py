@@ -28,7 +28,8 @@ COMMANDS = MappingProxyType(
         "test": Command("damex.engine.cli", "evaluate a checkpoint per dataset"),
         "predict": Command("damex.inference.commands", "detect objects in images"),
         "export": Command(
-            "damex.inference.commands", "a dense detector of one dataset, for mmdet"
+            "damex.inference.commands",
+            "a dense detector of one dataset, for mmdet or as ONNX",
         ),
         "experts": Command(
             "damex.inference.look.command", "which expert takes what, as a page"

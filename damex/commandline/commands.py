@@ -118,8 +118,12 @@ def export_parser() -> Parser:
     parser = Parser(
         "export",
         "Take a dense detector for one dataset out of a mixture of experts: a "
-        "checkpoint and a config of mmdet that need no damex",
-        examples=("damex export epoch_3.pth --dataset boards --out boards.pth",),
+        "checkpoint and a config of mmdet that need no damex, or an ONNX graph that "
+        "needs onnxruntime alone",
+        examples=(
+            "damex export epoch_3.pth --dataset boards --out boards.pth",
+            "damex export epoch_3.pth --dataset boards --out boards.onnx",
+        ),
     )
     parser.add_checkpoint()
     add = parser.add_argument
@@ -127,8 +131,16 @@ def export_parser() -> Parser:
     add(
         "--out",
         required=True,
-        metavar="FILE.pth",
-        help="the new checkpoint; its config is written beside it, as FILE.py",
+        metavar="FILE.pth|FILE.onnx",
+        help="the new checkpoint, with its config beside it as FILE.py; or the graph",
+    )
+    add(
+        "--image-size",
+        nargs=2,
+        type=at_least(1),
+        metavar=("WIDTH", "HEIGHT"),
+        help="of the images that FILE.onnx takes, in pixels; smaller ones are padded "
+        "(default: what the evaluation of the training resized to)",
     )
     return parser
 

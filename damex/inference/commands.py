@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
 from rich.console import Console
 
+from damex import __version__
 from damex.commandline.bar import Bar
 from damex.commandline.commands import export_parser, predict_parser
-from damex.errors import DataError
+from damex.errors import ConfigError, DataError
 from damex.inference.images import find_images, names_of
+from damex.inference.look.samples import validation_images
+from damex.inference.onnx_graph import Canvas, DetectorGraph, check_packages, to_onnx
+from damex.inference.onnx_parity import BOX_TOLERANCE, SCORE_TOLERANCE, compare
 from damex.inference.prediction import Prediction
 from damex.inference.predictor import Predictor
-from damex.inference.specialist import take_out
+from damex.inference.specialist import Specialist, take_out
 from damex.inference.stored import StoredDetector
-from damex.inference.writing import draw, make_folder, write_csv, write_json
+from damex.inference.writing import (
+    check_target,
+    draw,
+    make_folder,
+    write_csv,
+    write_json,
+)
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -114,23 +127,96 @@ def _summary(
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Write a dense detector of one dataset that mmdet runs without damex.
+    """Write a dense detector of one dataset, for mmdet or for onnxruntime.
 
     Args:
         arguments: Command line without the program's name.
 
     Raises:
-        ConfigError: If there is no such dataset, or the detector has no dense equal.
+        ConfigError: If there is no such dataset, the detector has no dense equal, or
+            ONNX none of the dense one.
         DataError: If the checkpoint cannot be read.
     """
     args = export_parser().parse_args(arguments)
+    out = Path(args.out)
+    as_onnx = out.suffix == ".onnx"
+    check_target(out, suffixes=(".pth", ".onnx"), with_config=not as_onnx)
+    if as_onnx:
+        check_packages()
+    elif args.image_size is not None:
+        raise ConfigError(
+            "--image-size is for a .onnx file; a .pth takes images of any size."
+        )
     stored = StoredDetector.read(args.checkpoint)
     specialist = take_out(stored, args.dataset)
-    config = specialist.write(Path(args.out))
+    if as_onnx:
+        lines = _export_onnx(stored, specialist, args)
+    else:
+        lines = [f"written: {out} and {specialist.write(out)}"]
     classes, parameters = specialist.classes, specialist.parameters
     words = "1 class" if len(classes) == 1 else f"{len(classes)} classes"
-    print(
-        f"written: {args.out} and {config}\n{args.dataset}: {words}, "
-        f"{parameters / 1e6:.2f} million parameters of {stored.parameters / 1e6:.2f}; "
-        f"for mmdet, without damex{specialist.needs}"
+    needs = (
+        "onnxruntime alone" if as_onnx else f"mmdet, without damex{specialist.needs}"
     )
+    lines.insert(
+        1,
+        f"{args.dataset}: {words}, {parameters / 1e6:.2f} million parameters of "
+        f"{stored.parameters / 1e6:.2f}; for {needs}",
+    )
+    print("\n".join(lines))
+
+
+def _export_onnx(
+    stored: StoredDetector, specialist: Specialist, args: Namespace
+) -> list[str]:
+    """Write a specialist as an ONNX graph, if it answers as the specialist does.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: If ONNX cannot express it, or it answers otherwise.
+    """
+    preprocessor = specialist.config.model.get("data_preprocessor", {})
+    canvas = Canvas.of(stored.pipeline, preprocessor, args.image_size)
+    graph = DetectorGraph(specialist.build(), canvas).eval()
+    about = dict(classes=specialist.classes, dataset=args.dataset, damex=__version__)
+    content = to_onnx(graph, about)
+    name, image = _image_of(stored, args.dataset, canvas)
+    parity = compare(graph, content, image)
+    differences = (
+        f"scores differ by {parity.scores:.1e} at most, boxes by {parity.boxes:.1e} "
+        f"pixels"
+    )
+    if not parity.is_close:
+        raise ConfigError(
+            f"{args.out} was not written: on {name} the graph does not answer as mmdet "
+            f"does ({differences}; allowed are {SCORE_TOLERANCE:g} and "
+            f"{BOX_TOLERANCE:g})."
+        )
+    out = Path(args.out)
+    make_folder(out.parent)
+    out.write_bytes(content)
+    return [
+        f"written: {out} ({len(content) / 1e6:.1f} MB), for images of {canvas.width} x "
+        f"{canvas.height} pixels",
+        f"compared with mmdet on {name}: {differences} ({parity.detections} detections "
+        f"of {parity.least_score:.2f} or more)",
+        f"milliseconds per image on one thread: {parity.onnx_ms:.1f} in onnxruntime, "
+        f"{parity.torch_ms:.1f} in mmdet",
+    ]
+
+
+def _image_of(
+    stored: StoredDetector, dataset: str, canvas: Canvas
+) -> tuple[str, Image.Image]:
+    """A validation image of a dataset and its path; noise where there is none here."""
+    try:
+        (path,) = validation_images(stored, dataset, count=1)
+        with Image.open(path) as image:
+            return str(path), image.convert("RGB")
+    except (ConfigError, DataError, OSError):
+        noise = np.random.default_rng(0).integers(
+            0, 256, (canvas.height, canvas.width, 3), dtype=np.uint8
+        )
+        return "noise (no validation image is here)", Image.fromarray(noise)

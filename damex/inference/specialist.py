@@ -54,6 +54,12 @@ class Specialist:
         """What else than mmdet it needs, to be said in a sentence."""
         return " (with timm)" if self.config.model.backbone.type == TYPE else ""
 
+    def build(self) -> Any:
+        """The detector of mmdet, ready to predict on the CPU."""
+        detector = MODELS.build(ConfigDict(copy.deepcopy(self.config.model)))
+        detector.load_state_dict(dict(self.state))
+        return detector.eval()
+
     def write(self, path: Path) -> Path:
         """Write the checkpoint, and its config beside it.
 

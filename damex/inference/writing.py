@@ -130,18 +130,21 @@ def draw(prediction: Prediction, target: Path, *, classes: Sequence[str]) -> Non
     image.save(target, quality=92)
 
 
-def check_target(path: Path, *, with_config: bool = True) -> None:
-    """Refuse a place for a checkpoint before anything is computed.
+def check_target(
+    path: Path, *, suffixes: Sequence[str] = (".pth",), with_config: bool = True
+) -> None:
+    """Refuse a place for a detector before anything is computed.
 
     Args:
-        path: Of the checkpoint.
+        path: Of the file.
+        suffixes: What it may end in.
         with_config: Whether a config shall be written beside it.
 
     Raises:
-        ConfigError: If it does not end in .pth, or a file is there already.
+        ConfigError: If it ends in something else, or a file is there already.
     """
-    if path.suffix != ".pth":
-        raise ConfigError(f"--out must end in .pth, got {path}.")
+    if path.suffix not in suffixes:
+        raise ConfigError(f"--out must end in {' or '.join(suffixes)}, got {path}.")
     for file in (path, path.with_suffix(".py")):
         if file.exists() and (with_config or file == path):
             raise ConfigError(f"{file} exists; remove it, or name another --out.")

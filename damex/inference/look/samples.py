@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from damex.datasets.coco import read_coco
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, DataError
 from damex.inference.images import find_images, names_of
 from damex.inference.stored import StoredDetector
@@ -62,13 +62,9 @@ def rows_of_mixture(
         DataError: If there is not a single image.
     """
     rows, notes = [], []
-    try:
-        specs = {spec.name: spec for spec in parse_mixture(stored.mixture)}
-    except ConfigError:
-        specs = {}
     for name in stored.space.dataset_names:
         try:
-            paths = _validation_images(name, specs, per_dataset)
+            paths = validation_images(stored, name, count=per_dataset)
             rows.append(Row(name, _group(stored.space, name), paths))
         except (ConfigError, DataError) as error:
             notes.append(f"No images of {name}: {error}")
@@ -85,15 +81,22 @@ def _group(space: LabelSpace, name: str) -> int:
     return space.group_id(space.dataset_id(name))
 
 
-def _validation_images(
-    name: str, specs: Mapping[str, DatasetSpec], count: int
-) -> list[Path]:
-    """Existing files of a dataset.
+def validation_images(stored: StoredDetector, name: str, *, count: int) -> list[Path]:
+    """Some validation images of a dataset, if they are where they were in training.
+
+    Args:
+        stored: The checkpoint; paths of its config are seen from here.
+        name: Of the dataset.
+        count: How many images, evenly over the annotation file.
 
     Raises:
         ConfigError: If its entry names no COCO file.
         DataError: If the file, or all of its images, are missing.
     """
+    try:
+        specs = {spec.name: spec for spec in parse_mixture(stored.mixture)}
+    except ConfigError:
+        specs = {}
     source = specs[name].coco_source("val") if name in specs else None
     if source is None:
         raise ConfigError("the checkpoint names no COCO file of them; see --images.")
