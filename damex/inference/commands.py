@@ -150,20 +150,18 @@ def export(arguments: Sequence[str]) -> None:
     stored = StoredDetector.read(args.checkpoint)
     specialist = take_out(stored, args.dataset)
     if as_onnx:
-        lines = _export_onnx(stored, specialist, args)
+        first, *lines = _export_onnx(stored, specialist, args)
+        needs = "onnxruntime alone"
     else:
-        lines = [f"written: {out} and {specialist.write(out)}"]
+        first, lines = f"written: {out} and {specialist.write(out)}", []
+        needs = f"mmdet, without damex{specialist.needs}"
     classes, parameters = specialist.classes, specialist.parameters
     words = "1 class" if len(classes) == 1 else f"{len(classes)} classes"
-    needs = (
-        "onnxruntime alone" if as_onnx else f"mmdet, without damex{specialist.needs}"
-    )
-    lines.insert(
-        1,
+    about = (
         f"{args.dataset}: {words}, {parameters / 1e6:.2f} million parameters of "
-        f"{stored.parameters / 1e6:.2f}; for {needs}",
+        f"{stored.parameters / 1e6:.2f}; for {needs}"
     )
-    print("\n".join(lines))
+    print("\n".join([first, about, *lines]))
 
 
 def _export_onnx(

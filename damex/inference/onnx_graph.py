@@ -113,6 +113,9 @@ class DetectorGraph(nn.Module):
         ConfigError: If it is no detector that a graph can be made of.
     """
 
+    mean_311: Tensor
+    std_311: Tensor
+
     def __init__(self, detector: Any, canvas: Canvas) -> None:
         super().__init__()
         if type(detector) not in DETECTORS:
@@ -151,8 +154,8 @@ class DetectorGraph(nn.Module):
             sizes: Height and width of each image in pixels, (B, 2).
 
         Returns:
-            Boxes as x1, y1, x2, y2 in pixels (B, K, 4), scores (B, K) and labels (B, K),
-            best first.
+            Boxes as x1, y1, x2, y2 in pixels (B, K, 4), scores (B, K) and labels
+            (B, K), best first.
         """
         height, width = self.canvas.height, self.canvas.width
         below_BH1 = torch.arange(height)[None, :, None] >= sizes[:, :1, None]
@@ -175,32 +178,27 @@ class DetectorGraph(nn.Module):
         of numbers where a graph has tensors.
         """
         detector = self.detector
-        sizes = [(int(map.shape[-2]), int(map.shape[-1])) for map in maps]
+        sizes = [(int(one.shape[-2]), int(one.shape[-1])) for one in maps]
         lengths = [height * width for height, width in sizes]
         starts = [sum(lengths[:level]) for level in range(len(lengths))]
         masks = [
             functional.interpolate(outside_BHW[:, None].float(), size=size)[:, 0].bool()
             for size in sizes
         ]
-        position = detector.positional_encoding
+        positions = [
+            _tokens(detector.positional_encoding(mask)) + embedding_D
+            for mask, embedding_D in zip(masks, detector.level_embed, strict=True)
+        ]
+        mask_BV = torch.cat([mask.flatten(1) for mask in masks], 1)
         levels = dict(
             spatial_shapes=torch.tensor(sizes),
             level_start_index=torch.tensor(starts),
             valid_ratios=torch.stack([*map(detector.get_valid_ratio, masks)], 1),
         )
-        mask_BV = torch.cat([mask.flatten(1) for mask in masks], 1)
         encoded = detector.forward_encoder(
-            feat=torch.cat([_tokens(map) for map in maps], 1),
+            feat=torch.cat([*map(_tokens, maps)], 1),
             feat_mask=mask_BV,
-            feat_pos=torch.cat(
-                [
-                    _tokens(position(mask)) + embedding_D
-                    for mask, embedding_D in zip(
-                        masks, detector.level_embed, strict=True
-                    )
-                ],
-                1,
-            ),
+            feat_pos=torch.cat(positions, 1),
             **levels,
         )
         inputs, _ = detector.pre_decoder(**encoded)
@@ -269,7 +267,8 @@ def _traced(graph: DetectorGraph) -> bytes:
     Raises:
         ConfigError: If ONNX has no name for what the detector computes.
     """
-    canvas, file = graph.canvas, io.BytesIO()
+    canvas = graph.canvas
+    file: Any = io.BytesIO()  # which torch takes, but does not declare
     images = torch.zeros(2, 3, canvas.height, canvas.width, dtype=torch.uint8)
     sizes = torch.tensor([[canvas.height, canvas.width]] * 2)
     with warnings.catch_warnings(), torch.no_grad():
@@ -280,7 +279,7 @@ def _traced(graph: DetectorGraph) -> bytes:
             torch.onnx.export(
                 graph,
                 (images, sizes),
-                file,  # type: ignore[arg-type]  (takes buffers with dynamo=False)
+                file,
                 input_names=INPUTS,
                 output_names=OUTPUTS,
                 dynamic_axes={name: {0: "batch"} for name in (*INPUTS, *OUTPUTS)},

@@ -82,7 +82,7 @@ def letterbox(image: Image.Image, canvas: Canvas) -> tuple[np.ndarray, np.ndarra
     pixels = np.asarray(image.convert("RGB").resize((width, height)))
     images = np.zeros((1, 3, canvas.height, canvas.width), np.uint8)
     images[0, :, :height, :width] = pixels.transpose(2, 0, 1)
-    return images, np.array([[height, width]])
+    return images, np.array([[height, width]], np.int64)
 
 
 def compare(graph: DetectorGraph, content: bytes, image: Image.Image) -> Parity:
@@ -104,10 +104,9 @@ def compare(graph: DetectorGraph, content: bytes, image: Image.Image) -> Parity:
         torch_ms = _milliseconds(lambda: answers_of_mmdet(graph, images, sizes))
         onnx_ms = _milliseconds(lambda: answers_of_graph(session, images, sizes))
     least = LEAST_SHARE * float(max(told.scores[0], found.scores[0]))
-    pairs = [*_distances(told, found, least), *_distances(found, told, least)]
-    scores, boxes = np.max(pairs, axis=0)
+    scores, boxes = difference(told, found, least=least)
     number = int((told.scores >= least).sum())
-    return Parity(number, least, float(scores), float(boxes), onnx_ms, torch_ms)
+    return Parity(number, least, scores, boxes, onnx_ms, torch_ms)
 
 
 def start_session(content: bytes) -> Any:
@@ -176,27 +175,39 @@ def answers_of_mmdet(
     return found
 
 
-def _distances(one: Answers, other: Answers, least: float) -> Iterator[np.ndarray]:
-    """How far each answer is from the nearest of the same class: score and box.
+def difference(one: Answers, other: Answers, *, least: float) -> tuple[float, float]:
+    """How far apart the answers in one image are, whatever their order.
 
-    Order says nothing: where scores are equal but for rounding, either may come first.
+    Where scores are equal but for rounding, either may come first. So each answer is
+    held to the nearest of its class.
+
+    Args:
+        one: Answers.
+        other: The same of another.
+        least: Score that an answer has to have.
+
+    Returns:
+        Largest difference of a score, and of a corner's x or y in pixels; infinite
+        where a class is missing.
     """
+    pairs = [*_distances(one, other, least), *_distances(other, one, least)]
+    scores, boxes = np.max(pairs, axis=0).tolist()
+    return scores, boxes
+
+
+def _distances(one: Answers, other: Answers, least: float) -> Iterator[np.ndarray]:
+    """Differences of score and box to the nearest of the same class."""
     for box, score, label in zip(*one, strict=True):
         if score < least:
             continue
         rivals = other.labels == label
-        apart = np.stack(
-            [
-                np.abs(other.scores[rivals] - score),
-                np.abs(other.boxes[rivals] - box).max(-1),
-            ],
-            axis=-1,
-        )
-        if not len(apart):
+        if not rivals.any():
             yield np.array([np.inf, np.inf])
             continue
-        relative = (apart / (SCORE_TOLERANCE, BOX_TOLERANCE)).max(-1)
-        yield apart[relative.argmin()]
+        scores = np.abs(other.scores[rivals] - score)
+        boxes = np.abs(other.boxes[rivals] - box).max(-1)
+        nearest = np.maximum(scores / SCORE_TOLERANCE, boxes / BOX_TOLERANCE).argmin()
+        yield np.array([scores[nearest], boxes[nearest]])
 
 
 @contextmanager

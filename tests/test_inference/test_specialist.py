@@ -149,8 +149,8 @@ def test_files_are_not_replaced(save, tmp_path, capsys):
     arguments = ["export", str(checkpoint), "--dataset", "park", "--out"]
     assert main([*arguments, str(checkpoint)]) == 2
     assert "made.pth exists; remove it" in capsys.readouterr().err
-    assert main([*arguments, str(tmp_path / "park.onnx")]) == 2
-    assert "--out must end in .pth" in capsys.readouterr().err
+    assert main([*arguments, str(tmp_path / "park.pt")]) == 2
+    assert "--out must end in .pth or .onnx" in capsys.readouterr().err
 
 
 # mmcv may have no compiled ops here, and mmdet needs some to be imported.
