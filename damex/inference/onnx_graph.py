@@ -99,7 +99,8 @@ class Canvas(NamedTuple):
         is_rgb = pipeline[0].get("channel_order", "bgr") == "rgb"
         if preprocessor.get("bgr_to_rgb") or preprocessor.get("rgb_to_bgr"):
             is_rgb = not is_rgb
-        return cls(width, height, resize.get("keep_ratio", False), is_rgb)
+        # mmcv's Resize stretches unless it is told otherwise.
+        return cls(width, height, resize.get("keep_ratio", not resize), is_rgb)
 
 
 class DetectorGraph(nn.Module):

@@ -101,8 +101,10 @@ def compare(graph: DetectorGraph, content: bytes, image: Image.Image) -> Parity:
     with _one_thread():
         (told,) = answers_of_mmdet(graph, images, sizes)
         (found,) = answers_of_graph(session, images, sizes)
-        torch_ms = _milliseconds(lambda: answers_of_mmdet(graph, images, sizes))
-        onnx_ms = _milliseconds(lambda: answers_of_graph(session, images, sizes))
+        onnx_ms, torch_ms = _milliseconds(
+            lambda: answers_of_graph(session, images, sizes),
+            lambda: answers_of_mmdet(graph, images, sizes),
+        )
     least = LEAST_SHARE * float(max(told.scores[0], found.scores[0]))
     scores, boxes = difference(told, found, least=least)
     number = int((told.scores >= least).sum())
@@ -221,11 +223,12 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of a call."""
-    times = []
+def _milliseconds(*runs: Callable[[], Any]) -> list[float]:
+    """Median times of calls that take turns, so that all share a busy machine."""
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return 1e3 * median(times)
+        for run, taken in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+    return [1e3 * median(taken) for taken in times]
