@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from mmdet.registry import DATA_SAMPLERS
 from mmengine.dist import get_dist_info, sync_random_seed
 from mmengine.logging import print_log
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.seeding import SeededIndex, mix_seed
@@ -29,7 +31,9 @@ class MixtureSampler(Sampler[SeededIndex]):
     that every image of it is seen once before any is seen twice, also across epochs.
 
     Nothing is stored while it runs: a resumed run continues with the same samples,
-    and any number of processes or workers sees the same global order.
+    and any number of processes or workers sees the same global order. In the middle
+    of an epoch, :meth:`leave_out` works out again what was seen before, by so many
+    batches of so many processes.
 
     With ``homogeneous_batches`` every batch of a process is of one dataset, and shares
     are those of batches. Each process has its own dataset, so that a step still learns
@@ -86,6 +90,8 @@ class MixtureSampler(Sampler[SeededIndex]):
         self.epoch = 0
         self._first_epoch = 0
         self._skipped = 0
+        # What a resumed run leaves of an epoch to this process, and of which epoch.
+        self._left: tuple[int, list[int]] | None = None
         if homogeneous_batches and batch_size is None:
             raise ConfigError(
                 "MixtureSampler: homogeneous_batches=True needs the batch_size of the "
@@ -96,8 +102,9 @@ class MixtureSampler(Sampler[SeededIndex]):
         total = len(dataset) if samples_per_epoch is None else samples_per_epoch
         if total < 1:
             raise ConfigError(f"samples_per_epoch must be 1 or more, got {total}.")
-        self.per_rank = self._unit * math.ceil(total / (self.world_size * self._unit))
-        self.total = self.per_rank * self.world_size
+        self._asked_for = total
+        group = self.world_size * self._unit
+        self.total = group * math.ceil(total / group)
         weights = sampling_weights(dataset, sampling, temperature)
         self.shares = weights / weights.sum()
         if self.shares.max() * self.total < self._unit * (len(weights) - 1):
@@ -107,6 +114,12 @@ class MixtureSampler(Sampler[SeededIndex]):
                 f"{self._unit * len(weights) ** 2} or more."
             )
         print_log(self.describe(), logger="current", level=logging.INFO)
+
+    @property
+    def per_rank(self) -> int:
+        """Samples of one epoch for one process."""
+        group = self.world_size * self._unit
+        return self._unit * math.ceil(self.total / group)
 
     def describe(self) -> str:
         """What one epoch is made of, in a line per dataset."""
@@ -137,8 +150,11 @@ class MixtureSampler(Sampler[SeededIndex]):
         """Leave out samples of this process, as mmengine asks when it resumes.
 
         Args:
-            num_samples: Samples per process that were used before.
+            num_samples: Samples per process that were used before; of no account where
+                the checkpoint has said more exactly what was.
         """
+        if self._left is not None:
+            return
         epochs, self._skipped = divmod(self._skipped + num_samples, self.per_rank)
         # mmengine's loop counts epochs from 0 after it has skipped.
         self._first_epoch += epochs
@@ -151,13 +167,105 @@ class MixtureSampler(Sampler[SeededIndex]):
         epoch = self.epoch + self._first_epoch
         while True:
             order = self.epoch_indices(epoch)
-            for position in range(start, self.per_rank):
-                unit, inside = divmod(position, self._unit)
-                place = (unit * self.world_size + self.rank) * self._unit + inside
+            for place in self._places(epoch)[start:]:
                 yield SeededIndex(order[place], mix_seed(self.seed, epoch, place))
             if not self.infinite:
                 return
             epoch, start = epoch + 1, 0
+
+    def order(self) -> dict[str, Any]:
+        """What the order of samples follows from, for checkpoints.
+
+        ``seed`` and ``total`` are the run's own; the rest is the config's.
+        """
+        return dict(
+            seed=self.seed,
+            total=self.total,
+            samples_per_epoch=self._asked_for,
+            batch=self._unit,
+            shuffle=self.shuffle,
+            sizes=list(self.dataset.sizes),
+            shares=self.shares.tolist(),
+        )
+
+    def take_over(self, order: dict[str, Any]) -> bool:
+        """Go on in the order of an earlier run, whatever its number of processes.
+
+        That number counts where samples_per_epoch is no multiple of it: an epoch is
+        filled up, and is longer for all of the resumed run.
+
+        Args:
+            order: What ``order()`` was in that run.
+
+        Returns:
+            Whether it is; not if the config asks for another mixture or epoch.
+        """
+        own = dict(seed=order.get("seed"), total=order.get("total"))
+        if {**self.order(), **own} != order:
+            return False
+        self.seed, self.total = order["seed"], order["total"]
+        return True
+
+    def leave_out(
+        self, epoch: int, passes: Sequence[Sequence[int]], batches: BatchSampler
+    ) -> int:
+        """Leave out what was seen of an epoch, in one or more parts of a run.
+
+        The batches are made once more, as far as they were used. With as many
+        processes as before, each goes on with its own; with another number, what is
+        left is shared out anew, in its order.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            passes: Of each part the number of processes, the batch size of one, and
+                the batches that each has used.
+            batches: What makes batches of this sampler now.
+
+        Returns:
+            Batches that are left to each process.
+        """
+        order = self.epoch_indices(epoch)
+        seen: set[int] = set()
+        rows = [list(range(self.total))]
+        for world_size, batch_size, used in passes:
+            rows = self._share_out(rows, world_size, seen)
+            for rank, row in enumerate(rows):
+                maker = _batches_of(row, order, self.dataset, batches, batch_size)
+                read = itertools.chain(*itertools.islice(maker, used))
+                gone = {sample.seed for sample in read}
+                rows[rank] = [place for place in row if place not in gone]
+                seen |= gone
+        row = self._share_out(rows, self.world_size, seen)[self.rank]
+        self._left = epoch, row
+        return len(_batches_of(row, order, self.dataset, batches, batches.batch_size))
+
+    def leave_out_first(self, samples: int) -> None:
+        """Leave out so many samples of all processes since the start of the run."""
+        self._first_epoch, first = divmod(samples, self.total)
+        rest = list(range(first, self.total))
+        row = self._share_out([rest], self.world_size, set())[self.rank]
+        self._left = self._first_epoch, row
+
+    def _places(self, epoch: int) -> list[int]:
+        """Places in the order of an epoch that this process reads."""
+        if self._left is not None and self._left[0] == epoch:
+            return self._left[1]
+        return self._row(range(self.total), self.rank, self.world_size)
+
+    def _share_out(
+        self, rows: list[list[int]], world_size: int, seen: set[int]
+    ) -> list[list[int]]:
+        """Places of each process; those of as many processes stay as they are."""
+        if len(rows) == world_size:
+            return rows
+        rest = sorted(set(itertools.chain(*rows)) - seen)
+        return [self._row(rest, rank, world_size) for rank in range(world_size)]
+
+    def _row(self, places: Sequence[int], rank: int, world_size: int) -> list[int]:
+        """Every ``world_size``-th unit; the first ones fill up the last round."""
+        units = np.reshape(places, (-1, self._unit))
+        even = math.ceil(len(units) / world_size) * world_size
+        return np.resize(units, (even, self._unit))[rank::world_size].ravel().tolist()
 
     def epoch_indices(self, epoch: int) -> list[int]:
         """Indices of one epoch in the order in which all processes together read it.
@@ -209,6 +317,32 @@ class MixtureSampler(Sampler[SeededIndex]):
         if not self.shuffle:
             return np.arange(size)
         return np.random.default_rng([self.seed, 1, source, cycle]).permutation(size)
+
+
+class _Row(Sampler[SeededIndex]):
+    """Samples that are known beforehand; as ``seed`` each has its place."""
+
+    def __init__(self, dataset: MixtureDataset, samples: list[SeededIndex]) -> None:
+        self.dataset = dataset
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[SeededIndex]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def _batches_of(
+    row: list[int],
+    order: list[int],
+    dataset: MixtureDataset,
+    like: BatchSampler,
+    batch_size: int,
+) -> Any:
+    """The batches of places in an epoch, made as another sampler makes them."""
+    samples = _Row(dataset, [SeededIndex(order[place], place) for place in row])
+    return type(like)(samples, batch_size, like.drop_last)
 
 
 def sampling_weights(

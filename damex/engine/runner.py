@@ -32,6 +32,7 @@ from damex.engine.expert_parallel import ExpertParallelRunner
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
 from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import take_over_moments
+from damex.engine.resumption import DataProgressHook
 from damex.engine.routing_alarm import RoutingAlarmHook
 from damex.engine.row_transfer import RowTransfer, take_over_rows
 from damex.engine.schedule import (
@@ -52,6 +53,7 @@ DATA_CHECKS = ("quick", "off")
 HOOKS_OF_DAMEX = (
     IterationSeedHook,
     TrainingStepHook,
+    DataProgressHook,
     ProgressHook,
     RunSummaryHook,
     RoutingAlarmHook,
