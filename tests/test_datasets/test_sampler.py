@@ -9,7 +9,7 @@ import pytest
 from mmdet.datasets.samplers import AspectRatioBatchSampler
 from mmdet.registry import DATASETS
 from mmengine.runner.loops import _InfiniteDataloaderIterator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
@@ -130,14 +130,14 @@ def test_without_shuffle_files_keep_their_order():
     assert sampler.epoch_indices(1) == [2, 0, 3, 4]
 
 
-def ranks(monkeypatch, world_size, **options):
+def ranks(monkeypatch, world_size, mixture=SMALL, **options):
     """One sampler per process of a run."""
     samplers = []
     for rank in range(world_size):
         monkeypatch.setattr(
             "damex.datasets.sampler.get_dist_info", lambda r=rank: (r, world_size)
         )
-        samplers.append(MixtureSampler(SMALL, seed=3, **options))
+        samplers.append(MixtureSampler(mixture, seed=3, **options))
     return samplers
 
 
@@ -442,3 +442,122 @@ def test_aspect_ratio_batches_go_on_after_a_resume_by_iteration(
     resumed = _InfiniteDataloaderIterator(aspect_loader(infinite=infinite))
     resumed.skip_iter(17)  # in the third epoch of 7 batches
     assert [next(resumed) for _ in range(13)] == expected
+
+
+# --- what a resumed run leaves out of an epoch ----------------------------------------
+
+
+class Upright(Mixture):
+    """Every third image stands."""
+
+    def get_data_info(self, index):
+        return dict(width=32, height=48 if index % 3 == 0 else 16)
+
+
+PORTRAITS = Upright([7, 3, 12], [5.0, 1.0, 2.5])
+KINDS = [
+    pytest.param(BatchSampler, {}, id="plain"),
+    pytest.param(AspectRatioBatchSampler, {}, id="aspect ratio"),
+    pytest.param(BatchSampler, dict(homogeneous_batches=True), id="homogeneous"),
+]
+
+
+def makers(monkeypatch, world_size, kind, *, batch_size=2, samples=72, **options):
+    """The batch sampler of each process, in the second epoch."""
+    if options.get("homogeneous_batches"):
+        options["batch_size"] = batch_size
+    samplers = ranks(
+        monkeypatch, world_size, PORTRAITS, samples_per_epoch=samples, **options
+    )
+    for sampler in samplers:
+        sampler.set_epoch(1)
+    return [kind(sampler, batch_size, False) for sampler in samplers]
+
+
+def samples_in(batches):
+    return Counter((int(i), i.seed) for batch in batches for i in batch)
+
+
+def read(makers_of_ranks, used=None):
+    """Samples of the first batches of all processes, which have as many."""
+    rows = [list(itertools.islice(maker, used)) for maker in makers_of_ranks]
+    assert len({len(row) for row in rows}) == 1
+    return samples_in(itertools.chain(*rows))
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("parts", [(1, 1), (1, 2), (2, 1), (2, 3, 2), (3, 1, 4)])
+def test_an_epoch_in_parts_is_the_whole_epoch(monkeypatch, kind, options, parts):
+    (whole,) = makers(monkeypatch, 1, kind, **options)
+    passes, seen = [], Counter()
+    for world_size in parts:
+        batches = makers(monkeypatch, world_size, kind, **options)
+        left = {b.sampler.leave_out(1, passes, b) for b in batches}
+        assert left == {len(list(batches[0]))}
+        used = 6 if len(passes) + 1 < len(parts) else None
+        seen += read(batches, used)
+        passes.append([world_size, 2, used])
+    assert seen == read([whole])
+
+
+def test_as_many_processes_go_on_with_their_own_batches(monkeypatch):
+    whole = makers(monkeypatch, 2, AspectRatioBatchSampler)
+    resumed = makers(monkeypatch, 2, AspectRatioBatchSampler)
+    for before, after in zip(whole, resumed, strict=True):
+        after.sampler.leave_out(1, [[2, 2, 3], [2, 2, 2]], after)
+        expected = [[(int(i), i.seed) for i in batch] for batch in before][5:]
+        assert [[(int(i), i.seed) for i in batch] for batch in after] == expected
+
+
+def test_another_batch_size_leaves_the_same_samples(monkeypatch):
+    (small,) = makers(monkeypatch, 1, AspectRatioBatchSampler)
+    (large,) = makers(monkeypatch, 1, AspectRatioBatchSampler, batch_size=3)
+    seen = read([small], 5)
+    assert large.sampler.leave_out(1, [[1, 2, 5]], large) == 21  # of 72 - 10 samples
+    (whole,) = makers(monkeypatch, 1, BatchSampler)
+    assert seen + read([large]) == read([whole])
+
+
+def test_the_epoch_after_it_is_whole(monkeypatch):
+    resumed, whole = (makers(monkeypatch, 1, BatchSampler) for _ in range(2))
+    resumed[0].sampler.leave_out(1, [[1, 2, 5]], resumed[0])
+    for maker in (*resumed, *whole):
+        maker.sampler.set_epoch(2)
+    assert read(resumed) == read(whole)
+
+
+def test_what_cannot_be_shared_evenly_is_filled_up(monkeypatch):
+    batches = makers(monkeypatch, 4, BatchSampler, batch_size=1)
+    for batch in batches:
+        assert batch.sampler.leave_out(1, [[1, 1, 65]], batch) == 2  # 7 for 4
+    found = read(batches)
+    assert found.total() == 8
+    assert sorted(found.values()) == [1] * 6 + [2]
+
+
+def test_a_longer_epoch_of_more_processes_stays_in_a_resumed_run(monkeypatch):
+    four, one = (makers(monkeypatch, size, BatchSampler, samples=18) for size in (4, 1))
+    assert [b[0].sampler.total for b in (four, one)] == [20, 18]
+    one[0].sampler.seed = 99
+    assert one[0].sampler.take_over(four[0].sampler.order())
+    assert (len(one[0].sampler), len(one[0])) == (20, 10)
+    assert read(one) == read(four)
+    (other,) = makers(monkeypatch, 1, BatchSampler, samples=19)
+    assert not other.sampler.take_over(four[0].sampler.order())
+    assert other.sampler.total == 19
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3)])
+def test_an_endless_run_goes_on_with_other_processes(monkeypatch, sizes):
+    before, after = sizes
+    options = dict(samples_per_epoch=24, infinite=True)
+    (single,) = ranks(monkeypatch, 1, PORTRAITS, **options)
+    whole = [(int(i), i.seed) for i in itertools.islice(single, 24 * 4)]
+    used = 24 + 6  # by 2 or 1 processes
+    resumed = ranks(monkeypatch, after, PORTRAITS, **options)
+    for sampler in resumed:
+        sampler.leave_out_first(used)
+        sampler.skip(used // before)  # what mmengine asks for, of another number
+    rows = [itertools.islice(sampler, 18 * 2 // after) for sampler in resumed]
+    found = [sample for step in zip(*rows, strict=True) for sample in step]
+    assert [(int(i), i.seed) for i in found] == whole[used : used + 36]
