@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import tempfile
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -119,7 +120,9 @@ class MixtureRunner(ExpertParallelRunner):
         """Set up processes; without a GPU they talk through gloo."""
         is_launched = self.launcher == "pytorch" and not is_distributed()
         if is_launched and get_device() == "cpu":
-            torch.distributed.init_process_group(backend="gloo")
+            seconds = env_cfg.get("dist_cfg", {}).get("timeout") or 1800  # as torch
+            limit = timedelta(seconds=seconds)
+            torch.distributed.init_process_group(backend="gloo", timeout=limit)
         super().setup_env(env_cfg)
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:

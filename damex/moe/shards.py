@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -73,7 +74,9 @@ class ExpertShards:
                 f"of the {size} that share experts out"
             )
         shape = (count // size, size)
-        return cls(init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES))
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES)
+        _hand_on_timeout(mesh)
+        return cls(mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
         """Itself: copies of a layer talk to the same processes."""
@@ -269,6 +272,28 @@ def _all_to_all(
     found = rows.new_empty(sum(received), *rows.shape[1:])
     distributed.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found
+
+
+def _hand_on_timeout(mesh: DeviceMesh) -> None:
+    """Has the groups of a mesh wait as long as that of all processes does.
+
+    torch gives them its default of up to half an hour, whatever was asked for.
+    """
+    c10d: Any = distributed.distributed_c10d
+    # torch 2.6 has the private one alone.
+    set_timeout = getattr(distributed, "set_timeout", None) or c10d._set_pg_timeout
+    device = torch.device(mesh.device_type)
+    timeout = _timeout_of(distributed.group.WORLD, device)
+    for axis in MESH_AXES:
+        group = mesh.get_group(axis)
+        if _timeout_of(group, device) != timeout:
+            set_timeout(timeout, group)
+
+
+def _timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """How long a group waits; None where its backend never does."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _tensors(bank: nn.Module) -> list[Tensor]:
