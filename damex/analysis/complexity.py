@@ -151,7 +151,7 @@ def complexity(arguments: Sequence[str]) -> None:
     cfg = config_of(args)
     init_default_scope(cfg.get("default_scope", "mmdet"))
     filter_console(MMLogger.get_instance("complexity"))
-    height, width = args.shape or _test_shape(cfg)
+    height, width = args.shape or size_of_test_images(cfg)
     model = _resolved_model(cfg, classes=args.classes, groups=args.groups)
     size = dict(height=height, width=width)
     routed = count_complexity(_build(model), **size)
@@ -195,7 +195,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _test_shape(cfg: Config) -> tuple[int, int]:
+def size_of_test_images(cfg: Config) -> tuple[int, int]:
     """Height and width that the test pipeline resizes to."""
     for step in cfg.get("test_pipeline") or ():
         if step.get("type") == "Resize" and isinstance(step.get("scale"), Sequence):

@@ -18,6 +18,7 @@ def train_parser() -> Parser:
             "damex train quickstart",
             "damex train configs/my_mixture.py --cfg-options max_epochs=12 moe=dense",
             "damex train configs/my_mixture.py --resume",
+            "damex train configs/my_mixture.py --dry-run --processes 8",
         ),
     )
     parser.add_config()
@@ -33,6 +34,17 @@ def train_parser() -> Parser:
         nargs="?",
         const="auto",
         help="continue from a checkpoint; without a path from the last one of work-dir",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what each process would hold and send, and start nothing",
+    )
+    parser.add_argument(
+        "--processes",
+        type=at_least(1),
+        default=1,
+        help="for --dry-run: how many there would be (default %(default)s)",
     )
     return parser
 

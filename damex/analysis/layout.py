@@ -1,0 +1,269 @@
+"""Before the launch: what each process would hold and send, from one process alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
+from mmengine.structures import InstanceData
+from torch import Tensor, distributed, nn
+
+from damex.analysis.complexity import size_of_test_images
+from damex.engine.config import resolve_config
+from damex.engine.console import filter_console
+from damex.engine.runner import check_detector, set_length
+from damex.models.detectors import RoutedDetector
+from damex.moe import MoELayer, sharded_layers, sharded_names
+
+# Rows go to the experts and back, and their gradients do.
+WAYS = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one process of a training holds, sends, and reads; all have as much.
+
+    Attributes:
+        processes: How many there are.
+        expert_parallel: Processes that share the experts of a layer out.
+        num_experts: Experts of a layer; 0 in a dense detector.
+        parameters: Bytes of parameters and buffers.
+        gradients: Bytes of gradients.
+        optimizer: Bytes of the optimiser's state after a step.
+        shape: Height and width of an image in pixels.
+        batch_size: Images of a process in a step.
+        sent_gradients: Bytes that a process sends in a step to average gradients.
+        sent_tokens: Bytes that it sends in a step to experts of other processes.
+        batches: Of a process, in an epoch.
+        epochs: Of the training; None if its length is that of ``steps``.
+        steps: Of the training.
+    """
+
+    processes: int
+    expert_parallel: int
+    num_experts: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    shape: tuple[int, int]
+    batch_size: int
+    sent_gradients: float
+    sent_tokens: float
+    batches: int
+    epochs: int | None
+    steps: int
+
+
+def dry_run(cfg: Config, *, processes: int) -> None:
+    """Print the layout of a training; arguments and errors are :func:`lay_out`'s."""
+    filter_console(MMLogger.get_instance("dry_run"))
+    print(describe(lay_out(cfg, processes=processes)))
+
+
+def lay_out(cfg: Config, *, processes: int) -> Layout:
+    """Build detector, optimiser and data as the first process of several would.
+
+    Args:
+        cfg: Not changed.
+        processes: How many there would be.
+
+    Raises:
+        ConfigError: What the training would raise when it is built, for instance if
+            the experts cannot be shared out among so many processes.
+    """
+    cfg = resolve_config(cfg)
+    init_default_scope(cfg.get("default_scope", "mmdet"))
+    check_detector(cfg["model"])
+    set_length(cfg)
+    shape, train = size_of_test_images(cfg), cfg["train_cfg"]
+    with pretended_processes(processes):
+        detector = _build(cfg["model"])
+        loader = {**cfg["train_dataloader"], "num_workers": 0}
+        data: Any = Runner.build_dataloader(
+            {**loader, "persistent_workers": False}, seed=0
+        )
+        size, held = _expert_parallel(detector), _held_bytes(detector, cfg)
+        gradients = _gradient_bytes(detector)
+    batch_size = data.batch_sampler.batch_size
+    sent = ring_bytes(gradients["dense"], processes)
+    sent += ring_bytes(gradients["experts"], processes // size)
+    exchanged = 0.0
+    if size > 1:
+        model = dict(cfg["model"])
+        whole = _build({**model, "moe": {**model["moe"], "expert_parallel": 1}})
+        rows = routed_bytes(whole, shape)
+        exchanged = WAYS * rows * batch_size * (size - 1) / size
+    epochs = train.get("max_epochs")
+    return Layout(
+        processes=processes,
+        expert_parallel=size,
+        num_experts=max((m.num_experts for m in _layers(detector)), default=0),
+        gradients=sum(gradients.values()),
+        **held,
+        shape=shape,
+        batch_size=batch_size,
+        sent_gradients=sent,
+        sent_tokens=exchanged,
+        batches=len(data),
+        epochs=epochs,
+        steps=train["max_iters"] if epochs is None else epochs * len(data),
+    )
+
+
+@contextmanager
+def pretended_processes(count: int) -> Iterator[None]:
+    """Be the first of so many processes, of which there are no others.
+
+    Whatever is built asks how many there are; what is sent arrives nowhere. One
+    process is one without a launcher.
+    """
+    if count == 1:
+        yield
+        return
+    # Registers the backend; torch has no public name for it.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def ring_bytes(size: int, processes: int) -> float:
+    """What each process sends to sum so many bytes over a ring of processes."""
+    return 2 * size * (processes - 1) / processes
+
+
+@torch.no_grad()
+def routed_bytes(detector: nn.Module, shape: tuple[int, int]) -> float:
+    """Bytes of the rows that go to experts in a training step with one image.
+
+    Denoising queries are as many as for an image with a single box; those of crowded
+    images are no more.
+
+    Args:
+        detector: With all of its experts; gets random weights.
+        shape: Height and width of the image in pixels.
+    """
+    sent = []
+
+    def note(layer: nn.Module, args: tuple[Tensor, ...], outputs: Any) -> None:
+        routes = int(outputs[1].assignment.counts_E.sum())
+        sent.append(routes * args[0].shape[-1] * args[0].element_size())
+
+    for layer in _layers(detector):
+        layer.register_forward_hook(note)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in detector.parameters():  # pretrained ones would be a download
+        parameter.normal_(std=0.02, generator=generator)
+    detector.train()
+    if isinstance(detector, RoutedDetector):
+        detector.begin_step(iteration=0, max_iters=1)
+    detector(torch.zeros(1, 3, *shape), [_sample(shape)], mode="loss")
+    return sum(sent)
+
+
+def describe(layout: Layout) -> str:
+    """The layout in lines for the screen."""
+    height, width = layout.shape
+    total = layout.processes * layout.batch_size
+    held = layout.parameters + layout.gradients + layout.optimizer
+    rows = [*_places(layout)]
+    rows.append(
+        f"each process holds {_bytes(held)}: parameters {_bytes(layout.parameters)}, "
+        f"gradients {_bytes(layout.gradients)}, optimiser {_bytes(layout.optimizer)}; "
+        "beside activations"
+    )
+    rows.append(
+        f"and sends in a step ({layout.batch_size} images of {height} x {width}, "
+        f"float32) gradients {_bytes(layout.sent_gradients)}, tokens "
+        f"{_bytes(layout.sent_tokens)}"
+    )
+    length = "" if layout.epochs is None else f"{layout.epochs} epochs, "
+    rows.append(
+        f"a batch is {layout.processes} x {layout.batch_size} = {total} images, an "
+        f"epoch {layout.batches:,} batches, the training {length}{layout.steps:,} steps"
+    )
+    return "\n".join(rows)
+
+
+def _places(layout: Layout) -> Iterator[str]:
+    """Which experts are on which processes."""
+    size = layout.expert_parallel
+    lines = layout.processes // size
+    kind = f"{layout.num_experts} experts" if layout.num_experts else "dense"
+    yield f"{layout.processes} processes: {lines} x {size} (data x experts), {kind}"
+    each = layout.num_experts // size
+    for column in range(size if size > 1 else 0):
+        ranks = ", ".join(map(str, range(column, layout.processes, size)))
+        yield f"  experts {column * each} to {(column + 1) * each - 1}: process {ranks}"
+
+
+def _build(model: Mapping[str, Any]) -> nn.Module:
+    return MODELS.build(copy.deepcopy(dict(model)))  # mmdet writes into configs
+
+
+def _layers(detector: nn.Module) -> list[MoELayer]:
+    return [module for module in detector.modules() if isinstance(module, MoELayer)]
+
+
+def _expert_parallel(detector: nn.Module) -> int:
+    sizes = {layer.shards.size for layer in sharded_layers(detector).values()}
+    return sizes.pop() if sizes else 1
+
+
+def _gradient_bytes(detector: nn.Module) -> dict[str, int]:
+    """Of experts that are spread over processes, and of all else."""
+    spread = set(sharded_names(detector))
+    found = {"dense": 0, "experts": 0}
+    for name, parameter in detector.named_parameters():
+        if parameter.requires_grad:
+            found["experts" if name in spread else "dense"] += parameter.nbytes
+    return found
+
+
+def _held_bytes(detector: nn.Module, cfg: Config) -> dict[str, int]:
+    """Of parameters, and of the optimiser after a step without gradients."""
+    known = ("optimizer", "paramwise_cfg", "constructor")
+    settings = {k: v for k, v in cfg["optim_wrapper"].items() if k in known}
+    wrapper = build_optim_wrapper(detector, copy.deepcopy(settings))
+    for parameter in detector.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    wrapper.optimizer.step()
+    values = [v for state in wrapper.optimizer.state.values() for v in state.values()]
+    tensors = [*detector.parameters(), *detector.buffers()]
+    return dict(
+        parameters=sum(tensor.nbytes for tensor in tensors),
+        optimizer=sum(v.nbytes for v in values if isinstance(v, Tensor)),
+    )
+
+
+def _sample(shape: tuple[int, int]) -> DetDataSample:
+    """An image with one box, of the first dataset."""
+    meta = dict(img_shape=shape, ori_shape=shape, batch_input_shape=shape)
+    sample = DetDataSample(
+        metainfo=dict(meta, scale_factor=(1.0, 1.0), group_id=0, dataset_id=0, img_id=0)
+    )
+    height, width = shape
+    sample.gt_instances = InstanceData(
+        bboxes=torch.tensor([[0.0, 0.0, width / 2, height / 2]]),
+        labels=torch.zeros(1, dtype=torch.int64),
+    )
+    return sample
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"
