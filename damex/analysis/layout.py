@@ -207,8 +207,14 @@ def _places(layout: Layout) -> Iterator[str]:
     yield f"{layout.processes} processes: {lines} x {size} (data x experts), {kind}"
     each = layout.num_experts // size
     for column in range(size if size > 1 else 0):
-        ranks = ", ".join(map(str, range(column, layout.processes, size)))
-        yield f"  experts {column * each} to {(column + 1) * each - 1}: process {ranks}"
+        ranks = _listed("process", range(column, layout.processes, size))
+        experts = _listed("expert", range(column * each, (column + 1) * each))
+        yield f"  {ranks}: {experts}"
+
+
+def _listed(what: str, numbers: range) -> str:
+    plural = "es" if what.endswith("s") else "s"
+    return f"{what}{plural * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _build(model: Mapping[str, Any]) -> nn.Module:
@@ -220,8 +226,8 @@ def _layers(detector: nn.Module) -> list[MoELayer]:
 
 
 def _expert_parallel(detector: nn.Module) -> int:
-    sizes = {layer.shards.size for layer in sharded_layers(detector).values()}
-    return sizes.pop() if sizes else 1
+    layers = sharded_layers(detector).values()
+    return max((layer.shards.size for layer in layers if layer.shards), default=1)
 
 
 def _gradient_bytes(detector: nn.Module) -> dict[str, int]:

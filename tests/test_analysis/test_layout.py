@@ -67,8 +67,8 @@ def test_the_lines_say_who_has_which_experts_and_how_long_it_takes(read):
     changes = {"train_dataloader.sampler.samples_per_epoch": 36, "max_epochs": 3}
     found = describe(lay_out(read(2, **changes), processes=4))
     assert "4 processes: 2 x 2 (data x experts), 4 experts" in found
-    assert "experts 0 to 1: process 0, 2" in found
-    assert "experts 2 to 3: process 1, 3" in found
+    assert "processes 0, 2: experts 0, 1" in found
+    assert "processes 1, 3: experts 2, 3" in found
     # 36 samples are 9 of each process, in batches of 2.
     assert "a batch is 4 x 2 = 8 images, an epoch 5 batches" in found
     assert "the training 3 epochs, 15 steps" in found
