@@ -184,7 +184,7 @@ def describe(layout: Layout) -> str:
     rows.append(
         f"each process holds {_bytes(held)}: parameters {_bytes(layout.parameters)}, "
         f"gradients {_bytes(layout.gradients)}, optimiser {_bytes(layout.optimizer)}; "
-        "beside activations"
+        "activations come on top"
     )
     rows.append(
         f"and sends in a step ({layout.batch_size} images of {height} x {width}, "
