@@ -1,18 +1,19 @@
 """The command ``damex compare_moe``: one config, several mixtures of experts.
 
-Every run is a training of its own in ``WORK_DIR/NAME/seedN``. What has finished is not
-run again, so a killed comparison goes on where it was, and more seeds or mixtures can
-be added later.
+Every run is a training of its own in ``WORK_DIR/NAME/seedN``, of the config
+``WORK_DIR/NAME/config.py``. What has finished is not run again, so a killed comparison
+goes on where it was, and more seeds or mixtures can be added later.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmengine.config import Config
 from rich.console import Console
 
 from damex.analysis.comparison import (
@@ -26,9 +27,19 @@ from damex.analysis.runs import (
     check_finished,
     check_seeds,
     finish,
+    training,
+    write_config,
 )
 from damex.commandline.commands import compare_moe_parser
-from damex.engine.config_files import CONFIGS, MOE, find_config
+from damex.engine.config_files import (
+    CONFIGS,
+    MOE,
+    find_config,
+    merge_options,
+    moe_of_file,
+    read_config,
+)
+from damex.engine.schedule import length_key, set_length
 from damex.errors import ConfigError
 
 # Not compared by default: they go on from the checkpoint of another training.
@@ -44,34 +55,41 @@ def compare_moe(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If a name is unknown, a number is out of range, or a run failed.
     """
-    args = _parse(arguments)
-    console = Console()
-    mixtures = _mixtures(args.moe)
-    seeds = [(f"seed{seed}", f"randomness.seed={seed}") for seed in args.seeds]
+    args = compare_moe_parser().parse_args(arguments)
+    check_seeds(args.seeds)
+    console, folder = Console(), Path(args.work_dir)
+    mixtures, base = _mixtures(args.moe), read_config(args.config)
+    complete = {
+        name: _config_with(moe, base, args.cfg_options or {})
+        for name, moe in mixtures.items()
+    }
+    configs = {name: write_config(cfg, folder / name) for name, cfg in complete.items()}
     # Seed by seed, so that a comparison that is cut short has something of each.
-    scored = [_row_of_runs(args, mixtures, *seed) for seed in seeds]
+    scored = [
+        {name: training(config, seed) for name, config in configs.items()}
+        for seed in args.seeds
+    ]
     failed = finish(_in_order(scored), console, jobs=args.jobs)
-    # One short epoch, without the evaluation. Round by round and one at a time: a busy
-    # moment hits all mixtures alike.
-    samples = f"train_dataloader.sampler.samples_per_epoch={args.timed_samples}"
-    short = ("max_epochs=1", "train_cfg.val_begin=9", samples)
-    numbers = range(args.timed_rounds)
-    timed = [_row_of_runs(args, mixtures, f"timed{n}", *short) for n in numbers]
+    # Round by round and one at a time: a busy moment hits all mixtures alike.
+    timed = [
+        {
+            name: Run(
+                str(config),
+                config.parent / f"timed{number}",
+                _short(complete[name], args.timed_samples),
+            )
+            for name, config in configs.items()
+        }
+        for number in range(args.timed_rounds)
+    ]
     failed += finish(_in_order(timed), console, jobs=1)
     rows = [
         comparison_row(name, _summaries(scored, name), _summaries(timed, name))
         for name in mixtures
     ]
     rows = with_differences(rows)
-    _write(Path(args.work_dir), rows, console)
+    _write(folder, rows, console)
     check_finished(failed)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    args = compare_moe_parser().parse_args(arguments)
-    find_config(args.config)
-    check_seeds(args.seeds)
-    return args
 
 
 def _mixtures(names: Sequence[str] | None) -> dict[str, str]:
@@ -91,21 +109,28 @@ def _mixtures(names: Sequence[str] | None) -> dict[str, str]:
     return chosen
 
 
-def _row_of_runs(
-    args: argparse.Namespace, mixtures: Mapping[str, str], folder: str, *options: str
-) -> dict[str, Run]:
-    """One training of each mixture of experts; ``options`` win over the user's."""
-    keys = {option.split("=")[0] for option in options}
-    options += tuple(o for o in args.cfg_options if o.split("=")[0] not in keys)
-    return {
-        name: Run(
-            args.config,
-            Path(args.work_dir) / name / folder,
-            (f"moe={moe}", *options),
-            is_scored=folder.startswith("seed"),
+def _config_with(moe: str, base: Config, options: Mapping[str, Any]) -> Config:
+    """The complete config of a row: no file that is edited later changes it."""
+    if "moe" in options:
+        raise ConfigError(
+            f"--cfg-options moe={options['moe']}: name what is compared with --moe."
         )
-        for name, moe in mixtures.items()
-    }
+    cfg = copy.deepcopy(base)
+    cfg["model"].pop("moe", None)  # where the config of a work directory has it
+    cfg["moe"] = moe_of_file(moe)
+    merge_options(cfg, options)
+    set_length(cfg)
+    cfg.pop("work_dir", None)  # each run names its own
+    return cfg
+
+
+def _short(cfg: Config, samples: int) -> tuple[str, ...]:
+    """Options that leave one short epoch, or as many iterations, and no evaluation."""
+    if length_key(cfg.get("train_cfg") or {}) == "max_epochs":
+        sampler = f"train_dataloader.sampler.samples_per_epoch={samples}"
+        return "max_epochs=1", "train_cfg.val_begin=9", sampler
+    iters = max(1, samples // cfg["train_dataloader"]["batch_size"])
+    return f"max_iters={iters}", f"train_cfg.val_begin={iters + 1}"
 
 
 def _in_order(rows: Sequence[Mapping[str, Run]]) -> list[Run]:

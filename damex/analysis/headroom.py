@@ -39,10 +39,12 @@ from damex.analysis.runs import (
     check_finished,
     check_seeds,
     finish,
+    training,
+    write_config,
 )
 from damex.analysis.verdict import Verdict, is_above, judge
 from damex.commandline.commands import RUNGS, headroom_parser
-from damex.engine.config_files import config_of, read_config
+from damex.engine.config_files import config_of
 from damex.errors import ConfigError
 
 Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
@@ -76,13 +78,12 @@ def headroom(arguments: Sequence[str]) -> None:
     experts = experts_of(joint, args.experts)
     rungs += _new(experts, rungs)
     _print_cost(rungs, args, console)
-    for rung in rungs:
-        write_config(rung, folder / rung.name)
+    configs = {r.name: write_config(r.config, folder / r.name) for r in rungs}
     # Seed by seed, so that a ladder that is cut short has something of each rung.
     runs = {
-        (rung.name, seed): _training(folder / rung.name, seed)
+        (name, seed): training(config, seed)
         for seed in args.seeds
-        for rung in rungs
+        for name, config in configs.items()
     }
     failed = finish(list(runs.values()), console, jobs=args.jobs)
     again = {
@@ -156,40 +157,6 @@ def _print_cost(
     if rungs[0].config.get("load_from") is not None:
         lines.append("load_from: what has no place in its tensors starts at random")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
-
-
-def write_config(rung: Rung, folder: Path) -> None:
-    """Write the config of a rung, unless it is there.
-
-    Args:
-        rung: With its complete config.
-        folder: Of the rung; ``seedN`` in it are its runs.
-
-    Raises:
-        ConfigError: If the folder has runs of another config.
-    """
-    path = folder / "config.py"
-    if path.is_file():
-        old, new = read_config(str(path)).to_dict(), rung.config.to_dict()
-        changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
-        if not changed:
-            return
-        if any(folder.glob("seed*")):
-            raise ConfigError(
-                f"{folder} has runs of a config that differs in {', '.join(changed)}; "
-                "name another --work-dir, or delete that folder."
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    rung.config.dump(path)
-
-
-def _training(folder: Path, seed: int) -> Run:
-    return Run(
-        str(folder / "config.py"),
-        folder / f"seed{seed}",
-        (f"randomness.seed={seed}",),
-        is_scored=True,
-    )
 
 
 def _again(trained: Run, name: str, command: str) -> Run:

@@ -30,7 +30,7 @@ from damex.engine.config import (
 )
 from damex.engine.config_files import MOE, read_part
 from damex.engine.console import filter_console
-from damex.engine.runner import set_length
+from damex.engine.schedule import set_length
 from damex.errors import ConfigError
 
 RECIPE = "damex_best"

@@ -17,8 +17,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from mmengine.config import Config
 from rich.console import Console
 
+from damex.engine.config_files import read_config
 from damex.errors import ConfigError, DataError
 
 
@@ -45,6 +47,41 @@ def check_finished(failed: Sequence[Run]) -> None:
         )
 
 
+def write_config(cfg: Config, folder: Path) -> Path:
+    """Write the config of some runs, unless it is there.
+
+    Args:
+        cfg: Complete, so that no other file can change what the runs are.
+        folder: ``seedN`` and ``timedN`` in it are the runs.
+
+    Returns:
+        The file, ``config.py`` in the folder.
+
+    Raises:
+        ConfigError: If the folder has runs of another config.
+    """
+    path = folder / "config.py"
+    has_runs = any(folder.glob("seed*")) or any(folder.glob("timed*"))
+    if path.is_file():
+        old, new = read_config(str(path)).to_dict(), cfg.to_dict()
+        changed = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+        if not changed:
+            return path
+        if has_runs:
+            raise ConfigError(
+                f"{folder} has runs of a config that differs in {', '.join(changed)}; "
+                "name another --work-dir, or delete that folder."
+            )
+    elif has_runs:
+        raise ConfigError(
+            f"{folder} has runs, and no config.py that says of which config; name "
+            "another --work-dir, or delete that folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    cfg.dump(path)
+    return path
+
+
 @dataclass(frozen=True)
 class Run:
     """A command of damex in a process of its own; finished when it left a summary.
@@ -53,7 +90,8 @@ class Run:
         config: Config file.
         folder: Work directory of the run.
         options: ``key=value`` overrides of the config.
-        is_scored: Whether it has not finished without an evaluation.
+        is_scored: Whether it has not finished without an evaluation. What is not
+            scored is timed, and never resumed.
         command: Name of the command, as for ``damex``.
         inputs: Its arguments after the config.
     """
@@ -98,7 +136,8 @@ class Run:
     def start(self, *, threads: int) -> subprocess.Popen[bytes]:
         """Start it on some threads; a training goes on from its last checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        resume = ["--resume"] if (self.folder / "last_checkpoint").is_file() else []
+        goes_on = self.is_scored and (self.folder / "last_checkpoint").is_file()
+        resume = ["--resume"] if goes_on else []
         options = ["--cfg-options", *self.options] if self.options else []
         command = [
             *[sys.executable, "-m", "damex", self.command, self.config, *self.inputs],
@@ -117,6 +156,17 @@ class Run:
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
+
+
+def training(config: Path, seed: int) -> Run:
+    """The run of a written config with a seed, in the folder of the config.
+
+    Args:
+        config: As :func:`write_config` returns it.
+        seed: Of all random numbers.
+    """
+    folder, options = config.parent / f"seed{seed}", (f"randomness.seed={seed}",)
+    return Run(str(config), folder, options, is_scored=True)
 
 
 def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:

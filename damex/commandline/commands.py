@@ -255,8 +255,8 @@ def compare_moe_parser() -> Parser:
         "Train one config with several mixtures of experts and seeds",
         examples=("damex compare_moe my_mixture.py --moe dense damex --seeds 0 1 2",),
     )
+    parser.add_config()
     add = parser.add_argument
-    add("config", help="a file, or the name of a config of damex")
     add(
         "--moe",
         nargs="+",
@@ -271,7 +271,6 @@ def compare_moe_parser() -> Parser:
         help="short runs of each mixture that measure time and memory; 0 for none",
     )
     add("--timed-samples", type=at_least(1), default=320, help="samples in a timed run")
-    add("--cfg-options", nargs="+", default=[], help="overrides for all: key=value")
     return parser
 
 

@@ -42,6 +42,7 @@ from damex.engine.schedule import (
     bare_model,
     in_steps,
     routed_detector,
+    set_length,
     spans,
 )
 from damex.engine.summary import RunSummaryHook
@@ -366,22 +367,6 @@ def _check_settings(cfg: Config | ConfigDict) -> None:
             f"work_dir={str(folder)!r} cannot be written ({error.strerror}); name "
             "another folder, for instance with --work-dir."
         ) from error
-
-
-def set_length(cfg: Config | ConfigDict) -> None:
-    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``.
-
-    Args:
-        cfg: Changed in place.
-    """
-    train = cfg.get("train_cfg")
-    if not train:
-        return
-    by_iters = train.get("type") == "IterBasedTrainLoop" or "max_iters" in train
-    key = "max_iters" if by_iters else "max_epochs"
-    if cfg.get(key) is not None:
-        # One place only, so that a written config can be read again.
-        train[key] = cfg.pop(key)
 
 
 def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from mmdet.registry import HOOKS
+from mmengine.config import Config, ConfigDict
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, _ParamScheduler
@@ -163,6 +164,27 @@ class ExpertMeanDecayHook(Hook):
                 if parameter.requires_grad:  # not in a warm-up of the routers
                     share = min(self.decay * rates.get(id(parameter), 0.0), 1.0)
                     decay_to_mean(parameter, share, parts=parts)
+
+
+def set_length(cfg: Config | ConfigDict) -> None:
+    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``.
+
+    Args:
+        cfg: Changed in place.
+    """
+    train = cfg.get("train_cfg")
+    if not train:
+        return
+    key = length_key(train)
+    if cfg.get(key) is not None:
+        # One place only, so that a written config can be read again.
+        train[key] = cfg.pop(key)
+
+
+def length_key(train_cfg: Mapping[str, Any]) -> str:
+    """``max_iters`` where a training loop counts iterations, else ``max_epochs``."""
+    by_iters = train_cfg.get("type") == "IterBasedTrainLoop" or "max_iters" in train_cfg
+    return "max_iters" if by_iters else "max_epochs"
 
 
 def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from damex.analysis import compare
 from damex.analysis.compare import compare_moe
 from damex.analysis.comparison import (
     comparison_row,
@@ -12,6 +13,7 @@ from damex.analysis.comparison import (
     with_differences,
 )
 from damex.analysis.dot_plot import dot_plot
+from damex.engine.config_files import read_config
 from damex.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,7 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
         "train_cfg.max_epochs=2",
     )
     assert other.returncode == 2
-    assert "belongs to a run with other settings" in other.stderr
+    assert "runs of a config that differs in train_cfg;" in other.stderr
 
 
 @pytest.mark.slow
@@ -86,6 +88,7 @@ def test_a_failed_training_is_named_and_missing_in_the_table(
         (["--moe", "damx"], "no config file 'damx'.*did you mean 'damex'"),
         (["--moe", "damex", "configs/_base_/moe/damex.py"], "names 'damex' twice"),
         (["--seeds", "1", "1"], r"--seeds must be different numbers, got \[1, 1\]"),
+        (["--cfg-options", "moe=damex"], "moe=damex: name what is compared with --moe"),
         (["--jobs", "0"], "--jobs: must be 1 or more, got 0"),
         (["--timed-rounds", "-1"], "--timed-rounds: must be 0 or more, got -1"),
     ],
@@ -95,6 +98,69 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, monkeypatch)
     config = [] if arguments[0].endswith(".py") else ["configs/quickstart.py"]
     with pytest.raises(ConfigError, match=message):
         compare_moe([*config, *arguments])
+
+
+def run_nothing(monkeypatch):
+    """Lists of the runs that would be started."""
+    asked = []
+    monkeypatch.setattr(
+        compare, "finish", lambda runs, *_, **__: asked.append(runs) or []
+    )
+    return asked
+
+
+def test_an_edited_file_of_experts_is_not_mixed_with_what_it_was(
+    tmp_path, config, monkeypatch
+):
+    run_nothing(monkeypatch)
+    mine = tmp_path / "mine.py"
+    mine.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=2)")
+    command = [str(config), "--moe", str(mine), "--work-dir", str(tmp_path / "out")]
+    compare_moe([*command, "--cfg-options", "moe.gate.k=2"])
+    written = read_config(str(tmp_path / "out/mine/config.py"))
+    assert (written.moe.num_experts, written.moe.gate.k) == (2, 2)
+    (tmp_path / "out/mine/seed0").mkdir()  # has begun
+    compare_moe([*command, "--cfg-options", "moe.gate.k=2"])
+    with pytest.raises(ConfigError, match="differs in moe;"):
+        compare_moe(command)
+    mine.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
+    with pytest.raises(ConfigError, match="differs in moe;"):
+        compare_moe([*command, "--cfg-options", "moe.gate.k=2"])
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        (
+            dict(max_epochs=12),
+            {
+                "max_epochs=1",
+                "train_cfg.val_begin=9",
+                "train_dataloader.sampler.samples_per_epoch=6",
+            },
+        ),
+        (
+            dict(_delete_=True, type="IterBasedTrainLoop", max_iters=9),
+            {"max_iters=3", "train_cfg.val_begin=4"},  # batches of two images
+        ),
+    ],
+)
+def test_timed_runs_are_short_whatever_the_loop_counts(
+    tmp_path, config, monkeypatch, loop, expected
+):
+    asked = run_nothing(monkeypatch)
+    with config.open("a") as file:
+        file.write(f"train_cfg = {loop}\n")
+    compare_moe(
+        [
+            *(str(config), "--moe", "damex", "--seeds", "3", "--timed-rounds", "1"),
+            *("--timed-samples", "6", "--work-dir", str(tmp_path / "out")),
+        ]
+    )
+    (scored,), (timed,) = asked
+    assert scored.options == ("randomness.seed=3",)
+    assert {*timed.options} == expected
+    assert timed.config == scored.config == str(tmp_path / "out/damex/config.py")
 
 
 def scored(ap50, share=None):

@@ -1,13 +1,10 @@
 """The command: on trainings of a few iterations, and its mistakes."""
 
 import json
-import shutil
 
 import pytest
 
-from damex.analysis.headroom import headroom, report, write_config
-from damex.analysis.rungs import Rung
-from damex.engine.config_files import read_config
+from damex.analysis.headroom import headroom, report
 from damex.errors import ConfigError
 
 
@@ -98,32 +95,6 @@ def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
 def test_mistakes_on_the_command_line_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         headroom(arguments)
-
-
-def test_the_config_of_a_rung_is_written_once_and_reads_the_same(tmp_path, config):
-    rung = Rung("dense", read_config(str(config)), images=8)
-    folder = tmp_path / "dense"
-    write_config(rung, folder)
-    written = read_config(str(folder / "config.py"))
-    assert written.to_dict() == rung.config.to_dict()
-    before = (folder / "config.py").stat().st_mtime_ns
-    write_config(rung, folder)
-    assert (folder / "config.py").stat().st_mtime_ns == before
-
-
-def test_runs_of_another_config_are_not_mixed_in(tmp_path, config):
-    folder = tmp_path / "dense"
-    cfg = read_config(str(config))
-    write_config(Rung("dense", cfg, images=8), folder)
-    cfg.train_cfg.max_epochs = 5
-    write_config(Rung("dense", cfg, images=40), folder)  # nothing has run yet
-    assert read_config(str(folder / "config.py")).train_cfg.max_epochs == 5
-    (folder / "seed0").mkdir()
-    cfg.train_cfg.max_epochs = 6
-    with pytest.raises(ConfigError, match="differs in train_cfg; name another"):
-        write_config(Rung("dense", cfg, images=48), folder)
-    shutil.rmtree(folder)
-    write_config(Rung("dense", cfg, images=48), folder)
 
 
 def summary(**ap):

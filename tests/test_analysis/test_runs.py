@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from damex.analysis.runs import Run, run_all
+from damex.analysis.runs import Run, run_all, training, write_config
+from damex.engine.config_files import read_config
 from damex.errors import ConfigError
 
 
@@ -30,6 +32,63 @@ def test_a_run_of_other_inputs_is_refused(tmp_path):
     other = Run("config.py", tmp_path, command="zero_ffns", inputs=("two.pth",))
     with pytest.raises(ConfigError, match="belongs to a run with other settings"):
         other.summary()
+
+
+def test_the_config_of_some_runs_is_written_once_and_reads_the_same(tmp_path, config):
+    cfg = read_config(str(config))
+    path = write_config(cfg, tmp_path / "dense")
+    assert path == tmp_path / "dense" / "config.py"
+    assert read_config(str(path)).to_dict() == cfg.to_dict()
+    before = path.stat().st_mtime_ns
+    write_config(cfg, tmp_path / "dense")
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("run", ["seed0", "timed0"])
+def test_runs_of_another_config_are_not_mixed_in(tmp_path, config, run):
+    folder = tmp_path / "dense"
+    cfg = read_config(str(config))
+    write_config(cfg, folder)
+    cfg.train_cfg.max_epochs = 5
+    write_config(cfg, folder)  # nothing has run yet
+    assert read_config(str(folder / "config.py")).train_cfg.max_epochs == 5
+    (folder / run).mkdir()
+    cfg.train_cfg.max_epochs = 6
+    with pytest.raises(ConfigError, match="differs in train_cfg; name another"):
+        write_config(cfg, folder)
+    (folder / "config.py").unlink()
+    with pytest.raises(ConfigError, match=r"has runs, and no config\.py"):
+        write_config(cfg, folder)
+    shutil.rmtree(folder)
+    write_config(cfg, folder)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The arguments of what was started instead of starting it."""
+    found = []
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: found.append(command[3:])
+    )
+    return found
+
+
+def test_a_training_is_of_the_config_beside_it_and_goes_on(tmp_path, started):
+    run = training(tmp_path / "config.py", seed=4)
+    run.start(threads=1)
+    (run.folder / "last_checkpoint").touch()
+    run.start(threads=1)
+    first, second = started
+    config, folder = str(tmp_path / "config.py"), str(tmp_path / "seed4")
+    options = ["--work-dir", folder, "--cfg-options", "randomness.seed=4"]
+    assert first == ["train", config, *options]
+    assert second == ["train", config, "--resume", *options]
+
+
+def test_what_is_timed_starts_anew(tmp_path, started):
+    (tmp_path / "last_checkpoint").touch()
+    Run("config.py", tmp_path).start(threads=1)
+    assert started == [["train", "config.py", "--work-dir", str(tmp_path)]]
 
 
 @dataclass(frozen=True)
