@@ -212,6 +212,10 @@ def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
 
 def spans(schedulers: Any) -> list[tuple[int, list[int]]]:
     """Ends and milestones of the schedulers that are built, of all optimisers."""
-    groups = schedulers.values() if isinstance(schedulers, dict) else [schedulers or ()]
-    built = [s for row in groups for s in row if isinstance(s, _ParamScheduler)]
-    return [(s.end, sorted(getattr(s, "milestones", ()))) for s in built]
+    if isinstance(schedulers, _ParamScheduler):
+        return [(schedulers.end, sorted(getattr(schedulers, "milestones", ())))]
+    if isinstance(schedulers, dict):  # of several optimisers, or a config
+        schedulers = list(schedulers.values())
+    if not isinstance(schedulers, (list, tuple)):
+        return []
+    return [span for inner in schedulers for span in spans(inner)]
