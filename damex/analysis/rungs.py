@@ -22,13 +22,8 @@ from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import read_label_space
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import parse_mixture
-from damex.engine.config import (
-    DATASET_OPTIONS,
-    LOADERS,
-    mixture_datasets,
-    resolve_config,
-)
-from damex.engine.config_files import MOE, read_part
+from damex.engine.config import DATASET_OPTIONS, resolve_config
+from damex.engine.config_files import LOADERS, MOE, mixture_datasets, read_part
 from damex.engine.console import filter_console
 from damex.engine.schedule import set_length
 from damex.errors import ConfigError

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
-from damex.engine.config_files import moe_of_file
+from damex.engine.config_files import LOADERS, mixture_datasets, moe_of_file
 from damex.errors import ConfigError
 
-LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 # Arguments of a detector that look at which dataset annotates which class.
 DATASET_OPTIONS = (
     "ignore_unannotated_classes",
@@ -97,26 +95,6 @@ def _set_moe(cfg: Config | ConfigDict) -> None:
         )
     moe = cfg.pop("moe")  # one place only, so that a written config can be read again
     cfg["model"]["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
-
-
-def mixture_datasets(dataset: Any) -> list[dict]:
-    """The MixtureDataset configs in a dataset config, wrappers opened.
-
-    Raises:
-        ConfigError: If a wrapper mixes images of several datasets.
-    """
-    if not isinstance(dataset, dict):
-        return []
-    if dataset.get("type") == "MixtureDataset":
-        return [dataset]
-    mixtures = mixture_datasets(dataset.get("dataset"))
-    if mixtures and "pipeline" in dataset:
-        raise ConfigError(
-            f"{dataset['type']} around a MixtureDataset would make images of several "
-            "datasets, which belong to none; remove it, and put CachedMosaic or "
-            "CachedMixUp into the mixture's pipeline: they mix images of one dataset."
-        )
-    return mixtures
 
 
 def _set_batch_size(loader: dict) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from damex.errors import ConfigError, did_you_mean
 # The configs of the project: in a wheel they lie here, in a checkout this is a link.
 CONFIGS = (Path(damex.__file__).parent / ".mim" / "configs").resolve()
 MOE = "_base_/moe"
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
 # What mmengine and damex read at the top level of a config.
 KEYS = frozenset(inspect.signature(Runner).parameters) - {"cfg"} | {
@@ -180,10 +182,21 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 f"{inner[0]}={options[inner[0]]!r}: moe is None, a dense detector; add "
                 "moe=damex (or another of configs/_base_/moe), or leave it out."
             )
+    mixture = copy.deepcopy(cfg.get("mixture"))
     try:
         cfg.merge_from_dict(options)
     except (TypeError, KeyError, IndexError) as error:
         raise ConfigError(f"--cfg-options do not fit the config: {error}") from error
+    if mixture is not None and cfg["mixture"] != mixture:
+        _replace_mixture(cfg, mixture)
+
+
+def _replace_mixture(cfg: Config, before: Any) -> None:
+    """Change the mixture in the dataloaders, too, where a written config has it."""
+    for loader in LOADERS:
+        for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
+            if dataset.get("datasets") == before:  # not a part of it for evaluation
+                dataset["datasets"] = copy.deepcopy(cfg["mixture"])
 
 
 def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,6 +211,26 @@ def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
         place + name.removeprefix(other) if name.startswith(other) else name: value
         for name, value in options.items()
     }
+
+
+def mixture_datasets(dataset: Any) -> list[dict]:
+    """The MixtureDataset configs in a dataset config, wrappers opened.
+
+    Raises:
+        ConfigError: If a wrapper mixes images of several datasets.
+    """
+    if not isinstance(dataset, dict):
+        return []
+    if dataset.get("type") == "MixtureDataset":
+        return [dataset]
+    mixtures = mixture_datasets(dataset.get("dataset"))
+    if mixtures and "pipeline" in dataset:
+        raise ConfigError(
+            f"{dataset['type']} around a MixtureDataset would make images of several "
+            "datasets, which belong to none; remove it, and put CachedMosaic or "
+            "CachedMixUp into the mixture's pipeline: they mix images of one dataset."
+        )
+    return mixtures
 
 
 def _read(file: Path) -> Config:

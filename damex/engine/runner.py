@@ -27,7 +27,7 @@ from damex.compat import ensure_ops
 from damex.curation.inspection import refusal
 from damex.engine.checkpoint import check_fit, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
-from damex.engine.config_files import KEYS
+from damex.engine.config_files import KEYS, LOADERS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.expert_parallel import ExpertParallelRunner
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
@@ -88,7 +88,7 @@ class MixtureRunner(ExpertParallelRunner):
         check_detector(cfg["model"])
         _check_settings(cfg)
         set_length(cfg)
-        for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        for loader in LOADERS:
             if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
                 cfg[loader]["persistent_workers"] = False  # torch refuses True
         runner = super().from_cfg(cfg)

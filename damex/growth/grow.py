@@ -15,7 +15,8 @@ from torch import Tensor
 
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
-from damex.engine.config import label_space_of, mixture_datasets, resolve_config
+from damex.engine.config import label_space_of, resolve_config
+from damex.engine.config_files import mixture_datasets
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError, did_you_mean

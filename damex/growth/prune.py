@@ -13,7 +13,7 @@ from torch import Tensor
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
-from damex.engine.config import LOADERS, mixture_datasets
+from damex.engine.config_files import LOADERS, mixture_datasets
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.errors import ConfigError
 from damex.growth.grow import check_experts, fresh_detector, mixing_notes

@@ -11,6 +11,7 @@ from mmengine.config import Config
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import resolve_config
+from damex.engine.config_files import merge_options
 from damex.errors import ConfigError, DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -121,6 +122,23 @@ def test_a_resolved_config_evaluates_without_the_training_files(resolved):
     dataset = DATASETS.build(again.val_dataloader.dataset)
     assert dataset.sizes == [5, 3]
     assert dataset.metainfo["classes"] == ("car", "person", "bus")
+
+
+def test_options_reach_the_mixture_everywhere_in_a_written_config(resolved):
+    resolved.test_dataloader = copy.deepcopy(resolved.val_dataloader)
+    resolved.test_dataloader.dataset.datasets.pop()  # on purpose
+    weights = {"mixture.0.weight": 5.0, "mixture.1.weight": 1.0}
+    merge_options(resolved, {**weights, "train_dataloader.batch_size": 3})
+    again = resolve_config(resolved)
+    for loader in ("train_dataloader", "val_dataloader"):
+        rows = again[loader].dataset.datasets
+        assert [row.get("weight") for row in rows] == [5.0, 1.0]
+        assert rows == again.mixture
+    (alone,) = again.test_dataloader.dataset.datasets
+    assert "weight" not in alone
+    merge_options(resolved, {"mixture.1.group": "street"})
+    with pytest.raises(ConfigError, match="does not lead to the label_space that the"):
+        resolve_config(resolved)
 
 
 @pytest.mark.parametrize(
