@@ -43,7 +43,7 @@ def comparison_row(
         ``peak_memory_mib``.
     """
     runs = [run for run in scored if run is not None]
-    rounds = [run for run in timed if run is not None]
+    rounds = [run for run in timed if run is not None and _trained(run)]
     shares = [(run.get("routing_accuracy") or {}).get("mean") for run in runs]
     names = runs[0]["datasets"] if runs else ()
     return dict(
@@ -60,7 +60,7 @@ def comparison_row(
             for dataset in names
         },
         seconds_per_iteration=_median(
-            [run["train_seconds"] / run["iterations"] for run in rounds]
+            [run["train_seconds"] / _trained(run) for run in rounds]
         ),
         peak_memory_mib=_median([run["peak_memory_mib"] for run in rounds]),
     )
@@ -115,9 +115,14 @@ def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
         _percent(row["routing_accuracy"]),
         _percent(row["max_load"]),
         "-" if seconds is None else f"{seconds:.3f}",
-        "-" if seconds is None or base is None else f"{seconds / base:.2f}",
+        "-" if seconds is None or not base else f"{seconds / base:.2f}",
         "-" if memory is None else f"{memory:.0f} MiB",
     )
+
+
+def _trained(run: Mapping[str, Any]) -> int:
+    """Iterations that ``train_seconds`` are of; older summaries have all alone."""
+    return run.get("trained_iterations", run["iterations"])
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:

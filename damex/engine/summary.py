@@ -158,6 +158,8 @@ class RunSummaryHook(Hook):
         if self._train_started is not None:
             summary["train_seconds"] = round(self._train_seconds, 1)
             summary["iterations"] = runner.iter
+            # Less where the run was resumed: train_seconds are of these alone.
+            summary["trained_iterations"] = runner.iter - self._first_iter
             summary["peak_memory_mib"] = _peak_memory_mib()
         summary.update(
             total_seconds=round(time.monotonic() - self._created, 1),

@@ -203,6 +203,16 @@ def test_rows_hold_mean_sample_deviation_and_medians(rows):
     assert dense["peak_memory_mib"] == 901
 
 
+def test_what_was_trained_before_a_run_was_resumed_took_no_time():
+    resumed = dict(timed(10, 900), trained_iterations=20)
+    nothing = dict(timed(0.1, 900), trained_iterations=0)
+    row = comparison_row("dense", [], [resumed, nothing])
+    assert row["seconds_per_iteration"] == 10 / 20
+    dense = comparison_row("dense", [], [nothing])
+    assert dense["seconds_per_iteration"] is None
+    markdown_table(with_differences([dense, row]))
+
+
 def test_one_seed_has_no_spread():
     assert comparison_row("damex", [scored(0.5)])["ap50"] == (0.5, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from mmengine.structures import InstanceData
 from PIL import Image
 from rich.console import Console
 
+from damex.engine import summary
 from damex.engine.summary import (
     RunSummaryHook,
     draw_detections,
@@ -159,6 +161,29 @@ def test_a_row_for_each_dataset_whatever_its_images_are(sample):
 def test_an_image_without_annotations_is_drawn(sample):
     (image,) = images({"a": [sample(100, 100)]})["a"]
     assert len(painted(image[:, :200])[0]) == 0
+
+
+def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkeypatch):
+    """Resumed at iteration 30 of 40; a second for every step, five for an epoch."""
+    clock = [100.0]
+    monkeypatch.setattr(summary.time, "monotonic", lambda: clock[0])
+    logger = SimpleNamespace(log_file=None)
+    runner = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), rank=0, iter=30, epoch=3, max_epochs=4,
+        work_dir=tmp_path, logger=logger, val_loop=None,
+    )  # fmt: skip
+    hook = RunSummaryHook()
+    hook.before_train(runner)
+    clock[0] += 10.0
+    runner.iter = 40
+    hook.before_val_epoch(runner)
+    clock[0] += 5.0
+    hook.after_val_epoch(runner)
+    hook.after_train(runner)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["iterations"], found["trained_iterations"]) == (40, 10)
+    assert found["train_seconds"] == 10.0
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_a_cache_of_features_is_reported_from_the_second_epoch_on(capsys):
