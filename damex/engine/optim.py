@@ -69,8 +69,8 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         """Build the wrapper with its optimiser for a model.
 
         Raises:
-            ConfigError: If the model has no experts, or their parameters get different
-                factors.
+            ConfigError: If the model has no experts, or all are frozen, or their
+                parameters get different factors.
         """
         bare = cast(nn.Module, model.module) if is_model_wrapper(model) else model
         try:
@@ -80,6 +80,12 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
                 "optim_wrapper.experts: the detector is dense (moe=None); leave out "
                 "optim_wrapper.constructor and experts, or choose a moe."
             ) from error
+        banks = list(filter(None, map(_trained, banks)))
+        if not banks:
+            raise ConfigError(
+                "optim_wrapper.experts: all experts are frozen; leave out "
+                "optim_wrapper.constructor and experts."
+            )
         groups = [dict(params=[p for p in others if p.requires_grad])]
         if not self.paramwise_cfg:
             expert_groups = [dict(bank, lr=self.experts_cfg["lr"]) for bank in banks]
@@ -159,6 +165,12 @@ def check_optimizer_type(config: Mapping[str, Any], field: str) -> None:
             f"optim_wrapper.{field} has the unknown type {kind!r}; "
             f"{did_you_mean(kind, sorted(OPTIMIZERS.module_dict))}"
         )
+
+
+def _trained(bank: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A bank of experts without what is frozen; None where all of it is."""
+    parameters = [p for p in bank["params"] if p.requires_grad]
+    return {**bank, "params": parameters} if parameters else None
 
 
 def _check_experts(config: Any) -> dict[str, Any]:

@@ -131,6 +131,33 @@ def test_a_factor_of_custom_keys_reaches_its_experts():
     assert len(wrapper.optimizer.param_groups) == 10
 
 
+@pytest.mark.parametrize("paramwise", [None, dict(norm_decay_mult=0.0)])
+def test_frozen_experts_stay_as_they_are(paramwise):
+    model = Model()
+    model.layers[0].experts.requires_grad_(False)
+    model.layers[1].experts.b2_ED.requires_grad_(False)
+    start = copy.deepcopy(model)
+    cfg = copy.deepcopy(dict(SPLIT, paramwise_cfg=paramwise))
+    wrapper = build_optim_wrapper(model, cfg)
+    step(model, wrapper)
+    expected = torch.tensor([[0.0] * 3, [0.5] * 3], dtype=torch.float64)
+    torch.testing.assert_close(moved_LE(start, model), expected, rtol=1e-5, atol=0)
+    held = [p for group in wrapper.optimizer.param_groups for p in group["params"]]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {*map(id, held)} == {*map(id, trained)}
+    assert len(held) == len(trained)
+
+
+@pytest.mark.parametrize("paramwise", [None, dict(norm_decay_mult=0.0)])
+def test_frozen_experts_alone_are_refused(paramwise):
+    model = Model()
+    for layer in model.layers:
+        layer.experts.requires_grad_(False)
+    cfg = copy.deepcopy(dict(SPLIT, paramwise_cfg=paramwise))
+    with pytest.raises(ConfigError, match="all experts are frozen; leave out"):
+        build_optim_wrapper(model, cfg)
+
+
 def test_accumulated_gradients_make_one_step():
     model = Model()
     start = copy.deepcopy(model)
