@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
+
+# Two of them for files of torch before 1.6 that are cut off.
+UNREADABLE = (EOFError, RuntimeError, URLError, IndexError, struct.error)
 
 
 def load_checkpoints_as_data() -> None:
@@ -96,17 +100,19 @@ def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
                 checkpoint = loader(path, map_location)
         except pickle.UnpicklingError as error:
             raise DataError(
-                f"the checkpoint {path} holds more than tensors and plain values, and "
-                "was not loaded: it could run code. If you trust where it comes from, "
-                "load it yourself and save its 'state_dict' with torch.save."
+                f"the checkpoint {path} holds more than tensors and plain values, or "
+                "is cut off. It was not loaded, as it could run code. If you trust "
+                "where it comes from, load it yourself and save its 'state_dict' with "
+                "torch.save."
             ) from error
         except KeyError as error:
             raise DataError(
                 f"there is no checkpoint {path}: its scheme knows no {error}."
             ) from error
-        except (EOFError, RuntimeError, URLError) as error:
+        except UNREADABLE as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DataError(
-                f"the checkpoint {path} cannot be read: {str(error).splitlines()[0]} "
+                f"the checkpoint {path} cannot be read: {reason} "
                 "Use an earlier one, or fetch it again."
             ) from error
         if not isinstance(checkpoint, dict):

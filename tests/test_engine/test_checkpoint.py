@@ -71,7 +71,7 @@ def evil(tmp_path):
     assert not marker.exists()
 
 
-REFUSED = "holds more than tensors and plain values, and"
+REFUSED = "holds more than tensors and plain values, or is cut off. It was not loaded"
 
 
 def test_code_in_a_checkpoint_is_not_run(evil):
@@ -180,6 +180,19 @@ def test_a_cut_off_checkpoint_names_the_file_and_its_size(tmp_path):
         DataError, match=r"epoch_1\.pth \(2000 bytes\) is not a checkpoint of torch, or"
     ):
         load(path)
+
+
+def test_a_cut_off_checkpoint_of_torch_before_1_6_is_one_line_wherever_it_ends(
+    tmp_path,
+):
+    path, content = tmp_path / "x.pth", dict(weight=torch.ones(2))
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    for size in range(len(whole) - 8):  # behind them load() asks for no more
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"cut off|cannot be read") as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com"])
