@@ -9,6 +9,7 @@ Axes: B images, N tokens per image, D model width, E experts.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import statistics
@@ -112,6 +113,8 @@ def benchmark(arguments: Sequence[str]) -> None:
     args = benchmark_parser().parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU; leave --device out.")
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     cases = SMALL if args.small else CASES
     runs: dict[bool, dict[str, list[Timing]]] = {}
@@ -131,8 +134,6 @@ def benchmark(arguments: Sequence[str]) -> None:
             _table("MiB that the forward pass keeps for training", runs[True], _memory),
         ]
     )
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     Console(highlight=False, soft_wrap=True, markup=False).print(text)
     print(f"written: {out}")
@@ -325,8 +326,11 @@ def _hardware(device: str) -> str:
 
 def _commit() -> str:
     """That of a checkout; an installed package has none."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or f"of damex {damex.__version__}"
+    checkout, commit = Path(damex.__file__).parents[1], ""
+    if (checkout / ".git").exists():  # else git would find that of somebody else
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        with contextlib.suppress(OSError):  # there is no git
+            commit = subprocess.run(
+                command, cwd=checkout, capture_output=True, text=True, check=False
+            ).stdout.strip()
+    return commit or f"of damex {damex.__version__}"

@@ -86,6 +86,40 @@ def test_the_report_has_a_row_for_each_case(monkeypatch, tmp_path, capsys):
     assert str(out) in capsys.readouterr().out
 
 
+def test_the_commit_is_that_of_a_checkout_alone(monkeypatch, tmp_path):
+    package = tmp_path / "damex" / "__init__.py"
+    monkeypatch.setattr(benchmark.damex, "__file__", str(package))
+    asked = []
+
+    def run(command, *, cwd, **options):
+        asked.append(cwd)
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    unknown = f"of damex {benchmark.damex.__version__}"
+    assert benchmark._commit() == unknown
+    assert asked == []
+    (tmp_path / ".git").touch()  # a file in a worktree
+    assert benchmark._commit() == unknown
+    assert asked == [tmp_path]
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_timed(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(benchmark, "run_case", None)
+    with pytest.raises(OSError, match="file"):
+        benchmark.benchmark(["--out", str(tmp_path / "file" / "report.md")])
+
+
+def test_work_of_several_threads_is_divided_by_their_number(monkeypatch):
+    clock = iter([2.0, 8.0])
+    monkeypatch.setattr(benchmark.time, "process_time", lambda: next(clock))
+    monkeypatch.setattr(benchmark.torch, "get_num_threads", lambda: 4)
+    assert benchmark._time(lambda: None, "cpu") == (8.0 - 2.0) / 4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_said():
     with pytest.raises(ConfigError, match="finds no GPU"):
