@@ -7,7 +7,6 @@ much a better one would win: layers around it were trained to expect it.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from damex.commandline.commands import tell_datasets_parser, zero_ffns_parser
 from damex.commandline.parser import Parser
 from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model
-from damex.engine.summary import score_table, scores_of, summarise
+from damex.engine.summary import score_table, scores_of, summarise, write_json
 from damex.errors import ConfigError
 
 COMPONENTS = ("encoder", "decoder")
@@ -101,8 +100,7 @@ def _runner(cfg: Config) -> Runner:
 def _write(runner: Runner, summary: Mapping[str, Any], console: Console) -> None:
     """Write summary.json and say where it is."""
     path = Path(runner.work_dir) / "summary.json"
-    content = {**summary, "command": shlex.join(sys.argv)}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(path, {**summary, "command": shlex.join(sys.argv)})
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
 
 

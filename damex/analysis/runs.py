@@ -21,7 +21,7 @@ from mmengine.config import Config
 from rich.console import Console
 
 from damex.engine.config_files import read_config
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
@@ -111,20 +111,26 @@ class Run:
     def summary(self) -> dict[str, Any] | None:
         """What the finished run measured; None if it has not finished.
 
+        A file that is cut off counts as none: the run goes on from its last checkpoint,
+        has nothing to train, and writes it again.
+
         Raises:
-            ConfigError: If the folder holds a run with other settings.
-            DataError: If the summary is no JSON.
+            ConfigError: If the folder holds a run with other settings, or something
+                else.
         """
         path = self.folder / "summary.json"
         if not path.is_file():
             return None
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path} is no JSON ({error}); delete the folder to run it again."
-            ) from error
-        command, _, options = summary.get("command", "").partition(" --cfg-options ")
+        except json.JSONDecodeError:
+            return None
+        if not isinstance(summary, dict) or not {"command", "datasets"} <= {*summary}:
+            raise ConfigError(
+                f"{path} is no summary of a run (it says no command, or no datasets); "
+                "name another --work-dir, or delete that folder."
+            )
+        command, _, options = summary["command"].partition(" --cfg-options ")
         is_same = {*shlex.split(options)} == {*self.options}
         if not is_same or not {self.config, *self.inputs} <= {*shlex.split(command)}:
             raise ConfigError(

@@ -167,7 +167,7 @@ class RunSummaryHook(Hook):
             command=shlex.join(sys.argv),
         )
         path = folder / f"{prefix}summary.json"
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_json(path, summary)
         return str(path)
 
     def _draw(self, runner: Runner, path: Path) -> str | None:
@@ -178,6 +178,18 @@ class RunSummaryHook(Hook):
         meta = runner.visualizer.dataset_meta
         draw_detections(samples, meta, min_score=self.min_score).savefig(path, dpi=100)
         return str(path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that is whole or not there, whenever the process is killed.
+
+    Args:
+        path: Of the file.
+        content: Plain values.
+    """
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:

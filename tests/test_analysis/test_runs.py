@@ -24,6 +24,18 @@ def test_a_run_without_its_evaluation_has_not_finished(tmp_path):
     assert Run("config.py", tmp_path, ("a=1",)).summary() == summary
 
 
+def test_a_summary_that_is_cut_off_is_none(tmp_path):
+    (tmp_path / "summary.json").write_text('{"command": "damex tr')
+    assert Run("config.py", tmp_path).summary() is None
+
+
+@pytest.mark.parametrize("content", [[], dict(datasets={}), dict(command="damex")])
+def test_a_file_that_is_no_summary_is_one_line(tmp_path, content):
+    (tmp_path / "summary.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"summary\.json is no summary of a run"):
+        Run("config.py", tmp_path).summary()
+
+
 def test_a_run_of_other_inputs_is_refused(tmp_path):
     summary = dict(datasets={"a": {}}, command="damex zero_ffns config.py one.pth")
     (tmp_path / "summary.json").write_text(json.dumps(summary))
