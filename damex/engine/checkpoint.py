@@ -190,7 +190,7 @@ def check_fit(
     Raises:
         ConfigError: If its labels mean something else, or its tensors do not fit.
     """
-    meta = checkpoint.get("meta", {})
+    meta = checkpoint.get("meta") or {}
     if space is not None:
         check_label_space(meta, space, path=path)
     check_tensors(checkpoint, model, path=path)

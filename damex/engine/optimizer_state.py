@@ -112,7 +112,7 @@ def _stored_state(checkpoint: Mapping[str, Any], path: str) -> dict[str, dict]:
             "with default_hooks.checkpoint.save_optimizer=True, or set "
             "load_optimizer=False."
         )
-    names = checkpoint.get("meta", {}).get(NAMES)
+    names = (checkpoint.get("meta") or {}).get(NAMES)
     if names is None:
         raise ConfigError(
             f"load_optimizer=True: the checkpoint {path} does not say which parameters "

@@ -259,7 +259,7 @@ class MixtureRunner(ExpertParallelRunner):
         """
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
         # mmengine's resume would run this text as Python to read one field of it.
-        checkpoint.get("meta", {}).pop("config", None)
+        (checkpoint.get("meta") or {}).pop("config", None)
         model, rows = bare_model(self), RowTransfer()
         is_start = not (self._resume or self._evaluating)
         if is_start:
@@ -289,7 +289,7 @@ class MixtureRunner(ExpertParallelRunner):
         model, state = bare_model(self), checkpoint.get("state_dict", checkpoint)
         rows = take_over_rows(
             state,
-            checkpoint.get("meta", {}),
+            checkpoint.get("meta") or {},
             routed_detector(self),
             label_space_of(self.cfg),
         )

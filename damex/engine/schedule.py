@@ -23,6 +23,8 @@ from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
 from damex.moe import decay_to_mean
 
+LOOPS = (None, "EpochBasedTrainLoop", "IterBasedTrainLoop")  # of mmengine
+
 
 @HOOKS.register_module()
 class TrainingStepHook(Hook):
@@ -171,11 +173,22 @@ def set_length(cfg: Config | ConfigDict) -> None:
 
     Args:
         cfg: Changed in place.
+
+    Raises:
+        ConfigError: If the one is set that the training loop does not count. A loop of
+            the user's own may count what it likes.
     """
     train = cfg.get("train_cfg")
     if not train:
         return
     key = length_key(train)
+    other = "max_epochs" if key == "max_iters" else "max_iters"
+    if cfg.get(other) is not None and (key in train or train.get("type") in LOOPS):
+        counted = key.removeprefix("max_")
+        raise ConfigError(
+            f"{other}={cfg[other]} is set, but the loop of train_cfg counts {counted}; "
+            f"set {key} (and {other}=None, if it is a base config that sets it)."
+        )
     if cfg.get(key) is not None:
         # One place only, so that a written config can be read again.
         train[key] = cfg.pop(key)
@@ -183,7 +196,11 @@ def set_length(cfg: Config | ConfigDict) -> None:
 
 def length_key(train_cfg: Mapping[str, Any]) -> str:
     """``max_iters`` where a training loop counts iterations, else ``max_epochs``."""
-    by_iters = train_cfg.get("type") == "IterBasedTrainLoop" or "max_iters" in train_cfg
+    by_iters = (
+        train_cfg.get("type") == "IterBasedTrainLoop"
+        or train_cfg.get("by_epoch") is False
+        or "max_iters" in train_cfg
+    )
     return "max_iters" if by_iters else "max_epochs"
 
 

@@ -2,18 +2,22 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import mmdet
 import pytest
+import torch
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
 from mmengine.logging import MMLogger
+from mmengine.runner import EpochBasedTrainLoop
+from torch.utils.data import DataLoader
 
 from damex.engine.cli import build_runner
-from damex.engine.config_files import merge_options
+from damex.engine.config_files import merge_options, read_config
 from damex.engine.console import ProgressHook
 from damex.engine.runner import check_detector
-from damex.engine.schedule import IterationSeedHook
+from damex.engine.schedule import IterationSeedHook, set_length
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
@@ -78,16 +82,49 @@ def test_a_config_file_may_set_the_length_at_the_top(make_runner):
 
 
 def test_the_last_epoch_is_the_only_one_that_is_evaluated():
-    from damex.engine.config_files import read_config
-
-    train = read_config("quickstart").train_cfg
-    evaluated = [e for e in range(1, 8) if e % train.val_interval == 0 or e == 7]
+    """mmengine's own loop, with nothing to train, by the shipped ``train_cfg``."""
+    train = {**read_config("quickstart").train_cfg, "max_epochs": 7}
+    assert train.pop("type", "EpochBasedTrainLoop") == "EpochBasedTrainLoop"
+    train.pop("by_epoch", None)
+    evaluated = []
+    runner = SimpleNamespace(
+        call_hook=lambda *_, **__: None,
+        val_loop=SimpleNamespace(run=lambda: evaluated.append(loop.epoch)),
+    )
+    loop = EpochBasedTrainLoop(runner, DataLoader([]), **train)
+    loop.run_epoch = lambda: setattr(loop, "_epoch", loop.epoch + 1)
+    loop._decide_current_val_interval = lambda: None
+    loop.run()
     assert evaluated == [7]
 
 
+BY_ITERS = "train_cfg = dict(_delete_=True, type='IterBasedTrainLoop', max_iters=9)"
+
+
+@pytest.mark.parametrize(
+    ("extra", "length", "message"),
+    [
+        (BY_ITERS, "max_epochs", "loop of train_cfg counts iters; set max_iters"),
+        ("", "max_iters", "loop of train_cfg counts epochs; set max_epochs"),
+    ],
+)
+def test_a_length_that_the_loop_does_not_count_is_refused(
+    make_runner, extra, length, message
+):
+    with pytest.raises(ConfigError, match=f"{length}=3 is set, but the {message}"):
+        make_runner(extra, **{length: 3})
+
+
+def test_a_loop_of_the_users_own_may_count_what_it_likes():
+    cfg = Config(dict(train_cfg=dict(type="MyLoop"), max_iters=3, max_epochs=5))
+    set_length(cfg)
+    assert cfg.to_dict() == dict(
+        train_cfg=dict(type="MyLoop", max_epochs=5), max_iters=3
+    )
+
+
 def test_a_training_by_iterations_moves_its_schedule_too(make_runner):
-    loop = "dict(_delete_=True, type='IterBasedTrainLoop', max_iters=9)"
-    runner = make_runner(f"train_cfg = {loop}", max_iters=15)
+    runner = make_runner(BY_ITERS, max_iters=15)
     length, (_, cosine) = schedule(runner)
     assert length == cosine.T_max == cosine.end == 15
 
@@ -192,6 +229,18 @@ def test_a_checkpoint_of_other_experts_says_so(make_runner, warnings_of_runners)
     (note,) = [text for text in warnings_of_runners if "other experts" in text]
     assert note.startswith(f"{path} had other experts: moe.")
     assert "moe.losses.DatasetRoutingLoss was DatasetRoutingLoss and is None" in note
+
+
+@pytest.mark.parametrize("meta", [{}, dict(meta=None)], ids=["none", "empty"])
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_a_checkpoint_of_weights_alone_can_be_loaded(make_runner, meta, is_evaluated):
+    runner = make_runner()
+    path = f"{runner.work_dir}/weights.pth"
+    state = {k: torch.zeros_like(v) for k, v in runner.model.state_dict().items()}
+    torch.save(dict(state_dict=state, **meta), path)
+    runner._evaluating = is_evaluated
+    runner.load_checkpoint(path)
+    assert not any(parameter.any() for parameter in runner.model.parameters())
 
 
 @pytest.mark.parametrize(("epochs", "is_said"), [(2, False), (5, True)])
