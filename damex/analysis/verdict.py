@@ -79,11 +79,16 @@ class Verdict:
 
     def _control(self) -> str:
         """What the control says where it is the detector to beat."""
-        if self.reference == "dense":
+        if self.reference == "dense" or self.learning_speed is None:
             return ""
+        meaning = (
+            ": some of what experts win over dense would be learning speed."
+            if is_above(self.learning_speed)
+            else ", which is within the noise."
+        )
         return (
-            f" Twice the learning rate alone gives {self.learning_speed} over dense: "
-            "some of what experts win over dense would be learning speed."
+            f" Twice the learning rate alone gives {self.learning_speed} over dense"
+            f"{meaning}"
         )
 
 

@@ -65,6 +65,15 @@ def test_what_a_higher_learning_rate_wins_too_is_no_headroom():
     assert controlled.answer == "no"
     assert controlled.reference == "dense_lr2"
     assert "Twice the learning rate alone gives +0.030" in str(controlled)
+    assert str(controlled).endswith("would be learning speed.")
+
+
+def test_a_learning_rate_that_may_win_nothing_is_not_said_to_win():
+    faster = plus(0.03, -0.03, 0.02)
+    verdict = judge(dict(dense=DENSE, dense_lr2=faster, single=DENSE))
+    assert verdict.reference == "dense_lr2"
+    said = "gives +0.007 [-0.073, +0.087] over dense, which is within the noise."
+    assert str(verdict).endswith(said)
 
 
 def test_a_learning_rate_that_is_too_high_does_not_lower_the_bar():
