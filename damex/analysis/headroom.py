@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mmengine.config import Config
 from rich.console import Console
 
 from damex.analysis.ablations import COMPONENTS
@@ -70,9 +71,12 @@ def headroom(arguments: Sequence[str]) -> None:
         ConfigError: If the config does not fit a rung, or a run failed.
         DataError: If an annotation file does not hold what the config promises.
     """
-    args = _parse(arguments)
+    args = headroom_parser().parse_args(arguments)
+    check_seeds(args.seeds)
+    args.rungs = list(dict.fromkeys(args.rungs))
     console, folder = Console(), Path(args.work_dir)
     cfg = config_of(args)
+    _check_checkpoints(cfg, args.rungs)
     joint = read_joint(cfg)
     rungs = rungs_of(joint, ["dense", *(n for n in args.rungs if n != "zeroed")])
     experts = experts_of(joint, args.experts)
@@ -133,11 +137,19 @@ def _summaries(
     }
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    args = headroom_parser().parse_args(arguments)
-    check_seeds(args.seeds)
-    args.rungs = list(dict.fromkeys(args.rungs))
-    return args
+def _check_checkpoints(cfg: Config, rungs: Sequence[str]) -> None:
+    """Refuse trainings that leave nothing to evaluate once more.
+
+    Raises:
+        ConfigError: If a rung would.
+    """
+    again = [name for name in rungs if name in AGAIN]
+    if again and (cfg.get("default_hooks") or {}).get("checkpoint", {}) is None:
+        raise ConfigError(
+            f"default_hooks.checkpoint is None, and {' and '.join(again)} evaluate "
+            "checkpoints; set dict(type='CheckpointHook'), or leave them out with "
+            "--rungs."
+        )
 
 
 def _print_cost(

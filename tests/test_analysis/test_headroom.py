@@ -74,6 +74,15 @@ def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
     assert scored["rungs"]["damex_best"]["mean_ap"] == [own["mean_ap"]]
 
 
+@pytest.mark.parametrize("rung", ["oracle", "zeroed"])
+def test_what_is_evaluated_once_more_needs_checkpoints(tmp_path, config, rung):
+    with config.open("a") as file:
+        file.write("default_hooks = dict(checkpoint=None)\n")
+    command = [str(config), "--work-dir", str(tmp_path), "--rungs", "single", rung]
+    with pytest.raises(ConfigError, match=f"is None, and {rung} evaluate checkpoints"):
+        headroom(command)
+
+
 def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
     own = tmp_path / "damex_best.py"
     own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
