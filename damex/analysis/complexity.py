@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -147,7 +146,12 @@ def complexity(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If the config is missing or names no image size.
     """
-    args = _parse(arguments)
+    args = complexity_parser().parse_args(arguments)
+    if args.groups is not None and args.classes is None:
+        raise ConfigError(
+            "--groups is for a count without datasets and needs --classes; else the "
+            "groups are those of the mixture."
+        )
     cfg = config_of(args)
     init_default_scope(cfg.get("default_scope", "mmdet"))
     filter_console(MMLogger.get_instance("complexity"))
@@ -183,16 +187,6 @@ def complexity_table(
     table.add_section()
     table.add_row(*_cells(_total(routed), _total(dense)))
     return table
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    args = complexity_parser().parse_args(arguments)
-    if args.groups is not None and args.classes is None:
-        raise ConfigError(
-            "--groups is for a count without datasets and needs --classes; else the "
-            "groups are those of the mixture."
-        )
-    return args
 
 
 def size_of_test_images(cfg: Config) -> tuple[int, int]:

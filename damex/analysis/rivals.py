@@ -59,8 +59,10 @@ def rivals_of(
     sizes = (num_experts, embed_dims, hidden_dims)
     layer = _layer(FFNExperts(*sizes), k)
     looped = _layer(FFNExperts(*sizes), k)
+    widen = nn.Linear(embed_dims, k * hidden_dims)
+    narrow = nn.Linear(k * hidden_dims, embed_dims)
     rivals = [
-        _plain("dense FFN", _ffn(embed_dims, k * hidden_dims)),
+        _plain("dense FFN", nn.Sequential(widen, nn.ReLU(), narrow)),
         _routed("damex: FFN per expert", layer),
         Rival("a loop over experts", looped, _looped(looped)),
     ]
@@ -107,14 +109,6 @@ def _point_at_channels(weight_ED: Tensor) -> None:
     """Row e of a router looks at channel e alone."""
     with torch.no_grad():
         weight_ED.copy_(torch.eye(*weight_ED.shape))
-
-
-def _ffn(embed_dims: int, hidden_dims: int) -> nn.Module:
-    first, second = (
-        nn.Linear(embed_dims, hidden_dims),
-        nn.Linear(hidden_dims, embed_dims),
-    )
-    return nn.Sequential(first, nn.ReLU(), second)
 
 
 def _plain(name: str, module: nn.Module) -> Rival:

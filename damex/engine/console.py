@@ -17,7 +17,6 @@ from mmdet.engine.hooks import DetVisualizationHook
 from mmdet.registry import HOOKS
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, Runner
 from rich.console import Console
 from rich.progress import (
@@ -30,6 +29,7 @@ from rich.progress import (
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
+from damex.engine.schedule import bare_model
 from damex.models.insertion import moe_blocks
 
 # What the line shows of a detector's outputs.
@@ -165,7 +165,7 @@ class ProgressHook(Hook):
 
 def describe_run(runner: Runner) -> str:
     """A few lines: the model, its experts, the data, and where the log is."""
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = bare_model(runner)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     blocks = moe_blocks(model)
     experts = "dense"

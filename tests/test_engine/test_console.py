@@ -125,9 +125,7 @@ def test_a_terminal_gets_one_bar_that_is_drawn_again(monkeypatch):
             train_iter(hook, done, loss=float(done), moe_routing_accuracy=0.5)
             hook._progress.refresh()
         hook._close()
-        terminal.flush()
-        said = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    said = _read_all(ours)
     assert "train" in said
     assert "━" in said
     for done in (1, 5, 10):

@@ -88,6 +88,7 @@ def test_the_last_epoch_is_the_only_one_that_is_evaluated():
     train.pop("by_epoch", None)
     evaluated = []
     runner = SimpleNamespace(
+        model=None,
         call_hook=lambda *_, **__: None,
         val_loop=SimpleNamespace(run=lambda: evaluated.append(loop.epoch)),
     )
