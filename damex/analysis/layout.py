@@ -22,7 +22,8 @@ from torch import Tensor, distributed, nn
 from damex.analysis.complexity import size_of_test_images
 from damex.engine.config import resolve_config
 from damex.engine.console import filter_console
-from damex.engine.runner import check_detector, set_length
+from damex.engine.runner import check_detector
+from damex.engine.schedule import set_length
 from damex.models.detectors import RoutedDetector
 from damex.moe import MoELayer, sharded_layers, sharded_names
 
