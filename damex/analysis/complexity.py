@@ -209,8 +209,9 @@ def _resolved_model(
     model = dict(resolve_config(known)["model"])
     check_detector(model)
     if isinstance(model.get("moe"), Mapping):
-        # What runs after a dense phase; and an image of noise is of no dataset.
-        left_out = ("upcycling", "oracle")
+        # What runs after a dense phase, and in one process; and an image of noise is of
+        # no dataset.
+        left_out = ("upcycling", "oracle", "expert_parallel")
         model["moe"] = {k: v for k, v in model["moe"].items() if k not in left_out}
     if classes is None:
         return model

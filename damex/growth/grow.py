@@ -21,7 +21,7 @@ from damex.engine.row_transfer import move_rows, names_of_space
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError, did_you_mean
 from damex.inference.predictor import Predictor
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import StoredDetector, forget_processes
 from damex.models.config import moe_difference, read_moe
 from damex.models.insertion import moe_blocks
 from damex.models.rows import Owner, row_owners
@@ -167,6 +167,7 @@ def fresh_detector(model: Mapping[str, Any]) -> Any:
     """
     init_default_scope("mmdet")
     model = copy.deepcopy(dict(model))
+    forget_processes(model)
     backbone = model.get("backbone", {})
     backbone.pop("init_cfg", None)  # the checkpoint has its weights
     if "pretrained" in backbone:

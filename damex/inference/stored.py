@@ -76,6 +76,7 @@ class StoredDetector:
         model = config.get("model")
         if not isinstance(model, dict):
             raise DataError(f"the config in {path} has no model.")
+        forget_processes(model)
         pipeline = _test_pipeline(config, path)
         for part in (model, pipeline):
             check_types(part, where=path)
@@ -127,6 +128,16 @@ class StoredDetector:
                 f"{did_you_mean(name, self.space.dataset_names)}"
             )
         return self.space.dataset_id(name)
+
+
+def forget_processes(model: Mapping[str, Any]) -> None:
+    """Have one process hold all experts of a detector, as its checkpoints do.
+
+    Args:
+        model: Its config; changed in place.
+    """
+    if isinstance(model.get("moe"), dict):
+        model["moe"].pop("expert_parallel", None)
 
 
 def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]:

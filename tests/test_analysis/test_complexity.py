@@ -163,7 +163,9 @@ def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
     assert active - dense == pytest.approx(0, abs=0.003)
 
 
-@pytest.mark.parametrize("option", ["upcycling.share=0.5", "oracle=True"])
+@pytest.mark.parametrize(
+    "option", ["upcycling.share=0.5", "oracle=True", "expert_parallel=4"]
+)
 def test_options_of_training_and_evaluation_change_no_count(option, capsys):
     count = ["quickstart", "--classes", "3", "--shape", "64", "64"]
     complexity(count)

@@ -149,6 +149,15 @@ def test_an_old_class_keeps_its_meaning(save, make_config, mixture):
         add_datasets(stored, cfg)
 
 
+def test_the_config_may_spread_experts_over_processes(save, make_config, mixture):
+    stored = StoredDetector.read(str(save(mixture[:2])))
+    spread = "moe = dict(expert_parallel=3)"
+    cfg = Config.fromfile(make_config(mixture, name="grown", extra=spread))
+    grown = add_datasets(stored, cfg, like="park")
+    assert grown.config.model.moe.expert_parallel == 3
+    assert all(len(v) == 3 for k, v in grown.state.items() if k.endswith("up_ELD"))
+
+
 REFUSALS = {
     "nothing new": (lambda m: m[:2], {}, "no other datasets than"),
     "one lost": (lambda m: m[1:], {}, "trained on 'street', which the config's"),

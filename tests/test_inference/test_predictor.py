@@ -199,6 +199,15 @@ def edited(path, change):
     return path
 
 
+def test_experts_of_several_processes_are_all_there(save, photos):
+    """``moe.expert_parallel`` says who held them in training; a checkpoint has all."""
+    path = save()
+    before = everything(Predictor(path, device="cpu"), photos / "a.png")
+    words = ("image_vote=True", "image_vote=True, expert_parallel=2")
+    predictor = Predictor(edited(path, lambda text: text.replace(*words)), device="cpu")
+    assert_same(everything(predictor, photos / "a.png")[0], before[0])
+
+
 def test_no_code_of_a_checkpoint_runs(save, tmp_path):
     mark = tmp_path / "ran"
     line = f"\nx = __import__('pathlib').Path({str(mark)!r}).touch()\n"
