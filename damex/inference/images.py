@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
+from damex.datasets.formats.images import images_of_any_size
 from damex.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
@@ -66,12 +67,12 @@ def fault_of(path: Path) -> str | None:
     OpenCV fills what a file that was cut off does not hold with grey.
     """
     try:
-        with Image.open(path) as image:
+        with images_of_any_size(), Image.open(path) as image:
             image.load()
     except FileNotFoundError:
         return "does not exist"
-    except (UnidentifiedImageError, Image.DecompressionBombError):
-        return None  # other readers know more formats, and larger images
+    except UnidentifiedImageError:
+        return None  # other readers know more formats
     except Exception as error:  # PIL's readers raise whatever a file leads them to
         return f"cannot be decoded to its end ({error})"
     return None

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+import mmcv
+from PIL import Image, ImageDraw, ImageFont
 
 from damex.curation.sheets import draw_name, palette
 from damex.errors import ConfigError
@@ -113,10 +114,9 @@ def draw(prediction: Prediction, target: Path, *, classes: Sequence[str]) -> Non
     if target.exists() and target.samefile(prediction.path):
         raise ConfigError(f"--draw would replace {target}; name another folder.")
     colors = palette(classes)
-    with Image.open(prediction.path) as opened:
-        size = (prediction.width, prediction.height)
-        turned = opened if opened.size == size else ImageOps.exif_transpose(opened)
-        image = turned.convert("RGB")
+    # The pixels that the detector looked at: Pillow knows fewer formats, and turns and
+    # scales others in its own way.
+    image = Image.fromarray(mmcv.imread(str(prediction.path), channel_order="rgb"))
     longer = max(image.size)
     font = ImageFont.load_default(max(longer // TEXT, 12))
     pen = ImageDraw.Draw(image)

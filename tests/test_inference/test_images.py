@@ -52,6 +52,11 @@ def test_a_file_that_was_cut_off_has_a_fault(photos):
     assert fault_of(path) == "does not exist"
 
 
+def test_a_large_file_is_looked_at_as_well(photos, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # what Pillow takes for large
+    test_a_file_that_was_cut_off_has_a_fault(photos)
+
+
 def test_what_pillow_does_not_know_is_left_to_others(photos):
     path = photos / "text.png"
     path.write_text("not an image")

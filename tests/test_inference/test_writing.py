@@ -1,14 +1,17 @@
 """Hand-made predictions, and the files that are made of them."""
 
 import csv
+import dataclasses
 import json
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
 from damex.errors import ConfigError
 from damex.inference import Prediction
+from damex.inference.inputs import Inputs
 from damex.inference.writing import draw, write_csv, write_json
 
 CLASSES = ("car", "dog")
@@ -81,12 +84,46 @@ def test_boxes_are_drawn_where_they_are(tmp_path):
     assert (drawn[30, 50] == 255).all()
 
 
-def test_an_image_that_is_stored_turned_is_drawn_as_it_was_looked_at(tmp_path):
-    source, turned = tmp_path / "a.jpg", Image.Exif()
-    turned[0x0112] = 6
-    Image.new("RGB", (64, 96), "white").save(source, exif=turned)
-    draw(prediction(source), tmp_path / "seen" / "a.jpg", classes=CLASSES)
-    assert Image.open(tmp_path / "seen" / "a.jpg").size == (96, 64)
+def make_image(path, kind):
+    """An image of a kind whose pixels Pillow and OpenCV see in other ways."""
+    rng = np.random.default_rng(0)
+    if kind in ("turned", "upside down", "square"):
+        turned = Image.Exif()
+        turned[0x0112] = 3 if kind == "upside down" else 6
+        shape = dict(turned=(96, 64, 3), square=(64, 64, 3)).get(kind, (64, 96, 3))
+        pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+        Image.fromarray(pixels).save(path, exif=turned)
+    elif kind == "16 bits":
+        cv2.imwrite(str(path), rng.integers(0, 2**16, (64, 96), dtype=np.uint16))
+    else:
+        cv2.imwrite(str(path), rng.random((64, 96, 3), dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.png", "turned"),
+        ("a.png", "upside down"),
+        ("a.png", "square"),
+        ("a.png", "16 bits"),
+        ("a.tif", "numbers"),
+        ("a.hdr", "numbers"),
+    ],
+)
+def test_an_image_is_drawn_as_the_detector_looked_at_it(tmp_path, name, kind):
+    source, target = tmp_path / name, tmp_path / "seen" / f"{name}.png"
+    make_image(source, kind)
+    seen = Inputs([dict(type="LoadImageFromFile")])._read(source)["img"]
+    height, width = seen.shape[:2]
+    nothing = dict(boxes=np.empty((0, 4)), scores=np.empty(0), names=())
+    one = dataclasses.replace(prediction(source), width=width, height=height, **nothing)
+    draw(one, target, classes=CLASSES)
+    assert np.array_equal(cv2.imread(str(target)), seen)
+
+
+def test_images_of_any_size_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # what Pillow takes for large
+    test_an_image_is_drawn_as_the_detector_looked_at_it(tmp_path, "a.png", "16 bits")
 
 
 def test_the_image_itself_is_not_replaced(tmp_path):
