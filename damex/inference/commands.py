@@ -25,6 +25,8 @@ from damex.inference.predictor import Predictor
 from damex.inference.specialist import Specialist, take_out
 from damex.inference.stored import StoredDetector
 from damex.inference.writing import (
+    check_draw_folder,
+    check_file,
     check_target,
     draw,
     make_folder,
@@ -50,7 +52,9 @@ def predict(arguments: Sequence[str]) -> int:
     paths = find_images(args.images)
     for target in (args.json, args.csv):
         if target is not None:
-            make_folder(Path(target).parent)
+            check_file(Path(target))
+    if args.draw is not None:
+        check_draw_folder(Path(args.draw), paths)
     predictor = Predictor(args.checkpoint, device=args.device)
     names = dict(zip(paths, names_of(paths), strict=True))
     # On a terminal the bar takes over the standard output, to stay below the lines; a

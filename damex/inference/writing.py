@@ -130,6 +130,25 @@ def draw(prediction: Prediction, target: Path, *, classes: Sequence[str]) -> Non
     image.save(target, quality=92)
 
 
+def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
+    """Refuse to draw where the images are: a drawing has the name of its image.
+
+    Args:
+        folder: Where drawings go.
+        images: That shall be drawn.
+
+    Raises:
+        ConfigError: If one of them is in the folder, or below it.
+    """
+    for image in images:
+        places = image.resolve().parent, image.parent.resolve()
+        if any(place.is_relative_to(folder.resolve()) for place in places):
+            raise ConfigError(
+                f"--draw would write to {folder}, where {image} lies, and could "
+                "replace images; name another folder."
+            )
+
+
 def check_target(
     path: Path, *, suffixes: Sequence[str] = (".pth",), with_config: bool = True
 ) -> None:
@@ -148,6 +167,20 @@ def check_target(
     for file in (path, path.with_suffix(".py")):
         if file.exists() and (with_config or file == path):
             raise ConfigError(f"{file} exists; remove it, or name another --out.")
+
+
+def check_file(path: Path) -> None:
+    """Make the folder of a file before anything is computed.
+
+    Args:
+        path: What is there already will be replaced.
+
+    Raises:
+        ConfigError: If no file can be there.
+    """
+    make_folder(path.parent)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file to write to.")
 
 
 def make_folder(folder: Path) -> None:

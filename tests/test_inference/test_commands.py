@@ -70,12 +70,18 @@ def test_images_that_look_like_no_dataset_are_marked(predict, photos):
         (["none/"], "there is no file or folder none/"),
         (["a.png", "--dataset", "prak"], "no dataset 'prak'; did you mean 'park'?"),
         (["a.png", "--json", "a.png/found.json"], "a.png cannot be written to"),
-        (["a.png", "--draw", "."], "would replace a.png"),
+        (["a.png", "--json", "deep"], "deep is a folder; name a file"),
+        (["a.png", "--csv", "."], ". is a folder; name a file"),
+        (["a.png", "--draw", "."], "would write to ., where a.png lies"),
+        (["deep", "--draw", "."], "would write to ., where deep/a.png lies"),
+        (["a.png", "deep", "--draw", "deep"], "to deep, where deep/a.png lies"),
     ],
 )
 def test_mistakes_end_in_one_line(predict, photos, monkeypatch, arguments, words):
     monkeypatch.chdir(photos)
+    before = {path: path.read_bytes() for path in photos.rglob("*.*")}
     status, said = predict(*arguments)
+    assert {path: path.read_bytes() for path in photos.rglob("*.*")} == before
     assert status == 2
     assert words in said.err
     assert len(said.err.strip().splitlines()) == 1
