@@ -35,13 +35,16 @@ def freeze_all_but(
         datasets: Names of datasets, as in the config.
 
     Returns:
-        For each tensor that is trained in part a bool per row, True where it is kept.
+        For each tensor that is trained in part a bool per row, True where it is kept;
+        the same, all True, for the buffers of which nothing is trained, as a gate may
+        write to its own.
 
     Raises:
         ConfigError: If a name is wrong, nothing would be trained, or the detector
             freezes and trains parts by itself.
     """
     space = _check(model, space, datasets)
+    datasets = [str(name) for name in datasets]  # a command line makes 2019 a number
     owners = row_owners(model, model.state_dict(), names_of_space(space))
     trained = _trained_owners(space, datasets)
     kept = {
@@ -55,6 +58,8 @@ def freeze_all_but(
             "experts of their own, so that nothing would be trained; name all datasets "
             "of a group, or leave train_only out."
         )
+    for name, buffer in model.named_buffers():
+        kept.setdefault(name, torch.ones(buffer.shape[:1], dtype=torch.bool))
     for name, parameter in model.named_parameters():
         if name not in kept:
             parameter.requires_grad_(False)
@@ -74,11 +79,11 @@ def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
             f"train_only={list(datasets)!r} needs a mixture and a detector of damex "
             "(model.type='MoEDINO'); leave it out."
         )
-    for name in datasets:
+    for name in map(str, datasets):
         if name not in space.dataset_names:
             raise ConfigError(
                 f"train_only: the mixture has no dataset {name!r}; "
-                f"{did_you_mean(str(name), space.dataset_names)}"
+                f"{did_you_mean(name, space.dataset_names)}"
             )
     if model.trains_in_stages or any(b.moe.shards for b in moe_blocks(model)):
         raise ConfigError(

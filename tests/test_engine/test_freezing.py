@@ -1,5 +1,6 @@
 """``train_only``: what is trained, what is kept, and what cannot be asked for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,10 @@ from damex.errors import ConfigError
 from tests.test_inference.conftest import SPACE
 
 
+def trained(detector):
+    return {name for name, p in detector.named_parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize(
     ("datasets", "classes", "experts"),
     [
@@ -27,11 +32,11 @@ def test_what_other_datasets_have_is_kept(build, datasets, classes, experts):
     """A class that one other dataset has is not trained."""
     detector = build(moe="damex_best")
     kept = freeze_all_but(detector, SPACE, datasets)
-    trained = {name for name, p in detector.named_parameters() if p.requires_grad}
-    for name in trained:
+    names = trained(detector)
+    for name in names:
         rows = (~kept[name]).nonzero().flatten().tolist()
         assert rows == (experts if ".moe." in name else classes)
-    parts = {name.split(".")[0] for name in trained}
+    parts = {name.split(".")[0] for name in names}
     assert parts == {"bbox_head", "dn_query_generator", "encoder", "decoder"}
 
 
@@ -40,10 +45,11 @@ def test_a_group_is_trained_if_all_its_datasets_are(build):
         SPACE.classes, SPACE.dataset_names, SPACE.dataset_classes, ("a", "a", "sky")
     )
     detector = build(moe="damex_best", num_groups=2)
-    alone = freeze_all_but(detector, space, ["park"])
-    assert not any(".moe." in name for name in alone)
-    both = freeze_all_but(build(num_groups=2), space, ["park", "street"])
-    assert any(".moe." in name for name in both)
+    freeze_all_but(detector, space, ["park"])
+    assert not any(".moe." in name for name in trained(detector))
+    detector = build(moe="damex_best", num_groups=2)
+    freeze_all_but(detector, space, ["park", "street"])
+    assert any(".moe." in name for name in trained(detector))
 
 
 def test_kept_rows_get_no_gradient_and_do_not_move():
@@ -71,6 +77,47 @@ def test_kept_rows_get_no_gradient_and_do_not_move():
     assert not torch.equal(before["1.weight"][~kept], after["1.weight"][~kept])
     assert torch.equal(before["0.running_mean"], after["0.running_mean"])
     assert after["0.num_batches_tracked"] == 0
+
+
+@pytest.mark.parametrize(
+    ("moe", "buffer"), [("loss_free", "counts_E"), ("dense_to_sparse", "progress")]
+)
+def test_what_gates_write_down_is_kept(build, make_batch, run_loss, total, moe, buffer):
+    """A gate moves its bias, or its temperature, for all datasets."""
+    detector = build(moe=moe)
+    kept = freeze_all_but(detector, SPACE, ["park"])
+    assert any(name.endswith(buffer) for name in kept)
+    hook, runner = KeepRowsHook(kept), SimpleNamespace(model=detector)
+    parameters = [p for p in detector.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    before = {key: value.clone() for key, value in detector.named_buffers()}
+    seen = dict[str, set]()
+    hook.before_train(runner)
+    for step in range(3):
+        detector.train()
+        hook.before_train_iter(runner, step)
+        optimizer.zero_grad()
+        total(run_loss(detector, make_batch([0, 1]), iteration=step)).backward()
+        optimizer.step()
+        for name, value in detector.named_buffers():
+            if name.endswith(buffer):
+                seen.setdefault(name, set()).add(tuple(value.flatten().tolist()))
+        hook.after_train_iter(runner, step)
+        for name, value in detector.named_buffers():
+            assert torch.equal(value, before[name]), name
+    assert all(len(values) > 1 for values in seen.values())  # it did move in the step
+
+
+def test_a_name_that_reads_as_a_number_is_a_name(build):
+    """``--cfg-options train_only=[2019]`` names the dataset 2019."""
+    names = ("street", "2019", "sky")
+    space = replace(SPACE, dataset_names=names, groups=names)
+    numbers, words = (
+        freeze_all_but(build(moe="damex_best"), space, [name])
+        for name in (2019, "2019")
+    )
+    assert numbers.keys() == words.keys()
+    assert all(torch.equal(numbers[key], words[key]) for key in words)
 
 
 REFUSALS = {
