@@ -57,17 +57,19 @@ class Parser(argparse.ArgumentParser):
             type=_key_value,
             help=CFG_OPTIONS_HELP,
         )
+        self.set_defaults(option_words=())
 
 
 class Overrides(argparse.Action):
     """``key=value`` pairs as mmengine reads them, imported where there are any."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, *rest: Any) -> None:
-        """Write a dict of them into the namespace."""
+        """Write a dict of them, and as ``option_words`` the words themselves."""
         from mmengine.config import DictAction
 
         read = DictAction(self.option_strings, self.dest)
         read(parser, namespace, values, *rest)
+        namespace.option_words = (*namespace.option_words, *values)
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

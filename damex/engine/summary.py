@@ -148,7 +148,7 @@ class RunSummaryHook(Hook):
         if self._scores:
             found["picture"] = self._draw(runner, folder / f"{prefix}detections.png")
         if checkpoint and not prefix and moe_blocks(runner.model):
-            found["experts"] = f"damex experts {checkpoint}"
+            found["experts"] = shlex.join(["damex", "experts", checkpoint])
         for name, value in found.items():
             if value:
                 self._console.print(f"{name:>10}: {value}", soft_wrap=True)

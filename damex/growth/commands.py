@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from mmengine.config import DictAction
 from torch import Tensor
 
 from damex.commandline.commands import grow_parser, prune_parser
@@ -39,12 +42,11 @@ def grow(arguments: Sequence[str]) -> None:
         space=grown.space,
         moe=grown.moe,
     )
-    print("\n".join(_lines(grown, args.config, args.out)))
+    print("\n".join([*_lines(grown, args.out), *_next_steps(grown, args)]))
 
 
-def _lines(grown: Grown, config: str, out: str) -> list[str]:
-    """What was done, and what to do next."""
-    new = ",".join(grown.new_datasets)
+def _lines(grown: Grown, out: str) -> list[str]:
+    """What was done."""
     found = [
         f"written: {out}",
         f"datasets: {', '.join(grown.old.dataset_names)} as they were; new: "
@@ -58,15 +60,59 @@ def _lines(grown: Grown, config: str, out: str) -> list[str]:
         words = ", ".join(f"{name} {share:.2f}" for name, share in best)
         seen = f" (its images look like {words})" if words else ""
         found.append(f"experts of {group}: start as those of {model}{seen}")
-    found += [f"note: {note}" for note in grown.notes]
-    start = f"damex train {config} --cfg-options load_from={out}"
+    return found + [f"note: {note}" for note in grown.notes]
+
+
+def _next_steps(grown: Grown, args: argparse.Namespace) -> list[str]:
+    """The commands that train what was made room for."""
+    settings: dict[str, str | list[str]] = dict(load_from=args.out)
+    found = ["to train all of it:", *_command(args, settings)]
+    if grown.alone_fault:
+        return [*found, f"what is new cannot be trained alone: {grown.alone_fault}"]
+    settings["train_only"] = [*grown.new_datasets]
+    found.append(
+        "to train what is new alone, so that the other datasets stay as they are:"
+    )
+    return found + _command(args, settings)
+
+
+def _command(
+    args: argparse.Namespace, settings: Mapping[str, str | list[str]]
+) -> list[str]:
+    """A command that trains with the options of another, and what it cannot hold.
+
+    Args:
+        args: Of a command with a config.
+        settings: What the training has to set besides.
+
+    Returns:
+        The command, and a line for each setting that has to stand in the config.
+    """
+    options = {key: _option(key, value) for key, value in settings.items()}
+    words = [*args.option_words, *(o for o in options.values() if o is not None)]
+    command = ["damex", "train", args.config]
     return [
-        *found,
-        "to train all of it:",
-        f"  {start}",
-        "to train what is new alone, so that the other datasets stay as they are:",
-        f"  {start} train_only=[{new}]",
+        f"  {shlex.join([*command, *(['--cfg-options', *words] if words else [])])}",
+        *(
+            f"  with this line at the end of the config: {key} = {settings[key]!r}"
+            for key, option in options.items()
+            if option is None
+        ),
     ]
+
+
+def _option(key: str, value: str | list[str]) -> str | None:
+    """A setting for ``--cfg-options``; None where they would make another value of it.
+
+    mmengine takes out spaces, splits at commas, and makes numbers of what can be one.
+    """
+    text = f"{key}={value if isinstance(value, str) else '[' + ','.join(value) + ']'}"
+    read = argparse.Namespace()
+    try:
+        DictAction(["--cfg-options"], "options")(None, read, [text])
+    except AssertionError:  # brackets that do not match
+        return None
+    return text if read.options == {key: value} else None
 
 
 def prune(arguments: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import mixture_datasets
+from damex.engine.freezing import freeze_all_but
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError, did_you_mean
@@ -44,6 +45,8 @@ class Grown:
         likeness: For each new group that was compared the mean probabilities of the old
             ones for its images.
         notes: What works but is hardly meant, each in a sentence.
+        alone_fault: Why the new datasets cannot be trained alone (``train_only``);
+            empty if they can.
     """
 
     config: Config
@@ -54,6 +57,7 @@ class Grown:
     models: Mapping[str, str] = field(default_factory=dict)
     likeness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    alone_fault: str = ""
 
     @property
     def new_datasets(self) -> tuple[str, ...]:
@@ -114,7 +118,25 @@ def add_datasets(
     for group, model in models.items():
         _copy_rows(state, owners, group=group, model=model)
     moe, notes = detector.resolved_moe(), tuple(_notes(stored, detector))
-    return Grown(cfg, space, state, stored.space, moe, models, likeness, notes)
+    grown = Grown(cfg, space, state, stored.space, moe, models, likeness, notes)
+    return replace(grown, alone_fault=_alone_fault(detector, grown))
+
+
+def _alone_fault(detector: Any, grown: Grown) -> str:
+    """Why ``train_only`` would be refused for the new datasets; empty if it would not.
+
+    Args:
+        detector: Of the grown one's config, in one process; its parameters freeze.
+        grown: What it is about.
+    """
+    moe = grown.config["model"].get("moe") or {}
+    if moe.get("expert_parallel", 1) > 1:
+        return "train_only cannot stand beside moe.expert_parallel; set it to 1."
+    try:
+        freeze_all_but(detector, grown.space, grown.new_datasets)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def check_extends(stored: StoredDetector, space: LabelSpace) -> None:

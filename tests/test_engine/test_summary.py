@@ -208,3 +208,11 @@ def test_a_cache_of_features_is_reported_from_the_second_epoch_on(capsys):
     runner.rank, runner.epoch = 1, 3
     hook.after_train_epoch(runner)
     assert capsys.readouterr().out == ""
+
+
+def test_the_printed_command_can_be_typed(build, tmp_path, capsys):
+    logger = SimpleNamespace(log_file=None)
+    runner = SimpleNamespace(rank=0, work_dir=tmp_path, logger=logger, model=build())
+    capsys.readouterr()
+    RunSummaryHook()._write(runner, prefix="", checkpoint="my runs/epoch_1.pth")
+    assert "experts: damex experts 'my runs/epoch_1.pth'\n" in capsys.readouterr().out

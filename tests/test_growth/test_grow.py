@@ -1,13 +1,17 @@
 """A new dataset in an old detector, whose other datasets stay as they were."""
 
+import ast
+import shlex
+
 import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
 
 from damex.__main__ import main
+from damex.commandline.commands import train_parser
 from damex.engine.cli import build_runner
-from damex.engine.config_files import merge_options
+from damex.engine.config_files import config_of, merge_options
 from damex.errors import ConfigError
 from damex.growth.grow import add_datasets
 from damex.inference import Predictor
@@ -72,6 +76,46 @@ def test_new_experts_are_those_of_the_dataset_that_new_images_look_like(
     for key in tied:
         assert torch.equal(state[key][2], state[key][["street", "park"].index(best)])
         assert not torch.equal(state[key][0], state[key][1])
+
+
+@pytest.mark.parametrize("name", ["sky", "2019", "my cells"])
+def test_the_printed_commands_train_what_was_asked_for(
+    save, make_config, mixture, tmp_path, capsys, name
+):
+    old, out = save(mixture[:2]), str(tmp_path / "new" / "grown.pth")
+    config = make_config([*mixture[:2], {**mixture[2], "name": name}], name="with it")
+    options = ["max_epochs=3", "train_dataloader.batch_size=1"]
+    words = [str(old), str(config), "--out", out, "--like", "park", "--cfg-options"]
+    capsys.readouterr()
+    assert main(["grow", *words, *options]) == 0
+    *_, first, second = capsys.readouterr().out.split(":\n  damex train ")
+    for text, wanted in ((first, None), (second, [name])):
+        command, *lines = text.splitlines()
+        args = train_parser().parse_args(shlex.split(command))
+        cfg = config_of(args)
+        for line in lines:
+            if "config: " in line:
+                key, value = line.partition("config: ")[2].split(" = ")
+                cfg[key] = ast.literal_eval(value)
+        assert args.config == str(config)
+        assert (cfg.max_epochs, cfg.train_dataloader.batch_size) == (3, 1)
+        assert cfg.load_from == out
+        assert cfg.get("train_only") == wanted
+
+
+def test_an_old_group_with_old_classes_has_nothing_to_train_alone(
+    save, make_config, mixture, make_coco_dataset, tmp_path, capsys
+):
+    more = make_coco_dataset(tmp_path / "more", classes=["car"], num_images=2)
+    config = make_config([*mixture[:2], {**more, "group": "park"}], name="grown")
+    old, out = save(mixture[:2]), str(tmp_path / "grown.pth")
+    capsys.readouterr()
+    assert main(["grow", str(old), str(config), "--out", out]) == 0
+    *_, command, last = capsys.readouterr().out.splitlines()
+    assert command.startswith("  damex train ")
+    assert "train_only" not in command
+    assert "cannot be trained alone" in last
+    assert "have no class and no experts of their own" in last
 
 
 def train(config, checkpoint, folder, **options):
@@ -155,6 +199,7 @@ def test_the_config_may_spread_experts_over_processes(save, make_config, mixture
     cfg = Config.fromfile(make_config(mixture, name="grown", extra=spread))
     grown = add_datasets(stored, cfg, like="park")
     assert grown.config.model.moe.expert_parallel == 3
+    assert "moe.expert_parallel" in grown.alone_fault
     assert all(len(v) == 3 for k, v in grown.state.items() if k.endswith("up_ELD"))
 
 
