@@ -135,7 +135,8 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
     """
     found = copy.deepcopy(dict(config))
     names = space.dataset_names
-    found["mixture"] = _entries(found.get("mixture"), names)
+    if found.get("mixture") is not None:
+        found["mixture"] = _entries(found["mixture"], names)
     for loader in LOADERS:
         for dataset in mixture_datasets((found.get(loader) or {}).get("dataset")):
             dataset["datasets"] = _entries(dataset.get("datasets"), names)

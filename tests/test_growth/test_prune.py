@@ -6,6 +6,7 @@ from mmengine.config import Config
 
 from damex.__main__ import main
 from damex.engine.cli import build_runner
+from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
 from damex.growth.prune import drop_datasets
 from damex.inference import Predictor
@@ -34,6 +35,35 @@ def test_detections_of_the_others_are_the_same(pruned, tmp_path):
     predictor = Predictor(new, device="cpu")
     assert predictor.classes == ("car", "person", "bus", "kite")  # no dog
     assert "datasets: street, sky; classes: 4; gone: dog" in said
+
+
+def test_a_config_without_a_mixture_stays_without(save, mixture):
+    """As after a training whose config names the datasets in its loaders."""
+    stored = StoredDetector.read(str(save(mixture)))
+    del stored.config["mixture"]
+    config = drop_datasets(stored, ["park"]).config
+    assert "mixture" not in config
+    assert label_space_of(resolve_config(config)).dataset_names == ("street", "sky")
+
+
+def test_what_a_training_started_from_is_left_out(save, mixture):
+    stored = StoredDetector.read(str(save(mixture)))
+    stored.config.update(load_from="old.pth", resume=True, train_only=["park"])
+    config = drop_datasets(stored, ["park"]).config
+    assert not {"load_from", "resume", "train_only"} & config.keys()
+
+
+def test_a_class_alone_has_fewer_answers_than_queries(
+    save, mixture, make_coco_dataset, tmp_path
+):
+    """50 queries and 1 class are 50 answers, not the 100 that the config asks for."""
+    sky = make_coco_dataset(tmp_path / "high" / "sky", classes=["kite"], num_images=4)
+    old = save([*mixture[:2], sky])
+    out = str(tmp_path / "out.pth")
+    assert main(["prune", str(old), "--drop", "street", "park", "--out", out]) == 0
+    before, after = (detections(path, tmp_path, "sky") for path in (old, out))
+    assert len(after[0].scores) == 50
+    assert_same(before, after, exactly=False)
 
 
 @pytest.mark.slow
