@@ -267,10 +267,26 @@ def test_scores_are_those_of_the_epoch(tmp_path):
     (folder / "scalars.json").write_text("\n".join(map(json.dumps, lines)))
     name = dict(experiment_name="quick_20260101_000000")
     for epoch, scores in ((1, {"mixture/park/AP": 0.1}), (3, {})):
-        found = read_history(tmp_path / "a.pth", dict(epoch=epoch, **name))
+        meta = dict(epoch=epoch, iter=2 * epoch, **name)  # an epoch has two iterations
+        found = read_history(tmp_path / "a.pth", meta, dict(max_epochs=3))
         assert found.scores == scores
         assert bool(found.note) == (scores == {})
         assert found.charts["AP of each dataset"] == {"park": [(1.0, 0.1), (2.0, 0.2)]}
+
+
+@pytest.mark.parametrize(
+    "train_cfg", [dict(max_iters=8), dict(type="IterBasedTrainLoop")]
+)
+def test_scores_are_those_of_the_iteration_where_the_training_counts_them(
+    tmp_path, train_cfg
+):
+    folder = tmp_path / "20260101_000000" / "vis_data"
+    folder.mkdir(parents=True)
+    lines = [{"mixture/park/AP": step / 10, "step": step} for step in (4, 8)]
+    (folder / "scalars.json").write_text("\n".join(map(json.dumps, lines)))
+    meta = dict(experiment_name="quick_20260101_000000", epoch=8, iter=4)
+    found = read_history(tmp_path / "a.pth", meta, train_cfg)
+    assert found.scores == {"mixture/park/AP": 0.4}
 
 
 def test_a_summary_counts_for_the_last_checkpoint_alone(tmp_path):
@@ -278,12 +294,12 @@ def test_a_summary_counts_for_the_last_checkpoint_alone(tmp_path):
     summary = dict(datasets=dict(park=row), routing_accuracy=dict(park=1.0, mean=1.0))
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "last_checkpoint").write_text("elsewhere/epoch_2.pth")
-    found = read_history(tmp_path / "epoch_2.pth", {})
+    found = read_history(tmp_path / "epoch_2.pth", {}, {})
     assert found.scores["mixture/park/AP50"] == 0.75
     assert found.scores["mixture/park/routing_accuracy"] == 1.0
-    assert read_history(tmp_path / "epoch_1.pth", {}).scores == {}
+    assert read_history(tmp_path / "epoch_1.pth", {}, {}).scores == {}
     (tmp_path / "summary.json").write_text("{}")
-    assert read_history(tmp_path / "epoch_2.pth", {}).scores == {}
+    assert read_history(tmp_path / "epoch_2.pth", {}, {}).scores == {}
 
 
 def test_names_cannot_break_the_page(experts, photos):

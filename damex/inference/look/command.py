@@ -52,7 +52,8 @@ def experts(arguments: Sequence[str]) -> int:
             batch_size=args.batch_size,
             advance=bar.advance,
         )
-    history = read_history(Path(args.checkpoint), stored.meta)
+    train_cfg = stored.config.get("train_cfg") or {}
+    history = read_history(Path(args.checkpoint), stored.meta, train_cfg)
     notes += faults + [history.note] * bool(history.note)
     alarms = routing_faults(watched.served, least_evenness=LEAST_EVENNESS)
     epoch = stored.meta.get("epoch")

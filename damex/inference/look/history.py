@@ -38,13 +38,16 @@ class History:
     note: str = ""
 
 
-def read_history(checkpoint: Path, meta: Mapping[str, Any]) -> History:
+def read_history(
+    checkpoint: Path, meta: Mapping[str, Any], train_cfg: Mapping[str, Any]
+) -> History:
     """Read ``vis_data/scalars.json`` of the run that wrote a checkpoint.
 
     Args:
         checkpoint: Its file.
         meta: What it holds beside the weights: ``experiment_name`` ends in the name of
-            the run's folder, which lies beside it.
+            the run's folder, which lies beside it; ``epoch`` and ``iter``.
+        train_cfg: Of the run's config; it says which of the two its loop counts.
     """
     found = SPLIT.search(str(meta.get("experiment_name", "")))
     folder = checkpoint.parent / (found.group(1) if found else "")
@@ -54,7 +57,7 @@ def read_history(checkpoint: Path, meta: Mapping[str, Any]) -> History:
         missing = "No curves" if scores else "No curves and no AP"
         return History(scores, {}, f"{missing}: {path} of the training is not there.")
     lines = _lines(path)
-    scores = _scores_at(lines, meta.get("epoch"), meta.get("iter"))
+    scores = _scores_at(lines, meta.get(_counter(train_cfg)))
     charts = {title: curves(lines, name) for title, name in CHARTS.items()}
     charts |= _loads(lines)
     charts = {title: found for title, found in charts.items() if found}
@@ -89,15 +92,19 @@ def _loads(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
     }
 
 
-def _scores_at(
-    lines: Iterable[Mapping[str, Any]], epoch: Any, iteration: Any
-) -> dict[str, float]:
-    """Metrics of the last evaluation after an epoch, or after an iteration."""
+def _counter(train_cfg: Mapping[str, Any]) -> str:
+    """What a training's loop counts, and the ``step`` of evaluations with it."""
+    kind = train_cfg.get("type")
+    by_iters = kind == "IterBasedTrainLoop" or "max_iters" in train_cfg
+    return "iter" if by_iters else "epoch"
+
+
+def _scores_at(lines: Iterable[Mapping[str, Any]], step: Any) -> dict[str, float]:
+    """Metrics of the last evaluation at a step; none where the step is not known."""
     found: dict[str, float] = {}
     for line in lines:
-        # Lines of evaluations; their step counts what the training's loop counts.
         own = {k: v for k, v in line.items() if k.startswith("mixture/")}
-        if own and line.get("step") in (epoch, iteration):
+        if own and step is not None and line.get("step") == step:
             found = own
     return found
 
