@@ -54,12 +54,13 @@ class Predictor:
 
     Raises:
         DataError: If the checkpoint cannot be read, or holds more than data.
-        ConfigError: If it is not of a detector that damex trained on a mixture.
+        ConfigError: If it is not of a detector that damex trained on a mixture, or
+            there is no such device.
     """
 
     def __init__(self, checkpoint: str | Path, *, device: str | None = None) -> None:
         self._stored = StoredDetector.read(str(checkpoint))
-        self._detector = self._stored.build().to(device or get_device())
+        self._detector = self._stored.build(device or get_device())
         space = self._stored.space
         self.classes = space.classes
         self.datasets = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from mmdet.registry import MODELS
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
@@ -92,12 +93,17 @@ class StoredDetector:
         entries = self.config.get("mixture")
         return entries if isinstance(entries, list) else []
 
-    def build(self) -> RoutedDetector:
-        """Build the detector with its weights, ready to predict on the CPU.
+    def build(self, device: str = "cpu") -> RoutedDetector:
+        """Build the detector with its weights, ready to predict.
+
+        Args:
+            device: Such as ``cpu`` or ``cuda:0``.
 
         Raises:
-            ConfigError: If the detector is none of damex's, or the weights do not fit.
+            ConfigError: If the detector is none of damex's, the weights do not fit, or
+                there is no such device.
         """
+        _check_device(device)
         init_default_scope("mmdet")
         kind = MODELS.get(self.model.get("type", ""))
         if not isinstance(kind, type) or not issubclass(kind, RoutedDetector):
@@ -109,7 +115,7 @@ class StoredDetector:
         check_tensors(self.state, detector, path=self.path)
         detector.load_state_dict(dict(self.state))
         detector.eval()
-        return detector
+        return detector.to(device)
 
     @property
     def parameters(self) -> int:
@@ -138,6 +144,20 @@ def forget_processes(model: Mapping[str, Any]) -> None:
     """
     if isinstance(model.get("moe"), dict):
         model["moe"].pop("expert_parallel", None)
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that torch does not have here.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # not compiled in; not there
+        raise ConfigError(
+            f"--device {device}: {str(error).splitlines()[0]}; use cpu or cuda:0."
+        ) from error
 
 
 def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]:

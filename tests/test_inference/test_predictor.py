@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from damex.__main__ import main
 from damex.errors import ConfigError, DataError
 from damex.inference import Predictor
 from damex.models.insertion import moe_blocks
@@ -113,9 +114,19 @@ def test_experts_that_no_dataset_can_choose_leave_the_classes(save, photos):
 
 def test_batches_change_nothing(save, photos):
     predictor = Predictor(save(), device="cpu")
-    paths = [photos / "a.png"] * 3
-    for one in everything(predictor, paths, batch_size=2):
-        assert_same(one, everything(predictor, paths[0])[0])
+    rng = np.random.default_rng(0)
+    # Of one size: an image that is padded for its neighbours is another input.
+    images = [rng.integers(0, 256, (64, 96, 3), dtype=np.uint8) for _ in range(3)]
+    images[1] //= 4
+    alone = [everything(predictor, image)[0] for image in images]
+    rows = [list(one.probabilities.values()) for one in alone]
+    assert np.abs(np.subtract(rows, rows[0])).max(1)[1:].min() > 1e-3
+    for one, same in zip(
+        everything(predictor, images, batch_size=2), alone, strict=True
+    ):
+        assert_same(one, same)
+        assert one.dataset == same.dataset
+        assert one.probabilities == pytest.approx(same.probabilities, abs=1e-5)
 
 
 def test_an_array_is_what_a_file_is(save, photos):
@@ -206,6 +217,17 @@ def test_experts_of_several_processes_are_all_there(save, photos):
     words = ("image_vote=True", "image_vote=True, expert_parallel=2")
     predictor = Predictor(edited(path, lambda text: text.replace(*words)), device="cpu")
     assert_same(everything(predictor, photos / "a.png")[0], before[0])
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77"])
+@pytest.mark.parametrize("command", ["predict", "experts"])
+def test_a_device_that_is_not_there_is_named(save, photos, capsys, command, device):
+    words = [str(save()), *["--images"] * (command == "experts"), str(photos)]
+    capsys.readouterr()
+    assert main([command, *words, "--device", device]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"--device {device}: " in line
+    assert line.endswith("; use cpu or cuda:0.")
 
 
 def test_no_code_of_a_checkpoint_runs(save, tmp_path):

@@ -74,11 +74,11 @@ class Watcher:
         device: Of the detector.
 
     Raises:
-        ConfigError: If it has no routed experts.
+        ConfigError: If it has no routed experts, or there is no such device.
     """
 
     def __init__(self, stored: StoredDetector, *, device: str) -> None:
-        self.detector = stored.build().to(device)
+        self.detector = stored.build(device)
         if not any(
             not getattr(b, "is_dense", False) for b in moe_blocks(self.detector)
         ):
