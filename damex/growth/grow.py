@@ -23,9 +23,10 @@ from damex.engine.runner import check_detector
 from damex.errors import ConfigError, did_you_mean
 from damex.inference.predictor import Predictor
 from damex.inference.stored import StoredDetector, forget_processes
+from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.config import moe_difference, read_moe
 from damex.models.insertion import moe_blocks
-from damex.models.rows import Owner, row_owners
+from damex.models.rows import GROUP_EXPERTS, Owner, has_groups, row_owners
 from damex.moe import TopKGate
 
 AUTO, NONE = "auto", "none"
@@ -111,10 +112,13 @@ def add_datasets(
     state = dict(stored.state)
     check_experts(stored, detector, space)
     move_rows(state, detector, stored=names[0], wanted=names[1])
+    _take_masks_of_nobody(state, detector)
     check_tensors(state, detector, path=stored.path)
-    new = [name for name in space.group_names if name not in stored.space.group_names]
-    models, likeness = _choose_models(stored, cfg, space, new, like, images)
     owners = row_owners(detector, state, names[1])
+    kinds = {owner.kind for rows in owners.values() for owner in rows}
+    new = [name for name in space.group_names if name not in stored.space.group_names]
+    new = new if "groups" in kinds else []  # else nothing is theirs
+    models, likeness = _choose_models(stored, cfg, space, new, like, images)
     for group, model in models.items():
         _copy_rows(state, owners, group=group, model=model)
     moe, notes = detector.resolved_moe(), tuple(_notes(stored, detector))
@@ -212,6 +216,7 @@ def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> N
     Raises:
         ConfigError: If it is one.
     """
+    _check_nobodys_experts(stored, detector)
     old = row_owners(detector, stored.state, names_of_space(stored.space))
     now = row_owners(detector, detector.state_dict(), names_of_space(space))
     for key in old.keys() & now.keys():
@@ -226,6 +231,36 @@ def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> N
                     "of experts does not follow that of the groups; set "
                     "moe.num_experts=None, or (fine_grained.copies) as many more."
                 )
+
+
+def _check_nobodys_experts(stored: StoredDetector, detector: Any) -> None:
+    """Refuse another number of experts where none of them is a dataset's.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    blocks = moe_blocks(detector)
+    if any(map(has_groups, blocks)):
+        return
+    for then, block in zip(moe_blocks(stored.build()), blocks, strict=False):
+        old, now = then.moe.num_experts, block.moe.num_experts
+        if old != now:
+            raise ConfigError(
+                f"the experts of the detector in {stored.path} belong to no dataset "
+                f"(moe has no DatasetRoutingLoss and no teacher_forcing); there are "
+                f"{old} per layer, and the config makes {now}, as their number follows "
+                f"the dataset groups; set moe.num_experts={old}."
+            )
+
+
+def _take_masks_of_nobody(state: dict[str, Tensor], detector: Any) -> None:
+    """Count experts that are nobody's for the datasets that there are now, or not."""
+    for name, block in detector.named_modules():
+        if isinstance(block, (MoEFFN, MoEPatchConv)) and not has_groups(block):
+            key, mask_GE = f"{name}.moe.{GROUP_EXPERTS}", block.moe.group_experts_GE
+            state.pop(key, None)
+            if mask_GE is not None:
+                state[key] = mask_GE
 
 
 def _choose_models(

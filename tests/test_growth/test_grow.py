@@ -236,6 +236,36 @@ def test_a_fixed_number_of_experts_is_refused(save, make_config, mixture):
         add_datasets(stored, cfg)
 
 
+def test_experts_of_nobody_keep_their_number(save, make_config, mixture):
+    """By itself it would follow that of the datasets."""
+    stored = StoredDetector.read(str(save(mixture[:2], moe="vanilla")))
+    options = dict(name="grown", moe="vanilla")
+    cfg = Config.fromfile(make_config(mixture, **options))
+    with pytest.raises(ConfigError, match=r"no dataset .* set moe\.num_experts=2\."):
+        add_datasets(stored, cfg, like="park")
+    fixed = "moe = dict(num_experts=2)"
+    cfg = Config.fromfile(make_config(mixture, extra=fixed, **options))
+    grown = add_datasets(stored, cfg)  # nothing to be like: auto looks at no image
+    assert grown.new_classes == ("kite",)
+    assert grown.models == {}
+    experts = [key for key in stored.state if ".moe." in key and "group_" not in key]
+    assert experts
+    assert all(torch.equal(grown.state[key], stored.state[key]) for key in experts)
+
+
+def test_a_new_group_is_like_the_group_of_the_dataset_that_is_named(
+    save, make_config, mixture
+):
+    """Park's experts are those of the group green."""
+    entries = [mixture[0], {**mixture[1], "group": "green"}]
+    stored = StoredDetector.read(str(save(entries)))
+    cfg = Config.fromfile(make_config([*entries, mixture[2]], name="grown"))
+    grown = add_datasets(stored, cfg, like="park")
+    assert grown.models == {"sky": "green"}
+    for key in (k for k in grown.state if k.endswith("up_ELD")):
+        assert torch.equal(grown.state[key][2], stored.state[key][1])
+
+
 def test_gates_that_weigh_all_experts_are_named(save, make_config, mixture):
     options = dict(moe="damex")
     stored = StoredDetector.read(str(save(mixture[:2], **options)))
