@@ -147,9 +147,9 @@ class LabelFile:
                     f"{did_you_mean(name, names).replace('it has', 'the mixture has')}"
                 )
 
-    def only(self, dataset: str) -> LabelFile:
-        """What it says about one dataset."""
-        found = {name: row for name, row in self.datasets.items() if name == dataset}
+    def only(self, *datasets: str) -> LabelFile:
+        """What it says about some datasets."""
+        found = {name: row for name, row in self.datasets.items() if name in datasets}
         return replace(self, datasets=found)
 
     def dropped(self, dataset: str) -> tuple[str, ...]:

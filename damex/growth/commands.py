@@ -6,19 +6,15 @@ import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from mmengine.config import DictAction
-from torch import Tensor
 
 from damex.commandline.commands import grow_parser, prune_parser
-from damex.datasets.label_space import LabelSpace
 from damex.engine.config_files import config_of
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import drop_datasets
 from damex.inference.stored import StoredDetector
-from damex.inference.writing import check_target, make_folder
+from damex.inference.writing import check_target, write_checkpoint
 
 
 def grow(arguments: Sequence[str]) -> None:
@@ -35,12 +31,13 @@ def grow(arguments: Sequence[str]) -> None:
     check_target(Path(args.out), with_config=False)
     stored = StoredDetector.read(args.checkpoint)
     grown = add_datasets(stored, config_of(args), like=args.like, images=args.images)
-    _write_checkpoint(
+    write_checkpoint(
         Path(args.out),
         grown.state,
-        text=grown.config.pretty_text,
-        space=grown.space,
-        moe=grown.moe,
+        config=grown.config.pretty_text,
+        with_config=False,
+        dataset_meta=grown.space.to_metainfo(),
+        moe=dict(grown.moe),
     )
     print("\n".join([*_lines(grown, args.out), *_next_steps(grown, args)]))
 
@@ -130,9 +127,13 @@ def prune(arguments: Sequence[str]) -> None:
     check_target(out)
     stored = StoredDetector.read(args.checkpoint)
     pruned = drop_datasets(stored, args.drop)
-    text = pruned.config.pretty_text
-    _write_checkpoint(out, pruned.state, text=text, space=pruned.space, moe=pruned.moe)
-    out.with_suffix(".py").write_text(text, encoding="utf-8")
+    write_checkpoint(
+        out,
+        pruned.state,
+        config=pruned.config.pretty_text,
+        dataset_meta=pruned.space.to_metainfo(),
+        moe=dict(pruned.moe),
+    )
     gone = [name for name in stored.space.classes if name not in pruned.space.classes]
     print(
         f"written: {out} and {out.with_suffix('.py')}\n"
@@ -142,25 +143,3 @@ def prune(arguments: Sequence[str]) -> None:
         f"{stored.parameters / 1e6:.2f}"
         + "".join(f"\nnote: {note}" for note in pruned.notes)
     )
-
-
-def _write_checkpoint(
-    path: Path,
-    state: Mapping[str, Tensor],
-    *,
-    text: str,
-    space: LabelSpace,
-    moe: Mapping[str, Any],
-) -> None:
-    """Write a checkpoint as a training does, to predict with or to start from.
-
-    Args:
-        path: Its folder is made.
-        state: Weights by their names.
-        text: The config.
-        space: The datasets and their classes.
-        moe: The resolved ``moe`` tree.
-    """
-    make_folder(path.parent)
-    meta = dict(cfg=text, dataset_meta=space.to_metainfo(), moe=dict(moe))
-    torch.save(dict(meta=meta, state_dict=dict(state)), path)

@@ -20,7 +20,7 @@ from damex.engine.config_files import mixture_datasets
 from damex.engine.freezing import freeze_all_but
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.engine.runner import check_detector
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
 from damex.inference.stored import StoredDetector, forget_processes
 from damex.models.blocks import MoEFFN, MoEPatchConv
@@ -275,12 +275,7 @@ def _choose_models(
     if like == NONE or not new or cfg["model"].get("moe") is None:
         return {}, {}
     if like != AUTO:
-        if like not in stored.space.dataset_names:
-            raise ConfigError(
-                f"--like: the checkpoint {stored.path} knows no dataset {like!r}; "
-                f"{did_you_mean(like, stored.space.dataset_names)}"
-            )
-        number = stored.space.dataset_id(like)
+        number = stored.dataset_id(like)
         return dict.fromkeys(new, stored.space.groups[number]), {}
     predictor = Predictor(stored.path)
     if not predictor.can_tell:

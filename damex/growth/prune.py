@@ -142,10 +142,8 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
             dataset["datasets"] = _entries(dataset.get("datasets"), names)
             dataset["label_space"] = space.to_metainfo()
     if isinstance(found.get("label_space"), Mapping):
-        rules = LabelFile.from_content(found["label_space"]).to_content()
-        listed = rules["datasets"].items()
-        rules["datasets"] = {name: row for name, row in listed if name in names}
-        found["label_space"] = rules
+        rules = LabelFile.from_content(found["label_space"])
+        found["label_space"] = rules.only(*names).to_content()
     # What a training took its start from is no start for this detector.
     for key in ("load_from", "resume", "train_only"):
         found.pop(key, None)

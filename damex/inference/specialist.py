@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.registry import MODELS, TRANSFORMS
 from mmengine.config import Config, ConfigDict
@@ -19,7 +18,7 @@ from damex.errors import ConfigError
 from damex.inference.dense_ffn import dense_ffn, widened
 from damex.inference.plain_backbone import KEYS, TYPE, plain_backbone
 from damex.inference.stored import StoredDetector
-from damex.inference.writing import check_target, make_folder
+from damex.inference.writing import check_target, write_checkpoint
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
@@ -73,14 +72,13 @@ class Specialist:
             ConfigError: If it does not end in .pth, or a file is there already.
         """
         check_target(path)
-        config = path.with_suffix(".py")
-        make_folder(path.parent)
-        meta = dict(
-            dataset_meta=dict(classes=self.classes), cfg=self.config.pretty_text
+        write_checkpoint(
+            path,
+            self.state,
+            config=self.config.pretty_text,
+            dataset_meta=dict(classes=self.classes),
         )
-        torch.save(dict(meta=meta, state_dict=dict(self.state)), path)
-        config.write_text(self.config.pretty_text, encoding="utf-8")
-        return config
+        return path.with_suffix(".py")
 
 
 def take_out(stored: StoredDetector, dataset: str) -> Specialist:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mmcv
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from damex.curation.sheets import draw_name, palette
 from damex.errors import ConfigError
@@ -167,6 +169,34 @@ def check_target(
     for file in (path, path.with_suffix(".py")):
         if file.exists() and (with_config or file == path):
             raise ConfigError(f"{file} exists; remove it, or name another --out.")
+
+
+def write_checkpoint(
+    path: Path,
+    state: Mapping[str, Tensor],
+    *,
+    config: str,
+    with_config: bool = True,
+    **meta: Any,
+) -> None:
+    """Write a checkpoint whole or not at all, and its config beside it.
+
+    Args:
+        path: Its folder is made; see `check_target`.
+        state: Weights by their names.
+        config: Text of the config.
+        with_config: Whether to write it beside the checkpoint, too.
+        meta: What else the checkpoint says of itself, such as ``dataset_meta``.
+
+    Raises:
+        ConfigError: If the folder cannot be made.
+    """
+    make_folder(path.parent)
+    part = path.with_name(f"{path.name}.part")
+    torch.save(dict(meta=dict(cfg=config, **meta), state_dict=dict(state)), part)
+    if with_config:
+        path.with_suffix(".py").write_text(config, encoding="utf-8")
+    part.replace(path)
 
 
 def check_file(path: Path) -> None:

@@ -40,7 +40,6 @@ class LayerUse:
         information: Mutual information of row and expert in nats, each row counting
             alike.
         most_information: The most that so many rows and experts can have.
-        evenness: See `LayerTally.evenness`.
         unused: Experts that no token went to.
     """
 
@@ -51,7 +50,6 @@ class LayerUse:
     most_entropy: float
     information: float
     most_information: float
-    evenness: float | None
     unused: Sequence[int]
 
     @classmethod
@@ -75,7 +73,6 @@ class LayerUse:
             # + 0.0: rounding can leave a negative zero
             information=max(float(mutual_information(seen_RE)), 0.0) + 0.0,
             most_information=math.log(min(rows, experts)),
-            evenness=tally.evenness,
             unused=tally.unused,
         )
 

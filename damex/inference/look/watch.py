@@ -78,7 +78,7 @@ class Watcher:
     """
 
     def __init__(self, stored: StoredDetector, *, device: str) -> None:
-        self.detector = stored.build(device)
+        self.detector: Any = stored.build(device)
         if not any(
             not getattr(b, "is_dense", False) for b in moe_blocks(self.detector)
         ):
