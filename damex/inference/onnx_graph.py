@@ -15,8 +15,9 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mmdet.models.detectors import DINO, DeformableDETR
@@ -47,7 +48,8 @@ def check_packages() -> None:
         )
 
 
-class Canvas(NamedTuple):
+@dataclass(frozen=True)
+class Canvas:
     """How images come to a graph.
 
     Attributes:

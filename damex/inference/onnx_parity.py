@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ LEAST_SHARE = 0.1
 ROUNDS = 5
 
 
-class Answers(NamedTuple):
+@dataclass(frozen=True)
+class Answers:
     """What was found in one image.
 
     Attributes:
@@ -199,7 +200,7 @@ def difference(one: Answers, other: Answers, *, least: float) -> tuple[float, fl
 
 def _distances(one: Answers, other: Answers, least: float) -> Iterator[np.ndarray]:
     """Differences of score and box to the nearest of the same class."""
-    for box, score, label in zip(*one, strict=True):
+    for box, score, label in zip(one.boxes, one.scores, one.labels, strict=True):
         if score < least:
             continue
         rivals = other.labels == label

@@ -90,12 +90,12 @@ def test_the_graph_answers_as_mmdet(save, base):
     session = check(graph)
     # What lies outside of an image makes no difference.
     images, sizes = canvases([(40, 70)], graph.canvas, seed=0)
-    (one,) = answers_of_graph(session, images, sizes)
+    before = session.run(None, dict(images=images, sizes=sizes))
     images[:, :, 40:] = 255
     images[:, :, :, 70:] = 7
-    (other,) = answers_of_graph(session, images, sizes)
-    for before, after in zip(one, other, strict=True):
-        np.testing.assert_array_equal(before, after)
+    after = session.run(None, dict(images=images, sizes=sizes))
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_another_size_and_a_class_alone(save):
@@ -197,16 +197,16 @@ RESIZE = dict(type="Resize", scale=(1333, 800), keep_ratio=True)
 def test_a_canvas_is_what_the_evaluation_made(load, preprocessor, is_rgb):
     pipeline = [dict(type="LoadImageFromFile", **load), RESIZE]
     canvas = Canvas.of(pipeline, dict(pad_size_divisor=32, **preprocessor))
-    assert canvas == (1344, 800, True, is_rgb)
+    assert canvas == Canvas(1344, 800, True, is_rgb)
 
 
 def test_evaluations_that_no_canvas_can_follow():
     load = dict(type="LoadImageFromFile")
     with pytest.raises(ConfigError, match="say --image-size WIDTH HEIGHT"):
         Canvas.of([load], {})
-    assert Canvas.of([load], {}, (30, 20)) == (30, 20, True, False)
+    assert Canvas.of([load], {}, (30, 20)) == Canvas(30, 20, True, False)
     stretched = dict(type="Resize", scale=(30, 20))
-    assert Canvas.of([load, stretched], {}) == (30, 20, False, False)
+    assert Canvas.of([load, stretched], {}) == Canvas(30, 20, False, False)
     with pytest.raises(ConfigError, match="does Pad with images, which"):
         Canvas.of([load, RESIZE, dict(type="Pad", size=(800, 800))], {})
 
