@@ -9,7 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple
 
-from damex.commandline import commands
+from damex.commandline import commands, measuring
 from damex.commandline.parser import asks_for_help
 from damex.commandline.run import run_command
 from damex.errors import ConfigError, did_you_mean
@@ -88,7 +88,8 @@ def _run(name: str, arguments: Sequence[str]) -> int | None:
             f"damex has no command {name!r}; {did_you_mean(name, COMMANDS)}"
         )
     if name != "data" and asks_for_help(arguments):  # data has commands of its own
-        getattr(commands, f"{name}_parser")().print_help()
+        room = commands if hasattr(commands, f"{name}_parser") else measuring
+        getattr(room, f"{name}_parser")().print_help()
         return None
     return getattr(import_module(COMMANDS[name].module), name)(arguments)
 

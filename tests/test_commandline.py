@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import damex.__main__ as program
-from damex.commandline import commands, data
+from damex.commandline import commands, data, measuring
 from damex.commandline.parser import Parser
 from damex.datasets.formats.conversion import FORMATS
 
@@ -49,7 +49,7 @@ def test_every_command_has_help_with_an_example(capsys):
         assert f"examples:\n  damex {typed}" in said
 
 
-@pytest.mark.parametrize("module", [commands, data])
+@pytest.mark.parametrize("module", [commands, data, measuring])
 def test_examples_are_command_lines_that_work(module):
     for name, make in vars(module).items():
         if not name.endswith("_parser"):

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import nn
 
 from damex.analysis.ladder import SCORES, ladder_table, with_differences, zeroed_rows
-from damex.commandline.commands import tell_datasets_parser, zero_ffns_parser
+from damex.commandline.measuring import tell_datasets_parser, zero_ffns_parser
 from damex.commandline.parser import Parser
 from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model

@@ -29,7 +29,7 @@ import damex
 from damex.analysis.comparison import markdown
 from damex.analysis.rivals import Rival, loop_over_experts, rivals_of
 from damex.commandline.bar import Bar
-from damex.commandline.commands import benchmark_parser
+from damex.commandline.measuring import benchmark_parser
 from damex.errors import ConfigError
 from damex.moe import MoELayer, Packing
 

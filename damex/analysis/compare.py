@@ -30,7 +30,7 @@ from damex.analysis.runs import (
     training,
     write_config,
 )
-from damex.commandline.commands import compare_moe_parser
+from damex.commandline.measuring import compare_moe_parser
 from damex.engine.config_files import (
     CONFIGS,
     MOE,

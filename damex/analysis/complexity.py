@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.commandline.commands import complexity_parser
+from damex.commandline.measuring import complexity_parser
 from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.config_files import config_of
 from damex.engine.console import filter_console

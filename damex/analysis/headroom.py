@@ -44,7 +44,7 @@ from damex.analysis.runs import (
     write_config,
 )
 from damex.analysis.verdict import Verdict, is_above, judge
-from damex.commandline.commands import RUNGS, headroom_parser
+from damex.commandline.measuring import RUNGS, headroom_parser
 from damex.engine.config_files import config_of
 from damex.errors import ConfigError
 

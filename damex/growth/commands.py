@@ -13,7 +13,7 @@ from damex.commandline.commands import grow_parser, prune_parser
 from damex.engine.config_files import config_of
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import drop_datasets
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import check_target, write_checkpoint
 
 
@@ -139,7 +139,6 @@ def prune(arguments: Sequence[str]) -> None:
         f"written: {out} and {out.with_suffix('.py')}\n"
         f"datasets: {', '.join(pruned.space.dataset_names)}; classes: "
         f"{pruned.space.num_classes}; gone: {', '.join(gone) or 'none'}\n"
-        f"{pruned.parameters / 1e6:.2f} million parameters of "
-        f"{stored.parameters / 1e6:.2f}"
+        f"{millions(pruned.state)} million parameters of {millions(stored.state)}"
         + "".join(f"\nnote: {note}" for note in pruned.notes)
     )

@@ -41,11 +41,6 @@ class Pruned:
     moe: Mapping[str, Any]
     notes: tuple[str, ...]
 
-    @property
-    def parameters(self) -> int:
-        """Numbers in its weights."""
-        return sum(tensor.numel() for tensor in self.state.values())
-
 
 def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
     """Take datasets away, with the classes and experts that no other dataset has.

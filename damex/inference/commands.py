@@ -23,7 +23,7 @@ from damex.inference.onnx_parity import BOX_TOLERANCE, SCORE_TOLERANCE, compare
 from damex.inference.prediction import Prediction
 from damex.inference.predictor import Predictor
 from damex.inference.specialist import Specialist, take_out
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import (
     check_draw_folder,
     check_file,
@@ -159,11 +159,11 @@ def export(arguments: Sequence[str]) -> None:
     else:
         first, lines = f"written: {out} and {specialist.write(out)}", []
         needs = f"mmdet, without damex{specialist.needs}"
-    classes, parameters = specialist.classes, specialist.parameters
+    classes = specialist.classes
     words = "1 class" if len(classes) == 1 else f"{len(classes)} classes"
     about = (
-        f"{args.dataset}: {words}, {parameters / 1e6:.2f} million parameters of "
-        f"{stored.parameters / 1e6:.2f}; for {needs}"
+        f"{args.dataset}: {words}, {millions(specialist.state)} million parameters of "
+        f"{millions(stored.state)}; for {needs}"
     )
     print("\n".join([first, about, *lines]))
 

@@ -44,11 +44,6 @@ class Specialist:
     state: Mapping[str, Tensor]
 
     @property
-    def parameters(self) -> int:
-        """Numbers in its weights."""
-        return sum(tensor.numel() for tensor in self.state.values())
-
-    @property
     def needs(self) -> str:
         """What else than mmdet it needs, to be said in a sentence."""
         return " (with timm)" if self.config.model.backbone.type == TYPE else ""

@@ -117,11 +117,6 @@ class StoredDetector:
         detector.eval()
         return detector.to(device)
 
-    @property
-    def parameters(self) -> int:
-        """Numbers in its weights."""
-        return sum(tensor.numel() for tensor in self.state.values())
-
     def dataset_id(self, name: str) -> int:
         """Position of a dataset.
 
@@ -134,6 +129,11 @@ class StoredDetector:
                 f"{did_you_mean(name, self.space.dataset_names)}"
             )
         return self.space.dataset_id(name)
+
+
+def millions(state: Mapping[str, Tensor]) -> str:
+    """How many numbers some weights have, in millions, for the screen."""
+    return f"{sum(tensor.numel() for tensor in state.values()) / 1e6:.2f}"
 
 
 def forget_processes(model: Mapping[str, Any]) -> None:

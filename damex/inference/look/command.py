@@ -17,7 +17,7 @@ from damex.inference.look.history import read_history
 from damex.inference.look.page import LayerUse, render
 from damex.inference.look.samples import rows_of_mixture, rows_of_words
 from damex.inference.look.watch import Watched, Watcher, kinds_of
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import make_folder
 
 
@@ -60,7 +60,7 @@ def experts(arguments: Sequence[str]) -> int:
     page = render(
         title=f"Experts of {Path(args.checkpoint).name}",
         about=f"{args.checkpoint}: {stored.model.get('type')}, "
-        f"{stored.parameters / 1e6:.2f} million parameters"
+        f"{millions(stored.state)} million parameters"
         + (f", epoch {epoch}" if epoch is not None else ""),
         space=stored.space,
         rows=rows,
