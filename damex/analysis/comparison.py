@@ -130,8 +130,9 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
     return None if None in values else spread(values)
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def cell(value: Any) -> str:

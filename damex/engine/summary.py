@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shlex
 import sys
 import time
@@ -278,12 +277,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _peak_memory_mib() -> float:
+def _peak_memory_mib() -> float | None:
     """Largest memory so far: of the GPU if there is one, else of this process."""
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_allocated() / 2**20, 1)
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(kibibytes / 2**10, 1)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, else kibibytes
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
 
 def _last_checkpoint(folder: Path) -> str | None:

@@ -387,6 +387,20 @@ class TestKitti:
         assert found.splits["train"] == {"image_2/1.png": [DOG]}
         assert found.splits["val"] == {"image_2/0.png": [CAT]}
 
+    def test_lists_name_the_images_of_their_own_folder(
+        self, tmp_path, write_image, write, read
+    ):
+        places = {"one/training": CAT, "one/testing": DOG, "two/training": DOG}
+        for place, box in places.items():
+            write_image(tmp_path / f"{place}/image_2/0.png")
+            write(tmp_path / f"{place}/label_2/0.txt", kitti(*box))
+        for folder in ("one", "two"):
+            write(tmp_path / f"{folder}/ImageSets/train.txt", "0\n")
+        assert read(tmp_path, val_share=0.0).splits["train"] == {
+            "one/training/image_2/0.png": [CAT],
+            "two/training/image_2/0.png": [DOG],
+        }
+
     def test_faults(self, tmp_path, write_image, write, read):
         write_image(tmp_path / "image_2/0.png")
         bad = [kitti("cat", corners) for _, corners in BAD_CORNERS]

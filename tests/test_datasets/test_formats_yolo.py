@@ -167,6 +167,20 @@ def test_polygons_become_the_boxes_around_them(tmp_path, write_image, write, rea
     assert read(tmp_path, classes=("cat", "dog")).boxes() == {"a.jpg": [CAT, DOG]}
 
 
+def test_keypoints_behind_a_box_are_left_out(roboflow, write, read):
+    config = "train: train\nval: valid\nnames: [cat, dog]\nkpt_shape: {}"
+    write(roboflow / "data.yaml", config.format("[2, 3]"))
+    points = "0.9 0.9 2 0.01 0.01 0"  # the box does not reach them
+    write(roboflow / "train/labels/a.txt", f"{CAT_LINE} {points}\n")
+    write(roboflow / "valid/labels/a.txt", f"{DOG_LINE} {points}\n{DOG_LINE} 0.5\n")
+    found = read(roboflow)
+    assert found.splits == SPLITS
+    assert found.dropped == {"lines that are no box or polygon of a class": 1}
+    write(roboflow / "data.yaml", config.format("17"))
+    with pytest.raises(DataError, match=r"data.yaml: kpt_shape must be .* got 17"):
+        read(roboflow)
+
+
 def test_images_without_objects_stay(roboflow, write_image, write, read):
     write(roboflow / "data.yaml", "train: train\nval: valid\nnames: [cat, dog]")
     write_image(roboflow / "train/images/empty.jpg")

@@ -141,9 +141,18 @@ def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Con
 
 def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     contents = read_label_files(tree, "kitti", _kitti_box, ledger)
-    by_stem = {stem(sample.source): sample for sample in contents.samples}
-    listed = splits_by_image_sets(tree, lambda _, name: by_stem.get(name), ledger)
-    contents.splits = listed or contents.splits
+    by_stem: dict[str, list[Sample]] = {}
+    for sample in contents.samples:
+        by_stem.setdefault(stem(sample.source), []).append(sample)
+
+    def find(base: str, name: str) -> Sample | None:
+        """The sample below the folder of ImageSets; of training/ where two have it."""
+        below = f"{base}/" if base else ""
+        found = [s for s in by_stem.get(name, ()) if s.source.startswith(below)]
+        found.sort(key=lambda sample: split_of_folder(parent(sample.source)) != "train")
+        return found[0] if found else None
+
+    contents.splits = splits_by_image_sets(tree, find, ledger) or contents.splits
     return contents
 
 

@@ -1,8 +1,9 @@
 """YOLO: one text file per image, one line per object, sizes as shares of the image.
 
 A line is the number of the class and centre x, centre y, width, height; or the number
-and the corners of a polygon, of which the upright box around it is taken. Names and
-splits come from a ``data.yaml`` (Ultralytics, Roboflow) or from darknet's ``.data``,
+and the corners of a polygon, of which the upright box around it is taken. Keypoints that
+follow a box (``kpt_shape`` in ``data.yaml``) are left out. Names and splits come from
+a ``data.yaml`` (Ultralytics, Roboflow) or from darknet's ``.data``,
 ``.names`` and list files. An image without a label file, or with an empty one, shows no
 object: that is how YOLO writes it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -49,10 +51,14 @@ _SLACK = 0.01
 
 @dataclass
 class _Config:
-    """Class names, and where the images of each split are: folders and list files."""
+    """Class names, and where the images of each split are: folders and list files.
+
+    ``keypoints`` counts the numbers that follow each box for its keypoints.
+    """
 
     source: str = ""
     names: tuple[str, ...] | None = None
+    keypoints: int = 0
     places: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -109,7 +115,7 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
             ledger.note("images without a label file: kept as without objects", image)
         sample = Sample(image, label or config.source or image, normalised=True)
         if label is not None:
-            sample.boxes = list(_boxes(tree, label, names, ledger))
+            sample.boxes = list(_boxes(tree, label, names, config.keypoints, ledger))
         samples[image] = sample
     by_split = {
         split: [samples[image] for image in images] for split, images in splits.items()
@@ -156,6 +162,8 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
             f"from number to name, got {names!r}."
         )
     config = _Config(path, tuple(str(name) for name in names))
+    if (shape := content.get("kpt_shape")) is not None:
+        config.keypoints = _count_keypoints(tree.root / path, shape)
     prefix = str(content.get("path") or "")
     for key, value in content.items():
         split = split_name(str(key))
@@ -165,6 +173,16 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
                 f"{prefix}/{place}" if prefix else str(place) for place in places
             )
     return config
+
+
+def _count_keypoints(source: Path, shape: object) -> int:
+    """How many numbers ``kpt_shape: [keypoints, 2 or 3]`` puts behind each box."""
+    match shape:
+        case [int(points), int(values)] if points > 0 and values in (2, 3):
+            return points * values
+    raise DataError(
+        f"{source}: kpt_shape must be [number of keypoints, 2 or 3], got {shape!r}."
+    )
 
 
 def _found_lists(tree: Tree, ledger: Ledger) -> dict[str, list[str]]:
@@ -282,12 +300,14 @@ def _label_of_images(tree: Tree, ledger: Ledger) -> dict[str, str]:
 
 
 def _boxes(
-    tree: Tree, path: str, names: tuple[str, ...], ledger: Ledger
+    tree: Tree, path: str, names: tuple[str, ...], keypoints: int, ledger: Ledger
 ) -> Iterator[Box]:
     for number, line in enumerate(tree.lines(path), start=1):
         words, place = line.split(), f"{path}:{number}"
         if not words:
             continue
+        if keypoints and len(words) == 5 + keypoints:
+            words = words[:5]
         values = numbers(words)
         is_shape = len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
         if values is None or not is_shape:
