@@ -36,6 +36,7 @@ COMMANDS = MappingProxyType(
         ),
         "grow": Command("damex.growth.commands", "put new datasets into a detector"),
         "prune": Command("damex.growth.commands", "take datasets away from it"),
+        "merge": Command("damex.growth.commands", "let datasets share experts in it"),
         "data": Command("damex.commandline.data", "look at datasets before a training"),
         "doctor": Command("damex.doctor", "check the installation"),
         "headroom": Command("damex.analysis.headroom", "what experts could win"),

@@ -118,7 +118,8 @@ class Run:
             ConfigError: If the folder holds a run with other settings, or something
                 else.
         """
-        path = self.folder / "summary.json"
+        prefix = "test_" if self.command == "test" else ""
+        path = self.folder / f"{prefix}summary.json"
         if not path.is_file():
             return None
         try:

@@ -235,15 +235,42 @@ def prune_parser() -> Parser:
         examples=("damex prune epoch_12.pth --drop cells --out smaller.pth",),
     )
     parser.add_checkpoint()
+    parser.add_argument(
+        "--drop", required=True, nargs="+", metavar="NAME", help="datasets"
+    )
+    _add_out(parser)
+    return parser
+
+
+def merge_parser() -> Parser:
+    """Arguments of ``damex merge``."""
+    parser = Parser(
+        "merge",
+        "Let datasets of a trained detector share the mean of their experts, and "
+        "evaluate what it costs",
+        examples=("damex merge epoch_12.pth --datasets ships boats --out smaller.pth",),
+    )
+    parser.add_checkpoint()
     add = parser.add_argument
-    add("--drop", required=True, nargs="+", metavar="NAME", help="datasets")
+    add("--datasets", required=True, nargs="+", metavar="NAME", help="two or more")
+    _add_out(parser)
     add(
+        "--no-test",
+        action="store_true",
+        help="do not evaluate; without it the validation images of the mixture have to "
+        "be where they were in the training",
+    )
+    return parser
+
+
+def _add_out(parser: Parser) -> None:
+    """Add where a changed checkpoint goes."""
+    parser.add_argument(
         "--out",
         required=True,
         metavar="FILE.pth",
         help="the new checkpoint; its config is written beside it, as FILE.py",
     )
-    return parser
 
 
 def doctor_parser() -> Parser:

@@ -1,18 +1,23 @@
-"""The commands ``damex grow`` and ``damex prune``."""
+"""The commands ``damex grow``, ``damex prune`` and ``damex merge``."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mmengine.config import DictAction
+from mmengine.config import Config, DictAction
+from rich.console import Console
 
-from damex.commandline.commands import grow_parser, prune_parser
+from damex.analysis.comparison import markdown
+from damex.analysis.runs import Run, check_finished, finish, write_config
+from damex.commandline.commands import grow_parser, merge_parser, prune_parser
 from damex.engine.config_files import config_of
 from damex.growth.grow import Grown, add_datasets
-from damex.growth.prune import drop_datasets
+from damex.growth.prune import Pruned, drop_datasets, merge_groups
 from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import check_target, write_checkpoint
 
@@ -123,10 +128,45 @@ def prune(arguments: Sequence[str]) -> None:
         DataError: If the checkpoint cannot be read.
     """
     args = prune_parser().parse_args(arguments)
+    check_target(Path(args.out))
+    stored = StoredDetector.read(args.checkpoint)
+    pruned = drop_datasets(stored, args.drop)
+    gone = [name for name in stored.space.classes if name not in pruned.space.classes]
+    _write(
+        pruned,
+        stored,
+        Path(args.out),
+        f"datasets: {', '.join(pruned.space.dataset_names)}; classes: "
+        f"{pruned.space.num_classes}; gone: {', '.join(gone) or 'none'}",
+    )
+
+
+def merge(arguments: Sequence[str]) -> None:
+    """Write a checkpoint in which datasets share experts, and say what it costs.
+
+    Args:
+        arguments: Command line without the program's name.
+
+    Raises:
+        ConfigError: If there is no such dataset, the experts cannot be averaged, or
+            the evaluation fails (the checkpoint is written then).
+        DataError: If the checkpoint cannot be read.
+    """
+    args = merge_parser().parse_args(arguments)
     out = Path(args.out)
     check_target(out)
     stored = StoredDetector.read(args.checkpoint)
-    pruned = drop_datasets(stored, args.drop)
+    merged = merge_groups(stored, args.datasets)
+    groups = ", ".join(merged.space.group_names)
+    _write(merged, stored, out, f"groups of datasets with experts: {groups}")
+    if not args.no_test:
+        before = Config(copy.deepcopy(stored.config))
+        pairs = dict(before=(before, args.checkpoint), after=(merged.config, args.out))
+        print(_cost(*_scores(pairs, out.with_name(f"{out.stem}_test"))))
+
+
+def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> None:
+    """Write a checkpoint and its config, and say what is in them."""
     write_checkpoint(
         out,
         pruned.state,
@@ -134,11 +174,55 @@ def prune(arguments: Sequence[str]) -> None:
         dataset_meta=pruned.space.to_metainfo(),
         moe=dict(pruned.moe),
     )
-    gone = [name for name in stored.space.classes if name not in pruned.space.classes]
     print(
-        f"written: {out} and {out.with_suffix('.py')}\n"
-        f"datasets: {', '.join(pruned.space.dataset_names)}; classes: "
-        f"{pruned.space.num_classes}; gone: {', '.join(gone) or 'none'}\n"
+        f"written: {out} and {out.with_suffix('.py')}\n{about}\n"
         f"{millions(pruned.state)} million parameters of {millions(stored.state)}"
-        + "".join(f"\nnote: {note}" for note in pruned.notes)
+        + "".join(f"\nnote: {note}" for note in pruned.notes),
+        flush=True,
     )
+
+
+def _scores(
+    pairs: Mapping[str, tuple[Config, str]], folder: Path
+) -> list[dict[str, float | None]]:
+    """AP of each dataset, of their mean, and pooled, on the validation images.
+
+    Args:
+        pairs: Config and checkpoint of each evaluation, by its folder's name.
+        folder: For what they write.
+
+    Raises:
+        ConfigError: If one failed, or the folder holds others.
+    """
+    runs = [
+        Run(
+            str(write_config(cfg, folder / name)),
+            folder / name,
+            command="test",
+            inputs=(checkpoint,),
+        )
+        for name, (cfg, checkpoint) in pairs.items()
+    ]
+    check_finished(finish(runs, Console(), jobs=1))
+    summaries = [summary for run in runs if (summary := run.summary()) is not None]
+    return [
+        {name: row["ap"] for name, row in summary["datasets"].items()}
+        | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
+        for summary in summaries
+    ]
+
+
+def _cost(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """A table of AP before and after."""
+    rows = []
+    for name, old in before.items():
+        new = after[name]
+        both = old is not None and new is not None
+        rows.append(
+            (
+                name,
+                *("-" if value is None else f"{value:.3f}" for value in (old, new)),
+                f"{new - old:+.3f}" if both else "-",
+            )
+        )
+    return markdown(("AP", "before", "after", "change"), rows)

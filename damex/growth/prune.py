@@ -1,12 +1,17 @@
-"""Prune: a detector without some of its datasets."""
+"""Prune: a detector of fewer datasets, or of fewer experts.
+
+A dataset that is dropped takes its classes and experts with it; groups of datasets that
+are merged share the mean of their experts from then on.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from mmengine.config import Config
 from torch import Tensor
 
@@ -20,15 +25,17 @@ from damex.growth.grow import check_experts, fresh_detector, mixing_notes
 from damex.inference.specialist import limit_answers
 from damex.inference.stored import StoredDetector
 from damex.models.insertion import moe_blocks
-from damex.models.rows import has_groups
+from damex.models.rows import has_groups, row_owners
+
+DOWN, UP = "down_EDL", "up_ELD"  # of LowRankExperts
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """A detector of fewer datasets.
+    """A detector of fewer datasets or experts.
 
     Attributes:
-        config: That of the checkpoint without them.
+        config: That of the checkpoint, for what is left.
         space: The label space that is left.
         state: Weights by their names.
         moe: Its resolved ``moe`` tree.
@@ -55,7 +62,109 @@ def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
     """
     for name in drop:
         stored.dataset_id(name)
-    space = without(stored.space, drop)
+    return _limited(stored, without(stored.space, drop))
+
+
+def merge_groups(stored: StoredDetector, datasets: Sequence[str]) -> Pruned:
+    """Let dataset groups share one set of experts: the mean of theirs.
+
+    The mean is that of the weights, rows of the routers included. Of low-rank maps it
+    is the map of their rank that is nearest to the mean of the maps: the mean of the
+    factors would mix the one's first with the other's second.
+
+    Args:
+        stored: The checkpoint.
+        datasets: Names of datasets; all of their groups become one.
+
+    Raises:
+        ConfigError: If there is no such dataset, all of them are of one group, or their
+            experts cannot be averaged.
+    """
+    old = stored.space
+    groups = tuple(dict.fromkeys(old.groups[stored.dataset_id(n)] for n in datasets))
+    if len(groups) < 2:
+        raise ConfigError(
+            f"--datasets must name datasets of two groups or more, and "
+            f"{', '.join(datasets)} is of {groups[0]!r} alone; the groups of "
+            f"{stored.path} are {', '.join(old.group_names)}."
+        )
+    name = "+".join(groups)
+    # The rows of the first group are those of all; the others are dropped.
+    first = replace(
+        stored,
+        state=_averaged(stored, groups),
+        space=_renamed(old, groups[:1], name),
+    )
+    return _limited(first, _renamed(old, groups, name))
+
+
+def _renamed(space: LabelSpace, groups: Collection[str], name: str) -> LabelSpace:
+    """A label space with another name for some groups."""
+    return replace(
+        space, groups=tuple(name if own in groups else own for own in space.groups)
+    )
+
+
+def _averaged(stored: StoredDetector, groups: Sequence[str]) -> dict[str, Tensor]:
+    """Weights in which the rows of the first group are the means over some groups.
+
+    Raises:
+        ConfigError: If there are no experts of groups, or of unlike numbers, or shared
+            with others.
+    """
+    owners = row_owners(stored.build(), stored.state, names_of_space(stored.space))
+    of_groups = {k: rows for k, rows in owners.items() if rows[0].kind == "groups"}
+    if not of_groups:
+        raise ConfigError(
+            f"the detector in {stored.path} has no experts that belong to datasets, so "
+            "that there are none to merge."
+        )
+    state = dict(stored.state)
+    for key, rows in of_groups.items():
+        places = [
+            [row for row, owner in enumerate(rows) if owner.names == (group,)]
+            for group in groups
+        ]
+        shared = sum(len(o.names) > 1 and {*o.names} & {*groups} != set() for o in rows)
+        if shared or len({*map(len, places)}) > 1:
+            counts = zip(groups, map(len, places), strict=True)
+            own = ", ".join(f"{group} {count}" for group, count in counts)
+            raise ConfigError(
+                f"the experts of {' and '.join(groups)} in {stored.path} have no "
+                f"counterparts in each other: per layer {own} of its own, and {shared} "
+                "shared with other groups."
+            )
+        state[key] = state[key].clone()
+        state[key][places[0]] = _mean_rows(stored.state, key, places)
+    return state
+
+
+def _mean_rows(
+    state: Mapping[str, Tensor], key: str, places: Sequence[Sequence[int]]
+) -> Tensor:
+    """The mean over groups of their rows of a tensor.
+
+    Axes: N experts of a group, D model width, L rank.
+    """
+    if not key.endswith((DOWN, UP)):
+        return torch.stack([state[key][rows] for rows in places]).mean(0)
+    start = key.removesuffix(DOWN).removesuffix(UP)
+    maps = [state[start + DOWN][rows] @ state[start + UP][rows] for rows in places]
+    rank = state[start + DOWN].shape[-1]
+    mean_NDD = torch.stack(maps).mean(0)
+    left_NDD, values_ND, right_NDD = torch.linalg.svd(mean_NDD)
+    roots_NL = values_ND[:, :rank].sqrt()
+    if key.endswith(DOWN):
+        return left_NDD[:, :, :rank] * roots_NL[:, None]
+    return roots_NL[..., None] * right_NDD[:, :rank]
+
+
+def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
+    """The detector for a label space that has less than its own.
+
+    Raises:
+        ConfigError: If what is left would not keep its experts.
+    """
     old = stored.build()
     blocks = moe_blocks(old)
     if blocks and not any(map(has_groups, blocks)):
@@ -131,10 +240,10 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
     found = copy.deepcopy(dict(config))
     names = space.dataset_names
     if found.get("mixture") is not None:
-        found["mixture"] = _entries(found["mixture"], names)
+        found["mixture"] = _entries(found["mixture"], space)
     for loader in LOADERS:
         for dataset in mixture_datasets((found.get(loader) or {}).get("dataset")):
-            dataset["datasets"] = _entries(dataset.get("datasets"), names)
+            dataset["datasets"] = _entries(dataset.get("datasets"), space)
             dataset["label_space"] = space.to_metainfo()
     if isinstance(found.get("label_space"), Mapping):
         rules = LabelFile.from_content(found["label_space"])
@@ -151,5 +260,13 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
     return found
 
 
-def _entries(entries: Any, names: Sequence[str]) -> list[Any]:
-    return [entry for entry in entries or () if entry["name"] in names]
+def _entries(entries: Any, space: LabelSpace) -> list[Any]:
+    """The entries of the datasets that are left, with the groups that they have now."""
+    groups = dict(zip(space.dataset_names, space.groups, strict=True))
+    kept = [entry for entry in entries or () if entry["name"] in groups]
+    return [
+        entry
+        if (entry.get("group") or entry["name"]) == groups[entry["name"]]
+        else dict(entry, group=groups[entry["name"]])
+        for entry in kept
+    ]

@@ -1,4 +1,10 @@
-"""A detector without a dataset, whose other datasets stay as they were."""
+"""A detector of fewer datasets, or of fewer experts.
+
+Other datasets stay as they were.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,8 +13,9 @@ from mmengine.config import Config
 from damex.__main__ import main
 from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of, resolve_config
+from damex.engine.summary import write_json
 from damex.errors import ConfigError
-from damex.growth.prune import drop_datasets
+from damex.growth.prune import drop_datasets, merge_groups
 from damex.inference import Predictor
 from damex.inference.stored import StoredDetector
 from tests.test_growth.test_grow import assert_same, detections
@@ -124,3 +131,129 @@ def test_a_checkpoint_without_a_mixture_is_refused(save, mixture, tmp_path, caps
     out = str(tmp_path / "out.pth")
     assert main(["prune", str(old), "--drop", "park", "--out", out]) == 2
     assert "is of a training without a mixture" in capsys.readouterr().err
+
+
+def bank(state, start="decoder.layers.0.ffn.moe.experts."):
+    """Maps of the experts of a layer, multiplied out."""
+    return state[f"{start}down_EDL"] @ state[f"{start}up_ELD"]
+
+
+def test_experts_that_are_alike_merge_into_one_that_answers_the_same(
+    save, mixture, tmp_path, capsys
+):
+    old = save(mixture)
+    content = torch.load(old, weights_only=False)
+    for key, tensor in content["state_dict"].items():
+        if ".moe." in key and "_E" in key and len(tensor) == 3:
+            tensor[2] = tensor[0]  # sky's as street's
+    torch.save(content, old)
+    out = tmp_path / "merged.pth"
+    capsys.readouterr()
+    words = ["merge", str(old), "--datasets", "street", "sky", "--out", str(out)]
+    assert main([*words, "--no-test"]) == 0
+    assert "experts: street+sky, park\n" in capsys.readouterr().out
+    for dataset in ("street", "park", "sky"):
+        before, after = (detections(path, tmp_path, dataset) for path in (old, out))
+        assert sum(len(one.scores) for one in before) > 50
+        assert_same(before, after, exactly=False)
+    assert len(bank(torch.load(out, weights_only=False)["state_dict"])) == 2
+    entries = Config.fromfile(out.with_suffix(".py")).mixture
+    groups = {entry["name"]: entry.get("group") for entry in entries}
+    assert groups == dict(street="street+sky", park=None, sky="street+sky")
+
+
+def test_the_mean_of_maps_is_that_of_their_products(save, mixture):
+    """Rank 4 holds the mean of two maps of rank 2."""
+    stored = StoredDetector.read(str(save(mixture)))
+    for key in stored.state:
+        if key.endswith("down_EDL"):
+            stored.state[key][:, :, 2:] = 0.0
+    merged = merge_groups(stored, ["park", "street"])
+    maps_EDD = bank(stored.state)
+    assert merged.space.group_names == ("park+street", "sky")
+    expected = torch.stack([maps_EDD[:2].mean(0), maps_EDD[2]])
+    torch.testing.assert_close(bank(merged.state), expected, atol=1e-5, rtol=1e-4)
+    router = "decoder.layers.0.ffn.moe.router.weight_ED"
+    rows_ED = stored.state[router]
+    expected = torch.stack([rows_ED[:2].mean(0), rows_ED[2]])
+    torch.testing.assert_close(merged.state[router], expected)
+
+
+def test_whole_ffns_are_averaged_weight_by_weight(save, mixture):
+    stored = StoredDetector.read(str(save(mixture, moe="damex")))
+    merged = merge_groups(stored, ["street", "sky"])
+    keys = [k for k in stored.state if ".moe.experts." in k]
+    assert keys
+    for key in keys:
+        rows = stored.state[key]
+        expected = torch.stack([(rows[0] + rows[2]) / 2, rows[1]])
+        torch.testing.assert_close(merged.state[key], expected)
+
+
+def merge_all(save, mixture, tmp_path):
+    """The command, its evaluation included."""
+    old, out = save(mixture), tmp_path / "merged.pth"
+    words = ["merge", str(old), "--datasets", "street", "sky", "--out", str(out)]
+    return main(words), old, out
+
+
+def test_the_cost_is_the_difference_of_two_evaluations(
+    save, mixture, tmp_path, capsys, monkeypatch
+):
+    def evaluate(runs, *_, jobs):
+        for run in runs:
+            (checkpoint,) = run.inputs
+            groups = Config.fromfile(run.config).model.num_groups
+            ap = {("old.pth", 3): 0.5, ("merged.pth", 2): 0.375}
+            ap = ap[Path(checkpoint).name, groups]
+            summary = dict(
+                command=f"damex test {run.config} {checkpoint}",
+                datasets={name: dict(ap=ap) for name in ("street", "park")}
+                | dict(sky=dict(ap=None)),
+                mean_ap=ap - 0.125,
+                pooled_ap=0.25,
+            )
+            write_json(run.folder / "test_summary.json", summary)
+        return []
+
+    monkeypatch.setattr("damex.growth.commands.finish", evaluate)
+    status, _, _ = merge_all(save, mixture, tmp_path)
+    assert status == 0
+    assert capsys.readouterr().out.splitlines()[-6:-1] == [
+        "| street | 0.500 | 0.375 | -0.125 |",
+        "| park | 0.500 | 0.375 | -0.125 |",
+        "| sky | - | - | - |",
+        "| mean | 0.375 | 0.250 | -0.125 |",
+        "| pooled | 0.250 | 0.250 | +0.000 |",
+    ]
+
+
+@pytest.mark.slow
+def test_both_are_evaluated(save, mixture, tmp_path, capsys):
+    status, old, out = merge_all(save, mixture, tmp_path)
+    assert status == 0
+    assert "| street | " in capsys.readouterr().out
+    for name, path in (("before", old), ("after", out)):
+        text = (tmp_path / "merged_test" / name / "test_summary.json").read_text()
+        assert str(path) in json.loads(text)["command"]
+
+
+UNMERGED = {
+    "one": ({}, ["sky"], "must name datasets of two groups or more"),
+    "unknown": ({}, ["sky", "pork"], "did you mean 'park'"),
+    "nobody's": (dict(moe="vanilla"), ["park", "sky"], "no experts that belong"),
+    "dense": (dict(moe="dense"), ["park", "sky"], "no experts that belong"),
+    "unlike": (
+        dict(extra="moe = dict(num_experts=4)"),
+        ["street", "sky"],
+        "street 2, sky 1 of its own, and 0 shared",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "names", "words"), UNMERGED.values(), ids=UNMERGED)
+def test_what_cannot_be_merged_is_refused(save, mixture, options, names, words):
+    stored = StoredDetector.read(str(save(mixture, **options)))
+    with pytest.raises(ConfigError, match=words) as caught:
+        merge_groups(stored, names)
+    assert "\n" not in str(caught.value)

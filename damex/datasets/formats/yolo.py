@@ -1,10 +1,10 @@
 """YOLO: one text file per image, one line per object, sizes as shares of the image.
 
 A line is the number of the class and centre x, centre y, width, height; or the number
-and the corners of a polygon, of which the upright box around it is taken. Keypoints that
-follow a box (``kpt_shape`` in ``data.yaml``) are left out. Names and splits come from
-a ``data.yaml`` (Ultralytics, Roboflow) or from darknet's ``.data``,
-``.names`` and list files. An image without a label file, or with an empty one, shows no
+and the corners of a polygon, of which the upright box around it is taken. Keypoints
+that follow a box (``kpt_shape`` in ``data.yaml``) are left out. Names and splits come
+from a ``data.yaml`` (Ultralytics, Roboflow) or from darknet's ``.data``, ``.names`` and
+list files. An image without a label file, or with an empty one, shows no
 object: that is how YOLO writes it.
 """
 
