@@ -129,15 +129,20 @@ def export_parser() -> Parser:
         "export",
         "Take a dense detector for one dataset out of a mixture of experts: a "
         "checkpoint and a config of mmdet that need no damex, or an ONNX graph that "
-        "needs onnxruntime alone",
+        "needs onnxruntime alone; or write the whole mixture as such a graph",
         examples=(
             "damex export epoch_3.pth --dataset boards --out boards.pth",
             "damex export epoch_3.pth --dataset boards --out boards.onnx",
+            "damex export epoch_3.pth --out mixture.onnx",
         ),
     )
     parser.add_checkpoint()
     add = parser.add_argument
-    add("--dataset", required=True, metavar="NAME", help="a dataset of its mixture")
+    add(
+        "--dataset",
+        metavar="NAME",
+        help="a dataset of its mixture (default: the whole mixture, as .onnx alone)",
+    )
     add(
         "--out",
         required=True,

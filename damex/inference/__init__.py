@@ -7,6 +7,7 @@
     predictions = predictor(["photo.jpg"])
 """
 
+import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
 from damex.inference.prediction import Prediction
 from damex.inference.predictor import Predictor
 

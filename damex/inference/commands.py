@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,10 +19,17 @@ from damex.commandline.commands import export_parser, predict_parser
 from damex.errors import ConfigError, DataError
 from damex.inference.images import find_images, names_of
 from damex.inference.look.samples import validation_images
-from damex.inference.onnx_graph import Canvas, DetectorGraph, check_packages, to_onnx
+from damex.inference.onnx_graph import (
+    Canvas,
+    DetectorGraph,
+    Routing,
+    check_packages,
+    to_onnx,
+)
 from damex.inference.onnx_parity import BOX_TOLERANCE, SCORE_TOLERANCE, compare
+from damex.inference.onnx_routing import voted_detector
 from damex.inference.prediction import Prediction
-from damex.inference.predictor import Predictor
+from damex.inference.predictor import Predictor, labels_by_group
 from damex.inference.specialist import Specialist, take_out
 from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import (
@@ -131,14 +139,14 @@ def _summary(
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Write a dense detector of one dataset, for mmdet or for onnxruntime.
+    """Write a dense detector of one dataset, or a whole mixture for onnxruntime.
 
     Args:
         arguments: Command line without the program's name.
 
     Raises:
         ConfigError: If there is no such dataset, the detector has no dense equal, or
-            ONNX none of the dense one.
+            ONNX none of it.
         DataError: If the checkpoint cannot be read.
     """
     args = export_parser().parse_args(arguments)
@@ -151,10 +159,18 @@ def export(arguments: Sequence[str]) -> None:
         raise ConfigError(
             "--image-size is for a .onnx file; a .pth takes images of any size."
         )
+    elif args.dataset is None:
+        raise ConfigError(
+            "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
+            "be a .onnx file."
+        )
     stored = StoredDetector.read(args.checkpoint)
+    if args.dataset is None:
+        print("\n".join(_export_mixture(stored, args)))
+        return
     specialist = take_out(stored, args.dataset)
     if as_onnx:
-        first, *lines = _export_onnx(stored, specialist, args)
+        first, *lines = _export_specialist(stored, specialist, args)
         needs = "onnxruntime alone"
     else:
         first, lines = f"written: {out} and {specialist.write(out)}", []
@@ -168,10 +184,56 @@ def export(arguments: Sequence[str]) -> None:
     print("\n".join([first, about, *lines]))
 
 
-def _export_onnx(
+def _export_specialist(
     stored: StoredDetector, specialist: Specialist, args: Namespace
 ) -> list[str]:
-    """Write a specialist as an ONNX graph, if it answers as the specialist does.
+    """Write a specialist as an ONNX graph, if it answers as the specialist does."""
+    preprocessor = specialist.config.model.get("data_preprocessor", {})
+    canvas = Canvas.of(stored.pipeline, preprocessor, args.image_size)
+    detector = specialist.build()
+    graph = DetectorGraph(detector, canvas).eval()
+    about = dict(classes=specialist.classes, dataset=args.dataset)
+    image = _image_of(stored, args.dataset, canvas)
+    return _write_onnx(graph, about, detector, [image], Path(args.out))
+
+
+def _export_mixture(stored: StoredDetector, args: Namespace) -> list[str]:
+    """Write a mixture of experts as an ONNX graph, if it answers as in damex."""
+    space = stored.space
+    preprocessor = stored.model.get("data_preprocessor", {})
+    canvas = Canvas.of(stored.pipeline, preprocessor, args.image_size)
+    detector, votes = voted_detector(stored.build(), stored.path)
+    labels = labels_by_group(space)
+    graph = DetectorGraph(detector, canvas, Routing(votes, labels)).eval()
+    about = dict(
+        classes=space.classes,
+        datasets=space.group_names,
+        labels=dict(zip(space.group_names, labels, strict=True)),
+    )
+    images = [_image_of(stored, name, canvas) for name in space.dataset_names]
+    lines = _write_onnx(graph, about, stored.build(), images, Path(args.out))
+    known = (
+        f"{len(space.dataset_names)} datasets, {space.num_classes} classes, "
+        f"{millions(stored.state)} million parameters; for onnxruntime alone"
+    )
+    return [lines[0], known, *lines[1:]]
+
+
+def _write_onnx(
+    graph: DetectorGraph,
+    about: Mapping[str, Any],
+    detector: Any,
+    images: Sequence[tuple[str, Image.Image]],
+    out: Path,
+) -> list[str]:
+    """Write a graph if it answers as a detector does.
+
+    Args:
+        graph: What the file shall do.
+        about: What it says of itself.
+        detector: Whose answers it should give.
+        images: To compare on, with their names.
+        out: The file.
 
     Returns:
         What was done.
@@ -179,31 +241,31 @@ def _export_onnx(
     Raises:
         ConfigError: If ONNX cannot express it, or it answers otherwise.
     """
-    preprocessor = specialist.config.model.get("data_preprocessor", {})
-    canvas = Canvas.of(stored.pipeline, preprocessor, args.image_size)
-    graph = DetectorGraph(specialist.build(), canvas).eval()
-    about = dict(classes=specialist.classes, dataset=args.dataset, damex=__version__)
-    content = to_onnx(graph, about)
-    name, image = _image_of(stored, args.dataset, canvas)
-    parity = compare(graph, content, image)
-    differences = (
-        f"scores differ by {parity.scores:.1e} at most, boxes by {parity.boxes:.1e} "
-        f"pixels"
-    )
-    if not parity.is_close:
-        raise ConfigError(
-            f"{args.out} was not written: on {name} the graph does not answer as mmdet "
-            f"does ({differences}; allowed are {SCORE_TOLERANCE:g} and "
-            f"{BOX_TOLERANCE:g})."
+    content = to_onnx(graph, dict(**about, damex=__version__))
+    lines = []
+    for name, image in dict(images).items():
+        parity = compare(graph, content, image, detector=detector)
+        differences = (
+            f"scores differ by {parity.scores:.1e} at most, boxes by "
+            f"{parity.boxes:.1e} pixels"
         )
-    out = Path(args.out)
+        if not parity.is_close:
+            raise ConfigError(
+                f"{out} was not written: on {name} the graph does not answer as mmdet "
+                f"does ({differences}; allowed are {SCORE_TOLERANCE:g} and "
+                f"{BOX_TOLERANCE:g})."
+            )
+        lines.append(
+            f"compared with mmdet on {name}: {differences} ({parity.detections} "
+            f"detections of {parity.least_score:.2f} or more)"
+        )
     make_folder(out.parent)
     out.write_bytes(content)
+    canvas = graph.canvas
     return [
         f"written: {out} ({len(content) / 1e6:.1f} MB), for images of {canvas.width} x "
         f"{canvas.height} pixels",
-        f"compared with mmdet on {name}: {differences} ({parity.detections} detections "
-        f"of {parity.least_score:.2f} or more)",
+        *lines,
         f"milliseconds per image on one thread: {parity.onnx_ms:.1f} in onnxruntime, "
         f"{parity.torch_ms:.1f} in mmdet",
     ]

@@ -38,7 +38,7 @@ def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
     Raises:
         ConfigError: If no FFN equals the block.
     """
-    expert, weight = _chosen(block, group)
+    expert, weight = chosen_expert(block, group)
     moe = block.moe
     if block.norm is not None:
         raise _refusal(block, "it has a norm before its experts (block.norm='pre')")
@@ -76,8 +76,12 @@ def widened(ffn: Mapping[str, Tensor], hidden: int) -> dict[str, Tensor]:
     }
 
 
-def _chosen(block: MoEFFN, group: int) -> tuple[int, float]:
+def chosen_expert(block: MoEFFN, group: int) -> tuple[int, float]:
     """The expert that all tokens of a group go to, and the weight of its answer.
+
+    Args:
+        block: Of a detector in evaluation.
+        group: Number of the dataset group.
 
     Raises:
         ConfigError: If there is more than one, or the weight depends on the token.

@@ -1,11 +1,11 @@
-"""A dense detector as an ONNX graph, from the pixels of images to boxes in pixels.
+"""A detector as an ONNX graph, from the pixels of images to boxes in pixels.
 
 What mmdet does before and after the network is in the graph, too: normalisation, the
 masks of what lies outside of an image, and the choice of the best answers. Numbers of
 images may change from run to run, and what a canvas holds; its size is fixed.
 
-Axes: B images, C classes, D model width, H and W rows and columns of the canvas,
-K answers per image, L levels of features, Q queries, V tokens.
+Axes: B images, C classes, D model width, G dataset groups, H and W rows and columns of
+the canvas, K answers per image, L levels of features, Q queries, V tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from torch.jit import TracerWarning
 from torch.nn import functional
 
 from damex.errors import ConfigError
+from damex.inference.onnx_routing import ImageVotes
 
 OPSET = 17  # the first that has both GridSample (16) and LayerNormalization (17)
 INPUTS, OUTPUTS = ("images", "sizes"), ("boxes", "scores", "labels")
+PROBABILITIES = "datasets"  # the fourth output where experts are in the graph
 PACKAGES = ("onnx", "onnxruntime")
 DETECTORS = (DINO, DeformableDETR)
 # A graph takes images that were loaded and resized, and does the rest by itself.
@@ -105,12 +107,26 @@ class Canvas:
         return cls(width, height, resize.get("keep_ratio", not resize), is_rgb)
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How the experts of a graph are chosen, and what follows.
+
+    Attributes:
+        votes: What its FFNs share.
+        labels: For each dataset group the classes to look for in its images.
+    """
+
+    votes: ImageVotes
+    labels: Sequence[Sequence[int]]
+
+
 class DetectorGraph(nn.Module):
-    """What the graph does: a dense detector of mmdet without mmdet's data samples.
+    """What the graph does: a detector of mmdet without mmdet's data samples.
 
     Args:
         detector: Ready to predict, on the CPU.
         canvas: How images come.
+        routing: Where its FFNs are experts; None for a dense one.
 
     Raises:
         ConfigError: If it is no detector that a graph can be made of.
@@ -118,25 +134,41 @@ class DetectorGraph(nn.Module):
 
     mean_311: Tensor
     std_311: Tensor
+    foreign_GC: Tensor
 
-    def __init__(self, detector: Any, canvas: Canvas) -> None:
+    def __init__(
+        self, detector: Any, canvas: Canvas, routing: Routing | None = None
+    ) -> None:
         super().__init__()
         if type(detector) not in DETECTORS:
             names = " and ".join(kind.__name__ for kind in DETECTORS)
             raise ConfigError(
-                f"the dense detector is a {type(detector).__name__}; as ONNX {names} "
-                "can be written. With --out FILE.pth it can be exported for mmdet."
+                f"the detector is a {type(detector).__name__}; as ONNX {names} can be "
+                "written. With --dataset NAME and --out FILE.pth it can be exported "
+                "for mmdet."
             )
         if not detector.bbox_head.loss_cls.use_sigmoid:
             raise ConfigError(
                 "the detector's classes exclude each other (a softmax); as ONNX those "
                 "with a sigmoid can be written."
             )
-        self.detector, self.canvas = detector, canvas
+        self.detector, self.canvas, self.routing = detector, canvas, routing
         self.answers: int = detector.test_cfg.get("max_per_img", detector.num_queries)
         mean, std = self.normalization()
         self.register_buffer("mean_311", torch.tensor(mean)[:, None, None])
         self.register_buffer("std_311", torch.tensor(std)[:, None, None])
+        groups = routing.labels if routing else []
+        foreign_GC = torch.ones(
+            len(groups), detector.bbox_head.num_classes, dtype=torch.bool
+        )
+        for foreign_C, labels in zip(foreign_GC, groups, strict=True):
+            foreign_C[labels] = False
+        self.register_buffer("foreign_GC", foreign_GC)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what :meth:`forward` returns."""
+        return OUTPUTS if self.routing is None else (*OUTPUTS, PROBABILITIES)
 
     def normalization(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of red, green and blue."""
@@ -148,7 +180,7 @@ class DetectorGraph(nn.Module):
         mean_3, std_3 = (tensor.flatten().expand(3) for tensor in (of.mean, of.std))
         return mean_3.tolist()[::order], std_3.tolist()[::order]
 
-    def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Detect objects.
 
         Args:
@@ -158,7 +190,8 @@ class DetectorGraph(nn.Module):
 
         Returns:
             Boxes as x1, y1, x2, y2 in pixels (B, K, 4), scores (B, K) and labels
-            (B, K), best first.
+            (B, K), best first. With experts the classes are those of the dataset group
+            that an image looks like, and the probabilities of the groups (B, G) follow.
         """
         height, width = self.canvas.height, self.canvas.width
         below_BH1 = torch.arange(height)[None, :, None] >= sizes[:, :1, None]
@@ -169,8 +202,15 @@ class DetectorGraph(nn.Module):
         padding = float(self.detector.data_preprocessor.pad_value)
         pixels = pixels.masked_fill(outside_BHW[:, None], padding)
         maps = self.detector.extract_feat(pixels)
+        if self.routing is None:
+            logits_BQC, boxes_BQ4 = self._transform(maps, outside_BHW)
+            return self._best(logits_BQC, boxes_BQ4, sizes)
+        self.routing.votes.begin()
         logits_BQC, boxes_BQ4 = self._transform(maps, outside_BHW)
-        return self._best(logits_BQC, boxes_BQ4, sizes)
+        probabilities_BG = self.routing.votes.probabilities()
+        foreign_BC = self.foreign_GC[probabilities_BG.argmax(1)]
+        logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
+        return *self._best(logits_BQC, boxes_BQ4, sizes), probabilities_BG
 
     def _transform(
         self, maps: Sequence[Tensor], outside_BHW: Tensor
@@ -198,6 +238,7 @@ class DetectorGraph(nn.Module):
             level_start_index=torch.tensor(starts),
             valid_ratios=torch.stack([*map(detector.get_valid_ratio, masks)], 1),
         )
+        self._set_real_tokens(~mask_BV[..., None])
         encoded = detector.forward_encoder(
             feat=torch.cat([*map(_tokens, maps)], 1),
             feat_mask=mask_BV,
@@ -205,9 +246,15 @@ class DetectorGraph(nn.Module):
             **levels,
         )
         inputs, _ = detector.pre_decoder(**encoded)
+        self._set_real_tokens(None)  # all queries are
         decoded = detector.forward_decoder(**inputs, memory_mask=mask_BV, **levels)
         logits_LBQC, boxes_LBQ4 = detector.bbox_head(**decoded)
         return logits_LBQC[-1], boxes_LBQ4[-1]
+
+    def _set_real_tokens(self, real_BV1: Tensor | None) -> None:
+        """Say which tokens vote on the experts from here on."""
+        if self.routing is not None:
+            self.routing.votes.real_BN1 = real_BV1
 
     def _best(
         self, logits_BQC: Tensor, boxes_BQ4: Tensor, sizes: Tensor
@@ -251,7 +298,8 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
     known = dict(image_size=size, keep_ratio=canvas.keep_ratio, mean=mean, std=std)
     model = onnx.load_from_string(_traced(graph))
     for output in model.graph.output:  # the trace does not say how many answers
-        output.type.tensor_type.shape.dim[1].dim_value = graph.answers
+        if output.name in OUTPUTS:
+            output.type.tensor_type.shape.dim[1].dim_value = graph.answers
     onnx.helper.set_model_props(
         model, {key: json.dumps(value) for key, value in {**known, **about}.items()}
     )
@@ -284,8 +332,8 @@ def _traced(graph: DetectorGraph) -> bytes:
                 (images, sizes),
                 file,
                 input_names=INPUTS,
-                output_names=OUTPUTS,
-                dynamic_axes={name: {0: "batch"} for name in (*INPUTS, *OUTPUTS)},
+                output_names=graph.outputs,
+                dynamic_axes={n: {0: "batch"} for n in (*INPUTS, *graph.outputs)},
                 opset_version=OPSET,
                 dynamo=False,
             )

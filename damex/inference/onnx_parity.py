@@ -86,13 +86,16 @@ def letterbox(image: Image.Image, canvas: Canvas) -> tuple[np.ndarray, np.ndarra
     return images, np.array([[height, width]], np.int64)
 
 
-def compare(graph: DetectorGraph, content: bytes, image: Image.Image) -> Parity:
+def compare(
+    graph: DetectorGraph, content: bytes, image: Image.Image, *, detector: Any
+) -> Parity:
     """Run a graph and its detector on one image, on one thread.
 
     Args:
         graph: What was written down.
         content: How `to_onnx` wrote it.
         image: Of any size.
+        detector: Whose answers the graph should give.
 
     Raises:
         ConfigError: If onnxruntime cannot run the graph.
@@ -100,11 +103,11 @@ def compare(graph: DetectorGraph, content: bytes, image: Image.Image) -> Parity:
     session = start_session(content)
     images, sizes = letterbox(image, graph.canvas)
     with _one_thread():
-        (told,) = answers_of_mmdet(graph, images, sizes)
+        (told,) = answers_of_mmdet(graph, images, sizes, detector=detector)
         (found,) = answers_of_graph(session, images, sizes)
         onnx_ms, torch_ms = _milliseconds(
             lambda: answers_of_graph(session, images, sizes),
-            lambda: answers_of_mmdet(graph, images, sizes),
+            lambda: answers_of_mmdet(graph, images, sizes, detector=detector),
         )
     least = LEAST_SHARE * float(max(told.scores[0], found.scores[0]))
     scores, boxes = difference(told, found, least=least)
@@ -143,23 +146,26 @@ def answers_of_graph(
 
 
 def answers_of_mmdet(
-    graph: DetectorGraph, images: np.ndarray, sizes: np.ndarray
+    graph: DetectorGraph, images: np.ndarray, sizes: np.ndarray, *, detector: Any
 ) -> list[Answers]:
     """What mmdet finds with its own preprocessing, masks and postprocessing.
 
     Args:
-        graph: Of which only the detector and its canvas are used.
+        graph: Of which only the canvas and the classes of each dataset are used.
         images: See `letterbox`.
         sizes: The same.
+        detector: Of mmdet; of damex, where the graph has experts.
     """
-    detector, canvas = graph.detector, graph.canvas
+    canvas, known = graph.canvas, {}
+    if graph.routing is not None:
+        known["labels_by_group"] = graph.routing.labels
     preprocessor = detector.data_preprocessor
     # mmdet turns the channels over that its pipeline loaded the other way round.
     is_loaded_rgb = canvas.is_rgb != preprocessor._channel_conversion
     found = []
     for canvas_3HW, (height, width) in zip(images, sizes.tolist(), strict=True):
         pixels = torch.from_numpy(canvas_3HW[:, :height, :width])
-        sample = DetDataSample(metainfo=dict(img_shape=(height, width)))
+        sample = DetDataSample(metainfo=dict(img_shape=(height, width), **known))
         data = preprocessor(
             dict(
                 inputs=[pixels if is_loaded_rgb else pixels.flip(0)],
@@ -173,7 +179,8 @@ def answers_of_mmdet(
         sample.set_metainfo(dict(batch_input_shape=(canvas.height, canvas.width)))
         with torch.inference_mode():
             (sample,) = detector.predict(inputs, [sample], rescale=False)
-        one = sample.pred_instances.numpy()
+        one = sample.dataset_instances if known else sample.pred_instances
+        one = one.numpy()
         found.append(Answers(one.bboxes, one.scores, one.labels))
     return found
 

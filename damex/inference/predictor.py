@@ -14,6 +14,7 @@ import torch
 from mmengine.dataset import pseudo_collate
 from mmengine.device import get_device
 
+from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 from damex.inference.inputs import Inputs, Picture
 from damex.inference.prediction import Prediction
@@ -152,18 +153,7 @@ class Predictor:
                 f"'auto' is not possible; name one of {', '.join(self.datasets)}, or "
                 "'all'."
             )
-        labels = [
-            sorted(
-                {
-                    label
-                    for number, group in enumerate(space.groups)
-                    if group == name
-                    for label in space.valid_labels(number)
-                }
-            )
-            for name in space.group_names
-        ]
-        return _Choice(dict(labels_by_group=labels), None)
+        return _Choice(dict(labels_by_group=labels_by_group(space)), None)
 
     @contextmanager
     def _told(self, choice: _Choice) -> Iterator[None]:
@@ -219,3 +209,22 @@ class Predictor:
             dataset=dataset,
             probabilities=probabilities,
         )
+
+
+def labels_by_group(space: LabelSpace) -> list[list[int]]:
+    """For each dataset group the labels of its datasets.
+
+    Args:
+        space: The datasets and their classes.
+    """
+    return [
+        sorted(
+            {
+                label
+                for number, group in enumerate(space.groups)
+                if group == name
+                for label in space.valid_labels(number)
+            }
+        )
+        for name in space.group_names
+    ]

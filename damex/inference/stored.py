@@ -15,7 +15,6 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
-import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
 from damex.engine.console import filter_console

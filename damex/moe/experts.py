@@ -170,7 +170,7 @@ class FFNExperts(nn.Module):
         if self.slope_E1 is not None:
             slope_R1 = spread_over_rows(self.slope_E1, counts_E, hidden_RH.shape[0])
         out_RD = grouped_linear(
-            self._activate(hidden_RH, slope_R1),
+            self.activate(hidden_RH, slope_R1),
             self.w2_EHD,
             self.b2_ED,
             counts_E,
@@ -200,6 +200,21 @@ class FFNExperts(nn.Module):
             *slope,
         )
 
+    def activate(self, hidden: Tensor, slope: Tensor | None) -> Tensor:
+        """Applies activation and dropout.
+
+        Args:
+            hidden: (..., H), of any experts.
+            slope: Those of the rows' experts, (..., 1), for PReLU; None for others.
+
+        Returns:
+            hidden: Of the same shape.
+        """
+        if slope is None:
+            return self._drop(ACTIVATIONS[self.activation](hidden))
+        sloped = slope.to(hidden.dtype) * hidden
+        return self._drop(torch.where(hidden > 0, hidden, sloped))
+
     def extra_repr(self) -> str:
         """Sizes and options, for `print(module)`."""
         return (
@@ -217,15 +232,8 @@ class FFNExperts(nn.Module):
         slope_1: Tensor | None = None,
     ) -> Tensor:
         hidden_RH = functional.linear(rows_RD, w1_DH.t(), b1_H)
-        hidden_RH = self._activate(hidden_RH, slope_1)
+        hidden_RH = self.activate(hidden_RH, slope_1)
         return self._drop(functional.linear(hidden_RH, w2_HD.t(), b2_D))
-
-    def _activate(self, hidden_RH: Tensor, slope: Tensor | None) -> Tensor:
-        """Activation and dropout; `slope` is that of the rows' experts, for PReLU."""
-        if slope is None:
-            return self._drop(ACTIVATIONS[self.activation](hidden_RH))
-        sloped_RH = slope.to(hidden_RH.dtype) * hidden_RH
-        return self._drop(torch.where(hidden_RH > 0, hidden_RH, sloped_RH))
 
     def _drop(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, training=self.training)

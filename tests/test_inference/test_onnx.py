@@ -16,7 +16,7 @@ from PIL import Image
 from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference import Predictor, onnx_graph
-from damex.inference.onnx_graph import Canvas, DetectorGraph, to_onnx
+from damex.inference.onnx_graph import Canvas, DetectorGraph, Routing, to_onnx
 from damex.inference.onnx_parity import (
     Answers,
     answers_of_graph,
@@ -26,8 +26,11 @@ from damex.inference.onnx_parity import (
     letterbox,
     start_session,
 )
+from damex.inference.onnx_routing import voted_detector
+from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import take_out
 from damex.inference.stored import StoredDetector
+from tests.test_inference.conftest import BEST
 
 ROOT = Path(__file__).parents[2]
 BGR = dict(
@@ -59,17 +62,23 @@ def canvases(sizes, canvas, *, seed):
     return images, np.array(sizes, np.int64)
 
 
-def check(graph, *, sizes=SIZES):
-    """Hold a graph to mmdet's detector, on batches that it was not made with."""
+def upper_half(answers):
+    """Their least score: among the last, of equal scores, rounding chooses."""
+    return float(np.median(answers.scores[answers.scores > 0]))
+
+
+def check(graph, detector=None, *, sizes=SIZES):
+    """Hold a graph to a detector, on batches that it was not made with."""
+    detector = graph.detector if detector is None else detector
     session = start_session(to_onnx(graph, dict(classes=("dog", "person"))))
     seen = []
     for seed, some in enumerate((sizes[:1], sizes[1:], sizes[:2])):
         images, inner = canvases(some, graph.canvas, seed=seed)
-        told = answers_of_mmdet(graph, images, inner)
+        told = answers_of_mmdet(graph, images, inner, detector=detector)
         found = answers_of_graph(session, images, inner)
         for one, other in zip(told, found, strict=True):
             assert one.boxes.shape == other.boxes.shape
-            scores, boxes = difference(one, other, least=0.0)
+            scores, boxes = difference(one, other, least=upper_half(one))
             assert scores < 2e-5
             assert boxes / graph.canvas.width < 1e-4
         seen += found
@@ -121,6 +130,88 @@ def test_blue_first_and_what_the_file_says_of_itself(save):
     )
 
 
+LOW_RANK = dict(
+    experts=dict(type="LowRankExperts", rank=3), shared_expert=dict(type="SharedExpert")
+)
+KINDS = {
+    "whole FFNs": {},
+    "low-rank maps": LOW_RANK,
+    "affine maps": {**LOW_RANK, "experts": dict(type="AffineExperts")},
+    "a norm before": dict(block=dict(norm="pre"), router=dict(type="CosineRouter")),
+}
+
+
+def mixture_graph(checkpoint):
+    """The graph of a whole mixture, and the detector that it was made of."""
+    stored = StoredDetector.read(str(checkpoint))
+    canvas = Canvas.of(stored.pipeline, stored.model["data_preprocessor"])
+    detector, votes = voted_detector(stored.build(), stored.path)
+    routing = Routing(votes, labels_by_group(stored.space))
+    return DetectorGraph(detector, canvas, routing).eval(), stored.build()
+
+
+def save_mixture(save, **moe):
+    """Experts far apart, so that which one an image gets makes a difference."""
+    path = save(moe={**BEST, **moe})
+    content = torch.load(path, weights_only=False)
+    generator = torch.Generator().manual_seed(2)
+    for key, value in content["state_dict"].items():
+        if ".moe.experts." in key:
+            value += torch.randn(value.shape, generator=generator) * 0.2
+    torch.save(content, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_mixture_answers_as_in_damex(save, kind):
+    graph, detector = mixture_graph(save_mixture(save, **KINDS[kind]))
+    session = check(graph, detector)
+    images, sizes = canvases(SIZES * 4, graph.canvas, seed=9)
+    images[4:8] //= 4
+    images[8:12, 0] = 255
+    images[12:, 1:] = 0
+    (shares_BG,) = session.run(["datasets"], dict(images=images, sizes=sizes))
+    np.testing.assert_allclose(shares_BG.sum(1), 1.0, atol=1e-5)
+    assert len({*shares_BG.argmax(1).tolist()}) > 1
+    told = answers_of_mmdet(graph, images, sizes, detector=detector)
+    found = answers_of_graph(session, images, sizes)
+    for one, other in zip(told, found, strict=True):
+        assert max(difference(one, other, least=upper_half(one))) < 1e-2
+
+
+def test_the_command_writes_a_whole_mixture(save, tmp_path, capsys):
+    out, checkpoint = tmp_path / "all.onnx", save_mixture(save)
+    capsys.readouterr()
+    assert main(["export", str(checkpoint), "--out", str(out)]) == 0
+    written, about, compared, _ = capsys.readouterr().out.splitlines()
+    assert written.startswith(f"written: {out} (")
+    assert about.startswith("3 datasets, 4 classes, ")
+    assert compared.startswith("compared with mmdet on noise")
+    session = start_session(out.read_bytes())
+    names = [one.name for one in session.get_outputs()]
+    assert names == ["boxes", "scores", "labels", "datasets"]
+    known = session.get_modelmeta().custom_metadata_map
+    assert json.loads(known["datasets"]) == ["street", "park", "sky"]
+    assert json.loads(known["labels"]) == dict(street=[0, 1], park=[1, 2], sky=[3])
+
+
+UNWRITTEN = {
+    "each token alone": (dict(image_vote=False), "train with moe.image_vote=True"),
+    "two experts": (dict(gate=dict(type="TopKGate", k=2)), "a token goes to 2 experts"),
+    "dense": (False, "has no experts, or none that were taught"),
+    "untaught": (dict(losses=[]), "has no experts, or none that were taught"),
+}
+
+
+@pytest.mark.parametrize(("moe", "words"), UNWRITTEN.values(), ids=UNWRITTEN)
+def test_mixtures_that_no_graph_follows(save, tmp_path, capsys, moe, words):
+    path = save(moe=False if moe is False else {**BEST, "num_experts": 6, **moe})
+    capsys.readouterr()
+    assert main(["export", str(path), "--out", str(tmp_path / "all.onnx")]) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert words in error
+
+
 @pytest.mark.parametrize("refine", [False, True])
 def test_deformable_detr_without_stages(build_mmdet, refine):
     detector = build_mmdet("MoEDeformableDETR")
@@ -155,7 +246,7 @@ def test_boxes_are_those_of_damex_predict(save, photos):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        parity = compare(graph, content, image)
+        parity = compare(graph, content, image, detector=graph.detector)
         assert torch.get_num_threads() == threads + 1  # one, but for the comparison
     finally:
         torch.set_num_threads(threads)
@@ -301,6 +392,8 @@ def test_targets_that_cannot_be(tmp_path, capsys):
     assert there.read_text() == "mine"
     assert export(checkpoint, tmp_path / "park.pth", "--image-size", 96, 64) == 2
     assert "a .pth takes images of any size" in capsys.readouterr().err
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "all.pth")]) == 2
+    assert "add --dataset NAME" in capsys.readouterr().err
 
 
 def test_detectors_that_no_graph_follows(build_mmdet, save):
