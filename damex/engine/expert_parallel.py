@@ -1,16 +1,19 @@
-"""A runner for experts that are spread over processes (``moe.expert_parallel``).
+"""A runner for detectors of which no process has the whole.
 
-What differs from mmengine: DDP leaves the experts alone, their gradients are summed and
-clipped over the processes, and whatever draws, loads or saves weights sees all experts,
-so that checkpoints do not know how many processes there were.
+Experts may be spread over processes (``moe.expert_parallel``): DDP then leaves them
+alone, and their gradients are summed and clipped over the processes. Or all parameters
+are shared out (:mod:`damex.engine.fully_sharded`). Whatever draws, loads or saves
+weights sees the whole, so that checkpoints do not know how many processes there were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+from mmengine.device import get_device
 from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
@@ -18,17 +21,30 @@ from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from damex.engine.fully_sharded import (
+    FULLY_SHARDED,
+    check_config,
+    check_hooks,
+    is_fully_sharded,
+    shard_fully,
+    whole_parameters,
+)
 from damex.engine.schedule import ExpertMeanDecayHook, bare_model
 from damex.errors import ConfigError
 from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_experts
 
 
 class ExpertParallelRunner(Runner):
-    """mmengine's Runner; without spread experts it is exactly that."""
+    """mmengine's Runner; where each process has the whole it is exactly that."""
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
-        """Wrap the model; DDP neither copies nor averages experts that are spread."""
+        """Wrap the model; DDP neither copies nor averages experts that are spread.
+
+        Raises:
+            ConfigError: If it cannot be shared out as the config asks.
+        """
         names = [] if is_model_wrapper(model) else sharded_names(model)
         if names:
             _check_wrapper(model_wrapper_cfg or {})
@@ -36,6 +52,9 @@ class ExpertParallelRunner(Runner):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
                 model, names
             )
+        if self._asks_for_sharding:
+            check_config(model, self.cfg)
+            return model.to(get_device())  # its weights are drawn and loaded first
         return super().wrap_model(model_wrapper_cfg, model)
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
@@ -55,7 +74,9 @@ class ExpertParallelRunner(Runner):
         """
         if sharded_layers(bare_model(self)):
             _check_hooks(self.hooks)
-            _check_loader(self.cfg.get("val_dataloader"), "val_dataloader")
+        if self._asks_for_sharding:
+            check_hooks(self.hooks)
+        self._check_loader("val_dataloader")
         return super().train()
 
     def test(self) -> dict:
@@ -64,21 +85,25 @@ class ExpertParallelRunner(Runner):
         Raises:
             ConfigError: If processes would get different numbers of batches.
         """
-        if sharded_layers(bare_model(self)):
-            _check_loader(self.cfg.get("test_dataloader"), "test_dataloader")
+        self._check_loader("test_dataloader")
         return super().test()
 
     def load_or_resume(self) -> None:
         """Load or resume as configured, experts and their moments as a whole."""
         if self._has_loaded or not (self._resume or self._load_from):
             super().load_or_resume()
-            return
-        with self._whole_experts():
-            super().load_or_resume()
+        else:
+            with self._whole_experts():
+                super().load_or_resume()
+        if self._asks_for_sharding and not is_fully_sharded(self.model):
+            shard_fully(self.model, self._optimizer)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save all experts; every process calls this, and the first one writes."""
-        with self._whole_experts(keep=self.rank == 0):
+        """Save the whole; every process calls this, and the first one writes."""
+        keep, whole = self.rank == 0, self._whole_experts
+        if is_fully_sharded(self.model):
+            whole = partial(whole_parameters, self.model, self._optimizer)
+        with whole(keep=keep):
             super().save_checkpoint(*args, **kwargs)
 
     def _init_model_weights(self) -> None:
@@ -90,15 +115,39 @@ class ExpertParallelRunner(Runner):
         with self._whole_experts():
             super()._init_model_weights()
 
+    def _check_loader(self, field: str) -> None:
+        """Refuse evaluation where one process would wait for another's for ever."""
+        is_sharded = self._asks_for_sharding
+        reason = "a fully sharded model" if is_sharded else "moe.expert_parallel"
+        if not (is_sharded or sharded_layers(bare_model(self))):
+            return
+        loader = self.cfg.get(field)
+        sampler = loader.get("sampler") if isinstance(loader, Mapping) else None
+        if isinstance(sampler, Mapping) and sampler.get("round_up") is False:
+            raise ConfigError(
+                f"{field}.sampler.round_up=False gives processes different numbers of "
+                f"images, and with {reason} all have to take part in each batch; leave "
+                "round_up out."
+            )
+
     def _whole_experts(self, *, keep: bool = True) -> AbstractContextManager[None]:
         averages = [
             hook.ema_model.module
             for hook in self.hooks
             if isinstance(hook, EMAHook) and hasattr(hook, "ema_model")
         ]
+        models = [bare_model(self), *averages]
+        return whole_experts(models, self._optimizer, keep=keep)
+
+    @property
+    def _asks_for_sharding(self) -> bool:
+        wrapper = self.cfg.get("model_wrapper_cfg") or {}
+        return self.distributed and wrapper.get("type") == FULLY_SHARDED
+
+    @property
+    def _optimizer(self) -> Optimizer | None:
         wrapper = self.optim_wrapper
-        optimizer = wrapper.optimizer if isinstance(wrapper, OptimWrapper) else None
-        return whole_experts([bare_model(self), *averages], optimizer, keep=keep)
+        return wrapper.optimizer if isinstance(wrapper, OptimWrapper) else None
 
 
 def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> None:
@@ -163,15 +212,4 @@ def _check_hooks(hooks: list[Any]) -> None:
         raise ConfigError(
             "ExpertMeanDecayHook needs the mean of all experts, and with "
             "moe.expert_parallel no process has them; leave one of the two out."
-        )
-
-
-def _check_loader(loader: Any, field: str) -> None:
-    """Refuse evaluation where one process would wait for another's tokens for ever."""
-    sampler = (loader or {}).get("sampler") if isinstance(loader, Mapping) else None
-    if isinstance(sampler, Mapping) and sampler.get("round_up") is False:
-        raise ConfigError(
-            f"{field}.sampler.round_up=False gives processes different numbers of "
-            "images, and with moe.expert_parallel all have to take part in each batch; "
-            "leave round_up out."
         )

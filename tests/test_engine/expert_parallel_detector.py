@@ -1,7 +1,8 @@
-"""The quick start's detector, trained by one process and by several that share experts.
+"""The quick start's detector, trained by one process and by several that share it.
 
 Arguments: a folder and how many processes share the experts of a layer out; 1 stands
-for DDP alone. Each process leaves what it found in ``rank0.pt`` and so on there.
+for DDP alone, 0 for all parameters shared out. Each process leaves what it found in
+``rank0.pt`` and so on there.
 """
 
 import os
@@ -15,9 +16,11 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import damex.registry  # noqa: F401
+from damex.engine.fully_sharded import shard_fully
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_experts
 
@@ -32,7 +35,7 @@ def make_detector(size):
     model = cfg.model
     model.backbone.pretrained = False
     model.bbox_head.num_classes = 4
-    moe = dict(cfg.moe, num_experts=NUM_EXPERTS, expert_parallel=size)
+    moe = dict(cfg.moe, num_experts=NUM_EXPERTS, expert_parallel=max(size, 1))
     model.update(moe=moe, num_groups=5)
     torch.manual_seed(0)
     detector = MODELS.build(model)
@@ -94,7 +97,7 @@ def make_optimizer(detector):
 def grads_of(detector):
     """Gradients by name, of whole banks where they are shared out."""
     pairs = detector.named_parameters()
-    grads = {name: p.grad.clone() for name, p in pairs if p.grad is not None}
+    grads = {name: whole(p.grad) for name, p in pairs if p.grad is not None}
     for name, layer in sharded_layers(detector).items():
         for own, parameter in layer.experts.named_parameters():
             grads[f"{name}.experts.{own}"] = layer.shards.gather(parameter.grad)
@@ -102,7 +105,12 @@ def grads_of(detector):
 
 
 def parameters_of(detector):
-    return {name: p.detach().clone() for name, p in detector.named_parameters()}
+    return {name: whole(p.detach()) for name, p in detector.named_parameters()}
+
+
+def whole(tensor):
+    """A copy of all of it, also where each process has a share."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def train_alone(num_processes, ends):
@@ -133,16 +141,20 @@ def train_alone(num_processes, ends):
 
 
 def train_together(rank, size):
-    """This process of several, under DDP."""
+    """This process of several, under DDP or fully sharded."""
     detector = make_detector(size)
     gradients, clip = None, nn.utils.clip_grad_norm_
+    if size == 0:
+        shard_fully(detector)
     if size > 1:
         gradients = ExpertGradients(detector)
         clip = gradients.clip_grad_norm
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             detector, sharded_names(detector)
         )
-    model = DistributedDataParallel(detector, broadcast_buffers=False)
+    model = detector
+    if size > 0:
+        model = DistributedDataParallel(detector, broadcast_buffers=False)
     optimizer, found = make_optimizer(detector), []
     for step in range(STEPS):
         detector.begin_step(iteration=step, max_iters=STEPS)
@@ -151,7 +163,7 @@ def train_together(rank, size):
         if gradients is not None:
             gradients.reduce()
         grads = grads_of(detector)
-        norm = clip(detector.parameters(), MAX_NORM)
+        norm = whole(clip(detector.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
         with whole_experts([detector]):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 from torch import distributed
+from torch.distributed.tensor import DTensor
 from two_processes import QuickRunner, save_seconds
 
 from damex.moe import sharded_layers
@@ -48,6 +49,11 @@ def main():
     run(folder, "spread", size=2)
     run(folder, "resumed", size=2, resume_from="spread")
     load_and_save(folder, "spread_again", size=2, resume_from="plain")
+    sharded = dict(size=1, model_wrapper_cfg=dict(type="FullySharded"), custom_hooks=[])
+    runner = run(folder, "sharded", **sharded)
+    assert all(isinstance(p, DTensor) for p in runner.model.parameters())
+    run(folder, "sharded_resumed", resume_from="sharded", **sharded)
+    load_and_save(folder, "sharded_again", resume_from="plain", **sharded)
     distributed.destroy_process_group()
 
 

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mmengine.hooks import EMAHook
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.runner import Runner
 from torch import distributed
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from damex.engine import fully_sharded
 from damex.engine.expert_parallel import reduce_before_steps
 from damex.engine.runner import MixtureRunner
 from damex.engine.schedule import ExpertMeanDecayHook
@@ -29,6 +31,8 @@ LAYOUTS = [
     pytest.param((2, 2), id="experts over 2"),
     pytest.param((4, 4), id="experts over 4"),
     pytest.param((4, 2), id="experts over 2, data over 2"),
+    pytest.param((2, 0), id="fully sharded on 2"),
+    pytest.param((4, 0), id="fully sharded on 4"),
 ]
 # float32; seen are differences of 3e-7.
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -84,8 +88,10 @@ def folder(tmp_path_factory, make_coco_dataset, write_config_to, launch_processe
     ]
     write_config_to(folder, mixture=mixture, extra=TRAINING)
     launch_processes(trainings.__file__, folder, count=2)
+    alone = dict(size=1, launcher="none")
+    trainings.load_and_save(folder, "alone_again", resume_from="spread", **alone)
     trainings.load_and_save(
-        folder, "alone_again", size=1, resume_from="spread", launcher="none"
+        folder, "alone_from_sharded", resume_from="sharded", custom_hooks=[], **alone
     )
     return folder
 
@@ -97,7 +103,8 @@ def load(path):
 def tensors(checkpoint):
     """All weights, averaged weights and moments by name."""
     found = dict(checkpoint["state_dict"])
-    found |= {f"ema.{k}": v for k, v in checkpoint["ema_state_dict"].items()}
+    averages = checkpoint.get("ema_state_dict", {})
+    found |= {f"ema.{k}": v for k, v in averages.items()}
     names = checkpoint["meta"]["optimizer_names"]
     for index, moments in checkpoint["optimizer"]["state"].items():
         found |= {f"{names[index]}.{key}": value for key, value in moments.items()}
@@ -106,6 +113,8 @@ def tensors(checkpoint):
 
 def assert_equal(ours, theirs):
     ours, theirs = tensors(load(ours)), tensors(load(theirs))
+    if not any(key.startswith("ema.") for key in ours):  # the run kept no averages
+        theirs = {k: v for k, v in theirs.items() if not k.startswith("ema.")}
     assert ours.keys() == theirs.keys()
     assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
 
@@ -124,6 +133,26 @@ def test_a_checkpoint_of_spread_experts_is_that_of_ddp(folder):
     assert_all_close(ours, theirs)
 
 
+def without_averages(checkpoint):
+    """As it were without EMAHook, which saves averages in the place of weights."""
+    averages = checkpoint.pop("ema_state_dict", None)
+    if averages is not None:
+        weights = {k.removeprefix("module."): v for k, v in averages.items()}
+        checkpoint["state_dict"] = {k: weights[k] for k in checkpoint["state_dict"]}
+    return tensors(checkpoint)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_fully_sharded_model_is_that_of_ddp(folder):
+    ours, theirs = (
+        without_averages(load(folder / work / "epoch_2.pth"))
+        for work in ("sharded", "plain")
+    )
+    assert any(key.endswith("w1_EDH.exp_avg_sq") for key in ours)
+    ours, theirs = ({k: v.double() for k, v in t.items()} for t in (ours, theirs))
+    assert_all_close(ours, theirs)
+
+
 @pytest.mark.slow
 def test_the_log_says_which_process_has_which_experts(folder):
     (log,) = (folder / "spread").glob("*/*.log")
@@ -133,12 +162,19 @@ def test_the_log_says_which_process_has_which_experts(folder):
 
 @pytest.mark.slow
 def test_a_resumed_training_ends_where_the_whole_one_does(folder):
-    assert_equal(folder / "resumed" / "epoch_2.pth", folder / "spread" / "epoch_2.pth")
+    for resumed, whole in (("resumed", "spread"), ("sharded_resumed", "sharded")):
+        paths = (folder / work / "epoch_2.pth" for work in (resumed, whole))
+        assert_equal(*paths)
 
 
 @pytest.mark.slow
 def test_checkpoints_do_not_know_how_many_processes_there_were(folder):
-    for again, saved in [("spread_again", "plain"), ("alone_again", "spread")]:
+    for again, saved in [
+        ("spread_again", "plain"),
+        ("alone_again", "spread"),
+        ("sharded_again", "plain"),
+        ("alone_from_sharded", "sharded"),
+    ]:
         assert_equal(folder / again / "again.pth", folder / saved / "epoch_1.pth")
 
 
@@ -214,7 +250,7 @@ def spread_runner(build, group, monkeypatch):
         monkeypatch.setattr(Runner, name, lambda self: "done")
     runner = object.__new__(MixtureRunner)
     runner.model, runner.cfg, runner._hooks = detector, {"data_check": "off"}, []
-    runner._load_from, runner._resume = None, False
+    runner._load_from, runner._resume, runner._distributed = None, False, True
     return runner
 
 
@@ -231,6 +267,27 @@ def test_the_mean_of_all_experts_is_refused(spread_runner):
     spread_runner._hooks.append(ExpertMeanDecayHook(decay=1.0))
     with pytest.raises(ConfigError, match="ExpertMeanDecayHook needs the mean of all"):
         spread_runner.train()
+
+
+@pytest.mark.parametrize(
+    ("words", "cfg", "in_stages"),
+    [
+        ("sync_bn needs whole", dict(sync_bn="torch"), False),
+        ("train_only needs whole", dict(train_only=["a"]), False),
+        ("constructor needs whole", dict(optim_wrapper=dict(constructor="X")), False),
+        ("router_warmup needs whole", {}, True),
+    ],
+)
+def test_what_needs_whole_parameters_is_refused(words, cfg, in_stages):
+    model = torch.nn.Module()
+    model.trains_in_stages = in_stages
+    with pytest.raises(ConfigError, match=words):
+        fully_sharded.check_config(model, cfg)
+
+
+def test_hooks_that_change_parameters_are_refused():
+    with pytest.raises(ConfigError, match="EMAHook needs whole parameters"):
+        fully_sharded.check_hooks([EMAHook()])
 
 
 def test_other_wrappers_than_ddp_are_refused(spread_runner):
