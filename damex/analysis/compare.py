@@ -18,10 +18,10 @@ from rich.console import Console
 
 from damex.analysis.comparison import (
     comparison_row,
+    dot_plot,
     markdown_table,
     with_differences,
 )
-from damex.analysis.dot_plot import dot_plot
 from damex.analysis.runs import (
     Run,
     check_finished,

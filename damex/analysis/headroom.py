@@ -18,7 +18,7 @@ from mmengine.config import Config
 from rich.console import Console
 
 from damex.analysis.ablations import COMPONENTS
-from damex.analysis.dot_plot import dot_plot
+from damex.analysis.comparison import dot_plot
 from damex.analysis.intervals import paired_difference
 from damex.analysis.ladder import (
     ladder_table,

@@ -40,7 +40,7 @@ def check_parser() -> Parser:
     )
     parser.add_argument(
         "--examples",
-        type=int,
+        type=at_least(0),
         default=EXAMPLES,
         help="how many findings of a kind are printed (default %(default)s)",
     )

@@ -13,7 +13,7 @@ from damex.curation.boxes import scale_and_shape
 from damex.curation.near_names import near_pairs
 from damex.datasets.coco import category_names, read_coco
 from damex.datasets.label_file import LabelFile
-from damex.datasets.label_space import LabelSpace, read_label_space
+from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
@@ -58,7 +58,7 @@ def labels(arguments: Sequence[str]) -> None:
     args = labels_parser().parse_args(arguments)
     cfg = mixture_config_of(args)
     specs = parse_mixture(cfg["mixture"])
-    rules = read_label_space(cfg.get("label_space") or "union")
+    rules = cfg.get("label_space") or "union"
     if args.out is not None:
         _check_target(args.out)
     counts = {

@@ -57,8 +57,8 @@ def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
             yield _identical(known, image)
 
 
-def near_pairs(gradients_ND: np.ndarray, least: float = NEAR) -> np.ndarray:
-    """Pairs of rows with a cosine of at least ``least``.
+def near_pairs(gradients_ND: np.ndarray) -> np.ndarray:
+    """Pairs of rows with a cosine of at least ``NEAR``.
 
     Only rows that share a bucket of a hash are compared, by matrix products; a near
     pair that shares none of all hashes is missed once in a billion. Of few
@@ -66,20 +66,19 @@ def near_pairs(gradients_ND: np.ndarray, least: float = NEAR) -> np.ndarray:
 
     Args:
         gradients_ND: Rows of norm 1, or 0, which are near to nothing.
-        least: The least cosine.
 
     Returns:
         Shape (pairs, 2) in rising order, the smaller number first.
     """
     rows_N = np.flatnonzero(gradients_ND.any(axis=1))
     found = [np.empty((0, 2), np.int64)]
-    for bucket in _buckets(gradients_ND[rows_N], least):
+    for bucket in _buckets(gradients_ND[rows_N]):
         rows = rows_N[bucket]
-        found.append(rows[_pairs(gradients_ND[rows], least)])
+        found.append(rows[_pairs(gradients_ND[rows])])
     return np.unique(np.concatenate(found), axis=0)
 
 
-def _buckets(gradients_ND: np.ndarray, least: float) -> list[np.ndarray]:
+def _buckets(gradients_ND: np.ndarray) -> list[np.ndarray]:
     """Sets of rows in rising order, one of which holds both rows of a near pair.
 
     A bit of a hash is the side of a random plane that a row lies on, which two rows
@@ -87,7 +86,7 @@ def _buckets(gradients_ND: np.ndarray, least: float) -> list[np.ndarray]:
     """
     count, width = gradients_ND.shape
     bits = max(round(np.log2(max(count, 1) / BUCKET)), 1)
-    shared = (1 - np.arccos(least) / np.pi) ** bits
+    shared = (1 - np.arccos(NEAR) / np.pi) ** bits
     rng, found = np.random.default_rng(0), []
     for _ in range(int(np.ceil(np.log(MISSED) / np.log(1 - shared)))):
         planes_DK = rng.standard_normal((width, bits)).astype(gradients_ND.dtype)
@@ -99,12 +98,12 @@ def _buckets(gradients_ND: np.ndarray, least: float) -> list[np.ndarray]:
     return found if sum(len(rows) ** 2 for rows in found) < count**2 else [whole]
 
 
-def _pairs(gradients_ND: np.ndarray, least: float) -> np.ndarray:
+def _pairs(gradients_ND: np.ndarray) -> np.ndarray:
     """As :func:`near_pairs`, by comparing all pairs, in blocks."""
     found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
     for start in range(0, len(gradients_ND), BLOCK):
         cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[start:].T
-        rows, columns = np.nonzero(cosine_BM >= least)
+        rows, columns = np.nonzero(cosine_BM >= NEAR)
         is_pair = columns > rows
         found.append(np.stack([rows[is_pair], columns[is_pair]], axis=1) + start)
     return np.concatenate(found)

@@ -21,7 +21,7 @@ from damex.curation.dataset_features import (
     read_features,
 )
 from damex.curation.mapping import choose_medoids, least_capacity, map_datasets
-from damex.datasets.label_space import LabelSpace, read_label_space
+from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
@@ -66,7 +66,7 @@ def plan(arguments: Sequence[str]) -> None:
         )
     if not args.capacity >= 1:
         raise ConfigError(f"--capacity must be 1 or more, got {args.capacity}.")
-    rules = read_label_space(cfg.get("label_space") or "union")
+    rules = cfg.get("label_space") or "union"
     space = LabelSpace.from_specs(specs, mode=rules)
     with_backbone = can_use_backbone()
     look = backbone_looks() if with_backbone else colour_looks

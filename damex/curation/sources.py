@@ -39,9 +39,10 @@ class Source(NamedTuple):
 def sources_of(spec: DatasetSpec, splits: Iterable[str]) -> Iterator[Source | Finding]:
     """What the entry of a mixture names; a finding for what cannot be found."""
     for split in splits:
-        if (spec.test if split == "test" else spec.source(split)) is None:
-            continue
         try:
+            named = spec.source(split)
+            if named is None or (split == "test" and named == spec.source("val")):
+                continue  # no test split: validation images stand for it
             yield from _sources_of(spec, split)
         except (ConfigError, DataError) as error:
             place = Place(spec.name, f"the {split} entry of the config")

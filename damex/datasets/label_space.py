@@ -55,7 +55,10 @@ class LabelSpace:
 
     @classmethod
     def from_specs(
-        cls, specs: Sequence[DatasetSpec], *, mode: str | LabelFile = "union"
+        cls,
+        specs: Sequence[DatasetSpec],
+        *,
+        mode: str | LabelFile | Mapping[str, Any] = "union",
     ) -> LabelSpace:
         """Build the label space of a mixture.
 
@@ -68,7 +71,7 @@ class LabelSpace:
         Raises:
             ConfigError: If the mode is unknown, or the file does not fit.
         """
-        rules = read_label_space(mode) if isinstance(mode, str) else mode
+        rules = mode if isinstance(mode, LabelFile) else read_label_space(mode)
         if isinstance(rules, str):
             rules = LabelFile({}, unlisted=rules)
         rules.check_datasets([spec.name for spec in specs])

@@ -15,7 +15,7 @@ from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
-from damex.datasets.label_space import LabelSpace, read_label_space
+from damex.datasets.label_space import LabelSpace
 from damex.datasets.nested import map_leaves
 from damex.datasets.pipeline_checks import check_image, check_size, check_transforms
 from damex.datasets.seeding import SeededIndex, local_seed
@@ -72,7 +72,7 @@ class MixtureDataset(Dataset):
         self.label_space = (
             LabelSpace.from_metainfo(label_space)
             if isinstance(label_space, Mapping) and "classes" in label_space
-            else LabelSpace.from_specs(self.specs, mode=read_label_space(label_space))
+            else LabelSpace.from_specs(self.specs, mode=label_space)
         )
         self._identities = [self._identity(spec) for spec in self.specs]
         pipelines = [spec.pipeline(split) or pipeline for spec in self.specs]

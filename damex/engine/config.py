@@ -12,14 +12,10 @@ from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.config_files import LOADERS, mixture_datasets, moe_of_file
 from damex.errors import ConfigError
+from damex.models.dataset_awareness import DatasetAwarenessConfig
 
 # Arguments of a detector that look at which dataset annotates which class.
-DATASET_OPTIONS = (
-    "ignore_unannotated_classes",
-    "label_prior",
-    "dataset_head",
-    "dataset_conditioning",
-)
+DATASET_OPTIONS = tuple(vars(DatasetAwarenessConfig()))
 
 
 def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:

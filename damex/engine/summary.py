@@ -33,22 +33,16 @@ PACKAGES = (
     *("onedl-mmdetection", "onedl-mmengine", "onedl-mmcv"),
 )
 PREFIX = "mixture/"
+IMAGES_PER_DATASET = 2  # in detections.png
 
 
 @HOOKS.register_module()
 class RunSummaryHook(Hook):
-    """Prints the scores per dataset and writes ``summary.json`` and a picture.
-
-    Args:
-        images_per_dataset: Images of each dataset in ``detections.png``; 0 for none.
-        min_score: Detections below this confidence are not drawn.
-    """
+    """Prints the scores per dataset and writes ``summary.json`` and a picture."""
 
     priority = "VERY_LOW"
 
-    def __init__(self, *, images_per_dataset: int = 2, min_score: float = 0.3) -> None:
-        self.images_per_dataset = images_per_dataset
-        self.min_score = min_score
+    def __init__(self) -> None:
         self._console = Console(file=sys.stdout)
         self._created = time.monotonic()
         self._train_seconds = 0.0
@@ -86,7 +80,7 @@ class RunSummaryHook(Hook):
         """Keep the first images of every dataset for the picture."""
         for sample in outputs or ():
             kept = self._samples[sample.metainfo.get("dataset_name", "")]
-            if len(kept) < self.images_per_dataset:
+            if len(kept) < IMAGES_PER_DATASET:
                 kept.append(sample)
 
     after_test_iter = after_val_iter
@@ -175,7 +169,7 @@ class RunSummaryHook(Hook):
         if not samples:
             return None
         meta = runner.visualizer.dataset_meta
-        draw_detections(samples, meta, min_score=self.min_score).savefig(path, dpi=100)
+        draw_detections(samples, meta).savefig(path, dpi=100)
         return str(path)
 
 

@@ -147,7 +147,8 @@ def _mean_rows(
     Axes: N experts of a group, D model width, L rank.
     """
     if not key.endswith((DOWN, UP)):
-        return torch.stack([state[key][rows] for rows in places]).mean(0)
+        rows = torch.stack([state[key][rows] for rows in places])
+        return rows.double().mean(0).to(rows)  # counts of tokens are integers
     start = key.removesuffix(DOWN).removesuffix(UP)
     maps = [state[start + DOWN][rows] @ state[start + UP][rows] for rows in places]
     rank = state[start + DOWN].shape[-1]

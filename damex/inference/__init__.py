@@ -8,7 +8,6 @@
 """
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.inference.prediction import Prediction
-from damex.inference.predictor import Predictor
+from damex.inference.predictor import Prediction, Predictor
 
 __all__ = ["Prediction", "Predictor"]

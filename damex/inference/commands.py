@@ -28,8 +28,7 @@ from damex.inference.onnx_graph import (
 )
 from damex.inference.onnx_parity import BOX_TOLERANCE, SCORE_TOLERANCE, compare
 from damex.inference.onnx_routing import voted_detector
-from damex.inference.prediction import Prediction
-from damex.inference.predictor import Predictor, labels_by_group
+from damex.inference.predictor import Prediction, Predictor, labels_by_group
 from damex.inference.specialist import Specialist, take_out
 from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import (

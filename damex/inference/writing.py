@@ -15,7 +15,7 @@ from torch import Tensor
 
 from damex.curation.sheets import draw_name, palette
 from damex.errors import ConfigError
-from damex.inference.prediction import Prediction
+from damex.inference.predictor import Prediction
 
 COLUMNS = (
     *("file", "width", "height", "dataset", "probability"),

@@ -28,12 +28,9 @@ from damex.moe.gates.expert_choice import ExpertChoiceGate
 from damex.moe.gates.topk import TopKGate
 from damex.moe.group_choice import (
     GroupChoice,
-    allowed_experts,
-    image_votes,
-    restrict,
 )
 from damex.moe.grouped import grouped_linear
-from damex.moe.layer import Experts, MoELayer, Router
+from damex.moe.layer import MoELayer
 from damex.moe.losses import (
     DatasetRoutingLoss,
     ImportanceLoss,
@@ -86,7 +83,6 @@ __all__ = [
     "ExpertChoiceGate",
     "ExpertGradients",
     "ExpertShards",
-    "Experts",
     "FFNExperts",
     "Gate",
     "GatingPath",
@@ -103,7 +99,6 @@ __all__ = [
     "NormalizedGD",
     "Packing",
     "PatchConvExperts",
-    "Router",
     "RouterZLoss",
     "RoutingLoss",
     "RoutingRecord",
@@ -114,7 +109,6 @@ __all__ = [
     "TopKGate",
     "active_share",
     "add_tallies",
-    "allowed_experts",
     "check_activation",
     "check_gateable",
     "copy_expert_to_all",
@@ -129,14 +123,12 @@ __all__ = [
     "gated_conv2d",
     "gated_ffn",
     "grouped_linear",
-    "image_votes",
     "load_dense_split",
     "load_shared_split",
     "mutual_information",
     "presence_loss",
     "real_patches",
     "repeat_router_rows",
-    "restrict",
     "route_patches",
     "routing_hits",
     "sharded_layers",

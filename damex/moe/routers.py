@@ -6,14 +6,13 @@ Routing must not flip between experts because of bfloat16 rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from damex.errors import check_choice, check_number, check_sizes
+from damex.moe.experts import ACTIVATIONS
 from damex.moe.routing import expert_groups
 
 
@@ -90,14 +89,7 @@ class LinearRouter(nn.Module):
         return full_precision_linear(tokens, self.weight_ED, self.bias_E)
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "tanh": torch.tanh,
-        "sigmoid": torch.sigmoid,
-        "gelu": functional.gelu,
-        "relu": functional.relu,
-    }
-)
+MLP_ACTIVATIONS = ("tanh", "sigmoid", "gelu", "relu")
 
 
 class MLPRouter(nn.Module):
@@ -140,7 +132,7 @@ class MLPRouter(nn.Module):
             num_experts=num_experts,
             hidden_dims=hidden_dims,
         )
-        check_choice("MLPRouter", ACTIVATIONS, activation=activation)
+        check_choice("MLPRouter", MLP_ACTIVATIONS, activation=activation)
         check_number("MLPRouter", ">= 0", init_std=init_std)
         self.embed_dims = embed_dims
         self.num_experts = num_experts

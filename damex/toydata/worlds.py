@@ -6,9 +6,9 @@ same name everywhere; with ``conflicting`` ones world number m calls kind number
 word (k + m) mod 8, so that every word means another kind in every world and what an
 object is called follows from neither the object nor the surroundings alone.
 
-The mixture isolates one cause for which experts should win: a single FFN has to hold a
-table of worlds x kinds, an expert one row of it. Fewer worlds, wider FFNs or agreeing
-names take the cause away.
+The mixture isolates one cause for which experts should win: conflicting labels. A
+single FFN has to learn the words of all worlds, an expert those of one. Fewer worlds or
+agreeing names take the cause away; wider FFNs do not (docs/experts-results.md).
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from damex.analysis import compare
 from damex.analysis.compare import compare_moe
 from damex.analysis.comparison import (
     comparison_row,
+    dot_plot,
     markdown_table,
     with_differences,
 )
-from damex.analysis.dot_plot import dot_plot
 from damex.engine.config_files import read_config
 from damex.errors import ConfigError
 

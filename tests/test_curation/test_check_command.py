@@ -124,6 +124,18 @@ def test_a_dataset_class_that_fails_is_a_finding(dataset):
     assert "TypeError" in failed.message
 
 
+def test_a_folder_that_cannot_be_read_is_a_finding_and_the_others_are_checked(dataset):
+    dataset.write()
+    cfg = dataset.config()
+    cfg["mixture"] = [*cfg["mixture"], dict(name="lost", root="/lost")]
+    findings = check_config(cfg, quick=True).findings
+    lost = [f for f in findings if f.level == "error"]
+    assert {f.kind for f in lost} == {"not-loaded"}
+    assert {f.dataset for f in lost} == {"lost"}
+    others = check_config(dataset.config(), quick=True).findings
+    assert [f for f in findings if f not in lost] == others
+
+
 class PlainDataset(NamedCocoDataset.__mro__[2]):
     """Two images, of which one does not exist."""
 

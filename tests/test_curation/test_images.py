@@ -134,13 +134,13 @@ def test_near_pairs_of_many_rows_are_found_without_comparing_all(monkeypatch):
     rows[700] = 0
     compared = []
 
-    def count(gradients_ND, least):
+    def count(gradients_ND):
         compared.append(len(gradients_ND) ** 2)
-        return pairs_of_all(gradients_ND, least)
+        return pairs_of_all(gradients_ND)
 
     pairs_of_all = leaks._pairs
     monkeypatch.setattr(leaks, "_pairs", count)
-    assert near_pairs(rows).tolist() == pairs_of_all(rows, NEAR).tolist()
+    assert near_pairs(rows).tolist() == pairs_of_all(rows).tolist()
     assert len(near_pairs(rows)) >= 300
     assert sum(compared[: len(compared) // 2]) < 0.5 * len(rows) ** 2
 
@@ -151,4 +151,4 @@ def test_where_all_images_are_near_all_are_compared_once(monkeypatch):
     rows[1:300] = rows[0]
     rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
     assert len(near_pairs(rows)) == 600 * 599 / 2
-    assert len(leaks._buckets(rows, NEAR)) == 1
+    assert len(leaks._buckets(rows)) == 1

@@ -47,11 +47,23 @@ def test_equals_brute_force(seed):
     assert (loads <= capacity * (1 + 1e-8)).all()
 
 
+def test_many_datasets_and_tight_capacities_have_a_plan():
+    """Branch and bound in Python did not end here."""
+    rng = np.random.default_rng(0)
+    affinity, sizes = rng.random((20, 8)), rng.random(20) + 0.1
+    capacity = np.full(8, least_capacity(sizes, 8, 1.1))
+    plan, bound = map_datasets(affinity, sizes, capacity)
+    value = affinity[np.arange(20), plan].sum()
+    assert 0.95 * bound < value <= bound + 1e-6
+    loads = np.bincount(plan, weights=sizes, minlength=8)
+    assert (loads <= capacity * (1 + 1e-8)).all()
+
+
 def test_the_relaxation_divides_datasets_and_the_plan_does_not():
     """Three datasets of 2 on two experts of 3 and 4: one has to be where it is not."""
     affinity = np.array([[1.0, 0.0], [0.9, 0.1], [0.8, 0.0]])
     sizes, capacity = np.full(3, 2.0), np.array([3.0, 4.0])
-    shares, value = relax(affinity, sizes, capacity, np.ones((3, 2), dtype=bool))
+    shares, value = relax(affinity, sizes, capacity)
     assert (shares.max(axis=1) < 1).any()
     assert value == pytest.approx(1.0 + 0.4 + 0.1)  # half of the second or third
     plan, bound = map_datasets(affinity, sizes, capacity)

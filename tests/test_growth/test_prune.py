@@ -179,6 +179,18 @@ def test_the_mean_of_maps_is_that_of_their_products(save, mixture):
     torch.testing.assert_close(merged.state[router], expected)
 
 
+def test_counts_of_tokens_are_averaged_too(save, mixture):
+    """A balancer has an integer for each expert."""
+    options = dict(
+        moe="damex", extra='moe = dict(gate=dict(balance=dict(type="BiasBalancer")))'
+    )
+    stored = StoredDetector.read(str(save(mixture, **options)))
+    (key, *_) = (k for k in stored.state if k.endswith("balance.counts_E"))
+    stored.state[key].copy_(torch.tensor([4, 1, 8]))
+    merged = merge_groups(stored, ["street", "sky"])
+    assert merged.state[key].tolist() == [6, 1]
+
+
 def test_whole_ffns_are_averaged_weight_by_weight(save, mixture):
     stored = StoredDetector.read(str(save(mixture, moe="damex")))
     merged = merge_groups(stored, ["street", "sky"])

@@ -13,7 +13,7 @@ from PIL import Image
 
 from damex.__main__ import main
 from damex.errors import DataError
-from damex.inference.inputs import Inputs
+from damex.inference.images import Inputs
 from damex.inference.look.history import read_history
 from damex.inference.look.page import LayerUse, paint
 from damex.inference.look.samples import rows_of_mixture, rows_of_words
@@ -190,6 +190,16 @@ def test_regions_lie_where_the_tokens_are(stored, photos):
     assert (finest[:, half + 1 :] == 1).all()
     # The image ends where the left half of its padded input does, or before.
     assert (tall.regions["encoder.1"][0] == 0).all()
+
+
+def test_a_picture_that_rounding_made_larger_has_regions_to_its_end():
+    """425 rows, drawn smaller, are 127.5."""
+    watcher = object.__new__(Watcher)
+    watcher._levels, watcher._shape = [(54, 80)], (425, 640)
+    row_N = torch.arange(54).repeat_interleave(80)
+    (places,) = watcher._maps(row_N, (192, 128), 0.3)
+    assert places.shape == (128, 192)
+    assert places[-1].tolist() == [53] * 192
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from PIL import Image
 
 from damex.errors import ConfigError
 from damex.inference import Prediction
-from damex.inference.inputs import Inputs
+from damex.inference.images import Inputs
 from damex.inference.writing import draw, write_csv, write_json
 
 CLASSES = ("car", "dog")

@@ -25,8 +25,8 @@ from damex.moe import (
     Packing,
     RouterZLoss,
     TopKGate,
-    image_votes,
 )
+from damex.moe.group_choice import image_votes
 
 D, H, E = 8, 12, 6
 GROUPS = [[0, 1], [2, 3], [4, 5]]

@@ -19,7 +19,7 @@ from damex.moe import (
     TopKGate,
     expert_groups,
 )
-from damex.moe.routers import ACTIVATIONS
+from damex.moe.routers import MLP_ACTIVATIONS
 
 
 def test_logits_by_hand():
@@ -97,7 +97,7 @@ def test_mlp_logits_by_hand(activation, of_one, of_minus_one):
 
 
 def test_every_activation_is_tested_above():
-    assert set(ACTIVATIONS) == {"relu", "tanh", "sigmoid", "gelu"}
+    assert set(MLP_ACTIVATIONS) == {"relu", "tanh", "sigmoid", "gelu"}
 
 
 def test_temperature_cannot_be_traded_for_the_first_layers_weights():

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from damex.engine.schedule import length_key
+
 Curve = list[tuple[float, float]]
 # Title of a chart -> what its curves are called in the file; the group is their name.
 CHARTS = {
@@ -57,7 +59,7 @@ def read_history(
         missing = "No curves" if scores else "No curves and no AP"
         return History(scores, {}, f"{missing}: {path} of the training is not there.")
     lines = _lines(path)
-    scores = _scores_at(lines, meta.get(_counter(train_cfg)))
+    scores = _scores_at(lines, meta.get(length_key(train_cfg)[4:-1]))
     charts = {title: curves(lines, name) for title, name in CHARTS.items()}
     charts |= _loads(lines)
     charts = {title: found for title, found in charts.items() if found}
@@ -90,13 +92,6 @@ def _loads(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
         f"Load of {layer}": curves(lines, rf"routing/{re.escape(layer)}/(expert_\d+)")
         for layer in layers
     }
-
-
-def _counter(train_cfg: Mapping[str, Any]) -> str:
-    """What a training's loop counts, and the ``step`` of evaluations with it."""
-    kind = train_cfg.get("type")
-    by_iters = kind == "IterBasedTrainLoop" or "max_iters" in train_cfg
-    return "iter" if by_iters else "epoch"
 
 
 def _scores_at(lines: Iterable[Mapping[str, Any]], step: Any) -> dict[str, float]:

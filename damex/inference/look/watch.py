@@ -19,11 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from damex.errors import ConfigError, DataError
-from damex.inference.inputs import Inputs
+from damex.inference.images import Inputs
 from damex.inference.look.samples import Row
 from damex.inference.stored import StoredDetector
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
+from damex.models.outputs import count_tokens_BE
 from damex.moe import LayerTally, RoutingRecord, add_tallies, top1_expert
 
 TILE = 192  # longer side of pictures in pixels
@@ -223,7 +224,10 @@ class Watcher:
             expert_N.cpu().split(lengths), self._levels, strict=True
         ):
             places = [
-                ((np.arange(side) + 0.5) / scale * cells / whole).astype(int)
+                # Rounding may have made the picture half a pixel larger than the input.
+                ((np.arange(side) + 0.5) / scale * cells / whole)
+                .astype(int)
+                .clip(max=cells - 1)
                 for side, cells, whole in zip(
                     size[::-1], level, self._shape, strict=True
                 )
@@ -239,11 +243,7 @@ def _is_kept_to_a_group(record: RoutingRecord) -> bool:
 
 def _experts_of(record: RoutingRecord, image: int) -> list[int]:
     """The experts that took tokens of an image."""
-    image_V = record.packing.spread(
-        torch.arange(record.packing.num_images, device=record.logits_VE.device)
-    )
-    expert_V = top1_expert(record)[image_V == image]
-    return [e for e in expert_V.unique().tolist() if e < record.num_experts]
+    return count_tokens_BE(record)[image].nonzero().flatten().tolist()
 
 
 def _experts_of_rows(map_GE: Tensor | None, rows: Sequence[Row]) -> Tensor | None:
