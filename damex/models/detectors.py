@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from damex.errors import ConfigError
 from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
 from damex.models.blocks import MoEFFN
-from damex.models.channel_gating import ChannelGating
-from damex.models.channel_insertion import ChannelReport, insert_channels
+from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext
 from damex.models.dataset_awareness import build_awareness

@@ -17,7 +17,7 @@ import pytest
 from damex.commandline.data import data
 from damex.commandline.run import run_command
 from damex.datasets.coco import read_coco
-from damex.datasets.formats.cache import convert_cached
+from damex.datasets.formats.entry import convert_cached
 from damex.datasets.formats.images import content_share
 from damex.datasets.formats.records import Options
 from damex.datasets.formats.tree import Tree, split_of_file
@@ -383,7 +383,7 @@ def test_the_users_folder_is_not_written_to(csv_folder):
 def test_two_processes_at_once_agree(csv_folder, cache):
     code = (
         "import sys\n"
-        "from damex.datasets.formats.cache import convert_cached\n"
+        "from damex.datasets.formats.entry import convert_cached\n"
         "from damex.datasets.formats.records import Options\n"
         "sys.stdin.readline()\n"
         f"print(convert_cached({str(csv_folder)!r}, Options()).file('train'))\n"

@@ -58,7 +58,7 @@ def batch(make_batch):
 @pytest.fixture
 def gates_of(monkeypatch):
     """The gates of the last step of a detector."""
-    from damex.models.channel_gating import ChannelGating
+    from damex.models.channels import ChannelGating
 
     seen = []
     forward = ChannelGating.forward

@@ -4,7 +4,7 @@ import pytest
 from mmdet.registry import MODELS
 
 from damex.errors import ConfigError
-from damex.models.channel_insertion import insert_channels
+from damex.models.channels import insert_channels
 from damex.models.config import read_moe
 from damex.models.context import RoutingContext
 
