@@ -14,21 +14,18 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from mmengine.device import get_device
-from mmengine.hooks import EMAHook
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from damex.engine.schedule import ExpertMeanDecayHook
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.moe import sharded_layers
 
 FULLY_SHARDED = "FullySharded"
 COMPONENTS = ("encoder", "decoder")
-HOOKS = (EMAHook, ExpertMeanDecayHook)  # that read or change parameters
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
@@ -56,25 +53,10 @@ def check_config(model: nn.Module, config: Mapping[str, Any]) -> None:
     }
     for what, found in faults.items():
         if found:
-            raise _refusal(what)
-
-
-def check_hooks(hooks: Iterable[Any]) -> None:
-    """Refuse hooks that need whole parameters in a training.
-
-    Raises:
-        ConfigError: If there is one.
-    """
-    for hook in hooks:
-        if isinstance(hook, HOOKS):
-            raise _refusal(type(hook).__name__)
-
-
-def _refusal(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what} needs whole parameters, and with model_wrapper_cfg.type="
-        f"{FULLY_SHARDED!r} no process has them; leave one of the two out."
-    )
+            raise ConfigError(
+                f"{what} needs whole parameters, and with model_wrapper_cfg.type="
+                f"{FULLY_SHARDED!r} no process has them; leave one of the two out."
+            )
 
 
 def shard_fully(model: nn.Module, optimizer: Optimizer | None = None) -> None:

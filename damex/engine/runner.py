@@ -29,7 +29,6 @@ from damex.engine.checkpoint import check_fit, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS, LOADERS
 from damex.engine.console import ProgressHook, filter_console
-from damex.engine.expert_parallel import ExpertParallelRunner
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
 from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import take_over_moments
@@ -45,6 +44,7 @@ from damex.engine.schedule import (
     set_length,
     spans,
 )
+from damex.engine.sharded_runner import ShardedRunner
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.detectors import RoutedDetector
@@ -63,7 +63,7 @@ HOOKS_OF_DAMEX = (
 
 
 @RUNNERS.register_module()
-class MixtureRunner(ExpertParallelRunner):
+class MixtureRunner(ShardedRunner):
     """Runner that completes the config, keeps the screen readable and runs anywhere.
 
     damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes

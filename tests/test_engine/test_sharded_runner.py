@@ -15,16 +15,16 @@ from torch import distributed
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from damex.engine import fully_sharded
-from damex.engine.expert_parallel import reduce_before_steps
 from damex.engine.runner import MixtureRunner
 from damex.engine.schedule import ExpertMeanDecayHook
+from damex.engine.sharded_runner import reduce_before_steps
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertShards
 
 sys.path.insert(0, str(Path(__file__).parent))
-import expert_parallel_detector as detectors
-import expert_parallel_training as trainings
+import sharded_detector as detectors
+import sharded_training as trainings
 
 LAYOUTS = [
     pytest.param((2, 1), id="DDP on 2"),
@@ -285,9 +285,12 @@ def test_what_needs_whole_parameters_is_refused(words, cfg, in_stages):
         fully_sharded.check_config(model, cfg)
 
 
-def test_hooks_that_change_parameters_are_refused():
+def test_hooks_that_change_parameters_are_refused(spread_runner):
+    spread_runner.cfg["model_wrapper_cfg"] = dict(type="FullySharded")
+    spread_runner._distributed = True
+    spread_runner._hooks.append(EMAHook())
     with pytest.raises(ConfigError, match="EMAHook needs whole parameters"):
-        fully_sharded.check_hooks([EMAHook()])
+        spread_runner.train()
 
 
 def test_other_wrappers_than_ddp_are_refused(spread_runner):

@@ -1,4 +1,4 @@
-"""Trainings of ``test_expert_parallel.py`` in each of two processes, in one launch.
+"""Trainings of ``test_sharded_runner.py`` in each of two processes, in one launch.
 
 Argument: a folder with ``config.py``. What is compared are the checkpoints.
 """

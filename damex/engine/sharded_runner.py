@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from damex.engine.fully_sharded import (
     FULLY_SHARDED,
     check_config,
-    check_hooks,
     is_fully_sharded,
     shard_fully,
     whole_parameters,
@@ -36,7 +35,7 @@ from damex.errors import ConfigError
 from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_experts
 
 
-class ExpertParallelRunner(Runner):
+class ShardedRunner(Runner):
     """mmengine's Runner; where each process has the whole it is exactly that."""
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
@@ -73,9 +72,12 @@ class ExpertParallelRunner(Runner):
                 processes would get different numbers of batches.
         """
         if sharded_layers(bare_model(self)):
-            _check_hooks(self.hooks)
+            needs, where = "the mean of all experts", "moe.expert_parallel"
+            _check_hooks(self.hooks, (ExpertMeanDecayHook,), needs=needs, where=where)
         if self._asks_for_sharding:
-            check_hooks(self.hooks)
+            kinds = (EMAHook, ExpertMeanDecayHook)
+            needs, where = "whole parameters", f"model_wrapper_cfg.type={FULLY_SHARDED}"
+            _check_hooks(self.hooks, kinds, needs=needs, where=where)
         self._check_loader("val_dataloader")
         return super().train()
 
@@ -207,9 +209,17 @@ def _check_wrapper(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_hooks(hooks: list[Any]) -> None:
-    if any(isinstance(hook, ExpertMeanDecayHook) for hook in hooks):
-        raise ConfigError(
-            "ExpertMeanDecayHook needs the mean of all experts, and with "
-            "moe.expert_parallel no process has them; leave one of the two out."
-        )
+def _check_hooks(
+    hooks: list[Any], kinds: tuple[type, ...], *, needs: str, where: str
+) -> None:
+    """Refuse hooks that read or change what no process has.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    for hook in hooks:
+        if isinstance(hook, kinds):
+            raise ConfigError(
+                f"{type(hook).__name__} needs {needs}, and with {where} no process has "
+                "them; leave one of the two out."
+            )
