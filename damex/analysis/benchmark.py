@@ -9,12 +9,14 @@ Axes: B images, N tokens per image, D model width, E experts.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import platform
 import statistics
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -93,12 +95,14 @@ class Timing:
         ratio: To the dense FFN, which takes part in the same rounds.
         saved: Bytes that the forward pass keeps for the backward pass, without
             parameters; 0 in inference.
+        syncs: How often the host waits for the GPU in a step; 0 on the CPU.
     """
 
     name: str
     seconds: float
     ratio: float
     saved: int
+    syncs: int
 
 
 def benchmark(arguments: Sequence[str]) -> None:
@@ -117,23 +121,27 @@ def benchmark(arguments: Sequence[str]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     cases = SMALL if args.small else CASES
+    is_half = args.dtype == "bfloat16"
     runs: dict[bool, dict[str, list[Timing]]] = {}
     with Bar() as bar:
         bar.begin("cases", 2 * len(cases))
         for training in (True, False):
             runs[training] = {}
             for case in cases:
-                timings = run_case(case, training, args.rounds, args.device)
+                with torch.autocast(args.device, torch.bfloat16, enabled=is_half):
+                    timings = run_case(case, training, args.rounds, args.device)
                 runs[training][case.name] = timings
                 bar.advance()
-    text = "\n".join(
-        [
-            _head(args.threads, args.rounds, args.device),
-            _table("Training: forward and backward", runs[True], _ratio),
-            _table("Inference: forward", runs[False], _ratio),
-            _table("MiB that the forward pass keeps for training", runs[True], _memory),
-        ]
-    )
+    parts = [
+        _head(args),
+        _table("Training: forward and backward", runs[True], _ratio),
+        _table("Inference: forward", runs[False], _ratio),
+        _table("MiB that the forward pass keeps for training", runs[True], _memory),
+    ]
+    if args.device == "cuda":
+        title = "How often the host waits for the GPU in a training step"
+        parts.append(_table(title, runs[True], lambda timing: str(timing.syncs)))
+    text = "\n".join(parts)
     out.write_text(text, encoding="utf-8")
     Console(highlight=False, soft_wrap=True, markup=False).print(text)
     print(f"written: {out}")
@@ -161,7 +169,8 @@ def run_case(case: Case, training: bool, rounds: int, device: str) -> list[Timin
     for rival in rivals:
         rival.module.to(device).train(training)
         steps.append(_step(rival, tokens_BND, packing, training))
-    _check(rivals, tokens_BND, packing)
+    with torch.autocast(device, enabled=False):
+        _check(rivals, tokens_BND, packing)
     seconds: list[list[float]] = [[] for _ in rivals]
     for number in range(-1, rounds):  # the first round warms up
         for index in _rotated(len(rivals), number):
@@ -173,9 +182,10 @@ def run_case(case: Case, training: bool, rounds: int, device: str) -> list[Timin
         _saved_bytes(step, rival.module) if training else 0
         for step, rival in zip(steps, rivals, strict=True)
     ]
+    syncs = [_count_syncs(step) if device == "cuda" else 0 for step in steps]
     return [
-        Timing(rival.name, median, median / medians[0], size)
-        for rival, median, size in zip(rivals, medians, saved, strict=True)
+        Timing(rival.name, median, median / medians[0], *rest)
+        for rival, median, *rest in zip(rivals, medians, saved, syncs, strict=True)
     ]
 
 
@@ -264,6 +274,18 @@ def _saved_bytes(step: Callable[[], None], module: nn.Module) -> int:
     return sum(kept.values())
 
 
+def _count_syncs(step: Callable[[], None]) -> int:
+    """How often a step makes the host wait for the GPU, as torch counts it."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in found)
+
+
 def _rotated(count: int, by: int) -> Iterator[int]:
     return ((index + by) % count for index in range(count))
 
@@ -291,7 +313,7 @@ def _memory(timing: Timing) -> str:
     return f"{timing.saved / 2**20:.0f}"
 
 
-def _head(threads: int, rounds: int, device: str) -> str:
+def _head(args: argparse.Namespace) -> str:
     """Where, when and with what this was measured."""
     names = {"torch": torch.__version__, "damex": damex.__version__}
     try:
@@ -300,16 +322,16 @@ def _head(threads: int, rounds: int, device: str) -> str:
         names["transformers"] = "not installed (pip install 'damex[benchmark]')"
     facts = {
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
-        "hardware": _hardware(device),
-        "threads": threads,
-        "rounds": rounds,
+        "hardware": _hardware(args.device),
+        "threads": args.threads,
+        "rounds": args.rounds,
         "commit": _commit(),
         **names,
     }
     lines = [f"- {key}: {value}" for key, value in facts.items()]
     about = (
-        f"FFN {WIDTH}-{HIDDEN}-{WIDTH} in float32. A dense FFN of the same active size "
-        "is 1.00; medians of rounds in which all layers of a case take turns, in "
+        f"FFN {WIDTH}-{HIDDEN}-{WIDTH} in {args.dtype}. A dense FFN of the same active "
+        "size is 1.00; medians of rounds in which all layers of a case take turns, in "
         "processor time on the CPU."
     )
     return "\n".join(["# Layers of experts, timed", "", about, "", *lines, ""])

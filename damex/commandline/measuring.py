@@ -151,4 +151,10 @@ def benchmark_parser() -> Parser:
     parser.add_argument("--rounds", type=at_least(1), default=11)
     parser.add_argument("--threads", type=at_least(1), default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="bfloat16 is by autocast; routers stay in float32",
+    )
     return parser

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# What only a GPU can show, by one command: tools/gpu_check.sh [OUT]
+#
+# 1. the tests, those included that need a GPU
+# 2. layers timed in float32 and bfloat16, with the host synchronisations of a step
+# 3. 200 iterations of a detector: dense, 8 experts, 64 experts; float16
+# 4. the same in one process of nccl
+#
+# OUT (work_dirs/gpu_check) gets a log of each step, the tables of the layers, and
+# detectors.md. The data is the toy mixture, drawn where it is missing; nothing is
+# downloaded. The same steps, small, on the CPU:
+#   DEVICE=cpu CONFIG=damex-dino-tiny_r18_1xb8-4e_toy ITERS=13 TESTS=tests/test_errors.py tools/gpu_check.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python} device=${DEVICE:-cuda} iters=${ITERS:-200} tests=${TESTS:-tests}
+config=${CONFIG:-damex-dino-4scale_r50_8xb2-12e_coco-voc} out=${1:-work_dirs/gpu_check}
+mkdir -p "$out"
+
+step() { # step NAME COMMAND...: its log is NAME.log; a failure is said, and the rest goes on
+  local name=$1
+  shift
+  echo "== $name: $*"
+  if "$@" > "$out/$name.log" 2>&1; then tail -n 3 "$out/$name.log"; else echo "FAILED; see $out/$name.log"; fi
+}
+
+[ -d data/toy ] || "$python" -m damex.toydata
+cat > "$out/detector.py" <<END
+_base_ = ["$PWD/configs/damex_dino/$config.py"]
+mixture = [
+    dict(name=name, data_root=f"data/toy/{name}/", train="train.json", val="val.json",
+         img="images/", weight=1.0)
+    for name in ("shapes", "digits", "photos", "playroom", "arcade")
+]
+train_dataloader = dict(batch_size=2, sampler=dict(samples_per_epoch=2 * $iters))
+max_epochs = 1
+train_cfg = dict(val_interval=1000, val_begin=1000)
+model = dict(backbone=dict(init_cfg=None))
+END
+
+step tests "$python" -m pytest -q "$tests"
+small=() amp=(--amp)
+if [ "$device" = cpu ]; then small=(--small --rounds 1) amp=(); fi
+for dtype in float32 bfloat16; do
+  step "layers_$dtype" "$python" -m damex benchmark --device "$device" --dtype "$dtype" \
+    "${small[@]}" --out "$out/layers_$dtype.md"
+done
+train() { # train NAME MOE...
+  local name=$1
+  shift
+  step "$name" "$python" -m damex train "$out/detector.py" "${amp[@]}" --work-dir "$out/$name" \
+    --cfg-options default_hooks.checkpoint.save_best=None "$@"
+}
+train dense moe=None
+train experts_8 moe.num_experts=8
+train experts_64 moe.num_experts=64
+step experts_8_nccl env PYTHON="$python" tools/dist_train.sh "$out/detector.py" 1 "${amp[@]}" \
+  --work-dir "$out/experts_8_nccl" \
+  --cfg-options default_hooks.checkpoint.save_best=None moe.num_experts=8
+
+"$python" - "$out" <<'END' | tee "$out/detectors.md"
+import json
+import sys
+from pathlib import Path
+
+print("| detector | seconds per iteration | images per second | peak memory |")
+print("| --- | ---: | ---: | ---: |")
+for name in ("dense", "experts_8", "experts_64", "experts_8_nccl"):
+    path = Path(sys.argv[1]) / name / "summary.json"
+    if not path.is_file():
+        print(f"| {name} | failed | - | - |")
+        continue
+    found = json.loads(path.read_text())
+    seconds = found["train_seconds"] / found["trained_iterations"]
+    memory = found["peak_memory_mib"] or float("nan")
+    print(f"| {name} | {seconds:.3f} | {2 / seconds:.1f} | {memory:.0f} MiB |")
+END
