@@ -28,8 +28,7 @@ from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model
 from damex.engine.summary import score_table, scores_of, summarise, write_json
 from damex.errors import ConfigError
-
-COMPONENTS = ("encoder", "decoder")
+from damex.models.sites import COMPONENTS
 
 
 def zero_ffns(arguments: Sequence[str]) -> None:

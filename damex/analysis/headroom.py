@@ -17,7 +17,6 @@ from typing import Any
 from mmengine.config import Config
 from rich.console import Console
 
-from damex.analysis.ablations import COMPONENTS
 from damex.analysis.comparison import dot_plot
 from damex.analysis.intervals import paired_difference
 from damex.analysis.ladder import (
@@ -47,6 +46,7 @@ from damex.analysis.verdict import Verdict, is_above, judge
 from damex.commandline.measuring import RUNGS, headroom_parser
 from damex.engine.config_files import config_of
 from damex.errors import ConfigError
+from damex.models.sites import COMPONENTS
 
 Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from damex.datasets.label_space import LabelSpace
 from damex.engine.row_transfer import names_of_space
 from damex.engine.schedule import bare_model
-from damex.errors import ConfigError
+from damex.errors import ConfigError, did_you_mean
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
 from damex.models.rows import Owner, row_owners
@@ -80,7 +80,11 @@ def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
             "(model.type='MoEDINO'); leave it out."
         )
     for name in map(str, datasets):
-        space.dataset_id(name)
+        if name not in space.dataset_names:
+            raise ConfigError(
+                f"train_only: the mixture has no dataset {name!r}; "
+                f"{did_you_mean(name, space.dataset_names)}"
+            )
     if model.trains_in_stages or any(b.moe.shards for b in moe_blocks(model)):
         raise ConfigError(
             "train_only cannot stand beside moe.router_warmup, moe.upcycling or "

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
+from damex.models.sites import COMPONENTS
 from damex.moe import sharded_layers
 
 FULLY_SHARDED = "FullySharded"
-COMPONENTS = ("encoder", "decoder")
 
 
 def is_fully_sharded(model: nn.Module) -> bool:

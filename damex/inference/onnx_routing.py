@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from damex.errors import ConfigError
 from damex.inference.dense_ffn import chosen_expert
 from damex.models.blocks import MoEFFN
-from damex.models.detectors import RoutedDetector
+from damex.models.detectors import RoutedDetector, mmdet_class
 from damex.models.insertion import moe_blocks
 from damex.models.told_dataset import can_tell_datasets
 from damex.moe import AffineExperts, FFNExperts, LowRankExperts
@@ -181,7 +181,5 @@ def voted_detector(detector: RoutedDetector, path: str) -> tuple[Any, ImageVotes
     for name, module in [*detector.named_modules()]:
         if isinstance(module, MoEFFN):
             detector.set_submodule(name, VotedFFN(module, votes))
-    kinds = type(detector).__mro__
-    # The detector of mmdet that the mixin stands before: nothing else is left of it.
-    detector.__class__ = kinds[kinds.index(RoutedDetector) + 1]
+    detector.__class__ = mmdet_class(detector)  # nothing of damex is left in it
     return detector, votes

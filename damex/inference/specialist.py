@@ -20,12 +20,12 @@ from damex.inference.plain_backbone import KEYS, TYPE, plain_backbone
 from damex.inference.stored import StoredDetector
 from damex.inference.writing import check_target, write_checkpoint
 from damex.models.blocks import MoEFFN
-from damex.models.detectors import RoutedDetector
+from damex.models.detectors import mmdet_class
 from damex.models.insertion import moe_blocks
+from damex.models.sites import COMPONENTS
 from damex.models.timm_backbone import TimmBackbone
 from damex.models.told_dataset import selects_by_first_class
 
-COMPONENTS = ("encoder", "decoder")
 OF_DAMEX = ("moe", "num_groups", "label_coverage", *DATASET_OPTIONS)
 
 
@@ -171,8 +171,7 @@ def _plain_model(
 ) -> dict[str, Any]:
     """Config of the dense detector of mmdet that damex's builds on."""
     plain = copy.deepcopy({k: v for k, v in model.items() if k not in OF_DAMEX})
-    kinds = type(detector).__mro__
-    plain["type"] = kinds[kinds.index(RoutedDetector) + 1].__name__
+    plain["type"] = mmdet_class(detector).__name__
     for part in COMPONENTS:
         plain.get(part, {}).pop("num_cp", None)  # memory in training alone
     if isinstance(detector.backbone, TimmBackbone):

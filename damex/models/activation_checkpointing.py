@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from damex.errors import ConfigError
 from damex.models.context import RoutingContext
-
-COMPONENTS = ("encoder", "decoder")
+from damex.models.sites import COMPONENTS
 
 
 class CheckpointedForward:

@@ -329,6 +329,16 @@ class RoutedDetector(_Detector):
             return super().forward_decoder(**kwargs)
 
 
+def mmdet_class(detector: RoutedDetector) -> type:
+    """The class of mmdet that the mixin stands before.
+
+    Args:
+        detector: Of damex.
+    """
+    kinds = type(detector).__mro__
+    return kinds[kinds.index(RoutedDetector) + 1]
+
+
 @MODELS.register_module()
 class MoEDINO(RoutedDetector, DINO):
     """DINO (Zhang et al. 2023) with experts: the detector of the DAMEX paper."""

@@ -12,6 +12,8 @@ from torch import nn
 from damex.errors import ConfigError
 from damex.models.blocks import MoEPatchConv
 
+COMPONENTS = ("encoder", "decoder")  # what has transformer layers
+
 
 def chosen_layers(
     detector: nn.Module, component: str, chosen: Any
