@@ -29,6 +29,7 @@ from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
 
 # Two of them for files of torch before 1.6 that are cut off.
+WRAPPER = "module."
 UNREADABLE = (EOFError, RuntimeError, URLError, IndexError, struct.error)
 
 
@@ -120,9 +121,17 @@ def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
                 f"the checkpoint {path} holds a {type(checkpoint).__name__}, not the "
                 "dict of tensors that a detector needs."
             )
+        _drop_wrapper(checkpoint.get("state_dict", checkpoint))
         return checkpoint
 
     return load
+
+
+def _drop_wrapper(state: dict[str, Any]) -> None:
+    """Names of a detector as they are without DDP, under which others save them."""
+    if all(str(key).startswith(WRAPPER) for key in state):
+        for key in [*state]:
+            state[key.removeprefix(WRAPPER)] = state.pop(key)
 
 
 @contextmanager
@@ -214,8 +223,7 @@ def check_tensors(
         ConfigError: If tensors are missing, too many, or of another shape.
     """
     stored = checkpoint.get("state_dict", checkpoint)
-    found = {key.removeprefix("module.") for key in stored}
-    needed = model.state_dict().keys()
+    found, needed = stored.keys(), model.state_dict().keys()
     counts = {
         "are missing": sorted(needed - found),
         "are too many": sorted(found - needed),
@@ -247,7 +255,7 @@ def replace_misfits(state: dict[str, Any], model: nn.Module) -> str | None:
     own = model.state_dict()
     misfits = _misfits(state, model)
     for key in misfits:
-        state[key] = own[key.removeprefix("module.")]
+        state[key] = own[key]
     if not misfits:
         return None
     return (
@@ -262,9 +270,8 @@ def _misfits(state: Mapping[str, Any], model: nn.Module) -> dict[str, str]:
     own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     found = {}
     for key, value in state.items():
-        name = key.removeprefix("module.")
-        if name in own and own[name] != tuple(value.shape):
-            found[key] = f"{name} of {tuple(value.shape)}, here {own[name]}"
+        if key in own and own[key] != tuple(value.shape):
+            found[key] = f"{key} of {tuple(value.shape)}, here {own[key]}"
     return found
 
 

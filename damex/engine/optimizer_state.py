@@ -57,11 +57,7 @@ def take_over_moments(
     """
     needed = _needed_keys(optimizer)
     stored = _stored_state(checkpoint, path)
-    weights = {
-        key.removeprefix("module."): value
-        for key, value in checkpoint["state_dict"].items()
-    }
-    origins = moment_origins(model, weights)
+    origins = moment_origins(model, checkpoint["state_dict"])
     parameters = dict(model.named_parameters())
     state, bare = {}, []
     names = parameter_names(model, optimizer)

@@ -84,24 +84,20 @@ def move_rows(
     Returns:
         Names of the tensors that were changed.
     """
-    keys = {key.removeprefix("module."): key for key in state}
-    given = {name: state[key] for name, key in keys.items()}
     own = detector.state_dict()
-    sources = row_owners(detector, given, stored)
+    sources = row_owners(detector, state, stored)
     targets = row_owners(detector, own, wanted)
     moved = set()
     for name in sources.keys() & targets.keys():
         same_rows = sources[name] == targets[name]
-        if same_rows or own[name].shape[1:] != given[name].shape[1:]:
+        if same_rows or own[name].shape[1:] != state[name].shape[1:]:
             continue
-        state[keys[name]] = _gathered(
-            own[name], targets[name], given[name], sources[name]
-        )
+        state[name] = _gathered(own[name], targets[name], state[name], sources[name])
         moved.add(name)
         # Which experts serve which group is a matter of the config.
         groups = f"{name.rpartition('.moe.')[0]}.moe.{GROUP_EXPERTS}"
-        if groups in keys and groups in own:
-            state[keys[groups]] = own[groups].clone()
+        if groups in state and groups in own:
+            state[groups] = own[groups].clone()
     return moved
 
 

@@ -80,10 +80,10 @@ class StoredDetector:
         pipeline = _test_pipeline(config, path)
         for part in (model, pipeline):
             check_types(part, where=path)
-        state = {
-            k.removeprefix("module."): v for k, v in checkpoint["state_dict"].items()
-        }
-        space = LabelSpace.from_metainfo(meta["dataset_meta"])
+        space, state = (
+            LabelSpace.from_metainfo(meta["dataset_meta"]),
+            checkpoint["state_dict"],
+        )
         return cls(path, config, model, pipeline, space, state, meta)
 
     @property

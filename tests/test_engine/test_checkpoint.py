@@ -208,13 +208,28 @@ def test_a_checkpoint_that_is_no_dict_is_refused(tmp_path):
         load(tmp_path / "x.pth")
 
 
+def test_names_lose_the_prefix_of_a_wrapper(tmp_path):
+    """Detectors of others are often saved as DDP holds them."""
+    names, averages = ["backbone.module.w", "b"], {"module.b": 1}
+    for content in (
+        {f"module.{name}": 0 for name in names},
+        dict(
+            state_dict={f"module.{name}": 0 for name in names}, ema_state_dict=averages
+        ),
+    ):
+        torch.save(content, tmp_path / "x.pth")
+        loaded = load(tmp_path / "x.pth")
+        assert [*loaded.get("state_dict", loaded)] == names
+        assert loaded.get("ema_state_dict", averages) == averages
+
+
 def test_tensors_have_to_fit_exactly():
     model = torch.nn.Linear(2, 1)
-    state = {f"module.{k}": v for k, v in model.state_dict().items()}
+    state = model.state_dict()
     check_tensors(dict(state_dict=state), model, path="x.pth")
-    del state["module.bias"]
+    del state["bias"]
     state["scale"] = torch.ones(1)
-    state["module.weight"] = torch.ones(3, 2)
+    state["weight"] = torch.ones(3, 2)
     with pytest.raises(ConfigError) as caught:
         check_tensors(state, model, path="x.pth")
     assert str(caught.value) == (
@@ -227,13 +242,13 @@ def test_tensors_have_to_fit_exactly():
 
 def test_a_training_starts_from_what_fits():
     model = torch.nn.Linear(2, 1)
-    state = {"module.weight": torch.ones(3, 2), "module.bias": torch.ones(1)}
+    state = {"weight": torch.ones(3, 2), "bias": torch.ones(1)}
     assert replace_misfits(state, model) == (
         "1 of 2 tensors have another shape than in the detector and are not loaded, "
         "such as weight of (3, 2), here (1, 2); they start from random values."
     )
-    assert torch.equal(state["module.weight"], model.weight)
-    assert state["module.bias"].item() == 1.0
+    assert torch.equal(state["weight"], model.weight)
+    assert state["bias"].item() == 1.0
     assert replace_misfits(state, model) is None
 
 

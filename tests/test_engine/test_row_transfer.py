@@ -72,14 +72,14 @@ def test_a_first_stage_keeps_its_one_class(build_mmdet):
 def test_new_classes_start_as_the_detector_has_them(build):
     target = build(num_groups=2)
     weight = "bbox_head.cls_branches.0.weight"
-    state = {"module." + weight: torch.randn(80, 64)}
-    given = state["module." + weight].clone()
+    state = {weight: torch.randn(80, 64)}
+    given = state[weight].clone()
     wanted = RowNames(("new", "c7", "c0", "other"))
     moved = move_rows(state, target, stored=RowNames(COCO), wanted=wanted)
     own = target.state_dict()[weight]
     expected = torch.stack([own[0], given[7], given[0], own[3]])
     assert moved == {weight}
-    assert torch.equal(state["module." + weight], expected)
+    assert torch.equal(state[weight], expected)
     said = [*transfer_notes(RowNames(COCO), wanted, moved)]
     assert said == [
         "classes: taken over by name: c7, c0; new, as at the start of a training: new, "
