@@ -29,6 +29,7 @@ from damex.moe import MoELayer, sharded_layers, sharded_names
 
 # Rows go to the experts and back, and their gradients do.
 WAYS = 4
+LISTED = 8  # numbers in a row; of more the first and the last
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,10 @@ def _places(layout: Layout) -> Iterator[str]:
 
 def _listed(what: str, numbers: range) -> str:
     plural = "es" if what.endswith("s") else "s"
-    return f"{what}{plural * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    names = [*map(str, numbers)]
+    if len(names) > LISTED:
+        names[3:-1] = ["..."]
+    return f"{what}{plural * (len(numbers) > 1)} {', '.join(names)}"
 
 
 def _build(model: Mapping[str, Any]) -> nn.Module:

@@ -116,7 +116,8 @@ def count_levels(findings: Iterable[Finding]) -> str:
 def _print_end(found: Inspection, seconds: float, *, quick: bool) -> None:
     scope = "without decoding images" if quick else "images decoded and compared"
     print(
-        f"\n{count_levels(found.findings)} in {found.num_datasets} datasets with "
+        f"\n{count_levels(found.findings)} in {found.num_datasets} "
+        f"dataset{'s' * (found.num_datasets > 1)} with "
         f"{len(found.images):,} images and {found.num_boxes:,} boxes "
         f"({seconds:.0f} s, {scope})."
     )

@@ -72,6 +72,8 @@ def test_the_lines_say_who_has_which_experts_and_how_long_it_takes(read):
     # 36 samples are 9 of each process, in batches of 2.
     assert "a batch is 4 x 2 = 8 images, an epoch 5 batches" in found
     assert "the training 3 epochs, 15 steps" in found
+    many = describe(lay_out(read(2, **changes), processes=64))
+    assert "processes 1, 3, 5, ..., 63: experts 2, 3" in many
 
 
 REFUSED = [
