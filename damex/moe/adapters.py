@@ -14,14 +14,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from damex.errors import check_choice, check_sizes
 from damex.moe.grouped import (
     BACKENDS,
     choose_backend,
     grouped_linear,
-    map_segments,
     spread_over_rows,
 )
 
@@ -95,11 +93,10 @@ class LowRankExperts(nn.Module):
             out_RD: In the order of `tokens_RD`, unweighted.
         """
         backend = choose_backend(tokens_RD, self.down_EDL, backend=self.backend)
-        maps = (self.down_EDL, self.up_ELD)
-        if backend == "split":  # both maps at once: the host reads the counts once
-            return map_segments(_low_rank, tokens_RD, maps, counts_E)
+        if backend == "split":
+            counts_E = counts_E.cpu()  # a GPU waits for the counts only once
         rows = tokens_RD
-        for weight in maps:
+        for weight in (self.down_EDL, self.up_ELD):
             rows = grouped_linear(rows, weight, None, counts_E, backend=backend)
         return rows
 
@@ -161,7 +158,3 @@ class AffineExperts(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
         return f"num_experts={self.num_experts}, embed_dims={self.embed_dims}"
-
-
-def _low_rank(rows_RD: Tensor, down_DL: Tensor, up_LD: Tensor) -> Tensor:
-    return functional.linear(functional.linear(rows_RD, down_DL.t()), up_LD.t())

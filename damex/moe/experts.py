@@ -18,7 +18,6 @@ from damex.moe.grouped import (
     BACKENDS,
     choose_backend,
     grouped_linear,
-    map_segments,
     spread_over_rows,
 )
 
@@ -156,19 +155,14 @@ class FFNExperts(nn.Module):
             out_RD: In the order of `tokens_RD`, unweighted.
         """
         backend = choose_backend(tokens_RD, self.w1_EDH, backend=self.backend)
+        slope_R1 = None
+        if self.slope_E1 is not None:
+            slope_R1 = spread_over_rows(self.slope_E1, counts_E, tokens_RD.shape[0])
         if backend == "split":
-            # One expert after the other, so that hidden rows, the largest tensor, are
-            # never joined and split again, and a GPU waits for the counts only once.
-            parameters = [self.w1_EDH, self.b1_EH, self.w2_EHD, self.b2_ED]
-            if self.slope_E1 is not None:
-                parameters.append(self.slope_E1)
-            return map_segments(self._one_expert, tokens_RD, parameters, counts_E)
+            counts_E = counts_E.cpu()  # a GPU waits for the counts only once
         hidden_RH = grouped_linear(
             tokens_RD, self.w1_EDH, self.b1_EH, counts_E, backend=backend
         )
-        slope_R1 = None
-        if self.slope_E1 is not None:
-            slope_R1 = spread_over_rows(self.slope_E1, counts_E, hidden_RH.shape[0])
         out_RD = grouped_linear(
             self.activate(hidden_RH, slope_R1),
             self.w2_EHD,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from damex.errors import check_choice
@@ -146,13 +147,69 @@ def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tens
 def _split_linear(
     x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    def linear(
-        rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None
-    ) -> Tensor:
-        return functional.linear(rows_RD, weight_DF.t(), bias_F)
+    if torch.compiler.is_compiling() or weight_EDF.shape[0] == 1:
+        parameters = (weight_EDF,) if bias_EF is None else (weight_EDF, bias_EF)
+        return map_segments(_linear, x_RD, parameters, counts_E)
+    dtype = _compute_dtype(x_RD)
+    bias_EF = None if bias_EF is None else bias_EF.to(dtype)
+    return _SplitLinear.apply(
+        x_RD.to(dtype), weight_EDF.to(dtype), bias_EF, counts_E.tolist()
+    )
 
-    parameters = (weight_EDF,) if bias_EF is None else (weight_EDF, bias_EF)
-    return map_segments(linear, x_RD, parameters, counts_E)
+
+def _linear(rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    return functional.linear(rows_RD, weight_DF.t(), bias_F)
+
+
+class _SplitLinear(torch.autograd.Function):
+    """One product per expert, written where it belongs: nothing is joined afterwards.
+
+    With many experts and few tokens the gradient of the weights is the largest tensor
+    of a step, and autograd would make it in pieces and copy these together.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: Tensor,
+        weight_EDF: Tensor,
+        bias_EF: Tensor | None,
+        sizes: list[int],
+    ) -> Tensor:
+        ctx.save_for_backward(x_RD, weight_EDF)
+        ctx.sizes = sizes
+        out_RF = x_RD.new_empty(x_RD.shape[0], weight_EDF.shape[2])
+        outs, rows = out_RF.split(sizes), x_RD.split(sizes)
+        for e, (out, row, weight) in enumerate(
+            zip(outs, rows, weight_EDF, strict=True)
+        ):
+            if bias_EF is None:
+                torch.mm(row, weight, out=out)
+            else:
+                torch.addmm(bias_EF[e], row, weight, out=out)
+        return out_RF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, weight_EDF = ctx.saved_tensors
+        rows, grad_rows = x_RD.split(ctx.sizes), grads[0].split(ctx.sizes)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.empty_like(x_RD)
+            for out, grad, weight in zip(
+                of_x.split(ctx.sizes), grad_rows, weight_EDF, strict=True
+            ):
+                torch.mm(grad, weight.t(), out=out)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.empty_like(weight_EDF)
+            for out, row, grad in zip(of_weight, rows, grad_rows, strict=True):
+                torch.mm(row.t(), grad, out=out)
+        if ctx.needs_input_grad[2]:
+            of_bias = weight_EDF.new_empty(len(weight_EDF), weight_EDF.shape[2])
+            for out, grad in zip(of_bias, grad_rows, strict=True):
+                torch.sum(grad, 0, out=out)
+        return of_x, of_weight, of_bias, None
 
 
 def _grouped_mm_linear(

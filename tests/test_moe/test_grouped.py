@@ -94,6 +94,22 @@ def test_no_bias_is_a_bias_of_zero(counts, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("learns", range(3))
+def test_what_does_not_learn_gets_no_gradient(learns, backend):
+    _, expected = run([3, 0, 2])
+    leaves, counts_E = inputs([3, 0, 2])
+    for index, leaf in enumerate(leaves):
+        leaf.requires_grad_(index == learns)
+    out = grouped_linear(*leaves, counts_E, backend=backend)
+    (out * torch.linspace(-1, 1, out.shape[1])).sum().backward()
+    for index, leaf in enumerate(leaves):
+        if index == learns:
+            torch.testing.assert_close(leaf.grad, expected[index])
+        else:
+            assert leaf.grad is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_of_a_plain_sum(backend):
     # sum() hands back a gradient with stride 0, which crashes a bare grouped_mm
     leaves, counts_E = inputs([2, 0, 3])
