@@ -85,11 +85,12 @@ def predict_parser() -> Parser:
     """Arguments of ``damex predict``."""
     parser = Parser(
         "predict",
-        "Detect objects in images; the checkpoint alone is enough",
+        "Detect objects in images and videos; the checkpoint alone is enough",
         examples=(
             "damex predict epoch_3.pth photo.jpg --draw seen",
             "damex predict epoch_3.pth photos/ --json found.json --csv found.csv",
             "damex predict epoch_3.pth 'photos/*.png' --dataset boards --min-score 0.5",
+            "damex predict epoch_3.pth clip.mp4 --draw seen",
         ),
     )
     parser.add_checkpoint()
@@ -104,7 +105,7 @@ def predict_parser() -> Parser:
     )
     add("--json", metavar="FILE", help="write a COCO json of images and detections")
     add("--csv", metavar="FILE", help="write one row per detection")
-    add("--draw", metavar="FOLDER", help="write the images with their detections")
+    add("--draw", metavar="FOLDER", help="write images and videos with detections")
     add(
         "--min-score",
         type=share,

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from damex import __version__
 from damex.commandline.bar import Bar
 from damex.commandline.commands import export_parser, predict_parser
 from damex.errors import ConfigError, DataError
-from damex.inference.images import find_images, names_of
+from damex.inference.drawing import Drawings, check_draw_folder
+from damex.inference.images import find_images, is_video, names_of, open_video
 from damex.inference.look.samples import validation_images
 from damex.inference.onnx_graph import (
     Canvas,
@@ -32,10 +34,8 @@ from damex.inference.predictor import Prediction, Predictor, labels_by_group
 from damex.inference.specialist import Specialist, take_out
 from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import (
-    check_draw_folder,
     check_file,
     check_target,
-    draw,
     make_folder,
     write_csv,
     write_json,
@@ -43,20 +43,20 @@ from damex.inference.writing import (
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Detect objects in images, and write down what was found.
+    """Detect objects in images and videos, and write down what was found.
 
     Args:
         arguments: Command line without the program's name.
 
     Returns:
-        1 if an image could not be read, else 0.
+        1 if a file could not be read, else 0.
 
     Raises:
         ConfigError: If an option or the checkpoint cannot work.
         DataError: If there are no images, or the checkpoint cannot be read.
     """
     args = predict_parser().parse_args(arguments)
-    paths = find_images(args.images)
+    paths = find_images(args.images, videos=True)
     for target in (args.json, args.csv):
         if target is not None:
             check_file(Path(target))
@@ -71,27 +71,42 @@ def predict(arguments: Sequence[str]) -> int:
     predictions: list[Prediction] = []
     faults: list[DataError] = []
     settings = (args.dataset, args.min_score, args.batch_size)
-    with Bar() as bar:
-        bar.begin("images", len(paths))
+    drawings = None
+    with ExitStack() as stack:
+        bar = stack.enter_context(Bar())
+        bar.begin("images", sum(map(_images_in, paths)))
+        if args.draw is not None:
+            drawings = Drawings(Path(args.draw), names, predictor.classes)
+            stack.enter_context(drawings)
         for one in predictor.stream(paths, *settings, skip=faults.append):
             bar.advance()
             predictions.append(one)
             console.print(line_of(one, name_of(one, names), args.min_probability))
-            if args.draw is not None and one.path is not None:
-                target = Path(args.draw) / names[one.path]
-                draw(one, target, classes=predictor.classes)
+            if drawings is not None:
+                drawings.add(one)
     found = [name_of(one, names) for one in predictions]
     if args.json is not None:
         write_json(Path(args.json), predictions, found, predictor.classes)
     if args.csv is not None:
         write_csv(Path(args.csv), predictions, found)
-    console.print(_summary(predictions, faults, args.min_probability))
+    console.print(_summary(predictions, faults, len(paths), args.min_probability))
     return 1 if faults else 0
 
 
+def _images_in(path: Path) -> int:
+    """How many images a file holds, as far as it can be told before they are read."""
+    try:
+        return max(len(open_video(path)), 1) if is_video(path) else 1
+    except DataError:
+        return 1  # named when it is its turn
+
+
 def name_of(one: Prediction, names: Mapping[Path, str]) -> str:
-    """What an image is called in the output."""
-    return "" if one.path is None else names[one.path]
+    """What an image is called in the output; a frame has its number behind it."""
+    if one.path is None:
+        return ""
+    frame = "" if one.frame is None else f":{one.frame}"
+    return names[one.path] + frame
 
 
 def line_of(one: Prediction, name: str, least: float) -> str:
@@ -119,7 +134,10 @@ def is_foreign(one: Prediction, least: float) -> bool:
 
 
 def _summary(
-    predictions: Sequence[Prediction], faults: Sequence[DataError], least: float
+    predictions: Sequence[Prediction],
+    faults: Sequence[DataError],
+    files: int,
+    least: float,
 ) -> str:
     """What was done, and what could not be."""
     objects = sum(len(one.scores) for one in predictions)
@@ -131,8 +149,7 @@ def _summary(
             f"most probable is below {least:g}); do not rely on what was found there"
         )
     if faults:
-        number = len(predictions) + len(faults)
-        lines.append(f"error: {len(faults)} of {number} images could not be read:")
+        lines.append(f"error: {len(faults)} of {files} files could not be read:")
         lines += [f"  {fault}" for fault in faults]
     return "\n".join(lines)
 

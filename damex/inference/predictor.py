@@ -16,7 +16,7 @@ from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
-from damex.inference.images import Inputs, Picture
+from damex.inference.images import Inputs, Picture, is_video
 from damex.inference.stored import StoredDetector
 from damex.models.told_dataset import can_tell_datasets, told_dataset
 
@@ -26,7 +26,7 @@ class Prediction:
     """What was found in one image, best first.
 
     Attributes:
-        path: The image file; None for an array.
+        path: The image or video file; None for an array.
         width: Of the image in pixels.
         height: The same.
         boxes: (n, 4) as x1, y1, x2, y2 in pixels of the image.
@@ -38,6 +38,7 @@ class Prediction:
             be, as it looks at the image; they add up to 1. Datasets that share experts
             are one, by the name of their group. Empty where the detector cannot tell,
             or was told.
+        frame: Of a video, from 0; None for an image.
     """
 
     path: Path | None
@@ -49,6 +50,7 @@ class Prediction:
     names: tuple[str, ...]
     dataset: str | None
     probabilities: Mapping[str, float]
+    frame: int | None = None
 
     @property
     def likeness(self) -> float | None:
@@ -116,7 +118,8 @@ class Predictor:
         """Detect objects.
 
         Args:
-            images: Files, or uint8 arrays (height, width, 3) in RGB; one or several.
+            images: Files of images or videos, or uint8 arrays (height, width, 3) in
+                RGB; one or several.
             dataset: Whose classes to look for. ``auto``: those of the dataset that an
                 image looks like. A name: those of that dataset, with its experts
                 whatever the image looks like. ``all``: those of all datasets.
@@ -124,7 +127,7 @@ class Predictor:
             batch_size: Images that are computed together.
 
         Returns:
-            One prediction per image, in order.
+            One prediction per image and frame, in order.
 
         Raises:
             ConfigError: If there is no such dataset, or the detector cannot tell
@@ -208,14 +211,13 @@ class Predictor:
         meta = {key: value for key, value in choice.meta.items() if value is not None}
         for image in images:
             try:
-                packed = self._inputs(image)
+                for packed in self._inputs.each(image):
+                    packed["data_samples"].set_metainfo(meta)
+                    yield packed
             except DataError as error:
                 if skip is None:
                     raise
                 skip(error)
-                continue
-            packed["data_samples"].set_metainfo(meta)
-            yield packed
 
     def _prediction(self, sample: Any, choice: _Choice, min_score: float) -> Prediction:
         """What was found in one image."""
@@ -231,9 +233,10 @@ class Predictor:
         # A head answers as often as it may, with score 0 where classes are shut out.
         keep = (scores >= min_score) & np.isin(labels, allowed)
         height, width = sample.ori_shape[:2]
-        path = sample.metainfo.get("img_path")
+        name = sample.metainfo.get("img_path")
+        path = None if name is None else Path(name)
         return Prediction(
-            path=None if path is None else Path(path),
+            path=path,
             width=int(width),
             height=int(height),
             boxes=found.bboxes.cpu().numpy()[keep],
@@ -242,6 +245,7 @@ class Predictor:
             names=tuple(space.classes[label] for label in labels[keep]),
             dataset=dataset,
             probabilities=probabilities,
+            frame=sample.img_id if path is not None and is_video(path) else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Predictions as a COCO document, as a table, and drawn into their images."""
+"""Predictions as a COCO document and as a table, and detectors as checkpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mmcv
 import torch
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from damex.curation.sheets import draw_name, palette
 from damex.errors import ConfigError
 from damex.inference.predictor import Prediction
 
@@ -21,7 +18,6 @@ COLUMNS = (
     *("file", "width", "height", "dataset", "probability"),
     *("class", "score", "x1", "y1", "x2", "y2"),
 )
-LINE, TEXT = 200, 60  # an image's longer side over the width of lines, height of text
 
 
 def coco_document(
@@ -96,59 +92,6 @@ def write_csv(
             for found, score, box in rows:
                 corners = [round(value, 2) for value in box]
                 table.writerow([*image, found, round(float(score), 4), *corners])
-
-
-def draw(prediction: Prediction, target: Path, *, classes: Sequence[str]) -> None:
-    """Write an image with its detections.
-
-    Args:
-        prediction: Of an image file.
-        target: Where to write; gets .png behind it where it is neither .jpg nor .png.
-        classes: Of the detector; each has its colour.
-
-    Raises:
-        ConfigError: If it would replace the image.
-    """
-    if prediction.path is None:
-        raise ValueError("draw: the prediction is of an array, not of a file")
-    if target.suffix.lower() not in (".jpg", ".jpeg", ".png"):
-        target = target.with_name(f"{target.name}.png")
-    if target.exists() and target.samefile(prediction.path):
-        raise ConfigError(f"--draw would replace {target}; name another folder.")
-    colors = palette(classes)
-    # The pixels that the detector looked at: Pillow knows fewer formats, and turns and
-    # scales others in its own way.
-    image = Image.fromarray(mmcv.imread(str(prediction.path), channel_order="rgb"))
-    longer = max(image.size)
-    font = ImageFont.load_default(max(longer // TEXT, 12))
-    pen = ImageDraw.Draw(image)
-    rows = [*zip(prediction.names, prediction.scores, prediction.boxes, strict=True)]
-    for found, score, box in rows[::-1]:  # the best on top
-        left, top, right, bottom = corner = box.tolist()
-        color, width = colors[found], max(longer // LINE, 2)
-        pen.rectangle((left, top, right, bottom), outline=color, width=width)
-        draw_name(pen, image.size, corner, f"{found} {score:.2f}", color, font)
-    make_folder(target.parent)
-    image.save(target, quality=92)
-
-
-def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
-    """Refuse to draw where the images are: a drawing has the name of its image.
-
-    Args:
-        folder: Where drawings go.
-        images: That shall be drawn.
-
-    Raises:
-        ConfigError: If one of them is in the folder, or below it.
-    """
-    for image in images:
-        places = image.resolve().parent, image.parent.resolve()
-        if any(place.is_relative_to(folder.resolve()) for place in places):
-            raise ConfigError(
-                f"--draw would write to {folder}, where {image} lies, and could "
-                "replace images; name another folder."
-            )
 
 
 def check_target(

@@ -2,6 +2,7 @@
 
 import copy
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -9,6 +10,7 @@ from mmengine.config import Config
 from PIL import Image
 
 from damex.datasets.label_space import LabelSpace
+from damex.inference import Prediction
 
 SPACE = LabelSpace(
     classes=("car", "person", "dog", "kite"),
@@ -78,3 +80,35 @@ def photos(tmp_path):
         pixels = rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((width, height)).save(folder / name)
     return folder
+
+
+@pytest.fixture
+def make_prediction():
+    """Of an image of 96 x 64 pixels with a dog and a car."""
+
+    def make(path=None, *, probabilities=None, dataset="park", frame=None):
+        return Prediction(
+            path=path,
+            width=96,
+            height=64,
+            boxes=np.array([[8, 10, 28, 40], [1, 2, 3.5, 4]], np.float32),
+            scores=np.array([0.9, 0.25], np.float32),
+            labels=np.array([1, 0]),
+            names=("dog", "car"),
+            dataset=dataset,
+            probabilities={} if probabilities is None else probabilities,
+            frame=frame,
+        )
+
+    return make
+
+
+@pytest.fixture
+def clip(tmp_path):
+    """A video of five grey frames of 96 x 64 pixels, each lighter than the last."""
+    path = tmp_path / "clip.mp4"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 12.5, (96, 64))
+    for grey in range(20, 220, 40):
+        writer.write(np.full((64, 96, 3), grey, np.uint8))
+    writer.release()
+    return path

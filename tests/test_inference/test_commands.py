@@ -3,6 +3,7 @@
 import csv
 import json
 
+import mmcv
 import pytest
 from PIL import Image
 
@@ -49,8 +50,24 @@ def test_broken_images_are_named_at_the_end(predict, photos):
     status, said = predict(photos, "--min-probability", 0)
     assert status == 1
     assert said.out.splitlines()[-3].startswith("3 images, ")
-    assert said.out.splitlines()[-2] == "error: 1 of 4 images could not be read:"
+    assert said.out.splitlines()[-2] == "error: 1 of 4 files could not be read:"
     assert "broken.png is no image that can be read." in said.out.splitlines()[-1]
+
+
+def test_frames_of_a_video_are_images(predict, photos, clip, tmp_path):
+    (tmp_path / "bad.avi").write_text("no video")
+    found, seen = tmp_path / "found.json", tmp_path / "seen"
+    options = ("--min-probability", 0, "--json", found, "--draw", seen)
+    words = (photos / "a.png", clip, tmp_path / "bad.avi")
+    status, said = predict(*words, *options, "--batch-size", 4)
+    assert status == 1
+    assert "error: 1 of 3 files could not be read:" in said.out
+    assert "bad.avi is no video that OpenCV can read." in said.out.splitlines()[-1]
+    names = ["photos/a.png", *(f"clip.mp4:{number}" for number in range(5))]
+    assert [line.split()[0] for line in said.out.splitlines()[:6]] == names
+    document = json.loads(found.read_text())
+    assert [image["file_name"] for image in document["images"]] == names
+    assert len(mmcv.VideoReader(str(seen / "clip.mp4"))) == 5
 
 
 def test_images_that_look_like_no_dataset_are_marked(predict, photos):

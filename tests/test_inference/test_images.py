@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from damex.errors import DataError
-from damex.inference.images import fault_of, find_images, names_of
+from damex.inference.images import fault_of, find_images, frames_of, names_of
 
 
 def test_files_folders_and_patterns_stand_for_images_once(photos):
@@ -63,3 +63,26 @@ def test_what_pillow_does_not_know_is_left_to_others(photos):
     assert fault_of(path) is None
     with pytest.raises(OSError, match="cannot identify"):
         Image.open(path)
+
+
+def test_videos_are_found_where_they_are_wanted(photos, clip):
+    folder = [str(clip.parent)]
+    assert clip not in find_images(folder)
+    assert clip in find_images(folder, videos=True)
+    assert find_images([str(clip)]) == [clip]
+
+
+def test_frames_come_in_order(clip):
+    frames = [*frames_of(clip)]
+    assert [frame.number for frame in frames] == [0, 1, 2, 3, 4]
+    means = [frame.pixels.mean() for frame in frames]
+    assert means == pytest.approx([20, 60, 100, 140, 180], abs=4)
+
+
+def test_a_file_that_is_no_video_is_named(tmp_path):
+    path = tmp_path / "clip.mp4"
+    with pytest.raises(DataError, match=r"clip\.mp4 does not exist"):
+        next(frames_of(path))
+    path.write_text("no video")
+    with pytest.raises(DataError, match=r"clip\.mp4 is no video that OpenCV can read"):
+        next(frames_of(path))

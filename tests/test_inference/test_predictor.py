@@ -10,6 +10,7 @@ import torch
 from damex.__main__ import main
 from damex.errors import ConfigError, DataError
 from damex.inference import Predictor
+from damex.inference.images import frames_of
 from damex.models.insertion import moe_blocks
 from tests.test_inference.conftest import BEST, SPACE
 
@@ -246,3 +247,14 @@ def test_modules_that_a_checkpoint_names_are_not_imported(save, tmp_path, monkey
     (tmp_path / "stranger.py").write_text("raise SystemExit('ran')")
     line = "\ncustom_imports = dict(imports=['stranger'])\n"
     Predictor(edited(save(), lambda text: text + line), device="cpu")
+
+
+def test_frames_of_a_video_are_seen_as_images_are(save, clip):
+    predictor = Predictor(save(), device="cpu")
+    seen = everything(predictor, clip, batch_size=2)
+    arrays = [frame.pixels[..., ::-1] for frame in frames_of(clip)]
+    assert [(one.path, one.frame) for one in seen] == [(clip, n) for n in range(5)]
+    for one, other in zip(seen, everything(predictor, arrays), strict=True):
+        assert (one.width, one.height, other.frame) == (96, 64, None)
+        assert len(one.scores) > 0
+        assert_same(one, other)

@@ -1,0 +1,163 @@
+"""Detections drawn into their images and videos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import cv2
+import mmcv
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from damex.curation.sheets import draw_name, palette
+from damex.errors import ConfigError
+from damex.inference.images import Frame, frames_of, open_video
+from damex.inference.predictor import Prediction
+from damex.inference.writing import make_folder
+
+LINE, TEXT = 200, 60  # an image's longer side over the width of lines, height of text
+
+
+class Drawings:
+    """A folder of images and videos with their detections; close it, or use ``with``.
+
+    Args:
+        folder: Where they go; made where it is missing.
+        names: Name of each file that was looked at, below the folder. One that is
+            neither .jpg nor .png gets .png behind it, a video .mp4.
+        classes: Of the detector; each has its colour.
+    """
+
+    def __init__(
+        self, folder: Path, names: Mapping[Path, str], classes: Sequence[str]
+    ) -> None:
+        self._folder, self._names = folder, names
+        self._colors = palette(classes)
+        self._video: _DrawnVideo | None = None
+
+    def add(self, one: Prediction) -> None:
+        """Draw an image, or the next frame of a video.
+
+        Args:
+            one: Of a file. Frames of a video come in their order, all of one video
+                before those of another.
+
+        Raises:
+            ConfigError: If it would replace the image, or a video cannot be written.
+        """
+        if one.path is None:
+            raise ValueError("Drawings: the prediction is of an array, not of a file")
+        target = self._folder / self._names[one.path]
+        if one.frame is None:
+            self._image(one, one.path, target)
+            return
+        if self._video is None or self._video.source != one.path:
+            self.close()
+            self._video = _DrawnVideo(one.path, _with_suffix(target, ".mp4"))
+        pixels = self._video.pixels_of(one.frame)
+        self._video.write(drawn(pixels, one, self._colors))
+
+    def _image(self, one: Prediction, path: Path, target: Path) -> None:
+        target = _with_suffix(target, ".png", ".jpg", ".jpeg")
+        if target.exists() and target.samefile(path):
+            raise ConfigError(f"--draw would replace {target}; name another folder.")
+        make_folder(target.parent)
+        # The pixels that the detector looked at: Pillow knows fewer formats, and turns
+        # and scales others in its own way.
+        pixels = Image.fromarray(mmcv.imread(str(path), channel_order="rgb"))
+        drawn(pixels, one, self._colors).save(target, quality=92)
+
+    def close(self) -> None:
+        """End the video that is being written."""
+        if self._video is not None:
+            self._video.close()
+            self._video = None
+
+    def __enter__(self) -> Drawings:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def drawn(
+    image: Image.Image, one: Prediction, colors: Mapping[str, tuple[int, int, int]]
+) -> Image.Image:
+    """Draw detections into an image, the best on top.
+
+    Args:
+        image: RGB; changed in place, and returned.
+        one: What was found in it.
+        colors: By the names of classes.
+    """
+    longer = max(image.size)
+    font = ImageFont.load_default(max(longer // TEXT, 12))
+    pen = ImageDraw.Draw(image)
+    rows = [*zip(one.names, one.scores, one.boxes, strict=True)]
+    for found, score, box in rows[::-1]:
+        left, top, right, bottom = corner = box.tolist()
+        color, width = colors[found], max(longer // LINE, 2)
+        pen.rectangle((left, top, right, bottom), outline=color, width=width)
+        draw_name(pen, image.size, corner, f"{found} {score:.2f}", color, font)
+    return image
+
+
+class _DrawnVideo:
+    """A video that becomes a copy of another, frame by frame."""
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self.source = source
+        self._frames: Iterator[Frame] = frames_of(source)
+        make_folder(target.parent)
+        video = open_video(source)
+        self._writer = cv2.VideoWriter(
+            str(target), cv2.VideoWriter.fourcc(*"mp4v"), video.fps, video.resolution
+        )
+        if not self._writer.isOpened():
+            raise ConfigError(
+                f"OpenCV cannot write the video {target}; leave --draw out for videos, "
+                "or install an opencv-python with FFmpeg."
+            )
+
+    def pixels_of(self, number: int) -> Image.Image:
+        """A frame that comes after those asked for before."""
+        frame = next(frame for frame in self._frames if frame.number == number)
+        return Image.fromarray(frame.pixels[..., ::-1])
+
+    def write(self, image: Image.Image) -> None:
+        self._writer.write(np.asarray(image)[..., ::-1])
+
+    def close(self) -> None:
+        self._writer.release()
+
+
+def _with_suffix(target: Path, default: str, *others: str) -> Path:
+    if target.suffix.lower() in (default, *others):
+        return target
+    return target.with_name(f"{target.name}{default}")
+
+
+def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
+    """Refuse to draw where the images are: a drawing has the name of its image.
+
+    Args:
+        folder: Where drawings go.
+        images: That shall be drawn.
+
+    Raises:
+        ConfigError: If one of them is in the folder, or below it.
+    """
+    for image in images:
+        places = image.resolve().parent, image.parent.resolve()
+        if any(place.is_relative_to(folder.resolve()) for place in places):
+            raise ConfigError(
+                f"--draw would write to {folder}, where {image} lies, and could "
+                "replace images; name another folder."
+            )
