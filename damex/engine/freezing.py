@@ -17,7 +17,8 @@ from damex.engine.schedule import bare_model
 from damex.errors import ConfigError, did_you_mean
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
-from damex.models.rows import Owner, row_owners
+from damex.models.rows import Owner, has_groups, row_owners
+from damex.moe import TopKGate
 
 
 def freeze_all_but(
@@ -58,12 +59,33 @@ def freeze_all_but(
             "experts of their own, so that nothing would be trained; name all datasets "
             "of a group, or leave train_only out."
         )
+    for key in kept.keys() & _free_routers(model):
+        kept[key].fill_(False)
     for name, buffer in model.named_buffers():
         kept.setdefault(name, torch.ones(buffer.shape[:1], dtype=torch.bool))
     for name, parameter in model.named_parameters():
         if name not in kept:
             parameter.requires_grad_(False)
     return kept
+
+
+def _free_routers(model: Any) -> set[str]:
+    """Parameters of routers that only choose, so that rows of all may learn.
+
+    Where the one expert of a token has the weight 1, a router changes no detection of a
+    dataset that is named. Rows of old datasets that stayed as they are would not learn
+    to tell their images from new ones.
+    """
+    return {
+        f"{name}.moe.router.{key}"
+        for name, block in model.named_modules()
+        if has_groups(block) and _has_weight_one(block.moe.gate)
+        for key, _ in block.moe.router.named_parameters()
+    }
+
+
+def _has_weight_one(gate: Any) -> bool:
+    return isinstance(gate, TopKGate) and gate.k == 1 and gate.renormalize
 
 
 def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:

@@ -35,9 +35,20 @@ def test_what_other_datasets_have_is_kept(build, datasets, classes, experts):
     names = trained(detector)
     for name in names:
         rows = (~kept[name]).nonzero().flatten().tolist()
-        assert rows == (experts if ".moe." in name else classes)
+        own = experts if ".moe.experts." in name else classes
+        # Routers only choose here; all of them learn whose an image is.
+        assert rows == ([0, 1, 2] if ".moe.router." in name else own)
     parts = {name.split(".")[0] for name in names}
     assert parts == {"bbox_head", "dn_query_generator", "encoder", "decoder"}
+
+
+def test_routers_that_weigh_keep_the_rows_of_others(build):
+    """Else the detections of other datasets would change."""
+    detector = build(moe="damex")
+    kept = freeze_all_but(detector, SPACE, ["park"])
+    routers = {name for name in trained(detector) if ".moe.router." in name}
+    assert routers
+    assert all(kept[name].tolist() == [True, False, True] for name in routers)
 
 
 def test_a_group_is_trained_if_all_its_datasets_are(build):

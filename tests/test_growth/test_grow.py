@@ -155,7 +155,9 @@ def test_old_datasets_stay_as_they_are_bit_by_bit(grown, tmp_path):
     others = changed.keys() - heads
     assert others
     assert all(".moe.experts." in k or ".moe.router." in k for k in others)
-    assert all(changed[key] == [2] for key in others)
+    # Routers only choose here; all of them learn whose an image is.
+    expected = {key: [0, 1, 2] if ".router." in key else [2] for key in others}
+    assert {key: changed[key] for key in others} == expected
 
 
 @pytest.mark.slow
