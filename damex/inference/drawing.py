@@ -49,25 +49,28 @@ class Drawings:
         """
         if one.path is None:
             raise ValueError("Drawings: the prediction is of an array, not of a file")
-        target = self._folder / self._names[one.path]
         if one.frame is None:
-            self._image(one, one.path, target)
+            target = self._target_of(one.path, ".png", ".jpg", ".jpeg")
+            # The pixels that the detector looked at: Pillow knows fewer formats, and
+            # turns and scales others in its own way.
+            pixels = Image.fromarray(mmcv.imread(str(one.path), channel_order="rgb"))
+            drawn(pixels, one, self._colors).save(target, quality=92)
             return
         if self._video is None or self._video.source != one.path:
             self.close()
-            self._video = _DrawnVideo(one.path, _with_suffix(target, ".mp4"))
+            self._video = _DrawnVideo(one.path, self._target_of(one.path, ".mp4"))
         pixels = self._video.pixels_of(one.frame)
         self._video.write(drawn(pixels, one, self._colors))
 
-    def _image(self, one: Prediction, path: Path, target: Path) -> None:
-        target = _with_suffix(target, ".png", ".jpg", ".jpeg")
+    def _target_of(self, path: Path, *suffixes: str) -> Path:
+        """Where a file is drawn to; the first suffix is for those with another."""
+        target = self._folder / self._names[path]
+        if target.suffix.lower() not in suffixes:
+            target = target.with_name(f"{target.name}{suffixes[0]}")
         if target.exists() and target.samefile(path):
             raise ConfigError(f"--draw would replace {target}; name another folder.")
         make_folder(target.parent)
-        # The pixels that the detector looked at: Pillow knows fewer formats, and turns
-        # and scales others in its own way.
-        pixels = Image.fromarray(mmcv.imread(str(path), channel_order="rgb"))
-        drawn(pixels, one, self._colors).save(target, quality=92)
+        return target
 
     def close(self) -> None:
         """End the video that is being written."""
@@ -115,7 +118,6 @@ class _DrawnVideo:
     def __init__(self, source: Path, target: Path) -> None:
         self.source = source
         self._frames: Iterator[Frame] = frames_of(source)
-        make_folder(target.parent)
         video = open_video(source)
         self._writer = cv2.VideoWriter(
             str(target), cv2.VideoWriter.fourcc(*"mp4v"), video.fps, video.resolution
@@ -136,12 +138,6 @@ class _DrawnVideo:
 
     def close(self) -> None:
         self._writer.release()
-
-
-def _with_suffix(target: Path, default: str, *others: str) -> Path:
-    if target.suffix.lower() in (default, *others):
-        return target
-    return target.with_name(f"{target.name}{default}")
 
 
 def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:

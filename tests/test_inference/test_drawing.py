@@ -85,6 +85,13 @@ def test_the_image_itself_is_not_replaced(tmp_path, make_prediction):
         draw(make_prediction(source), source)
 
 
+def test_the_video_itself_is_not_replaced(clip, make_prediction):
+    before = clip.read_bytes()
+    with pytest.raises(ConfigError, match=r"would replace .*clip\.mp4"):
+        draw(make_prediction(clip, frame=0), clip)
+    assert clip.read_bytes() == before
+
+
 def test_frames_are_drawn_into_a_video_of_the_same_kind(
     tmp_path, clip, make_prediction
 ):
