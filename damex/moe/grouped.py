@@ -147,7 +147,10 @@ def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tens
 def _split_linear(
     x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    if torch.compiler.is_compiling() or weight_EDF.shape[0] == 1:
+    # What torch.compile and the transforms of torch.func (vmap, jacfwd; torch has no
+    # public name for the question) cannot look into is left to autograd.
+    transformed = torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling() or transformed or weight_EDF.shape[0] == 1:
         parameters = (weight_EDF,) if bias_EF is None else (weight_EDF, bias_EF)
         return map_segments(_linear, x_RD, parameters, counts_E)
     dtype = _compute_dtype(x_RD)

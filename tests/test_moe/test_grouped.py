@@ -139,6 +139,19 @@ def test_gradcheck(counts, backend):
     )
 
 
+def test_transforms_of_torch_func_go_through():
+    (x, weight, bias), counts_E = inputs([2, 0, 1], dtype=torch.float64)
+
+    def out(weight):
+        return grouped_linear(x, weight, bias, counts_E).square().sum()
+
+    slope = torch.func.jacfwd(out)(weight)
+    out(weight).backward()
+    torch.testing.assert_close(slope, weight.grad)
+    curvature = torch.func.jacfwd(torch.func.jacfwd(out))(weight.detach())
+    assert curvature.shape == weight.shape * 2
+
+
 def test_autocast_leaves_float64_alone():
     leaves, counts_E = inputs([2, 1], dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
