@@ -222,10 +222,10 @@ class Inputs:
         try:
             return self._prepare(loaded)
         except Exception as error:  # steps raise whatever an image leads them to
-            reason = " ".join(str(error).split())
+            reason = error.err if isinstance(error, cv2.error) else error
             raise DataError(
                 f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
-                f"be resized and packed as in the training ({reason})."
+                f"be resized as in the training ({reason}); crop or pad it."
             ) from error
 
     def _read(self, image: Picture | Frame) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_an_image_that_cannot_be_resized_is_named_at_the_end(predict, photos):
     *_, count, error, line = said.out.splitlines()
     assert count.startswith("3 images, ")
     assert error == "error: 1 of 4 files could not be read:"
-    assert "line.png (1000 x 2 px) cannot be resized and packed" in line
+    assert "line.png (1000 x 2 px) cannot be resized as in the training" in line
 
 
 def test_a_video_that_breaks_off_is_named_at_the_end(predict, clip, monkeypatch):
