@@ -105,15 +105,17 @@ def bait(trained, tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(*changes, text="", pickle=False, name="config"):
+    def make(*changes, text="", state=None, name="config"):
         content = torch.load(trained.with_name(f"{name}.pth"), weights_only=False)
         config = read_literals(content["meta"]["cfg"], where="")
         for place, value in changes:
             put(config, place, copy.deepcopy(value))
         lines = [f"{key} = {value!r}\n" for key, value in config.items()]
         content["meta"].update(cfg="".join(lines) + text, config=f"x = {CALL}")
-        if pickle:
-            content["state_dict"] = Payload()
+        if isinstance(state, float):
+            next(iter(content["state_dict"].values())).fill_(state)
+        elif state is not None:
+            content["state_dict"] = state
         torch.save(content, "stranger.pth")
         return "stranger.pth"
 
@@ -174,11 +176,28 @@ def test_every_command_that_reads_a_checkpoint_is_in_a_table():
     assert reading == {*READING, *WRITING, *CONFIGURED}
 
 
+def broken_files(bait):
+    """What stands in the place of a checkpoint, and what is said of it."""
+    yield bait(state=Payload()), "more than tensors and plain values"
+    yield bait(state=torch.nan), "have values that are nan or infinite"
+    Path("folder").mkdir()
+    yield "folder", "is a folder; name a .pth file"
+    for text in ("", "no checkpoint"):
+        Path("text.pth").write_text(text)
+        yield "text.pth", "is not a checkpoint of torch, or is cut off"
+
+
 @pytest.mark.parametrize("line", lines_of(READING, WRITING, CONFIGURED))
-def test_no_command_unpickles(bait, trained, line, capsys):
-    assert run(line, trained, bait(pickle=True)) == 2
-    assert "more than tensors and plain values" in capsys.readouterr().err
-    assert not list(Path().glob("new*"))
+def test_every_command_refuses_a_broken_checkpoint_in_a_line(
+    bait, trained, line, capsys
+):
+    for path, words in broken_files(bait):
+        capsys.readouterr()
+        assert run(line, trained, path) == 2
+        (said,) = capsys.readouterr().err.strip().splitlines()[-1:]
+        assert said.startswith("error: ")
+        assert words in said
+        assert not list(Path().glob("new*"))
 
 
 KINDS = {

@@ -107,16 +107,13 @@ def check_resumable(
     optimizer = optim_wrapper.optimizer
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     sizes = [[len(group["params"]) for group in one] for one in (groups, saved)]
-    missing = [
-        key
-        for group, old in zip(groups, saved, strict=False)
-        for key in sorted(group.keys() - old.keys() - LATE_OPTIONS)
-    ]
-    if missing:
+    pairs = zip(groups, saved, strict=False)
+    missing = set().union(*(group.keys() - old.keys() for group, old in pairs))
+    if missing := missing - LATE_OPTIONS:
         raise ConfigError(
             f"--resume: optim_wrapper.optimizer is {kind}, and {path} was trained with "
-            f"another kind, which has no {missing[0]!r}; set the optimizer of that "
-            f"training, {start}"
+            f"another kind, whose options lack {', '.join(sorted(missing))}; set the "
+            f"optimizer of that training, {start}"
         )
     if sizes[0] != sizes[1]:
         raise ConfigError(

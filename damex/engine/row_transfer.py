@@ -74,7 +74,8 @@ def _filling_notes(
                 + (f"from {places[owner]}" if owner in places else "new")
                 for row, owner in enumerate(new)
             ]
-            notes[f"{len(old)} experts per layer become {len(new)}"] = parts
+            what = f"{len(old)} experts per layer of the checkpoint become {len(new)}"
+            notes[what] = parts
     for what, parts in notes.items():
         yield f"{what}: {', '.join(parts)}; new ones start as in a new training."
 

@@ -11,6 +11,7 @@ from damex.__main__ import main
 from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
+from damex.growth.grow import add_datasets
 from damex.growth.prune import drop_datasets, merge_groups
 from damex.inference import Predictor
 from damex.inference.stored import StoredDetector
@@ -237,6 +238,42 @@ def test_both_are_evaluated_as_by_damex_test(save, mixture, tmp_path, capsys):
         for name in ("street", "park", "sky", "mean", "pooled"):
             assert table[name][column] == f"{metrics[f'mixture/{name}/AP']:.3f}"
     assert not list(tmp_path.glob("*_test"))
+
+
+def own_bank(kind):
+    """Lines of a config with a bank of the user's own."""
+    return (
+        f"moe = dict(experts=dict(_delete_=True, type={kind!r}),"
+        "gate=dict(type='TopKGate', k=1, renormalize=True))"
+    )
+
+
+GROWN = {
+    "grow": lambda stored, cfg: add_datasets(stored, cfg, like="park").state,
+    "prune": lambda stored, cfg: drop_datasets(stored, ["street"]).state,
+    "merge": lambda stored, cfg: merge_groups(stored, ["street", "park"]).state,
+}
+
+
+@pytest.mark.parametrize("command", GROWN)
+@pytest.mark.parametrize("kind", ["DeclaredExperts", "OwnExperts"])
+def test_a_bank_of_the_user_is_moved_as_it_declares_or_refused(
+    save, make_config, mixture, own_experts, command, kind
+):
+    options = dict(moe="damex", extra=own_bank(kind))
+    stored = StoredDetector.read(str(save(mixture[:2], **options)))
+    cfg = Config.fromfile(make_config(mixture, name="grown", **options))
+    if kind == "OwnExperts":
+        with pytest.raises(ConfigError, match="does not declare whether 'weight'"):
+            GROWN[command](stored, cfg)
+        return
+    state = GROWN[command](stored, cfg)
+    keys = [key for key in state if key.endswith("moe.experts.weight")]
+    assert keys
+    for key in keys:
+        old = stored.state[key]
+        rows = dict(grow=old[[0, 1, 1]], prune=old[[1]], merge=old.mean(0)[None])
+        torch.testing.assert_close(state[key], rows[command])
 
 
 UNMERGED = {
