@@ -58,6 +58,7 @@ AROUND = {
     "loader": (("test_dataloader", "collate_fn"), dict(type=f"{MODULE}.collate")),
     "dataset": ((*FIRST, "val"), dict(type=f"{MODULE}.Data")),
     "unpickled": ((*FIRST, "val"), dict(type="BaseDetDataset", ann_file="made.pkl")),
+    "default scope": (("default_scope",), MODULE),
     "visualizer": (("visualizer", "type"), f"{MODULE}.Draw"),
     "compiler": (("compile",), dict(options={"cpp.cxx": "mkdir"})),
     "other file": (("_base_",), "hostile.py"),

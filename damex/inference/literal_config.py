@@ -98,9 +98,12 @@ def _dict_call(node: ast.Call) -> dict[str, Any]:
     return found
 
 
-# Classes that take a text of their config for code, or unpickle a file that it names.
-RUNNING = ("CameraMotionCompensation", "Detectron2Wrapper", "RFSearchHook")
-UNPICKLING = ("OpenImagesDataset", "OpenImagesChallengeDataset", "RefCocoDataset")
+# Classes that run a text of their config, or unpickle or delete the files it names.
+HARMFUL = (
+    *("CameraMotionCompensation", "Detectron2Wrapper", "RFSearchHook"),
+    *("OpenImagesDataset", "OpenImagesChallengeDataset", "RefCocoDataset"),
+    *("CityScapesMetric", "MOTChallengeMetric"),
+)
 PICKLES = (".pkl", ".pickle", ".yaml", ".yml")  # mmengine's YAML builds any object, too
 READ_BY_DAMEX = ("root", "train", "val", "test", "label_space")
 # What mmengine looks up in a registry, and imports where no registry has it.
@@ -145,8 +148,10 @@ def _fault(key: Any, item: Any) -> str | None:
     """How a value of a config could run code; None if it cannot."""
     if key in LEADING_ELSEWHERE:
         return "which reads another file or package"
-    if key in LOOKED_UP and item in (*RUNNING, *UNPICKLING):
-        return "which runs or unpickles what its config names"
+    if key == "default_scope" and item not in ("mmdet", "mmengine", None):
+        return "which imports a package"
+    if key in LOOKED_UP and item in HARMFUL:
+        return "which runs, unpickles or deletes what its config names"
     if key in LOOKED_UP and not _is_registered(item):
         return "which no registry has (a class of your own has to be imported first)"
     if not isinstance(item, str):

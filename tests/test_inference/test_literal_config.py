@@ -74,6 +74,8 @@ def test_text_that_is_no_program_is_refused(text):
         dict(constructor="os.system"),
         dict(auto_wrap_policy="os.system"),
         dict(ann_file="http://somewhere/train.PKL"),
+        dict(type="MOTChallengeMetric", outfile_prefix="/home"),
+        dict(default_scope="antigravity"),
         dict(_base_="other.py"),
     ],
 )
