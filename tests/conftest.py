@@ -26,6 +26,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 from PIL import Image
+from torch import nn
 
 import damex.registry  # noqa: F401
 
@@ -219,6 +220,35 @@ def build(model_config):
         return detector
 
     return make
+
+
+class OwnExperts(nn.Module):
+    """A bank of a user's own: one matrix per expert, in a tensor without axes."""
+
+    def __init__(self, num_experts: int, embed_dims: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.embed_dims = embed_dims
+        self.weight = nn.Parameter(torch.empty(num_experts, embed_dims, embed_dims))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.1)
+
+    def forward(self, tokens_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        rows = tokens_RD.split(counts_E.tolist())
+        return torch.cat([x @ w for x, w in zip(rows, self.weight, strict=True)])
+
+
+@pytest.fixture
+def own_experts(monkeypatch):
+    """Registers two banks of a user's own, of which one declares its rows."""
+
+    class DeclaredExperts(OwnExperts):
+        expert_rows = ("weight",)
+
+    for kind in (OwnExperts, DeclaredExperts):
+        monkeypatch.setitem(MODELS.module_dict, kind.__name__, kind)
 
 
 @pytest.fixture

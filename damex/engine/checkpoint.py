@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import pickle
 import re
 import struct
+import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -18,6 +17,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 import torch
+from mmengine import runner as mmengine_runner
 from mmengine.dist import barrier, is_main_process
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
@@ -30,6 +30,7 @@ from damex.models.detectors import RoutedDetector
 
 # Two of them for files of torch before 1.6 that are cut off.
 WRAPPER = "module."
+ALLOWING = threading.RLock()  # torch has one list of allowed classes for all threads
 UNREADABLE = (EOFError, RuntimeError, URLError, IndexError, struct.error)
 
 
@@ -40,7 +41,15 @@ def load_checkpoints_as_data() -> None:
     inferencers, for files and for addresses of every scheme. By themselves they execute
     a file that torch will not load as data. What stays is the text of the config in a
     checkpoint: ``DetInferencer(weights=...)`` without a config runs it as Python.
+
+    Asking torch explicitly wins over ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``.
     """
+    # Two functions of mmengine through which its other loaders call torch.
+    of_mmengine: Any = mmengine_runner.checkpoint
+    of_mmengine._safe_torch_load = functools.partial(torch.load, weights_only=True)
+    of_mmengine.load_url = functools.partial(
+        torch.hub.load_state_dict_from_url, weights_only=True
+    )
     loaders = {**CheckpointLoader._schemes, "": load_from_local}
     loaders |= dict.fromkeys(("http://", "https://"), load_from_http)
     for prefix, loader in loaders.items():
@@ -54,6 +63,12 @@ def load_from_local(path: str, map_location: Any = None) -> Any:
         DataError: If there is none, or it is cut off.
     """
     file = Path(path).expanduser()
+    if file.is_dir():
+        names = sorted(one.name for one in file.glob("*.pth"))
+        raise DataError(
+            f"the checkpoint {path} is a folder; name a .pth file "
+            + (f"in it: {', '.join(names[-3:])}." if names else "(it has none).")
+        )
     if not file.is_file():
         raise DataError(
             f"there is no checkpoint {path} (seen from {Path.cwd()}); look into the "
@@ -97,7 +112,7 @@ def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
     @functools.wraps(loader)
     def load(path: str, map_location: Any = None) -> dict:
         try:
-            with _weights_only():
+            with ALLOWING, _allowed():
                 checkpoint = loader(path, map_location)
         except pickle.UnpicklingError as error:
             raise DataError(
@@ -132,21 +147,6 @@ def _drop_wrapper(state: dict[str, Any]) -> None:
     if all(str(key).startswith(WRAPPER) for key in state):
         for key in [*state]:
             state[key.removeprefix(WRAPPER)] = state.pop(key)
-
-
-@contextmanager
-def _weights_only() -> Iterator[None]:
-    """Torch loads tensors and plain values only, whatever its caller asks for."""
-    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        with _allowed():
-            yield
-    finally:
-        del os.environ[variable]
-        if before is not None:
-            os.environ[variable] = before
 
 
 def _allowed() -> Any:
@@ -207,6 +207,31 @@ def check_fit(
         return None
     note = moe_difference(meta["moe"], model.resolved_moe())
     return note and f"{path} had other experts: {note}."
+
+
+def check_finite(state: Mapping[str, Any], *, path: str) -> None:
+    """Refuse weights that are not numbers: a detector with them finds nothing.
+
+    Args:
+        state: A state dict.
+        path: The checkpoint, for the message.
+
+    Raises:
+        ConfigError: If a tensor has such values.
+    """
+    broken = [
+        key
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and not value.isfinite().all()
+    ]
+    if broken:
+        raise ConfigError(
+            f"{len(broken)} of {len(state)} tensors in {path} have values that are nan "
+            f"or infinite, such as {', '.join(broken[:3])}: the training diverged. Use "
+            "an earlier checkpoint, or train again with a lower learning rate."
+        )
 
 
 def check_tensors(

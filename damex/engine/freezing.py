@@ -17,7 +17,7 @@ from damex.engine.schedule import bare_model
 from damex.errors import ConfigError, did_you_mean
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
-from damex.models.rows import Owner, has_groups, row_owners
+from damex.models.rows import Owner, check_declared, has_groups, row_owners
 from damex.moe import TopKGate
 
 
@@ -46,6 +46,7 @@ def freeze_all_but(
     """
     space = _check(model, space, datasets)
     datasets = [str(name) for name in datasets]  # a command line makes 2019 a number
+    check_declared(model)
     owners = row_owners(model, model.state_dict(), names_of_space(space))
     trained = _trained_owners(space, datasets)
     kept = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -12,6 +13,9 @@ from damex.errors import ConfigError
 from damex.models.moments import Origin, moment_origins
 from damex.moe import ChainedOptimizer, NormalizedGD
 
+# Options that torch or a scheduler adds to parameter groups.
+LATE_OPTIONS = {"initial_lr", "foreach", "fused", "maximize", "capturable"}
+LATE_OPTIONS |= {"differentiable", "decoupled_weight_decay"}
 NAMES = "optimizer_names"  # in a checkpoint's meta
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 
@@ -75,6 +79,48 @@ def take_over_moments(
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     sentence = f"{len(state)} of {len(names)} parameters start with moments of {path}"
     return f"{sentence}; without: {', '.join(bare)}" if bare else sentence
+
+
+def check_resumable(
+    checkpoint: Mapping[str, Any], optim_wrapper: Any, *, path: str
+) -> None:
+    """Refuse a checkpoint to resume whose optimiser, or progress, does not fit.
+
+    Args:
+        checkpoint: As it was loaded.
+        optim_wrapper: Of the training that goes on; wrappers of several optimisers are
+            left to mmengine.
+        path: The checkpoint, for messages.
+
+    Raises:
+        ConfigError: If it has no progress, or the state of another optimiser.
+    """
+    start = "or start a new training from it with load_from=CHECKPOINT."
+    if not {"epoch", "iter"} <= (checkpoint.get("meta") or {}).keys():
+        raise ConfigError(
+            f"--resume: {path} does not hold how far a training came (prune, merge and "
+            f"grow write such checkpoints); name one that a training wrote, {start}"
+        )
+    saved = (checkpoint.get("optimizer") or {}).get("param_groups")
+    if saved is None or not isinstance(optim_wrapper, OptimWrapper):
+        return
+    optimizer = optim_wrapper.optimizer
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    sizes = [[len(group["params"]) for group in one] for one in (groups, saved)]
+    pairs = zip(groups, saved, strict=False)
+    missing = set().union(*(group.keys() - old.keys() for group, old in pairs))
+    if missing := missing - LATE_OPTIONS:
+        raise ConfigError(
+            f"--resume: optim_wrapper.optimizer is {kind}, and {path} was trained with "
+            f"another kind, whose options lack {', '.join(sorted(missing))}; set the "
+            f"optimizer of that training, {start}"
+        )
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"--resume: {kind} has {sum(sizes[0])} parameters in {len(groups)} groups, "
+            f"and in {path} it has {sum(sizes[1])} in {len(saved)}; set the "
+            f"optim_wrapper (paramwise_cfg) of that training, {start}"
+        )
 
 
 def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor
 
 from damex.datasets.label_space import LabelSpace
-from damex.models.rows import GROUP_EXPERTS, Owner, RowNames, row_owners
+from damex.models.rows import (
+    GROUP_EXPERTS,
+    Owner,
+    RowNames,
+    check_declared,
+    row_owners,
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +47,37 @@ def take_over_rows(
     if detector is None or space is None:
         return RowTransfer()
     stored, wanted = names_of_meta(meta), names_of_space(space)
+    fillings = tuple(_filling_notes(state, detector, stored, wanted))
     moved = move_rows(state, detector, stored=stored, wanted=wanted)
-    notes = tuple(transfer_notes(stored, wanted, moved))
+    notes = (*transfer_notes(stored, wanted, moved), *fillings)
     return RowTransfer(frozenset(moved), notes)
+
+
+def _filling_notes(
+    state: Mapping[str, Any], detector: Any, stored: RowNames, wanted: RowNames
+) -> Iterator[str]:
+    """Say which experts of a checkpoint become which, where a group has more or less.
+
+    Once for all layers in which it is the same.
+    """
+    sources = row_owners(detector, state, stored)
+    targets = row_owners(detector, detector.state_dict(), wanted)
+    notes = {}
+    for key in (k for k in targets if ".moe.experts." in k and k in sources):
+        old, new = sources[key], targets[key]
+        shared = {o.names for o in old} & {o.names for o in new}
+        counts = [Counter(o.names for o in rows) for rows in (old, new)]
+        if any(counts[0][names] != counts[1][names] for names in shared):
+            places = {owner: row for row, owner in enumerate(old)}
+            parts = [
+                f"{row} ({'+'.join(owner.names)}) "
+                + (f"from {places[owner]}" if owner in places else "new")
+                for row, owner in enumerate(new)
+            ]
+            what = f"{len(old)} experts per layer of the checkpoint become {len(new)}"
+            notes[what] = parts
+    for what, parts in notes.items():
+        yield f"{what}: {', '.join(parts)}; new ones start as in a new training."
 
 
 def names_of_space(space: LabelSpace) -> RowNames:
@@ -83,7 +118,12 @@ def move_rows(
 
     Returns:
         Names of the tensors that were changed.
+
+    Raises:
+        ConfigError: If experts would move and do not declare their rows.
     """
+    if stored.groups and wanted.groups and stored.groups != wanted.groups:
+        check_declared(detector)
     own = detector.state_dict()
     sources = row_owners(detector, state, stored)
     targets = row_owners(detector, own, wanted)

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from damex.compat import ensure_ops
 from damex.curation.inspection import refusal
-from damex.engine.checkpoint import check_fit, replace_misfits
+from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import KEYS, LOADERS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
 from damex.engine.optim import check_optimizer_type
-from damex.engine.optimizer_state import take_over_moments
+from damex.engine.optimizer_state import check_resumable, take_over_moments
 from damex.engine.resumption import DataProgressHook
 from damex.engine.routing_alarm import RoutingAlarmHook
 from damex.engine.row_transfer import RowTransfer, take_over_rows
@@ -213,11 +213,11 @@ class MixtureRunner(ShardedRunner):
             ConfigError: If the run shall be resumed and there is nothing to resume.
         """
         resume = self._resume and self._load_from is None and not self._has_loaded
-        if resume and find_latest_checkpoint(self.work_dir) is None:
+        if resume and not find_latest_checkpoint(self.work_dir):
             raise ConfigError(
                 f"--resume: {self.work_dir} holds no checkpoint of an earlier run (no "
-                "file last_checkpoint). Start without --resume, or name the folder "
-                "with --work-dir."
+                "file last_checkpoint, or an empty one). Start without --resume, name "
+                "the folder with --work-dir, or a checkpoint behind --resume."
             )
         planned = spans(self.param_schedulers)
         super().load_or_resume()
@@ -258,6 +258,7 @@ class MixtureRunner(ShardedRunner):
                 label space or another detector, or has no moments to take over.
         """
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
+        check_finite(checkpoint.get("state_dict", checkpoint), path=filename)
         # mmengine's resume would run this text as Python to read one field of it.
         (checkpoint.get("meta") or {}).pop("config", None)
         model, rows = bare_model(self), RowTransfer()
@@ -268,6 +269,8 @@ class MixtureRunner(ShardedRunner):
             space = label_space_of(self.cfg)
             if note := check_fit(checkpoint, model, space, path=filename):
                 self.logger.warning(note)
+            if self._resume:
+                check_resumable(checkpoint, self.optim_wrapper, path=filename)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         revise_keys = revise_keys or [(r"^module\.", "")]
         checkpoint = _load_checkpoint_to_model(

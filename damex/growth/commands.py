@@ -9,16 +9,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmengine.config import Config, DictAction
-from rich.console import Console
+import torch
+from mmengine.config import ConfigDict, DictAction
+from mmengine.device import get_device
+from mmengine.evaluator import Evaluator
+from mmengine.runner import Runner
 
 from damex.analysis.comparison import markdown
-from damex.analysis.runs import Run, check_finished, finish, write_config
+from damex.commandline.bar import Bar
 from damex.commandline.commands import grow_parser, merge_parser, prune_parser
-from damex.engine.config_files import config_of
+from damex.engine.config_files import config_of, mixture_datasets
 from damex.engine.console import filter_console
+from damex.engine.summary import scores_of, summarise
+from damex.errors import ConfigError
+from damex.evaluation import MixtureMetric
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
+from damex.inference.literal_config import write_literals
 from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import check_target, write_checkpoint
 
@@ -164,9 +171,8 @@ def merge(arguments: Sequence[str]) -> None:
     groups = ", ".join(merged.space.group_names)
     _write(merged, stored, out, f"groups of datasets with experts: {groups}")
     if not args.no_test:
-        before = Config(copy.deepcopy(stored.config))
-        pairs = dict(before=(before, args.checkpoint), after=(merged.config, args.out))
-        print(_cost(*_scores(pairs, out.with_name(f"{out.stem}_test"))))
+        before = _scores(stored, "before")
+        print(_cost(before, _scores(StoredDetector.read(args.out), "after")))
 
 
 def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> None:
@@ -174,7 +180,7 @@ def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> Non
     write_checkpoint(
         out,
         pruned.state,
-        config=pruned.config.pretty_text,
+        config=write_literals(pruned.config.to_dict()),
         dataset_meta=pruned.space.to_metainfo(),
         moe=dict(pruned.moe),
     )
@@ -186,34 +192,35 @@ def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> Non
     )
 
 
-def _scores(
-    pairs: Mapping[str, tuple[Config, str]], folder: Path
-) -> list[dict[str, float | None]]:
-    """AP of each dataset, of their mean, and pooled, on the validation images.
+def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
+    """AP of each dataset, of their mean, and pooled, on the images for tests.
 
     Args:
-        pairs: Config and checkpoint of each evaluation, by its folder's name.
-        folder: For what they write.
+        stored: Its config has been checked as a whole.
+        label: For the progress bar.
 
     Raises:
-        ConfigError: If one failed, or the folder holds others.
+        ConfigError: If its config has no such images.
+        DataError: If they cannot be read.
     """
-    runs = [
-        Run(
-            str(write_config(cfg, folder / name)),
-            folder / name,
-            command="test",
-            inputs=(checkpoint,),
+    loader = stored.config.get("test_dataloader")
+    mixtures = mixture_datasets((loader or {}).get("dataset"))
+    if not mixtures or not mixtures[0].get("datasets"):
+        raise ConfigError(
+            f"the config in {stored.path} has no test_dataloader with a mixture to "
+            "evaluate on; use --no-test."
         )
-        for name, (cfg, checkpoint) in pairs.items()
-    ]
-    check_finished(finish(runs, Console(), jobs=1))
-    summaries = [summary for run in runs if (summary := run.summary()) is not None]
-    return [
-        {name: row["ap"] for name, row in summary["datasets"].items()}
-        | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
-        for summary in summaries
-    ]
+    detector, evaluator = stored.build(get_device()), Evaluator(MixtureMetric())
+    loader = Runner.build_dataloader(ConfigDict(copy.deepcopy(loader)))
+    evaluator.dataset_meta = stored.space.to_metainfo()
+    with Bar() as bar, torch.inference_mode():
+        bar.begin(label, len(loader))
+        for batch in loader:
+            evaluator.process(detector.test_step(batch), batch)
+            bar.advance()
+    summary = summarise(scores_of(evaluator.evaluate(len(loader.dataset))))
+    rows = {name: row["ap"] for name, row in summary["datasets"].items()}
+    return rows | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
 
 
 def _cost(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -26,7 +26,13 @@ from damex.inference.stored import StoredDetector, forget_processes
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.config import moe_difference, read_moe
 from damex.models.insertion import moe_blocks
-from damex.models.rows import GROUP_EXPERTS, Owner, has_groups, row_owners
+from damex.models.rows import (
+    GROUP_EXPERTS,
+    Owner,
+    check_declared,
+    has_groups,
+    row_owners,
+)
 from damex.moe import TopKGate
 
 AUTO, NONE = "auto", "none"
@@ -216,6 +222,7 @@ def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> N
     Raises:
         ConfigError: If it is one.
     """
+    check_declared(detector)
     _check_nobodys_experts(stored, detector)
     old = row_owners(detector, stored.state, names_of_space(stored.space))
     now = row_owners(detector, detector.state_dict(), names_of_space(space))

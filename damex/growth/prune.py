@@ -7,7 +7,7 @@ are merged share the mean of their experts from then on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,15 @@ from damex.engine.config_files import LOADERS, mixture_datasets
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.errors import ConfigError
 from damex.growth.grow import check_experts, fresh_detector, mixing_notes
+from damex.inference.literal_config import check_types
 from damex.inference.specialist import limit_answers
 from damex.inference.stored import StoredDetector
 from damex.models.insertion import moe_blocks
 from damex.models.rows import has_groups, row_owners
 
+# The start and the place of the training that wrote the checkpoint, and what leads to
+# programs outside of the registries.
+NOT_KEPT = ("load_from", "resume", "train_only", "work_dir", "launcher", "compile")
 DOWN, UP = "down_EDL", "up_ELD"  # of LowRankExperts
 
 
@@ -174,6 +178,7 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
             "has no DatasetRoutingLoss and no teacher_forcing), so that none can be "
             "dropped with one."
         )
+    check_types(stored.config, where=stored.path)
     config = config_without(stored.config, space)
     model = config["model"]
     limit_answers(model, old, space.num_classes)
@@ -185,8 +190,19 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
     names = names_of_space(stored.space), names_of_space(space)
     move_rows(state, detector, stored=names[0], wanted=names[1])
     check_tensors(state, detector, path=stored.path)
-    notes = tuple(mixing_notes(detector))
+    notes = (*mixing_notes(detector), *_import_notes(stored.config))
     return Pruned(Config(config), space, state, detector.resolved_moe(), notes)
+
+
+def _import_notes(config: Mapping[str, Any]) -> Iterator[str]:
+    """Say which modules the written config does not import."""
+    names = (config.get("custom_imports") or {}).get("imports") or []
+    left = [str(name) for name in names if name != "damex.registry"]
+    if left:
+        yield (
+            f"custom_imports of the checkpoint ({', '.join(left)}) are not in the new "
+            "config; add them there if you trust them."
+        )
 
 
 def _count_experts(
@@ -249,9 +265,9 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
     if isinstance(found.get("label_space"), Mapping):
         rules = LabelFile.from_content(found["label_space"])
         found["label_space"] = rules.only(*names).to_content()
-    # What a training took its start from is no start for this detector.
-    for key in ("load_from", "resume", "train_only"):
+    for key in NOT_KEPT:
         found.pop(key, None)
+    found["custom_imports"] = dict(imports=["damex.registry"])
     model = found["model"]
     model["bbox_head"]["num_classes"] = space.num_classes
     if model.get("num_groups") is not None:

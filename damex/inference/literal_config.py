@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping
+from pprint import pformat
 from typing import Any
+
+import mmdet.registry
+import mmengine.registry
+from mmengine.config.config import RESERVED_KEYS
+from mmengine.registry import Registry
 
 from damex.errors import DataError
 
@@ -29,7 +36,7 @@ def read_literals(text: str, *, where: str) -> dict[str, Any]:
             if not isinstance(line, ast.Assign) or len(line.targets) != 1:
                 raise _NoValueError(line)
             (target,) = line.targets
-            if not isinstance(target, ast.Name):
+            if not isinstance(target, ast.Name) or target.id in RESERVED_KEYS:
                 raise _NoValueError(line)
             found[target.id] = _value(line.value)
     except _NoValueError as refusal:
@@ -91,29 +98,98 @@ def _dict_call(node: ast.Call) -> dict[str, Any]:
     return found
 
 
-def check_types(value: Any, *, where: str) -> None:
-    """Refuse a config whose parts are not named as classes in a registry are.
+# Classes that run a text of their config, or unpickle or delete the files it names.
+HARMFUL = (
+    *("CameraMotionCompensation", "Detectron2Wrapper", "RFSearchHook"),
+    *("OpenImagesDataset", "OpenImagesChallengeDataset", "RefCocoDataset"),
+    *("CityScapesMetric", "MOTChallengeMetric"),
+)
+PICKLES = (".pkl", ".pickle", ".yaml", ".yml")  # mmengine's YAML builds any object, too
+READ_BY_DAMEX = ("root", "train", "val", "test", "label_space")
+# What mmengine looks up in a registry, and imports where no registry has it.
+LOOKED_UP = ("type", "constructor", "runner_type", "ema_type")
+# The same for names that need not be in a registry.
+ALSO_LOOKED_UP = ("_type", "_mode", "_policy", "_fn", "upsample")
+UNREGISTERED = ("nms", "soft_nms", "norm", "value", "log_trace", "tb_trace")
+# Keys with which mmengine reads a file, or imports a package.
+LEADING_ELSEWHERE = ("_base_", "_scope_")
 
-    mmengine takes a ``type`` with a dot for a place in any package, imports it and
-    calls it with what stands beside.
+
+def check_types(value: Any, *, where: str) -> None:
+    """Refuse a config that names anything but classes of a registry.
+
+    mmengine takes a ``type`` that no registry has for a place in any package, imports
+    it and calls it with the other keys.
 
     Args:
         value: A config, or a part of one.
         where: What it is from, for the message.
 
     Raises:
-        DataError: If such a ``type``, or a ``_scope_``, stands anywhere in it.
+        DataError: If any value could run code once it is built.
     """
     if isinstance(value, list | tuple):
         for item in value:
             check_types(item, where=where)
     if not isinstance(value, dict):
         return
-    kind = value.get("type", "")
-    if not isinstance(kind, str) or "." in kind or "_scope_" in value:
-        raise DataError(
-            f"the config in {where} names type={kind!r}, which need not be a class of "
-            "a detector, and was not used: it could run code."
-        )
-    for item in value.values():
-        check_types(item, where=where)
+    for key, item in value.items():
+        if fault := _fault(key, item):
+            raise DataError(
+                f"the config in {where} has {key}={item!r:.80}, {fault}, and was not "
+                "used: it could run code."
+            )
+        # albumentations has its own classes, and nothing else is looked up there.
+        if not (key == "transforms" and value.get("type") == "Albu"):
+            check_types(item, where=where)
+
+
+def _fault(key: Any, item: Any) -> str | None:
+    """How a value of a config could run code; None if it cannot."""
+    if key in LEADING_ELSEWHERE:
+        return "which reads another file or package"
+    if key == "default_scope" and item not in ("mmdet", "mmengine", None):
+        return "which imports a package"
+    if key in LOOKED_UP and item in HARMFUL:
+        return "which runs, unpickles or deletes what its config names"
+    if key in LOOKED_UP and not _is_registered(item):
+        return "which no registry has (a class of your own has to be imported first)"
+    if not isinstance(item, str):
+        return None
+    if str(key).endswith(ALSO_LOOKED_UP) and "." in item:
+        return "which could be any function"
+    if key not in READ_BY_DAMEX and item.lower().endswith(PICKLES):
+        return "a file that may be unpickled"
+    return None
+
+
+def _is_registered(name: Any) -> bool:
+    """Whether a registry of mmengine or mmdet has a name."""
+    if not isinstance(name, str):
+        return False
+    return name in UNREGISTERED or any(name in one.module_dict for one in _registries())
+
+
+def _registries() -> Iterator[Registry]:
+    """All registries, filled."""
+    for package in (mmengine.registry, mmdet.registry):
+        for one in vars(package).values():
+            if isinstance(one, Registry):
+                one.import_from_location()
+                yield one
+
+
+def write_literals(config: Mapping[str, Any]) -> str:
+    """Write a config that `read_literals` and mmengine read as it is.
+
+    mmengine's own writer puts keys into quotes as they are, and its reader replaces
+    ``{{...}}`` in texts by variables of the environment.
+
+    Args:
+        config: Plain values by words of Python.
+    """
+    lines = (
+        f"{key} = {pformat(value, width=88, sort_dicts=False)}\n"
+        for key, value in config.items()
+    )
+    return "".join(lines).replace("{{", "{\\x7b")

@@ -16,6 +16,7 @@ from torch import Tensor
 from damex.engine.config import DATASET_OPTIONS
 from damex.errors import ConfigError
 from damex.inference.dense_ffn import dense_ffn, widened
+from damex.inference.literal_config import write_literals
 from damex.inference.plain_backbone import KEYS, TYPE, plain_backbone
 from damex.inference.stored import StoredDetector
 from damex.inference.writing import check_target, write_checkpoint
@@ -70,7 +71,7 @@ class Specialist:
         write_checkpoint(
             path,
             self.state,
-            config=self.config.pretty_text,
+            config=write_literals(self.config.to_dict()),
             dataset_meta=dict(classes=self.classes),
         )
         return path.with_suffix(".py")

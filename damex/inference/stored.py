@@ -15,7 +15,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
 from damex.datasets.label_space import LabelSpace
-from damex.engine.checkpoint import check_tensors
+from damex.engine.checkpoint import check_finite, check_tensors
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.inference.literal_config import check_types, read_literals
 from damex.models.detectors import RoutedDetector
@@ -30,7 +30,7 @@ class StoredDetector:
 
     Attributes:
         path: Where it was read.
-        config: The whole config, as plain values.
+        config: The whole config, as plain values; `check_types` before it is built.
         model: Config of the detector.
         pipeline: What the training's evaluation did with images, annotations left out.
         space: The datasets and their classes.
@@ -59,7 +59,8 @@ class StoredDetector:
         """
         checkpoint = CheckpointLoader.load_checkpoint(path, "cpu")
         meta = checkpoint.get("meta") or {}
-        if "state_dict" not in checkpoint or not isinstance(meta.get("cfg"), str):
+        state = checkpoint.get("state_dict")
+        if not isinstance(state, Mapping) or not isinstance(meta.get("cfg"), str):
             raise ConfigError(
                 f"the checkpoint {path} holds no config, so that nothing says which "
                 "detector its weights are of; use one that a training with damex wrote."
@@ -77,10 +78,8 @@ class StoredDetector:
         pipeline = _test_pipeline(config, path)
         for part in (model, pipeline):
             check_types(part, where=path)
-        space, state = (
-            LabelSpace.from_metainfo(meta["dataset_meta"]),
-            checkpoint["state_dict"],
-        )
+        check_finite(state, path=path)
+        space = LabelSpace.from_metainfo(meta["dataset_meta"])
         return cls(path, config, model, pipeline, space, state, meta)
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.told_dataset import selects_by_first_class
 
@@ -98,13 +99,46 @@ def _groups_and_owners(
             continue
         experts = _expert_owners(mask_GE, groups or ())
         for key in (k for k in state if k.startswith(prefix)):
-            axes = key.rpartition("_")[2]  # names of tensors end in their axes
-            if axes.startswith("E"):
+            part, _, own = key.removeprefix(prefix).partition(".")
+            declared = _declaration(getattr(module.moe, part, None), own)
+            if declared is None:
+                continue
+            holder, tensor = declared
+            if tensor in holder.expert_rows:
                 yield key, experts
-            elif axes.startswith("G") and not key.endswith(GROUP_EXPERTS):
+            elif tensor in getattr(holder, "group_rows", ()):
                 yield key, one_each
     for key in (k for k in state if k.startswith("awareness.")):
         yield key, one_each
+
+
+def _declaration(part: Any, name: str) -> tuple[Any, str] | None:
+    """The module that declares the rows of a tensor, and the tensor's name there."""
+    while not hasattr(part, "expert_rows"):
+        child, dot, name = name.partition(".")
+        if not dot or not hasattr(part, child):
+            return None
+        part = getattr(part, child)
+    return part, name
+
+
+def check_declared(detector: Any) -> None:
+    """Refuse experts, routers and gates that do not say which rows are whose.
+
+    Raises:
+        ConfigError: If the experts of datasets are such.
+    """
+    for block in filter(has_groups, detector.modules()):
+        for field in ("experts", "router", "gate"):
+            part = getattr(block.moe, field)
+            for name, tensor in part.state_dict().items():
+                if tensor.dim() > 0 and _declaration(part, name) is None:
+                    raise ConfigError(
+                        f"moe.{field} is a {type(part).__name__}, which does not "
+                        f"declare whether {name!r} has a row for each expert, so that "
+                        "experts of datasets cannot be told apart; set "
+                        f"expert_rows = ({name!r},) in the class, or () if none has."
+                    )
 
 
 def has_groups(module: Any) -> bool:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from mmdet.models.detectors import DINO, DeformableDETR
 from torch import Tensor, nn
 
 from damex.models.insertion import moe_blocks
@@ -128,8 +129,9 @@ def selects_by_first_class(detector: Any) -> bool:
     Deformable DETR in two stages does (Zhu et al. 2021): its first stage tells objects
     from background.
     """
-    is_staged = getattr(detector, "as_two_stage", False)
-    return is_staged and type(detector).__name__.endswith("DeformableDETR")
+    is_deformable = isinstance(detector, DeformableDETR)
+    is_staged = is_deformable and detector.as_two_stage
+    return is_staged and not isinstance(detector, DINO)  # it scores all classes
 
 
 class _ShutOut:

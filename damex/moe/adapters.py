@@ -46,6 +46,7 @@ class LowRankExperts(nn.Module):
     """
 
     needs_shared_expert: ClassVar[bool] = True
+    expert_rows = ("down_EDL", "up_ELD")
     output_names: ClassVar[tuple[str, ...]] = ("up_ELD",)
 
     def __init__(
@@ -124,6 +125,7 @@ class AffineExperts(nn.Module):
     """
 
     needs_shared_expert: ClassVar[bool] = True
+    expert_rows = ("gamma_ED", "beta_ED")
     output_names: ClassVar[tuple[str, ...]] = ("gamma_ED", "beta_ED")
 
     def __init__(self, num_experts: int, embed_dims: int) -> None:

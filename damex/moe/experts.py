@@ -78,6 +78,7 @@ class FFNExperts(nn.Module):
             [0, 1), or the activation or the back-end is unknown.
     """
 
+    expert_rows = ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED", "slope_E1")
     output_names: ClassVar[tuple[str, ...]] = ("w2_EHD", "b2_ED")
     b2_ED: Tensor  # a parameter, or a buffer without output_bias
 

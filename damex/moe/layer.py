@@ -54,7 +54,10 @@ class Experts(Protocol):
 
     A bank may name, in `output_names`, the parameters that make it answer zero when
     they are zero; it can then be muted beside a shared expert that starts as a dense
-    FFN. One that says `needs_shared_expert` is no FFN by itself.
+    FFN. It names in `expert_rows` the parameters and buffers whose first axis counts
+    experts; without that, datasets cannot be reordered, added or taken away (the same
+    holds for a router or a gate with tensors). One that says `needs_shared_expert` is
+    no FFN by itself.
     """
 
     num_experts: int

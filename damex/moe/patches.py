@@ -121,6 +121,8 @@ class PatchConvExperts(nn.Module):
             kernel is even or the border unknown.
     """
 
+    expert_rows = ("weight_EOCKK",)
+
     def __init__(
         self,
         num_experts: int,

@@ -53,6 +53,8 @@ class LinearRouter(nn.Module):
         ValueError: If a size is not positive or `init_std` is negative.
     """
 
+    expert_rows = ("weight_ED", "bias_E")
+
     def __init__(
         self,
         embed_dims: int,
@@ -114,6 +116,8 @@ class MLPRouter(nn.Module):
         ValueError: If a size is not positive, the activation is unknown or `init_std`
             is negative.
     """
+
+    expert_rows = ("w2_EH", "b2_E")
 
     def __init__(
         self,
@@ -179,6 +183,8 @@ class CosineRouter(nn.Module):
         ValueError: If a size is not positive, or not 0 < `min_temperature` <=
             `init_temperature`.
     """
+
+    expert_rows = ("key_EP",)
 
     def __init__(
         self,
@@ -256,6 +262,8 @@ class HierarchicalRouter(nn.Module):
             `init_std` is negative.
     """
 
+    expert_rows = ("weight_ED", "bias_E")
+    group_rows = ("group_weight_GD", "group_bias_G")
     slot_GS: Tensor
     place_E: Tensor
 

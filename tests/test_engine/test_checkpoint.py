@@ -1,7 +1,9 @@
 import functools
 import http.server
+import math
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ from mmengine.runner import CheckpointLoader
 
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import (
+    check_finite,
     check_label_space,
     check_tensors,
     replace_misfits,
 )
 from damex.engine.config import resolve_config
 from damex.errors import ConfigError, DataError
+from damex.inference import Predictor
 
 
 def space(*classes, groups=("a", "b")):
@@ -93,6 +97,25 @@ def test_code_is_not_run_for_inference(evil, write_config, tmp_path, start):
         start(str(config), str(evil), device="cpu")
 
 
+def test_advice_for_mmengine_changes_nothing(evil, monkeypatch, tmp_path):
+    """A variable that is often set because mmengine's own files need it."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    before = dict(os.environ)
+    torch.save(dict(weight=torch.ones(1)), tmp_path / "good.pth")
+    assert load(tmp_path / "good.pth")["weight"].tolist() == [1.0]
+    with pytest.raises(DataError, match=REFUSED):
+        load(evil)
+    assert dict(os.environ) == before
+
+
+def test_threads_load_at_the_same_time(tmp_path):
+    content = dict(state_dict={}, meta=dict(seed=np.int64(7)))
+    torch.save(content, tmp_path / "x.pth")
+    with ThreadPoolExecutor(8) as pool:
+        loaded = [*pool.map(load, [tmp_path / "x.pth"] * 64)]
+    assert [one["meta"]["seed"] for one in loaded] == [7] * 64
+
+
 def test_other_calls_of_torch_load_are_left_alone(evil, tmp_path):
     with pytest.raises(DataError):
         load(evil)
@@ -145,7 +168,9 @@ def test_code_is_not_run_from_an_address(website, evil):
         load(f"{address}/evil.pth")
 
 
-def test_the_schemes_of_mmengine_load_as_data_too(website, evil, monkeypatch):
+@pytest.mark.parametrize("forced", ["0", "1"])
+def test_the_schemes_of_mmengine_load_as_data_too(website, evil, monkeypatch, forced):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
     folder, address = website
     torch.save(dict(conv1=torch.ones(1)), folder / "resnet.pth")
     (folder / "evil.pth").write_bytes(evil.read_bytes())
@@ -200,6 +225,24 @@ def test_a_file_that_is_no_checkpoint_says_so(tmp_path, content):
     (tmp_path / "x.pth").write_bytes(content)
     with pytest.raises(DataError, match="is not a checkpoint of torch"):
         load(tmp_path / "x.pth")
+
+
+def test_a_folder_names_the_checkpoints_in_it(tmp_path):
+    with pytest.raises(DataError, match=r"is a folder; name a \.pth file \(it has"):
+        load(tmp_path)
+    torch.save({}, tmp_path / "epoch_3.pth")
+    with pytest.raises(DataError, match=r"is a folder; .* in it: epoch_3\.pth\."):
+        Predictor(tmp_path)
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    model = torch.nn.Linear(2, 1)
+    state = {**model.state_dict(), "count": torch.ones(1, dtype=torch.int64)}
+    check_finite(state, path="x.pth")
+    for value in (math.nan, math.inf):
+        state["bias"] = torch.full((1,), value)
+        with pytest.raises(ConfigError, match=r"1 of 3 tensors in x\.pth .* as bias: "):
+            check_finite(state, path="x.pth")
 
 
 def test_a_checkpoint_that_is_no_dict_is_refused(tmp_path):

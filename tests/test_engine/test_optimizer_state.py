@@ -9,7 +9,11 @@ from mmengine.optim import OptimWrapper, build_optim_wrapper
 
 from damex.engine.cli import build_runner
 from damex.engine.config_files import merge_options
-from damex.engine.optimizer_state import parameter_names, take_over_moments
+from damex.engine.optimizer_state import (
+    check_resumable,
+    parameter_names,
+    take_over_moments,
+)
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 
@@ -277,3 +281,73 @@ def test_options_that_cannot_work_are_refused(make_runner):
     averaged += "moe = dict(upcycling=dict(share=0.5))"
     with pytest.raises(ConfigError, match=r"moe.upcycling and EMAHook cannot"):
         make_runner(averaged).train()
+
+
+def sgd(detector):
+    return torch.optim.SGD(detector.parameters(), lr=0.1)
+
+
+def in_groups(detector):
+    return adamw_of([dict(params=[p]) for p in detector.parameters()])
+
+
+def adamw_of(groups):
+    return torch.optim.AdamW(groups, lr=1e-3, amsgrad=True)
+
+
+def fewer(detector):
+    return adamw_of([*detector.parameters()][1:])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (sgd, "optimizer is SGD, and a.pth was trained with another kind, whose"),
+        (in_groups, "AdamW has 2 parameters in 2 groups, and in a.pth it has 2 in 1;"),
+        (fewer, "AdamW has 1 parameters in 1 groups, and in a.pth it has 2 in 1;"),
+    ],
+)
+def test_another_optimizer_is_not_resumed(optimizer, words):
+    model = torch.nn.Linear(2, 1)
+    saved = dict(optimizer=adamw(model).state_dict(), meta=dict(epoch=1, iter=3))
+    check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
+    with pytest.raises(ConfigError, match=words):
+        check_resumable(saved, OptimWrapper(optimizer(model)), path="a.pth")
+    del saved["meta"]["epoch"]
+    with pytest.raises(ConfigError, match="does not hold how far a training came"):
+        check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
+
+
+def test_an_older_version_of_torch_is_resumed():
+    """It lacks options that were added later."""
+    model = torch.nn.Linear(2, 1)
+    saved = adamw(model).state_dict()
+    for name in ("decoupled_weight_decay", "fused", "foreach"):
+        saved["param_groups"][0].pop(name, None)
+    saved["param_groups"][0]["initial_lr"] = 1e-3
+    saved = dict(optimizer=saved, meta=dict(epoch=1, iter=3))
+    check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
+
+
+@pytest.mark.parametrize("change", ["SGD", "empty", "nan"])
+def test_a_run_that_cannot_go_on_says_so_in_a_line(write_config, tmp_path, change):
+    cfg = Config.fromfile(write_config())
+    trained = build_runner(copy.deepcopy(cfg))
+    trained.model.init_weights()
+    trained.optim_wrapper = trained.build_optim_wrapper(trained.optim_wrapper)
+    trained.save_checkpoint(cfg.work_dir, "a.pth", save_param_scheduler=False)
+    cfg.update(resume=True, load_from=f"{cfg.work_dir}/a.pth")
+    words = "optimizer is SGD"
+    if change == "SGD":
+        cfg.optim_wrapper.optimizer = dict(type="SGD", lr=0.1)
+    elif change == "empty":
+        cfg.load_from, words = None, "no file last_checkpoint, or an empty one"
+        (tmp_path / "work" / "last_checkpoint").write_text("")
+    else:
+        content = torch.load(cfg.load_from, weights_only=False)
+        next(iter(content["state_dict"].values())).fill_(torch.nan)
+        torch.save(content, cfg.load_from)
+        words = "1 of .* tensors in .* have values that are nan or infinite"
+    with pytest.raises(ConfigError, match=words) as caught:
+        build_runner(cfg).train()
+    assert "\n" not in str(caught.value)

@@ -1,17 +1,23 @@
 """Rows of classes and of datasets go to their namesakes, wherever these stand."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of
 from damex.engine.config_files import merge_options
+from damex.engine.freezing import freeze_all_but
 from damex.engine.row_transfer import move_rows, names_of_meta, transfer_notes
+from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.models.rows import RowNames
+from damex.models.told_dataset import selects_by_first_class
+from tests.test_inference.conftest import SPACE
 
 COCO = tuple(f"c{i}" for i in range(80))
 ABC = ("a", "b", "c", "d")
@@ -43,6 +49,16 @@ def test_detections_are_those_of_another_order_of_classes(
         assert names == names_now
         torch.testing.assert_close(scores, scores_now)
         torch.testing.assert_close(boxes, boxes_now)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("MoEDeformableDETR", True), ("MoEDINO", False)]
+)
+def test_a_subclass_has_the_first_stage_of_its_detector(build_mmdet, name, expected):
+    detector = build_mmdet(name)
+    detector.as_two_stage = True
+    detector.__class__ = type("MyDetector", (type(detector),), {})
+    assert selects_by_first_class(detector) == expected
 
 
 @pytest.mark.parametrize("name", ["MoEDINO", "MoEDDQDETR"])
@@ -166,6 +182,88 @@ def test_experts_that_are_not_taught_datasets_stay_where_they_are(build):
     state = dict(detector.state_dict())
     stored, wanted = RowNames(ABC, ("x", "y")), RowNames(ABC, ("y", "x"))
     assert move_rows(state, detector, stored=stored, wanted=wanted) == set()
+
+
+@pytest.fixture
+def build_own(own_experts, build):
+    """``build_own(type)``: a detector with a bank of the user's own."""
+
+    def make(kind, **changes):
+        moe = dict(
+            layers=dict(decoder=[1]),
+            experts=dict(type=kind),
+            gate=dict(type="TopKGate", k=1, renormalize=True),
+            losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
+        )
+        return build(moe=moe, **changes)
+
+    return make
+
+
+OWN = "decoder.layers.1.ffn.moe.experts.weight"
+FOREIGN = r"a OwnExperts, which does not declare whether 'weight' has a row for each"
+
+
+def test_a_bank_of_the_user_moves_as_it_declares(build_own):
+    detector = build_own("DeclaredExperts")
+    state = dict(detector.state_dict())
+    given = state[OWN].clone()
+    stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "x", "y"))
+    assert OWN in move_rows(state, detector, stored=stored, wanted=wanted)
+    assert torch.equal(state[OWN], given[[2, 0, 1]])
+    kept = freeze_all_but(detector, SPACE, ["park"])
+    assert kept[OWN].tolist() == [True, False, True]
+
+
+def test_a_bank_that_declares_nothing_is_refused_where_experts_would_move(build_own):
+    detector = build_own("OwnExperts")
+    state, names = dict(detector.state_dict()), RowNames(ABC, ("x", "y", "z"))
+    assert move_rows(state, detector, stored=names, wanted=names) == set()
+    for groups in (("z", "x", "y"), ("x", "y", "n"), ("x", "y")):
+        with pytest.raises(ConfigError, match=FOREIGN):
+            move_rows(
+                state, detector, stored=names, wanted=replace(names, groups=groups)
+            )
+    with pytest.raises(ConfigError, match=FOREIGN):
+        freeze_all_but(detector, SPACE, ["park"])
+
+
+def test_all_that_damex_has_declares_its_rows():
+    """Names of its tensors end in their axes."""
+    kinds = dict(
+        LinearRouter=dict(embed_dims=8, bias=True),
+        MLPRouter=dict(embed_dims=8),
+        CosineRouter=dict(embed_dims=8),
+        HierarchicalRouter=dict(embed_dims=8, num_groups=2),
+        FFNExperts=dict(embed_dims=8, hidden_dims=8, activation="prelu"),
+        LowRankExperts=dict(embed_dims=8),
+        AffineExperts=dict(embed_dims=8),
+        PatchConvExperts=dict(in_channels=8, out_channels=8, patch_size=2),
+        BiasBalancer=dict(),
+    )
+    for kind, options in kinds.items():
+        module = MODELS.build(dict(type=kind, num_experts=4, **options))
+        axes = {name: name.rpartition("_")[2] for name in module.state_dict()}
+        for declared, axis in (("expert_rows", "E"), ("group_rows", "G")):
+            rows = {name for name, own in axes.items() if own.startswith(axis)}
+            assert {*getattr(module, declared, ())} == rows
+
+
+def test_another_number_of_experts_is_said(make_runner, monkeypatch):
+    first = make_runner()
+    first.model.init_weights()
+    save = dict(save_optimizer=False, save_param_scheduler=False)
+    first.save_checkpoint(first.work_dir, "first.pth", **save)
+    path = f"{first.work_dir}/first.pth"
+    second = make_runner(load_from=path, **{"moe.num_experts": 4})
+    said = []
+    monkeypatch.setattr(second.logger, "warning", said.append)
+    second.load_or_resume()
+    assert said == [
+        f"{path}: 2 experts per layer of the checkpoint become 4: 0 (street) from 0, 1 "
+        "(street) new, 2 (park) from 1, 3 (park) new; new ones start as in a new "
+        "training."
+    ]
 
 
 @pytest.mark.parametrize(

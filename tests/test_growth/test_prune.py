@@ -3,9 +3,6 @@
 Other datasets stay as they were.
 """
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from mmengine.config import Config
@@ -14,7 +11,7 @@ from damex.__main__ import main
 from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
-from damex.files import write_json
+from damex.growth.grow import add_datasets
 from damex.growth.prune import drop_datasets, merge_groups
 from damex.inference import Predictor
 from damex.inference.stored import StoredDetector
@@ -212,23 +209,12 @@ def merge_all(save, mixture, tmp_path):
 def test_the_cost_is_the_difference_of_two_evaluations(
     save, mixture, tmp_path, capsys, monkeypatch
 ):
-    def evaluate(runs, *_, jobs):
-        for run in runs:
-            (checkpoint,) = run.inputs
-            groups = Config.fromfile(run.config).model.num_groups
-            ap = {("old.pth", 3): 0.5, ("merged.pth", 2): 0.375}
-            ap = ap[Path(checkpoint).name, groups]
-            summary = dict(
-                command=f"damex test {run.config} {checkpoint}",
-                datasets={name: dict(ap=ap) for name in ("street", "park")}
-                | dict(sky=dict(ap=None)),
-                mean_ap=ap - 0.125,
-                pooled_ap=0.25,
-            )
-            write_json(run.folder / "test_summary.json", summary)
-        return []
+    def scores(stored, label):
+        ap = {("before", 3): 0.5, ("after", 2): 0.375}
+        ap = ap[label, len(stored.space.group_names)]
+        return dict(street=ap, park=ap, sky=None, mean=ap - 0.125, pooled=0.25)
 
-    monkeypatch.setattr("damex.growth.commands.finish", evaluate)
+    monkeypatch.setattr("damex.growth.commands._scores", scores)
     status, _, _ = merge_all(save, mixture, tmp_path)
     assert status == 0
     assert capsys.readouterr().out.splitlines()[-6:-1] == [
@@ -240,14 +226,54 @@ def test_the_cost_is_the_difference_of_two_evaluations(
     ]
 
 
-@pytest.mark.slow
-def test_both_are_evaluated(save, mixture, tmp_path, capsys):
+def test_both_are_evaluated_as_by_damex_test(save, mixture, tmp_path, capsys):
     status, old, out = merge_all(save, mixture, tmp_path)
     assert status == 0
-    assert "| street | " in capsys.readouterr().out
-    for name, path in (("before", old), ("after", out)):
-        text = (tmp_path / "merged_test" / name / "test_summary.json").read_text()
-        assert str(path) in json.loads(text)["command"]
+    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()]
+    table = {row[0].strip("| "): row[1:3] for row in rows if len(row) == 4}
+    for column, (path, config) in enumerate([(old, "old.py"), (out, "merged.py")]):
+        cfg = Config.fromfile(tmp_path / config)
+        cfg.update(load_from=str(path), work_dir=str(tmp_path / config[:-3]))
+        metrics = build_runner(cfg).test()
+        for name in ("street", "park", "sky", "mean", "pooled"):
+            assert table[name][column] == f"{metrics[f'mixture/{name}/AP']:.3f}"
+    assert not list(tmp_path.glob("*_test"))
+
+
+def own_bank(kind):
+    """Lines of a config with a bank of the user's own."""
+    return (
+        f"moe = dict(experts=dict(_delete_=True, type={kind!r}),"
+        "gate=dict(type='TopKGate', k=1, renormalize=True))"
+    )
+
+
+GROWN = {
+    "grow": lambda stored, cfg: add_datasets(stored, cfg, like="park").state,
+    "prune": lambda stored, cfg: drop_datasets(stored, ["street"]).state,
+    "merge": lambda stored, cfg: merge_groups(stored, ["street", "park"]).state,
+}
+
+
+@pytest.mark.parametrize("command", GROWN)
+@pytest.mark.parametrize("kind", ["DeclaredExperts", "OwnExperts"])
+def test_a_bank_of_the_user_is_moved_as_it_declares_or_refused(
+    save, make_config, mixture, own_experts, command, kind
+):
+    options = dict(moe="damex", extra=own_bank(kind))
+    stored = StoredDetector.read(str(save(mixture[:2], **options)))
+    cfg = Config.fromfile(make_config(mixture, name="grown", **options))
+    if kind == "OwnExperts":
+        with pytest.raises(ConfigError, match="does not declare whether 'weight'"):
+            GROWN[command](stored, cfg)
+        return
+    state = GROWN[command](stored, cfg)
+    keys = [key for key in state if key.endswith("moe.experts.weight")]
+    assert keys
+    for key in keys:
+        old = stored.state[key]
+        rows = dict(grow=old[[0, 1, 1]], prune=old[[1]], merge=old.mean(0)[None])
+        torch.testing.assert_close(state[key], rows[command])
 
 
 UNMERGED = {

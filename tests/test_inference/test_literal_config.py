@@ -6,7 +6,7 @@ import pytest
 from mmengine.config import Config
 
 from damex.errors import DataError
-from damex.inference.literal_config import check_types, read_literals
+from damex.inference.literal_config import check_types, read_literals, write_literals
 
 
 def test_what_mmengine_writes_is_read_as_it_was():
@@ -67,12 +67,39 @@ def test_text_that_is_no_program_is_refused(text):
         dict(a=[dict(b=(dict(type="os.system"),))]),
         dict(type=["DINO"]),
         dict(type="DINO", _scope_="elsewhere"),
+        dict(type="antigravity"),  # a module
+        dict(nms=dict(type="exec('1')")),
+        dict(type="CameraMotionCompensation", warp_mode="1"),
+        dict(type="EMAHook", ema_type="os.system"),
+        dict(constructor="os.system"),
+        dict(auto_wrap_policy="os.system"),
+        dict(ann_file="http://somewhere/train.PKL"),
+        dict(type="MOTChallengeMetric", outfile_prefix="/home"),
+        dict(default_scope="antigravity"),
+        dict(_base_="other.py"),
     ],
 )
 def test_types_that_could_be_any_function_are_refused(config):
-    with pytest.raises(DataError, match=r"x\.pth names type=.*could run code"):
+    with pytest.raises(DataError, match=r"x\.pth has \w+=.*could run code"):
         check_types(config, where="x.pth")
 
 
 def test_types_of_a_registry_are_let_through():
-    check_types(dict(type="DINO", neck=[dict(type="ChannelMapper")]), where="x.pth")
+    known = ("DINO", "AdamW", "Resize", "BN", "LinearLR", "MixtureMetric", "nms")
+    check_types([dict(type=name) for name in known], where="x.pth")
+    albu = dict(type="Albu", transforms=[dict(type="HorizontalFlip")])
+    mixture = [dict(root="data/data.yaml", train=["train.yaml"])]
+    check_types(dict(a=albu, mixture=mixture, color_type="color"), where="x.pth")
+
+
+@pytest.mark.parametrize("brace", ["{{$HOME:x}}", "{{{ fileDirname }}}", "\\{{a}}"])
+def test_what_is_written_is_read_as_it_was(tmp_path, brace):
+    values = dict(
+        model={brace: brace, "it's": (1, [2.5]), 3: None, "a': 1, 'b": -math.inf},
+        note=f"{brace} \"quoted\" 'twice'\n" * 9,
+    )
+    text = write_literals(values)
+    assert read_literals(text, where="a.pth") == values
+    del values["model"]["a': 1, 'b"]  # mmengine knows no inf
+    (tmp_path / "a.py").write_text(write_literals(values))
+    assert Config.fromfile(tmp_path / "a.py").to_dict() == values

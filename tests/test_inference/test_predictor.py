@@ -298,7 +298,7 @@ def test_no_code_of_a_checkpoint_runs(save, tmp_path):
     with pytest.raises(DataError, match="more than values"):
         Predictor(edited(save(), lambda text: text + line))
     call = f"type='pathlib.Path.touch', self={str(mark)!r}"
-    with pytest.raises(DataError, match=r"names type='pathlib\.Path\.touch'"):
+    with pytest.raises(DataError, match=r"has type='pathlib\.Path\.touch'"):
         Predictor(edited(save(), lambda text: text.replace("type='ResNet'", call)))
     assert not mark.exists()
 

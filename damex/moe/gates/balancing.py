@@ -124,6 +124,7 @@ class BiasBalancer(nn.Module):
         ValueError: If `num_experts` or `rate` is not positive.
     """
 
+    expert_rows = ("bias_E", "counts_E")
     bias_E: Tensor
     counts_E: Tensor
     seen_E: Tensor

@@ -1,0 +1,285 @@
+"""A stranger's checkpoint, through every command that reads one and what these write.
+
+Code that a checkpoint brings leaves a file behind: either ``os.mkdir`` makes it, or the
+import of a module that lies on the path.
+"""
+
+import copy
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+
+from damex.__main__ import COMMANDS, main
+from damex.commandline import commands, measuring
+from damex.engine.cli import build_runner
+from damex.growth.prune import NOT_KEPT
+from damex.inference.literal_config import read_literals
+from tests.test_engine.conftest import write_config_to  # noqa: F401
+
+MODULE = "hostile_module"
+CALL = f"__import__('{MODULE}')"
+FIRST = ("test_dataloader", "dataset", "datasets", 0)
+
+
+def put(config, place, value):
+    """Set a value deep inside of a config."""
+    *way, last = place
+    for step in way:
+        config = config.setdefault(step, {}) if isinstance(step, str) else config[step]
+    config[last] = value
+
+
+# What the detector and its images are built from: every command refuses these.
+IN_DETECTOR = {
+    "type": (("model", "backbone", "type"), f"{MODULE}.Net"),
+    "type of a package": (("model", "neck", "type"), MODULE),
+    "evaluated": (("model", "test_cfg", "nms"), dict(type=CALL)),
+    "scope": (("model", "neck", "_scope_"), MODULE),
+    "step": (("test_dataloader", "dataset", "pipeline", 1, "type"), f"{MODULE}.Step"),
+}
+# What only a training or an evaluation builds.
+AROUND = {
+    "hook": (("custom_hooks",), [dict(type="os.mkdir", path="made")]),
+    "hook that builds": (
+        ("default_hooks", "ema"),
+        dict(type="EMAHook", ema_type=f"{MODULE}.Mean"),
+    ),
+    "package": (("custom_hooks",), [dict(type=MODULE)]),
+    "import": (("custom_imports",), dict(imports=[MODULE])),
+    "runner": (("runner_type",), f"{MODULE}.Runner"),
+    "optimizer": (("optim_wrapper", "optimizer", "type"), f"{MODULE}.SGD"),
+    "constructor": (("optim_wrapper", "constructor"), f"{MODULE}.Make"),
+    "evaluator": (("test_evaluator", "type"), "os.mkdir"),
+    "loader": (("test_dataloader", "collate_fn"), dict(type=f"{MODULE}.collate")),
+    "dataset": ((*FIRST, "val"), dict(type=f"{MODULE}.Data")),
+    "unpickled": ((*FIRST, "val"), dict(type="BaseDetDataset", ann_file="made.pkl")),
+    "default scope": (("default_scope",), MODULE),
+    "visualizer": (("visualizer", "type"), f"{MODULE}.Draw"),
+    "compiler": (("compile",), dict(options={"cpp.cxx": "mkdir"})),
+    "other file": (("_base_",), "hostile.py"),
+}
+# No value at all, but a program; `prune` and `merge` would write it down.
+TEXT = {
+    "call": f"x = {CALL}\n",
+    "import": f"import {MODULE}\n",
+}
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("made",)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, make_coco_dataset, write_config_to):  # noqa: F811
+    """A config, and the checkpoint of its detector."""
+    folder = tmp_path_factory.mktemp("trained")
+    names = dict(street=["car", "bus"], park=["dog"], sky=["kite"])
+    entries = [
+        make_coco_dataset(folder / name, classes=classes, num_images=2)
+        for name, classes in names.items()
+    ]
+    make = dict(moe="damex_best", extra="data_check = 'off'")
+    config = write_config_to(folder, mixture=entries[:2], **make)
+    write_config_to(folder, mixture=entries, name="grown", **make)
+    write_config_to(folder, mixture=entries[:2], moe="dense", name="dense")
+    for name in ("config", "dense"):
+        runner = build_runner(Config.fromfile(folder / f"{name}.py"))
+        runner.model.init_weights()
+        save = dict(save_optimizer=False, save_param_scheduler=False)
+        runner.save_checkpoint(str(folder), f"{name}.pth", **save)
+    return config
+
+
+@pytest.fixture
+def bait(trained, tmp_path, monkeypatch):
+    """``bait(*changes, ...)``: a checkpoint; nothing of it may have run in the end."""
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "made"
+    code = f"from pathlib import Path\nPath({str(made)!r}).mkdir()\n"
+    for name in (MODULE, "hostile"):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(*changes, text="", state=None, name="config"):
+        content = torch.load(trained.with_name(f"{name}.pth"), weights_only=False)
+        config = read_literals(content["meta"]["cfg"], where="")
+        for place, value in changes:
+            put(config, place, copy.deepcopy(value))
+        lines = [f"{key} = {value!r}\n" for key, value in config.items()]
+        content["meta"].update(cfg="".join(lines) + text, config=f"x = {CALL}")
+        if isinstance(state, float):
+            next(iter(content["state_dict"].values())).fill_(state)
+        elif state is not None:
+            content["state_dict"] = state
+        torch.save(content, "stranger.pth")
+        return "stranger.pth"
+
+    yield make
+    assert not made.exists()
+    assert MODULE not in sys.modules
+
+
+SHORT = "--work-dir work --cfg-options train_dataloader.sampler.samples_per_epoch=2"
+# The command lines that read a checkpoint PTH: those that build what its config says,
+# those that write this down, and those that have a config of the user.
+READING = {
+    "predict": ["predict PTH DATA/street/images/0.png"],
+    "export": [
+        "export PTH --dataset street --out new.pth",
+        "export PTH --dataset street --out new.onnx",
+        "export PTH --out new.onnx",
+    ],
+    "experts": ["experts PTH --images DATA/street/images --out new"],
+    "grow": ["grow PTH DATA/grown.py --images 1 --out new.pth"],
+}
+WRITING = {
+    "prune": ["prune PTH --drop park --out new.pth"],
+    "merge": ["merge PTH --datasets street park --out new.pth"],
+}
+CONFIGURED = {
+    "train": [
+        f"train DATA/config.py {SHORT} max_epochs=1 load_from=PTH",
+        f"train DATA/config.py --resume PTH {SHORT} max_epochs=1",
+    ],
+    "test": ["test DATA/config.py PTH --work-dir work"],
+    "tell_datasets": ["tell_datasets DATA/config.py PTH --work-dir work"],
+    "zero_ffns": ["zero_ffns DATA/dense.py PTH --work-dir work"],
+}
+
+
+def lines_of(*tables):
+    return [line for table in tables for lines in table.values() for line in lines]
+
+
+def run(line, trained, checkpoint):
+    """Run a command line in the current folder; returns its status."""
+    line = line.replace("DATA", str(trained.parent)).replace("PTH", checkpoint)
+    return main(line.split())
+
+
+def test_every_command_that_reads_a_checkpoint_is_in_a_table():
+    reading = set()
+    for name in COMMANDS:
+        room = commands if hasattr(commands, f"{name}_parser") else measuring
+        make = getattr(room, f"{name}_parser", None)
+        if make is None:
+            assert name in ("data", "doctor")  # which have none
+            continue
+        taken = {action.dest for action in make()._actions}
+        if taken & {"checkpoint", "resume"}:
+            reading.add(name)
+    assert reading == {*READING, *WRITING, *CONFIGURED}
+
+
+def broken_files(bait):
+    """What stands in the place of a checkpoint, and what is said of it."""
+    yield bait(state=Payload()), "more than tensors and plain values"
+    yield bait(state=torch.nan), "have values that are nan or infinite"
+    Path("folder").mkdir()
+    yield "folder", "is a folder; name a .pth file"
+    for text in ("", "no checkpoint"):
+        Path("text.pth").write_text(text)
+        yield "text.pth", "is not a checkpoint of torch, or is cut off"
+
+
+@pytest.mark.parametrize("line", lines_of(READING, WRITING, CONFIGURED))
+def test_every_command_refuses_a_broken_checkpoint_in_a_line(
+    bait, trained, line, capsys
+):
+    for path, words in broken_files(bait):
+        capsys.readouterr()
+        assert run(line, trained, path) == 2
+        (said,) = capsys.readouterr().err.strip().splitlines()[-1:]
+        assert said.startswith("error: ")
+        assert words in said
+        assert not list(Path().glob("new*"))
+
+
+KINDS = {
+    **{name: dict(change=change) for name, change in IN_DETECTOR.items()},
+    **{f"text: {name}": dict(text=text) for name, text in TEXT.items()},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_detector_is_built_that_could_run_code(bait, trained, kind, capsys):
+    changes = [KINDS[kind]["change"]] if "change" in KINDS[kind] else []
+    path = bait(*changes, text=KINDS[kind].get("text", ""))
+    for line in lines_of(READING, WRITING):
+        capsys.readouterr()
+        assert run(line, trained, path) == 2, line
+        assert "could run code" in capsys.readouterr().err
+        assert not list(Path().glob("new*"))
+
+
+@pytest.mark.parametrize("line", lines_of(READING))
+def test_the_rest_of_a_config_is_not_used(bait, trained, line):
+    """Nor is it written down: what is left behind can be trained and tested."""
+    runs_it = {"step", "dataset", "unpickled"}
+    kept = [change for name, change in AROUND.items() if name not in runs_it]
+    assert run(line, trained, bait(*kept)) == 0
+    for left in Path().glob("new*.pth"):
+        content = torch.load(left, weights_only=True)
+        assert MODULE not in content["meta"]["cfg"]
+    for left in Path().glob("new*.py"):
+        assert Config.fromfile(left).model
+
+
+@pytest.mark.parametrize("line", lines_of(CONFIGURED))
+def test_the_config_of_the_user_is_the_one_that_runs(bait, trained, line):
+    name = "dense" if "dense" in line else "config"
+    changes = [*AROUND.values()] + ([] if name == "dense" else [*IN_DETECTOR.values()])
+    assert run(line, trained, bait(*changes, text=TEXT["call"], name=name)) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [*itertools.product(AROUND, lines_of(WRITING))]
+)
+def test_what_is_written_down_could_not_run_code(bait, trained, kind, line, capsys):
+    path = bait(AROUND[kind])
+    status = run(line, trained, path)
+    (place, _), left = AROUND[kind], Path("new.py")
+    if place[0] in (*NOT_KEPT, "custom_imports"):
+        assert status == 0
+        cfg = Config.fromfile(left)
+        assert MODULE not in str(cfg.get(place[0]))
+    else:
+        assert status == 2
+        assert "could run code" in capsys.readouterr().err
+        assert not list(Path().glob("new*"))
+
+
+# Values that mmengine's writer, or its reader, takes for more than they are.
+MISREAD = {
+    "key": (("model", "test_cfg", f"a': {CALL}, 'b"), 1),
+    "variable": (("note",), "{{$HOME:elsewhere}} {{fileDirname}} {{_base_.a}}"),
+    "quotes": (("note",), "\"' + " + CALL + " + '\""),
+}
+
+
+@pytest.mark.parametrize("kind", MISREAD)
+@pytest.mark.parametrize(
+    "line", [*lines_of(WRITING), "export PTH --dataset street --out new.pth"]
+)
+def test_what_is_written_down_is_read_as_it_was(bait, trained, kind, line):
+    place, value = MISREAD[kind]
+    assert run(line, trained, bait((place, value))) == 0
+    cfg = Config.fromfile("new.py")
+    if place[0] == "model" or not line.startswith("export"):
+        for step in place:
+            cfg = cfg[step]
+        assert cfg == value
+
+
+@pytest.mark.parametrize("line", lines_of(WRITING))
+def test_files_left_behind_can_be_trained_and_tested(bait, trained, line):
+    harmless = [AROUND["import"], AROUND["compiler"], *MISREAD.values()]
+    assert run(line, trained, bait(*harmless)) == 0
+    assert run("test new.py PTH --work-dir work", trained, "new.pth") == 0
+    assert run(f"train new.py {SHORT} max_epochs=1", trained, "") == 0
