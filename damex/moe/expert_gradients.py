@@ -155,7 +155,8 @@ class ExpertGradients:
             )
             for wanted in (True, False)
         )
-        common = common.to(own)
+        # Without any gradient (frozen experts) torch makes a norm on the CPU.
+        own, common = own.to(self._shards.device), common.to(self._shards.device)
         row = self._shards.row
         if math.isinf(order):
             distributed.all_reduce(own, distributed.ReduceOp.MAX, group=row)

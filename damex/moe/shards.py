@@ -83,6 +83,11 @@ class ExpertShards:
         return self
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors have to be for an exchange; nccl takes none of the CPU."""
+        return torch.device(self.mesh.device_type)
+
+    @property
     def num_processes(self) -> int:
         """All processes of the grid."""
         return self.mesh.size()
@@ -103,9 +108,10 @@ class ExpertShards:
 
     def gather(self, values_L: Tensor) -> Tensor:
         """The slices of all processes of the row, (E, ...)."""
-        slices = [torch.empty_like(values_L) for _ in range(self.size)]
-        distributed.all_gather(slices, values_L.contiguous(), group=self.row)
-        return torch.cat(slices)
+        local_L = values_L.to(self.device).contiguous()
+        slices = [torch.empty_like(local_L) for _ in range(self.size)]
+        distributed.all_gather(slices, local_L, group=self.row)
+        return torch.cat(slices).to(values_L.device)
 
     def keep_own(self, bank: nn.Module) -> None:
         """Lets go of the experts that other processes hold.
@@ -134,8 +140,9 @@ class ExpertShards:
                     f"{num_experts} experts along its first axis"
                 )
         for tensor in _tensors(bank):
-            distributed.broadcast(tensor.data, src=0)
-            tensor.data = self.own(tensor.data).clone()
+            first_E = tensor.data.to(self.device)  # models are built on the CPU
+            distributed.broadcast(first_E, src=0)
+            tensor.data = self.own(first_E).to(tensor.device, copy=True)
 
     @contextmanager
     def whole(

@@ -1,6 +1,7 @@
 """Trainings of ``test_sharded_runner.py`` in each of two processes, in one launch.
 
-Argument: a folder with ``config.py``. What is compared are the checkpoints.
+Arguments: a folder with ``config.py``, and the device. What is compared are the
+checkpoints.
 """
 
 import sys
@@ -12,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from two_processes import QuickRunner, save_seconds
 
 from damex.moe import sharded_layers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import stand_in_device
 
 
 def run(folder, work, *, size, resume_from=None, launcher="pytorch", **changes):
@@ -42,9 +46,11 @@ def load_and_save(folder, work, **kwargs):
 
 
 def main():
-    folder = Path(sys.argv[1])
+    folder, device = Path(sys.argv[1]), sys.argv[2]
+    if device == stand_in_device.NAME:
+        stand_in_device.install()
     save_seconds()
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("gloo" if device == "cpu" else device)
     run(folder, "plain", size=1)
     run(folder, "spread", size=2)
     run(folder, "resumed", size=2, resume_from="spread")

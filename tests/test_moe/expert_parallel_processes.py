@@ -1,7 +1,8 @@
 """What ``test_shards.py`` trains, in one process and in several.
 
-Arguments: a folder and how many processes share the experts of a layer out; 1 stands
-for DDP alone. Each process leaves what it found in ``rank0.pt`` and so on there.
+Arguments: a folder, how many processes share the experts of a layer out (1 stands for
+DDP alone), and the device. Each process leaves what it found in ``rank0.pt`` and so on
+there.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from damex.moe import (
@@ -36,6 +38,9 @@ from damex.moe import (
     sharded_names,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import stand_in_device
+
 D, H, E, STEPS, MAX_NORM = 6, 10, 4, 3, 0.05
 FFN = partial(FFNExperts, E, D, H)
 ROUTERS = dict(
@@ -53,6 +58,7 @@ CASES = dict(
     affine=(partial(TopKGate, 2), partial(AffineExperts, E, D), "linear"),
     recomputed=(TopKGate, FFN, "linear"),
     accumulated=(TopKGate, FFN, "linear"),
+    frozen=(TopKGate, FFN, "linear"),
 )
 ADAPTERS = ("low_rank", "affine")
 
@@ -70,6 +76,9 @@ class Net(nn.Module):
         self.double()
         for parameter in self.parameters():  # adapters start at zero
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        if case == "frozen":
+            for layer in self.layers:
+                layer.experts.requires_grad_(False)
 
     def forward(self, tokens_BND, mask_BN, group_ids_B):
         """Mean over real tokens, zero without any, and the routing losses."""
@@ -134,7 +143,7 @@ def train_alone(case, num_processes):
                 output, loss = net(*batch)
                 (loss / num_processes).backward()
             outputs.append(output.detach())
-        grads = {n: p.grad.clone() for n, p in net.named_parameters()}
+        grads = grads_of(net)
         norm = nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -142,7 +151,7 @@ def train_alone(case, num_processes):
     return found, state_of(net)
 
 
-def train_together(case, rank, shards):
+def train_together(case, rank, shards, device):
     """This process of several, with DDP and, where there are shards, an exchange."""
     net = Net(case)
     for parameter in net.parameters():  # all have to start as process 0 does
@@ -153,10 +162,14 @@ def train_together(case, rank, shards):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             net, sharded_names(net)
         )
+    net.to(device)  # models are built on the CPU
     gradients = None if shards is None else ExpertGradients(net)
     wrapped, optimizer, found = DistributedDataParallel(net), make_optimizer(net), []
     for step in range(STEPS):
-        *earlier, last = batches(case, step, rank)
+        *earlier, last = [
+            [tensor.to(device) for tensor in batch]
+            for batch in batches(case, step, rank)
+        ]
         with wrapped.no_sync():
             for batch in earlier:
                 wrapped(*batch)[1].backward()
@@ -182,10 +195,17 @@ def whole(net):
     return whole_experts([net])
 
 
+def grads_of(net):
+    pairs = net.named_parameters()
+    return {name: p.grad.clone() for name, p in pairs if p.grad is not None}
+
+
 def whole_grads(net):
-    grads = {name: p.grad.clone() for name, p in net.named_parameters()}
+    grads = grads_of(net)
     for name, layer in sharded_layers(net).items():
         for own, parameter in layer.experts.named_parameters():
+            if parameter.grad is None:
+                continue
             grads[f"{name}.experts.{own}"] = layer.shards.gather(parameter.grad)
     return grads
 
@@ -195,11 +215,14 @@ def state_of(net):
 
 
 def main():
-    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    folder, size, device = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     rank = int(os.environ["RANK"])
-    distributed.init_process_group("gloo")
-    shards = ExpertShards.of_world(size) if size > 1 else None
-    result = {case: train_together(case, rank, shards) for case in CASES}
+    if device == stand_in_device.NAME:
+        stand_in_device.install()
+    distributed.init_process_group("gloo" if device == "cpu" else device)
+    shards = ExpertShards.of_world(size, device_type=device) if size > 1 else None
+    result = {case: train_together(case, rank, shards, device) for case in CASES}
+    result = tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
     torch.save(result, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
 
