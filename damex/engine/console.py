@@ -106,18 +106,18 @@ class ProgressHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Close the bar."""
-        self._close()
+        self.close()
 
     after_test = after_train
 
     def after_val(self, runner: Runner) -> None:
         """Go back to the training's bar."""
-        self._close()
+        self.close()
         if isinstance(runner._train_loop, BaseLoop) and runner.iter < runner.max_iters:
             self._open("train", runner.max_iters, runner.iter)
 
     def _open(self, label: str, total: int, done: int) -> None:
-        self._close()
+        self.close()
         self._label, self._first, self._total = label, done, total
         self._started = self._last_line = time.monotonic()
         if not self._console.is_terminal:
@@ -150,7 +150,8 @@ class ProgressHook(Hook):
             highlight=False,
         )
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Take the bar off the screen."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

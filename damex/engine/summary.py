@@ -25,6 +25,8 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
+from damex.engine.work_dir import latest_checkpoint
+from damex.files import atomic_write, write_text
 from damex.models.feature_cache import reports
 from damex.models.insertion import moe_blocks
 
@@ -111,7 +113,7 @@ class RunSummaryHook(Hook):
             elapsed = time.monotonic() - self._train_started
             self._train_seconds = elapsed - self._val_seconds
         self._report_caches(runner)
-        last = _last_checkpoint(Path(runner.work_dir))
+        last = latest_checkpoint(runner.work_dir)
         self._write(runner, prefix="", checkpoint=last)
 
     def _report_caches(self, runner: Runner) -> None:
@@ -169,7 +171,8 @@ class RunSummaryHook(Hook):
         if not samples:
             return None
         meta = runner.visualizer.dataset_meta
-        draw_detections(samples, meta).savefig(path, dpi=100)
+        with atomic_write(path) as part:
+            draw_detections(samples, meta).savefig(part, dpi=100)
         return str(path)
 
 
@@ -180,9 +183,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         path: Of the file.
         content: Plain values.
     """
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -281,11 +282,6 @@ def _peak_memory_mib() -> float | None:
         return None
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, else kibibytes
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
-
-
-def _last_checkpoint(folder: Path) -> str | None:
-    marker = folder / "last_checkpoint"
-    return marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
 
 
 def draw_detections(
