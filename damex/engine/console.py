@@ -30,6 +30,7 @@ from rich.progress import (
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
 from damex.engine.schedule import bare_model
+from damex.files import make_folder
 from damex.models.insertion import moe_blocks
 
 # What the line shows of a detector's outputs.
@@ -255,6 +256,18 @@ class MixtureVisualizationHook(DetVisualizationHook):
 
     test_out_dir: str | None
 
+    def before_run(self, runner: Runner) -> None:
+        """Make the folder, before a checkpoint is loaded.
+
+        Raises:
+            ConfigError: If it cannot be one.
+        """
+        if self.test_out_dir is not None:
+            # An absolute path is what mmdet's own join leaves as it is.
+            logs = Path(runner.work_dir) / runner.timestamp
+            self.test_out_dir = str((logs / self.test_out_dir).resolve())
+            make_folder(Path(self.test_out_dir))
+
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:
@@ -262,9 +275,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
         folder = self.test_out_dir
         for sample in outputs:
             if folder is not None:
-                # An absolute path is what mmdet's own join leaves as it is.
-                root = (Path(runner.work_dir) / runner.timestamp / folder).resolve()
                 name = sample.metainfo.get("dataset_name", "")
-                self.test_out_dir = str(root / name)
+                self.test_out_dir = str(Path(folder) / name)
             super().after_test_iter(runner, batch_idx, data_batch, [sample])
         self.test_out_dir = folder

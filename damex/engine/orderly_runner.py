@@ -264,10 +264,9 @@ def _fault(runner: OrderlyRunner, error: BaseException) -> str | None:
 def _when(runner: OrderlyRunner) -> str:
     """How far a run came."""
     loop = getattr(runner, "_train_loop", None)
-    if not runner.has_begun:
-        return "before it began"
-    if not isinstance(loop, BaseLoop):
-        return "in the evaluation"
+    if not runner.has_begun or not isinstance(loop, BaseLoop):
+        what = "evaluation" if runner.evaluates else "training"
+        return f"{'during' if runner.has_begun else 'before'} the {what}"
     return f"after {loop.iter} of {loop.max_iters} iterations"
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from damex.engine.work_dir import latest_checkpoint
-from damex.files import atomic_write, write_text
+from damex.errors import DataError
+from damex.files import atomic_write
 from damex.models.feature_cache import reports
 from damex.models.insertion import moe_blocks
 
@@ -113,7 +115,9 @@ class RunSummaryHook(Hook):
             elapsed = time.monotonic() - self._train_started
             self._train_seconds = elapsed - self._val_seconds
         self._report_caches(runner)
-        last = latest_checkpoint(runner.work_dir)
+        last = None
+        with suppress(DataError):  # a run without checkpoints, in a folder with traces
+            last = latest_checkpoint(runner.work_dir)
         self._write(runner, prefix="", checkpoint=last)
 
     def _report_caches(self, runner: Runner) -> None:
@@ -183,7 +187,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         path: Of the file.
         content: Plain values.
     """
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -123,7 +123,7 @@ def latest_checkpoint(folder: str | Path) -> str | None:
     if not marker.is_file():
         return None
     named = marker.read_text(encoding="utf-8").strip()
-    here = marker.with_name(Path(named).name)
+    here = marker.parent / Path(named).name
     if here.is_file():
         return str(here)
     if named and ("://" in named or Path(named).is_file()):
