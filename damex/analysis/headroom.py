@@ -45,6 +45,7 @@ from damex.analysis.runs import (
 from damex.analysis.verdict import Verdict, is_above, judge
 from damex.commandline.measuring import RUNGS, headroom_parser
 from damex.engine.config_files import config_of
+from damex.engine.work_dir import latest_checkpoint
 from damex.errors import ConfigError
 from damex.models.sites import COMPONENTS
 
@@ -173,12 +174,11 @@ def _print_cost(
 
 def _again(trained: Run, name: str, command: str) -> Run:
     """Another evaluation of a training, in its folder: it goes when that goes."""
-    checkpoint = (trained.folder / "last_checkpoint").read_text(encoding="utf-8")
     return Run(
         trained.config,
         trained.folder / name,
         command=command,
-        inputs=(checkpoint.strip(),),
+        inputs=(str(latest_checkpoint(trained.folder)),),
     )
 
 

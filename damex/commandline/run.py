@@ -23,11 +23,15 @@ def run_command(
         arguments: Those; by default those of the process.
 
     Returns:
-        The exit status: what the command returns, 0 where that is None, and 2 for a
-        mistake in a config or in the data.
+        The exit status: what the command returns, 0 where that is None, 2 for a
+        mistake in a config or in the data, and 130 for Ctrl-C.
     """
     try:
         status = command(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"\n{error or 'interrupted'}\n")
+        return 130
     except Exception as error:
         is_of_user = isinstance(error, (ConfigError, DataError))
         message = str(error) if is_of_user else fault_of_config(error)

@@ -31,6 +31,7 @@ from rich.progress import (
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
 from damex.engine.schedule import bare_model
+from damex.files import make_folder
 from damex.models.insertion import moe_blocks
 
 # What the line shows of a detector's outputs.
@@ -107,18 +108,18 @@ class ProgressHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Close the bar."""
-        self._close()
+        self.close()
 
     after_test = after_train
 
     def after_val(self, runner: Runner) -> None:
         """Go back to the training's bar."""
-        self._close()
+        self.close()
         if isinstance(runner._train_loop, BaseLoop) and runner.iter < runner.max_iters:
             self._open("train", runner.max_iters, runner.iter)
 
     def _open(self, label: str, total: int, done: int) -> None:
-        self._close()
+        self.close()
         self._label, self._first, self._total = label, done, total
         self._started = self._last_line = time.monotonic()
         if not self._console.is_terminal:
@@ -151,7 +152,8 @@ class ProgressHook(Hook):
             highlight=False,
         )
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Take the bar off the screen."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -259,6 +261,18 @@ class MixtureVisualizationHook(DetVisualizationHook):
 
     test_out_dir: str | None
 
+    def before_run(self, runner: Runner) -> None:
+        """Make the folder, before a checkpoint is loaded.
+
+        Raises:
+            ConfigError: If it cannot be one.
+        """
+        if self.test_out_dir is not None:
+            # An absolute path is what mmdet's own join leaves as it is.
+            logs = Path(runner.work_dir) / runner.timestamp
+            self.test_out_dir = str((logs / self.test_out_dir).resolve())
+            make_folder(Path(self.test_out_dir))
+
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:
@@ -266,9 +280,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
         folder = self.test_out_dir
         for sample in outputs:
             if folder is not None:
-                # An absolute path is what mmdet's own join leaves as it is.
-                root = (Path(runner.work_dir) / runner.timestamp / folder).resolve()
                 name = sample.metainfo.get("dataset_name", "")
-                self.test_out_dir = str(root / name)
+                self.test_out_dir = str(Path(folder) / name)
             super().after_test_iter(runner, batch_idx, data_batch, [sample])
         self.test_out_dir = folder

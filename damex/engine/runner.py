@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import tempfile
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,12 +12,12 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.device import get_device
-from mmengine.dist import broadcast_object_list, is_distributed
+from mmengine.dist import is_distributed
 from mmengine.hooks import EMAHook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
-from mmengine.runner import CheckpointLoader, Runner, find_latest_checkpoint
+from mmengine.runner import CheckpointLoader, Runner
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import Tensor, nn
 
@@ -32,6 +30,7 @@ from damex.engine.console import ProgressHook, filter_console
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
 from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import check_resumable, take_over_moments
+from damex.engine.orderly_runner import OrderlyRunner
 from damex.engine.resumption import DataProgressHook
 from damex.engine.routing_alarm import RoutingAlarmHook
 from damex.engine.row_transfer import RowTransfer, take_over_rows
@@ -44,7 +43,6 @@ from damex.engine.schedule import (
     set_length,
     spans,
 )
-from damex.engine.sharded_runner import ShardedRunner
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.detectors import RoutedDetector
@@ -63,7 +61,7 @@ HOOKS_OF_DAMEX = (
 
 
 @RUNNERS.register_module()
-class MixtureRunner(ShardedRunner):
+class MixtureRunner(OrderlyRunner):
     """Runner that completes the config, keeps the screen readable and runs anywhere.
 
     damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes
@@ -73,7 +71,6 @@ class MixtureRunner(ShardedRunner):
     to resume or evaluate has to fit; and several processes also run without a GPU.
     """
 
-    _evaluating = False
     _kept_rows: Mapping[str, Tensor] = MappingProxyType({})
 
     @classmethod
@@ -149,8 +146,8 @@ class MixtureRunner(ShardedRunner):
             model_wrapper_cfg = _complete_wrapper(model_wrapper_cfg, self.cfg, model)
         return super().wrap_model(model_wrapper_cfg, model)
 
-    def train(self) -> nn.Module:
-        """Train as configured; see mmengine.
+    def check_start(self) -> None:
+        """Refuse to train as configured, or on the data.
 
         Raises:
             ConfigError: If frozen parts would stay random, there is no checkpoint to
@@ -186,7 +183,6 @@ class MixtureRunner(ShardedRunner):
                 "frozen=False."
             )
         self._check_data()
-        return super().train()
 
     def _check_data(self) -> None:
         """Refuse data with faults, before any of it is loaded.
@@ -197,28 +193,16 @@ class MixtureRunner(ShardedRunner):
         """
         if self.cfg.get("data_check", "quick") == "off" or not self.cfg.get("mixture"):
             return
-        fault = [refusal(self.cfg, self.logger) if self.rank == 0 else None]
-        broadcast_object_list(fault)
-        if fault[0] is not None and self.rank == 0:
+        fault = self.on_first(lambda: refusal(self.cfg, self.logger))
+        if fault is not None and self.rank == 0:
             raise DataError(
-                f"{fault[0]} (data_check='off' in the config leaves this check out.)"
+                f"{fault} (data_check='off' in the config leaves this check out.)"
             )
-        if fault[0] is not None:
+        if fault is not None:
             raise ConfigError("process 0 found errors in the data.")
 
     def load_or_resume(self) -> None:
-        """Load or resume as configured.
-
-        Raises:
-            ConfigError: If the run shall be resumed and there is nothing to resume.
-        """
-        resume = self._resume and self._load_from is None and not self._has_loaded
-        if resume and not find_latest_checkpoint(self.work_dir):
-            raise ConfigError(
-                f"--resume: {self.work_dir} holds no checkpoint of an earlier run (no "
-                "file last_checkpoint, or an empty one). Start without --resume, name "
-                "the folder with --work-dir, or a checkpoint behind --resume."
-            )
+        """Load or resume as configured; warn of a schedule that is not the config's."""
         planned = spans(self.param_schedulers)
         super().load_or_resume()
         if spans(self.param_schedulers) != planned:
@@ -227,16 +211,6 @@ class MixtureRunner(ShardedRunner):
                 "checkpoint, whose length is not that of the config; to train by the "
                 "config's, start anew from it with load_from=CHECKPOINT."
             )
-
-    def val(self) -> dict:
-        """Evaluate on the validation data; see mmengine."""
-        self._evaluating = True
-        return super().val()
-
-    def test(self) -> dict:
-        """Evaluate on the test data; see mmengine."""
-        self._evaluating = True
-        return super().test()
 
     def load_checkpoint(
         self,
@@ -262,7 +236,7 @@ class MixtureRunner(ShardedRunner):
         # mmengine's resume would run this text as Python to read one field of it.
         (checkpoint.get("meta") or {}).pop("config", None)
         model, rows = bare_model(self), RowTransfer()
-        is_start = not (self._resume or self._evaluating)
+        is_start = not (self._resume or self.evaluates)
         if is_start:
             rows = self._fit(checkpoint, path=filename)
         else:
@@ -343,7 +317,7 @@ def _misspelt_keys(cfg: Config | ConfigDict) -> list[str]:
 
 
 def _check_settings(cfg: Config | ConfigDict) -> None:
-    """Refuse an optimiser, a check, a seed and a work directory that cannot work."""
+    """Refuse an optimiser, a check and a seed that cannot work."""
     optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer")
     if isinstance(optimizer, dict):
         check_optimizer_type(optimizer, "optimizer")
@@ -360,16 +334,6 @@ def _check_settings(cfg: Config | ConfigDict) -> None:
         raise ConfigError(
             f"randomness.seed must be None or an integer of 0 or more, got {seed!r}."
         )
-    folder = Path(cfg["work_dir"])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"work_dir={str(folder)!r} cannot be written ({error.strerror}); name "
-            "another folder, for instance with --work-dir."
-        ) from error
 
 
 def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:

@@ -1,4 +1,4 @@
-"""Schedules, and what hooks do around every iteration: seeds, mean decay."""
+"""Schedules, and what hooks do around every iteration: seeds, checks, mean decay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class TrainingStepHook(Hook):
     every micro-batch is an iteration. In evaluation that token counts are wanted. And a
     checkpoint gets the resolved ``moe`` tree as ``meta['moe']``, so that it can be
     compared when it is loaded, and as ``meta['optimizer_names']`` the names of the
-    parameters whose state the optimiser counts.
+    parameters whose state the optimiser counts. Losses that are not finite end the
+    training, and weights that are not finite are never saved.
     """
 
     priority = "VERY_HIGH"
@@ -53,6 +54,22 @@ class TrainingStepHook(Hook):
                 optimizer=getattr(runner.optim_wrapper, "optimizer", None),
             )
 
+    def after_train_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Look at the loss, for which the line on the screen waits anyway.
+
+        The other processes need not: gradients are summed, so that one process makes
+        the weights of all of them not finite.
+        """
+        if runner.rank == 0 and outputs and "loss" in outputs:
+            scaler = getattr(runner.optim_wrapper, "loss_scaler", None)
+            check_losses(outputs, scaler, iteration=runner.iter + 1)
+
     def before_val_epoch(self, runner: Runner) -> None:
         """Ask for token counts."""
         self._count_tokens(runner, True)
@@ -66,7 +83,14 @@ class TrainingStepHook(Hook):
     before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Keep the ``moe`` tree, empty for a dense detector, and the names."""
+        """Check the weights; keep the names and the ``moe`` tree, empty if dense."""
+        for name, _ in bare_model(runner).named_parameters():
+            weights = checkpoint["state_dict"].get(name)
+            if weights is not None and not weights.isfinite().all():
+                raise FloatingPointError(
+                    f"weights such as {name} are not finite after iteration "
+                    f"{checkpoint['meta']['iter']}"
+                )
         detector = routed_detector(runner)
         if detector is not None:
             checkpoint["meta"]["moe"] = detector.resolved_moe()
@@ -79,6 +103,38 @@ class TrainingStepHook(Hook):
         detector = routed_detector(runner)
         if detector is not None:
             detector.counts_tokens = wanted
+
+
+def check_losses(losses: Mapping[str, Any], scaler: Any, *, iteration: int) -> None:
+    """Refuse a sum of losses that is not finite.
+
+    In mixed precision a gradient scaler skips such a step and halves its scale; only a
+    scale below 1 is refused.
+
+    Args:
+        losses: By their names.
+        scaler: Of the gradients, or None.
+        iteration: For the message.
+
+    Raises:
+        FloatingPointError: With the names of those that are not finite.
+    """
+    if _is_finite(losses["loss"]):
+        return
+    if scaler is not None and scaler.is_enabled() and scaler.get_scale() >= 1.0:
+        return
+    names = [
+        name
+        for name, value in losses.items()
+        if "loss" in name and name != "loss" and not _is_finite(value)
+    ]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    which = ", ".join(names[:4]) or "the sum of losses"
+    raise FloatingPointError(f"not finite in iteration {iteration}: {which}{more}")
+
+
+def _is_finite(value: Any) -> bool:
+    return math.isfinite(torch.as_tensor(value).detach().sum())
 
 
 def routed_detector(runner: Runner) -> RoutedDetector | None:

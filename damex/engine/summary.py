@@ -7,6 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
-from damex.files import write_json
+from damex.engine.work_dir import latest_checkpoint
+from damex.errors import DataError
+from damex.files import atomic_write, write_json
 from damex.models.feature_cache import reports
 from damex.models.insertion import moe_blocks
 
@@ -111,7 +114,9 @@ class RunSummaryHook(Hook):
             elapsed = time.monotonic() - self._train_started
             self._train_seconds = elapsed - self._val_seconds
         self._report_caches(runner)
-        last = _last_checkpoint(Path(runner.work_dir))
+        last = None
+        with suppress(DataError):  # a run without checkpoints, in a folder with traces
+            last = latest_checkpoint(runner.work_dir)
         self._write(runner, prefix="", checkpoint=last)
 
     def _report_caches(self, runner: Runner) -> None:
@@ -169,7 +174,8 @@ class RunSummaryHook(Hook):
         if not samples:
             return None
         meta = runner.visualizer.dataset_meta
-        draw_detections(samples, meta).savefig(path, dpi=100)
+        with atomic_write(path) as part:
+            draw_detections(samples, meta).savefig(part, dpi=100)
         return str(path)
 
 
@@ -269,11 +275,6 @@ def _peak_memory_mib() -> float | None:
         return None
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, else kibibytes
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
-
-
-def _last_checkpoint(folder: Path) -> str | None:
-    marker = folder / "last_checkpoint"
-    return marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
 
 
 def draw_detections(

@@ -124,7 +124,7 @@ def test_a_terminal_gets_one_bar_that_is_drawn_again(monkeypatch):
         for done in range(1, 11):
             train_iter(hook, done, loss=float(done), moe_routing_accuracy=0.5)
             hook._progress.refresh()
-        hook._close()
+        hook.close()
     said = _read_all(ours)
     assert "train" in said
     assert "━" in said

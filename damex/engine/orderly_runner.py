@@ -1,0 +1,298 @@
+"""A runner that loses nothing when a training ends before its time."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmengine.dist import broadcast_object_list
+from mmengine.logging import MMLogger
+from mmengine.runner import BaseLoop
+from torch import nn
+
+from damex.engine.console import ProgressHook
+from damex.engine.sharded_runner import ShardedRunner
+from damex.engine.work_dir import WorkDir, latest_checkpoint, shown
+from damex.errors import ConfigError, DataError
+from damex.files import atomic_write
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+# What scipy answers to the matching of predictions that are not finite.
+MATCHING = ("matrix contains invalid numeric entries", "cost matrix is infeasible")
+
+
+class OrderlyRunner(ShardedRunner):
+    """mmengine's Runner; it ends in one line where an error of Python would be no help.
+
+    It trains alone in its work directory. A full disk, Ctrl-C and losses that are not
+    finite end it with the last checkpoint and the command that continues. A checkpoint
+    and the config are written whole or not at all, and a start that fails leaves
+    nothing behind.
+    """
+
+    has_begun = False  # to train or to evaluate
+    evaluates = False
+
+    def __init__(self, model: Any, work_dir: str, **kwargs: Any) -> None:
+        self.folder = WorkDir(work_dir)
+        with _orderly(self):
+            super().__init__(model, work_dir, **kwargs)
+
+    def setup_env(self, env_cfg: dict) -> None:
+        """Set up processes; the logs' folder has its name from then on."""
+        super().setup_env(env_cfg)
+        self.folder.logs = self.folder.path / self.timestamp
+
+    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+        """Build the logger; a full disk is an error there, too, not a traceback."""
+        logger = super().build_logger(*args, **kwargs)
+        for handler in logger.handlers:
+            if isinstance(handler, logging.FileHandler):
+                handler.handleError = _raise_disk_errors  # type: ignore[method-assign]
+        return logger
+
+    def check_start(self) -> None:
+        """Refuse to train as configured; for subclasses."""
+
+    def on_first(self, check: Callable[[], str | None]) -> str | None:
+        """Do a check on the first process; all get its answer."""
+        fault = [check() if self.rank == 0 else None]
+        broadcast_object_list(fault)
+        return fault[0]
+
+    def train(self) -> nn.Module:
+        """Train as configured; see mmengine.
+
+        Raises:
+            ConfigError: If another process trains in the work directory, the disk is
+                full, or losses are not finite; and see `check_start`.
+            KeyboardInterrupt: On Ctrl-C and SIGTERM, with a line for the user.
+        """
+        with _orderly(self):
+            if in_use := self.on_first(self.folder.lock):
+                raise ConfigError(in_use)
+            self.check_start()
+            return super().train()
+
+    def val(self) -> dict:
+        """Evaluate on the validation data; see mmengine."""
+        self.evaluates = True
+        with _orderly(self):
+            return super().val()
+
+    def test(self) -> dict:
+        """Evaluate on the test data; see mmengine."""
+        self.evaluates = True
+        with _orderly(self):
+            return super().test()
+
+    def load_or_resume(self) -> None:
+        """Load or resume as configured; after that, the run has begun.
+
+        Raises:
+            ConfigError: If there is nothing to resume.
+        """
+        if self._resume and self._load_from is None and not self._has_loaded:
+            self._load_from = latest_checkpoint(self.work_dir)
+            if self._load_from is None:
+                raise ConfigError(
+                    f"--resume: {self.work_dir} holds no checkpoint of an earlier run "
+                    "(no file last_checkpoint). Start without --resume, or name the "
+                    "folder with --work-dir."
+                )
+        super().load_or_resume()
+        if self._resume and not self.evaluates:
+            self.folder.iterations[Path(self._load_from).name] = self.iter
+        self.has_begun = True
+        self.dump_config()
+
+    def dump_config(self) -> None:
+        """Write the config once the run has begun; a training's is never replaced."""
+        written = self.written_config
+        is_kept = self.evaluates and written.exists()
+        if self.has_begun and self.rank == 0 and not is_kept:
+            with atomic_write(written) as part:
+                self.cfg.dump(part)
+
+    @property
+    def written_config(self) -> Path:
+        """The config in the work directory, from which a training can continue."""
+        return self.folder.path / Path(self.cfg.filename or f"{self.timestamp}.py").name
+
+    def save_checkpoint(
+        self, out_dir: str, filename: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save a checkpoint; every process calls this, and the first one writes."""
+        if self.rank != 0 or "://" in out_dir:
+            super().save_checkpoint(out_dir, filename, *args, **kwargs)
+            return
+        with atomic_write(Path(out_dir) / filename) as part:
+            super().save_checkpoint(str(part.parent), part.name, *args, **kwargs)
+        if kwargs.get("meta"):
+            self.folder.iterations[filename] = kwargs["meta"]["iter"]
+
+
+def _raise_disk_errors(_: logging.LogRecord) -> None:
+    """Called by a handler that could not write a line."""
+    error = sys.exc_info()[1]
+    if isinstance(error, OSError):
+        raise error
+
+
+@contextmanager
+def _orderly(runner: OrderlyRunner) -> Iterator[None]:
+    """Run a block that a user, a full disk or a diverging training may end.
+
+    Each ends it in one line with the last checkpoint and how to continue. Data loading
+    processes end, too. A run that has not begun leaves nothing behind.
+
+    Args:
+        runner: It trains or evaluates in the block.
+
+    Raises:
+        ConfigError: If the disk is full, or the losses are not finite.
+        KeyboardInterrupt: On Ctrl-C and SIGTERM, with the line.
+    """
+    others = {*multiprocessing.active_children()}
+    with _interruptible() as signals:
+        try:
+            yield
+        except BaseException as raised:
+            # mmengine makes a SyntaxError of an interrupt while it writes a config.
+            error = KeyboardInterrupt() if signals else raised
+            _kill_children(others)
+            for hook in getattr(runner, "_hooks", ()):
+                if isinstance(hook, ProgressHook):
+                    hook.close()
+            fault = _fault(runner, error)
+            runner.folder.unlock()
+            if not runner.has_begun and os.environ.get("RANK", "0") == "0":
+                runner.folder.remove_traces()
+            if fault is None:
+                raise
+            kind = ConfigError if isinstance(error, Exception) else KeyboardInterrupt
+            raise kind(fault) from raised
+        finally:
+            runner.folder.unlock()
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Let SIGTERM interrupt like Ctrl-C, and neither of them the loading processes.
+
+    torchrun asks its processes to end by SIGTERM, also those that wait for another one
+    in C++, where Python would not hear it.
+
+    Yields:
+        The signals that came so far.
+    """
+    owner = os.getpid()
+    usual = {signal.SIGINT: signal.default_int_handler}
+    if "RANK" not in os.environ:
+        usual[signal.SIGTERM] = signal.SIG_DFL
+
+    def interrupt(number: int, _: Any) -> None:
+        if os.getpid() == owner:
+            signals.append(number)
+            raise KeyboardInterrupt
+        if number == signal.SIGTERM:
+            os._exit(128 + number)
+
+    signals: list[int] = []
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [one for one in usual if signal.getsignal(one) == usual[one]]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield signals
+    finally:
+        for number in taken:
+            signal.signal(number, usual[number])
+
+
+def _kill_children(others: Collection[Any]) -> None:
+    """End the processes started since then, in the middle of their work."""
+    started = {*multiprocessing.active_children()} - {*others}
+    if not started or threading.current_thread() is not threading.main_thread():
+        return
+    # torch raises an error whenever one of them ends.
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join()
+    signal.signal(signal.SIGCHLD, before)
+
+
+def _fault(runner: OrderlyRunner, error: BaseException) -> str | None:
+    """What the user reads; None for an error that is not handled here."""
+    text, cause = str(error), error.__cause__
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted {_when(runner)}. {_saved(runner)}".strip()
+    disk = error if isinstance(error, OSError) else cause
+    if isinstance(disk, OSError) and disk.errno in DISK:
+        if disk is error:
+            where = shown(disk.filename or runner.folder.path)
+            text = f"{where} cannot be written to ({disk.strerror}); free space."
+        return f"{text} {_free(runner.folder.path)} {_saved(runner)}".strip()
+    if isinstance(error, ValueError) and any(words in text for words in MATCHING):
+        text = f"the predictions of iteration {runner.iter + 1} are not finite"
+    elif not isinstance(error, FloatingPointError):
+        return None
+    optimization = runner.cfg.get("optim_wrapper") or {}
+    rate = (optimization.get("optimizer") or {}).get("lr")
+    return (
+        f"the training diverged: {text}. Lower optim_wrapper.optimizer.lr (it is "
+        f"{rate}), lengthen the warm-up in param_scheduler, or clip gradients "
+        f"(optim_wrapper.clip_grad is {optimization.get('clip_grad')}). "
+        f"{_saved(runner, resumes=False)}"
+    )
+
+
+def _when(runner: OrderlyRunner) -> str:
+    """How far a run came."""
+    loop = getattr(runner, "_train_loop", None)
+    if not runner.has_begun or not isinstance(loop, BaseLoop):
+        what = "evaluation" if runner.evaluates else "training"
+        return f"{'during' if runner.has_begun else 'before'} the {what}"
+    return f"after {loop.iter} of {loop.max_iters} iterations"
+
+
+def _saved(runner: OrderlyRunner, *, resumes: bool = True) -> str:
+    """The last checkpoint that this training wrote or began with, and what to do."""
+    if not runner.has_begun or not isinstance(runner._train_loop, BaseLoop):
+        return ""
+    try:
+        last = latest_checkpoint(runner.work_dir)
+    except DataError:
+        last = None
+    iteration = runner.folder.iterations.get(Path(last or "").name)
+    if last is None or iteration is None:
+        return "No checkpoint was written yet."
+    words = f"The last checkpoint is {shown(last)} (iteration {iteration})."
+    if not resumes:
+        return f"{words} Start from it with load_from={shlex.quote(shown(last))}."
+    launch = {"none": "", "pytorch": "torchrun ... -m "}.get(runner.launcher, "... ")
+    command = ["damex", "train", shown(runner.written_config), "--resume"]
+    if runner.launcher != "none":
+        command += ["--launcher", runner.launcher]
+    return f"{words} Continue with: {launch}{shlex.join(command)}"
+
+
+def _free(folder: Path) -> str:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 2**20
+    return f"{free:,.1f} MiB are free."
