@@ -1,0 +1,81 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from damex.errors import ConfigError
+
+
+@contextmanager
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Write a file whole or not at all.
+
+    Yields a path in the same folder, with the same suffix. It replaces the file when
+    the block ends, and is removed if the block raises. Give `torch.save` an open file:
+    of a path it does not report why it failed.
+
+    Args:
+        path: The file. Missing folders are made, and a link is followed. A device or a
+            pipe is written to directly.
+
+    Raises:
+        ConfigError: If the file cannot be written, for instance on a full disk.
+    """
+    check_file(Path(path))
+    target = Path(path).resolve()
+    part = target
+    if target.is_file() or not target.exists():
+        part = target.with_name(f".part-{uuid.uuid4().hex[:8]}{target.suffix}")
+    try:
+        yield part
+        if part != target:
+            part.replace(target)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch wraps the OSError
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        raise ConfigError(
+            f"{path} was not written ({reason.strerror or reason}); free space, or "
+            "name another place."
+        ) from error
+    finally:
+        if part != target:
+            part.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file whole or not at all, see `atomic_write`."""
+    with atomic_write(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def check_file(path: Path) -> None:
+    """Make the folder of a file before anything is computed.
+
+    Args:
+        path: A file that exists will be replaced.
+
+    Raises:
+        ConfigError: If the folder cannot be made, or the path is a folder.
+    """
+    make_folder(path.parent)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file to write to.")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder to write to.
+
+    Raises:
+        ConfigError: If it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written to ({error.strerror}); name another folder."
+        ) from error

@@ -1,0 +1,96 @@
+"""Files are written whole or not at all, and a fault is one line."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from damex.errors import ConfigError
+from damex.files import atomic_write, write_text
+
+# Opening this file succeeds, and each write to it fails as on a full disk.
+FULL = Path("/dev/full")
+
+
+def save_to_a_full_disk(part):
+    with FULL.open("wb") as file:
+        torch.save(dict(weight=torch.zeros(1000)), file)
+
+
+def fill_the_disk(part):
+    part.write_text("half")
+    with FULL.open("w") as file:
+        file.write("the rest")
+
+
+def stop(part):
+    part.write_text("half")
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "text"),
+    [
+        (save_to_a_full_disk, ConfigError, r"old\.pth was not written \(No space left"),
+        (fill_the_disk, ConfigError, r"old\.pth was not written \(No space left"),
+        (stop, KeyboardInterrupt, "^$"),
+        (lambda part: torch.ones(2) @ torch.ones(3), RuntimeError, "size"),
+    ],
+)
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, write, error, text):
+    path = tmp_path / "old.pth"
+    path.write_text("earlier")
+    with pytest.raises(error, match=text) as caught, atomic_write(path) as part:
+        write(part)
+    assert "\n" not in str(caught.value) or error is RuntimeError
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_text() == "earlier"
+
+
+def test_a_file_appears_whole_in_a_new_folder(tmp_path):
+    path = tmp_path / "new" / "deep" / "a.json"
+    with atomic_write(path) as part:
+        part.write_text("half")
+        assert not path.exists()
+        assert (part.parent, part.suffix) == (path.parent, ".json")
+    assert path.read_text() == "half"
+    assert [*path.parent.iterdir()] == [path]
+    assert path.stat().st_mode & 0o077 == 0o666 & ~_umask() & 0o077
+
+
+def _umask():
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def test_a_link_is_followed_and_a_device_is_not_replaced(tmp_path):
+    target, link = tmp_path / "target.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "new")
+    assert os.read(reader, 9) == b"new"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("file/a.txt", "file cannot be written to"),
+        ("folder", "folder is a folder; name a file"),
+        ("/proc/x/a.txt", "/proc/x cannot be written to"),
+    ],
+)
+def test_a_place_without_files_is_named(tmp_path, name, text):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=text):
+        write_text(tmp_path / name, "")
