@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from damex.datasets.coco import read_class_names
 from damex.datasets.formats.conversion import Conversion
 from damex.datasets.formats.entry import check_entry, convert_entry
+from damex.datasets.formats.records import fault_of_names
 from damex.datasets.nested import (
     check_class,
     declared_classes,
@@ -22,6 +23,11 @@ from damex.datasets.nested import (
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val", "test")
+# Names that a dataset cannot have, and what they mean already.
+RESERVED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("mean", "pooled"), "a row of the table of results")
+    | dict.fromkeys(("auto", "all", "none"), "a choice of --dataset and --like")
+)
 # What a value of an entry may be, where one that is something else would fail later.
 TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
@@ -105,10 +111,9 @@ class DatasetSpec:
             raise ConfigError(
                 f"{where}.name must be a non-empty string without '/', got {name!r}."
             )
-        if name in ("mean", "pooled"):
+        if name in RESERVED:
             raise ConfigError(
-                f"{where}.name: {name!r} is a row of the table of results; choose "
-                "another name."
+                f"{where}.name: {name!r} is {RESERVED[name]}; choose another name."
             )
         _check_types(entry, f"{where} ({name!r})")
         weight = entry.get("weight")
@@ -334,6 +339,13 @@ def _check_types(entry: Mapping[str, Any], where: str) -> None:
         is_list and all(isinstance(c, str) for c in classes)
     ):
         raise ConfigError(f"{where}: classes must be a list of names, got {classes!r}.")
+    if (fault := fault_of_names(classes or ())) is not None:
+        raise ConfigError(f"{where}: classes={[*classes]!r}: {fault}.")
+    for own, name in (entry.get("rename") or {}).items():
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(
+                f"{where}: rename must give the class {own!r} a name, got {name!r}."
+            )
 
 
 def _check_weights(specs: Sequence[DatasetSpec]) -> None:

@@ -347,6 +347,38 @@ def test_named_splits(tmp_path, write_image, write, read, options, val):
     assert found["train"] == {"a.png", "b.png", "c.png", "d.png"} - val
 
 
+def test_lines_of_a_list_that_match_nothing_are_counted(csv_folder, write, read):
+    write(csv_folder / "val.lst.txt", "1.png\n\nx/91.png\n2\nninety\n3.jpeg\n")
+    found = read(csv_folder, val=("val.lst.txt",))
+    assert sides(found)["val"] == {"1.png", "2.png", "3.png"}
+    what = "lines of the list val.lst.txt that match no annotated image"
+    assert found.dropped == {what: 2}
+    assert found.summary.dropped[what].example == "val.lst.txt:3: x/91.png"
+
+
+def test_a_file_of_all_images_beside_those_of_the_splits(tmp_path, write_image, read):
+    """Images that the splits use are not counted as left out."""
+    boxes = {f"{i}.png": ((40, 20), [("ant", (1, 2, 9, 8))]) for i in range(8)}
+    names = sorted(boxes)
+    for name in names:
+        write_image(tmp_path / name)
+    for file, used in (("val", names[6:]), ("train", names[1:6]), ("all", names)):
+        write_coco(tmp_path, {name: boxes[name] for name in used})
+        (tmp_path / "labels.json").rename(tmp_path / f"{file}.json")
+    found = read(tmp_path)
+    assert {split: len(names) for split, names in sides(found).items()} == {
+        "train": 5,
+        "val": 2,
+    }
+    assert found.dropped == {
+        "annotated images in no split that is used": 1,
+        "annotations of used images in a file that no split uses": 7,
+    }
+    # What an entry holds back for validation is not trained on through another file.
+    with pytest.raises(ConfigError, match="has no images for train, only the lists"):
+        read(tmp_path, val=("all.json",))
+
+
 def test_conversion_is_reused_until_something_changes(csv_folder, cache):
     def file():
         return convert_cached(csv_folder, Options()).file("train")

@@ -232,6 +232,33 @@ class TestCoco:
         with pytest.raises(DataError, match="'cat' and 'dog' have one id, 5;"):
             read(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("name", "fault"),
+        [
+            ("cat", r"x\.json: category 1 and category 2 are both 'cat'\. Give each"),
+            ("", r"x\.json: category 2 is empty"),
+        ],
+    )
+    def test_names_that_are_no_names(
+        self, tmp_path, write_image, write, read, name, fault
+    ):
+        write_image(tmp_path / "a.jpg")
+        document = coco()
+        document["categories"][1]["name"] = name
+        write(tmp_path / "x.json", json.dumps(document))
+        with pytest.raises(DataError, match=fault):
+            read(tmp_path)
+
+    def test_a_heading_may_be_called_as_a_class_below_it(
+        self, tmp_path, write_image, write, read
+    ):
+        write_image(tmp_path / "a.jpg")
+        document = coco()
+        document["categories"][0]["supercategory"] = "cat"
+        document["categories"].insert(0, dict(id=0, name="cat", supercategory="none"))
+        write(tmp_path / "x.json", json.dumps(document))
+        assert read(tmp_path).summary.classes == ("cat", "dog")
+
     def test_roboflow_with_its_dummy_category(self, tmp_path, write_image, write, read):
         for split in ("train", "valid", "test"):
             write_image(tmp_path / split / "a.jpg")

@@ -66,10 +66,33 @@ def test_yaml_with_a_list_of_images(roboflow, write, read):
         ("train: train\nval: valid\nnames: 7", r"names must be a list of class names"),
         ("train: train\nval: valid\nnames: {a: b}", r"data\.yaml: names: invalid li"),
         ("train: train\nval: valid\nnames: {~: b}", r"data\.yaml: names: int\(\) arg"),
+        ("train: train\nnc: 3\nnames: [a, b]", r"nc is 3, and names lists 2 classes"),
+        (
+            "train: train\nnames: [a, b, a]",
+            r"data\.yaml: name 1 and name 3 are both",
+        ),
+        ("train: train\nnames: [a, '']", r"name 2 is empty"),
     ],
 )
 def test_broken_yaml(roboflow, write, read, yaml, fault):
     write(roboflow / "data.yaml", yaml)
+    with pytest.raises(DataError, match=fault):
+        read(roboflow)
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        ("cat\n\ndog\n", r"classes\.txt: line 2 is empty; line 1 names class 0"),
+        ("cat\ndog\ncat\n", r"classes\.txt: line 1 and line 3 are both 'cat'"),
+    ],
+)
+def test_a_file_of_names_numbers_the_classes_by_its_lines(
+    roboflow, write, read, names, fault
+):
+    write(roboflow / "classes.txt", "cat\ndog\n\n\n")
+    assert read(roboflow).splits == SPLITS
+    write(roboflow / "classes.txt", names)
     with pytest.raises(DataError, match=fault):
         read(roboflow)
 

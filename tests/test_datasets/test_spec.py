@@ -94,9 +94,30 @@ def test_none_is_as_if_a_key_were_not_there():
     assert parse_mixture([{**given, **dict.fromkeys(keys)}]) == parse_mixture([given])
 
 
-@pytest.mark.parametrize("name", ["mean", "pooled"])
-def test_rows_of_the_table_of_results_are_no_names(name):
-    assert f"{name!r} is a row of the table" in message([entry(name)])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *((name, "a row of the table of results") for name in ("mean", "pooled")),
+        *((name, "a choice of --dataset") for name in ("auto", "all", "none")),
+    ],
+)
+def test_words_with_a_meaning_are_no_names(name, fault):
+    assert f"mixture[0].name: {name!r} is {fault}" in message([entry(name)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (dict(classes=["a", "b", "a"]), "name 1 and name 3 are both 'a'"),
+        (dict(classes=["a", " "]), "name 2 is empty"),
+        (dict(rename=dict(a="")), "rename must give the class 'a' a name, got ''"),
+        (dict(rename=dict(a=None)), "rename must give the class 'a' a name, got None"),
+    ],
+)
+def test_class_names_are_given_once_and_not_empty(changes, fault):
+    text = message([entry("cars", **changes)])
+    assert "mixture[0] ('cars'): " in text
+    assert fault in text
 
 
 def test_a_name_may_occur_once():

@@ -18,6 +18,7 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    fault_of_names,
     size_of,
 )
 from damex.datasets.formats.splits import split_of_table
@@ -131,6 +132,11 @@ def _load(tree: Tree, path: str, ledger: Ledger) -> dict[str, Any]:
                 f"{file}: the categories {names[category['id']]!r} and {name!r} have "
                 f"one id, {category['id']!r}; give each its own."
             )
+    used = {record.get("category_id") for record in document["annotations"]}
+    kept = without_dummies(document["categories"], used, key="id")
+    fault = fault_of_names([category["name"] for category in kept], "category")
+    if fault is not None:
+        raise DataError(f"{file}: {fault}. Give each category a name of its own.")
     return document
 
 

@@ -139,6 +139,21 @@ def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
         return None
 
 
+def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:
+    """Why names cannot number the classes; None if they can.
+
+    Args:
+        names: Class names.
+        word: Singular of what they are, such as ``line``.
+    """
+    for number, name in enumerate(names, start=1):
+        if not name.strip():
+            return f"{word} {number} is empty"
+        if (first := names.index(name) + 1) < number:
+            return f"{word} {first} and {word} {number} are both {name!r}"
+    return None
+
+
 def size_of(values: Sequence[float] | None) -> tuple[int, int] | None:
     """Width and height that an annotation states; None for 0, as some tools leave it.
 

@@ -29,6 +29,7 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    fault_of_names,
     numbers,
 )
 from damex.datasets.formats.tree import (
@@ -134,8 +135,13 @@ def _read_config(tree: Tree) -> _Config:
         return _from_yaml(tree, paths[0])
     config = _Config()
     for path in tree.with_suffix(*_NAME_FILES):
-        config.names = tuple(line for line in tree.lines(path) if line)
-        config.source = path
+        names = "\n".join(tree.lines(path)).rstrip().split("\n")
+        if names != [""] and (fault := fault_of_names(names, "line")):
+            raise DataError(
+                f"{tree.root / path}: {fault}; line 1 names class 0, line 2 class 1, "
+                "and so on. Correct the file."
+            )
+        config.names, config.source = tuple(filter(None, names)), path
         break
     for path in tree.with_suffix(".data"):
         for line in tree.lines(path):
@@ -162,6 +168,12 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
             f"from number to name, got {names!r}."
         )
     config = _Config(path, tuple(str(name) for name in names))
+    count = content.get("nc", len(names))
+    fault = fault_of_names(config.names or ())
+    if count != len(names):
+        fault = f"nc is {count!r}, and names lists {len(names)} classes"
+    if fault is not None:
+        raise DataError(f"{tree.root / path}: {fault}. Correct the file.")
     if (shape := content.get("kpt_shape")) is not None:
         config.keypoints = _count_keypoints(tree.root / path, shape)
     prefix = str(content.get("path") or "")
