@@ -14,7 +14,16 @@ from damex.commandline.parser import Parser, asks_for_help, at_least
 from damex.errors import ConfigError, did_you_mean
 
 # The names in `damex.datasets.formats.conversion.FORMATS`.
-FORMATS = ("coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv")
+FORMATS = (
+    "coco",
+    "voc",
+    "yolo",
+    "kitti",
+    "dota",
+    "wider_face",
+    "csv",
+    "kitti_detections",
+)
 EXAMPLES = 3  # findings of a kind that are printed
 SLACK = 1.5  # of an expert's share of the samples
 

@@ -384,7 +384,7 @@ def kitti(label, corners):
 
 
 class TestKitti:
-    def test_15_and_16_columns(self, tmp_path, write_image, write, read):
+    def test_devkit(self, tmp_path, write_image, write, read):
         for name in ("000000", "000001"):
             write_image(tmp_path / f"training/image_2/{name}.png")
             write_image(tmp_path / f"testing/image_2/{name}.png")
@@ -392,7 +392,7 @@ class TestKitti:
         write(
             labels / "000000.txt", f"{kitti(*CAT)}\n{kitti('DontCare', (0, 0, 9, 9))}"
         )
-        write(labels / "000001.txt", f"{kitti(*DOG)} 0.87\n")
+        write(labels / "000001.txt", f"{kitti(*DOG)}\n")
         found = read(tmp_path, val_share=0.0)
         assert found.splits == {
             "train": {
@@ -403,6 +403,19 @@ class TestKitti:
         assert found.dropped == {"DontCare regions": 1}
         example = found.summary.dropped["DontCare regions"].example
         assert example == "training/label_2/000000.txt:2"
+
+    def test_a_score_makes_a_detection(self, tmp_path, write_image, write, read):
+        write_image(tmp_path / "image_2/0.png")
+        write(tmp_path / "label_2/0.txt", f"{kitti(*CAT)}\n{kitti(*DOG)} -0.87\n")
+        fault = (
+            r": 1 lines have a 16th .*label_2/0\.txt:2: -0\.87\): these are detections"
+        )
+        for told in (None, "kitti"):
+            with pytest.raises(DataError, match=fault):
+                read(tmp_path, format=told)
+        found = read(tmp_path, format="kitti_detections")
+        assert found.boxes() == {"image_2/0.png": [CAT, DOG]}
+        assert found.noted == {"detections with a score taken as ground truth": 1}
 
     def test_lists(self, tmp_path, write_image, write, read):
         for name, box in (("0", CAT), ("1", DOG)):

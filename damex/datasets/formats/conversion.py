@@ -9,7 +9,7 @@ from typing import NamedTuple
 from damex.datasets.formats.coco import COCO
 from damex.datasets.formats.csv_boxes import CSV
 from damex.datasets.formats.documents import DocumentWriter
-from damex.datasets.formats.label_files import DOTA, KITTI
+from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS
 from damex.datasets.formats.records import Contents, Format, Ledger, Options
 from damex.datasets.formats.splits import choose_splits
 from damex.datasets.formats.summary import SplitSummary, Summary
@@ -19,7 +19,10 @@ from damex.datasets.formats.wider_face import WIDER_FACE
 from damex.datasets.formats.yolo import YOLO
 from damex.errors import ConfigError, DataError, did_you_mean
 
-FORMATS: tuple[Format, ...] = (COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV)
+FORMATS: tuple[Format, ...] = (
+    *(COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV),
+    KITTI_DETECTIONS,
+)
 SUMMARY_FILE = "summary.json"
 
 
@@ -91,7 +94,7 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
     found = [
         (fmt, evidence)
         for fmt in FORMATS
-        if (evidence := fmt.recognise(tree)) is not None
+        if fmt.guessed and (evidence := fmt.recognise(tree)) is not None
     ]
     if len(found) > 1:
         seen = "; ".join(f"{fmt.name}: {evidence}" for fmt, evidence in found)
@@ -100,7 +103,9 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
             f"one with format={found[0][0].name!r}, or let root be a folder inside."
         )
     if not found:
-        wanted = "; ".join(f"{fmt.name}: {fmt.looks_for}" for fmt in FORMATS)
+        wanted = "; ".join(
+            f"{fmt.name}: {fmt.looks_for}" for fmt in FORMATS if fmt.guessed
+        )
         raise ConfigError(
             f"{tree.root} holds annotations in no format that damex knows: it has "
             f"{tree.describe()}. Looked for {wanted}."

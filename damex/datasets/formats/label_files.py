@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from damex.datasets.formats.records import (
     Box,
@@ -28,6 +29,7 @@ from damex.datasets.formats.tree import (
     split_of_folder,
     stem,
 )
+from damex.errors import DataError
 
 # Folder of labels -> folders of images that stand beside it.
 _IMAGE_FOLDERS = {
@@ -38,6 +40,7 @@ _IMAGE_FOLDERS = {
 }
 _LOOKED_AT = 40
 _HEADERS = ("imagesource:", "gsd:")  # of DOTA
+_SCORED = "detections with a score taken as ground truth"
 
 
 def kind_of_line(line: str) -> str | None:
@@ -141,6 +144,14 @@ def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Con
 
 def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     contents = read_label_files(tree, "kitti", _kitti_box, ledger)
+    scored = ledger.noted.get(_SCORED)
+    if scored is not None and options.format != "kitti_detections":
+        raise DataError(
+            f"{tree.root}: {scored.times} lines have a 16th column, which is a score "
+            f"(for instance {scored.example}): these are detections of a model, not "
+            "ground truth. Use the labels with 15 columns, or train on the detections "
+            "with format='kitti_detections'."
+        )
     by_stem: dict[str, list[Sample]] = {}
     for sample in contents.samples:
         by_stem.setdefault(stem(sample.source), []).append(sample)
@@ -169,16 +180,19 @@ def _kitti_box(line: str, ledger: Ledger, place: str) -> Box | None:
     if words[0] == "DontCare":
         ledger.drop("DontCare regions", place)
         return None
+    if len(words) == 16:
+        ledger.note(_SCORED, f"{place}: {words[15]}")
     x1, y1, x2, y2 = numbers(words[4:8]) or (0.0,) * 4
     return Box((x1, y1, x2, y2), words[0], 0)
 
 
 KITTI = Format(
     name="kitti",
-    looks_for="label_2/*.txt with 15 or 16 columns, beside image_2/",
+    looks_for="label_2/*.txt with 15 columns, beside image_2/",
     recognise=lambda tree: recognise_kind(tree, "kitti"),
     read=_read_kitti,
 )
+KITTI_DETECTIONS = replace(KITTI, name="kitti_detections", guessed=False)
 
 
 def _read_dota(tree: Tree, options: Options, ledger: Ledger) -> Contents:

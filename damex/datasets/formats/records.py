@@ -123,12 +123,14 @@ class Format:
         looks_for: What must lie in the folder, for messages.
         recognise: Says what of that a folder has; None if it is not of this format.
         read: Reads the folder.
+        guessed: Whether it is recognised without ``format=``.
     """
 
     name: str
     looks_for: str
     recognise: Callable[[Tree], str | None]
     read: Callable[[Tree, Options, Ledger], Contents]
+    guessed: bool = True
 
 
 def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
