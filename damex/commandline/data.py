@@ -15,13 +15,7 @@ from damex.errors import ConfigError, did_you_mean
 
 # The names in `damex.datasets.formats.conversion.FORMATS`.
 FORMATS = (
-    "coco",
-    "voc",
-    "yolo",
-    "kitti",
-    "dota",
-    "wider_face",
-    "csv",
+    *("coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv"),
     "kitti_detections",
 )
 EXAMPLES = 3  # findings of a kind that are printed

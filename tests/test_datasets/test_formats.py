@@ -197,6 +197,65 @@ def test_nothing_is_recognised(tmp_path, write_image, write, read):
     assert "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        (
+            "a.txt",
+            "0 40 30 20 10",
+            "a.txt:1: '0 40 30 20 10': YOLO coordinates are frac",
+        ),
+        ("a.txt", "0,0.5,0.5,0.2,0.2", "a.txt:1: '0,0.5,0.5,0.2,0.2': columns are sep"),
+        (
+            "a.txt",
+            "\n0 .5 .5 .2 .2 .9",
+            "a.txt:2: '0 .5 .5 .2 .2 .9': a YOLO label has",
+        ),
+        (
+            "a.txt",
+            "cat .5 .5 .2 .2",
+            "a YOLO label begins with the number of its class",
+        ),
+        (
+            "a.txt",
+            f"car {'1 ' * 12} x 1",
+            "KITTI has a class and then numbers, not 'x'",
+        ),
+        ("a.txt", "1 1 5 1 5 5 1 plane 0", "9 columns, but YOLO has 5 (class number, "),
+        (
+            "a.json",
+            '{"images": [], "anno',
+            "a.json is not a JSON file (Unterminated str",
+        ),
+        ("a.json", '{"images": [], "annotations": []}', "a.json has no list 'categor"),
+        (
+            "a.json",
+            '[{"bbox": [], "score": 0.5}]',
+            "a.json is a list of detections, not",
+        ),
+        (
+            "a.xml",
+            "<annotation><size>",
+            "a.xml is not an XML file (no element found: li",
+        ),
+        (
+            "a.csv",
+            "picture,b,c,d\na.jpg,1",
+            "a.csv:1: 'picture,b,c,d' lacks columns su",
+        ),
+    ],
+)
+def test_what_is_nearly_recognised_is_quoted(
+    tmp_path, write_image, write, read, file, text, fault
+):
+    write_image(tmp_path / "a.jpg")
+    write(tmp_path / file, text)
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path)
+    assert fault in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_two_formats_at_once(csv_folder, read):
     (csv_folder / "0.txt").write_text("0 0.5 0.5 0.5 0.5\n")
     with pytest.raises(ConfigError) as caught:
@@ -216,6 +275,7 @@ def test_two_formats_at_once(csv_folder, read):
         ("set/boxes.csv", {}, r"boxes.csv' is a file; give the folder: root='.*set'"),
         ("set", dict(format="vco"), r"format='vco' is unknown; did you mean 'voc'"),
         ("set", dict(format="voc"), r"does not look like voc: there is no Annotations"),
+        ("set", dict(format="dota"), r"1 \.csv\. 0\.txt:1: '1 2': 2 columns, but YOLO"),
         ("set", dict(train=("trian",)), r"train='trian' is no split, folder, list of"),
         ("set", dict(val=("none.txt",)), r"val='none.txt' is no split"),
         ("set", dict(val=("a.txt",), val_share=0.2), r"val_share=0.2 cannot be used"),
@@ -223,6 +283,7 @@ def test_two_formats_at_once(csv_folder, read):
 )
 def test_mistakes(csv_folder, read, root, options, fault):
     (csv_folder / "a.txt").write_text("1.png\n")
+    (csv_folder / "0.txt").write_text("1 2\n")
     with pytest.raises(ConfigError, match=fault) as caught:
         read(csv_folder.parent / root, **options)
     assert "\n" not in str(caught.value)

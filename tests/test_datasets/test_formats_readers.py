@@ -407,9 +407,7 @@ class TestKitti:
     def test_a_score_makes_a_detection(self, tmp_path, write_image, write, read):
         write_image(tmp_path / "image_2/0.png")
         write(tmp_path / "label_2/0.txt", f"{kitti(*CAT)}\n{kitti(*DOG)} -0.87\n")
-        fault = (
-            r": 1 lines have a 16th .*label_2/0\.txt:2: -0\.87\): these are detections"
-        )
+        fault = r": 1 lines have a 16th .*label_2/0\.txt:2: -0\.87\): these are det"
         for told in (None, "kitti"):
             with pytest.raises(DataError, match=fault):
                 read(tmp_path, format=told)
@@ -533,6 +531,49 @@ class TestWiderFace:
         }
         example = found.summary.dropped[BAD["zero"]].example
         assert example.startswith("wider_face_split/wider_face_train_bbx_gt.txt:")
+
+
+CSV = "filename,class,xmin,ymin,xmax,ymax\na.jpg,cat,3,2,15,8\n"
+NO_BOX = dict(id=9, image_id=1, category_id=5, bbox=["3", "2"])
+
+
+@pytest.mark.parametrize(
+    ("files", "quoted"),
+    [
+        ({"a.xml": xml(CAT, ("cat", ("x", 1, 9, 9)))}, "2: name 'cat', box 'x 1 9 9'"),
+        ({"a.xml": xml(CAT), "b.xml": "<annotation><"}, "b.xml: unclosed token: line"),
+        ({"a.xml": xml(CAT), "b.xml": "<note/>"}, "b.xml: <note>"),
+        (
+            {
+                "a.json": json.dumps(
+                    coco() | dict(annotations=[*coco()["annotations"], NO_BOX])
+                )
+            },
+            "annotation 9: bbox is ['3', '2']",
+        ),
+        (
+            {"label_2/a.txt": f"{kitti(*CAT)}\ncar 1"},
+            "a.txt:2: 'car 1': 2 columns, but",
+        ),
+        (
+            {"a.txt": "3 2 15 2 15 8 3 8 cat 0\n3 2 cat"},
+            "a.txt:2: '3 2 cat': 3 columns",
+        ),
+        ({"x_bbx_gt.txt": "a.jpg\n2\n3 2 12 6\n3 x 4 4"}, "gt.txt:4: '3 x 4 4'"),
+        ({"x_bbx_gt.txt": "a.jpg\n1\n3 2 12 6\nb.jpg\n3 2 4 4"}, "gt.txt:5: '3 2 4 4'"),
+        ({"x.csv": f"{CSV}a.jpg,cat,3,x,15,8"}, "x.csv:3: 'a.jpg,cat,3,x,15,8'"),
+    ],
+)
+def test_a_broken_record_is_quoted(tmp_path, write_image, write, read, files, quoted):
+    write_image(tmp_path / "a.jpg")
+    write_image(tmp_path / "b.jpg")
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    found = read(tmp_path)
+    assert [corners for [(_, corners)] in filter(None, found.boxes().values())] == [
+        CAT[1]
+    ]
+    assert quoted in str(found.summary.dropped).replace("\\'", "'")
 
 
 class TestCsv:

@@ -88,7 +88,8 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
         if evidence is None:
             raise ConfigError(
                 f"{tree.root} does not look like {told}: there is no "
-                f"{names[told].looks_for}. It holds {tree.describe()}."
+                f"{names[told].looks_for}. It holds {tree.describe()}. "
+                f"{names[told].fault(tree) or ''}".strip()
             )
         return names[told], evidence
     found = [
@@ -103,12 +104,12 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
             f"one with format={found[0][0].name!r}, or let root be a folder inside."
         )
     if not found:
-        wanted = "; ".join(
-            f"{fmt.name}: {fmt.looks_for}" for fmt in FORMATS if fmt.guessed
-        )
+        known = [fmt for fmt in FORMATS if fmt.guessed]
+        wanted = "; ".join(f"{fmt.name}: {fmt.looks_for}" for fmt in known)
+        fault = next(filter(None, (fmt.fault(tree) for fmt in known)), None)
         raise ConfigError(
             f"{tree.root} holds annotations in no format that damex knows: it has "
-            f"{tree.describe()}. Looked for {wanted}."
+            f"{tree.describe()}. {fault or f'Looked for {wanted}'}."
         )
     return found[0]
 

@@ -124,6 +124,8 @@ class Format:
         recognise: Says what of that a folder has; None if it is not of this format.
         read: Reads the folder.
         guessed: Whether it is recognised without ``format=``.
+        fault: Quotes what keeps a folder from being recognised, where a file is nearly
+            of the format; None if no file is.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Format:
     recognise: Callable[[Tree], str | None]
     read: Callable[[Tree, Options, Ledger], Contents]
     guessed: bool = True
+    fault: Callable[[Tree], str | None] = lambda _: None
 
 
 def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
