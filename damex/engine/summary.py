@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -25,6 +24,7 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
+from damex.files import write_json
 from damex.models.feature_cache import reports
 from damex.models.insertion import moe_blocks
 
@@ -160,7 +160,7 @@ class RunSummaryHook(Hook):
             command=shlex.join(sys.argv),
         )
         path = folder / f"{prefix}summary.json"
-        write_json(path, summary)
+        write_json(path, summary, indent=2)
         return str(path)
 
     def _draw(self, runner: Runner, path: Path) -> str | None:
@@ -171,18 +171,6 @@ class RunSummaryHook(Hook):
         meta = runner.visualizer.dataset_meta
         draw_detections(samples, meta).savefig(path, dpi=100)
         return str(path)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that is whole or not there, whenever the process is killed.
-
-    Args:
-        path: Of the file.
-        content: Plain values.
-    """
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
