@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,9 +126,17 @@ class DatasetSpec:
             )
         check_entry(entry, f"{where} ({name!r})")
         given = {key: value for key, value in entry.items() if value is not None}
+        if not {"root", *SPLITS} & given.keys():
+            raise ConfigError(
+                f"{where} ({name!r}) names no data; add root='<folder>', or data_root, "
+                "train, val and img (see docs/datasets.md)."
+            )
         if "classes" in given:
             given["classes"] = tuple(given["classes"])
-        return cls(**given)
+        img = given.get("img")
+        if isinstance(img, Mapping):
+            given["img"] = {split: _at_home(path) for split, path in img.items()}
+        return cls(**_with_home(given, "root", "data_root", "img", *SPLITS))
 
     @property
     def group_name(self) -> str:
@@ -220,7 +229,7 @@ class DatasetSpec:
 
         mmdet's own class numbers labels in file order; ours goes by name.
         """
-        config = dict(leaf)
+        config = _with_home(leaf, "data_root", "ann_file")
         kind = config["type"]
         name = kind if isinstance(kind, str) else kind.__name__
         if name.removeprefix("mmdet.") == "CocoDataset":
@@ -320,6 +329,16 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
                 "often, set its weight."
             )
     return specs
+
+
+def _with_home(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """A copy with ``~`` expanded in the paths at some keys."""
+    return {k: _at_home(v) if k in keys else v for k, v in values.items()}
+
+
+def _at_home(path: Any) -> Any:
+    is_path = isinstance(path, (str, Path))
+    return os.path.expanduser(path) if is_path else path  # noqa: PTH111 - keeps ""
 
 
 def _check_types(entry: Mapping[str, Any], where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ def open_root(root: str | Path) -> Tree:
     Raises:
         ConfigError: If there is no such folder.
     """
-    path = Path(root).expanduser()
+    path = Path(os.path.expanduser(root))  # noqa: PTH111 - Path's own may raise
     if path.is_file():
         raise ConfigError(
             f"root={str(root)!r} is a file; give the folder: root={str(path.parent)!r}."
