@@ -14,7 +14,10 @@ from damex.commandline.parser import Parser, asks_for_help, at_least
 from damex.errors import ConfigError, did_you_mean
 
 # The names in `damex.datasets.formats.conversion.FORMATS`.
-FORMATS = ("coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv")
+FORMATS = (
+    *("coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv"),
+    "kitti_detections",
+)
 EXAMPLES = 3  # findings of a kind that are printed
 SLACK = 1.5  # of an expert's share of the samples
 
@@ -26,10 +29,11 @@ def check_parser() -> Parser:
         "Check datasets before a training",
         examples=(
             "damex data check my_mixture.py --quick",
+            "damex data check data/fish",
             "damex data check --coco train.json --images images/",
         ),
     )
-    parser.add_config(optional=True)
+    parser.add_config(optional=True, or_folder=True)
     parser.add_argument("--coco", metavar="FILE", help="check this COCO file alone")
     parser.add_argument("--images", metavar="DIR", help="the images of --coco")
     parser.add_argument("--json", metavar="FILE", help="write all findings to a file")
@@ -54,7 +58,7 @@ def browse_parser() -> Parser:
         "Write an HTML page and contact sheets of the datasets of a config",
         examples=("damex data browse my_mixture.py --samples 24",),
     )
-    parser.add_config()
+    parser.add_config(or_folder=True)
     parser.add_argument(
         "--out", help="folder to write to (default work_dirs/<config>/browse)"
     )
@@ -99,7 +103,7 @@ def labels_parser() -> Parser:
         "they should, or should not.",
         examples=("damex data labels my_mixture.py --out labels.json",),
     )
-    parser.add_config()
+    parser.add_config(or_folder=True)
     parser.add_argument(
         "--out", type=Path, metavar="labels.json", help="write a label file to edit"
     )
@@ -166,7 +170,10 @@ def data(arguments: Sequence[str]) -> int | None:
     """
     name, *rest = arguments or ["--help"]
     if asks_for_help([name]):
-        print(f"usage: damex data {{{','.join(COMMANDS)}}} [--help] ...")
+        print("usage: damex data COMMAND [--help] ...\n\ncommands:")
+        for command, parser in COMMANDS.items():
+            about = str(parser().description).partition(". ")[0].rstrip(".")
+            print(f"  {command:<9} {about}")
         return None
     if name not in COMMANDS:
         raise ConfigError(

@@ -43,12 +43,18 @@ class Parser(argparse.ArgumentParser):
         """Add the checkpoint of a command that needs nothing else."""
         self.add_argument("checkpoint", help="a .pth file of a training with damex")
 
-    def add_config(self, *, optional: bool = False) -> None:
-        """Add the config, which may be left out if ``optional``, and its options."""
+    def add_config(self, *, optional: bool = False, or_folder: bool = False) -> None:
+        """Add the config and its options.
+
+        Args:
+            optional: Whether it may be left out.
+            or_folder: Whether it may be the folder of a dataset.
+        """
+        also = ", or the folder of a dataset" if or_folder else ""
         self.add_argument(
             "config",
             nargs="?" if optional else None,
-            help="a file, or the name of a config of damex",
+            help=f"a file, or the name of a config of damex{also}",
         )
         self.add_argument(
             "--cfg-options",

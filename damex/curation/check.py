@@ -18,7 +18,7 @@ from damex.curation.sources import coco_file
 from damex.datasets.spec import CocoSource
 from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
-from damex.files import write_json
+from damex.files import check_file, write_json
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -36,11 +36,13 @@ def check(arguments: Sequence[str]) -> int:
     args = check_parser().parse_args(arguments)
     if (args.config is None) == (args.coco is None):
         raise ConfigError(
-            "check takes a config, or --coco FILE --images DIR, and one of the two; "
-            "see --help."
+            "check takes a config or the folder of a dataset, or --coco FILE --images "
+            "DIR; see --help."
         )
     if (args.coco is None) != (args.images is None):
         raise ConfigError("--coco FILE and --images DIR belong together; see --help.")
+    if args.json is not None:
+        check_file(Path(args.json))  # before the work
     started = time.monotonic()
     with Bar() as progress:
         if args.coco is not None:

@@ -17,6 +17,7 @@ JSON, as the annotations are: in YAML the class names no, on and 7 are no string
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ class LabelFile:
             ConfigError: If there is none, or it does not hold what is expected.
         """
         try:
-            text = Path(path).read_bytes()
+            text = Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111 - as above
         except OSError as error:
             raise ConfigError(
                 f"label_space: {path} cannot be read (seen from {Path.cwd()}): "

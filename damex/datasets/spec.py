@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from damex.datasets.coco import read_class_names
 from damex.datasets.formats.conversion import Conversion
 from damex.datasets.formats.entry import check_entry, convert_entry
+from damex.datasets.formats.records import fault_of_names
 from damex.datasets.nested import (
     check_class,
     declared_classes,
@@ -22,6 +24,11 @@ from damex.datasets.nested import (
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val", "test")
+# Names that a dataset cannot have, and what they mean already.
+RESERVED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("mean", "pooled"), "a row of the table of results")
+    | dict.fromkeys(("auto", "all", "none"), "a choice of --dataset and --like")
+)
 # What a value of an entry may be, where one that is something else would fail later.
 TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
@@ -105,10 +112,9 @@ class DatasetSpec:
             raise ConfigError(
                 f"{where}.name must be a non-empty string without '/', got {name!r}."
             )
-        if name in ("mean", "pooled"):
+        if name in RESERVED:
             raise ConfigError(
-                f"{where}.name: {name!r} is a row of the table of results; choose "
-                "another name."
+                f"{where}.name: {name!r} is {RESERVED[name]}; choose another name."
             )
         _check_types(entry, f"{where} ({name!r})")
         weight = entry.get("weight")
@@ -120,9 +126,17 @@ class DatasetSpec:
             )
         check_entry(entry, f"{where} ({name!r})")
         given = {key: value for key, value in entry.items() if value is not None}
+        if not {"root", *SPLITS} & given.keys():
+            raise ConfigError(
+                f"{where} ({name!r}) names no data; add root='<folder>', or data_root, "
+                "train, val and img (see docs/datasets.md)."
+            )
         if "classes" in given:
             given["classes"] = tuple(given["classes"])
-        return cls(**given)
+        img = given.get("img")
+        if isinstance(img, Mapping):
+            given["img"] = {split: _at_home(path) for split, path in img.items()}
+        return cls(**_with_home(given, "root", "data_root", "img", *SPLITS))
 
     @property
     def group_name(self) -> str:
@@ -215,7 +229,7 @@ class DatasetSpec:
 
         mmdet's own class numbers labels in file order; ours goes by name.
         """
-        config = dict(leaf)
+        config = _with_home(leaf, "data_root", "ann_file")
         kind = config["type"]
         name = kind if isinstance(kind, str) else kind.__name__
         if name.removeprefix("mmdet.") == "CocoDataset":
@@ -317,6 +331,16 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
     return specs
 
 
+def _with_home(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """A copy with ``~`` expanded in the paths at some keys."""
+    return {k: _at_home(v) if k in keys else v for k, v in values.items()}
+
+
+def _at_home(path: Any) -> Any:
+    is_path = isinstance(path, (str, Path))
+    return os.path.expanduser(path) if is_path else path  # noqa: PTH111 - keeps ""
+
+
 def _check_types(entry: Mapping[str, Any], where: str) -> None:
     """Refuse values of an entry that are not of the kind that its key takes."""
     for key, (kinds, words) in TYPES.items():
@@ -334,6 +358,13 @@ def _check_types(entry: Mapping[str, Any], where: str) -> None:
         is_list and all(isinstance(c, str) for c in classes)
     ):
         raise ConfigError(f"{where}: classes must be a list of names, got {classes!r}.")
+    if (fault := fault_of_names(classes or ())) is not None:
+        raise ConfigError(f"{where}: classes={[*classes]!r}: {fault}.")
+    for own, name in (entry.get("rename") or {}).items():
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(
+                f"{where}: rename must give the class {own!r} a name, got {name!r}."
+            )
 
 
 def _check_weights(specs: Sequence[DatasetSpec]) -> None:

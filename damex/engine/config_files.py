@@ -78,17 +78,28 @@ def mixture_config_of(args: argparse.Namespace) -> Config:
     """The config of a command line about data: it has a mixture, and may lack a model.
 
     Args:
-        args: With ``config`` and ``cfg_options``.
+        args: With ``config``, which may be the folder of a dataset, and
+            ``cfg_options``.
 
     Raises:
         ConfigError: If the config cannot be read, or has no mixture.
     """
+    folder = Path(args.config).expanduser()
+    if folder.is_dir():
+        name = folder.resolve().name
+        cfg = Config(dict(mixture=[dict(name=name, root=str(folder))]))
+        merge_options(cfg, args.cfg_options or {})
+        return cfg
+    try:
+        find_config(args.config)
+    except ConfigError as error:
+        raise ConfigError(f"{args.config!r} is not a folder, and {error}") from error
     cfg = config_of(args, needs_model=False)
     if cfg.get("mixture") is None:
         raise ConfigError(
             f"{args.config} sets no mixture=[dict(name=..., ...), ...]; see "
-            "configs/own_datasets.py. A dataset without a config is checked by "
-            "check --coco FILE --images DIR."
+            "configs/own_datasets.py. In place of a config, name the folder of a "
+            "dataset."
         )
     return cfg
 

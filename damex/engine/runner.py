@@ -50,6 +50,7 @@ from damex.models.upcycling import upcycling_note
 
 DDP = "MMDistributedDataParallel"
 DATA_CHECKS = ("quick", "off")
+CONSOLES = ("progress", "full")
 HOOKS_OF_DAMEX = (
     IterationSeedHook,
     TrainingStepHook,
@@ -325,10 +326,9 @@ def _check_settings(cfg: Config | ConfigDict) -> None:
         raise ConfigError(
             f"load_optimizer must be True or False, got {cfg['load_optimizer']!r}."
         )
-    if cfg.get("data_check", "quick") not in DATA_CHECKS:
-        raise ConfigError(
-            f"data_check must be one of {DATA_CHECKS}, got {cfg['data_check']!r}."
-        )
+    for key, known in dict(data_check=DATA_CHECKS, console=CONSOLES).items():
+        if cfg.get(key, known[0]) not in known:
+            raise ConfigError(f"{key} must be one of {known}, got {cfg[key]!r}.")
     seed = (cfg.get("randomness") or {}).get("seed")
     if seed is not None and not (isinstance(seed, int) and seed >= 0):
         raise ConfigError(

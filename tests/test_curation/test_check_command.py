@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from damex.commandline.data import data
+from damex.commandline.data import COMMANDS, data
 from damex.commandline.run import run_command
 from damex.curation.findings import KINDS, MAX_LISTED, Finding, Place, capped
 from damex.curation.inspection import check_config
@@ -91,11 +91,48 @@ def test_the_folder_of_the_report_is_made(dataset, run, tmp_path):
     assert json.loads(file.read_text()) == {"findings": []}
 
 
+@pytest.mark.parametrize("command", ["check", "browse", "labels"])
+def test_a_folder_stands_for_a_config_of_one_dataset(
+    dataset, run, tmp_path, monkeypatch, command
+):
+    dataset.write()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for folder in (dataset.root, "street", "~/street"):
+        status, out, err = run(command, folder)
+        assert (status, err.strip()) == (0, "")
+        assert {
+            "check": "in 1 dataset with 20 images and 60 boxes",
+            "browse": "index.html: 2 splits",
+            "labels": "car     street: 14",
+        }[command] in out
+    missing = tmp_path / "stret/*"
+    fault = f"'{missing}' is not a folder, and there is no config file '{missing}'"
+    assert fault in run(command, missing)[2]
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_check(
+    dataset, run, tmp_path
+):
+    (tmp_path / "street/train.json").write_text("never read")
+    status, out, err = run("check", tmp_path / "street", "--json", tmp_path)
+    assert (status, out) == (2, "")
+    assert f"{tmp_path} is a folder; name a file to write to." in err
+
+
+def test_help_lists_all_commands(run):
+    assert run("--help") == run()
+    rows = run("--help")[1].split("commands:\n")[1].splitlines()
+    assert [row.split()[0] for row in rows] == [*COMMANDS]
+    assert rows[0].split(maxsplit=1)[1] == "Check datasets before a training"
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         ((), "check takes a config"),
-        (("quickstart", "--coco", "a", "--images", "b"), "one of the two"),
+        (("quickstart", "--coco", "a", "--images", "b"), "or --coco FILE"),
         (("--coco", "a"), "belong together"),
     ],
 )

@@ -198,6 +198,65 @@ def test_nothing_is_recognised(tmp_path, write_image, write, read):
     assert "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        (
+            "a.txt",
+            "0 40 30 20 10",
+            "a.txt:1: '0 40 30 20 10': YOLO coordinates are frac",
+        ),
+        ("a.txt", "0,0.5,0.5,0.2,0.2", "a.txt:1: '0,0.5,0.5,0.2,0.2': columns are sep"),
+        (
+            "a.txt",
+            "\n0 .5 .5 .2 .2 .9",
+            "a.txt:2: '0 .5 .5 .2 .2 .9': a YOLO label has",
+        ),
+        (
+            "a.txt",
+            "cat .5 .5 .2 .2",
+            "a YOLO label begins with the number of its class",
+        ),
+        (
+            "a.txt",
+            f"car {'1 ' * 12} x 1",
+            "KITTI has a class and then numbers, not 'x'",
+        ),
+        ("a.txt", "1 1 5 1 5 5 1 plane 0", "9 columns, but YOLO has 5 (class number, "),
+        (
+            "a.json",
+            '{"images": [], "anno',
+            "a.json is not a JSON file (Unterminated str",
+        ),
+        ("a.json", '{"images": [], "annotations": []}', "a.json has no list 'categor"),
+        (
+            "a.json",
+            '[{"bbox": [], "score": 0.5}]',
+            "a.json is a list of detections, not",
+        ),
+        (
+            "a.xml",
+            "<annotation><size>",
+            "a.xml is not an XML file (no element found: li",
+        ),
+        (
+            "a.csv",
+            "picture,b,c,d\na.jpg,1",
+            "a.csv:1: 'picture,b,c,d' lacks columns su",
+        ),
+    ],
+)
+def test_what_is_nearly_recognised_is_quoted(
+    tmp_path, write_image, write, read, file, text, fault
+):
+    write_image(tmp_path / "a.jpg")
+    write(tmp_path / file, text)
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path)
+    assert fault in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_two_formats_at_once(csv_folder, read):
     (csv_folder / "0.txt").write_text("0 0.5 0.5 0.5 0.5\n")
     with pytest.raises(ConfigError) as caught:
@@ -217,6 +276,7 @@ def test_two_formats_at_once(csv_folder, read):
         ("set/boxes.csv", {}, r"boxes.csv' is a file; give the folder: root='.*set'"),
         ("set", dict(format="vco"), r"format='vco' is unknown; did you mean 'voc'"),
         ("set", dict(format="voc"), r"does not look like voc: there is no Annotations"),
+        ("set", dict(format="dota"), r"1 \.csv\. 0\.txt:1: '1 2': 2 columns, but YOLO"),
         ("set", dict(train=("trian",)), r"train='trian' is no split, folder, list of"),
         ("set", dict(val=("none.txt",)), r"val='none.txt' is no split"),
         ("set", dict(val=("a.txt",), val_share=0.2), r"val_share=0.2 cannot be used"),
@@ -224,6 +284,7 @@ def test_two_formats_at_once(csv_folder, read):
 )
 def test_mistakes(csv_folder, read, root, options, fault):
     (csv_folder / "a.txt").write_text("1.png\n")
+    (csv_folder / "0.txt").write_text("1 2\n")
     with pytest.raises(ConfigError, match=fault) as caught:
         read(csv_folder.parent / root, **options)
     assert "\n" not in str(caught.value)
@@ -346,6 +407,38 @@ def test_named_splits(tmp_path, write_image, write, read, options, val):
     found = sides(read(tmp_path, **options))
     assert found["val"] == val
     assert found["train"] == {"a.png", "b.png", "c.png", "d.png"} - val
+
+
+def test_lines_of_a_list_that_match_nothing_are_counted(csv_folder, write, read):
+    write(csv_folder / "val.lst.txt", "1.png\n\nx/91.png\n2\nninety\n3.jpeg\n")
+    found = read(csv_folder, val=("val.lst.txt",))
+    assert sides(found)["val"] == {"1.png", "2.png", "3.png"}
+    what = "lines of the list val.lst.txt that match no annotated image"
+    assert found.dropped == {what: 2}
+    assert found.summary.dropped[what].example == "val.lst.txt:3: x/91.png"
+
+
+def test_a_file_of_all_images_beside_those_of_the_splits(tmp_path, write_image, read):
+    """Images that the splits use are not counted as left out."""
+    boxes = {f"{i}.png": ((40, 20), [("ant", (1, 2, 9, 8))]) for i in range(8)}
+    names = sorted(boxes)
+    for name in names:
+        write_image(tmp_path / name)
+    for file, used in (("val", names[6:]), ("train", names[1:6]), ("all", names)):
+        write_coco(tmp_path, {name: boxes[name] for name in used})
+        (tmp_path / "labels.json").rename(tmp_path / f"{file}.json")
+    found = read(tmp_path)
+    assert {split: len(names) for split, names in sides(found).items()} == {
+        "train": 5,
+        "val": 2,
+    }
+    assert found.dropped == {
+        "annotated images in no split that is used": 1,
+        "annotations of used images in a file that no split uses": 7,
+    }
+    # What an entry holds back for validation is not trained on through another file.
+    with pytest.raises(ConfigError, match="has no images for train, only the lists"):
+        read(tmp_path, val=("all.json",))
 
 
 def test_conversion_is_reused_until_something_changes(csv_folder, cache):

@@ -232,6 +232,33 @@ class TestCoco:
         with pytest.raises(DataError, match="'cat' and 'dog' have one id, 5;"):
             read(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("name", "fault"),
+        [
+            ("cat", r"x\.json: category 1 and category 2 are both 'cat'\. Give each"),
+            ("", r"x\.json: category 2 is empty"),
+        ],
+    )
+    def test_names_that_are_no_names(
+        self, tmp_path, write_image, write, read, name, fault
+    ):
+        write_image(tmp_path / "a.jpg")
+        document = coco()
+        document["categories"][1]["name"] = name
+        write(tmp_path / "x.json", json.dumps(document))
+        with pytest.raises(DataError, match=fault):
+            read(tmp_path)
+
+    def test_a_heading_may_be_called_as_a_class_below_it(
+        self, tmp_path, write_image, write, read
+    ):
+        write_image(tmp_path / "a.jpg")
+        document = coco()
+        document["categories"][0]["supercategory"] = "cat"
+        document["categories"].insert(0, dict(id=0, name="cat", supercategory="none"))
+        write(tmp_path / "x.json", json.dumps(document))
+        assert read(tmp_path).summary.classes == ("cat", "dog")
+
     def test_roboflow_with_its_dummy_category(self, tmp_path, write_image, write, read):
         for split in ("train", "valid", "test"):
             write_image(tmp_path / split / "a.jpg")
@@ -357,7 +384,7 @@ def kitti(label, corners):
 
 
 class TestKitti:
-    def test_15_and_16_columns(self, tmp_path, write_image, write, read):
+    def test_devkit(self, tmp_path, write_image, write, read):
         for name in ("000000", "000001"):
             write_image(tmp_path / f"training/image_2/{name}.png")
             write_image(tmp_path / f"testing/image_2/{name}.png")
@@ -365,7 +392,7 @@ class TestKitti:
         write(
             labels / "000000.txt", f"{kitti(*CAT)}\n{kitti('DontCare', (0, 0, 9, 9))}"
         )
-        write(labels / "000001.txt", f"{kitti(*DOG)} 0.87\n")
+        write(labels / "000001.txt", f"{kitti(*DOG)}\n")
         found = read(tmp_path, val_share=0.0)
         assert found.splits == {
             "train": {
@@ -376,6 +403,17 @@ class TestKitti:
         assert found.dropped == {"DontCare regions": 1}
         example = found.summary.dropped["DontCare regions"].example
         assert example == "training/label_2/000000.txt:2"
+
+    def test_a_score_makes_a_detection(self, tmp_path, write_image, write, read):
+        write_image(tmp_path / "image_2/0.png")
+        write(tmp_path / "label_2/0.txt", f"{kitti(*CAT)}\n{kitti(*DOG)} -0.87\n")
+        fault = r": 1 lines have a 16th .*label_2/0\.txt:2: -0\.87\): these are det"
+        for told in (None, "kitti"):
+            with pytest.raises(DataError, match=fault):
+                read(tmp_path, format=told)
+        found = read(tmp_path, format="kitti_detections")
+        assert found.boxes() == {"image_2/0.png": [CAT, DOG]}
+        assert found.noted == {"detections with a score taken as ground truth": 1}
 
     def test_lists(self, tmp_path, write_image, write, read):
         for name, box in (("0", CAT), ("1", DOG)):
@@ -493,6 +531,49 @@ class TestWiderFace:
         }
         example = found.summary.dropped[BAD["zero"]].example
         assert example.startswith("wider_face_split/wider_face_train_bbx_gt.txt:")
+
+
+CSV = "filename,class,xmin,ymin,xmax,ymax\na.jpg,cat,3,2,15,8\n"
+NO_BOX = dict(id=9, image_id=1, category_id=5, bbox=["3", "2"])
+
+
+@pytest.mark.parametrize(
+    ("files", "quoted"),
+    [
+        ({"a.xml": xml(CAT, ("cat", ("x", 1, 9, 9)))}, "2: name 'cat', box 'x 1 9 9'"),
+        ({"a.xml": xml(CAT), "b.xml": "<annotation><"}, "b.xml: unclosed token: line"),
+        ({"a.xml": xml(CAT), "b.xml": "<note/>"}, "b.xml: <note>"),
+        (
+            {
+                "a.json": json.dumps(
+                    coco() | dict(annotations=[*coco()["annotations"], NO_BOX])
+                )
+            },
+            "annotation 9: bbox is ['3', '2']",
+        ),
+        (
+            {"label_2/a.txt": f"{kitti(*CAT)}\ncar 1"},
+            "a.txt:2: 'car 1': 2 columns, but",
+        ),
+        (
+            {"a.txt": "3 2 15 2 15 8 3 8 cat 0\n3 2 cat"},
+            "a.txt:2: '3 2 cat': 3 columns",
+        ),
+        ({"x_bbx_gt.txt": "a.jpg\n2\n3 2 12 6\n3 x 4 4"}, "gt.txt:4: '3 x 4 4'"),
+        ({"x_bbx_gt.txt": "a.jpg\n1\n3 2 12 6\nb.jpg\n3 2 4 4"}, "gt.txt:5: '3 2 4 4'"),
+        ({"x.csv": f"{CSV}a.jpg,cat,3,x,15,8"}, "x.csv:3: 'a.jpg,cat,3,x,15,8'"),
+    ],
+)
+def test_a_broken_record_is_quoted(tmp_path, write_image, write, read, files, quoted):
+    write_image(tmp_path / "a.jpg")
+    write_image(tmp_path / "b.jpg")
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    found = read(tmp_path)
+    assert [corners for [(_, corners)] in filter(None, found.boxes().values())] == [
+        CAT[1]
+    ]
+    assert quoted in str(found.summary.dropped).replace("\\'", "'")
 
 
 class TestCsv:

@@ -66,10 +66,51 @@ def test_yaml_with_a_list_of_images(roboflow, write, read):
         ("train: train\nval: valid\nnames: 7", r"names must be a list of class names"),
         ("train: train\nval: valid\nnames: {a: b}", r"data\.yaml: names: invalid li"),
         ("train: train\nval: valid\nnames: {~: b}", r"data\.yaml: names: int\(\) arg"),
+        ("train: train\nnc: 3\nnames: [a, b]", r"nc is 3, and names lists 2 classes"),
+        (
+            "train: train\nnames: [a, b, a]",
+            r"data\.yaml: name 1 and name 3 are both",
+        ),
+        ("train: train\nnames: [a, '']", r"name 2 is empty"),
     ],
 )
 def test_broken_yaml(roboflow, write, read, yaml, fault):
     write(roboflow / "data.yaml", yaml)
+    with pytest.raises(DataError, match=fault):
+        read(roboflow)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "error", "fault"),
+    [
+        (
+            "train: a\nnames: [cat, dog\nx: 1",
+            DataError,
+            r"data.yaml:3: not a YAML file",
+        ),
+        ("- cat", DataError, r"data\.yaml has no 'key: value' lines"),
+        ("nc: 2", ConfigError, r"looked for data\.yaml with names: and train:"),
+    ],
+)
+def test_yaml_that_is_none(roboflow, write, read, yaml, error, fault):
+    write(roboflow / "data.yaml", yaml)
+    with pytest.raises(error, match=fault):
+        read(roboflow)
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        ("cat\n\ndog\n", r"classes\.txt: line 2 is empty; line 1 names class 0"),
+        ("cat\ndog\ncat\n", r"classes\.txt: line 1 and line 3 are both 'cat'"),
+    ],
+)
+def test_a_file_of_names_numbers_the_classes_by_its_lines(
+    roboflow, write, read, names, fault
+):
+    write(roboflow / "classes.txt", "cat\ndog\n\n\n")
+    assert read(roboflow).splits == SPLITS
+    write(roboflow / "classes.txt", names)
     with pytest.raises(DataError, match=fault):
         read(roboflow)
 
@@ -224,8 +265,11 @@ def test_faults(roboflow, write_image, write, read):
         "boxes outside of their image": f"{place}:5",
         "boxes that stand there twice": f"{place}:6",
         "boxes of an unknown class number": f"{place}:7: 2; there are 0 to 1",
-        "boxes that are no shares of the image (above 1)": f"{place}:8",
-        "lines that are no box or polygon of a class": f"{place}:9",
+        "boxes that are no shares of the image (above 1)": f"{place}:8: '0 9 5 12 6': "
+        "YOLO coordinates are fractions of the image (0 to 1), not pixels",
+        "lines that are no box or polygon of a class": f"{place}:9: '0 0.225 0.25 0.3'"
+        ": 4 columns, but YOLO has 5 (class number, centre x, centre y, width, height)"
+        ", DOTA 9 or 10 (8 numbers, class, difficult), KITTI 15",
         "annotation files without an image": "train/labels/lost.txt",
     }
     assert found.dropped.pop("lines that are no box or polygon of a class") == 2

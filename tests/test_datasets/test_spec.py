@@ -55,6 +55,11 @@ def test_weights_for_some_datasets_only_are_refused():
     assert "give every dataset a weight, or none" in text
 
 
+def test_an_entry_without_data_is_refused():
+    text = message([dict(name="cars", img="images/", root=None)])
+    assert "mixture[0] ('cars') names no data; add root='<folder>', or data_" in text
+
+
 def test_empty_mixture_is_refused():
     assert "mixture is empty; add one dict(name=" in message([])
 
@@ -94,9 +99,50 @@ def test_none_is_as_if_a_key_were_not_there():
     assert parse_mixture([{**given, **dict.fromkeys(keys)}]) == parse_mixture([given])
 
 
-@pytest.mark.parametrize("name", ["mean", "pooled"])
-def test_rows_of_the_table_of_results_are_no_names(name):
-    assert f"{name!r} is a row of the table" in message([entry(name)])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *((name, "a row of the table of results") for name in ("mean", "pooled")),
+        *((name, "a choice of --dataset") for name in ("auto", "all", "none")),
+    ],
+)
+def test_words_with_a_meaning_are_no_names(name, fault):
+    assert f"mixture[0].name: {name!r} is {fault}" in message([entry(name)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (dict(classes=["a", "b", "a"]), "name 1 and name 3 are both 'a'"),
+        (dict(classes=["a", " "]), "name 2 is empty"),
+        (dict(rename=dict(a="")), "rename must give the class 'a' a name, got ''"),
+        (dict(rename=dict(a=None)), "rename must give the class 'a' a name, got None"),
+    ],
+)
+def test_class_names_are_given_once_and_not_empty(changes, fault):
+    text = message([entry("cars", **changes)])
+    assert "mixture[0] ('cars'): " in text
+    assert fault in text
+
+
+def test_a_path_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    img = dict(train="~/tr/", val="va/")
+    (spec,) = parse_mixture([dict(name="a", data_root="~/a", train="t.json", img=img)])
+    config = spec.dataset_config("train")
+    assert config["data_root"] == "/home/me/a"
+    assert spec.img == dict(train="/home/me/tr/", val="va/")
+    voc = dict(type="VOCDataset", data_root="~/voc", ann_file="~/t.txt")
+    config = DatasetSpec.from_config(dict(name="a", train=voc), 0).dataset_config(
+        "train"
+    )
+    assert (config["data_root"], config["ann_file"]) == (
+        "/home/me/voc",
+        "/home/me/t.txt",
+    )
+    assert voc["data_root"] == "~/voc"
+    entries = [dict(name="a", root="~/x"), dict(name="b", root="/home/me/x")]
+    assert "trains on the same annotation file as mixture[0]" in message(entries)
 
 
 def test_a_name_may_occur_once():

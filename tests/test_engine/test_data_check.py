@@ -117,7 +117,16 @@ def test_the_check_can_be_left_out(write_config, monkeypatch):
         MixtureRunner.from_cfg(config)._check_data()
 
 
-def test_another_kind_of_check_is_refused(write_config, run):
-    status, said = run(write_config(extra="data_check = 'slow'"))
+@pytest.mark.parametrize(
+    ("key", "value", "known"),
+    [
+        ("data_check", "slow", "('quick', 'off')"),
+        ("console", "verbose", "('progress', 'full')"),
+    ],
+)
+def test_another_kind_of_check_or_console_is_refused(
+    write_config, run, key, value, known
+):
+    status, said = run(write_config(extra=f"{key} = {value!r}"))
     assert status == 2
-    assert "data_check must be one of ('quick', 'off'), got 'slow'" in said
+    assert f"{key} must be one of {known}, got {value!r}" in said

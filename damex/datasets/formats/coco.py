@@ -18,6 +18,7 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    fault_of_names,
     size_of,
 )
 from damex.datasets.formats.splits import split_of_table
@@ -40,14 +41,27 @@ def _files(tree: Tree) -> list[str]:
     files = tree.with_suffix(".json")
     if len(files) > _MANY_FILES:  # one per image: none of them is COCO's
         files = [path for path in files if split_of_file(path) or "coco" in path]
-    found = [path for path in files if _looks_like_coco(tree, path)]
+    keys = [f'"{key}"' for key in _LISTS]
+    found = [path for path in files if tree.holds(path, *keys)]
     instances = [path for path in found if stem(path).startswith("instances_")]
     return instances or found
 
 
-def _looks_like_coco(tree: Tree, path: str) -> bool:
-    content = (tree.root / path).read_bytes()
-    return all(f'"{key}"'.encode() in content for key in _LISTS)
+def _fault(tree: Tree) -> str | None:
+    """Why the first JSON file that is nearly COCO's is not."""
+    for path in tree.with_suffix(".json")[:_MANY_FILES]:
+        try:
+            document = json.loads(tree.text(path))
+        except json.JSONDecodeError as error:
+            return f"{path} is not a JSON file ({error})"
+        first = document[0] if isinstance(document, list) and document else None
+        if isinstance(first, dict) and "score" in first:
+            return f"{path} is a list of detections, not ground truth: {first!r:.80}"
+        known = document if isinstance(document, dict) else {}
+        lacks = [key for key in _LISTS if key not in known]
+        if 0 < len(lacks) < len(_LISTS):
+            return f"{path} has no list {lacks[0]!r}"
+    return None
 
 
 def _recognise(tree: Tree) -> str | None:
@@ -131,6 +145,11 @@ def _load(tree: Tree, path: str, ledger: Ledger) -> dict[str, Any]:
                 f"{file}: the categories {names[category['id']]!r} and {name!r} have "
                 f"one id, {category['id']!r}; give each its own."
             )
+    used = {record.get("category_id") for record in document["annotations"]}
+    kept = without_dummies(document["categories"], used, key="id")
+    fault = fault_of_names([category["name"] for category in kept], "category")
+    if fault is not None:
+        raise DataError(f"{file}: {fault}. Give each category a name of its own.")
     return document
 
 
@@ -199,7 +218,8 @@ def _box(
         ledger.drop("boxes of an unknown category id", f"{where}: {category!r}")
         return None
     if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(_is_number, bbox)):
-        ledger.drop("annotations without a bbox of four numbers", where)
+        what = "annotations without a bbox of four numbers"
+        ledger.drop(what, f"{where}: bbox is {bbox!r:.80}")
         return None
     if record.get("ignore"):
         ledger.drop("boxes marked 'ignore'", where)
@@ -222,4 +242,5 @@ COCO = Format(
     looks_for="a .json with images, annotations and categories",
     recognise=_recognise,
     read=_read,
+    fault=_fault,
 )

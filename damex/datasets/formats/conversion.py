@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 from damex.datasets.formats.coco import COCO
 from damex.datasets.formats.csv_boxes import CSV
 from damex.datasets.formats.documents import DocumentWriter
-from damex.datasets.formats.label_files import DOTA, KITTI
+from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS
 from damex.datasets.formats.records import Contents, Format, Ledger, Options
 from damex.datasets.formats.splits import choose_splits
 from damex.datasets.formats.summary import SplitSummary, Summary
@@ -19,7 +20,10 @@ from damex.datasets.formats.yolo import YOLO
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.files import write_json
 
-FORMATS: tuple[Format, ...] = (COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV)
+FORMATS: tuple[Format, ...] = (
+    *(COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV),
+    KITTI_DETECTIONS,
+)
 SUMMARY_FILE = "summary.json"
 
 
@@ -47,7 +51,7 @@ def open_root(root: str | Path) -> Tree:
     Raises:
         ConfigError: If there is no such folder.
     """
-    path = Path(root).expanduser()
+    path = Path(os.path.expanduser(root))  # noqa: PTH111 - Path's own may raise
     if path.is_file():
         raise ConfigError(
             f"root={str(root)!r} is a file; give the folder: root={str(path.parent)!r}."
@@ -85,13 +89,14 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
         if evidence is None:
             raise ConfigError(
                 f"{tree.root} does not look like {told}: there is no "
-                f"{names[told].looks_for}. It holds {tree.describe()}."
+                f"{names[told].looks_for}. It holds {tree.describe()}. "
+                f"{names[told].fault(tree) or ''}".strip()
             )
         return names[told], evidence
     found = [
         (fmt, evidence)
         for fmt in FORMATS
-        if (evidence := fmt.recognise(tree)) is not None
+        if fmt.guessed and (evidence := fmt.recognise(tree)) is not None
     ]
     if len(found) > 1:
         seen = "; ".join(f"{fmt.name}: {evidence}" for fmt, evidence in found)
@@ -100,10 +105,12 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
             f"one with format={found[0][0].name!r}, or let root be a folder inside."
         )
     if not found:
-        wanted = "; ".join(f"{fmt.name}: {fmt.looks_for}" for fmt in FORMATS)
+        known = [fmt for fmt in FORMATS if fmt.guessed]
+        wanted = "; ".join(f"{fmt.name}: {fmt.looks_for}" for fmt in known)
+        fault = next(filter(None, (fmt.fault(tree) for fmt in known)), None)
         raise ConfigError(
             f"{tree.root} holds annotations in no format that damex knows: it has "
-            f"{tree.describe()}. Looked for {wanted}."
+            f"{tree.describe()}. {fault or f'Looked for {wanted}'}."
         )
     return found[0]
 

@@ -89,6 +89,15 @@ def _recognise(tree: Tree) -> str | None:
     return some(found) or None
 
 
+def _fault(tree: Tree) -> str | None:
+    """The header of the first file, which has no columns of boxes."""
+    for path in tree.with_suffix(".csv")[:1]:
+        header = tree.text(path, _LOOKED_AT).partition("\n")[0].strip()
+        wanted = "filename, class, xmin, ymin, xmax and ymax"
+        return f"{path}:1: {header[:80]!r} lacks columns such as {wanted}"
+    return None
+
+
 def _table(tree: Tree, path: str, limit: int = -1) -> _Table | None:
     """Read a file; None if it holds no boxes at all, such as a list of classes."""
     text = tree.text(path, limit)
@@ -304,7 +313,8 @@ class _Reader:
             return None  # an image without objects
         values = numbers(words)
         if values is None or not label:
-            self.ledger.drop("rows without four numbers and a class", place)
+            what = "rows without four numbers and a class"
+            self.ledger.drop(what, f"{place}: {','.join(row)!r:.80}")
             return None
         crowd = self._fields(row, ("crowd",))[0].lower() in ("1", "true")
         if crowd:
@@ -321,4 +331,5 @@ CSV = Format(
     "without a header path,x1,y1,x2,y2,class",
     recognise=_recognise,
     read=_read,
+    fault=_fault,
 )

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from damex.datasets.formats.records import (
     Box,
@@ -28,6 +29,7 @@ from damex.datasets.formats.tree import (
     split_of_folder,
     stem,
 )
+from damex.errors import DataError
 
 # Folder of labels -> folders of images that stand beside it.
 _IMAGE_FOLDERS = {
@@ -38,6 +40,7 @@ _IMAGE_FOLDERS = {
 }
 _LOOKED_AT = 40
 _HEADERS = ("imagesource:", "gsd:")  # of DOTA
+_SCORED = "detections with a score taken as ground truth"
 
 
 def kind_of_line(line: str) -> str | None:
@@ -53,6 +56,42 @@ def kind_of_line(line: str) -> str | None:
         is_shape = len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
         if values and is_shape and all(-1 <= v <= 2 or math.isnan(v) for v in values):
             return "yolo"
+    return None
+
+
+def fault_of_line(line: str) -> str:
+    """Quote a line and name the rule that it breaks of the nearest format."""
+    words = line.split()
+    no_numbers = [word for word in words if not numbers([word])]
+    if re.search("[,;]", line):
+        fault = "columns are separated by spaces, not by commas"
+    elif len(words) in (15, 16):
+        wrong = repr(no_numbers[-1]) if no_numbers else repr(words[0])
+        fault = f"KITTI has a class and then numbers, not {wrong}"
+    elif len(words) == 5 and no_numbers == words[:1]:
+        fault = "a YOLO label begins with the number of its class"
+    elif len(words) == 6 and not no_numbers:
+        fault = (
+            "a YOLO label has 5 numbers; a 6th is the confidence of a detection, which "
+            "is not ground truth"
+        )
+    elif len(words) >= 5 and not no_numbers and max(map(float, words[1:])) > 1:
+        fault = "YOLO coordinates are fractions of the image (0 to 1), not pixels"
+    else:
+        fault = (
+            f"{len(words)} columns, but YOLO has 5 (class number, centre x, centre y, "
+            "width, height), DOTA 9 or 10 (8 numbers, class, difficult), KITTI 15"
+        )
+    return f"{line[:80]!r}: {fault}"
+
+
+def first_fault(tree: Tree) -> str | None:
+    """The first line of a file named like an image that is a label of no format."""
+    for path in tree.with_suffix(".txt"):
+        if stem(path).lower() in tree.images_by_stem:
+            for number, line in enumerate(tree.lines(path), start=1):
+                if line and kind_of_line(line) is None:
+                    return f"{path}:{number}: {fault_of_line(line)}"
     return None
 
 
@@ -141,6 +180,14 @@ def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Con
 
 def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     contents = read_label_files(tree, "kitti", _kitti_box, ledger)
+    scored = ledger.noted.get(_SCORED)
+    if scored is not None and options.format != "kitti_detections":
+        raise DataError(
+            f"{tree.root}: {scored.times} lines have a 16th column, which is a score "
+            f"(for instance {scored.example}): these are detections of a model, not "
+            "ground truth. Use the labels with 15 columns, or train on the detections "
+            "with format='kitti_detections'."
+        )
     by_stem: dict[str, list[Sample]] = {}
     for sample in contents.samples:
         by_stem.setdefault(stem(sample.source), []).append(sample)
@@ -164,21 +211,26 @@ def _kitti_box(line: str, ledger: Ledger, place: str) -> Box | None:
     """
     words = line.split()
     if kind_of_line(line) != "kitti":
-        ledger.drop("lines that are no KITTI label of 15 or 16 columns", place)
+        what = "lines that are no KITTI label of 15 or 16 columns"
+        ledger.drop(what, f"{place}: {fault_of_line(line)}")
         return None
     if words[0] == "DontCare":
         ledger.drop("DontCare regions", place)
         return None
+    if len(words) == 16:
+        ledger.note(_SCORED, f"{place}: {words[15]}")
     x1, y1, x2, y2 = numbers(words[4:8]) or (0.0,) * 4
     return Box((x1, y1, x2, y2), words[0], 0)
 
 
 KITTI = Format(
     name="kitti",
-    looks_for="label_2/*.txt with 15 or 16 columns, beside image_2/",
+    looks_for="label_2/*.txt with 15 columns, beside image_2/",
     recognise=lambda tree: recognise_kind(tree, "kitti"),
     read=_read_kitti,
+    fault=first_fault,
 )
+KITTI_DETECTIONS = replace(KITTI, name="kitti_detections", guessed=False)
 
 
 def _read_dota(tree: Tree, options: Options, ledger: Ledger) -> Contents:
@@ -193,7 +245,8 @@ def _dota_box(line: str, ledger: Ledger, place: str) -> Box | None:
     """
     words = line.split()
     if kind_of_line(line) != "dota":
-        ledger.drop("lines that are no DOTA label (8 numbers, class, difficult)", place)
+        what = "lines that are no DOTA label (8 numbers, class, difficult)"
+        ledger.drop(what, f"{place}: {fault_of_line(line)}")
         return None
     values = numbers(words[:8]) or ()
     xs, ys = values[0::2], values[1::2]
@@ -211,4 +264,5 @@ DOTA = Format(
     looks_for="labelTxt/*.txt with 8 coordinates and a class, beside images/",
     recognise=lambda tree: recognise_kind(tree, "dota"),
     read=_read_dota,
+    fault=first_fault,
 )

@@ -123,12 +123,17 @@ class Format:
         looks_for: What must lie in the folder, for messages.
         recognise: Says what of that a folder has; None if it is not of this format.
         read: Reads the folder.
+        guessed: Whether it is recognised without ``format=``.
+        fault: Quotes what keeps a folder from being recognised, where a file is nearly
+            of the format; None if no file is.
     """
 
     name: str
     looks_for: str
     recognise: Callable[[Tree], str | None]
     read: Callable[[Tree, Options, Ledger], Contents]
+    guessed: bool = True
+    fault: Callable[[Tree], str | None] = lambda _: None
 
 
 def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
@@ -137,6 +142,21 @@ def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
         return tuple(float(word) for word in words)
     except ValueError:
         return None
+
+
+def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:
+    """Why names cannot number the classes; None if they can.
+
+    Args:
+        names: Class names.
+        word: Singular of what they are, such as ``line``.
+    """
+    for number, name in enumerate(names, start=1):
+        if not name.strip():
+            return f"{word} {number} is empty"
+        if (first := names.index(name) + 1) < number:
+            return f"{word} {first} and {word} {number} are both {name!r}"
+    return None
 
 
 def size_of(values: Sequence[float] | None) -> tuple[int, int] | None:

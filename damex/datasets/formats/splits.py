@@ -101,17 +101,17 @@ def choose_splits(
     for split in ("train", "val", "test"):
         told = getattr(options, split)
         if told is not None:
-            chosen[split] = _selected(tree, contents, told, split)
+            chosen[split] = _selected(tree, contents, told, split, ledger)
         elif own.get(split):
             chosen[split] = own[split]
     if "train" not in chosen and "trainval" in own:
         chosen["train"] = own["trainval"]
+    _leave_out(chosen, options)
     if not chosen.get("train"):
         raise ConfigError(
             f"{tree.root} has no images for train, only the lists "
             f"{some([*own])}; name one with train='...'."
         )
-    _leave_out(chosen, options)
     _note_unused(contents, chosen, ledger)
     if "val" in chosen and options.val_share is not None:
         raise ConfigError(
@@ -135,18 +135,23 @@ def _leave_out(chosen: dict[str, list[Sample]], options: Options) -> None:
     """
     for split in ("val", "test"):
         if getattr(options, split) is not None and options.train is None:
-            held = {id(sample) for sample in chosen[split]}
-            chosen["train"] = [s for s in chosen["train"] if id(s) not in held]
+            held = {sample.image for sample in chosen[split]}
+            train = chosen.get("train", ())
+            chosen["train"] = [s for s in train if s.image not in held]
 
 
 def _note_unused(
     contents: Contents, chosen: Mapping[str, list[Sample]], ledger: Ledger
 ) -> None:
+    """Count images, and records of images that other files annotate, in no split."""
     used = {id(sample) for samples in chosen.values() for sample in samples}
-    rest = [sample for sample in contents.samples if id(sample) not in used]
-    if rest:
-        what = "annotated images in no split that is used"
-        ledger.drop(what, rest[0].image, len(rest))
+    images = {sample.image for samples in chosen.values() for sample in samples}
+    for sample in contents.samples:
+        if sample.image not in images:
+            ledger.drop("annotated images in no split that is used", sample.image)
+        elif id(sample) not in used:
+            what = "annotations of used images in a file that no split uses"
+            ledger.drop(what, f"{sample.source}: {sample.image}")
     train = {sample.image for sample in chosen.get("train", ())}
     for split in ("val", "test"):
         common = [s.image for s in chosen.get(split, ()) if s.image in train]
@@ -156,12 +161,13 @@ def _note_unused(
 
 
 def _selected(
-    tree: Tree, contents: Contents, told: Iterable[str], split: str
+    tree: Tree, contents: Contents, told: Iterable[str], split: str, ledger: Ledger
 ) -> list[Sample]:
     """Samples of a list's name, of an annotation file, a folder or a list of images."""
     found: dict[int, Sample] = {}
     for one in told:
-        samples = _named(tree, contents, one.replace("\\", "/").rstrip("/"))
+        name = one.replace("\\", "/").rstrip("/")
+        samples = _named(tree, contents, name, ledger)
         if not samples:
             known = [*contents.splits, *(f for f in sorted(tree.folders) if f)]
             raise ConfigError(
@@ -172,25 +178,38 @@ def _selected(
     return list(found.values())
 
 
-def _named(tree: Tree, contents: Contents, name: str) -> list[Sample]:
+def _named(tree: Tree, contents: Contents, name: str, ledger: Ledger) -> list[Sample]:
     if name in contents.splits:
         return contents.splits[name]
     by_source = [sample for sample in contents.samples if sample.source == name]
     if by_source:
         return by_source
     if name in tree.files and name.endswith(".txt"):
-        lines = [line for line in tree.lines(name) if line]
-        listed = {tree.locate_image(line) for line in lines}
-        stems = {line for line in lines if "." not in line and "/" not in line}
-        return [
-            s for s in contents.samples if s.image in listed or stem(s.image) in stems
-        ]
+        return _listed(tree, contents, name, ledger)
     folder = f"{name}/"
     return [
         sample
         for sample in contents.samples
         if sample.image.startswith(folder) or sample.source.startswith(folder)
     ]
+
+
+def _listed(tree: Tree, contents: Contents, path: str, ledger: Ledger) -> list[Sample]:
+    """Samples of a list of images, which may name them without folder and suffix."""
+    images: dict[str, list[str]] = {}
+    for sample in contents.samples:
+        for key in {sample.image, stem(sample.image)}:
+            images.setdefault(key, []).append(sample.image)
+    found: set[str] = set()
+    for number, line in enumerate(tree.lines(path), start=1):
+        is_stem = "." not in line and "/" not in line
+        matches = images.get(tree.locate_image(line) or "", ())
+        matches = matches or (images.get(line, ()) if is_stem else ())
+        found.update(matches)
+        if line and not matches:
+            what = f"lines of the list {path} that match no annotated image"
+            ledger.drop(what, f"{path}:{number}: {line}")
+    return [sample for sample in contents.samples if sample.image in found]
 
 
 def _by_content(

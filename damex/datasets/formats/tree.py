@@ -68,6 +68,7 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = dict(sorted(_walk(str(root), "", set())))
+        self._holds: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def digest(self) -> str:
         """A hash of the list of files with their sizes and times."""
@@ -90,6 +91,14 @@ class Tree:
             f"{self.root}/{path}", encoding="utf-8-sig", errors="replace"
         ) as file:
             return file.read(limit)
+
+    def holds(self, path: str, *words: str) -> bool:
+        """Whether a file contains all of some words; it is read once to find out."""
+        if (path, words) not in self._holds:
+            content = (self.root / path).read_bytes()
+            found = all(word.encode() in content for word in words)
+            self._holds[path, words] = found
+        return self._holds[path, words]
 
     def lines(self, path: str) -> list[str]:
         """The lines of a file, stripped."""

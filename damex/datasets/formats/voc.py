@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import TypeGuard
 from xml.etree import ElementTree
 
 from damex.datasets.formats.records import (
@@ -38,19 +39,29 @@ _ENCODING = re.compile(rb"<\?xml[^>]*encoding=[\"']([\w.-]+)")
 def _recognise(tree: Tree) -> str | None:
     files = tree.with_suffix(".xml")
     for path in files[:_LOOKED_AT]:
-        root = _parse(tree, path)
-        if root is not None and _is_annotation(root):
+        if _is_annotation(_parse(tree, path)):
             return f"{len(files)} XML files such as {path}"
     return None
 
 
-def _is_annotation(root: ElementTree.Element) -> bool:
+def _fault(tree: Tree) -> str | None:
+    for path in tree.with_suffix(".xml")[:_LOOKED_AT]:
+        if isinstance(root := _parse(tree, path), Exception):
+            return f"{path} is not an XML file ({root})"
+    return None
+
+
+def _is_annotation(
+    root: ElementTree.Element | Exception,
+) -> TypeGuard[ElementTree.Element]:
     """Whether it is VOC's and not another ``<annotation>``, of an image at least."""
-    known = ("filename", "size", "object")
-    return root.tag == "annotation" and any(root.find(tag) is not None for tag in known)
+    if isinstance(root, Exception) or root.tag != "annotation":
+        return False
+    return any(root.find(tag) is not None for tag in ("filename", "size", "object"))
 
 
-def _parse(tree: Tree, path: str) -> ElementTree.Element | None:
+def _parse(tree: Tree, path: str) -> ElementTree.Element | Exception:
+    """The root of a file, or why it is not XML."""
     raw = (tree.root / path).read_bytes()
     content: str | bytes = raw
     # Python knows encodings that the parser does not, such as GBK.
@@ -59,16 +70,18 @@ def _parse(tree: Tree, path: str) -> ElementTree.Element | None:
             content = raw.decode(found[1].decode())
     try:
         return ElementTree.fromstring(content)
-    except (ElementTree.ParseError, ValueError, LookupError):
-        return None
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        return error
 
 
 def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     samples = {}
     for path in tree.with_suffix(".xml"):
         root = _parse(tree, path)
-        if root is None or not _is_annotation(root):
-            ledger.drop("XML files that are no VOC annotation", path)
+        if not _is_annotation(root):
+            reason = root if isinstance(root, Exception) else f"<{root.tag}>"
+            what = "XML files that are no VOC annotation"
+            ledger.drop(what, f"{path}: {reason}")
             continue
         image = _image(tree, path, root)
         if image is None:
@@ -116,7 +129,8 @@ def _boxes(root: ElementTree.Element, path: str, ledger: Ledger) -> Iterator[Box
         words = [record.findtext(f"bndbox/{key}") or "" for key in _CORNERS]
         corners = numbers(words)
         if not name or corners is None:
-            ledger.drop("objects without a name or a box of four numbers", place)
+            what = "objects without a name or a box of four numbers"
+            ledger.drop(what, f"{place}: name {name!r}, box {' '.join(words)!r:.80}")
             continue
         difficult = (record.findtext("difficult") or "").strip() == "1"
         if difficult:
@@ -130,4 +144,5 @@ VOC = Format(
     looks_for="Annotations/*.xml beside JPEGImages/, or *.xml beside the images",
     recognise=_recognise,
     read=_read,
+    fault=_fault,
 )

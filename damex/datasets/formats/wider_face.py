@@ -66,12 +66,16 @@ def _samples(
                 sample.boxes.append(box._replace(place=number))
             elif box is not None:
                 ledger.drop("boxes of images that are not there", place)
+        elif {*words} != {"0"}:
+            what = "lines below an image without a number of faces"
+            ledger.drop(what, f"{place}: {line!r:.80}")
 
 
 def _face(words: list[str], place: str, ledger: Ledger) -> Box | None:
     values = numbers(words)
     if values is None or len(values) < 4:
-        ledger.drop("lines that are no face of 4 or 10 numbers", place)
+        what = "lines that are no face of 4 or 10 numbers"
+        ledger.drop(what, f"{place}: {' '.join(words)!r:.80}")
         return None
     x, y, width, height = values[:4]
     invalid = len(values) > _INVALID and values[_INVALID] == 1

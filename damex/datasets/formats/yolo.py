@@ -10,6 +10,7 @@ object: that is how YOLO writes it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import yaml
 
 from damex.datasets.formats.label_files import (
+    fault_of_line,
+    first_fault,
     image_of,
     kind_of_file,
     recognise_kind,
@@ -29,6 +32,7 @@ from damex.datasets.formats.records import (
     Ledger,
     Options,
     Sample,
+    fault_of_names,
     numbers,
 )
 from damex.datasets.formats.tree import (
@@ -77,20 +81,31 @@ def _yaml_files(tree: Tree) -> list[str]:
         tree.with_suffix(".yaml", ".yml"),
         key=lambda path: (path.count("/"), stem(path) != "data", path),
     )
-    return [
-        path
-        for path in files[:20]
-        if "names" in (content := _load_yaml(tree, path))
-        and any(split_name(str(key)) for key in content)
-    ]
+    found = []
+    for path in files[:20]:
+        with contextlib.suppress(DataError):
+            content = _load_yaml(tree, path)
+            if "names" in content and any(split_name(str(key)) for key in content):
+                found.append(path)
+    return found
 
 
 def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
+    """The content of a file.
+
+    Raises:
+        DataError: If it is not a YAML mapping.
+    """
     try:
         content = yaml.safe_load(tree.text(path))
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
-        return {}
-    return content if isinstance(content, dict) else {}
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        mark = getattr(error, "problem_mark", None)
+        where = f"{tree.root / path}" + (f":{mark.line + 1}" if mark else "")
+        reason = getattr(error, "problem", None) or error
+        raise DataError(f"{where}: not a YAML file ({reason}).") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{tree.root / path} has no 'key: value' lines.")
+    return content
 
 
 def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
@@ -99,7 +114,8 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     if not names:
         raise ConfigError(
             f"{tree.root}: YOLO labels hold class numbers, and no file names the "
-            "classes (looked for data.yaml, *.names, classes.txt); add "
+            "classes (looked for data.yaml with names: and train:, *.names, "
+            "classes.txt); add "
             "classes=['...', ...] in the order of the numbers."
         )
     splits = _split_images(tree, config, ledger)
@@ -132,10 +148,18 @@ def _read_config(tree: Tree) -> _Config:
         )
     if paths:
         return _from_yaml(tree, paths[0])
+    for path in tree.with_suffix(".yaml", ".yml"):
+        if stem(path) == "data":
+            _load_yaml(tree, path)  # raises if it is broken
     config = _Config()
     for path in tree.with_suffix(*_NAME_FILES):
-        config.names = tuple(line for line in tree.lines(path) if line)
-        config.source = path
+        names = "\n".join(tree.lines(path)).rstrip().split("\n")
+        if names != [""] and (fault := fault_of_names(names, "line")):
+            raise DataError(
+                f"{tree.root / path}: {fault}; line 1 names class 0, line 2 class 1, "
+                "and so on. Correct the file."
+            )
+        config.names, config.source = tuple(filter(None, names)), path
         break
     for path in tree.with_suffix(".data"):
         for line in tree.lines(path):
@@ -162,6 +186,12 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
             f"from number to name, got {names!r}."
         )
     config = _Config(path, tuple(str(name) for name in names))
+    count = content.get("nc", len(names))
+    fault = fault_of_names(config.names or ())
+    if count != len(names):
+        fault = f"nc is {count!r}, and names lists {len(names)} classes"
+    if fault is not None:
+        raise DataError(f"{tree.root / path}: {fault}. Correct the file.")
     if (shape := content.get("kpt_shape")) is not None:
         config.keypoints = _count_keypoints(tree.root / path, shape)
     prefix = str(content.get("path") or "")
@@ -311,7 +341,8 @@ def _boxes(
         values = numbers(words)
         is_shape = len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
         if values is None or not is_shape:
-            ledger.drop("lines that are no box or polygon of a class", place)
+            what = "lines that are no box or polygon of a class"
+            ledger.drop(what, f"{place}: {fault_of_line(line)}")
             continue
         if not values[0].is_integer() or not 0 <= values[0] < len(names):
             ledger.drop(
@@ -321,7 +352,8 @@ def _boxes(
             continue
         shape = values[1:]
         if any(value > 1 + _SLACK for value in shape):
-            ledger.drop("boxes that are no shares of the image (above 1)", place)
+            what = "boxes that are no shares of the image (above 1)"
+            ledger.drop(what, f"{place}: {fault_of_line(line)}")
             continue
         yield Box(_corners(shape), names[int(values[0])], number)
 
@@ -339,4 +371,5 @@ YOLO = Format(
     looks_for="data.yaml, or *.txt with a class number and 4 shares per line",
     recognise=_recognise,
     read=_read,
+    fault=first_fault,
 )
