@@ -163,12 +163,14 @@ def _difference(
     return paired_difference(mean_ap[name], mean_ap[base], comparisons=comparisons)
 
 
-def is_above(difference: Difference) -> bool:
+def is_above(difference: Difference | None) -> bool:
     """Whether a paired difference alone counts as a gain, without a correction.
 
     Args:
-        difference: In mean AP.
+        difference: In mean AP; None counts as none.
     """
+    if difference is None:
+        return False
     if difference.ci95 is None:
         return difference.mean > GUESS
     return difference.ci95[0] > 0.0
