@@ -31,8 +31,10 @@ except (ImportError, AttributeError):
 MIXED = ("copy_", "_copy_from", "_to_copy", "index", "index_put", "_index_put_impl_")
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
-    *("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("allgather", "allgather_coalesced", "_allgather_base"),
+    *("all_gather_single", "all_gather_single_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter"),
 )
 

@@ -240,8 +240,8 @@ def _outcome(
     return dict(
         minus_best_dense=difference._asdict(),
         helps=helps,
-        text=f"{name} {'helps' if helps else 'does not help'}: {difference} over "
-        f"{verdict.reference} in mean AP.",
+        text=f"{name} {'helps' if helps else 'is not shown to help'}: "
+        f"{difference} over {verdict.reference} in mean AP.",
     )
 
 

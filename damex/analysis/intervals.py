@@ -55,7 +55,10 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def paired_difference(
-    values: Sequence[float | None], base: Sequence[float | None]
+    values: Sequence[float | None],
+    base: Sequence[float | None],
+    *,
+    comparisons: int = 1,
 ) -> Difference | None:
     """Mean difference of two methods that were run with the same seeds.
 
@@ -67,6 +70,8 @@ def paired_difference(
     Args:
         values: One per seed; None where a run has not finished.
         base: What they are compared with, in the same order of seeds.
+        comparisons: Intervals that hold together at 95 %, each of them at
+            1 - 0.05 / comparisons (Bonferroni).
 
     Returns:
         The difference over seeds that both have; None if there are none.
@@ -82,6 +87,7 @@ def paired_difference(
     if len(differences) == 1:
         return Difference(mean, None)
     deviation = statistics.stdev(differences)
-    quantile = float(student_t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
+    tail = (1 - CONFIDENCE) / 2 / comparisons
+    quantile = float(student_t.isf(tail, len(differences) - 1))
     reach = quantile * deviation / math.sqrt(len(differences))
     return Difference(mean, (mean - reach, mean + reach))

@@ -27,7 +27,7 @@ GUESS = 0.02
 OPENINGS = MappingProxyType(
     {
         "yes": "Experts can help",
-        "no": "Experts will not help",
+        "no": "Experts are not shown to help",
         "undecided": "Whether experts will help is undecided",
     }
 )
@@ -38,8 +38,8 @@ class Verdict:
     """Whether there is anything for experts to win.
 
     Attributes:
-        answer: ``yes``; ``no``; or ``undecided`` where a difference is large, and its
-            interval larger.
+        answer: ``yes``; ``no``; or ``undecided`` where a difference is large, or its
+            interval above 0, and that is not enough.
         is_guess: Whether there is a single seed only, and so no interval.
         reference: The better one of ``dense`` and ``dense_lr2``.
         above: Rungs above it.
@@ -62,7 +62,7 @@ class Verdict:
         return f"{OPENINGS[self.answer]}{guess}: {self._why()}{self._control()}"
 
     def _why(self) -> str:
-        against = f"{self.reference} in mean AP"
+        against = f"{self.reference} in mean AP{self._level()}"
         if self.answer == "yes":
             reasons = [f"{self._named([n])} ({CAUSES[n]})" for n in self.above]
             return f"above {against} by {'; '.join(reasons)}."
@@ -70,9 +70,16 @@ class Verdict:
             found = self._named(self.differences)
             return f"nothing that they could draw on is above {against}: {found}."
         return (
-            f"above {against} by {self._named(self.open)}, but the interval reaches 0 "
-            "or below; more seeds would tell."
+            f"above {self.reference} in mean AP by {self._named(self.open)}, which may "
+            f"be chance{self._level()}; more seeds would tell."
         )
+
+    def _level(self) -> str:
+        """How sure the verdict is of all its comparisons together."""
+        count = len(self.differences)
+        if self.is_guess or count == 1:
+            return ""
+        return f" (family-wise level 5 %: Holm, {count} comparisons)"
 
     def _named(self, names: Iterable[str]) -> str:
         return ", ".join(f"{name} {self.differences[name]}" for name in names)
@@ -96,7 +103,8 @@ def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     """Say whether a rung that experts can draw on is above the dense detector.
 
     Above means that the lower end of the 95 % interval of the paired difference in mean
-    AP is above 0; for a single seed, that the difference is above :data:`GUESS`. The
+    AP is above 0, with Holm's correction for all the rungs that there are (Scand. J.
+    Statist. 1979); for a single seed, that the difference is above :data:`GUESS`. The
     dense detector is the better one of ``dense`` and ``dense_lr2``: under Adam, experts
     may merely learn faster, and for that nobody needs experts.
 
@@ -112,9 +120,12 @@ def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     differences = {name: one for name, one in found.items() if one is not None}
     if not differences:
         return None
-    above = tuple(name for name, one in differences.items() if is_above(one))
-    large = (name for name, one in differences.items() if one.mean > GUESS)
-    still_open = tuple(name for name in large if name not in above)
+    above = _above(mean_ap, reference, tuple(differences))
+    still_open = tuple(
+        name
+        for name, one in differences.items()
+        if name not in above and (one.mean > GUESS or is_above(one))
+    )
     return Verdict(
         answer="yes" if above else "undecided" if still_open else "no",
         is_guess=any(one.ci95 is None for one in differences.values()),
@@ -126,20 +137,40 @@ def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     )
 
 
+def _above(
+    mean_ap: Mapping[str, Scores], reference: str, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The rungs above a reference, by Holm's procedure.
+
+    Intervals are as wide as for all rungs that are not yet found to be above.
+    """
+    rest, before = names, ()
+    while rest and rest != before:
+        before = rest
+        rest = tuple(
+            name
+            for name in before
+            if not is_above(_difference(mean_ap, name, reference, len(before)))
+        )
+    return tuple(name for name in names if name not in rest)
+
+
 def _difference(
-    mean_ap: Mapping[str, Scores], name: str, base: str
+    mean_ap: Mapping[str, Scores], name: str, base: str, comparisons: int = 1
 ) -> Difference | None:
     if name not in mean_ap or base not in mean_ap:
         return None
-    return paired_difference(mean_ap[name], mean_ap[base])
+    return paired_difference(mean_ap[name], mean_ap[base], comparisons=comparisons)
 
 
-def is_above(difference: Difference) -> bool:
-    """Whether a paired difference counts as a gain, by the rule of :func:`judge`.
+def is_above(difference: Difference | None) -> bool:
+    """Whether a paired difference alone counts as a gain, without a correction.
 
     Args:
-        difference: In mean AP.
+        difference: In mean AP; None counts as none.
     """
+    if difference is None:
+        return False
     if difference.ci95 is None:
         return difference.mean > GUESS
     return difference.ci95[0] > 0.0

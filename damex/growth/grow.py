@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import init_default_scope
@@ -25,6 +24,7 @@ from damex.inference.predictor import Predictor
 from damex.inference.stored import StoredDetector, forget_processes
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.config import moe_difference, read_moe
+from damex.models.initialization import own_random_stream
 from damex.models.insertion import moe_blocks
 from damex.models.rows import (
     GROUP_EXPERTS,
@@ -204,8 +204,7 @@ def fresh_detector(model: Mapping[str, Any]) -> Any:
     backbone.pop("init_cfg", None)  # the checkpoint has its weights
     if "pretrained" in backbone:
         backbone["pretrained"] = False if backbone["type"] == "TimmBackbone" else None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with own_random_stream(seed=0):
         detector = MODELS.build(ConfigDict(model))
         detector.init_weights()
     return detector

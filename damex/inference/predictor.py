@@ -144,10 +144,10 @@ class Predictor:
             DataError: If an image cannot be read.
             ValueError: If a number is out of its range.
         """
-        is_one = isinstance(images, str | Path | np.ndarray)
-        if is_one or not isinstance(images, Iterable):
-            images = [images]
-        return [*self.stream(images, dataset, min_score, batch_size)]
+        several: Any = images
+        if isinstance(images, Picture) or not isinstance(images, Iterable):
+            several = [images]
+        return [*self.stream(several, dataset, min_score, batch_size)]
 
     def stream(
         self,

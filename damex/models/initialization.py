@@ -21,14 +21,24 @@ from damex.models.upcycling import dense_keys
 
 
 @contextmanager
-def own_random_stream() -> Iterator[None]:
-    """Random numbers of their own; torch's stream goes on as if none had been drawn.
+def own_random_stream(seed: int | None = None) -> Iterator[None]:
+    """Random numbers of their own; torch's streams go on as if none had been drawn.
 
-    They follow from the state of torch's stream.
+    Args:
+        seed: Where they start; by default it follows from the CPU's stream.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**31, ())))
+    # torch.manual_seed would also reseed GPUs, now or when CUDA is first used.
+    generators = [torch.default_generator, *torch.cuda.default_generators]
+    states = [generator.get_state() for generator in generators]
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @contextmanager
@@ -63,8 +73,8 @@ def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
 
 @torch.no_grad()
 def _ffn_for(block: MoEFFN, config: Mapping[str, Any]) -> FFN:
-    """An FFN as that which a block replaced was at first."""
-    ffn = FFN(**config)
+    """An FFN as that which a block replaced was at first, on the block's device."""
+    ffn = FFN(**config).to(next(block.parameters()).device)
     for layer, bias in zip(
         (ffn.layers[0][0], ffn.layers[1]), block.dense_biases, strict=True
     ):

@@ -102,7 +102,7 @@ def folder(
 
 
 def load(path):
-    return torch.load(path, weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def tensors(checkpoint):

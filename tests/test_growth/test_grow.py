@@ -13,7 +13,7 @@ from damex.commandline.commands import train_parser
 from damex.engine.cli import build_runner
 from damex.engine.config_files import config_of, merge_options
 from damex.errors import ConfigError
-from damex.growth.grow import add_datasets
+from damex.growth.grow import add_datasets, fresh_detector
 from damex.inference import Predictor
 from damex.inference.stored import StoredDetector
 
@@ -38,6 +38,18 @@ def assert_same(before, after, *, exactly=True):
 
 def state_of(path):
     return torch.load(path, weights_only=False)["state_dict"]
+
+
+def test_a_fresh_detector_is_always_the_same_and_reseeds_no_gpu(
+    model_config, monkeypatch
+):
+    reseeded, model = [], model_config()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    before = torch.get_rng_state()
+    first, again = (fresh_detector(model).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert reseeded == []
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 from mmengine.config import Config
 
+from damex.models.initialization import ffns_in_place, own_random_stream
 from damex.models.insertion import moe_blocks
 
 CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
@@ -33,6 +34,31 @@ def first_expert(block):
 def draw(build, **kwargs):
     detector = build(**kwargs)
     return detector, torch.rand(3)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_no_generator_is_left_changed(seed, monkeypatch):
+    gpu, reseeded = torch.Generator(), []  # a stand-in for that of a GPU
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    # Before CUDA is set up, torch would keep the seed until then.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    generators = torch.default_generator, gpu
+    states = [generator.get_state() for generator in generators]
+    with own_random_stream(seed):
+        first = [torch.rand(3, generator=generator) for generator in generators]
+    with own_random_stream(seed):
+        again = [torch.rand(3, generator=generator) for generator in generators]
+    assert all(map(torch.equal, first, again))
+    assert all(map(torch.equal, states, [one.get_state() for one in generators]))
+    assert reseeded == []
+
+
+def test_ffns_are_drawn_where_the_detector_is(build):
+    """On a GPU its generator draws for the dense detector, and not that of the CPU."""
+    detector = build(moe=KINDS["shared"], num_groups=2).to("meta")
+    with ffns_in_place(detector) as places:
+        devices = {p.device.type for _, ffn in places for p in ffn.parameters()}
+    assert devices == {"meta"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
