@@ -1,4 +1,4 @@
-"""Pictures of handwritten digits: scikit-learn's, or MNIST where its files lie.
+"""Pictures of handwritten digits: UCI's, or MNIST if its files are there.
 
 Axes: S pictures, H and W their height and width.
 """
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torchvision.datasets import mnist
 
 from damex.errors import DataError
+from damex.toydata.domains import load_digits
 
-__all__ = ["DIGIT_SIDE", "DigitImages", "DigitSource", "mnist_digits", "sklearn_digits"]
+__all__ = ["DIGIT_SIDE", "DigitImages", "DigitSource", "mnist_digits", "uci_digits"]
 
-DIGIT_SIDE = 8  # pixels of scikit-learn's digits, height and width
+DIGIT_SIDE = 8  # pixels of UCI's digits, height and width
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,20 +56,20 @@ class DigitSource:
     test: DigitImages
 
 
-def sklearn_digits(num_train: int, *, seed: int) -> DigitSource:
-    """The 1797 digits that come with scikit-learn, divided at random.
+def uci_digits(num_train: int, *, seed: int) -> DigitSource:
+    """Divide UCI's 1,797 digits at random.
 
     Args:
         num_train: Pictures to learn from; the others are for tests.
         seed: Of the order. The digits come by writer; both parts get all writers.
     """
-    source = load_digits()
-    images_SHW = torch.tensor(source.images, dtype=torch.float32) / 16
-    digits = DigitImages(images_SHW.unsqueeze(1), torch.tensor(source.target).long())
+    images, labels = load_digits()
+    images_SHW = torch.tensor(images, dtype=torch.float32) / 16
+    digits = DigitImages(images_SHW.unsqueeze(1), torch.tensor(labels))
     generator = torch.Generator().manual_seed(seed)
     order_S = torch.randperm(len(digits), generator=generator)
     return DigitSource(
-        "scikit-learn digits, 8x8",
+        "UCI digits, 8x8",
         digits[order_S[:num_train]],
         digits[order_S[num_train:]],
     )
@@ -101,5 +101,5 @@ def _read(path: Path) -> Tensor:
     except (OSError, AssertionError, KeyError, ValueError) as error:
         raise DataError(
             f"MNIST: {path} is missing or no idx file ({error}); put the four unpacked "
-            "files there, or rename the folder to run on scikit-learn's digits."
+            "files there, or rename the folder to run on UCI's digits."
         ) from error

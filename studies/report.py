@@ -30,7 +30,7 @@ __all__ = [
     "write_report",
 ]
 
-PACKAGES = ("damex", "torch", "numpy", "scikit-learn")
+PACKAGES = ("damex", "torch", "numpy")
 NO_CLAIM = "The quick run makes no claim about what training shows."
 SIGNS: Mapping[bool | None, str] = {True: "yes", False: "**no**", None: "-"}
 

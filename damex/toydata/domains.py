@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
 
 from damex.toydata import drawing
 from damex.toydata.drawing import Canvas, Sprite, draw_random
 
 SPLITS = ("train", "val")
+ASSETS = Path(__file__).parent / "assets"  # their licences: data/README.md
 
 Size = tuple[int, int]
 Look = dict[str, Any]  # arguments of `draw_random`
@@ -83,7 +84,18 @@ def _shape(shape: str, rng: np.random.Generator, *, largest: int) -> Sprite:
     return draw_random(shape, rng, saturation=saturation, value=value, size=size)
 
 
-# ---- digits: real handwritten digits of scikit-learn on ruled paper ----
+# ---- digits: real handwritten digits on ruled paper ----
+
+
+def load_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Load UCI's 1,797 handwritten digits.
+
+    Returns:
+        images: float64 (1797, 8, 8), ink per cell from 0 to 16.
+        labels: int64 (1797,), 0 to 9.
+    """
+    with np.load(ASSETS / "digits.npz") as digits:
+        return digits["images"].astype(np.float64), digits["labels"].astype(np.int64)
 
 
 def source_indices(split: str) -> range:
@@ -92,15 +104,15 @@ def source_indices(split: str) -> range:
     The file is in order of its writers, so cutting it once keeps most writers of
     the last part unseen, too.
     """
-    num_digits = len(load_digits().target)
+    num_digits = len(load_digits()[1])
     cut = round(num_digits * (1 - _VAL_SHARE))
     return range(cut) if split == "train" else range(cut, num_digits)
 
 
 def _digits_renderer(split: str) -> Renderer:
-    source = load_digits()
+    images, digits = load_digits()
     rows = source_indices(split)
-    bitmaps, labels = source.images[rows], source.target[rows]
+    bitmaps, labels = images[rows], digits[rows]
 
     def render(size_hw: Size, rng: np.random.Generator) -> Canvas:
         canvas = Canvas(_ruled_paper(size_hw, rng))
@@ -141,7 +153,16 @@ def _digit(bitmap: np.ndarray, rng: np.random.Generator) -> Sprite:
     return drawing.trim(Sprite(color=color, alpha=alpha))
 
 
-# ---- photos: prints of stickers on the two sample photographs of scikit-learn ----
+# ---- photos: prints of stickers on two photographs ----
+
+
+def load_photographs() -> dict[str, np.ndarray]:
+    """Load the photographs `china` and `flower`, uint8 (427, 640, 3) in RGB."""
+    photographs = {}
+    for path in sorted(ASSETS.glob("*.jpg")):
+        with Image.open(path) as image:
+            photographs[path.stem] = np.asarray(image.convert("RGB"))
+    return photographs
 
 
 def source_columns(split: str, *, width: int) -> tuple[tuple[int, int], ...]:
@@ -157,7 +178,7 @@ def source_columns(split: str, *, width: int) -> tuple[tuple[int, int], ...]:
 def _photos_renderer(split: str) -> Renderer:
     strips = [
         photo[:, first:end]
-        for photo in load_sample_images().images
+        for photo in load_photographs().values()
         for first, end in source_columns(split, width=photo.shape[1])
     ]
 

@@ -69,7 +69,7 @@ def generate_toy_mixture(
 
     The files are made in a temporary folder beside `out` and moved there when all
     are done; the stamp `toy.json` tells that a folder is complete. Equal
-    arguments give equal files (with the same Pillow, NumPy and scikit-learn).
+    arguments give equal files (with the same Pillow and NumPy).
 
     Args:
         out: Folder of the mixture; made if it is not there.

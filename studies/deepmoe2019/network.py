@@ -21,7 +21,7 @@ from damex.moe import (
     gate_l1,
     gated_conv2d,
 )
-from studies.digits import DigitImages, DigitSource, sklearn_digits
+from studies.digits import DigitImages, DigitSource, uci_digits
 from studies.harness import seeded
 
 __all__ = [
@@ -163,13 +163,13 @@ def build_network(
 
 
 def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> DigitSource:
-    """Divides scikit-learn's digits at random.
+    """Divides UCI's digits at random.
 
     Args:
         seed: Of the division; the test images are the same for any `num_train`.
         num_train: Training images, 1200 at most.
     """
-    digits = sklearn_digits(NUM_TRAIN, seed=seed)
+    digits = uci_digits(NUM_TRAIN, seed=seed)
     return replace(digits, train=digits.train[:num_train])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from studies.digits import DigitSource, mnist_digits, sklearn_digits
+from studies.digits import DigitSource, mnist_digits, uci_digits
 from studies.harness import Session
 from studies.pmoe2023.data import Task
 from studies.pmoe2023.exact import exact_rows
@@ -36,7 +36,7 @@ from studies.report import NO_CLAIM, StudyResult, draw_seeds, unjudged
 __all__ = ["NUM_TRAIN", "run"]
 
 MNIST_FOLDER = Path("data/mnist")
-NUM_TRAIN = 1100  # of scikit-learn's 1797 digits; no test picture is seen in training
+NUM_TRAIN = 1100  # of UCI's 1,797 digits; no test picture is seen in training
 
 
 def run(session: Session) -> StudyResult:
@@ -46,7 +46,7 @@ def run(session: Session) -> StudyResult:
         session: Full or quick.
     """
     plan = QUICK if session.quick else FULL
-    source = sklearn_digits(NUM_TRAIN, seed=0)
+    source = uci_digits(NUM_TRAIN, seed=0)
     if MNIST_FOLDER.is_dir() and not session.quick:
         source = mnist_digits(MNIST_FOLDER)
     seeds = session.seed_range(plan.seeds)

@@ -9,13 +9,13 @@ import torch
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
-from sklearn.datasets import load_sample_images
 from timm.data import ImageNetInfo, create_transform, resolve_data_config
 
 from damex.errors import ConfigError
 from damex.models import pretrained
 from damex.models.pretrained import PACKAGES, packaged_weights, with_timm_names
 from damex.models.timm_backbone import TimmBackbone
+from damex.toydata.domains import load_photographs
 
 LITE0 = "tf_efficientnet_lite0"
 
@@ -119,16 +119,15 @@ def test_starting_weights_are_read_by_a_training_only(monkeypatch):
 
 
 def top_class(weights, preprocess):
-    """ImageNet's word for each of scikit-learn's photographs."""
+    """ImageNet's word for each of the toy mixture's photographs."""
     model = timm.create_model(LITE0).eval()
     model.load_state_dict(weights)
     words, found = ImageNetInfo(), {}
-    photographs = load_sample_images()
     with torch.no_grad():
-        for path, pixels in zip(photographs.filenames, photographs.images, strict=True):
+        for name, pixels in load_photographs().items():
             number = int(model(preprocess(Image.fromarray(pixels))[None]).argmax())
             label = words.index_to_description(number)
-            found[Path(path).stem] = label.split(":")[0].split(",")[0]
+            found[name] = label.split(":")[0].split(",")[0]
     return found
 
 

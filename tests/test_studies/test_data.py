@@ -5,7 +5,7 @@ import torch
 
 from damex.errors import DataError
 from studies.cluster_data import SETTINGS, Strengths, draw_task
-from studies.digits import mnist_digits, sklearn_digits
+from studies.digits import mnist_digits, uci_digits
 
 pytestmark = pytest.mark.studies
 
@@ -107,14 +107,14 @@ def test_what_cannot_be_drawn_is_refused(generator, clusters, dims, groups, mess
 
 
 def test_each_picture_is_in_one_part_and_keeps_its_digit():
-    source = sklearn_digits(1000, seed=0)
+    source = uci_digits(1000, seed=0)
     assert source.train.images_S1HW.shape == (1000, 1, 8, 8)
     assert source.test.images_S1HW.shape == (797, 1, 8, 8)
     first, second = source.train, source.test
     first_SD, second_SD = first.images_S1HW.flatten(1), second.images_S1HW.flatten(1)
     assert torch.cdist(first_SD, second_SD).min() > 0
     assert first_SD.max() == 1.0
-    # The sum of all pixels of scikit-learn's digits is 561718; here they are in 16ths.
+    # The sum of all pixels of UCI's digits is 561718; here they are in 16ths.
     total = first_SD.sum() + second_SD.sum()
     assert total.item() == pytest.approx(561718 / 16)
     # The nearest picture of the other part shows the same digit nearly always.
@@ -126,7 +126,7 @@ def test_each_picture_is_in_one_part_and_keeps_its_digit():
 
 
 def test_the_seed_alone_decides():
-    parts = [sklearn_digits(1000, seed=seed).train.labels_S for seed in (0, 0, 1)]
+    parts = [uci_digits(1000, seed=seed).train.labels_S for seed in (0, 0, 1)]
     assert torch.equal(parts[0], parts[1])
     assert not torch.equal(parts[0], parts[2])
 

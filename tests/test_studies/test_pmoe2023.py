@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from damex.moe.patches import split_patches
-from studies.digits import DigitImages, sklearn_digits
+from studies.digits import DigitImages, uci_digits
 from studies.harness import Session
 from studies.pmoe2023.data import PatchSamples, draw_samples
 from studies.pmoe2023.exact import cnn_compute, pmoe_compute
@@ -39,7 +39,7 @@ TINY = Recipe(num_experts=2, num_filters=2, num_tokens=2, joint=True)
 READABLE = DigitImages(
     torch.arange(100).remainder(10).float().view(100, 1, 1, 1), torch.arange(100) % 10
 )
-DIGITS = sklearn_digits(NUM_TRAIN, seed=0)
+DIGITS = uci_digits(NUM_TRAIN, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_four_classes():
 
 
 def test_no_picture_is_in_training_and_in_tests():
-    source = sklearn_digits(NUM_TRAIN, seed=0)
+    source = uci_digits(NUM_TRAIN, seed=0)
     train, test = (part.images_S1HW.flatten(1) for part in (source.train, source.test))
     assert (len(train), len(test)) == (1100, 697)
     assert torch.cdist(train, test).min() > 0
