@@ -1,4 +1,4 @@
-"""One of two processes is killed, or hangs: the other one stops, and says why."""
+"""Processes that are killed: what they wrote resumes, and others stop and say why."""
 
 from __future__ import annotations
 
@@ -97,3 +97,42 @@ def test_the_others_stop_and_resume_goes_on(name, write_config, tmp_path):
     numbers = [int(line.split("train ")[1].split("/")[0]) for line in lines]
     assert numbers == list(range(steps + 1, STEPS + 1))
     assert (tmp_path / "work" / f"iter_{STEPS}.pth").is_file()
+
+
+KILLS_ITSELF = """
+import os, signal, sys
+from mmengine.fileio.backends import LocalBackend
+from damex.__main__ import main
+
+def put(self, content, path, *, put=LocalBackend.put, sizes=[]):
+    sizes.append(len(content))
+    put(self, content[: sizes[-1] // len(sizes)], path)
+    if len(sizes) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+LocalBackend.put = put
+main(["train", *sys.argv[1:]])
+"""
+
+
+def test_a_run_killed_while_it_writes_a_checkpoint_resumes(
+    write_config, run_tool, tmp_path
+):
+    one_kept = "default_hooks['checkpoint'].update(max_keep_ckpts=1, save_best=None)"
+    quick = TRAINING.replace('samples_per_epoch"] = 80', 'samples_per_epoch"] = 24')
+    config = write_config(extra=f"{quick}\nmoe.pop('expert_parallel')\n{one_kept}")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLS_ITSELF, str(config)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    work = tmp_path / "work"
+    first = work / "iter_4.pth"
+    (half_written,) = {*work.glob("*.pth")} - {first}
+    assert (work / "last_checkpoint").read_text() == str(first)
+    resumed = run_tool("train.py", config, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert not half_written.exists()
+    assert [path.name for path in work.glob("*.pth")] == ["iter_12.pth"]
+    assert torch.load(work / "iter_12.pth", weights_only=False)["meta"]["iter"] == 12
