@@ -83,6 +83,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "leak-near": Kind("warning", "nearly one image in train and in val or test"),
         "duplicate-image": Kind("warning", "two files with the same content"),
         "near-duplicate-image": Kind("info", "two images that look the same"),
+        "fixed-camera": Kind("info", "images that look alike and show other objects"),
     }
 )
 

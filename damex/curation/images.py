@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from damex.curation.findings import KINDS, Finding, Place
-from damex.curation.records import Records
+from damex.curation.records import Records, is_number
 from damex.datasets.formats.images import (
     ROTATED_WHEN_LOADED,
     exif_orientation,
@@ -51,6 +51,7 @@ class ImageRecord(NamedTuple):
         path: The file.
         size: Width and height that the record gives, or None.
         applies_exif: Whether training turns the image as EXIF says.
+        boxes: Class name and x1, y1, x2, y2 as shares of the image, of each box.
     """
 
     place: Place
@@ -59,6 +60,7 @@ class ImageRecord(NamedTuple):
     path: Path
     size: tuple[float, float] | None
     applies_exif: bool = True
+    boxes: tuple[tuple[str, float, float, float, float], ...] = ()
 
     def finding(self, kind: str, text: str, level: str | None = None) -> Finding:
         """A finding about the image file, which the text says something about."""
@@ -108,15 +110,38 @@ def image_records(
 ) -> list[ImageRecord]:
     """The images of an annotation file, each file once."""
     found = {}
-    for image, size in zip(records.images, records.size_M2.tolist(), strict=True):
+    boxes = _boxes(records)
+    for position, image in enumerate(records.images):
+        size = records.size_M2[position].tolist()
         name = image.get("file_name")
         if isinstance(name, str) and name and name not in found:
             known = None if np.isnan(size).any() else (size[0], size[1])
             record = f"image {image['id']}"
+            inside = tuple(boxes.get(position, ()))
             found[name] = ImageRecord(
-                place, split, record, folder / name, known, applies_exif
+                place, split, record, folder / name, known, applies_exif, inside
             )
     return list(found.values())
+
+
+def _boxes(
+    records: Records,
+) -> dict[int, list[tuple[str, float, float, float, float]]]:
+    """Boxes by the position of their image, as in :class:`ImageRecord`."""
+    found: dict[int, list[tuple[str, float, float, float, float]]] = {}
+    sizes = records.size_M2.tolist()
+    for record, position in zip(
+        records.annotations, records.image_N.tolist(), strict=True
+    ):
+        bbox = record.get("bbox")
+        if position < 0 or not isinstance(bbox, list) or len(bbox) != 4:
+            continue
+        if all(map(is_number, bbox)):
+            name = records.categories.get(record["category_id"], "")
+            (x, y, w, h), (width, height) = bbox, sizes[position]
+            corners = x / width, y / height, (x + w) / width, (y + h) / height
+            found.setdefault(position, []).append((name, *corners))
+    return found
 
 
 def check_existence(

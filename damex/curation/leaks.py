@@ -12,6 +12,11 @@ from damex.curation.images import ImageRecord, Look
 # Cosine of two gradients. Images that were compressed anew or resized are at 0.99 and
 # above; pictures of one scene, taken one after the other, at 0.95 and below.
 NEAR = 0.98
+# Images near to another one whose boxes are compared with its boxes one by one.
+NEAREST = 10
+# Intersection over union of two boxes of one object, and share of the boxes of two
+# images that are such, from which the images show the same objects.
+SAME_BOX, SAME_OBJECTS = 0.5, 0.75
 # Rows of the matrix of all pairs that are made at a time.
 BLOCK = 512
 # Images that share a hash where images are of all sorts.
@@ -112,28 +117,94 @@ def _pairs(gradients_ND: np.ndarray) -> np.ndarray:
 def _near(
     gradients_ND: np.ndarray, groups: Sequence[list[ImageRecord]]
 ) -> Iterator[Finding]:
-    """For each image the first one that looks the same; one in train goes first."""
-    seen: set[int] = set()
-    for low, high in sorted(map(tuple, near_pairs(gradients_ND).tolist())):
-        if high in seen:
-            continue
-        seen.add(high)
-        cosine = float(gradients_ND[low] @ gradients_ND[high])
-        first = groups[low][0]
+    """For each image one that looks the same; one in train goes first.
+
+    Images that look the same and show other objects are counted for each dataset.
+    """
+    alike: dict[str, list[tuple[ImageRecord, ImageRecord]]] = {}
+    is_train_N = np.array([group[0].split == "train" for group in groups])
+    boxes_N5 = np.stack([_sum_of_boxes(group[0]) for group in groups])
+    for high, lows in _by_image(near_pairs(gradients_ND)):
+        train = lows[is_train_N[lows]]
+        firsts = train if len(train) else lows
         for other in groups[high]:
-            leak = _is_leak(first, other)
-            kind = "leak-near" if leak else "near-duplicate-image"
-            text = (
-                f"looks like {first.path} ({first.record} of {first.place.file}), "
-                f"likeness {cosine:.3f}. "
-            )
-            text += (
-                "Look at both, and take one of them out: a score on images that were "
-                "trained on says nothing."
-                if leak
-                else "Nothing to do if that is meant."
-            )
-            yield other.finding(kind, text)
+            distances = np.abs(boxes_N5[firsts] - _sum_of_boxes(other)).sum(axis=1)
+            nearest = firsts[np.argsort(distances, kind="stable")[:NEAREST]].tolist()
+            same = [low for low in nearest if _show_the_same(groups[low][0], other)]
+            first = groups[(same or nearest)[0]][0]
+            if same:
+                cosine = float(gradients_ND[same[0]] @ gradients_ND[high])
+                yield _looks_like(first, other, cosine)
+            else:
+                alike.setdefault(other.place.dataset, []).append((first, other))
+    for pairs in alike.values():
+        yield _fixed_camera(pairs)
+
+
+def _by_image(pairs_P2: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The second image of pairs with all first ones that it is paired with."""
+    order = np.lexsort((pairs_P2[:, 0], pairs_P2[:, 1]))
+    highs, starts = np.unique(pairs_P2[order, 1], return_index=True)
+    return zip(highs.tolist(), np.split(pairs_P2[order, 0], starts)[1:], strict=True)
+
+
+def _sum_of_boxes(image: ImageRecord) -> np.ndarray:
+    """Number of boxes and the sums of their corners: alike where the boxes are."""
+    return np.array([(1.0, *box[1:]) for box in image.boxes]).reshape(-1, 5).sum(axis=0)
+
+
+def _show_the_same(first: ImageRecord, other: ImageRecord) -> bool:
+    """Whether the boxes of two images are mostly the same.
+
+    Two datasets may annotate different classes in one image.
+    """
+    if first.place.dataset != other.place.dataset:
+        return True
+    both = [*first.boxes, *other.boxes]
+    found = sum(_is_among(box, other.boxes) for box in first.boxes)
+    found += sum(_is_among(box, first.boxes) for box in other.boxes)
+    return bool(both) and found >= SAME_OBJECTS * len(both)
+
+
+def _is_among(
+    box: tuple[str, float, float, float, float],
+    others: Sequence[tuple[str, float, float, float, float]],
+) -> bool:
+    name, x1, y1, x2, y2 = box
+    for other, a1, b1, a2, b2 in others:
+        shared = max(min(x2, a2) - max(x1, a1), 0) * max(min(y2, b2) - max(y1, b1), 0)
+        whole = (x2 - x1) * (y2 - y1) + (a2 - a1) * (b2 - b1) - shared
+        if other == name and shared >= SAME_BOX * whole:
+            return True
+    return False
+
+
+def _looks_like(first: ImageRecord, other: ImageRecord, cosine: float) -> Finding:
+    text = (
+        f"looks like {first.path} ({first.record} of {first.place.file}), "
+        f"likeness {cosine:.3f}. "
+    )
+    if _is_leak(first, other):
+        text += (
+            "Look at both, and take one of them out: a score on images that were "
+            "trained on says nothing."
+        )
+        return other.finding("leak-near", text)
+    return other.finding(
+        "near-duplicate-image", f"{text}Nothing to do if that is meant."
+    )
+
+
+def _fixed_camera(pairs: Sequence[tuple[ImageRecord, ImageRecord]]) -> Finding:
+    """One finding for all images of a dataset that only look like others."""
+    (first, other), count = pairs[0], len(pairs)
+    text = (
+        f"{count} images look like another one of the dataset and show other objects, "
+        f"or none, such as {other.path} and {first.path}: a fixed camera, or frames of "
+        "a video? Then scores hold for this scene alone; split by time or place to "
+        "know more."
+    )
+    return other.place.finding("fixed-camera", None, text, count=count)
 
 
 def _identical(first: ImageRecord, other: ImageRecord) -> Finding:

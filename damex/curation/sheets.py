@@ -122,6 +122,7 @@ def draw_name(
         color: Of the box.
         font: Of the text.
     """
+    name = " ".join(name.split())  # a line break has no length
     width = math.ceil(draw.textlength(name, font)) + 4
     height = math.ceil(font.getbbox("Ag")[3])
     left, top = corner[0], corner[1] - height
@@ -132,7 +133,8 @@ def draw_name(
 
 
 def _cut(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """A text of which the start is left out where it is too long for a tile."""
+    """A line of which the start is left out if it is too long for a tile."""
+    text = " ".join(text.split())
     while font.getlength(text) > TILE and len(text) > 4:
         text = "..." + text[4:]
     return text

@@ -96,8 +96,10 @@ def test_classes_that_are_not_in_use_are_not_shown(browse):
 def test_names_cannot_break_the_page(browse, dataset):
     for document in (dataset.train, dataset.val):
         document["categories"][0]["name"] = "<script>car</script> & co"
+        document["categories"][1]["name"] = "line\nbreak"
     _, page = browse()
     assert page.rows[-3][0] == "<script>car</script> & co"
+    assert page.rows[-2][0].split() == ["line", "break"]
 
 
 def test_there_is_a_sheet_for_each_split(browse):

@@ -427,14 +427,29 @@ def same_content_twice(data):
     data.image(5).write_bytes(data.image(2).read_bytes())
 
 
+def copy_boxes(data, source, target):
+    records = [*data.train["annotations"], *data.val["annotations"]]
+    boxes = [one["bbox"] for one in records if one["image_id"] == source]
+    copies = [one for one in records if one["image_id"] == target]
+    for record, bbox in zip(copies, boxes, strict=True):
+        record.update(bbox=bbox, area=bbox[2] * bbox[3])
+
+
 @fault("leak-near", "image 16", file="16.jpg")
 def training_image_compressed_anew_in_val(data):
     Image.open(data.image(2)).save(data.image(16), quality=30)
+    copy_boxes(data, 2, 16)
 
 
 @fault("near-duplicate-image", "image 5", file="5.jpg")
 def brighter_copy(data):
     picture(2).point(lambda value: 20 + 0.9 * value).save(data.image(5))
+    copy_boxes(data, 2, 5)
+
+
+@fault("fixed-camera", None, file="val.json")
+def the_same_scene_with_other_objects(data):
+    Image.open(data.image(2)).save(data.image(16), quality=30)
 
 
 def found_in(findings, root):
@@ -460,7 +475,24 @@ def test_the_fault_is_found_and_nothing_else(dataset, name):
     assert findings[0].record is None or findings[0].record in message
 
 
+def test_a_fixed_camera_is_one_finding(dataset):
+    """All images look alike; their boxes share no place, but for a copy."""
+    for number in range(1, 21):
+        picture(99).save(dataset.image(number), quality=60 + number)
+    for record in [*dataset.train["annotations"], *dataset.val["annotations"]]:
+        row, column = divmod(record["image_id"] - 1, 5)
+        record.update(bbox=[19 * column, 12 * row, 12, 11], area=132)
+    [found] = dataset.check()
+    assert (found.kind, found.count) == ("fixed-camera", 19)
+    copy_boxes(dataset, 3, 16)
+    findings = {finding.kind: finding for finding in dataset.check()}
+    assert findings.keys() == {"fixed-camera", "leak-near"}
+    assert findings["fixed-camera"].count == 18
+    assert "3.jpg (image 3 of" in findings["leak-near"].message
+
+
 DECODED = {
+    "fixed-camera",
     "image-truncated",
     "leak-near",
     "near-duplicate-image",

@@ -11,6 +11,7 @@ from damex.curation import leaks
 from damex.curation.findings import Place
 from damex.curation.images import (
     ImageRecord,
+    Look,
     check_look,
     gradient_of,
     look_at,
@@ -106,6 +107,38 @@ def test_plain_images_are_near_to_nothing():
     noise = np.random.default_rng(0).integers(199, 202, (64, 64, 3), dtype=np.uint8)
     assert not gradient(plain).any()
     assert not gradient(Image.fromarray(noise)).any()
+
+
+CAR, TREE = ("car", 0.1, 0.1, 0.3, 0.3), ("tree", 0.6, 0.6, 0.9, 0.9)
+MOVED = ("car", 0.2, 0.1, 0.4, 0.3)  # by half its width: IoU 1/3
+SHIFTED = ("car", 0.11, 0.1, 0.31, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "others", "dataset", "kind"),
+    [
+        ([CAR], [CAR], "street", "leak-near"),
+        ([CAR], [SHIFTED], "street", "leak-near"),
+        ([CAR], [MOVED], "street", "fixed-camera"),
+        ([CAR], [("bus", *CAR[1:])], "street", "fixed-camera"),
+        ([CAR], [CAR, TREE], "street", "fixed-camera"),
+        ([CAR, TREE], [CAR, TREE, MOVED], "street", "leak-near"),
+        ([CAR], [], "street", "fixed-camera"),
+        ([], [], "street", "fixed-camera"),
+        ([CAR], [TREE], "park", "leak-near"),
+    ],
+)
+def test_images_that_look_alike_are_leaks_if_their_boxes_agree(
+    tmp_path, boxes, others, dataset, kind
+):
+    first = record_of(tmp_path / "a.jpg", SIZE, boxes=tuple(boxes))
+    other = record_of(tmp_path / "b.jpg", SIZE, boxes=tuple(others))
+    other = other._replace(split="val", place=Place(dataset, "val.json"))
+    looks = [
+        Look(None, digest=digest, gradient=np.eye(9)[0]) for digest in (b"a", b"b")
+    ]
+    [found] = leaks.find_leaks([other, first], looks)
+    assert (found.kind, found.dataset) == (kind, dataset)
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 1300])

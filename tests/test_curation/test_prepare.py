@@ -138,6 +138,35 @@ def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, tmp_path):
     assert val["annotations"][0]["category_id"] == 3
 
 
+def test_a_killed_run_leaves_nothing_that_looks_ready(run, tmp_path, monkeypatch):
+    root = tmp_path / "comic"
+    for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True)
+    for stem, split in dict(a="train", b="test").items():
+        text = XML.format(objects=OBJECT.format(name="cat"))
+        (root / f"Annotations/{stem}.xml").write_text(text)
+        Image.new("RGB", (48, 32), stem.encode()[0]).save(
+            root / f"JPEGImages/{stem}.png"
+        )
+        (root / f"ImageSets/Main/{split}.txt").write_text(f"{stem}\n")
+    write = Path.write_text
+
+    def killed(self, text, **options):
+        is_last = root in self.parents and '"JPEGImages/b.png"' in text
+        write(self, text[: len(text) // 2] if is_last else text, **options)
+        if is_last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run("comic")
+    assert (root / "train.json").is_file()
+    assert not (root / "val.json").exists()
+    assert run("comic")[0] == 0
+    assert json.loads((root / "val.json").read_text())["annotations"]
+
+
 def test_a_dataset_that_does_not_exist(run):
     status, _, said = run("kiti")
     assert status == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import logging
@@ -183,6 +184,26 @@ def test_what_is_written_is_read(tmp_path, write_image, read, kind, seed):
     totals = found.summary.splits["train"]
     assert totals.images == 6
     assert sum(totals.boxes.values()) == sum(len(boxes) for _, boxes in images.values())
+
+
+@pytest.mark.parametrize("kind", ["voc", "csv", "coco"])
+def test_odd_names_come_through(tmp_path, write_image, read, kind, monkeypatch):
+    names = ["driver's license", 'say "hi"', "猫 🐈", "two\nlines", "%s {x}"]
+    monkeypatch.setattr(f"{__name__}.CLASSES", names)
+    root = tmp_path / 'it\'s a\n"set" ü'
+    file = 'im\'s "0" 猫.png'
+    write_image(root / file)
+    boxes = [(name, (1.0 + i, 2.0, 9.0 + i, 9.0)) for i, name in enumerate(names)]
+    if kind == "csv":
+        with (root / "boxes.csv").open("w", newline="") as table:
+            rows = [(file, name, *corners) for name, corners in boxes]
+            header = ("filename", "class", "xmin", "ymin", "xmax", "ymax")
+            csv.writer(table).writerows([header, *rows])
+    else:
+        WRITERS[kind](root, {file: ((40, 20), boxes)})
+    found = read(root, val_share=0.0)
+    assert found.boxes() == {file: boxes}
+    assert len(found.summary.splits["train"].line().splitlines()) == 1
 
 
 def test_nothing_is_recognised(tmp_path, write_image, write, read):

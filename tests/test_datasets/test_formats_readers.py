@@ -62,6 +62,21 @@ class TestVoc:
         example = "ImageSets/Main/val.txt:2: missing"
         assert found.summary.dropped[what].example == example
 
+    def test_lists_of_names_with_spaces(self, tmp_path, write_image, write, read):
+        for name in ("my photo", "it's 2"):
+            write_image(tmp_path / f"JPEGImages/{name}.jpg")
+            write(tmp_path / f"Annotations/{name}.xml", xml(CAT))
+        write(tmp_path / "ImageSets/Main/train.txt", "my photo\n")
+        write(tmp_path / "ImageSets/Main/val.txt", "it's 2\n\nit's 3\n")
+        write(tmp_path / "ImageSets/Main/cat_val.txt", "it's 2 -1\n")
+        found = read(tmp_path)
+        assert {split: [*images] for split, images in found.splits.items()} == {
+            "train": ["JPEGImages/my photo.jpg"],
+            "val": ["JPEGImages/it's 2.jpg"],
+        }
+        example = "ImageSets/Main/val.txt:3: it's 3"
+        assert [one.example for one in found.summary.dropped.values()] == [example]
+
     def test_trainval_and_test(self, tmp_path, write_image, write, read):
         for name in "abcd":
             write_image(tmp_path / f"JPEGImages/{name}.jpg")

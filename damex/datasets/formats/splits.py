@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from damex.datasets.formats.images import content_share, for_all
@@ -70,17 +71,17 @@ def splits_by_image_sets(
         parts = parent(path).split("/")
         if "ImageSets" not in parts or parts[-1] not in ("ImageSets", "Main"):
             continue
-        names = [line for line in tree.lines(path) if line]
-        if any(len(name.split()) > 1 for name in names):
-            continue
+        names = tree.lines(path)
+        if all(re.search(r"\s(-1|0|1)$", name) for name in names if name):
+            continue  # also an empty one
         base = "/".join(parts[: parts.index("ImageSets")])
         split = split_name(stem(path)) or stem(path)
         for number, name in enumerate(names, start=1):
-            sample = find(base, name)
-            if sample is None:
+            sample = find(base, name) if name else None
+            if name and sample is None:
                 what = "names in a list of images without an annotation"
                 ledger.drop(what, f"{path}:{number}: {name}")
-            else:
+            elif sample is not None:
                 splits.setdefault(split, []).append(sample)
     return splits
 

@@ -36,7 +36,9 @@ class SplitSummary:
     def line(self) -> str:
         """One line: images, boxes, and classes with most boxes first."""
         counts = sorted(self.boxes.items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{name} {n}" for name, n in counts[:_SHOWN_CLASSES])
+        shown = ", ".join(
+            f"{' '.join(name.split())} {n}" for name, n in counts[:_SHOWN_CLASSES]
+        )
         more = len(counts) - _SHOWN_CLASSES
         rest = f", and {more} classes more" if more > 0 else ""
         empty = f" ({self.empty} without boxes)" if self.empty else ""
