@@ -15,7 +15,7 @@ from rich.console import Console
 from damex.analysis.comparison import markdown
 from damex.analysis.runs import Run, check_finished, finish, write_config
 from damex.commandline.commands import grow_parser, merge_parser, prune_parser
-from damex.engine.config_files import config_of
+from damex.engine.config_files import PlainConfig, config_of
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
 from damex.inference.stored import StoredDetector, millions
@@ -160,7 +160,7 @@ def merge(arguments: Sequence[str]) -> None:
     groups = ", ".join(merged.space.group_names)
     _write(merged, stored, out, f"groups of datasets with experts: {groups}")
     if not args.no_test:
-        before = Config(copy.deepcopy(stored.config))
+        before = PlainConfig(copy.deepcopy(stored.config))
         pairs = dict(before=(before, args.checkpoint), after=(merged.config, args.out))
         print(_cost(*_scores(pairs, out.with_name(f"{out.stem}_test"))))
 

@@ -67,7 +67,9 @@ def predict(arguments: Sequence[str]) -> int:
     # On a terminal the bar takes over the standard output, to stay below the lines; a
     # file or a pipe shall get them all the same.
     file = None if sys.stdout.isatty() else sys.stdout
-    console = Console(file=file, highlight=False, soft_wrap=True, markup=False)
+    console = Console(
+        file=file, highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
     predictions: list[Prediction] = []
     faults: list[DataError] = []
     settings = (args.dataset, args.min_score, args.batch_size)
