@@ -68,7 +68,15 @@ class Overrides(argparse.Action):
         from mmengine.config import DictAction
 
         read = DictAction(self.option_strings, self.dest)
-        read(parser, namespace, values, *rest)
+        for word in values:
+            try:
+                read(parser, namespace, [word], *rest)
+            except (AssertionError, RecursionError) as error:
+                raise argparse.ArgumentError(
+                    self,
+                    f"the brackets of {word!r} are not those of a list; write "
+                    "key=[a,b] or key=(a,b), in quotes if the shell needs them",
+                ) from error
         namespace.option_words = (*namespace.option_words, *values)
 
 
@@ -98,4 +106,10 @@ def share(text: str) -> float:
 def _key_value(text: str) -> str:
     if not re.match(r"[^=]+=", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no key=value")
+    if "dict(" in text:
+        key = text.partition("=")[0]
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: values are numbers, words and lists of them; write dicts into "
+            f"a config file, or name a field of one, as in {key}.0.type=..."
+        )
     return text

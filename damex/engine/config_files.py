@@ -8,6 +8,7 @@ import inspect
 import keyword
 import math
 import os
+import reprlib
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -198,12 +199,6 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 f"{name}={options[name]!r}: the config has no {first}, and nothing "
                 f"reads it; {did_you_mean(first, sorted({*KEYS, *cfg}))}"
             )
-        if "dict(" in str(options[name]):
-            raise ConfigError(
-                f"{name}={options[name]!r}: --cfg-options take numbers, words and "
-                f"lists of them; write dicts into a config file, or name a field of "
-                f"one, as in {name}.0.type=..."
-            )
     for key in ("max_epochs", "max_iters"):
         if f"train_cfg.{key}" in options and key not in options:
             cfg.pop(key, None)  # it would win; see MixtureRunner
@@ -217,12 +212,42 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 "moe=damex (or another of configs/_base_/moe), or leave it out."
             )
     mixture = copy.deepcopy(cfg.get("mixture"))
+    for name in options:
+        _check_place(cfg, name)
     try:
         cfg.merge_from_dict(options)
-    except (TypeError, KeyError, IndexError) as error:
-        raise ConfigError(f"--cfg-options do not fit the config: {error}") from error
+    except TypeError as error:
+        raise ConfigError(
+            f"--cfg-options {' '.join(options)} set one field as a whole and in part; "
+            "keep one of them."
+        ) from error
     if mixture is not None and cfg["mixture"] != mixture:
         _replace_mixture(cfg, mixture)
+
+
+def _check_place(cfg: Any, name: str) -> None:
+    """Refuse an option below a value without parts, or beyond the end of a list."""
+    parts = name.split(".")
+    for count, part in enumerate(parts):
+        above = ".".join(parts[:count])
+        if isinstance(cfg, list):
+            is_item = part.isdigit() and int(part) < len(cfg)
+            if not is_item or count + 1 == len(parts):
+                raise ConfigError(
+                    f"{name}: {above} is a list of {len(cfg)} in the config; set a "
+                    f"field of an item, as in {above}.0.type=..., or all of it as "
+                    f"{above}=[...]."
+                )
+            cfg = cfg[int(part)]
+        elif count and not isinstance(cfg, Mapping):
+            raise ConfigError(
+                f"{name}: {above} is {reprlib.repr(cfg)} in the config and has no "
+                f"fields; set {above} itself, or write dict(...) into the config file."
+            )
+        elif part not in cfg:
+            return
+        else:
+            cfg = cfg[part]
 
 
 def _replace_mixture(cfg: Config, before: Any) -> None:
