@@ -27,6 +27,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, command: str, description: str, *, examples: tuple[str, ...] = ()
     ) -> None:
+        self._examples = examples
         lines = ["examples:", *(f"  {line}" for line in examples)]
         super().__init__(
             prog=f"damex {command}",
@@ -37,7 +38,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print below its usage."""
-        raise ConfigError(f"{message}; see --help.")
+        is_short = "are required" in message and self._examples
+        example = f", as in: {self._examples[0]}" if is_short else ""
+        raise ConfigError(f"{message}{example}; see {self.prog} --help.")
 
     def add_checkpoint(self) -> None:
         """Add the checkpoint of a command that needs nothing else."""
