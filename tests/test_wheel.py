@@ -32,7 +32,7 @@ def site(tmp_path_factory):
 
 
 def install(folder, build):
-    """Build a wheel of the checkout ``folder/damex``; returns a folder with its files."""
+    """Build a wheel of a checkout ``folder/damex``; returns its files in a folder."""
     pytest.importorskip("setuptools", reason="builds a wheel")
     source, site = folder / "damex", folder / "site"
     source.mkdir()
