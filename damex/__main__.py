@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple
 
+from damex import __version__
 from damex.commandline import commands, measuring
 from damex.commandline.parser import asks_for_help
 from damex.commandline.run import run_command
@@ -79,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asks_for_help([name]):
         print(_help())
         return 0
+    if name == "--version":
+        print(f"damex {__version__}")
+        return 0
     return run_command(partial(_run, name), rest)
 
 
@@ -92,13 +97,16 @@ def _run(name: str, arguments: Sequence[str]) -> int | None:
         room = commands if hasattr(commands, f"{name}_parser") else measuring
         getattr(room, f"{name}_parser")().print_help()
         return None
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        # Before seconds of imports. Files and pipes get what the command writes alone.
+        print(f"damex {__version__}: loading ...", file=sys.stderr, flush=True)
     return getattr(import_module(COMMANDS[name].module), name)(arguments)
 
 
 def _help() -> str:
     """All commands with a line each."""
     rows = [f"  {name:<13} {command.about}" for name, command in COMMANDS.items()]
-    usage = "usage: damex COMMAND [--help] ...\n\ncommands:"
+    usage = "usage: damex COMMAND [--help] ...\n       damex --version\n\ncommands:"
     return "\n".join([usage, *rows, EXAMPLES])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
@@ -46,7 +47,7 @@ RANGES: Mapping[str, Callable[[float], bool]] = MappingProxyType(
 
 
 def check_number(owner: str, expected: str, **options: float | None) -> None:
-    """Raises ValueError unless each option is None or in a range.
+    """Raises ValueError unless each option is None or a number in a range.
 
     Args:
         owner: Who has the options.
@@ -54,21 +55,24 @@ def check_number(owner: str, expected: str, **options: float | None) -> None:
         **options: Their values.
     """
     for name, value in options.items():
-        if value is not None and not RANGES[expected](value):
-            raise ValueError(f"{owner}: {name} must be {expected}, got {value}")
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if value is not None and not (is_number and RANGES[expected](value)):
+            raise ValueError(f"{owner}: {name} must be {expected}, got {value!r}")
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
-    """Raises ValueError unless all sizes are positive."""
+    """Raises ValueError unless all sizes are positive integers."""
     for name, size in sizes.items():
+        is_count = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+        if not is_count:
+            raise ValueError(f"{owner}: {name} must be an integer, got {size!r}")
         if size < 1:
             raise ValueError(f"{owner}: {name} must be at least 1, got {size}")
 
 
 def check_choice(owner: str, choices: Iterable[str], **options: str) -> None:
     """Raises ValueError unless each option is one of the choices."""
+    names = [*choices]
     for name, value in options.items():
-        if value not in choices:
-            raise ValueError(
-                f"{owner}: unknown {name} {value!r}; use one of {[*choices]}"
-            )
+        if value not in names:
+            raise ValueError(f"{owner}: unknown {name} {value!r}; use one of {names}")

@@ -19,7 +19,6 @@ import mmdet
 import numpy as np
 import pytest
 import torch
-import yapf.yapflib.yapf_api
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -48,8 +47,6 @@ def registered() -> None:
     no compiled ops); the scope lets mmengine's ``Compose`` find mmdet's transforms.
     """
     init_default_scope("mmdet")
-    # mmengine writes a config five times in a run, each time laid out by yapf (2 s).
-    yapf.yapflib.yapf_api.FormatCode = lambda text, **_: (text, True)
     # Every mmengine dataset calls gc.collect(); without a freeze, each call looks
     # through all of torch and takes 0.2 s.
     gc.freeze()

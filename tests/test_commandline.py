@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import damex
 import damex.__main__ as program
 from damex.commandline import commands, data, measuring
 from damex.commandline.parser import Parser
@@ -72,7 +73,8 @@ def test_the_formats_of_convert_are_those_that_can_be_read():
     [
         (["tain"], "damex has no command 'tain'; did you mean 'train'?"),
         (["data", "chek"], "damex data has no command 'chek'; did you mean 'check'?"),
-        (["predict"], "required: checkpoint, images; see --help."),
+        (["predict"], "checkpoint, images, as in: damex predict epoch_3.pth photo.jpg"),
+        (["train"], "required: config, as in: damex train quickstart; see damex train"),
         (["predict", "a.pth", "b.png", "--min-score", "2"], "must be in [0, 1], got 2"),
     ],
 )
@@ -82,6 +84,36 @@ def test_a_wrong_command_line_ends_in_one_line(arguments, words, capsys):
     assert said.startswith("error: ")
     assert words in said
     assert "\n" not in said
+
+
+def test_the_version_is_one_line_without_torch(capsys):
+    assert program.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"damex {damex.__version__}\n"
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_terminal_sees_a_line_before_the_imports(monkeypatch, capsys, on_terminal):
+    seen = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: on_terminal)
+    monkeypatch.setattr(
+        program, "import_module", lambda _: seen.append(capsys.readouterr()) or commands
+    )
+    with pytest.raises(AttributeError):  # that module has no function of this name
+        program.main(["train"])
+    assert seen[0].out == ""
+    assert seen[0].err == (
+        f"damex {damex.__version__}: loading ...\n" if on_terminal else ""
+    )
+
+
+def test_the_quick_start_elsewhere_says_how_to_make_its_data(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["train", "quickstart"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "there is no annotation file data/toy/shapes/train.json" in said
+    assert said.endswith("here: python -m damex.toydata --out data/toy")
 
 
 def test_the_installed_command_is_this_one():

@@ -1,8 +1,19 @@
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.errors import (
+    RANGES,
+    ConfigError,
+    DataError,
+    check_choice,
+    check_number,
+    check_sizes,
+    did_you_mean,
+)
 
 
 def test_suggests_the_nearest_name_and_lists_all():
@@ -37,3 +48,27 @@ def test_suggests_a_name_beyond_the_limit():
 @pytest.mark.parametrize("kind", [ConfigError, DataError])
 def test_errors_are_value_errors(kind):
     assert issubclass(kind, ValueError)
+
+
+@pytest.mark.parametrize("expected", RANGES)
+@pytest.mark.parametrize("value", [math.nan, "fast", [1.0], True])
+def test_what_is_not_a_number_is_in_no_range(expected, value):
+    with pytest.raises(ValueError, match=r"Gate: rate must be .*, got "):
+        check_number("Gate", expected, rate=value)
+
+
+def test_numbers_of_numpy_and_none_are_allowed():
+    check_number("Gate", "in (0, 1]", rate=np.float32(0.5), other=None, whole=1)
+    check_sizes("Gate", k=np.int64(2))
+
+
+@pytest.mark.parametrize("size", [1.5, "two", None, True, math.nan])
+def test_a_size_is_an_integer(size):
+    with pytest.raises(ValueError, match="Gate: k must be an integer, got"):
+        check_sizes("Gate", k=size)
+
+
+@pytest.mark.parametrize("value", ["c", None, ["a"]])
+def test_a_choice_is_one_of_its_names(value):
+    with pytest.raises(ValueError, match=r"Gate: unknown noise .*use one of .'a', 'b'"):
+        check_choice("Gate", {"a": 1, "b": 2}, noise=value)

@@ -28,19 +28,37 @@ assert moe_of_file("vanilla") == moe_of_file("configs/_base_/moe/vanilla.py")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A folder with the content of a wheel."""
+    return install(tmp_path_factory.mktemp("wheel"), "build_wheel")
+
+
+def install(folder, build):
+    """Build a wheel of a checkout ``folder/damex``; returns its files in a folder."""
     pytest.importorskip("setuptools", reason="builds a wheel")
-    folder = tmp_path_factory.mktemp("wheel")
-    source, site = folder / "source", folder / "site"
+    source, site = folder / "damex", folder / "site"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "requirements.txt", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("damex", "configs"):
         shutil.copytree(ROOT / name, source / name, symlinks=True)
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True)
+    code = f"from setuptools import build_meta; print(build_meta.{build}('..'))"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     return site
+
+
+def test_a_checkout_is_found_from_the_folder_above_it(tmp_path):
+    site = install(tmp_path, "build_editable")
+    code = f"import site; site.addsitedir({str(site)!r}); import damex; print(damex)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"from '{tmp_path / 'damex' / 'damex' / '__init__.py'}'" in done.stdout
 
 
 def test_every_config_is_in_the_wheel(site):

@@ -43,7 +43,7 @@ def zero_ffns(arguments: Sequence[str]) -> None:
     """
     runner = _runner(_config(zero_ffns_parser(), arguments))
     sites = ffn_sites(bare_model(runner))
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, markup=False, emoji=False)
     number = len(sites) + 1
     console.print(f"1/{number}: all FFNs as they are", highlight=False)
     whole = summarise(scores_of(runner.val()))  # this loads the checkpoint
@@ -77,7 +77,7 @@ def tell_datasets(arguments: Sequence[str]) -> None:
             "with."
         )
     cfg["moe"]["oracle"] = True
-    runner, console = _runner(cfg), Console(file=sys.stdout)
+    runner, console = _runner(cfg), Console(file=sys.stdout, markup=False, emoji=False)
     scores = scores_of(runner.val())
     console.print(score_table(scores))
     _write(runner, summarise(scores), console)

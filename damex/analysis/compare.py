@@ -57,7 +57,7 @@ def compare_moe(arguments: Sequence[str]) -> None:
     """
     args = compare_moe_parser().parse_args(arguments)
     check_seeds(args.seeds)
-    console, folder = Console(), Path(args.work_dir)
+    console, folder = Console(markup=False, emoji=False), Path(args.work_dir)
     mixtures, base = _mixtures(args.moe), read_config(args.config)
     complete = {
         name: _config_with(moe, base, args.cfg_options or {})

@@ -75,7 +75,7 @@ def headroom(arguments: Sequence[str]) -> None:
     args = headroom_parser().parse_args(arguments)
     check_seeds(args.seeds)
     args.rungs = list(dict.fromkeys(args.rungs))
-    console, folder = Console(), Path(args.work_dir)
+    console, folder = Console(markup=False, emoji=False), Path(args.work_dir)
     cfg = config_of(args)
     _check_checkpoints(cfg, args.rungs)
     joint = read_joint(cfg)

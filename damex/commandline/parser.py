@@ -27,6 +27,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, command: str, description: str, *, examples: tuple[str, ...] = ()
     ) -> None:
+        self._examples = examples
         lines = ["examples:", *(f"  {line}" for line in examples)]
         super().__init__(
             prog=f"damex {command}",
@@ -37,7 +38,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print below its usage."""
-        raise ConfigError(f"{message}; see --help.")
+        is_short = "are required" in message and self._examples
+        example = f", as in: {self._examples[0]}" if is_short else ""
+        raise ConfigError(f"{message}{example}; see {self.prog} --help.")
 
     def add_checkpoint(self) -> None:
         """Add the checkpoint of a command that needs nothing else."""
@@ -74,7 +77,15 @@ class Overrides(argparse.Action):
         from mmengine.config import DictAction
 
         read = DictAction(self.option_strings, self.dest)
-        read(parser, namespace, values, *rest)
+        for word in values:
+            try:
+                read(parser, namespace, [word], *rest)
+            except (AssertionError, RecursionError) as error:
+                raise argparse.ArgumentError(
+                    self,
+                    f"the brackets of {word!r} are not those of a list; write "
+                    "key=[a,b] or key=(a,b), in quotes if the shell needs them",
+                ) from error
         namespace.option_words = (*namespace.option_words, *values)
 
 
@@ -104,4 +115,10 @@ def share(text: str) -> float:
 def _key_value(text: str) -> str:
     if not re.match(r"[^=]+=", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no key=value")
+    if "dict(" in text:
+        key = text.partition("=")[0]
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: values are numbers, words and lists of them; write dicts into "
+            f"a config file, or name a field of one, as in {key}.0.type=..."
+        )
     return text

@@ -5,11 +5,22 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
 
 from damex.errors import ConfigError, DataError, did_you_mean
+
+# What libraries raise about an argument that they do not take.
+REFUSALS = (
+    *(ValueError, TypeError, LookupError, AssertionError, AttributeError),
+    *(ArithmeticError, NotImplementedError),
+)
+LIBRARIES = frozenset({"torch", "mmengine", "mmcv", "mmdet", "timm", "damex"})
+PLAIN = (bool, int, float, str, tuple)
 
 
 def run_command(
@@ -65,29 +76,61 @@ def fault_of_config(error: Exception) -> str | None:
     builders = sys.modules.get("mmengine.registry.build_functions")
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [] if builders is None else [builders.__file__]
-    builds = [frame for frame in frames if frame.f_code.co_filename in files]
-    if not builds:
+    places = [i for i, one in enumerate(frames) if one.f_code.co_filename in files]
+    if not places:
         return None
-    values = builds[-1].f_locals
-    kind, built, args = values.get("obj_type"), values.get("obj_cls"), values["args"]
-    if isinstance(error, KeyError) and frames[-1] is builds[-1] and built is None:
-        registry = values["registry"]
+    values, inside = frames[places[-1]].f_locals, frames[places[-1] + 1 :]
+    kind = values.get("obj_type", values.get("scheduler_type"))
+    built = values.get("obj_cls", values.get("scheduler_cls"))
+    if built is not None:
+        return _fault_of_class(error, kind, built, values["args"], inside)
+    registry = values["registry"]
+    if isinstance(error, KeyError) and not inside and kind is not None:
         known = {*registry.module_dict, *getattr(registry.parent, "module_dict", ())}
         return (
             f"type={kind!r} is unknown, no {registry.name} of this name is registered; "
             f"{did_you_mean(str(kind), sorted(known))}"
         )
-    if not isinstance(error, TypeError) or built is None:
-        return None
+    if not inside and "args" not in values:
+        given = reprlib.repr(values["cfg"])
+        return f"a {registry.name} must be dict(type=..., ...), got {given}."
+    return None
+
+
+def _fault_of_class(
+    error: Exception, kind: Any, built: Any, args: Mapping, inside: Sequence[FrameType]
+) -> str | None:
+    """Say what a registered class does not take.
+
+    Args:
+        error: That it raised.
+        kind: Its ``type`` in the config.
+        built: The class, or a function.
+        args: What it was called with.
+        inside: The frames below the call; none if Python refused it.
+    """
     classes = inspect.getmro(built) if inspect.isclass(built) else ()
     called = {built.__qualname__, *(f"{one.__qualname__}.__init__" for one in classes)}
     found = re.match(r"(\S+)\(\) got an unexpected keyword .* '(\w+)'", str(error))
-    if found is not None and found[1] in called and found[2] in args:
+    is_unknown = found is not None and found[1] in called and found[2] in args
+    if is_unknown and isinstance(error, TypeError):
         known = {key for one in classes for key in inspect.signature(one).parameters}
         return (
             f"dict(type={kind!r}, ...) has the unknown key {found[2]!r}; "
             f"{did_you_mean(found[2], sorted(known - {'args', 'kwargs'}))}"
         )
-    if frames[-1] is builds[-1]:
-        return f"dict(type={kind!r}, ...): {error}"
-    return None
+    if not inside:
+        is_call = isinstance(error, TypeError)
+        return f"dict(type={kind!r}, ...): {error}" if is_call else None
+    packages = [str(one.f_globals.get("__name__")).partition(".")[0] for one in inside]
+    # A fault in damex or in a class of the user's is worth its traceback.
+    if packages[-1] == "damex" or not {*packages} <= LIBRARIES:
+        return None
+    if not isinstance(error, REFUSALS):
+        return None
+    given = [f"{key}={v!r}" for key, v in args.items() if isinstance(v, PLAIN)]
+    call = f"dict({', '.join([f'type={kind!r}', *given, '...'])})"
+    part = type(inside[-1].f_locals.get("self")).__name__
+    where = "" if part in ("NoneType", built.__name__) else f" in its {part}"
+    reason = " ".join(str(error).split())
+    return f"{call} cannot be built: {type(error).__name__}{where}: {reason}"

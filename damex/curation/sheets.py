@@ -83,7 +83,9 @@ def contact_sheet(
     width = columns * (TILE + _GAP) + _GAP
     sheet = Image.new("RGB", (width, sum(heights) + _GAP * len(rows) + _TITLE), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    draw.text((_GAP, 8), title, fill=_INK, font=ImageFont.load_default(20))
+    draw.text(
+        (_GAP, 8), " ".join(title.split()), fill=_INK, font=ImageFont.load_default(20)
+    )
     top = _TITLE
     for row, height in zip(rows, heights, strict=True):
         for column, (caption, tile) in enumerate(row):
@@ -133,7 +135,7 @@ def draw_name(
 
 
 def _cut(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """A line of which the start is left out if it is too long for a tile."""
+    """A text of one line, without its start if it is too long for a tile."""
     text = " ".join(text.split())
     while font.getlength(text) > TILE and len(text) > 4:
         text = "..." + text[4:]

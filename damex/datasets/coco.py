@@ -332,9 +332,15 @@ def read_coco(path: Path, dataset: str) -> dict[str, Any]:
 
 def _read_text(path: Path, dataset: str) -> str:
     if not path.is_file():
+        is_toy = path.as_posix().startswith("data/toy/")
+        advice = (
+            "Make the toy datasets here: python -m damex.toydata --out data/toy"
+            if is_toy
+            else "Correct data_root, train or val in its mixture entry."
+        )
         raise DataError(
             f"dataset {dataset!r}: there is no annotation file {path} (seen from "
-            f"{Path.cwd()}). Correct data_root, train or val in its mixture entry."
+            f"{Path.cwd()}). {advice}"
         )
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -10,7 +10,12 @@ from mmengine.config import Config, ConfigDict
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
-from damex.engine.config_files import LOADERS, mixture_datasets, moe_of_file
+from damex.engine.config_files import (
+    LOADERS,
+    PlainConfig,
+    mixture_datasets,
+    moe_of_file,
+)
 from damex.errors import ConfigError
 from damex.models.dataset_awareness import DatasetAwarenessConfig
 
@@ -18,7 +23,7 @@ from damex.models.dataset_awareness import DatasetAwarenessConfig
 DATASET_OPTIONS = tuple(vars(DatasetAwarenessConfig()))
 
 
-def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
+def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
     """Fill in datasets, label space, ``num_classes``, ``num_groups`` and ``moe``.
 
     ``label_coverage`` is filled in where an option of the detector asks for it.
@@ -44,7 +49,7 @@ def resolve_config(cfg: Config | ConfigDict) -> Config | ConfigDict:
         ConfigError: If the mixture cannot work, or ``num_classes`` contradicts it.
         DataError: If an annotation file is missing or is not in COCO format.
     """
-    cfg = copy.deepcopy(cfg)
+    cfg = PlainConfig.of(copy.deepcopy(cfg))
     _set_moe(cfg)
     if cfg.get("mixture") is None:
         return cfg

@@ -1,15 +1,21 @@
-"""Config files: found by path or by name, read, and changed from the command line."""
+"""Config files: found by path or by name, read, changed, and written."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import inspect
+import keyword
+import math
+import os
+import reprlib
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmengine.config import Config
+import numpy as np
+from mmengine.config import Config, ConfigDict
 from mmengine.runner import Runner
 from mmengine.utils import import_modules_from_strings
 
@@ -28,6 +34,35 @@ KEYS = frozenset(inspect.signature(Runner).parameters) - {"cfg"} | {
     *("model_wrapper_cfg", "sync_bn", "compile", "load_optimizer"),
     *("data_check", "train_only"),
 }
+
+WIDTH = 88  # of lines in a written config
+
+
+class PlainConfig(Config):
+    """Config that is written as plain Python values, and reads back equal.
+
+    mmengine pastes keys into its text without escapes, and lays it out by yapf: a class
+    ``driver's license`` is a syntax error there, and 1,000 classes take minutes.
+    """
+
+    @classmethod
+    def of(cls, cfg: Config | ConfigDict) -> PlainConfig:
+        """Return a config with the same content, which is not copied."""
+        if not isinstance(cfg, Config):
+            return cls(cfg)
+        plain = cls.__new__(cls)
+        plain.__setstate__(cfg.__getstate__())
+        return plain
+
+    @property
+    def pretty_text(self) -> str:
+        """The config as Python text, which `read_literals` reads, too.
+
+        Raises:
+            ConfigError: If a value cannot be written.
+        """
+        content = self.to_dict()
+        return "".join(f"{k} = {_literal(v, k)}\n" for k, v in content.items())
 
 
 def find_config(name: str, folder: str = "") -> Path:
@@ -175,12 +210,6 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 f"{name}={options[name]!r}: the config has no {first}, and nothing "
                 f"reads it; {did_you_mean(first, sorted({*KEYS, *cfg}))}"
             )
-        if "dict(" in str(options[name]):
-            raise ConfigError(
-                f"{name}={options[name]!r}: --cfg-options take numbers, words and "
-                f"lists of them; write dicts into a config file, or name a field of "
-                f"one, as in {name}.0.type=..."
-            )
     for key in ("max_epochs", "max_iters"):
         if f"train_cfg.{key}" in options and key not in options:
             cfg.pop(key, None)  # it would win; see MixtureRunner
@@ -194,12 +223,42 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 "moe=damex (or another of configs/_base_/moe), or leave it out."
             )
     mixture = copy.deepcopy(cfg.get("mixture"))
+    for name in options:
+        _check_place(cfg, name)
     try:
         cfg.merge_from_dict(options)
-    except (TypeError, KeyError, IndexError) as error:
-        raise ConfigError(f"--cfg-options do not fit the config: {error}") from error
+    except TypeError as error:
+        raise ConfigError(
+            f"--cfg-options {' '.join(options)} set one field as a whole and in part; "
+            "keep one of them."
+        ) from error
     if mixture is not None and cfg["mixture"] != mixture:
         _replace_mixture(cfg, mixture)
+
+
+def _check_place(cfg: Any, name: str) -> None:
+    """Refuse an option below a value without parts, or beyond the end of a list."""
+    parts = name.split(".")
+    for count, part in enumerate(parts):
+        above = ".".join(parts[:count])
+        if isinstance(cfg, list):
+            is_item = part.isdigit() and int(part) < len(cfg)
+            if not is_item or count + 1 == len(parts):
+                raise ConfigError(
+                    f"{name}: {above} is a list of {len(cfg)} in the config; set a "
+                    f"field of an item, as in {above}.0.type=..., or all of it as "
+                    f"{above}=[...]."
+                )
+            cfg = cfg[int(part)]
+        elif count and not isinstance(cfg, Mapping):
+            raise ConfigError(
+                f"{name}: {above} is {reprlib.repr(cfg)} in the config and has no "
+                f"fields; set {above} itself, or write dict(...) into the config file."
+            )
+        elif part not in cfg:
+            return
+        else:
+            cfg = cfg[part]
 
 
 def _replace_mixture(cfg: Config, before: Any) -> None:
@@ -244,9 +303,61 @@ def mixture_datasets(dataset: Any) -> list[dict]:
     return mixtures
 
 
-def _read(file: Path) -> Config:
+def _literal(value: Any, where: str) -> str:
+    """Python text of a value: a line, or a line per item if that is too long."""
+    if isinstance(value, Mapping):
+        is_call = all(map(_is_word, value))
+        parts = [
+            (f"{key}=" if is_call else f"{_literal(key, where)}: ")
+            + _literal(item, f"{where}.{key}")
+            for key, item in value.items()
+        ]
+        first, last = ("dict(", ")") if is_call else ("{", "}")
+    elif isinstance(value, (list, tuple)):
+        parts = [_literal(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        first, last = "[]" if isinstance(value, list) else "()"
+    else:
+        return _scalar(value, where)
+    comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+    line = f"{first}{', '.join(parts)}{comma}{last}"
+    if "\n" not in line and len(line) <= WIDTH:
+        return line
+    lines = textwrap.indent(",\n".join(parts), "    ")
+    return f"{first}\n{lines},\n{last}"
+
+
+def _is_word(key: Any) -> bool:
+    """Whether a key can be a keyword argument, and stays as it is there."""
+    is_name = isinstance(key, str) and key.isascii() and key.isidentifier()
+    return is_name and not keyword.iskeyword(key) and key != "__debug__"
+
+
+def _scalar(value: Any, where: str) -> str:
+    """Python text of a single value."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    elif isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif isinstance(value, type):
+        value = f"{value.__module__}.{value.__qualname__}"  # registries import it
+    if value is None:
+        return "None"
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0.0 else "-1e999"  # there is no literal "inf"
+    for kind in (bool, int, float, str, bytes):
+        if isinstance(value, kind):
+            # mmengine fills in templates such as {{ fileDirname }} when it reads.
+            return kind.__repr__(value).replace("{{", r"{\x7b")
+    raise ConfigError(
+        f"{where}={value!r} is of type {type(value).__name__}, which cannot be written "
+        "to a config file; use numbers, texts, True, False, None, lists, tuples and "
+        "dicts."
+    )
+
+
+def _read(file: Path) -> PlainConfig:
     try:
-        return Config.fromfile(file, import_custom_modules=False)
+        return PlainConfig.of(Config.fromfile(file, import_custom_modules=False))
     except Exception as error:  # a config is a program, and any of its lines may fail
         reason = " ".join(str(error).split())
         raise ConfigError(

@@ -60,7 +60,9 @@ class ProgressHook(Hook):
     def __init__(self, *, every_seconds: float = 15.0, smoothing: float = 0.9) -> None:
         self.every_seconds = every_seconds
         self.smoothing = smoothing
-        self._console = Console(file=sys.stdout, quiet=not is_main_process())
+        self._console = Console(
+            file=sys.stdout, quiet=not is_main_process(), markup=False, emoji=False
+        )
         self._progress: Progress | None = None
         self._means: dict[str, float] = {}
         self._label = ""

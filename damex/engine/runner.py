@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -25,10 +24,9 @@ from damex.compat import ensure_ops
 from damex.curation.inspection import refusal
 from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
-from damex.engine.config_files import KEYS, LOADERS
+from damex.engine.config_files import LOADERS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
-from damex.engine.optim import check_optimizer_type
 from damex.engine.optimizer_state import check_resumable, take_over_moments
 from damex.engine.orderly_runner import OrderlyRunner
 from damex.engine.resumption import DataProgressHook
@@ -43,14 +41,13 @@ from damex.engine.schedule import (
     set_length,
     spans,
 )
+from damex.engine.settings import check_answers, check_settings, misspelt_keys
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
 
 DDP = "MMDistributedDataParallel"
-DATA_CHECKS = ("quick", "off")
-CONSOLES = ("progress", "full")
 HOOKS_OF_DAMEX = (
     IterationSeedHook,
     TrainingStepHook,
@@ -81,10 +78,11 @@ class MixtureRunner(OrderlyRunner):
         Raises:
             ConfigError: If a setting cannot work.
         """
-        misspelt = _misspelt_keys(cfg)
+        check_settings(cfg)
+        misspelt = misspelt_keys(cfg)
         cfg = resolve_config(cfg)
         check_detector(cfg["model"])
-        _check_settings(cfg)
+        check_answers(cfg["model"])
         set_length(cfg)
         for loader in LOADERS:
             if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
@@ -301,39 +299,6 @@ def check_detector(model: Any) -> None:
         f"moe is set, but model.type={kind.__name__!r} takes no experts; "
         f"{did_you_mean(f'MoE{kind.__name__}', routed)} Or set moe=None."
     )
-
-
-def _misspelt_keys(cfg: Config | ConfigDict) -> list[str]:
-    """Sentences about top-level names that look like a key."""
-    near = {
-        key: difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
-        for key in cfg
-        if key not in KEYS
-    }
-    return [
-        f"the config sets {key}, which nothing reads; did you mean {found[0]}?"
-        for key, found in near.items()
-        if found
-    ]
-
-
-def _check_settings(cfg: Config | ConfigDict) -> None:
-    """Refuse an optimiser, a check and a seed that cannot work."""
-    optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer")
-    if isinstance(optimizer, dict):
-        check_optimizer_type(optimizer, "optimizer")
-    if not isinstance(cfg.get("load_optimizer", False), bool):
-        raise ConfigError(
-            f"load_optimizer must be True or False, got {cfg['load_optimizer']!r}."
-        )
-    for key, known in dict(data_check=DATA_CHECKS, console=CONSOLES).items():
-        if cfg.get(key, known[0]) not in known:
-            raise ConfigError(f"{key} must be one of {known}, got {cfg[key]!r}.")
-    seed = (cfg.get("randomness") or {}).get("seed")
-    if seed is not None and not (isinstance(seed, int) and seed >= 0):
-        raise ConfigError(
-            f"randomness.seed must be None or an integer of 0 or more, got {seed!r}."
-        )
 
 
 def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:

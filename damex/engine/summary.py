@@ -46,7 +46,7 @@ class RunSummaryHook(Hook):
     priority = "VERY_LOW"
 
     def __init__(self) -> None:
-        self._console = Console(file=sys.stdout)
+        self._console = Console(file=sys.stdout, markup=False, emoji=False)
         self._created = time.monotonic()
         self._train_seconds = 0.0
         self._train_started: float | None = None

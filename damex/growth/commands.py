@@ -25,7 +25,6 @@ from damex.errors import ConfigError
 from damex.evaluation import MixtureMetric
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
-from damex.inference.literal_config import write_literals
 from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import check_target, write_checkpoint
 
@@ -180,7 +179,7 @@ def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> Non
     write_checkpoint(
         out,
         pruned.state,
-        config=write_literals(pruned.config.to_dict()),
+        config=pruned.config.pretty_text,
         dataset_meta=pruned.space.to_metainfo(),
         moe=dict(pruned.moe),
     )

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from mmengine.config import Config
 from torch import Tensor
 
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
-from damex.engine.config_files import LOADERS, mixture_datasets
+from damex.engine.config_files import LOADERS, PlainConfig, mixture_datasets
 from damex.engine.row_transfer import move_rows, names_of_space
 from damex.errors import ConfigError
 from damex.growth.grow import check_experts, fresh_detector, mixing_notes
@@ -46,7 +45,7 @@ class Pruned:
         notes: What of the other datasets changes, each in a sentence.
     """
 
-    config: Config
+    config: PlainConfig
     space: LabelSpace
     state: Mapping[str, Tensor]
     moe: Mapping[str, Any]
@@ -191,7 +190,7 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
     move_rows(state, detector, stored=names[0], wanted=names[1])
     check_tensors(state, detector, path=stored.path)
     notes = (*mixing_notes(detector), *_import_notes(stored.config))
-    return Pruned(Config(config), space, state, detector.resolved_moe(), notes)
+    return Pruned(PlainConfig(config), space, state, detector.resolved_moe(), notes)
 
 
 def _import_notes(config: Mapping[str, Any]) -> Iterator[str]:

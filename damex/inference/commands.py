@@ -75,7 +75,9 @@ def predict(arguments: Sequence[str]) -> int:
     # On a terminal the bar takes over the standard output, to stay below the lines; a
     # file or a pipe shall get them all the same.
     file = None if sys.stdout.isatty() else sys.stdout
-    console = Console(file=file, highlight=False, soft_wrap=True, markup=False)
+    console = Console(
+        file=file, highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
     if args.dataset == "auto" and predictor.auto_note is not None:
         console.print(f"note: {predictor.auto_note}")
         args.dataset = "all"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from pprint import pformat
+from collections.abc import Iterator
 from typing import Any
 
 import mmdet.registry
@@ -177,19 +176,3 @@ def _registries() -> Iterator[Registry]:
             if isinstance(one, Registry):
                 one.import_from_location()
                 yield one
-
-
-def write_literals(config: Mapping[str, Any]) -> str:
-    """Write a config that `read_literals` and mmengine read as it is.
-
-    mmengine's own writer puts keys into quotes as they are, and its reader replaces
-    ``{{...}}`` in texts by variables of the environment.
-
-    Args:
-        config: Plain values by words of Python.
-    """
-    lines = (
-        f"{key} = {pformat(value, width=88, sort_dicts=False)}\n"
-        for key, value in config.items()
-    )
-    return "".join(lines).replace("{{", "{\\x7b")

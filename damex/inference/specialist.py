@@ -10,13 +10,13 @@ from typing import Any
 
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.registry import MODELS, TRANSFORMS
-from mmengine.config import Config, ConfigDict
+from mmengine.config import ConfigDict
 from torch import Tensor
 
 from damex.engine.config import DATASET_OPTIONS
+from damex.engine.config_files import PlainConfig
 from damex.errors import ConfigError
 from damex.inference.dense_ffn import dense_ffn, widened
-from damex.inference.literal_config import write_literals
 from damex.inference.plain_backbone import KEYS, TYPE, plain_backbone
 from damex.inference.stored import StoredDetector
 from damex.inference.writing import check_target, write_checkpoint
@@ -41,7 +41,7 @@ class Specialist:
     """
 
     classes: tuple[str, ...]
-    config: Config
+    config: PlainConfig
     state: Mapping[str, Tensor]
 
     @property
@@ -71,7 +71,7 @@ class Specialist:
         write_checkpoint(
             path,
             self.state,
-            config=write_literals(self.config.to_dict()),
+            config=self.config.pretty_text,
             dataset_meta=dict(classes=self.classes),
         )
         return path.with_suffix(".py")
@@ -263,13 +263,13 @@ def _of_classes(
 
 def _whole_config(
     model: Mapping[str, Any], pipeline: Sequence[Any], classes: Sequence[str]
-) -> Config:
+) -> PlainConfig:
     """What mmdet's ``init_detector`` and ``DetInferencer`` want to know."""
     dataset = dict(
         type="CocoDataset", metainfo=dict(classes=tuple(classes)), pipeline=pipeline
     )
     backends = [dict(type="LocalVisBackend")]
-    return Config(
+    return PlainConfig(
         dict(
             default_scope="mmdet",
             model=dict(model),

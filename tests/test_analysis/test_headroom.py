@@ -95,7 +95,10 @@ def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
     ("arguments", "message"),
     [
         (["missing.py"], "there is no config file 'missing.py'"),
-        (["quickstart", "--rungs", "wider"], "invalid choice: 'wider'.*see --help"),
+        (
+            ["quickstart", "--rungs", "wider"],
+            "invalid choice: 'wider'.*see damex",
+        ),
         (["quickstart", "--seeds", "1", "1"], "--seeds must be different numbers"),
         (["quickstart", "--jobs", "0"], "--jobs: must be 1 or more, got 0"),
         (["quickstart", "--cfg-options", "modl.a=1"], "did you mean 'model'"),

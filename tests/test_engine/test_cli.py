@@ -11,6 +11,7 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
+from damex.commandline.commands import train_parser
 from damex.commandline.run import run_command
 from damex.engine import cli
 from damex.engine.config import label_space_of, resolve_config
@@ -286,17 +287,40 @@ def test_options_for_experts_change_the_file_that_the_config_names(inside):
     ("options", "words"),
     [
         (
-            {"vis_backends": ['dict(type="TensorboardVisBackend")']},
-            "write dicts into a config file, .*vis_backends.0.type=",
+            {"mixture.0.train.type": "VOCDataset"},
+            r"mixture.0.train is 'train.json' in the config and has no fields; set mi",
         ),
-        ({"mixture.0.train.type": "VOCDataset"}, "options do not fit .*train"),
-        ({"mixture.7.name": "eighth"}, "options do not fit .*7"),
+        ({"mixture.7.name": "b"}, r"^mixture.7.name: mixture is a list of 1 .*\.0\."),
+        ({"mixture.a.name": "b"}, r"^mixture.a.name: mixture is a list of 1 .*\.0\."),
+        ({"mixture.0": "b"}, r"^mixture.0: mixture is a list of 1 .* mixture=\["),
+        ({"model": 3, "model.type": "X"}, "model model.type set one field as a whole"),
     ],
 )
 def test_options_that_cannot_be_merged_end_in_one_line(options, words):
     cfg = Config(dict(vis_backends=[], mixture=[dict(name="a", train="train.json")]))
     with pytest.raises(ConfigError, match=words):
         merge_options(cfg, options)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("vis_backends=[dict(type='X',a=1)]", "config file, .*vis_backends.0.type="),
+        ("train_pipeline=[1,2", r"brackets of 'train_pipeline=.1,2' .* key=.a,b."),
+        ("a=f(1,2)", r"the brackets of 'a=f\(1,2\)' are not those of a list"),
+        ("=3", "'=3' is no key=value"),
+    ],
+)
+def test_options_that_cannot_be_read_end_in_one_line(option, words):
+    with pytest.raises(ConfigError, match=words):
+        train_parser().parse_args(["config.py", "--cfg-options", "a=1", option])
+
+
+def test_options_are_collected():
+    words = ["config.py", "--cfg-options", "a=1", "b=[x,(2,)]", "--cfg-options", "c=,"]
+    args = train_parser().parse_args(words)
+    assert args.cfg_options == {"a": 1, "b": ["x", (2,)], "c": [""]}
+    assert args.option_words == ("a=1", "b=[x,(2,)]", "c=,")
 
 
 def test_options_for_experts_of_a_dense_detector_are_refused():
@@ -339,6 +363,64 @@ def test_a_misspelt_setting_is_named(write_config, run, option, words):
     assert len(said.strip().splitlines()) == 1
     for word in words:
         assert word in said
+
+
+WHOLE = "must be a whole number of 1 or more"
+SETTINGS = {
+    "max_epochs=0": f"max_epochs {WHOLE}, got 0",
+    "max_epochs=-3": f"max_epochs {WHOLE}, got -3",
+    "max_epochs=1.5": f"max_epochs {WHOLE}, got 1.5",
+    "max_epochs=lots": f"max_epochs {WHOLE}, got 'lots'",
+    "train_cfg.max_epochs=0": f"train_cfg.max_epochs {WHOLE}, got 0",
+    "train_cfg.val_interval=0": f"train_cfg.val_interval {WHOLE}, got 0",
+    "optim_wrapper.optimizer.lr=fast": "lr must be a number of 0 or more, got 'fast'",
+    "optim_wrapper.optimizer.lr=-1": "optimizer.lr must be a number of 0 or more",
+    "optim_wrapper.optimizer.lr=nan": "a number of 0 or more, got nan",
+    "optim_wrapper.clip_grad.max_norm=-1": "max_norm must be a number above 0, got -1",
+    "train_dataloader.batch_size=0": "batch_size must be an integer of 1",
+    "val_dataloader.batch_size=big": "batch_size must be an integer of 1 or",
+    "train_dataloader.num_workers=-1": "an integer of 0 or more, got -1",
+    "train_dataloader=None": "must be set, too, with train_cfg and optim_wrapper; or",
+    "train_dataloader.dataset.pipeline.2.scale=0": "Resize in a pipeline of train_data",
+    "val_dataloader.dataset.pipeline.1.scale=(9,-9)": "scale must be made of numbers",
+    "model=None": "model must be a dict, got None",
+    "model.num_queries=2": "set model.test_cfg.max_per_img=8.",
+    "model.num_queries=many": "num_queries must be an integer of 1 or more, got 'many'",
+    "model.decoder.layer_cfg.self_attn_cfg.embed_dims=77": "embed_dim must be divis",
+    "model.backbone.depth=77": "dict(type='ResNet', depth=77, ",
+    "model.backbone=None": "a model must be dict(type=..., ...), got None",
+    "param_scheduler.0.end=-1": "end should be larger than begin",
+    "mixture=None": "mixture is None or missing, and train_dataloader has a Mixture",
+    "console=verbose": "console must be one of ('progress', 'full'), got 'verbose'",
+    "log_level=LOUD": "log_level must be one of ('DEBUG', ",
+    "work_dir=": "work_dir must be the name of a folder, got ''",
+    "moe.losses=[dict(type='X',weight=0.1)]": "as in moe.losses.0.type=...",
+    "train_pipeline=[1,2": "the brackets of 'train_pipeline=[1,2' are not those",
+}
+
+
+@pytest.mark.parametrize("option", SETTINGS)
+def test_a_setting_that_cannot_work_is_named(write_config, run, option):
+    status, said = run(cli.train, write_config(), "--cfg-options", option)
+    assert status == 2
+    lines = [line for line in said.splitlines() if line and "Warning" not in line]
+    assert lines[-1].startswith("error: ")
+    assert SETTINGS[option] in lines[-1]
+    assert len(lines) <= 2  # a warning of mmengine's, below its place
+
+
+def test_settings_of_a_config_file_are_checked_too(write_config, run):
+    status, said = run(cli.train, write_config(extra="max_epochs = 'lots'"))
+    assert status == 2
+    assert said.strip() == f"error: max_epochs {WHOLE}, got 'lots'."
+
+
+def test_a_work_dir_without_a_name_is_refused(write_config, run, tmp_path, monkeypatch):
+    config = write_config()
+    monkeypatch.chdir(tmp_path)
+    status, said = run(cli.train, config, "--work-dir", "")
+    assert (status, said.strip()) == (2, f"error: {SETTINGS['work_dir=']}.")
+    assert not list(tmp_path.glob("2*"))  # no log in the present folder
 
 
 @pytest.mark.parametrize(

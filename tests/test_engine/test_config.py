@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mmdet.registry import DATASETS
 from mmengine.config import Config
@@ -11,8 +12,9 @@ from mmengine.config import Config
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import resolve_config
-from damex.engine.config_files import merge_options
+from damex.engine.config_files import PlainConfig, merge_options
 from damex.errors import ConfigError, DataError
+from damex.inference.literal_config import read_literals
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOE = dict(num_experts=2, gate=dict(type="TopKGate", k=1))
@@ -59,11 +61,50 @@ def test_the_config_passed_in_is_not_changed(two_datasets):
 @pytest.mark.parametrize("moe", [MOE, None])
 def test_written_config_can_be_read_and_resolved_again(two_datasets, tmp_path, moe):
     # mmengine writes the resolved config into work_dir; people start from that file.
-    two_datasets[1]["rename"] = dict(dog="traffic light's dog")
+    two_datasets[1]["rename"] = dict(dog="traffic light's dog", car="the car's car")
     once = resolve_config(config(two_datasets, moe=moe, label_space="partitioned"))
     once.dump(tmp_path / "written.py")
     again = resolve_config(Config.fromfile(tmp_path / "written.py"))
     assert again.to_dict() == once.to_dict()
+
+
+ODD_NAMES = (
+    *("driver's license", 'a "quoted" name', "back\\slash", "new\nline", "tab\t"),
+    *("{{ fileDirname }}", "{{$HOME:/}}", "{{ _base_.model }}", "{{{{", "\\{{"),
+    *("übung 名前", "ﬁsh", "\u202eright", "\udcff", "", "class", "__debug__", "items"),
+)
+
+
+def test_any_text_reads_back_from_a_written_config(tmp_path):
+    content = dict(
+        names=list(ODD_NAMES),
+        mapping=dict(zip(ODD_NAMES, reversed(ODD_NAMES), strict=True)),
+        order=dict(zebra=1, ape={2: (3,), "b": [()]}),
+        numbers=[float("inf"), -float("inf"), 1e-5, True, None, -1],
+    )
+    cfg = PlainConfig(content)
+    cfg.dump(tmp_path / "it's {{ fileBasename }}.py")
+    again = Config.fromfile(tmp_path / "it's {{ fileBasename }}.py").to_dict()
+    assert again == read_literals(cfg.pretty_text, where="a.pth") == content
+    assert list(again["order"]) == ["zebra", "ape"]  # the order of classes, perhaps
+
+
+def test_values_of_libraries_are_written_as_plain_ones():
+    cfg = PlainConfig(dict(lr=np.float32(0.5), root=Path("a"), kind=Path))
+    plain = read_literals(cfg.pretty_text, where="a.pth")
+    assert plain == dict(lr=0.5, root="a", kind=f"{Path.__module__}.Path")
+
+
+def test_a_value_that_cannot_be_written_is_named():
+    cfg = PlainConfig(dict(model=dict(steps=[1, {2}])))
+    with pytest.raises(ConfigError, match=r"^model.steps\[1\]=\{2\} is of type set"):
+        cfg.dump()
+
+
+def test_no_formatter_is_asked_to_lay_out_a_config(two_datasets, monkeypatch):
+    # yapf takes minutes for a thousand classes.
+    monkeypatch.delattr("yapf.yapflib.yapf_api.FormatCode")
+    assert "street" in resolve_config(config(two_datasets)).pretty_text
 
 
 def test_label_space_of_the_config_is_used(two_datasets):

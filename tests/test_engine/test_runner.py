@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_written_is_refused(make_runner, tmp_path):
 
 @pytest.mark.parametrize("seed", ["abc", -1, 1.5])
 def test_a_seed_that_is_none_is_refused(make_runner, seed):
-    with pytest.raises(ConfigError, match=r"randomness\.seed must be None or an int"):
+    with pytest.raises(ConfigError, match=r"randomness\.seed must be an integer of 0"):
         make_runner(**{"randomness.seed": seed})
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from mmengine.config import Config
 
+from damex.__main__ import main
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
@@ -65,6 +67,32 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     summary_2 = json.loads((work / "summary.json").read_text())
     assert {key: summary_2[key] for key in scores} == {k: summary[k] for k in scores}
+
+
+def test_odd_names_train_resume_evaluate_and_predict(
+    write_config_to, run_tool, make_coco_dataset, tmp_path, capsys
+):
+    odd = tmp_path / "it's {{ here }} [b] 名"
+    mixture = [
+        make_coco_dataset(
+            odd / "[red]", classes=["driver's license", "a\nb"], num_images=6
+        ),
+        make_coco_dataset(odd / "{{", classes=['"', "\\", "items"], num_images=6),
+    ]
+    config = write_config_to(odd, mixture=mixture, name="it's")
+    trained = run_tool("train.py", config)
+    assert trained.returncode == 0, trained.stderr
+    assert "[red] (6), {{ (6)" in trained.stdout, trained.stdout
+    written, checkpoint = odd / "work" / config.name, odd / "work" / "epoch_2.pth"
+    longer = ("--resume", "--cfg-options", "max_epochs=3")
+    resumed = run_tool("train.py", written, *longer, "--work-dir", odd / "work")
+    assert resumed.returncode == 0, resumed.stderr
+    tested = run_tool("test.py", written, checkpoint, "--work-dir", odd / "again")
+    assert tested.returncode == 0, tested.stderr
+    images = str(odd / "[red]" / "images")
+    options = ("--dataset", "[red]", "--min-score", "0", "--draw", str(odd / "drawn"))
+    assert main(["predict", str(checkpoint), images, *options]) == 0
+    assert "driver's license" in capsys.readouterr().out
 
 
 def test_options_of_datasets_travel_with_the_checkpoint(

@@ -116,8 +116,7 @@ class QuickRunner(MixtureRunner):
 
 
 def save_seconds():
-    """Of each run: mmengine formats its config many times and collects garbage."""
-    Config.pretty_text = property(repr)
+    """Of each run: mmengine collects garbage for every dataset."""
     gc.freeze()
 
 

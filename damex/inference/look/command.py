@@ -81,7 +81,7 @@ def _report(
     page: Path, watched: Watched, notes: Sequence[str], alarms: Sequence[str]
 ) -> None:
     """Print what the page says of each layer."""
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(box=box.SIMPLE)
     table.add_column("layer", no_wrap=True)
     columns = ["entropy of use", "information", "busiest", "unused"]
