@@ -7,10 +7,10 @@ import pytest
 
 from damex.commandline.data import data
 from damex.commandline.run import run_command
-from damex.curation.findings import KINDS, MAX_LISTED, Finding, Place, capped
 from damex.curation.inspection import check_config
 from damex.datasets.coco import NamedCocoDataset
-from tests.test_curation.conftest import SIZE, picture
+from damex.datasets.findings import KINDS, MAX_LISTED, Finding, Place, capped
+from tests.test_curation.conftest import CLASSES, SIZE, picture
 
 
 @pytest.fixture
@@ -162,7 +162,8 @@ def test_a_coco_dataset_written_as_a_dict_is_checked_as_a_file(dataset):
     dataset.write()
     paths = dict(ann_file="train.json", data_prefix=dict(img="images/"))
     inner = dict(type="CocoDataset", **paths)
-    cfg = dataset.config(train=dict(type="RepeatDataset", times=2, dataset=inner))
+    repeated = dict(type="RepeatDataset", times=2, dataset=inner)
+    cfg = dataset.config(train=repeated, classes=CLASSES)
     [finding] = check_config(cfg, quick=False).findings
     assert (finding.kind, finding.record) == ("area-zero", "annotation 7")
 

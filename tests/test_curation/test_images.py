@@ -8,21 +8,15 @@ from mmdet.registry import TRANSFORMS
 from PIL import Image
 
 from damex.curation import leaks
-from damex.curation.findings import Place
-from damex.curation.images import (
-    ImageRecord,
-    check_look,
-    gradient_of,
-    look_at,
-)
+from damex.curation.images import gradient_of, look_at
 from damex.curation.leaks import NEAR, near_pairs
+from damex.datasets.findings import Place
+from damex.datasets.image_checks import ImageRecord, check_look
 from tests.test_curation.conftest import SIZE, picture
 
 
 def record_of(path, size, **kwargs):
-    return ImageRecord(
-        Place("street", "train.json"), "train", "image 1", path, size, **kwargs
-    )
+    return ImageRecord(Place("street", "train.json"), "image 1", path, size, **kwargs)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
