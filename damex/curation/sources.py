@@ -88,9 +88,9 @@ def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     inner = leaves(config)
     if all(leaf["type"] == "NamedCocoDataset" for leaf in inner):
         for leaf in inner:
-            root = Path(leaf.get("data_root") or "")
+            above = Path(leaf.get("data_root") or "")
             folder = (leaf.get("data_prefix") or {}).get("img") or ""
-            paths = CocoSource(root / leaf.get("ann_file", ""), root / folder)
+            paths = CocoSource(above / leaf.get("ann_file", ""), above / folder)
             place = Place.of(spec.name, paths.annotations, split=split)
             yield coco_file(place, paths)
         return

@@ -104,7 +104,7 @@ class NamedCocoDataset(CocoDataset):
             records, findings = check_coco(document, place, expected)
         raise_first(findings)
         assert records is not None
-        self._log(findings)
+        self._log(findings, place)
         positions = usable_boxes(records, expected).position_B.tolist()
         usable = [records.annotations[position] for position in positions]
         for record in usable:
@@ -114,7 +114,7 @@ class NamedCocoDataset(CocoDataset):
         categories = [c for c in document["categories"] if c["id"] in known]
         return _NamedCoco({**document, "annotations": usable, "categories": categories})
 
-    def _log(self, findings: Iterable[Finding]) -> None:
+    def _log(self, findings: Iterable[Finding], place: Place) -> None:
         """Count warnings in one line, and facts in another that the screen omits."""
         for name, level in (("warning", logging.WARNING), ("info", logging.INFO)):
             counts: Counter[str] = Counter()
@@ -127,7 +127,7 @@ class NamedCocoDataset(CocoDataset):
                 for kind, count in counts.items()
             )
             if found:
-                message = f"dataset {self.name!r}: {self.ann_file}: {found}."
+                message = f"dataset {self.name!r}: {place.file}: {found}."
                 print_log(message, logger="current", level=level)
 
     def parse_data_info(self, raw_data_info: dict) -> dict:

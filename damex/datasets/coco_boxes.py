@@ -153,8 +153,7 @@ def check_boxes(records: Records, expected: Expectations) -> Iterator[Finding]:
     corners = [*_corners(boxes, records.place)]
     yield from corners
     yield from _check_shapes(records, boxes, faults, expected, quiet=bool(corners))
-    is_bad_B = np.any([faults[kind] for kind in DROPPED], axis=0)
-    boxes = boxes.keep(~is_bad_B)
+    boxes = boxes.keep(~np.any([faults[kind] for kind in DROPPED], axis=0))
     yield from _check_areas(records, boxes)
     yield from _check_use(records, boxes, expected)
     yield from _duplicates(records, boxes)
@@ -269,7 +268,7 @@ def area_of(record: Mapping[str, Any]) -> float:
     """The area of an annotation; that of its box if it states none."""
     area = record.get("area")
     _, _, width, height = record["bbox"]
-    return area if is_number(area) else width * height
+    return width * height if area is None or not is_number(area) else area
 
 
 def _check_areas(records: Records, boxes: Boxes) -> Iterator[Finding]:
@@ -315,11 +314,11 @@ def _check_use(
     yield from _each(records, "box-ignored", boxes.keep(ignored), text)
     if records.place.split != "train" or not expected.filter_empty:
         return
-    sides_B = (boxes.box_B4[:, 2:] >= 1).all(axis=1)
+    sides_B: np.ndarray = (boxes.box_B4[:, 2:] >= 1).all(axis=1)
+    large = [rows[i] for i in np.flatnonzero(sides_B).tolist()]
     trains = (
         not row.get("iscrowd") and not row.get("ignore") and not area_of(row) <= 0
-        for row, is_large in zip(rows, sides_B.tolist(), strict=True)
-        if is_large
+        for row in large
     )
     if not any(trains) and records.images:
         crowds = sum(bool(row.get("iscrowd")) for row in rows)

@@ -137,10 +137,14 @@ def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding
     images = records.images
     empty = [i for i, image in enumerate(images) if not counts[image["id"]]]
 
+    def name(position: int) -> str:
+        named = records.place.root  # then the finding has the path already
+        return "it" if named else repr(images[position].get("file_name"))
+
     def of_empty(position: int) -> str:
         return (
-            f"{images[position].get('file_name')!r} has no box: training leaves it "
-            "out, evaluation does not. Nothing to do if it shows no object."
+            f"{name(position)} has no box: training leaves it out, evaluation does "
+            "not. Nothing to do if it shows no object."
         )
 
     yield from records.each("image-without-boxes", "images", empty, of_empty)
@@ -150,9 +154,8 @@ def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding
     full = [i for i, image in enumerate(images) if counts[image["id"]] > limit]
 
     def of_full(position: int) -> str:
-        image = images[position]
         return (
-            f"{image.get('file_name')!r} has {counts[image['id']]} boxes, and the "
+            f"{name(position)} has {counts[images[position]['id']]} boxes, and the "
             f"detector has {limit} queries, each of which finds one object at most. "
             "Set model.num_queries higher, or cut the image into tiles."
         )

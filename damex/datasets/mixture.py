@@ -199,10 +199,11 @@ class MixtureDataset(Dataset):
         source, _ = self.locate(info["sample_idx"])
         place, path = self._places[source], Path(info["img_path"])
         name = path.relative_to(place.root) if place.root else info.get("img_id")
-        size = info.get("width"), info.get("height")
-        known = None if None in size else size
-        applies = self._applies_exif[source]
-        return ImageRecord(place, f"image {name}", path, known, applies)
+        width, height = info.get("width"), info.get("height")
+        size = None if width is None or height is None else (width, height)
+        return ImageRecord(
+            place, f"image {name}", path, size, self._applies_exif[source]
+        )
 
     def _place(self, spec: DatasetSpec) -> Place:
         """The annotation file of a dataset, or its class."""

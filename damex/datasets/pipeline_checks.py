@@ -52,12 +52,12 @@ def image_scales(
         pipeline: Configs of transforms.
         keep_ratio: Leave out those that change the aspect ratio.
     """
-    found = []
+    found: list[Any] = []
     for step in _steps(pipeline):
         is_resize = "Resize" in str(step.get("type"))
         if not is_resize or (keep_ratio and not step.get("keep_ratio")):
             continue
-        scale = step.get("scale", step.get("scales")) or ()
+        scale: Any = step.get("scale", step.get("scales")) or ()
         is_list = isinstance(scale, (list, tuple)) and scale
         found += scale if is_list and isinstance(scale[0], (list, tuple)) else [scale]
     return tuple(

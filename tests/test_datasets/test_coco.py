@@ -294,7 +294,7 @@ def test_id_given_twice(park, edit_json, key):
 
 def test_record_without_id(park, edit_json):
     edit_json(park, set_record("annotations", 1, id=None))
-    with pytest.raises(DataError, match="annotation number 2 .*: there is no 'id'"):
+    with pytest.raises(DataError, match=r"annotation number 2 .*: there is no 'id'"):
         load(park)
 
 
