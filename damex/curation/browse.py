@@ -11,11 +11,11 @@ from PIL import Image
 
 from damex.commandline.bar import Bar
 from damex.commandline.data import browse_parser
-from damex.curation.findings import Finding
 from damex.curation.page import render
 from damex.curation.sheets import contact_sheet, draw_tile, palette
 from damex.curation.sources import expectations, sources_of
 from damex.curation.views import SplitView, view_of
+from damex.datasets.findings import Finding
 from damex.datasets.spec import SPLITS, parse_mixture
 from damex.engine.config_files import mixture_config_of
 from damex.files import atomic_write, make_folder, write_text
@@ -66,7 +66,7 @@ def _read(
                 notes.append(source.message)
                 continue
             progress.begin(f"read {source.place.file}", None)
-            expected = expectations(cfg, spec, source.split)
+            expected = expectations(cfg, spec, source.place.split)
             view = view_of(
                 source, expected, spec.rename, num_samples=num_samples, seed=seed
             )

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from damex.commandline.bar import Bar
 from damex.commandline.data import EXAMPLES, check_parser
-from damex.curation.boxes import Expectations
-from damex.curation.findings import KINDS, LEVELS, Finding
 from damex.curation.inspection import Inspection, check_config, errors_of
 from damex.curation.sources import coco_file
+from damex.datasets.coco_records import Expectations
+from damex.datasets.findings import KINDS, LEVELS, Finding, Place
 from damex.datasets.spec import CocoSource
 from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
@@ -68,7 +68,8 @@ def check_coco(file: str, images: str, quick: bool, progress: Bar) -> Inspection
         progress: Hears what is done.
     """
     path = Path(file)
-    source = coco_file(path.stem, "train", CocoSource(path, Path(images)))
+    place = Place(path.stem, str(path))
+    source = coco_file(place, CocoSource(path, Path(images)))
     inspection = Inspection()
     inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
     inspection.check_images(quick=quick, progress=progress)
@@ -78,15 +79,19 @@ def check_coco(file: str, images: str, quick: bool, progress: Bar) -> Inspection
 def print_report(
     findings: Sequence[Finding], console: Console, *, examples: int = EXAMPLES
 ) -> None:
-    """Print findings by dataset and kind, errors first, each with examples."""
+    """Print findings by dataset and kind, each with examples.
+
+    Records that reading a folder left out come first, then errors.
+    """
     for dataset in dict.fromkeys(finding.dataset for finding in findings):
         own = [finding for finding in findings if finding.dataset == dataset]
         lines = [f"\n{dataset}: {count_levels(own)}"]
-        for level in LEVELS:
-            kinds = dict.fromkeys(f.kind for f in own if f.level == level)
-            for kind in kinds:
-                same = [f for f in own if (f.level, f.kind) == (level, kind)]
-                lines += _kind_lines(level, kind, same, examples)
+        kinds = {(f.level, f.kind): None for f in own}
+        order = sorted(kinds, key=lambda k: (k[1] != "left-out", LEVELS.index(k[0])))
+        for level, kind in order:
+            same = [f for f in own if (f.level, f.kind) == (level, kind)]
+            shown = len(same) if kind == "left-out" else examples
+            lines += _kind_lines(level, kind, same, shown)
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 

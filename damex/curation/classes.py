@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from damex.curation.boxes import Expectations
-from damex.curation.findings import Finding, Place
-from damex.curation.records import Records
+from damex.datasets.coco_records import Expectations, Records
+from damex.datasets.findings import Finding, Place
 from damex.errors import did_you_mean
 
 FEW_BOXES = 10
@@ -26,47 +25,20 @@ class ClassCounts:
     Args:
         place: The file.
         boxes: Class name -> number of boxes, 0 for a class without any.
-        parents: Names that stand as ``supercategory`` of other classes.
     """
 
     place: Place
     boxes: Mapping[str, int]
-    parents: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, records: Records, place: Place, categories: Sequence) -> ClassCounts:
-        """Count.
-
-        Args:
-            records: The readable records of the file.
-            place: The file.
-            categories: Its list of categories.
-        """
+    def of(cls, records: Records) -> ClassCounts:
+        """Count the readable records of a file."""
         found = Counter(record["category_id"] for record in records.annotations)
         boxes: Counter[str] = Counter()
         for key, name in records.categories.items():
             if name:
                 boxes[name] += found[key]
-        parents = {
-            str(category.get("supercategory"))
-            for category in categories
-            if isinstance(category, Mapping)
-            and category.get("supercategory") != category.get("name")
-        }
-        return cls(place, boxes, frozenset(parents))
-
-
-def check_class_names(categories: Sequence, place: Place) -> Iterator[Finding]:
-    """Names that stand twice in a file's list of categories."""
-    names = [
-        str(category["name"])
-        for category in categories
-        if isinstance(category, Mapping) and category.get("name") not in (None, "")
-    ]
-    for name, count in Counter(names).items():
-        if count > 1:
-            text = f"{count} categories have this name. Give each class one category."
-            yield place.finding("duplicate-class-name", f"class {name!r}", text)
+        return cls(records.place, boxes)
 
 
 def check_classes(
@@ -75,18 +47,18 @@ def check_classes(
     expected: Expectations,
     rename: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """What is odd about the classes of one dataset.
+    """Find oddities of the classes of one dataset.
 
     Args:
-        train: Those of the training set, where it could be read.
+        train: Those of the training set, if it could be read.
         others: Those of validation and test.
-        expected: Holds the ``classes`` of the mixture entry.
+        expected: Holds the classes in use.
         rename: As in the mixture entry.
     """
     first = train or next(iter(others), None)
     if first is None:
         return
-    yield from _unknown_names(first, expected, rename)
+    yield from _unknown_names(first, rename)
     yield from _similar_names(first, expected, rename)
     dummies = [*_dummies(first, expected)]
     yield from dummies
@@ -100,24 +72,19 @@ def check_classes(
             yield from _check_use(train.place, record, count, elsewhere)
             for other in others:
                 yield from _check_other(other, name, count)
-    if train is not None and expected.classes is None:
+    if train is not None and not expected.is_choice:
         for other in others:
             yield from _not_in_train(train, other)
 
 
-def _unknown_names(
-    counts: ClassCounts, expected: Expectations, rename: Mapping[str, str]
-) -> Iterator[Finding]:
-    named = {"classes": expected.classes or (), "rename": tuple(rename)}
-    for option, names in named.items():
-        for name in names:
-            if name not in counts.boxes:
-                yield counts.place.finding(
-                    "unknown-class",
-                    f"class {name!r}",
-                    f"{option} in the mixture entry names it; "
-                    f"{did_you_mean(name, counts.boxes)} Correct {option!r}.",
-                )
+def _unknown_names(counts: ClassCounts, rename: Mapping[str, str]) -> Iterator[Finding]:
+    for name in rename:
+        if name not in counts.boxes:
+            text = (
+                "rename in the mixture entry names it; "
+                f"{did_you_mean(name, counts.boxes)} Correct 'rename'."
+            )
+            yield counts.place.finding("unknown-class", f"class {name!r}", text)
 
 
 def _similar_names(
@@ -153,16 +120,13 @@ def _bare(name: str) -> str:
 
 def _dummies(counts: ClassCounts, expected: Expectations) -> Iterator[Finding]:
     for name, count in counts.boxes.items():
-        by_name = name.casefold().strip("_ ") in DUMMY_NAMES
-        by_use = count == 0 and name in counts.parents
-        if expected.uses(name) and (by_name or by_use):
-            yield counts.place.finding(
-                "dummy-class",
-                f"class {name!r}",
-                f"this category with {count} boxes is no class of objects, and would "
+        if expected.uses(name) and name.casefold().strip("_ ") in DUMMY_NAMES:
+            text = (
+                f"this category with {count} boxes does not name objects, and would "
                 "become an output of the detector. List the others in classes=[...] "
-                "of the mixture entry.",
+                "of the mixture entry."
             )
+            yield counts.place.finding("dummy-class", f"class {name!r}", text)
 
 
 def _check_use(
@@ -184,20 +148,14 @@ def _check_use(
 
 def _check_other(other: ClassCounts, name: str, in_train: int) -> Iterator[Finding]:
     record = f"class {name!r}"
-    if name not in other.boxes:
+    here = other.boxes.get(name)
+    if in_train == 0 and here:
         text = (
-            "the training set has this class, and this file does not list it; "
-            f"{did_you_mean(name, other.boxes)} Add it to the categories, with or "
-            "without boxes."
-        )
-        yield other.place.finding("class-not-in-file", record, text)
-    elif in_train == 0 and other.boxes[name] > 0:
-        text = (
-            f"{other.boxes[name]} boxes here and none in the training set, so that it "
-            "cannot be learnt. Split the dataset anew."
+            f"{here} boxes here and none in the training set, so that it "
+            "cannot be learnt. Split the dataset again."
         )
         yield other.place.finding("class-only-in-val", record, text)
-    elif in_train > 0 and other.boxes[name] == 0:
+    elif in_train > 0 and here == 0:
         text = f"{in_train} boxes in the training set and none here: it has no score."
         yield other.place.finding("class-only-in-train", record, text)
 

@@ -6,16 +6,16 @@ Axes: M datasets, F features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from damex.curation.boxes import scale_and_shape
-from damex.curation.records import is_number
 from damex.datasets.coco import read_coco
+from damex.datasets.coco_boxes import is_number
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
@@ -95,6 +95,27 @@ def _load(source: CocoSource, file: str, dataset: str) -> np.ndarray:
             error
         )
     return np.asarray(small)
+
+
+def scale_and_shape(box: Any, image: Mapping[str, Any]) -> tuple[float, float] | None:
+    """How large a box is in its image, and how wide.
+
+    Args:
+        box: ``bbox`` of an annotation.
+        image: Record of its image.
+
+    Returns:
+        Root of its share of the image, and width over height; None if the two are not
+        a box in an image.
+    """
+    try:
+        _, _, width, height = (float(value) for value in box)
+        share = width * height / (image["width"] * image["height"])
+    except (TypeError, ValueError, KeyError, ZeroDivisionError):
+        return None
+    if width > 0 and height > 0 and 0 < share < math.inf:
+        return math.sqrt(share), width / height
+    return None
 
 
 def box_statistics(document: dict) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The whole check of a mixture, and what of it a training does before it begins."""
+"""The whole check of a mixture, and the part that a training does first."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from damex.commandline.bar import Bar
-from damex.curation.annotations import check_records
-from damex.curation.boxes import Expectations
-from damex.curation.classes import ClassCounts, check_class_names, check_classes
-from damex.curation.findings import Finding, Place, capped
-from damex.curation.images import (
-    ImageRecord,
-    check_existence,
-    check_look,
-    image_records,
-    look_at,
-)
+from damex.curation.classes import ClassCounts, check_classes
+from damex.curation.images import check_existence, image_records, look_at
 from damex.curation.leaks import find_leaks, same_files
-from damex.curation.records import parse_records
 from damex.curation.sources import Source, expectations, sources_of
-from damex.datasets.spec import SPLITS, parse_mixture
+from damex.datasets.coco_checks import check_coco
+from damex.datasets.coco_records import Expectations
+from damex.datasets.findings import Finding, Place, capped
+from damex.datasets.image_checks import ImageRecord, check_look, check_scales
+from damex.datasets.label_space import LabelSpace
+from damex.datasets.spec import SPLITS, DatasetSpec, parse_mixture
+from damex.errors import ConfigError, DataError
 
 # Of the order in which images are opened where time may not suffice for all.
 SEED = 0
@@ -73,10 +69,11 @@ class Inspection:
                 self.findings.append(source)
                 continue
             progress.begin(f"read {source.place.file}", None)
-            expected = expected_of(source.split)
+            split = source.place.split
+            expected = expected_of(split)
             found = self._add_source(source, expected)
             if found is not None:
-                counts.setdefault(source.split, []).append(found)
+                counts.setdefault(split, []).append(found)
         train = [_joined(counts.pop("train"))] if "train" in counts else []
         others = [_joined(found) for found in counts.values()]
         first = train[0] if train else None
@@ -85,23 +82,17 @@ class Inspection:
     def _add_source(self, source: Source, expected: Expectations) -> ClassCounts | None:
         document, findings = source.read()
         self.findings += findings
-        if document is None:
+        if any(errors_of(findings)):
             return None
-        records, findings = parse_records(document, source.place)
+        records, findings = check_coco(document, source.place, expected)
         self.findings += findings
         if records is None:
             return None
-        self.findings += check_class_names(document["categories"], source.place)
-        self.findings += check_records(records, source.place, expected)
+        images = image_records(records, source.images, expected)
+        self.findings += capped(check_scales(images, expected.kept_scales))
         self.num_boxes += len(records.annotations)
-        self.images += image_records(
-            records,
-            source.place,
-            source.split,
-            source.images,
-            applies_exif=expected.applies_exif,
-        )
-        return ClassCounts.of(records, source.place, document["categories"])
+        self.images += images
+        return ClassCounts.of(records)
 
     def check_images(
         self, *, quick: bool, progress: Bar, seconds: float = float("inf")
@@ -114,8 +105,7 @@ class Inspection:
             seconds: When to stop opening images.
         """
         progress.begin("look for files", None)
-        there, missing = check_existence(self.images)
-        found = missing
+        there, found = check_existence(self.images)
         if seconds < float("inf"):
             random.Random(SEED).shuffle(there)
         progress.begin("read headers" if quick else "decode images", len(there))
@@ -154,32 +144,54 @@ def check_config(
     """
     progress = progress or Bar()
     inspection = Inspection()
-    for spec in parse_mixture(cfg["mixture"]):
+    specs = parse_mixture(cfg["mixture"])
+    space, fault = _label_space(cfg, specs)
+    required = ["train", *(s for s in splits if cfg.get(f"{s}_dataloader"))]
+    for spec in specs:
+        classes = None
+        if space is not None:
+            classes = tuple(space.dataset_classes[space.dataset_id(spec.name)])
 
-        def expected_of(split: str, spec: Any = spec) -> Expectations:
-            return expectations(cfg, spec, split)
+        def expected_of(
+            split: str, spec: Any = spec, classes: Any = classes
+        ) -> Expectations:
+            return expectations(cfg, spec, split, classes)
 
-        sources = sources_of(spec, splits)
+        sources = sources_of(spec, splits, required)
         inspection.add_dataset(sources, expected_of, spec.rename, progress)
+    if fault and not any(errors_of(inspection.findings)):
+        place = Place("all datasets", "label space")
+        inspection.findings.append(place.finding("unknown-class", None, fault))
     inspection.check_images(quick=quick, progress=progress, seconds=seconds)
     return inspection
 
 
+def _label_space(
+    cfg: Mapping[str, Any], specs: Sequence[DatasetSpec]
+) -> tuple[LabelSpace | None, str]:
+    """The label space of the training, or why it cannot be built."""
+    dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
+    mode = dataset.get("label_space") or cfg.get("label_space") or "union"
+    try:
+        return LabelSpace.of(specs, mode), ""
+    except (ConfigError, DataError) as error:
+        return None, str(error)
+
+
 def errors_of(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Those that a dataset cannot be used with."""
+    """Those that a training refuses."""
     return (finding for finding in findings if finding.level == "error")
 
 
 def _joined(found: Sequence[ClassCounts]) -> ClassCounts:
-    """Counts of a split that is several files; the first one stands for them."""
+    """Counts of a split of several files, with the place of the first."""
     if len(found) == 1:
         return found[0]
     boxes: dict[str, int] = {}
     for counts in found:
         for name, count in counts.boxes.items():
             boxes[name] = boxes.get(name, 0) + count
-    parents = frozenset().union(*(counts.parents for counts in found))
-    return ClassCounts(found[0].place, boxes, parents)
+    return ClassCounts(found[0].place, boxes)
 
 
 def _not_all(looked: int, total: int, seconds: float) -> Finding:
@@ -201,8 +213,7 @@ def refusal(cfg: Mapping[str, Any], logger: logging.Logger) -> str | None:
         Why there can be no training; None if there can.
     """
     splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
-    found = check_config(cfg, quick=True, splits=splits, seconds=SECONDS).findings
-    findings = [_of_training(finding) for finding in found]
+    findings = check_config(cfg, quick=True, splits=splits, seconds=SECONDS).findings
     for finding in findings[:MAX_LOGGED]:
         logger.info(f"data check: {finding.level}: {finding.message}")
     errors = [*errors_of(findings)]
@@ -215,12 +226,6 @@ def refusal(cfg: Mapping[str, Any], logger: logging.Logger) -> str | None:
         if finding.kind == "not-checked":
             logger.warning(f"data check: {finding.message}")
     return None
-
-
-def _of_training(finding: Finding) -> Finding:
-    """An image in train and in val spoils a score, but may be there for a trial."""
-    is_leak = finding.kind == "leak-identical"
-    return replace(finding, level="warning") if is_leak else finding
 
 
 def _refuse(errors: Sequence[Finding]) -> str:

@@ -9,9 +9,9 @@ from itertools import combinations
 from pathlib import Path
 
 from damex.commandline.data import labels_parser
-from damex.curation.boxes import scale_and_shape
+from damex.curation.dataset_features import scale_and_shape
 from damex.curation.near_names import near_pairs
-from damex.datasets.coco import category_names, read_coco
+from damex.datasets.coco import read_coco
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
@@ -92,16 +92,14 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
         return [ClassCount(own, mapping.get(own)) for own in spec.own_classes]
     document = read_coco(source.annotations, spec.name)
     images = {image["id"]: image for image in document["images"]}
-    categories = document["categories"]
-    names = category_names(categories, f"dataset {spec.name!r}: {source.annotations}")
     by_id = {
         category["id"]: ClassCount(
-            name,
-            mapping.get(name),
+            str(category["name"]),
+            mapping.get(str(category["name"])),
             boxes=0,
             supercategory=str(category.get("supercategory") or ""),
         )
-        for name, category in zip(names, categories, strict=True)
+        for category in document["categories"]
     }
     for record in document["annotations"]:
         found = by_id.get(record["category_id"])

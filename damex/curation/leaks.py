@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from damex.curation.findings import Finding
-from damex.curation.images import ImageRecord, Look
+from damex.datasets.findings import Finding
+from damex.datasets.image_checks import ImageRecord, Look
 
 # Cosine of two gradients. Images that were compressed anew or resized are at 0.99 and
 # above; pictures of one scene, taken one after the other, at 0.95 and below.

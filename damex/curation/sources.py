@@ -1,19 +1,18 @@
-"""The splits of a mixture as COCO documents, whatever they were written as."""
+"""The splits of a mixture as COCO documents, in any format."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmdet.registry import DATASETS
 
-from damex.curation.boxes import Expectations
-from damex.curation.findings import Finding, Place
-from damex.curation.records import read_document
+from damex.datasets.coco_records import Expectations, read_json
+from damex.datasets.findings import Finding, Place
 from damex.datasets.nested import leaves, map_leaves
+from damex.datasets.pipeline_checks import applies_exif, image_scales
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
@@ -21,58 +20,84 @@ Reading = tuple[Any, list[Finding]]
 
 
 class Source(NamedTuple):
-    """A split of a dataset.
+    """An annotation file of a dataset.
 
     Args:
-        split: ``train``, ``val`` or ``test``.
-        place: Name of the dataset, and the file.
+        place: Name of the dataset, its split, and the file.
         images: Folder that file names are relative to.
-        read: Reads the document: what it holds, or None, and what hindered it.
+        read: Reads the document: its content, or None, and findings.
     """
 
-    split: str
     place: Place
     images: Path
     read: Callable[[], Reading]
 
 
-def sources_of(spec: DatasetSpec, splits: Iterable[str]) -> Iterator[Source | Finding]:
-    """What the entry of a mixture names; a finding for what cannot be found."""
+def sources_of(
+    spec: DatasetSpec, splits: Iterable[str], required: Collection[str] = ()
+) -> Iterator[Source | Finding]:
+    """The annotation files of a mixture entry, and findings about the entry.
+
+    Args:
+        spec: The entry.
+        splits: Those to read.
+        required: Those that the config uses.
+    """
     for split in splits:
+        place = Place(spec.name, f"the {split} entry of the config", split)
+        named: Any = ""
         try:
+            if split == "train" and spec.root is not None:
+                yield from _conversion(spec)
             named = spec.source(split)
-            if named is None or (split == "test" and named == spec.source("val")):
-                continue  # no test split: validation images stand for it
-            yield from _sources_of(spec, split)
+            if split == "test" and named == spec.source("val"):
+                continue  # no test split: the validation images are used
+            if named is None and split in required:
+                spec.dataset_config(split)  # raises
+            if named is not None:
+                yield from _sources_of(spec, split)
         except (ConfigError, DataError) as error:
-            place = Place(spec.name, f"the {split} entry of the config")
-            yield place.finding("not-loaded", None, str(error))
+            kind = "not-loaded" if named is not None else "split-missing"
+            text = str(error).removeprefix(f"dataset {spec.name!r}").lstrip(": ")
+            yield place.finding(kind, None, text)
 
 
-def coco_file(name: str, split: str, found: CocoSource) -> Source:
+def _conversion(spec: DatasetSpec) -> Iterator[Finding]:
+    """What was left out or changed when a folder was converted."""
+    summary = spec.conversion.summary
+    place = Place(spec.name, summary.root)
+    for kind, entries in (("left-out", summary.dropped), ("noted", summary.noted)):
+        for what, entry in entries.items():
+            text = f"{entry.times} {what} (for instance {entry.example})"
+            yield place.finding(kind, None, text, count=entry.times)
+
+
+def coco_file(place: Place, found: CocoSource) -> Source:
     """The source that is a COCO file and a folder of images."""
-    place = Place(name, str(found.annotations))
-    return Source(split, place, found.images, partial(read_document, place))
+    return Source(place, found.images, partial(read_json, found.annotations, place))
 
 
 def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     found = spec.coco_source(split)
     if found is not None:
-        yield coco_file(spec.name, split, found)
+        root = spec.conversion.summary.root if spec.root is not None else ""
+        place = Place.of(spec.name, found.annotations, split=split, root=root)
+        yield coco_file(place, found)
         return
     config = spec.dataset_config(split)
     inner = leaves(config)
     if all(leaf["type"] == "NamedCocoDataset" for leaf in inner):
         for leaf in inner:
-            root = Path(leaf.get("data_root") or "")
+            above = Path(leaf.get("data_root") or "")
             folder = (leaf.get("data_prefix") or {}).get("img") or ""
-            paths = CocoSource(root / leaf.get("ann_file", ""), root / folder)
-            yield coco_file(spec.name, split, paths)
+            paths = CocoSource(above / leaf.get("ann_file", ""), above / folder)
+            place = Place.of(spec.name, paths.annotations, split=split)
+            yield coco_file(place, paths)
         return
     kind = inner[0]["type"]
     kind = kind if isinstance(kind, str) else kind.__name__
-    place = Place(spec.name, f"{kind} ({split})")
-    yield Source(split, place, Path(), partial(_read_dataset, config, place))
+    place = Place(spec.name, f"{kind} ({split})", split, is_file=False)
+    yield Source(place, Path(), partial(_read_dataset, config, place))
 
 
 def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
@@ -86,7 +111,7 @@ def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
         document = _as_coco(infos, names)
     except Exception as error:  # a dataset class may be the user's, and raise anything
         text = f"it cannot be loaded: {type(error).__name__}: {error}"
-        return None, [place.finding("not-loaded", None, text)]
+        return None, [place.finding("not-loaded", None, text, level="error")]
     text = (
         "its files were read by this dataset class: what the class leaves out, or "
         "changes, is not seen here."
@@ -121,44 +146,31 @@ def _as_coco(infos: list[dict[str, Any]], names: Any) -> dict[str, Any]:
     return dict(images=images, annotations=annotations, categories=categories)
 
 
-def expectations(cfg: Mapping[str, Any], spec: DatasetSpec, split: str) -> Expectations:
-    """What a config says about the data of one split.
+def expectations(
+    cfg: Mapping[str, Any],
+    spec: DatasetSpec,
+    split: str,
+    classes: tuple[str, ...] | None = None,
+) -> Expectations:
+    """What a config expects of the data of one split.
 
     Args:
         cfg: A config of a detector.
         spec: One of its datasets.
         split: ``train``, ``val`` or ``test``.
+        classes: Those in use; by default those that the entry names.
     """
     loader = cfg.get(f"{split}_dataloader") or {}
     dataset = loader.get("dataset") or {}
     pipeline = spec.pipeline(split) or dataset.get("pipeline") or ()
-    steps = [step for step in _steps(pipeline) if isinstance(step.get("type"), str)]
-    scales = [
-        step.get("scale")
-        for step in steps
-        if "Resize" in step["type"] and step["type"] != "RandomChoiceResize"
-    ]
-    scale = next((s for s in scales if isinstance(s, (tuple, list)) and s), None)
-    if scale is not None and isinstance(scale[0], (tuple, list)):
-        scale = max(scale, key=math.prod)  # the largest of those to draw from
-    colors = [str(step.get("color_type", "")) for step in steps]
     queries = (cfg.get("model") or {}).get("num_queries")
     return Expectations(
-        classes=spec.classes,
+        classes=spec.classes if classes is None else classes,
+        is_choice=spec.classes is not None,
         on_bad_box=dataset.get("on_bad_box", "error"),
-        image_scale=None if scale is None else (float(scale[0]), float(scale[1])),
+        filter_empty=dataset.get("filter_empty", True),
+        scales=image_scales(pipeline),
+        kept_scales=image_scales(pipeline, keep_ratio=True),
         num_queries=queries if isinstance(queries, int) else None,
-        applies_exif=not any(
-            "ignore_orientation" in color or color == "unchanged" for color in colors
-        ),
+        applies_exif=applies_exif(pipeline),
     )
-
-
-def _steps(pipeline: Any) -> Iterator[Mapping[str, Any]]:
-    """All transforms of a pipeline, those inside of others too."""
-    if isinstance(pipeline, Mapping):
-        yield pipeline
-        pipeline = pipeline.get("transforms")
-    if isinstance(pipeline, (list, tuple)):
-        for step in pipeline:
-            yield from _steps(step)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from damex.curation.boxes import Boxes, Expectations, read_boxes
-from damex.curation.records import Records, parse_records
 from damex.curation.sources import Source
+from damex.datasets.coco_boxes import Boxes, read_boxes
+from damex.datasets.coco_records import Expectations, Records, parse_records
 
 # COCO's bounds between small, medium and large: the side of a square in pixels.
 SMALL, LARGE = 32, 96
@@ -90,7 +90,7 @@ def view_of(
         seed: Of the choice.
     """
     document, _ = source.read()
-    records = None if document is None else parse_records(document, source.place)[0]
+    records, _ = parse_records(document, source.place, expected.classes)
     if records is None:
         return None
     boxes, _ = read_boxes(records, expected)
@@ -108,7 +108,7 @@ def view_of(
     chosen = _choose(records, boxes, names, num_samples, random.Random(seed))
     return SplitView(
         dataset=source.place.dataset,
-        split=source.split,
+        split=source.place.split,
         file=source.place.file,
         counts={name: counts[name] for name in dict.fromkeys(name_of.values())},
         side_B=np.sqrt(area_B[np.isfinite(area_B)]),

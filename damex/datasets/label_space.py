@@ -89,6 +89,15 @@ class LabelSpace:
         )
 
     @classmethod
+    def of(
+        cls, specs: Sequence[DatasetSpec], mode: str | Mapping[str, Any]
+    ) -> LabelSpace:
+        """The label space of a trained mixture, or a new one as in `from_specs`."""
+        if isinstance(mode, Mapping) and "classes" in mode:
+            return cls.from_metainfo(mode)
+        return cls.from_specs(specs, mode=mode)
+
+    @classmethod
     def from_metainfo(cls, metainfo: Mapping[str, Any]) -> LabelSpace:
         """Read what :meth:`to_metainfo` wrote, for instance from a checkpoint."""
         datasets = metainfo["datasets"]

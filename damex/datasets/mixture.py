@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from mmdet.registry import DATASETS
@@ -15,9 +16,16 @@ from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
+from damex.datasets.findings import Place, raise_first
+from damex.datasets.image_checks import (
+    ImageRecord,
+    check_image,
+    check_scales,
+    same_size,
+)
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.nested import map_leaves
-from damex.datasets.pipeline_checks import check_image, check_size, check_transforms
+from damex.datasets.nested import leaves, map_leaves
+from damex.datasets.pipeline_checks import applies_exif, check_transforms, image_scales
 from damex.datasets.seeding import SeededIndex, local_seed
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
@@ -69,16 +77,14 @@ class MixtureDataset(Dataset):
         self.filter_empty = filter_empty
         self.on_bad_box = on_bad_box
         self.max_refetch = max_refetch
-        self.label_space = (
-            LabelSpace.from_metainfo(label_space)
-            if isinstance(label_space, Mapping) and "classes" in label_space
-            else LabelSpace.from_specs(self.specs, mode=label_space)
-        )
+        self.label_space = LabelSpace.of(self.specs, label_space)
         self._identities = [self._identity(spec) for spec in self.specs]
         pipelines = [spec.pipeline(split) or pipeline for spec in self.specs]
         for spec, transforms in zip(self.specs, pipelines, strict=True):
             check_transforms(transforms, f"dataset {spec.name!r}, {split}")
         self.pipelines = [Compose(transforms) for transforms in pipelines]
+        self._scales = [image_scales(steps, keep_ratio=True) for steps in pipelines]
+        self._applies_exif = [applies_exif(steps) for steps in pipelines]
         self.sources: list[BaseDataset] = []
         if not lazy_init:
             self.full_init()
@@ -98,6 +104,7 @@ class MixtureDataset(Dataset):
         if self.sources:
             return
         self.sources = [self._build(spec) for spec in self.specs]
+        self._places = [self._place(spec) for spec in self.specs]
         self._ends = list(accumulate(self.sizes))
         self._labels = [
             self.label_space.local_to_global(
@@ -160,14 +167,14 @@ class MixtureDataset(Dataset):
             identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(
                 info["instances"]
             )
-        path, name = info["img_path"], info["dataset_name"]
-        stated = info.get("width"), info.get("height")
+        name, image = info["dataset_name"], self._image_record(info)
+        raise_first(check_scales([image], self._scales[source]))
         try:
             packed = self.pipelines[source](info)
         except Exception:
-            check_image(path, name, self.split)
-            text = f"dataset {name!r}: the {self.split} pipeline failed on {path}:"
-            print_log(text, logger="current", level=logging.ERROR)
+            raise_first(check_image(image))
+            text = f"dataset {name!r}: the {self.split} pipeline failed on "
+            print_log(f"{text}{image.path}:", logger="current", level=logging.ERROR)
             raise  # a fault of a transform, whose traceback shows where it is
         if packed is None:
             return None
@@ -176,9 +183,36 @@ class MixtureDataset(Dataset):
                 f"dataset {name!r}: the {self.split} pipeline has to end with "
                 "dict(type='PackDetInputs'); its samples cannot name their dataset."
             )
-        check_size(packed["data_samples"], stated, f"dataset {name!r}: {path}")
+        loaded = packed["data_samples"].metainfo.get("ori_shape")
+        if loaded and image.size and not same_size(loaded[1::-1], image.size):
+            raise_first(check_image(image))
+            raise DataError(
+                f"dataset {name!r}: {image.path} is {loaded[1]} x {loaded[0]} px as "
+                f"loaded, and {image.size[0]} x {image.size[1]} px by its annotation. "
+                "Correct width and height, and boxes for another size."
+            )
         packed["data_samples"].set_metainfo(identity)
         return packed
+
+    def _image_record(self, info: Mapping[str, Any]) -> ImageRecord:
+        """The image of a sample, for messages about its file."""
+        source, _ = self.locate(info["sample_idx"])
+        place, path = self._places[source], Path(info["img_path"])
+        name = path.relative_to(place.root) if place.root else info.get("img_id")
+        width, height = info.get("width"), info.get("height")
+        size = None if width is None or height is None else (width, height)
+        return ImageRecord(
+            place, f"image {name}", path, size, self._applies_exif[source]
+        )
+
+    def _place(self, spec: DatasetSpec) -> Place:
+        """The annotation file of a dataset, or its class."""
+        found = spec.coco_source(self.split)
+        if found is None:
+            kind = leaves(spec.dataset_config(self.split))[0]["type"]
+            return Place(spec.name, f"{kind} ({self.split})", self.split)
+        root = spec.conversion.summary.root if spec.root is not None else ""
+        return Place.of(spec.name, found.annotations, split=self.split, root=root)
 
     def _identity(self, spec: DatasetSpec) -> dict[str, Any]:
         """What every sample of a dataset carries."""
@@ -243,7 +277,9 @@ class MixtureDataset(Dataset):
         if spec.classes is not None or leaf["type"] == "NamedCocoDataset":
             config["metainfo"] = dict(classes=own)
         if leaf["type"] == "NamedCocoDataset":
-            config.update(name=spec.name, on_bad_box=self.on_bad_box)
+            root = spec.conversion.summary.root if spec.root is not None else ""
+            config.update(name=spec.name, split=self.split, root=root)
+            config["on_bad_box"] = self.on_bad_box
         return config
 
 

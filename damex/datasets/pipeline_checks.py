@@ -1,19 +1,15 @@
-"""Faults of a pipeline and of the images that it loads, said in the user's terms."""
+"""What a pipeline does with images, and misspelt transforms in it."""
 
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import mmcv
 from mmdet.registry import TRANSFORMS
 from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
-from mmengine.structures import BaseDataElement
 
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.errors import ConfigError, did_you_mean
 
 
 def check_transforms(transforms: Any, where: str) -> None:
@@ -47,52 +43,43 @@ def check_transforms(transforms: Any, where: str) -> None:
     check_transforms(settings.get("transforms"), where)
 
 
-def check_size(sample: BaseDataElement, stated: tuple[Any, Any], where: str) -> None:
-    """Refuse an image that has another size than its annotation says.
+def image_scales(
+    pipeline: Any, *, keep_ratio: bool = False
+) -> tuple[tuple[float, float], ...]:
+    """Sizes that a pipeline may resize images to.
 
     Args:
-        sample: As packed; an ``ori_shape`` in its metainfo is the size of the image as
-            it was loaded. One pixel of difference is rounding.
-        stated: Width and height by the annotation; None where it does not say.
-        where: Dataset and file, for the message.
-
-    Raises:
-        DataError: If they differ: the boxes would lie somewhere else.
+        pipeline: Configs of transforms.
+        keep_ratio: Leave out those that change the aspect ratio.
     """
-    shape = sample.metainfo.get("ori_shape")
-    if shape is None or None in stated:
-        return
-    loaded = (shape[1], shape[0])
-    if all(abs(a - b) <= 1 for a, b in zip(loaded, stated, strict=True)):
-        return
-    reason = "The boxes are for an image of another size; correct width and height."
-    if all(abs(a - b) <= 1 for a, b in zip(loaded, reversed(stated), strict=True)):
-        reason = (
-            "The file is probably stored rotated, with an EXIF orientation that its "
-            "boxes know nothing of: name the dataset by root='<folder>', which turns "
-            "them, or load it with color_type='color_ignore_orientation'."
-        )
-    raise DataError(
-        f"{where} is {loaded[0]} x {loaded[1]} px as loaded, and {stated[0]} x "
-        f"{stated[1]} px by its annotation. {reason}"
+    found: list[Any] = []
+    for step in _steps(pipeline):
+        is_resize = "Resize" in str(step.get("type"))
+        if not is_resize or (keep_ratio and not step.get("keep_ratio")):
+            continue
+        scale: Any = step.get("scale", step.get("scales")) or ()
+        is_list = isinstance(scale, (list, tuple)) and scale
+        found += scale if is_list and isinstance(scale[0], (list, tuple)) else [scale]
+    return tuple(
+        (float(scale[0]), float(scale[1]))
+        for scale in found
+        if isinstance(scale, (list, tuple)) and len(scale) == 2
     )
 
 
-def check_image(path: str, dataset: str, split: str) -> None:
-    """Name the fault of an image file that could not be read."""
-    if "://" in path:
-        return
-    file = Path(path)
-    if not os.path.isfile(path):  # noqa: PTH113 - False for a name too long
-        raise DataError(
-            f"dataset {dataset!r}: the {split} image {file} does not exist (seen from "
-            f"{Path.cwd()}). Correct data_root or img in its mixture entry, or "
-            "'file_name' in the annotation file."
-        )
-    content = file.read_bytes()  # OpenCV refuses to look at no bytes at all
-    if not content or mmcv.imfrombytes(content) is None:
-        raise DataError(
-            f"dataset {dataset!r}: the {split} image {file} ({len(content)} "
-            "bytes) cannot be decoded. Replace the file, or take it out of the "
-            "annotation file."
-        )
+def applies_exif(pipeline: Any) -> bool:
+    """Whether a pipeline rotates images by their EXIF orientation."""
+    colors = [str(step.get("color_type", "")) for step in _steps(pipeline)]
+    return not any(
+        "ignore_orientation" in color or color == "unchanged" for color in colors
+    )
+
+
+def _steps(pipeline: Any) -> Iterator[Mapping[str, Any]]:
+    """All transforms of a pipeline, nested ones too."""
+    if isinstance(pipeline, Mapping):
+        yield pipeline
+        pipeline = pipeline.get("transforms")
+    if isinstance(pipeline, (list, tuple)):
+        for step in pipeline:
+            yield from _steps(step)

@@ -13,10 +13,11 @@ from PIL import Image
 
 from damex.commandline.data import data
 from damex.commandline.run import run_command
-from damex.curation.boxes import Expectations
 from damex.curation.sheets import TILE, contact_sheet, draw_tile, palette
 from damex.curation.sources import coco_file
 from damex.curation.views import Sample, SplitView, view_of
+from damex.datasets.coco_records import Expectations
+from damex.datasets.findings import Place
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource
 
@@ -119,7 +120,7 @@ def test_what_cannot_be_read_is_said(browse, dataset):
 def view(dataset, num_samples, seed=0, expected=None):
     dataset.write()
     paths = CocoSource(dataset.root / "train.json", dataset.root / "images")
-    source = coco_file("street", "train", paths)
+    source = coco_file(Place("street", str(paths.annotations)), paths)
     found = view_of(
         source, expected or Expectations(), {}, num_samples=num_samples, seed=seed
     )

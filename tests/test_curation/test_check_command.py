@@ -4,13 +4,16 @@ import json
 from typing import ClassVar
 
 import pytest
+from mmengine.dataset import Compose
 
 from damex.commandline.data import COMMANDS, data
 from damex.commandline.run import run_command
-from damex.curation.findings import KINDS, MAX_LISTED, Finding, Place, capped
 from damex.curation.inspection import check_config
 from damex.datasets.coco import NamedCocoDataset
-from tests.test_curation.conftest import SIZE, picture
+from damex.datasets.findings import KINDS, MAX_LISTED, Finding, Place, capped
+from damex.datasets.mixture import MixtureDataset
+from damex.errors import DataError
+from tests.test_curation.conftest import CLASSES, SIZE, picture
 
 
 @pytest.fixture
@@ -199,9 +202,54 @@ def test_a_coco_dataset_written_as_a_dict_is_checked_as_a_file(dataset):
     dataset.write()
     paths = dict(ann_file="train.json", data_prefix=dict(img="images/"))
     inner = dict(type="CocoDataset", **paths)
-    cfg = dataset.config(train=dict(type="RepeatDataset", times=2, dataset=inner))
+    repeated = dict(type="RepeatDataset", times=2, dataset=inner)
+    cfg = dataset.config(train=repeated, classes=CLASSES)
     [finding] = check_config(cfg, quick=False).findings
     assert (finding.kind, finding.record) == ("area-zero", "annotation 7")
+
+
+@pytest.fixture
+def yolo(tmp_path, monkeypatch):
+    """A folder with a box of another class, a thin box and a missing image."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "bees"
+    for split in ("train", "val"):
+        for kind in ("images", "labels"):
+            (root / split / kind).mkdir(parents=True)
+        for number in range(3):
+            file = root / split / "images" / f"{number}.jpg"
+            picture(len(split) * 10 + number).save(file)
+            lines = ["0 .5 .5 .2 .3", "0 .2 .2 .2 .002", "0 .3 .4 .2 .1"]
+            lines[2:] = lines[2:] if number else ["0 2.3 .4 .2 .1"]
+            text = "\n".join(lines)
+            (root / split / "labels" / f"{number}.txt").write_text(text)
+    (root / "train" / "images" / "2.jpg").unlink()
+    (root / "data.yaml").write_text("names: [bee]\ntrain: train\nval: val\n")
+    return root
+
+
+def test_findings_of_a_folder_name_its_files_and_what_was_left_out(yolo, run, tmp_path):
+    config = tmp_path / "bees.py"
+    config.write_text(f"mixture = [dict(name='bees', root={str(yolo)!r})]")
+    report = tmp_path / "report.json"
+    status, out, _ = run("check", config, "--quick", "--json", report)
+    assert (status, "cache" in out) == (0, False)
+    top = out.strip().splitlines()[:4]
+    assert top[0].startswith("bees: 0 errors")
+    assert "warning left-out" in top[1]
+    assert "boxes" in " ".join(top[2:4])
+    found = json.loads(report.read_text())["findings"]
+    assert ("labels/1.txt", "line 2") in {
+        (f["file"].removeprefix(f"{yolo}/train/"), f["record"])
+        for f in found
+        if f["kind"] == "box-thin"
+    }
+    dataset = MixtureDataset(datasets=[dict(name="bees", root=str(yolo))])
+    image = yolo / "train" / "images" / "1.jpg"
+    image.unlink()
+    dataset.pipelines[0] = Compose([dict(type="LoadImageFromFile")])
+    with pytest.raises(DataError, match=rf"{image} does .*image train/images/1.jpg of"):
+        dataset[1]
 
 
 def test_leaks_are_found_across_datasets(dataset, tmp_path):

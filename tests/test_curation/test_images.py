@@ -8,22 +8,15 @@ from mmdet.registry import TRANSFORMS
 from PIL import Image
 
 from damex.curation import leaks
-from damex.curation.findings import Place
-from damex.curation.images import (
-    ImageRecord,
-    Look,
-    check_look,
-    gradient_of,
-    look_at,
-)
+from damex.curation.images import gradient_of, look_at
 from damex.curation.leaks import NEAR, near_pairs
+from damex.datasets.findings import Place
+from damex.datasets.image_checks import ImageRecord, Look, check_look
 from tests.test_curation.conftest import SIZE, picture
 
 
 def record_of(path, size, **kwargs):
-    return ImageRecord(
-        Place("street", "train.json"), "train", "image 1", path, size, **kwargs
-    )
+    return ImageRecord(Place("street", "train.json"), "image 1", path, size, **kwargs)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
@@ -133,7 +126,7 @@ def test_images_that_look_alike_are_leaks_if_their_boxes_agree(
 ):
     first = record_of(tmp_path / "a.jpg", SIZE, boxes=tuple(boxes))
     other = record_of(tmp_path / "b.jpg", SIZE, boxes=tuple(others))
-    other = other._replace(split="val", place=Place(dataset, "val.json"))
+    other = other._replace(place=Place(dataset, "val.json", "val"))
     looks = [
         Look(None, digest=digest, gradient=np.eye(9)[0]) for digest in (b"a", b"b")
     ]

@@ -179,7 +179,8 @@ def test_plain_coco_file_with_a_rotated_image_is_an_error_when_it_is_loaded(
         dataset[0]
     text = str(caught.value)
     assert "dataset 'a'" in text
-    assert "images/a.jpg is 32 x 48 px as loaded, and 48 x 32 px by its" in text
+    assert "images/a.jpg is rotated by EXIF (orientation 8)" in text
+    assert "training loads 32 x 48, and its record states 48 x 32" in text
     assert "EXIF" in text
     assert "\n" not in text
     unrotated = dict(PIPELINE[0], color_type="color_ignore_orientation")

@@ -255,22 +255,23 @@ def test_wrong_annotation_path_names_dataset_path_and_mend(tmp_path):
     with pytest.raises(DataError) as caught:
         _ = spec.own_classes
     text = str(caught.value)
-    assert "dataset 'cars': there is no annotation file" in text
+    assert "dataset 'cars': " in text
+    assert "there is no such annotation file" in text
     assert str(tmp_path / "typo.json") in text
-    assert "Correct data_root, train or val" in text
+    assert "Correct data_root or train" in text
 
 
 @pytest.mark.parametrize("content", [b"images: []", b"\xff\xfe\x00"])
 def test_file_that_is_not_json(tmp_path, content):
     (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"'cars': .*t\.json is not a JSON file"):
+    with pytest.raises(DataError, match=r"'cars': .*t\.json: it is not a JSON"):
         read_coco(tmp_path / "t.json", "cars")
 
 
 @pytest.mark.parametrize("document", [dict(images=[], annotations=[]), [1, 2]])
 def test_file_that_is_not_coco(tmp_path, document):
     (tmp_path / "t.json").write_text(json.dumps(document))
-    with pytest.raises(DataError, match=r"'cars': .*t\.json has no list '(cat|im)"):
+    with pytest.raises(DataError, match=r"'cars': .*t\.json: .*list.? '?(cat|im)"):
         read_coco(tmp_path / "t.json", "cars")
 
 
@@ -292,7 +293,7 @@ def test_own_classes_are_those_at_the_top_of_the_file(two_datasets, edit_json, i
 def test_category_name_given_twice(two_datasets, edit_json):
     path = two_datasets[0]["data_root"] + "train.json"
     edit_json(path, lambda d: d["categories"].append(dict(id=9, name="bus")))
-    with pytest.raises(DataError, match=r"'street': .* category names \['bus'\] twice"):
+    with pytest.raises(DataError, match=r"'street': .*'bus': 2 categories have this"):
         _ = parse_mixture(two_datasets)[0].own_classes
 
 

@@ -72,7 +72,7 @@ MISTAKES = {
         "dataset 'park'",
         "annotation 1 of image '0.png'",
         "[500, 2, 10, 10]",
-        "on_bad_box='drop'",
+        "--cfg-options train_dataloader.dataset.on_bad_box=drop",
     ),
     missing_image: ("dataset 'street'", "images/0.png does not exist", "Correct"),
     image_that_is_text: ("images/0.png (12 bytes) cannot be decoded", "Replace the"),

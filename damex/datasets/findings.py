@@ -1,21 +1,26 @@
-"""Finding: one thing that the check of the data has to say, and all kinds of them."""
+"""Findings about data: all kinds of them, and the files they are about.
+
+`damex data check` prints them, and the loader raises the first error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from damex.errors import DataError
+
 LEVELS = ("error", "warning", "info")
 
-# Findings of one kind about one file that are listed one by one; a last one counts the
-# others, so that a million wrong boxes are no report of a million lines.
+# Findings of one kind about one file that are listed; one more counts the others, which
+# keeps the report on a million wrong boxes short.
 MAX_LISTED = 1000
 
 
 class Kind(NamedTuple):
-    """What a kind of finding means, and how bad it is unless something says more."""
+    """The usual level of a kind of finding, and its meaning."""
 
     level: str
     meaning: str
@@ -29,8 +34,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "missing-list": Kind("error", "no `images`, `annotations` or `categories`"),
         "wrong-type": Kind("error", "a record or a field has the wrong type"),
         "missing-field": Kind("error", "a record lacks a field that COCO promises"),
-        "not-loaded": Kind("error", "the dataset class of the config cannot load"),
+        "split-missing": Kind("error", "the config uses a split that the entry lacks"),
+        "not-loaded": Kind("error", "the entry or its dataset class cannot load"),
         "not-checked": Kind("info", "what was not checked, and why"),
+        "left-out": Kind("warning", "what reading the folder left out"),
+        "noted": Kind("info", "what reading the folder changed or assumed"),
         # Ids.
         "duplicate-image-id": Kind("error", "two images have one id"),
         "duplicate-annotation-id": Kind("error", "two annotations have one id"),
@@ -43,14 +51,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "box-not-finite": Kind("error", "a box with NaN or infinity"),
         "box-negative": Kind("error", "a negative width or height"),
         "box-outside": Kind("error", "a box wholly outside of its image"),
-        "box-partly-outside": Kind("warning", "beyond the border by more than 1 px"),
-        "box-zero-size": Kind("warning", "a width or height of 0"),
+        "box-partly-outside": Kind("warning", "clipped at the border by over 1 px"),
+        "box-zero-size": Kind("warning", "a side of 0 px: left out of training"),
         "box-thin": Kind("warning", "thinner than 1 px: left out of training"),
         "box-tiny": Kind(
             "info", "a class of which 10 % or more are below 4 px in training"
         ),
-        "box-xyxy": Kind("error", "boxes look like x1, y1, x2, y2"),
+        "box-xyxy": Kind("warning", "boxes look like x1, y1, x2, y2"),
         "box-normalised": Kind("error", "boxes look like shares of the image"),
+        "box-ignored": Kind("warning", "marked `ignore`: left out of training"),
         "duplicate-box": Kind("warning", "the same box of the same class twice"),
         "area-missing": Kind("info", "no `area`; it is taken from the box"),
         "area-zero": Kind("warning", "`area` is 0 or less: left out of training"),
@@ -58,7 +67,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         # Classes.
         "duplicate-class-name": Kind("error", "two categories have one name"),
         "similar-class-names": Kind("warning", "names that may mean one class"),
-        "dummy-class": Kind("warning", "a category that is no class"),
+        "dummy-class": Kind("warning", "a category that is not a class of objects"),
         "unused-class": Kind("warning", "a class without any box"),
         "class-only-in-val": Kind("warning", "boxes in val or test, none in train"),
         "class-only-in-train": Kind("info", "boxes in train, none in val: no score"),
@@ -66,20 +75,24 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "class-not-in-train": Kind("warning", "val lists a class that train does not"),
         "few-boxes": Kind("warning", "a class with fewer than 10 boxes in train"),
         "unknown-class": Kind("error", "`classes` or `rename` names no class"),
-        # Boxes of an image.
+        "class-not-used": Kind("info", "boxes of a class that the entry leaves out"),
+        # Images and their boxes.
+        "no-images": Kind("error", "an annotation file without images"),
+        "nothing-to-train": Kind("error", "no box that a training can learn from"),
         "image-without-boxes": Kind("info", "an image without boxes"),
         "many-boxes": Kind("warning", "more boxes than the detector has queries"),
         # Image files.
-        "folder-missing": Kind("error", "there is no folder of images"),
-        "image-missing": Kind("error", "there is no such image file"),
+        "folder-missing": Kind("error", "the folder of images does not exist"),
+        "image-missing": Kind("error", "the image file does not exist"),
         "image-empty": Kind("error", "an image file of 0 bytes"),
-        "image-unreadable": Kind("error", "a file that is no image"),
+        "image-unreadable": Kind("error", "a file that training cannot decode"),
         "image-truncated": Kind("error", "an image file without its end"),
-        "image-size": Kind("error", "width and height are not those of the file"),
+        "image-size": Kind("error", "width or height is off by more than 1 px"),
+        "image-elongated": Kind("error", "the resize of the config leaves 0 px of it"),
         "image-rotated": Kind("error", "EXIF turns the image, and not its boxes"),
         "image-suffix": Kind("info", "the content is not what the suffix says"),
         # Across images.
-        "leak-identical": Kind("error", "one image in train and in val or test"),
+        "leak-identical": Kind("warning", "one image in train and in val or test"),
         "leak-near": Kind("warning", "nearly one image in train and in val or test"),
         "duplicate-image": Kind("warning", "two files with the same content"),
         "near-duplicate-image": Kind("info", "two images that look the same"),
@@ -90,16 +103,16 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, odd or worth knowing.
+    """A fault, an oddity or a fact about data.
 
     Args:
         level: ``error``, ``warning`` or ``info``.
         kind: One of ``KINDS``.
         dataset: Name of the dataset.
-        file: The file that is at fault.
-        record: What in it, such as ``annotation 17``; None for the file as a whole.
-        message: What, what was expected, and what to do.
-        count: How many records it stands for.
+        file: The file at fault.
+        record: Its record, such as ``annotation 17``; None for the whole file.
+        message: What, where, what was expected, and what to do.
+        count: Number of records that it covers.
     """
 
     level: str
@@ -111,38 +124,37 @@ class Finding:
     count: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that a report holds."""
+        """The fields of a report."""
         return {
             name: getattr(self, name)
             for name in ("level", "kind", "dataset", "file", "record", "message")
         }
 
 
-class Said(NamedTuple):
-    """What is said about a record.
-
-    Args:
-        record: Such as ``annotation 17``.
-        text: What is wrong, what was expected, and what to do.
-        owner: What it belongs to, such as the name of its image.
-    """
-
-    record: str
-    text: str
-    owner: str = ""
-
-
 @dataclass(frozen=True)
 class Place:
-    """Whose findings these are.
+    """The annotation file of one split.
 
     Args:
         dataset: Name of the dataset.
-        file: Its annotation file.
+        file: The file, as the user knows it.
+        split: ``train``, ``val`` or ``test``.
+        root: Folder in another format that was converted. Findings then name the files
+            in it, not the converted one.
+        is_file: Whether damex reads the file. What another dataset class reads is taken
+            as it is: errors in it are warnings.
     """
 
     dataset: str
     file: str
+    split: str = "train"
+    root: str = ""
+    is_file: bool = True
+
+    @classmethod
+    def of(cls, dataset: str, path: object, *, split: str, root: str = "") -> Place:
+        """The place of a COCO file, which may be the conversion of a folder."""
+        return cls(dataset, f"{root} ({split})" if root else str(path), split, root)
 
     def finding(
         self,
@@ -155,15 +167,14 @@ class Place:
         file: str | None = None,
         count: int = 1,
     ) -> Finding:
-        """A finding about this file, or about ``file``; its message names both.
-
-        ``owner`` is what the record belongs to.
-        """
+        """A finding about this file or ``file``, as DATASET: FILE: RECORD of OWNER."""
         file = file or self.file
+        usual = KINDS[kind].level
+        usual = "warning" if usual == "error" and not self.is_file else usual
         what = file + (f": {record}" if record else "")
         what += f" of {owner}" if owner else ""
         return Finding(
-            level=level or KINDS[kind].level,
+            level=level or usual,
             kind=kind,
             dataset=self.dataset,
             file=file,
@@ -172,29 +183,16 @@ class Place:
             count=count,
         )
 
-    def each(
-        self,
-        kind: str,
-        found: Sequence[int],
-        describe: Callable[[int], Said],
-        *,
-        level: str | None = None,
-    ) -> Iterator[Finding]:
-        """A finding for each of ``found``, and one for all beyond ``MAX_LISTED``.
 
-        Args:
-            kind: Of all of them.
-            found: Positions of the records.
-            describe: Position -> what is said.
-            level: Of all of them; by default that of the kind.
-        """
-        for position in found[:MAX_LISTED]:
-            record, text, owner = describe(int(position))
-            yield self.finding(kind, record, text, owner=owner, level=level)
-        rest = len(found) - MAX_LISTED
-        if rest > 0:
-            text = f"{rest} more records like the {MAX_LISTED} that are listed."
-            yield self.finding(kind, None, text, level=level, count=rest)
+def raise_first(findings: Iterable[Finding]) -> None:
+    """Refuse data with an error.
+
+    Raises:
+        DataError: With the message of the first one.
+    """
+    for finding in findings:
+        if finding.level == "error":
+            raise DataError(finding.message)
 
 
 def capped(findings: Iterable[Finding]) -> list[Finding]:

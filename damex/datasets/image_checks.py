@@ -1,0 +1,268 @@
+"""Findings about image files: missing, damaged, of another size, rotated.
+
+`damex data check` looks at all of them, the loader at an image that fails to load.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import mmcv
+import numpy as np
+from PIL import Image
+
+from damex.datasets.findings import KINDS, Finding, Place
+from damex.datasets.formats.images import (
+    ROTATED_WHEN_LOADED,
+    exif_orientation,
+    images_of_any_size,
+    stored_size,
+)
+
+# Pixels by which a stated size may differ: rounding of the tool that wrote it.
+SIZE_TOLERANCE = 1
+# EXIF orientations: upright, and the first that exchanges rows and columns.
+UPRIGHT, FIRST_WITH_SIDES_EXCHANGED = 1, 5
+SUFFIXES = {
+    "BMP": {".bmp", ".dib"},
+    "GIF": {".gif"},
+    "JPEG": {".jpg", ".jpeg", ".jpe", ".jfif"},
+    "MPO": {".jpg", ".jpeg", ".mpo"},
+    "PNG": {".png"},
+    "PPM": {".ppm", ".pgm", ".pbm", ".pnm"},
+    "TIFF": {".tif", ".tiff"},
+    "WEBP": {".webp"},
+}
+Size = tuple[float, float]
+# Class name, and x1, y1, x2, y2 as shares of the image.
+NamedBox = tuple[str, float, float, float, float]
+
+
+def same_size(one: Size, other: Size) -> bool:
+    """Whether two sizes differ by rounding at most."""
+    return all(abs(a - b) <= SIZE_TOLERANCE for a, b in zip(one, other, strict=True))
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path names a storage such as ``s3://``; ``Path`` keeps one slash."""
+    return re.match(r"[A-Za-z][\w+.-]+:/", str(path)) is not None
+
+
+class ImageRecord(NamedTuple):
+    """An image that an annotation file lists.
+
+    Args:
+        place: The annotation file.
+        record: Its record, for messages.
+        path: The file.
+        size: Width and height that the record states, or None.
+        applies_exif: Whether training rotates the image by its EXIF orientation.
+        is_used: Whether the split loads it: not an image without boxes in training.
+        boxes: Its boxes, by which near-duplicates are compared.
+    """
+
+    place: Place
+    record: str
+    path: Path
+    size: Size | None
+    applies_exif: bool = True
+    is_used: bool = True
+    boxes: tuple[NamedBox, ...] = ()
+
+    @property
+    def split(self) -> str:
+        """``train``, ``val`` or ``test``."""
+        return self.place.split
+
+    def finding(self, kind: str, text: str, level: str | None = None) -> Finding:
+        """A finding about the image file; not an error if nothing loads the file."""
+        level = level or KINDS[kind].level
+        return Finding(
+            level="warning" if level == "error" and not self.is_used else level,
+            kind=kind,
+            dataset=self.place.dataset,
+            file=str(self.path),
+            record=self.record,
+            message=(
+                f"dataset {self.place.dataset!r}: the {self.split} image {self.path} "
+                f"{text} ({self.record} of {self.place.file})"
+            ),
+        )
+
+
+class Look(NamedTuple):
+    """The content of an image file.
+
+    Args:
+        fault: Kind, text and perhaps level of a finding; None for a sound image.
+        format: PIL's name of the format.
+        size: Width and height as stored.
+        orientation: EXIF orientation, 1 to 8; 1 is upright.
+        digest: Hash of the file's content; empty unless it was decoded.
+        gradient: Differences of a small grey picture, of norm 1, for comparison.
+    """
+
+    fault: tuple[str, str] | tuple[str, str, str | None] | None
+    format: str = ""
+    size: tuple[int, int] = (0, 0)
+    orientation: int = UPRIGHT
+    digest: bytes = b""
+    gradient: np.ndarray | None = None
+
+
+def check_image(image: ImageRecord) -> Iterator[Finding]:
+    """All findings about one image file that no other image matters for."""
+    if is_remote(image.path):
+        return
+    if not os.path.isfile(image.path):  # noqa: PTH113 - False for a name too long
+        yield missing_file(image, None)
+        return
+    with images_of_any_size():
+        look = look_at_header(image.path)
+    if look.fault is None and not is_decoded(image.path.read_bytes()):
+        look = truncated("OpenCV refuses it")
+    yield from check_look(image, look)
+
+
+def is_decoded(content: bytes) -> bool:
+    """Whether OpenCV, which loads images in training, decodes a file."""
+    return mmcv.imfrombytes(content) is not None
+
+
+def truncated(reason: object, *, level: str | None = None) -> Look:
+    """A file of which only the beginning can be read."""
+    text = f"cannot be decoded to its end ({reason}). Replace the file."
+    return Look(("image-truncated", text, level))
+
+
+def missing_file(image: ImageRecord, near: str | None) -> Finding:
+    """The finding about a file that is missing; ``near`` is another in its folder."""
+    advice = (
+        f"The folder has {near!r}: correct file_name"
+        if near
+        else "Correct data_root or img in the mixture entry, or file_name in the record"
+    )
+    text = f"does not exist (seen from {Path.cwd()}). {advice}."
+    return image.finding("image-missing", text)
+
+
+def look_at_header(path: Path) -> Look:
+    """Read size, format and orientation without decoding the pixels."""
+    try:
+        size = path.stat().st_size
+        if size == 0:
+            text = "(0 bytes) cannot be decoded. Replace the file."
+            return Look(("image-empty", text))
+        with Image.open(path) as image:
+            found = image.format or "", stored_size(image), exif_orientation(image)
+    except Exception as error:  # PIL's readers raise all sorts of errors
+        return unreadable(path, error)
+    if not cv2.haveImageReader(str(path)):
+        text = f"is a {found[0]} file, which OpenCV does not read. Convert it to PNG."
+        return Look(("image-unreadable", text))
+    return Look(None, *found)
+
+
+def unreadable(path: Path, error: Exception) -> Look:
+    """A file that PIL does not open."""
+    size = f"({path.stat().st_size} bytes) " if path.is_file() else ""
+    is_plain = type(error).__name__ == "UnidentifiedImageError"
+    text = (
+        f"{size}cannot be decoded{'' if is_plain else f': {error}'}. Replace the file, "
+        "or remove it from the annotation file."
+    )
+    return Look(("image-unreadable", text))
+
+
+def check_look(image: ImageRecord, look: Look) -> list[Finding]:
+    """Compare a file with its record."""
+    if look.fault is not None:
+        return [image.finding(*look.fault)]
+    if look.orientation == UPRIGHT:
+        findings = [*_check_upright(image, look)]
+    else:
+        findings = [*_check_rotated(image, look)]
+    suffix = image.path.suffix.lower()
+    if suffix not in SUFFIXES.get(look.format, {suffix}):
+        text = f"is a {look.format} file by its content. It is read all the same."
+        findings.append(image.finding("image-suffix", text))
+    return findings
+
+
+def _check_upright(image: ImageRecord, look: Look) -> Iterator[Finding]:
+    if image.size is None or same_size(image.size, look.size):
+        return
+    swapped = same_size(image.size, look.size[::-1])
+    hint = "; width and height are exchanged" if swapped else ""
+    text = (
+        f"has {_words(look.size)} px, and its record states {_words(image.size)}{hint}."
+        " Correct the record, and its boxes if they are for another size."
+    )
+    yield image.finding("image-size", text)
+
+
+def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
+    """Tell by the record's size whether its boxes are for the image as loaded."""
+    if image.size is None:
+        return
+    turned = look.orientation >= FIRST_WITH_SIDES_EXCHANGED
+    shown = look.size[::-1] if turned else look.size
+    # OpenCV also rotates TIFF when asked not to.
+    asked = image.applies_exif or look.format == "TIFF"
+    applies = asked and look.format in ROTATED_WHEN_LOADED
+    loaded, other = (shown, look.size) if applies else (look.size, shown)
+    facts = (
+        f"is rotated by EXIF (orientation {look.orientation}): it is stored with "
+        f"{_words(look.size)} and shown with {_words(shown)} px, training loads "
+        f"{_words(loaded)}, and its record states {_words(image.size)}"
+    )
+    fits, fits_other = (same_size(image.size, size) for size in (loaded, other))
+    if fits and fits_other:
+        text = (
+            f"{facts}, so that sizes do not tell whether the boxes are for the stored "
+            "or for the shown image. Look at it with damex data browse."
+        )
+        yield image.finding("image-rotated", text, "warning")
+    elif fits:
+        text = f"{facts}, which fits. Other programs may show it otherwise."
+        yield image.finding("image-rotated", text, "info")
+    elif fits_other:
+        text = f"{facts}: its boxes lie elsewhere. Write it again without EXIF."
+        if applies:
+            text += (
+                " Or name the dataset by root='<folder>', which rotates its boxes, or "
+                "load it with color_type='color_ignore_orientation'."
+            )
+        yield image.finding("image-rotated", text, "error")
+    else:
+        yield image.finding("image-size", f"{facts}. Correct the record.")
+
+
+def _words(size: Size) -> str:
+    return f"{size[0]:g} x {size[1]:g}"
+
+
+def check_scales(
+    images: Iterable[ImageRecord], scales: Sequence[Size]
+) -> Iterator[Finding]:
+    """Images of which a resize that keeps the aspect ratio leaves a side of 0 px."""
+    for image in images:
+        if image.size is None:
+            continue
+        long, short = max(image.size), min(image.size)
+        for scale in scales:
+            # As mmcv scales: neither side grows beyond its own bound.
+            factor = min(max(scale) / long, min(scale) / short)
+            if int(short * factor + 0.5) < 1:
+                text = (
+                    f"has {_words(image.size)} px, and resizing to {_words(scale)} px "
+                    "leaves a side of 0. Cut it into tiles, or remove it from the "
+                    "annotation file."
+                )
+                yield image.finding("image-elongated", text)
+                break
