@@ -10,7 +10,7 @@ from pathlib import Path
 
 from damex.commandline.data import convert_parser
 from damex.datasets.formats.conversion import convert_tree, open_root
-from damex.datasets.formats.records import Options
+from damex.datasets.formats.records import Options, fault_of_names
 from damex.errors import ConfigError
 from damex.files import atomic_write
 
@@ -30,6 +30,8 @@ def convert(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"--val-share must be from 0 to below 1, got {args.val_share}."
         )
+    if (fault := fault_of_names(args.classes or ())) is not None:
+        raise ConfigError(f"--classes: {fault}.")
     keys = ("train", "val", "test", "classes")
     chosen = {key: tuple(words) for key in keys if (words := getattr(args, key))}
     options = Options(format=args.format, val_share=args.val_share, **chosen)

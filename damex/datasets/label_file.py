@@ -55,7 +55,7 @@ class LabelFile:
             ConfigError: If there is none, or it does not hold what is expected.
         """
         try:
-            text = Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111 - as above
+            text = Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111 - Path raises
         except OSError as error:
             raise ConfigError(
                 f"label_space: {path} cannot be read (seen from {Path.cwd()}): "

@@ -358,8 +358,8 @@ def _check_types(entry: Mapping[str, Any], where: str) -> None:
         is_list and all(isinstance(c, str) for c in classes)
     ):
         raise ConfigError(f"{where}: classes must be a list of names, got {classes!r}.")
-    if (fault := fault_of_names(classes or ())) is not None:
-        raise ConfigError(f"{where}: classes={[*classes]!r}: {fault}.")
+    if classes and (fault := fault_of_names(classes)) is not None:
+        raise ConfigError(f"{where}: classes={classes!r}: {fault}.")
     for own, name in (entry.get("rename") or {}).items():
         if not isinstance(name, str) or not name.strip():
             raise ConfigError(

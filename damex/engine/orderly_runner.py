@@ -19,6 +19,7 @@ from typing import Any
 from mmengine.dist import broadcast_object_list
 from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop
+from mmengine.visualization import Visualizer
 from torch import nn
 
 from damex.engine.console import ProgressHook
@@ -43,6 +44,7 @@ class OrderlyRunner(ShardedRunner):
 
     has_begun = False  # to train or to evaluate
     evaluates = False
+    _load_from: Any
 
     def __init__(self, model: Any, work_dir: str, **kwargs: Any) -> None:
         self.folder = WorkDir(work_dir)
@@ -59,7 +61,7 @@ class OrderlyRunner(ShardedRunner):
         logger = super().build_logger(*args, **kwargs)
         for handler in logger.handlers:
             if isinstance(handler, logging.FileHandler):
-                handler.handleError = _raise_disk_errors  # type: ignore[method-assign]
+                handler.handleError = _raise_disk_errors  # type: ignore
         return logger
 
     def check_start(self) -> None:
@@ -96,6 +98,16 @@ class OrderlyRunner(ShardedRunner):
         self.evaluates = True
         with _orderly(self):
             return super().test()
+
+    def leave_nothing(self) -> None:
+        """Remove what a start that failed has made."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        self.folder.remove_traces()
+        visualizer = getattr(self, "visualizer", None)
+        if visualizer is not None:  # else the next runner would write to its folder
+            for kind in (type(visualizer), Visualizer):
+                kind._instance_dict.pop(visualizer.instance_name, None)
 
     def load_or_resume(self) -> None:
         """Load or resume as configured; after that, the run has begun.
@@ -177,8 +189,8 @@ def _orderly(runner: OrderlyRunner) -> Iterator[None]:
                     hook.close()
             fault = _fault(runner, error)
             runner.folder.unlock()
-            if not runner.has_begun and os.environ.get("RANK", "0") == "0":
-                runner.folder.remove_traces()
+            if not runner.has_begun:
+                runner.leave_nothing()
             if fault is None:
                 raise
             kind = ConfigError if isinstance(error, Exception) else KeyboardInterrupt
@@ -198,7 +210,7 @@ def _interruptible() -> Iterator[list[int]]:
         The signals that came so far.
     """
     owner = os.getpid()
-    usual = {signal.SIGINT: signal.default_int_handler}
+    usual: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
     if "RANK" not in os.environ:
         usual[signal.SIGTERM] = signal.SIG_DFL
 

@@ -85,7 +85,7 @@ class TrainingStepHook(Hook):
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Check the weights; keep the names and the ``moe`` tree, empty if dense."""
         for name, _ in bare_model(runner).named_parameters():
-            weights = checkpoint["state_dict"].get(name)
+            weights = checkpoint.get("state_dict", {}).get(name)
             if weights is not None and not weights.isfinite().all():
                 raise FloatingPointError(
                     f"weights such as {name} are not finite after iteration "

@@ -149,6 +149,9 @@ class CheckpointHook(MMEngineCheckpointHook):
     also with ``max_keep_ckpts=1``.
     """
 
+    file_backend: Any
+    best_ckpt_path: str | None
+
     def before_train(self, runner: Runner) -> None:
         """Prepare; what a copied work directory has written before lies in the copy."""
         super().before_train(runner)

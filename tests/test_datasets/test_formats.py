@@ -495,6 +495,24 @@ def test_the_users_folder_is_not_written_to(csv_folder):
     assert sorted(csv_folder.rglob("*")) == before
 
 
+def test_a_coco_file_is_read_once_to_recognise_and_once_to_parse(
+    tmp_path, write_image, read, monkeypatch
+):
+    write_image(tmp_path / "a.png")
+    write_coco(tmp_path, {"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})
+    seen = []
+    for cls, name in ((Path, "read_bytes"), (Tree, "text")):
+        method = getattr(cls, name)
+
+        def spy(self, *args, method=method):
+            seen.append(args[0] if args else self.name)
+            return method(self, *args)
+
+        monkeypatch.setattr(cls, name, spy)
+    read(tmp_path, val_share=0.0)
+    assert seen == ["labels.json"] * 2
+
+
 def test_two_processes_at_once_agree(csv_folder, cache):
     code = (
         "import sys\n"
@@ -682,6 +700,7 @@ def test_convert_writes_all_files_or_none(csv_folder, tmp_path, capsys, monkeypa
         (["--out", "/proc/x"], "/proc/x cannot be written to"),
         (["--out", "{tmp}/out", "--val-share", "2"], "--val-share must be from 0"),
         (["--out", "{tmp}/out", "--format", "vco"], "invalid choice: 'vco'"),
+        (["--out", "{tmp}/out", "--classes", "a", "a"], "name 1 and name 2 are both"),
         ([], "required: --out"),
     ],
 )

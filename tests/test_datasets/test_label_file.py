@@ -53,6 +53,11 @@ def test_a_file_merges_keeps_apart_and_drops(path):
     )
 
 
+def test_a_file_may_lie_in_the_home_folder(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert LabelFile.read("~/labels.json").datasets == LabelFile.read(path).datasets
+
+
 @pytest.mark.parametrize(
     ("unlisted", "classes"),
     [

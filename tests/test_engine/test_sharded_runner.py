@@ -18,6 +18,7 @@ from damex.engine import fully_sharded
 from damex.engine.runner import MixtureRunner
 from damex.engine.schedule import ExpertMeanDecayHook
 from damex.engine.sharded_runner import reduce_before_steps
+from damex.engine.work_dir import WorkDir
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertShards
@@ -245,7 +246,7 @@ def test_one_process_per_group_is_a_detector_without_shards(build):
 
 
 @pytest.fixture
-def spread_runner(build, group, monkeypatch):
+def spread_runner(build, group, monkeypatch, tmp_path):
     """A runner whose detector has spread experts, and whose training does nothing."""
     detector = build(moe={**DAMEX, "num_experts": 4})
     shards = ExpertShards.of_world(1)
@@ -256,6 +257,7 @@ def spread_runner(build, group, monkeypatch):
     runner = object.__new__(MixtureRunner)
     runner.model, runner.cfg, runner._hooks = detector, {"data_check": "off"}, []
     runner._load_from, runner._resume, runner._distributed = None, False, True
+    runner.folder, runner._rank = WorkDir(tmp_path), 0
     return runner
 
 
