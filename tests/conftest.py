@@ -56,14 +56,21 @@ def registered() -> None:
 def launch_processes() -> Callable[..., None]:
     """Runs a script that writes to a folder in several processes, by torchrun."""
 
-    def launch(script: str | Path, folder: Path, *arguments: str, count: int) -> None:
+    def launch(
+        script: str | Path,
+        folder: Path,
+        *arguments: str,
+        count: int,
+        on_gpus: bool = False,
+    ) -> None:
+        hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         torchrun = ("-m", "torch.distributed.run", "--standalone")
         done = subprocess.run(
             [
                 *(sys.executable, *torchrun, f"--nproc_per_node={count}"),
                 *(str(script), str(folder), *arguments),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **hidden, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=900,

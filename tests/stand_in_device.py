@@ -88,7 +88,7 @@ for _name in COLLECTIVES:
 
 
 class _Stream:
-    """Streams, events and what they are for: all work is done when it is asked for."""
+    """A stream or an event; nothing has to wait, as all work is done at once."""
 
     stream_id = device_index = device_type = 0
 

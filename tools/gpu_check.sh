@@ -3,8 +3,12 @@
 #
 # 1. the tests, those included that need a GPU
 # 2. layers timed in float32 and bfloat16, with the host synchronisations of a step
-# 3. 200 iterations of a detector: dense, 8 experts, 64 experts; float16
-# 4. the same in one process of nccl
+# 3. the exchange of experts in a group of nccl, against one process of the CPU
+# 4. 200 iterations of a detector: dense, 8 experts, 64 experts; float16
+# 5. the same under nccl: DDP, fully sharded, and, with 2 GPUs, experts spread over them
+#
+# Steps 3 and 5 take 2 GPUs if there are as many, else 1. On the CPU, 5 takes 2 processes
+# of gloo, and 3 a stand-in for a GPU.
 #
 # OUT (work_dirs/gpu_check) gets a log of each step, the tables of the layers, and
 # detectors.md. The data is the toy mixture, drawn where it is missing; nothing is
@@ -44,6 +48,11 @@ for dtype in float32 bfloat16; do
   step "layers_$dtype" "$python" -m damex benchmark --device "$device" --dtype "$dtype" \
     "${small[@]}" --out "$out/layers_$dtype.md"
 done
+processes=2 layout=device
+if [ "$device" != cpu ]; then
+  processes=$("$python" -c "import torch; print(min(2, torch.cuda.device_count()))") layout=GPUs
+fi
+step exchange "$python" -m pytest -q tests/test_moe/test_shards.py -k "$layout"
 train() { # train NAME MOE...
   local name=$1
   shift
@@ -53,24 +62,42 @@ train() { # train NAME MOE...
 train dense moe=None
 train experts_8 moe.num_experts=8
 train experts_64 moe.num_experts=64
-step experts_8_nccl env PYTHON="$python" tools/dist_train.sh "$out/detector.py" 1 "${amp[@]}" \
-  --work-dir "$out/experts_8_nccl" \
-  --cfg-options default_hooks.checkpoint.save_best=None moe.num_experts=8
+for_all=() # mixed precision asks all processes whether a gradient overflowed
+if [ "$device" != cpu ]; then for_all=(optim_wrapper.use_fsdp=True); fi
+together() { # together NAME OPTION...: 8 experts in all processes
+  local name=$1
+  shift
+  step "$name" env PYTHON="$python" tools/dist_train.sh "$out/detector.py" "$processes" \
+    "${amp[@]}" --work-dir "$out/$name" --cfg-options \
+    train_dataloader.sampler.samples_per_epoch=$((2 * iters * processes)) \
+    default_hooks.checkpoint.save_best=None moe.num_experts=8 "$@"
+}
+together experts_8_ddp
+together experts_8_fully_sharded model_wrapper_cfg.type=FullySharded "${for_all[@]}"
+spread=()
+if [ "$processes" -gt 1 ]; then
+  spread=(experts_8_spread)
+  together "${spread[0]}" moe.expert_parallel="$processes" "${for_all[@]}"
+fi
 
-"$python" - "$out" <<'END' | tee "$out/detectors.md"
+"$python" - "$out" "$processes" "${spread[@]}" <<'END' | tee "$out/detectors.md"
 import json
 import sys
 from pathlib import Path
 
 print("| detector | seconds per iteration | images per second | peak memory |")
 print("| --- | ---: | ---: | ---: |")
-for name in ("dense", "experts_8", "experts_64", "experts_8_nccl"):
-    path = Path(sys.argv[1]) / name / "summary.json"
+out, processes, *spread = sys.argv[1:]
+together = ("experts_8_ddp", "experts_8_fully_sharded", *spread)
+for name in ("dense", "experts_8", "experts_64", *together):
+    path = Path(out) / name / "summary.json"
     if not path.is_file():
         print(f"| {name} | failed | - | - |")
         continue
     found = json.loads(path.read_text())
     seconds = found["train_seconds"] / found["trained_iterations"]
     memory = found["peak_memory_mib"] or float("nan")
-    print(f"| {name} | {seconds:.3f} | {2 / seconds:.1f} | {memory:.0f} MiB |")
+    images = 2 * (int(processes) if name in together else 1)
+    row = f"{seconds:.3f} | {images / seconds:.1f} | {memory:.0f} MiB"
+    print(f"| {name} | {row} |")
 END

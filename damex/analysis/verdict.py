@@ -144,14 +144,11 @@ def _above(
 
     Intervals are as wide as for all rungs that are not yet found to be above.
     """
-    rest, before = names, ()
-    while rest and rest != before:
-        before = rest
-        rest = tuple(
-            name
-            for name in before
-            if not is_above(_difference(mean_ap, name, reference, len(before)))
-        )
+    rest, count = names, 0
+    while len(rest) != count:
+        count = len(rest)
+        found = {n: _difference(mean_ap, n, reference, count) for n in rest}
+        rest = tuple(name for name, one in found.items() if not is_above(one))
     return tuple(name for name in names if name not in rest)
 
 
@@ -167,7 +164,7 @@ def is_above(difference: Difference | None) -> bool:
     """Whether a paired difference alone counts as a gain, without a correction.
 
     Args:
-        difference: In mean AP; None counts as none.
+        difference: In mean AP; None where it is missing.
     """
     if difference is None:
         return False

@@ -42,7 +42,10 @@ train_cfg = dict(max_epochs=2, val_begin=2)
 train_dataloader["sampler"]["samples_per_epoch"] = 8
 model = dict(num_queries=10, test_cfg=dict(max_per_img=10))
 moe = dict(num_experts=4)
-custom_hooks = [dict(type="EMAHook", momentum=0.1)]
+custom_hooks = [
+    dict(type="EMAHook", momentum=0.1),
+    dict(type="RoutingAlarmHook", interval=1, min_iters=1),
+]
 # Larger than rounding errors, from which AdamW would make steps of full length.
 optim_wrapper = dict(optimizer=dict(eps=1e-4))
 """

@@ -41,6 +41,7 @@ from damex.moe import (
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import stand_in_device
 
+BACKENDS = dict(cpu="gloo", cuda="nccl")
 D, H, E, STEPS, MAX_NORM = 6, 10, 4, 3, 0.05
 FFN = partial(FFNExperts, E, D, H)
 ROUTERS = dict(
@@ -219,8 +220,12 @@ def main():
     rank = int(os.environ["RANK"])
     if device == stand_in_device.NAME:
         stand_in_device.install()
-    distributed.init_process_group("gloo" if device == "cpu" else device)
-    shards = ExpertShards.of_world(size, device_type=device) if size > 1 else None
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(BACKENDS.get(device, device))
+    shards = None
+    if size > 1 or device == "cuda":  # a single GPU exchanges with itself
+        shards = ExpertShards.of_world(size, device_type=device)
     result = {case: train_together(case, rank, shards, device) for case in CASES}
     result = tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
     torch.save(result, folder / f"rank{rank}.pt")

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import expert_parallel_processes as processes
 
 CLOSE = dict(rtol=0, atol=1e-9)  # float64
+GPUS = min(2, torch.cuda.device_count())
 LAYOUTS = [
     pytest.param((2, 1, "cpu"), id="DDP on 2"),
     pytest.param((2, 2, "cpu"), id="experts over 2"),
@@ -32,6 +33,11 @@ LAYOUTS = [
     pytest.param((4, 2, "cpu"), id="experts over 2, data over 2"),
     # No collective of CPU tensors, as with nccl.
     pytest.param((4, 2, processes.stand_in_device.NAME), id="the same on a device"),
+    pytest.param(
+        (GPUS, GPUS, "cuda"),
+        id="experts over GPUs",
+        marks=pytest.mark.skipif(GPUS == 0, reason="nccl needs a GPU"),
+    ),
 ]
 
 
@@ -42,7 +48,11 @@ def together(request, tmp_path_factory, launch_processes):
     if device != "cpu" and not processes.stand_in_device.IS_AVAILABLE:
         pytest.skip("this torch has no devices in Python")
     folder = tmp_path_factory.mktemp("shards")
-    launch_processes(processes.__file__, folder, str(size), device, count=count)
+    launch_processes(
+        *(processes.__file__, folder, str(size), device),
+        count=count,
+        on_gpus=device == "cuda",
+    )
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(count)]
 
 
