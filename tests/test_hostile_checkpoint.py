@@ -100,6 +100,7 @@ def trained(tmp_path_factory, make_coco_dataset, write_config_to):  # noqa: F811
 def bait(trained, tmp_path, monkeypatch):
     """``bait(*changes, ...)``: a checkpoint; nothing of it may have run in the end."""
     monkeypatch.chdir(tmp_path)
+    sys.modules.pop(MODULE, None)  # of a test that failed
     made = tmp_path / "made"
     code = f"from pathlib import Path\nPath({str(made)!r}).mkdir()\n"
     for name in (MODULE, "hostile"):
