@@ -155,8 +155,8 @@ def export_parser() -> Parser:
         nargs=2,
         type=at_least(1),
         metavar=("WIDTH", "HEIGHT"),
-        help="of the images that FILE.onnx takes, in pixels; smaller ones are padded "
-        "(default: what the evaluation of the training resized to)",
+        help="to which FILE.onnx resizes images; it takes them in any size (default: "
+        "that of the training's evaluation)",
     )
     return parser
 

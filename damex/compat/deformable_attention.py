@@ -8,6 +8,7 @@ sums run along memory, and levels are added as they come.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.jit import is_tracing
 from torch.nn.functional import grid_sample
 
 
@@ -31,8 +32,9 @@ def deformable_attention(
     """
     # B: image and head, C: channels, K: keys, L: levels, P: points, Q: queries.
     batch, heads = value.shape[0], value.shape[2]
-    # A list costs one wait for the device, a tensor one per level.
-    sizes = [(int(height), int(width)) for height, width in shapes.tolist()]
+    # A list costs one wait for the device, a tensor one per level. A trace keeps sizes
+    # variable as tensors alone.
+    sizes = [tuple(one) for one in (shapes if is_tracing() else shapes.tolist())]
     value_BCK = value.permute(0, 2, 3, 1).flatten(0, 1)
     maps = value_BCK.split([height * width for height, width in sizes], dim=-1)
     points_LBPQ2 = (2 * locations - 1).permute(3, 0, 2, 4, 1, 5).flatten(1, 2)

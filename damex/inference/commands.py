@@ -30,13 +30,20 @@ from damex.inference.images import (
 )
 from damex.inference.look.samples import validation_images
 from damex.inference.onnx_graph import (
-    Canvas,
     DetectorGraph,
     Routing,
     check_packages,
+    resizing_to,
     to_onnx,
 )
-from damex.inference.onnx_parity import BOX_TOLERANCE, SCORE_TOLERANCE, compare
+from damex.inference.onnx_parity import (
+    BOX_TOLERANCE,
+    SCORE_TOLERANCE,
+    compare,
+    milliseconds,
+    runs_of,
+    stretched,
+)
 from damex.inference.onnx_routing import voted_detector
 from damex.inference.predictor import Prediction, Predictor, labels_by_group
 from damex.inference.specialist import Specialist, take_out
@@ -244,29 +251,27 @@ def _export_specialist(
     stored: StoredDetector, specialist: Specialist, args: Namespace
 ) -> list[str]:
     """Write a specialist as an ONNX graph, if it answers as the specialist does."""
-    preprocessor = specialist.config.model.get("data_preprocessor", {})
-    canvas = Canvas.of(stored.pipeline, preprocessor, args.image_size)
+    pipeline = resizing_to(stored.pipeline, args.image_size)
     detector = specialist.build()
-    graph = DetectorGraph(detector, canvas).eval()
+    graph = DetectorGraph(detector, pipeline).eval()
     about = dict(classes=specialist.classes, dataset=args.dataset)
-    image = _image_of(stored, args.dataset, canvas)
-    return _write_onnx(graph, about, detector, [image], Path(args.out))
+    images = [_image_of(stored, args.dataset, graph.scale)]
+    return _write_onnx(graph, about, detector, images, Path(args.out))
 
 
 def _export_mixture(stored: StoredDetector, args: Namespace) -> list[str]:
     """Write a mixture of experts as an ONNX graph, if it answers as in damex."""
     space = stored.space
-    preprocessor = stored.model.get("data_preprocessor", {})
-    canvas = Canvas.of(stored.pipeline, preprocessor, args.image_size)
+    pipeline = resizing_to(stored.pipeline, args.image_size)
     detector, votes = voted_detector(stored.build(), stored.path)
     labels = labels_by_group(space)
-    graph = DetectorGraph(detector, canvas, Routing(votes, labels)).eval()
+    graph = DetectorGraph(detector, pipeline, Routing(votes, labels)).eval()
     about = dict(
         classes=space.classes,
         datasets=space.group_names,
         labels=dict(zip(space.group_names, labels, strict=True)),
     )
-    images = [_image_of(stored, name, canvas) for name in space.dataset_names]
+    images = [_image_of(stored, one, graph.scale) for one in space.dataset_names]
     lines = _write_onnx(graph, about, stored.build(), images, Path(args.out))
     known = (
         f"{len(space.dataset_names)} datasets, {space.num_classes} classes, "
@@ -279,16 +284,16 @@ def _write_onnx(
     graph: DetectorGraph,
     about: Mapping[str, Any],
     detector: Any,
-    images: Sequence[tuple[str, Image.Image]],
+    images: Sequence[tuple[str, np.ndarray]],
     out: Path,
 ) -> list[str]:
     """Write a graph if it answers as a detector does.
 
     Args:
         graph: What the file shall do.
-        about: What it says of itself.
+        about: Its metadata.
         detector: Whose answers it should give.
-        images: To compare on, with their names.
+        images: To compare on, with their names; the first in several shapes.
         out: The file.
 
     Returns:
@@ -298,45 +303,49 @@ def _write_onnx(
         ConfigError: If ONNX cannot express it, or it answers otherwise.
     """
     content = to_onnx(graph, dict(**about, damex=__version__))
-    lines = []
+    runs, lines = runs_of(graph, content, detector), []
+    more = stretched(images[0][1], max(graph.scale))
     for name, image in dict(images).items():
-        parity = compare(graph, content, image, detector=detector)
+        parity = compare(*runs, [image, *more])
+        where = f"{name}, in {parity.images} shapes" if more else name
+        more = []
         differences = (
             f"scores differ by {parity.scores:.1e} at most, boxes by "
             f"{parity.boxes:.1e} pixels"
         )
         if not parity.is_close:
             raise ConfigError(
-                f"{out} was not written: on {name} the graph does not answer as mmdet "
-                f"does ({differences}; allowed are {SCORE_TOLERANCE:g} and "
+                f"{out} was not written: on {where}, the graph does not answer as "
+                f"mmdet does ({differences}; allowed are {SCORE_TOLERANCE:g} and "
                 f"{BOX_TOLERANCE:g})."
             )
         lines.append(
-            f"compared with mmdet on {name}: {differences} ({parity.detections} "
+            f"compared with mmdet on {where}: {differences} ({parity.detections} "
             f"detections of {parity.least_score:.2f} or more)"
         )
     with atomic_write(out) as part:
         part.write_bytes(content)
-    canvas = graph.canvas
+    torch_ms, onnx_ms = milliseconds(*runs, image=images[0][1])
+    size = " x ".join(map(str, graph.scale)) + " pixels"
+    size += " at most" if graph.keep_ratio else ""
     return [
-        f"written: {out} ({len(content) / 1e6:.1f} MB), for images of {canvas.width} x "
-        f"{canvas.height} pixels",
+        f"written: {out} ({len(content) / 1e6:.1f} MB), for images of any size, which "
+        f"it resizes to {size}",
         *lines,
-        f"milliseconds per image on one thread: {parity.onnx_ms:.1f} in onnxruntime, "
-        f"{parity.torch_ms:.1f} in mmdet",
+        f"milliseconds per image on one thread: {onnx_ms:.1f} in onnxruntime, "
+        f"{torch_ms:.1f} in mmdet",
     ]
 
 
 def _image_of(
-    stored: StoredDetector, dataset: str, canvas: Canvas
-) -> tuple[str, Image.Image]:
+    stored: StoredDetector, dataset: str, size: tuple[int, int]
+) -> tuple[str, np.ndarray]:
     """A validation image of a dataset and its path; noise where there is none here."""
     try:
         (path,) = validation_images(stored, dataset, count=1)
         with Image.open(path) as image:
-            return str(path), image.convert("RGB")
+            return str(path), np.asarray(image.convert("RGB"))
     except (ConfigError, DataError, OSError):
-        noise = np.random.default_rng(0).integers(
-            0, 256, (canvas.height, canvas.width, 3), dtype=np.uint8
-        )
-        return "noise (no validation image is here)", Image.fromarray(noise)
+        shape = (size[1], size[0], 3)
+        noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        return "noise (no validation image is here)", noise

@@ -1,18 +1,16 @@
-"""A detector as an ONNX graph, from the pixels of images to boxes in pixels.
+"""A detector as an ONNX graph, from the pixels of an image file to boxes in its pixels.
 
-What mmdet does before and after the network is in the graph, too: normalisation, the
-masks of what lies outside of an image, and the choice of the best answers. Numbers of
-images may change from run to run, and what a canvas holds; its size is fixed.
+The graph resizes, normalises and pads images as `damex predict` does, so that images of
+any height and width get the same answers from both.
 
 Axes: B images, C classes, D model width, G dataset groups, H and W rows and columns of
-the canvas, K answers per image, L levels of features, Q queries, V tokens.
+an image, K answers per image, L levels of features, Q queries, V tokens.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,16 +22,17 @@ from mmdet.models.detectors import DINO, DeformableDETR
 from torch import Tensor, nn
 from torch.jit import TracerWarning
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from damex.errors import ConfigError
 from damex.inference.onnx_routing import ImageVotes
 
 OPSET = 17  # the first that has both GridSample (16) and LayerNormalization (17)
-INPUTS, OUTPUTS = ("images", "sizes"), ("boxes", "scores", "labels")
+INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
 PROBABILITIES = "datasets"  # the fourth output where experts are in the graph
 PACKAGES = ("onnx", "onnxruntime")
 DETECTORS = (DINO, DeformableDETR)
-# A graph takes images that were loaded and resized, and does the rest by itself.
+# What a graph follows of a pipeline.
 STEPS = ("LoadImageFromFile", "Resize", "PackDetInputs")
 
 
@@ -50,61 +49,34 @@ def check_packages() -> None:
         )
 
 
-@dataclass(frozen=True)
-class Canvas:
-    """How images come to a graph.
+def resizing_to(
+    pipeline: Sequence[Mapping[str, Any]], size: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Make a pipeline resize images to another size.
 
-    Attributes:
-        width: In pixels, of the tensor that each image lies in, at its upper left.
-        height: The same.
-        keep_ratio: Whether images of the training were resized without distortion.
-        is_rgb: Whether the detector wants red first.
+    Args:
+        pipeline: Steps of an evaluation, from ``LoadImageFromFile`` on.
+        size: Width and height; by default those of the pipeline.
+
+    Raises:
+        ConfigError: If there is no size, or a step that no graph follows.
     """
-
-    width: int
-    height: int
-    keep_ratio: bool
-    is_rgb: bool
-
-    @classmethod
-    def of(
-        cls,
-        pipeline: Sequence[Mapping[str, Any]],
-        preprocessor: Mapping[str, Any],
-        size: Sequence[int] | None = None,
-    ) -> Canvas:
-        """What the evaluation of a training did with images, at one size.
-
-        Args:
-            pipeline: Steps from ``LoadImageFromFile`` on.
-            preprocessor: Config of mmdet's ``DetDataPreprocessor``.
-            size: Width and height; by default those of ``Resize``. Rounded up to what
-                the preprocessor pads to.
-
-        Raises:
-            ConfigError: If there is no size, or a step that no graph does.
-        """
-        steps = {step["type"]: step for step in pipeline}
-        others = [kind for kind in steps if kind not in STEPS]
-        if others:
-            raise ConfigError(
-                f"the evaluation of the training does {', '.join(others)} with images, "
-                f"which a .onnx file cannot; it can follow {', '.join(STEPS)}."
-            )
-        resize = steps.get("Resize", {})
-        size = size or resize.get("scale")
-        if not isinstance(size, Sequence):
-            raise ConfigError(
-                "a .onnx file is made for one size of images, and the evaluation of "
-                "the training names none; say --image-size WIDTH HEIGHT."
-            )
-        divisor = preprocessor.get("pad_size_divisor", 1)
-        width, height = (math.ceil(side / divisor) * divisor for side in size)
-        is_rgb = pipeline[0].get("channel_order", "bgr") == "rgb"
-        if preprocessor.get("bgr_to_rgb") or preprocessor.get("rgb_to_bgr"):
-            is_rgb = not is_rgb
-        # mmcv's Resize stretches unless it is told otherwise.
-        return cls(width, height, resize.get("keep_ratio", not resize), is_rgb)
+    steps = {step["type"]: dict(step) for step in pipeline}
+    others = [kind for kind in steps if kind not in STEPS]
+    if others:
+        raise ConfigError(
+            f"the evaluation of the training applies {', '.join(others)} to images, "
+            f"which a .onnx file cannot; it can follow {', '.join(STEPS)}."
+        )
+    resize = steps.setdefault("Resize", dict(type="Resize", keep_ratio=True))
+    if size is not None:
+        resize["scale"] = tuple(size)
+    if "scale" not in resize:
+        raise ConfigError(
+            "a .onnx file resizes images to one size, and the evaluation of the "
+            "training names none; say --image-size WIDTH HEIGHT."
+        )
+    return [steps[kind] for kind in STEPS]
 
 
 @dataclass(frozen=True)
@@ -125,19 +97,20 @@ class DetectorGraph(nn.Module):
 
     Args:
         detector: Ready to predict, on the CPU.
-        canvas: How images come.
+        pipeline: Steps from an image file to its input, of `resizing_to`.
         routing: Where its FFNs are experts; None for a dense one.
 
     Raises:
-        ConfigError: If it is no detector that a graph can be made of.
+        ConfigError: If no graph can be made of the detector.
     """
 
-    mean_311: Tensor
-    std_311: Tensor
     foreign_GC: Tensor
 
     def __init__(
-        self, detector: Any, canvas: Canvas, routing: Routing | None = None
+        self,
+        detector: Any,
+        pipeline: Sequence[Mapping[str, Any]],
+        routing: Routing | None = None,
     ) -> None:
         super().__init__()
         if type(detector) not in DETECTORS:
@@ -152,11 +125,13 @@ class DetectorGraph(nn.Module):
                 "the detector's classes exclude each other (a softmax); as ONNX those "
                 "with a sigmoid can be written."
             )
-        self.detector, self.canvas, self.routing = detector, canvas, routing
+        self.detector, self.pipeline, self.routing = detector, pipeline, routing
         self.answers: int = detector.test_cfg.get("max_per_img", detector.num_queries)
-        mean, std = self.normalization()
-        self.register_buffer("mean_311", torch.tensor(mean)[:, None, None])
-        self.register_buffer("std_311", torch.tensor(std)[:, None, None])
+        steps = {step["type"]: step for step in pipeline}
+        scale = steps["Resize"]["scale"]
+        self.scale = (scale, scale) if isinstance(scale, int) else tuple(scale)
+        # mmcv's Resize stretches images by default.
+        self.keep_ratio: bool = steps["Resize"].get("keep_ratio", False)
         groups = routing.labels if routing else []
         foreign_GC = torch.ones(
             len(groups), detector.bbox_head.num_classes, dtype=torch.bool
@@ -170,72 +145,69 @@ class DetectorGraph(nn.Module):
         """Names of what :meth:`forward` returns."""
         return OUTPUTS if self.routing is None else (*OUTPUTS, PROBABILITIES)
 
-    def normalization(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of red, green and blue."""
-        of = self.detector.data_preprocessor
-        if not of._enable_normalize:
-            return [0.0] * 3, [1.0] * 3
-        order = 1 if self.canvas.is_rgb else -1
-        # One number stands for all channels.
-        mean_3, std_3 = (tensor.flatten().expand(3) for tensor in (of.mean, of.std))
-        return mean_3.tolist()[::order], std_3.tolist()[::order]
-
-    def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Detect objects.
 
         Args:
-            images: Canvases, each with an image at its upper left, uint8 in RGB
-                (B, 3, H, W). What lies outside of the image makes no difference.
-            sizes: Height and width of each image in pixels, (B, 2).
+            images: As in their files, of one size, uint8 in RGB (B, H, W, 3).
 
         Returns:
             Boxes as x1, y1, x2, y2 in pixels (B, K, 4), scores (B, K) and labels
             (B, K), best first. With experts the classes are those of the dataset group
             that an image looks like, and the probabilities of the groups (B, G) follow.
         """
-        height, width = self.canvas.height, self.canvas.width
-        below_BH1 = torch.arange(height)[None, :, None] >= sizes[:, :1, None]
-        beside_B1W = torch.arange(width)[None, None] >= sizes[:, 1:, None]
-        outside_BHW = below_BH1 | beside_B1W
-        pixels = (images.float() - self.mean_311) / self.std_311
-        pixels = pixels if self.canvas.is_rgb else pixels.flip(1)
-        padding = float(self.detector.data_preprocessor.pad_value)
-        pixels = pixels.masked_fill(outside_BHW[:, None], padding)
-        maps = self.detector.extract_feat(pixels)
+        file_2 = torch._shape_as_tensor(images)[1:3]  # stays variable in a trace
+        size_2 = self._new_size(file_2)
+        pixels_B3HW = resized(images, file_2, size_2)
+        of = self.detector.data_preprocessor
+        if not of._channel_conversion:  # mmcv loads blue first
+            pixels_B3HW = pixels_B3HW.flip(1)
+        if of._enable_normalize:
+            pixels_B3HW = (pixels_B3HW - of.mean) / of.std
+        divisor = of.pad_size_divisor
+        padded_2 = (size_2 + divisor - 1) // divisor * divisor
+        below, beside = (padded_2 - size_2).unbind()
+        pad: Any = (0, beside, 0, below)
+        pixels_B3HW = functional.pad(pixels_B3HW, pad, value=float(of.pad_value))
+        maps = self.detector.extract_feat(pixels_B3HW)
+        if self.routing is not None:
+            self.routing.votes.begin()
+        logits_BQC, boxes_BQ4 = self._transform(maps, size_2, padded_2)
         if self.routing is None:
-            logits_BQC, boxes_BQ4 = self._transform(maps, outside_BHW)
-            return self._best(logits_BQC, boxes_BQ4, sizes)
-        self.routing.votes.begin()
-        logits_BQC, boxes_BQ4 = self._transform(maps, outside_BHW)
+            return self._best(logits_BQC, boxes_BQ4, file_2)
         probabilities_BG = self.routing.votes.probabilities()
         foreign_BC = self.foreign_GC[probabilities_BG.argmax(1)]
         logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
-        return *self._best(logits_BQC, boxes_BQ4, sizes), probabilities_BG
+        return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
+
+    def _new_size(self, file_2: Tensor) -> Tensor:
+        """Height and width that mmcv's Resize gives an image."""
+        if not self.keep_ratio:
+            return torch.tensor(self.scale[::-1])
+        limits_2 = torch.tensor(sorted(self.scale), dtype=torch.double)
+        sides_2 = torch.stack([file_2.min(), file_2.max()]).double()
+        return (file_2.double() * (limits_2 / sides_2).min() + 0.5).long()
 
     def _transform(
-        self, maps: Sequence[Tensor], outside_BHW: Tensor
+        self, maps: Sequence[Tensor], size_2: Tensor, padded_2: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Transformer and head: logits (B, Q, C), and boxes in shares of the image.
 
-        Stands for ``pre_transformer`` of mmdet's DeformableDETR, which makes its masks
-        of numbers where a graph has tensors.
+        Replaces ``pre_transformer`` of mmdet's DeformableDETR, which reads sizes from
+        data samples.
         """
         detector = self.detector
-        sizes = [(int(one.shape[-2]), int(one.shape[-1])) for one in maps]
-        lengths = [height * width for height, width in sizes]
-        starts = [sum(lengths[:level]) for level in range(len(lengths))]
-        masks = [
-            functional.interpolate(outside_BHW[:, None].float(), size=size)[:, 0].bool()
-            for size in sizes
-        ]
+        shapes = [torch._shape_as_tensor(one)[2:] for one in maps]
+        masks = [_mask(shape_2, size_2, padded_2) for shape_2 in shapes]
         positions = [
-            _tokens(detector.positional_encoding(mask)) + embedding_D
-            for mask, embedding_D in zip(masks, detector.level_embed, strict=True)
+            _tokens(detector.positional_encoding(mask_1HW)) + embedding_D
+            for mask_1HW, embedding_D in zip(masks, detector.level_embed, strict=True)
         ]
-        mask_BV = torch.cat([mask.flatten(1) for mask in masks], 1)
+        mask_BV = torch.cat([mask_1HW.flatten(1) for mask_1HW in masks], 1)
+        mask_BV = mask_BV.expand(maps[0].shape[0], -1)
         levels = dict(
-            spatial_shapes=torch.tensor(sizes),
-            level_start_index=torch.tensor(starts),
+            spatial_shapes=torch.stack(shapes),
+            level_start_index=None,  # for GPUs
             valid_ratios=torch.stack([*map(detector.get_valid_ratio, masks)], 1),
         )
         self._set_real_tokens(~mask_BV[..., None])
@@ -257,7 +229,7 @@ class DetectorGraph(nn.Module):
             self.routing.votes.real_BN1 = real_BV1
 
     def _best(
-        self, logits_BQC: Tensor, boxes_BQ4: Tensor, sizes: Tensor
+        self, logits_BQC: Tensor, boxes_BQ4: Tensor, file_2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The best answers of each image, as mmdet's DETRHead chooses them."""
         num_classes = logits_BQC.shape[-1]
@@ -266,8 +238,7 @@ class DetectorGraph(nn.Module):
         chosen_BK4 = boxes_BQ4.gather(1, queries_BK[..., None].expand(-1, -1, 4))
         center, size = chosen_BK4.split(2, -1)
         corners_BK4 = torch.cat([center - size / 2, center + size / 2], -1)
-        limits_B14 = sizes.flip(1).repeat(1, 2)[:, None].to(corners_BK4.dtype)
-        boxes_BK4 = corners_BK4.clamp(0.0, 1.0) * limits_B14
+        boxes_BK4 = corners_BK4.clamp(0.0, 1.0) * file_2.flip(0).repeat(2)
         return boxes_BK4, scores_BK, places_BK % num_classes
 
 
@@ -276,13 +247,59 @@ def _tokens(map_BDHW: Tensor) -> Tensor:
     return map_BDHW.flatten(2).transpose(1, 2)
 
 
+def _mask(shape_2: Tensor, size_2: Tensor, padded_2: Tensor) -> Tensor:
+    """Which places of a map lie in the padding, (1, H, W), as mmdet interpolates it."""
+    below_H, beside_W = (
+        (torch.arange(places) * (padded / places)).floor() >= size
+        for places, size, padded in zip(shape_2, size_2, padded_2, strict=True)
+    )
+    return (below_H[:, None] | beside_W)[None]
+
+
+def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
+    """Resize images as OpenCV does, to the bit: bilinear, with weights of 11 bits.
+
+    Args:
+        images: uint8 (B, H, W, 3).
+        old_2: Their height and width.
+        new_2: The new ones.
+
+    Returns:
+        Whole numbers up to 255, (B, 3, H, W).
+    """
+    steps_2 = old_2.double() / new_2.double()
+    (rows_2H, vertical_2H), ((left_W, right_W), horizontal_2W) = (
+        _neighbours(*side) for side in zip(old_2, new_2, steps_2, strict=True)
+    )
+    lines = images[:, rows_2H]  # the upper and the lower one of each new row
+    left, right = (
+        lines[:, :, :, side_W].permute(0, 4, 1, 2, 3).float()
+        for side_W in (left_W, right_W)
+    )
+    across = left * horizontal_2W[0] + right * horizontal_2W[1]  # (B, 3, 2, H, W)
+    across = (across * 2.0**-4).floor().double()
+    both = (across * (vertical_2H.double() * 2.0**-16)[..., None]).floor().sum(2)
+    return ((both + 2.0) * 2.0**-2).floor().float()
+
+
+def _neighbours(old: Tensor, new: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """For each new place along a side the two old ones, and their weights of 2048."""
+    place = ((torch.arange(new).double() + 0.5) * step - 0.5).float()
+    first = place.floor()
+    share = place - first
+    both = torch.stack([first, first + 1]).long().clamp(min=0)
+    return torch.minimum(both, old - 1), (
+        torch.stack([1 - share, share]) * 2048
+    ).round()
+
+
 def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
     """Write a graph down as ONNX, with what one has to know to use it.
 
     Args:
         graph: In evaluation.
-        about: More for the model's ``metadata_props``, beside ``image_size`` (width,
-            height), ``keep_ratio``, ``mean`` and ``std``; written as JSON.
+        about: More for the model's ``metadata_props`` than ``image_size`` (width,
+            height) and ``keep_ratio``; written as JSON.
 
     Returns:
         Content of a file.
@@ -292,10 +309,7 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
     """
     import onnx
 
-    mean, std = graph.normalization()
-    canvas = graph.canvas
-    size = (canvas.width, canvas.height)
-    known = dict(image_size=size, keep_ratio=canvas.keep_ratio, mean=mean, std=std)
+    known = dict(image_size=graph.scale, keep_ratio=graph.keep_ratio)
     model = onnx.load_from_string(_traced(graph))
     for output in model.graph.output:  # the trace does not say how many answers
         if output.name in OUTPUTS:
@@ -307,33 +321,46 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
     return model.SerializeToString()
 
 
+class _Linspace(TorchFunctionMode):
+    """Exports ``torch.linspace`` of one step, where torch divides 0 by 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.linspace:
+            return func(*args, **(kwargs or {}))
+        start, end, steps = args
+        step = (end - start) / (steps - 1).clamp(min=1)
+        return start + torch.arange(steps) * step
+
+
 def _traced(graph: DetectorGraph) -> bytes:
     """What torch's exporter makes of a graph.
 
-    mmdet reads the sizes of its maps out of tensors, ``for height, width in
-    spatial_shapes``. They are constants of a canvas, and a trace writes them down as
-    such; torch's other exporter (``dynamo=True``) refuses them, as it does not know
-    what is in a tensor.
+    mmdet iterates over tensors of sizes, ``for height, width in spatial_shapes``. A
+    trace keeps them variable; torch's other exporter (``dynamo=True``) refuses them, as
+    it does not know what is in a tensor.
 
     Raises:
         ConfigError: If ONNX has no name for what the detector computes.
     """
-    canvas = graph.canvas
     file: Any = io.BytesIO()  # which torch takes, but does not declare
-    images = torch.zeros(2, 3, canvas.height, canvas.width, dtype=torch.uint8)
-    sizes = torch.tensor([[canvas.height, canvas.width]] * 2)
-    with warnings.catch_warnings(), torch.no_grad():
+    width, height = graph.scale
+    images = torch.zeros(2, height, width, 3, dtype=torch.uint8)
+    batch = {0: "batch"}
+    axes = {INPUT: {**batch, 1: "height", 2: "width"}}
+    with warnings.catch_warnings(), torch.no_grad(), _Linspace():
         warnings.simplefilter("ignore", TracerWarning)  # of the sizes of maps
         warnings.simplefilter("ignore", DeprecationWarning)  # of this exporter
         warnings.filterwarnings("ignore", module="torch.onnx")
         try:
             torch.onnx.export(
                 graph,
-                (images, sizes),
+                (images,),
                 file,
-                input_names=INPUTS,
+                input_names=(INPUT,),
                 output_names=graph.outputs,
-                dynamic_axes={n: {0: "batch"} for n in (*INPUTS, *graph.outputs)},
+                dynamic_axes=axes | dict.fromkeys(graph.outputs, batch),
                 opset_version=OPSET,
                 dynamo=False,
             )

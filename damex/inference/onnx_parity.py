@@ -1,31 +1,33 @@
 """Whether an ONNX graph answers as the detector that it was made of, and how fast.
 
-Axes: B images, H and W rows and columns of the canvas, K answers per image.
+Axes: B images, H and W rows and columns of an image, K answers per image.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
-from mmdet.structures import DetDataSample
-from PIL import Image
-from torch.nn import functional
+from mmengine.dataset import pseudo_collate
 
 from damex.errors import ConfigError
-from damex.inference.onnx_graph import OUTPUTS, Canvas, DetectorGraph
+from damex.inference.images import Inputs, Picture
+from damex.inference.onnx_graph import INPUT, OUTPUTS, DetectorGraph
 
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 0.1  # of a probability, of a pixel
 # What is less sure than this share of the surest answer is not compared: among many
 # queries that are as unsure, rounding chooses.
 LEAST_SHARE = 0.1
 ROUNDS = 5
+# Width and height of images, as shares of the longer side that they are resized to.
+SHAPES = ((0.6, 0.6), (1.6, 1.2), (0.6, 0.8), (2.1, 0.9), (0.3, 0.9))
 
 
 @dataclass(frozen=True)
@@ -43,25 +45,26 @@ class Answers:
     labels: np.ndarray
 
 
+Run = Callable[[np.ndarray], Answers]  # of an image, uint8 (H, W, 3) in RGB
+
+
 @dataclass(frozen=True)
 class Parity:
-    """How far a graph is from mmdet on one image.
+    """How far a graph is from mmdet on some images.
 
     Attributes:
+        images: How many were compared.
         detections: Answers of mmdet that were compared.
         least_score: What they reach at least.
         scores: Largest difference of a score.
         boxes: Largest difference of a corner's x or y, in pixels.
-        onnx_ms: Median time of the graph for the image on one thread, milliseconds.
-        torch_ms: The same of mmdet.
     """
 
+    images: int
     detections: int
     least_score: float
     scores: float
     boxes: float
-    onnx_ms: float
-    torch_ms: float
 
     @property
     def is_close(self) -> bool:
@@ -69,50 +72,58 @@ class Parity:
         return self.scores <= SCORE_TOLERANCE and self.boxes <= BOX_TOLERANCE
 
 
-def letterbox(image: Image.Image, canvas: Canvas) -> tuple[np.ndarray, np.ndarray]:
-    """Lay an image into the upper left of a canvas, as large as it fits.
-
-    Returns:
-        Input of a graph: the canvas, uint8 (1, 3, H, W), and height and width of the
-        image in it, int64 (1, 2).
-    """
-    ratio = min(canvas.width / image.width, canvas.height / image.height)
-    width, height = (max(round(side * ratio), 1) for side in image.size)
-    if not canvas.keep_ratio:
-        width, height = canvas.width, canvas.height
-    pixels = np.asarray(image.convert("RGB").resize((width, height)))
-    images = np.zeros((1, 3, canvas.height, canvas.width), np.uint8)
-    images[0, :, :height, :width] = pixels.transpose(2, 0, 1)
-    return images, np.array([[height, width]], np.int64)
+def stretched(image: np.ndarray, longest: int) -> list[np.ndarray]:
+    """Bring an image to all `SHAPES`."""
+    sizes = [(ceil(longest * x), ceil(longest * y)) for x, y in SHAPES]
+    return [cv2.resize(image, size) for size in sizes]
 
 
-def compare(
-    graph: DetectorGraph, content: bytes, image: Image.Image, *, detector: Any
-) -> Parity:
-    """Run a graph and its detector on one image, on one thread.
+def runs_of(graph: DetectorGraph, content: bytes, detector: Any) -> tuple[Run, Run]:
+    """What mmdet finds in an image, and what onnxruntime does.
 
     Args:
         graph: What was written down.
         content: How `to_onnx` wrote it.
-        image: Of any size.
-        detector: Whose answers the graph should give.
+        detector: Whose answers the graph should give; of damex, where it has experts.
 
     Raises:
         ConfigError: If onnxruntime cannot run the graph.
     """
-    session = start_session(content)
-    images, sizes = letterbox(image, graph.canvas)
-    with _one_thread():
-        (told,) = answers_of_mmdet(graph, images, sizes, detector=detector)
-        (found,) = answers_of_graph(session, images, sizes)
-        onnx_ms, torch_ms = _milliseconds(
-            lambda: answers_of_graph(session, images, sizes),
-            lambda: answers_of_mmdet(graph, images, sizes, detector=detector),
+    session, inputs = start_session(content), Inputs(graph.pipeline)
+    labels = None if graph.routing is None else graph.routing.labels
+    return (
+        lambda image: answers_of_mmdet(inputs, image, detector=detector, labels=labels),
+        lambda image: answers_of_graph(session, image[None])[0],
+    )
+
+
+def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parity:
+    """Compare a graph with its detector, see `runs_of`.
+
+    Images with fewer tokens than the detector has queries are left out, as neither has
+    an answer.
+
+    Raises:
+        ConfigError: If that leaves none, or onnxruntime fails on one.
+    """
+    parities = []
+    for image in images:
+        try:
+            expected = of_mmdet(image)
+        except RuntimeError as error:
+            fault = str(error).splitlines()[0]
+            continue
+        found = of_graph(image)
+        least = LEAST_SHARE * float(max(expected.scores[0], found.scores[0]))
+        number = int((expected.scores >= least).sum())
+        parities.append((number, least, *difference(expected, found, least=least)))
+    if not parities:
+        raise ConfigError(
+            f"mmdet itself fails on images of this size ({fault}); say a larger "
+            "--image-size WIDTH HEIGHT."
         )
-    least = LEAST_SHARE * float(max(told.scores[0], found.scores[0]))
-    scores, boxes = difference(told, found, least=least)
-    number = int((told.scores >= least).sum())
-    return Parity(number, least, scores, boxes, onnx_ms, torch_ms)
+    numbers, leasts, scores, boxes = zip(*parities, strict=True)
+    return Parity(len(parities), sum(numbers), min(leasts), max(scores), max(boxes))
 
 
 def start_session(content: bytes) -> Any:
@@ -125,7 +136,7 @@ def start_session(content: bytes) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors
+    options.log_severity_level = 4  # none: they are raised
     try:
         return onnxruntime.InferenceSession(
             content, options, providers=["CPUExecutionProvider"]
@@ -137,52 +148,43 @@ def start_session(content: bytes) -> Any:
         ) from error
 
 
-def answers_of_graph(
-    session: Any, images: np.ndarray, sizes: np.ndarray
-) -> list[Answers]:
-    """What onnxruntime finds; see `letterbox` for the arguments."""
-    outputs = session.run(OUTPUTS, dict(images=images, sizes=sizes))
+def answers_of_graph(session: Any, images: np.ndarray) -> list[Answers]:
+    """What onnxruntime finds in images of one size, uint8 (B, H, W, 3) in RGB.
+
+    Raises:
+        ConfigError: If the graph fails on images of this size.
+    """
+    try:
+        outputs = session.run(OUTPUTS, {INPUT: images})
+    except Exception as error:  # its classes derive from nothing else
+        height, width = images.shape[1:3]
+        raise ConfigError(
+            f"the graph fails on an image of {width} x {height} pixels, so that a part "
+            "of the detector cannot be written for images of any size: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
     return [Answers(*one) for one in zip(*outputs, strict=True)]
 
 
 def answers_of_mmdet(
-    graph: DetectorGraph, images: np.ndarray, sizes: np.ndarray, *, detector: Any
-) -> list[Answers]:
-    """What mmdet finds with its own preprocessing, masks and postprocessing.
+    inputs: Inputs, image: Picture, *, detector: Any, labels: Any = None
+) -> Answers:
+    """What mmdet finds in an image, as `Predictor` runs it.
 
     Args:
-        graph: Of which only the canvas and the classes of each dataset are used.
-        images: See `letterbox`.
-        sizes: The same.
-        detector: Of mmdet; of damex, where the graph has experts.
+        inputs: Made of the pipeline.
+        image: A file, or uint8 (H, W, 3) in RGB.
+        detector: Of mmdet; of damex with ``labels``.
+        labels: The classes of each dataset group, one of which is to be chosen.
     """
-    canvas, known = graph.canvas, {}
-    if graph.routing is not None:
-        known["labels_by_group"] = graph.routing.labels
-    preprocessor = detector.data_preprocessor
-    # mmdet turns the channels over that its pipeline loaded the other way round.
-    is_loaded_rgb = canvas.is_rgb != preprocessor._channel_conversion
-    found = []
-    for canvas_3HW, (height, width) in zip(images, sizes.tolist(), strict=True):
-        pixels = torch.from_numpy(canvas_3HW[:, :height, :width])
-        sample = DetDataSample(metainfo=dict(img_shape=(height, width), **known))
-        data = preprocessor(
-            dict(
-                inputs=[pixels if is_loaded_rgb else pixels.flip(0)],
-                data_samples=[sample],
-            )
-        )
-        inputs = data["inputs"]
-        rest = (canvas.width - inputs.shape[3], canvas.height - inputs.shape[2])
-        padding = (0, rest[0], 0, rest[1])
-        inputs = functional.pad(inputs, padding, value=preprocessor.pad_value)
-        sample.set_metainfo(dict(batch_input_shape=(canvas.height, canvas.width)))
-        with torch.inference_mode():
-            (sample,) = detector.predict(inputs, [sample], rescale=False)
-        one = sample.dataset_instances if known else sample.pred_instances
-        one = one.numpy()
-        found.append(Answers(one.bboxes, one.scores, one.labels))
-    return found
+    packed = inputs(image)
+    if labels is not None:
+        packed["data_samples"].set_metainfo(dict(labels_by_group=labels))
+    with torch.inference_mode():
+        (sample,) = detector.test_step(pseudo_collate([packed]))
+    found = sample.pred_instances if labels is None else sample.dataset_instances
+    found = found.numpy()
+    return Answers(found.bboxes, found.scores, found.labels)
 
 
 def difference(one: Answers, other: Answers, *, least: float) -> tuple[float, float]:
@@ -220,23 +222,16 @@ def _distances(one: Answers, other: Answers, least: float) -> Iterator[np.ndarra
         yield np.array([scores[nearest], boxes[nearest]])
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute on one thread."""
+def milliseconds(*runs: Run, image: np.ndarray) -> list[float]:
+    """Median times for an image on one thread, in turns as the machine may be busy."""
+    times: list[list[float]] = [[] for _ in runs]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        for run, taken in [*zip(runs, times, strict=True)] * ROUNDS:
+            start = time.perf_counter()
+            run(image)
+            taken.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
-
-
-def _milliseconds(*runs: Callable[[], Any]) -> list[float]:
-    """Median times of calls that take turns, so that all share a busy machine."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
-        for run, taken in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
     return [1e3 * median(taken) for taken in times]

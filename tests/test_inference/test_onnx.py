@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -16,21 +17,28 @@ from PIL import Image
 from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference import Predictor, onnx_graph
-from damex.inference.onnx_graph import Canvas, DetectorGraph, Routing, to_onnx
+from damex.inference.images import Inputs
+from damex.inference.onnx_graph import (
+    DetectorGraph,
+    Routing,
+    resized,
+    resizing_to,
+    to_onnx,
+)
 from damex.inference.onnx_parity import (
     Answers,
     answers_of_graph,
     answers_of_mmdet,
     compare,
     difference,
-    letterbox,
+    milliseconds,
     start_session,
 )
 from damex.inference.onnx_routing import voted_detector
 from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import take_out
 from damex.inference.stored import StoredDetector
-from tests.test_inference.conftest import BEST
+from tests.test_inference.conftest import BEST, PIPELINE
 
 ROOT = Path(__file__).parents[2]
 BGR = dict(
@@ -41,25 +49,27 @@ BGR = dict(
     pad_size_divisor=32,
     pad_value=1,
 )
-# Of images on a canvas of 96 x 64: all of it, either side, and hardly anything.
-SIZES = [(64, 96), (40, 96), (64, 61), (33, 35)]
+# Width and height of images, some larger and some smaller than the 96 x 64 pixels to
+# which they are resized; with padding to 32, and without.
+SIZES = [(60, 60), (192, 144), (48, 64), (210, 90), (40, 120)]
+LOAD, RESIZE, _, PACK = PIPELINE
 
 
-def graph_of(checkpoint, *, dataset="park", size=None):
+def graph_of(checkpoint, *, dataset="park", size=None, pipeline=None):
     """A graph of a specialist, as the command makes it."""
     stored = StoredDetector.read(str(checkpoint))
     specialist = take_out(stored, dataset)
-    preprocessor = specialist.config.model.data_preprocessor
-    canvas = Canvas.of(stored.pipeline, preprocessor, size)
-    return DetectorGraph(specialist.build(), canvas).eval()
+    pipeline = resizing_to(pipeline or stored.pipeline, size)
+    return DetectorGraph(specialist.build(), pipeline).eval()
 
 
-def canvases(sizes, canvas, *, seed):
-    """Blocks of colour on random canvases."""
+def pictures(size, count, *, seed):
+    """Images of blocks of colour, (count, H, W, 3)."""
+    width, height = size
     rng = np.random.default_rng(seed)
-    shape = (len(sizes), 3, canvas.height // 4, canvas.width // 4)
-    images = rng.integers(0, 256, shape, dtype=np.uint8).repeat(4, 2).repeat(4, 3)
-    return images, np.array(sizes, np.int64)
+    shape = (count, height // 4 + 1, width // 4 + 1, 3)
+    blocks = rng.integers(0, 256, shape, dtype=np.uint8).repeat(4, 1).repeat(4, 2)
+    return blocks[:, :height, :width]
 
 
 def upper_half(answers):
@@ -67,20 +77,22 @@ def upper_half(answers):
     return float(np.median(answers.scores[answers.scores > 0]))
 
 
-def check(graph, detector=None, *, sizes=SIZES):
+def check(graph, detector=None):
     """Hold a graph to a detector, on batches that it was not made with."""
     detector = graph.detector if detector is None else detector
     session = start_session(to_onnx(graph, dict(classes=("dog", "person"))))
+    labels = graph.routing.labels if graph.routing else None
     seen = []
-    for seed, some in enumerate((sizes[:1], sizes[1:], sizes[:2])):
-        images, inner = canvases(some, graph.canvas, seed=seed)
-        told = answers_of_mmdet(graph, images, inner, detector=detector)
-        found = answers_of_graph(session, images, inner)
-        for one, other in zip(told, found, strict=True):
+    for seed, size in enumerate(SIZES):
+        images = pictures(size, 1 + seed % 3, seed=seed)
+        found = answers_of_graph(session, images)
+        for image, other in zip(images, found, strict=True):
+            inputs = Inputs(graph.pipeline)
+            one = answers_of_mmdet(inputs, image, detector=detector, labels=labels)
             assert one.boxes.shape == other.boxes.shape
             scores, boxes = difference(one, other, least=upper_half(one))
             assert scores < 2e-5
-            assert boxes / graph.canvas.width < 1e-4
+            assert boxes / max(size) < 1e-4
         seen += found
     apart = [np.abs(one.scores - seen[0].scores).max() for one in seen[1:]]
     assert min(apart) > 2e-4  # nothing of the example images is left
@@ -95,26 +107,20 @@ def check(graph, detector=None, *, sizes=SIZES):
     ],
 )
 def test_the_graph_answers_as_mmdet(save, base):
-    graph = graph_of(save(base=base))
-    session = check(graph)
-    # What lies outside of an image makes no difference.
-    images, sizes = canvases([(40, 70)], graph.canvas, seed=0)
-    before = session.run(None, dict(images=images, sizes=sizes))
-    images[:, :, 40:] = 255
-    images[:, :, :, 70:] = 7
-    after = session.run(None, dict(images=images, sizes=sizes))
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one, other)
+    check(graph_of(save(base=base)))
 
 
 def test_another_size_and_a_class_alone(save):
     """50 queries and 1 class are 50 answers."""
-    graph = graph_of(save(), dataset="sky", size=(60, 100))
-    assert (graph.canvas.width, graph.canvas.height) == (64, 128)
-    session = check(graph, sizes=[(128, 64), (100, 60), (60, 64), (80, 30)])
+    session = check(graph_of(save(), dataset="sky", size=(60, 100)))
     shapes = {one.name: one.shape for one in session.get_outputs()}
     assert shapes == dict(
         boxes=["batch", 50, 4], scores=["batch", 50], labels=["batch", 50]
+    )
+    (images,) = session.get_inputs()
+    assert (images.type, images.shape) == (
+        "tensor(uint8)",
+        ["batch", "height", "width", 3],
     )
 
 
@@ -122,11 +128,7 @@ def test_blue_first_and_what_the_file_says_of_itself(save):
     session = check(graph_of(save(data_preprocessor=BGR)))
     known = session.get_modelmeta().custom_metadata_map
     assert {key: json.loads(value) for key, value in known.items()} == dict(
-        image_size=[96, 64],
-        keep_ratio=True,
-        mean=[200.0, 120.0, 10.0],  # of red, green, blue
-        std=[90.0, 60.0, 30.0],
-        classes=["dog", "person"],
+        image_size=[96, 64], keep_ratio=True, classes=["dog", "person"]
     )
 
 
@@ -144,10 +146,9 @@ KINDS = {
 def mixture_graph(checkpoint):
     """The graph of a whole mixture, and the detector that it was made of."""
     stored = StoredDetector.read(str(checkpoint))
-    canvas = Canvas.of(stored.pipeline, stored.model["data_preprocessor"])
     detector, votes = voted_detector(stored.build(), stored.path)
     routing = Routing(votes, labels_by_group(stored.space))
-    return DetectorGraph(detector, canvas, routing).eval(), stored.build()
+    return DetectorGraph(detector, stored.pipeline, routing).eval(), stored.build()
 
 
 def save_mixture(save, **moe):
@@ -166,16 +167,16 @@ def save_mixture(save, **moe):
 def test_a_whole_mixture_answers_as_in_damex(save, kind):
     graph, detector = mixture_graph(save_mixture(save, **KINDS[kind]))
     session = check(graph, detector)
-    images, sizes = canvases(SIZES * 4, graph.canvas, seed=9)
+    images = pictures((90, 50), 16, seed=9).copy()
     images[4:8] //= 4
-    images[8:12, 0] = 255
-    images[12:, 1:] = 0
-    (shares_BG,) = session.run(["datasets"], dict(images=images, sizes=sizes))
+    images[8:12, ..., 0] = 255
+    images[12:, ..., 1:] = 0
+    (shares_BG,) = session.run(["datasets"], dict(images=images))
     np.testing.assert_allclose(shares_BG.sum(1), 1.0, atol=1e-5)
     assert len({*shares_BG.argmax(1).tolist()}) > 1
-    told = answers_of_mmdet(graph, images, sizes, detector=detector)
-    found = answers_of_graph(session, images, sizes)
-    for one, other in zip(told, found, strict=True):
+    inputs, labels = Inputs(graph.pipeline), graph.routing.labels
+    for image, other in zip(images, answers_of_graph(session, images), strict=True):
+        one = answers_of_mmdet(inputs, image, detector=detector, labels=labels)
         assert max(difference(one, other, least=upper_half(one))) < 1e-2
 
 
@@ -223,83 +224,79 @@ def test_deformable_detr_without_stages(build_mmdet, refine):
         noise = torch.randn(branch.weight.shape, generator=generator)
         branch.weight.data = noise * 0.4
         branch.bias.data.zero_()
-    canvas = Canvas(96, 64, keep_ratio=True, is_rgb=True)
-    check(DetectorGraph(detector.eval(), canvas).eval())
+    check(DetectorGraph(detector.eval(), [LOAD, RESIZE, PACK]).eval())
 
 
-def test_boxes_are_those_of_damex_predict(save, photos):
-    checkpoint = save()
-    graph = graph_of(checkpoint)
-    content = to_onnx(graph, {})
-    path = photos / "a.png"  # as large as the canvas, so that nothing is resized
-    with Image.open(path) as opened:
-        image = opened.convert("RGB")
-    session = start_session(content)
-    (found,) = answers_of_graph(session, *letterbox(image, graph.canvas))
-    predictor = Predictor(checkpoint, device="cpu")
-    (told,) = predictor(path, dataset="park", min_score=0.0)
-    labels = [predictor.datasets["park"].index(name) for name in told.names]
-    told = Answers(told.boxes, told.scores, np.array(labels))
-    scores, boxes = difference(told, found, least=0.0)
-    assert scores < 1e-4
-    assert boxes < 1e-2
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        parity = compare(graph, content, image, detector=graph.detector)
-        assert torch.get_num_threads() == threads + 1  # one, but for the comparison
-    finally:
-        torch.set_num_threads(threads)
-    assert parity.is_close
-    assert parity.detections > 0
+@pytest.mark.parametrize("dataset", ["park", "auto"])
+def test_files_of_any_shape_get_the_answers_of_damex_predict(save, tmp_path, dataset):
+    """From the file to boxes in its pixels: a specialist and the whole mixture."""
+    checkpoint, out = save_mixture(save), tmp_path / "made.onnx"
+    words = [] if dataset == "auto" else ["--dataset", dataset]
+    assert main(["export", str(checkpoint), "--out", str(out), *words]) == 0
+    session, predictor = start_session(out.read_bytes()), Predictor(checkpoint)
+    classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+    for seed, size in enumerate(SIZES):
+        path = tmp_path / "image.png"
+        (image,) = pictures(size, 1, seed=seed)
+        Image.fromarray(image).save(path)
+        (told,) = predictor(path, dataset=dataset, min_score=0.0)
+        labels = np.array([classes.index(name) for name in told.names])
+        told = Answers(told.boxes, told.scores, labels)
+        (found,) = answers_of_graph(session, image[None])
+        scores, boxes = difference(told, found, least=upper_half(told))
+        assert scores < 1e-4
+        assert boxes < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("size", "keep_ratio", "inside"),
-    [
-        ((192, 64), True, (32, 96)),
-        ((20, 40), True, (64, 32)),
-        ((48, 32), True, (64, 96)),
-        ((20, 40), False, (64, 96)),
-    ],
-)
-def test_images_are_as_large_as_they_fit(size, keep_ratio, inside):
-    canvas = Canvas(96, 64, keep_ratio=keep_ratio, is_rgb=True)
-    images, sizes = letterbox(Image.new("RGB", size, (1, 2, 3)), canvas)
-    assert images.shape == (1, 3, 64, 96)
-    assert sizes.tolist() == [[*inside]]
-    height, width = inside
-    assert (images[0, :, :height, :width] == [[[1]], [[2]], [[3]]]).all()
-    assert images.sum() == 6 * height * width
-
-
-RESIZE = dict(type="Resize", scale=(1333, 800), keep_ratio=True)
+def test_resizing_is_that_of_opencv():
+    rng = np.random.default_rng(0)
+    sides = [
+        *rng.integers(1, 300, (40, 4)).tolist(),
+        [8, 6, 16, 12],
+        [300, 200, 150, 100],
+    ]
+    for height, width, new_height, new_width in sides:
+        image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        old, new = torch.tensor([height, width]), torch.tensor([new_height, new_width])
+        (found,) = resized(torch.from_numpy(image[None]), old, new)
+        expected = cv2.resize(image, (new_width, new_height))
+        np.testing.assert_array_equal(found.permute(1, 2, 0), expected)
 
 
 @pytest.mark.parametrize(
-    ("load", "preprocessor", "is_rgb"),
+    "step",
     [
-        ({}, dict(bgr_to_rgb=True), True),
-        ({}, {}, False),
-        (dict(channel_order="rgb"), {}, True),
-        (dict(channel_order="rgb"), dict(rgb_to_bgr=True), False),
+        dict(type="Resize", scale=(90, 70)),  # stretched
+        dict(type="Resize", scale=70, keep_ratio=True),
     ],
 )
-def test_a_canvas_is_what_the_evaluation_made(load, preprocessor, is_rgb):
-    pipeline = [dict(type="LoadImageFromFile", **load), RESIZE]
-    canvas = Canvas.of(pipeline, dict(pad_size_divisor=32, **preprocessor))
-    assert canvas == Canvas(1344, 800, True, is_rgb)
+def test_images_are_prepared_as_in_the_training(save, step):
+    check(graph_of(save(), pipeline=[LOAD, step, PACK]))
 
 
-def test_evaluations_that_no_canvas_can_follow():
-    load = dict(type="LoadImageFromFile")
-    with pytest.raises(ConfigError, match="say --image-size WIDTH HEIGHT"):
-        Canvas.of([load], {})
-    assert Canvas.of([load], {}, (30, 20)) == Canvas(30, 20, True, False)
-    stretched = dict(type="Resize", scale=(30, 20))
-    assert Canvas.of([load, stretched], {}) == Canvas(30, 20, False, False)
-    with pytest.raises(ConfigError, match="does Pad with images, which"):
-        Canvas.of([load, RESIZE, dict(type="Pad", size=(800, 800))], {})
+def resize(**options):
+    return dict(type="Resize", **options)
+
+
+def test_a_size_replaces_that_of_the_training():
+    """And an evaluation that resizes nothing gets a step that does."""
+    fit, fill = resize(scale=(30, 20), keep_ratio=True), resize(scale=(30, 20))
+    assert resizing_to([LOAD, RESIZE, PACK], (30, 20)) == [LOAD, fit, PACK]
+    assert resizing_to([LOAD, PACK], (30, 20)) == [LOAD, fit, PACK]
+    assert resizing_to([LOAD, resize(scale=9), PACK], (30, 20)) == [LOAD, fill, PACK]
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (dict(type="Pad", size=(800, 800)), "applies Pad to images"),
+        (PACK, "say --image-size WIDTH HEIGHT"),
+        (resize(scale_factor=0.5), "say --image-size WIDTH HEIGHT"),
+    ],
+)
+def test_pipelines_that_no_graph_follows(step, words):
+    with pytest.raises(ConfigError, match=words):
+        resizing_to([LOAD, step])
 
 
 def test_differences_are_to_the_nearest_of_the_class():
@@ -326,32 +323,76 @@ def test_the_command_says_what_it_compared(save, tmp_path, capsys):
     said = capsys.readouterr()
     written, about, compared, times = said.out.splitlines()
     size = out.stat().st_size / 1e6
-    expected = f"written: {out} ({size:.1f} MB), for images of 96 x 64 pixels"
-    assert written == expected
+    assert written == (
+        f"written: {out} ({size:.1f} MB), for images of any size, which it resizes to "
+        "96 x 64 pixels at most"
+    )
     assert about.startswith("park: 2 classes, ")
-    assert compared.startswith("compared with mmdet on noise (no validation image is")
+    assert compared.startswith(
+        "compared with mmdet on noise (no validation image is here), in 6 shapes: "
+    )
     assert re.search(r": [\d.]+ in onnxruntime, [\d.]+ in mmdet$", times)
     known = start_session(out.read_bytes()).get_modelmeta().custom_metadata_map
     assert json.loads(known["classes"]) == ["person", "dog"]
     assert json.loads(known["dataset"]) == "park"
 
 
+FAULTS = {
+    "boxes beside": ("_best", lambda boxes, *rest: (boxes + 0.2, *rest)),
+    # Right for images of the shape of the noise, which comes first.
+    "one shape": ("_new_size", lambda _: torch.tensor([64, 96])),
+}
+
+
+@pytest.mark.parametrize(("method", "spoil"), FAULTS.values(), ids=FAULTS)
 def test_a_graph_that_answers_otherwise_is_not_written(
-    save, tmp_path, capsys, monkeypatch
+    save, tmp_path, capsys, monkeypatch, method, spoil
 ):
     checkpoint, out = save(), tmp_path / "park.onnx"
-    best = DetectorGraph._best
+    right = getattr(DetectorGraph, method)
 
-    def moved(*arguments):
-        boxes, scores, labels = best(*arguments)
-        return boxes + 0.2, scores, labels
+    def wrong(*arguments):
+        found = right(*arguments)
+        return spoil(*found) if method == "_best" else spoil(found)
 
-    monkeypatch.setattr(DetectorGraph, "_best", moved)
+    monkeypatch.setattr(DetectorGraph, method, wrong)
     assert export(checkpoint, out) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "was not written: on noise" in error
-    assert "boxes by 2.0e-01 pixels; allowed are 0.001 and 0.1" in error
+    assert "pixels; allowed are 0.001 and 0.1" in error
     assert not out.exists()
+
+
+def test_images_too_small_for_the_queries_are_left_out():
+    def of_mmdet(image):
+        if len(image) < 32:
+            raise RuntimeError("selected index k out of range")
+        return Answers(np.ones((1, 4)), np.ones(1), np.ones(1))
+
+    small, large = (np.zeros((side, 32, 3), np.uint8) for side in (8, 32))
+    assert compare(of_mmdet, of_mmdet, [small, large]).images == 1
+    with pytest.raises(ConfigError, match=r"out of range\); say a larger --image-size"):
+        compare(of_mmdet, of_mmdet, [small])
+
+
+def test_a_graph_that_fails_on_a_size_is_named():
+    class Session:
+        def run(self, *_):
+            raise ValueError("cannot multiply\nmore")
+
+    with pytest.raises(ConfigError, match=r"of 9 x 7 pixels.*: cannot multiply$"):
+        answers_of_graph(Session(), np.zeros((1, 7, 9, 3), np.uint8))
+
+
+def test_times_are_of_one_thread():
+    threads, seen = torch.get_num_threads(), []
+    torch.set_num_threads(threads + 1)
+    try:
+        milliseconds(lambda _: seen.append(torch.get_num_threads()), image=None)
+        assert {*seen} == {1}
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_an_operation_that_onnx_has_not(save, tmp_path, capsys, monkeypatch):
@@ -397,13 +438,12 @@ def test_targets_that_cannot_be(tmp_path, capsys):
 
 
 def test_detectors_that_no_graph_follows(build_mmdet, save):
-    canvas = Canvas(96, 64, keep_ratio=True, is_rgb=True)
     with pytest.raises(ConfigError, match="is a MoEDETR; as ONNX DINO and Deform"):
-        DetectorGraph(build_mmdet("MoEDETR"), canvas)
+        DetectorGraph(build_mmdet("MoEDETR"), PIPELINE)
     graph = graph_of(save())
     graph.detector.bbox_head.loss_cls.use_sigmoid = False
     with pytest.raises(ConfigError, match="exclude each other"):
-        DetectorGraph(graph.detector, canvas)
+        DetectorGraph(graph.detector, PIPELINE)
 
 
 ALONE = """
@@ -419,12 +459,15 @@ sys.meta_path.insert(0, Alone())
 
 
 @pytest.mark.slow
-def test_the_code_of_the_docs_runs_without_torch(save, photos, tmp_path):
+def test_the_code_of_the_docs_runs_without_torch(save, tmp_path):
+    """On a photo that lies on its side, it prints what `damex predict` finds."""
     page = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n([^`]*onnxruntime[^`]*)```", page)
-    assert export(save(), tmp_path / "playroom.onnx") == 0
-    with Image.open(photos / "b.jpg") as image:
-        image.save(tmp_path / "room.jpg")
+    checkpoint, room = save(), tmp_path / "room.jpg"
+    assert export(checkpoint, tmp_path / "playroom.onnx") == 0
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    Image.fromarray(pictures((210, 90), 1, seed=3)[0]).save(room, exif=exif)
     done = subprocess.run(
         [sys.executable, "-c", ALONE + code.replace(">= 0.3", ">= 0.0")],
         cwd=tmp_path,
@@ -435,5 +478,15 @@ def test_the_code_of_the_docs_runs_without_torch(save, photos, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 100
-    assert {line.split()[0] for line in lines} == {"dog", "person"}
+    (told,) = Predictor(checkpoint)(room, dataset="park", min_score=0.0)
+    assert (told.width, told.height) == (90, 210)
+    assert len(lines) == len(told.names) == 100
+    for line, name, score, box in zip(lines[:20], *best_of(told), strict=True):
+        words = re.sub(r"[\[\]]", "", line).split()
+        assert words[0] == name
+        assert [*map(float, words[1:])] == pytest.approx([score, *box], abs=0.06)
+
+
+def best_of(prediction):
+    """The 20 best names, scores and boxes."""
+    return prediction.names[:20], prediction.scores[:20], prediction.boxes[:20]
