@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmdet.registry import DATASETS
-
 from damex.curation.boxes import Expectations
 from damex.curation.findings import Finding, Place
 from damex.curation.records import read_document
-from damex.datasets.nested import leaves, map_leaves
+from damex.datasets.nested import dataset_registry, leaves, map_leaves
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
@@ -79,7 +77,7 @@ def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
     """What a dataset class of mmdet says about its images, as a COCO document."""
     whole = map_leaves(config, lambda leaf: {**leaf, "pipeline": [], "test_mode": True})
     try:
-        dataset = DATASETS.build(whole)
+        dataset = dataset_registry().build(whole)
         dataset.full_init()
         names = dataset.metainfo["classes"]
         infos = [dataset.get_data_info(i) for i in range(len(dataset))]
