@@ -39,6 +39,23 @@ def test_no_help_imports_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_checking_data_takes_neither_mmdet_nor_what_it_imports(two_datasets, tmp_path):
+    config = tmp_path / "config.py"
+    imports = dict(imports=["damex.registry"])
+    config.write_text(f"mixture = {two_datasets!r}\ncustom_imports = {imports!r}")
+    code = f"""
+import sys
+from damex.__main__ import main
+main(["data", "check", {str(config)!r}])
+assert not [name for name in ("mmdet", "scipy", "matplotlib") if name in sys.modules]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in 2 datasets with 16 images" in done.stdout
+
+
 def test_every_command_has_help_with_an_example(capsys):
     for arguments in HELP[2:]:
         if arguments == ["data", "--help"]:

@@ -182,5 +182,6 @@ def data(arguments: Sequence[str]) -> int | None:
     if asks_for_help(rest):
         COMMANDS[name]().print_help()
         return None
-    import_module("damex.registry")  # first: it keeps mmdet's import silent
+    if name not in ("check", "browse", "convert"):  # which need no torch
+        import_module("damex.registry")  # first: it keeps mmdet's import silent
     return getattr(import_module(f"damex.curation.{name}"), name)(rest)

@@ -7,11 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmdet.registry import DATASETS
-
 from damex.datasets.coco_records import Expectations, read_json
 from damex.datasets.findings import Finding, Place
-from damex.datasets.nested import leaves, map_leaves
+from damex.datasets.nested import dataset_registry, leaves, map_leaves
 from damex.datasets.pipeline_checks import applies_exif, image_scales
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
@@ -104,7 +102,7 @@ def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
     """What a dataset class of mmdet says about its images, as a COCO document."""
     whole = map_leaves(config, lambda leaf: {**leaf, "pipeline": [], "test_mode": True})
     try:
-        dataset = DATASETS.build(whole)
+        dataset = dataset_registry().build(whole)
         dataset.full_init()
         names = dataset.metainfo["classes"]
         infos = [dataset.get_data_info(i) for i in range(len(dataset))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -103,7 +104,14 @@ class MixtureDataset(Dataset):
         """Load the annotations, unless that is done."""
         if self.sources:
             return
-        self.sources = [self._build(spec) for spec in self.specs]
+        freezes = gc.get_freeze_count() == 0
+        if freezes:  # mmengine collects garbage after each dataset: seconds, with torch
+            gc.freeze()
+        try:
+            self.sources = [self._build(spec) for spec in self.specs]
+        finally:
+            if freezes:
+                gc.unfreeze()
         self._places = [self._place(spec) for spec in self.specs]
         self._ends = list(accumulate(self.sizes))
         self._labels = [

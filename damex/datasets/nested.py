@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
-
-from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS
 
 from damex.errors import ConfigError, did_you_mean
 
@@ -43,10 +41,16 @@ def declared_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def dataset_registry() -> Any:
+    """Return the filled registry of mmdet; few mixtures need these seconds."""
+    import_module("damex.registry")
+    return import_module("mmdet.registry").DATASETS
+
+
 def _class_of(config: Mapping[str, Any]) -> Any:
     """The class of a dataset config; None if there is none."""
     kind = config.get("type")
-    return DATASETS.get(kind) if isinstance(kind, str) else kind
+    return dataset_registry().get(kind) if isinstance(kind, str) else kind
 
 
 def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) -> None:
@@ -70,7 +74,7 @@ def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) ->
         kind = config.get("type")
         raise ConfigError(
             f"dataset {dataset!r}: mmdet has no dataset class {kind!r}; "
-            f"{did_you_mean(str(kind), sorted(DATASETS.module_dict))}"
+            f"{did_you_mean(str(kind), sorted(dataset_registry().module_dict))}"
         )
     name = dataset_class.__name__
     if inner and "pipeline" in config:
@@ -79,8 +83,9 @@ def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) ->
             "pipeline=[...] of the dataset inside. CachedMosaic and CachedMixUp in it "
             "mix images of this dataset."
         )
+    coco = dataset_registry().get("CocoDataset")
     by_name = name in ("CocoDataset", "NamedCocoDataset")
-    if issubclass(dataset_class, CocoDataset) and not by_name and has_choice:
+    if issubclass(dataset_class, coco) and not by_name and has_choice:
         raise ConfigError(
             f"dataset {dataset!r}: classes=[...] cannot be used with {name}, which "
             "numbers them in file order; give the annotation file itself "

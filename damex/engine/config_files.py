@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import keyword
 import math
 import os
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from mmengine.config import Config, ConfigDict
-from mmengine.runner import Runner
 from mmengine.utils import import_modules_from_strings
 
 import damex
@@ -25,16 +23,25 @@ from damex.errors import ConfigError, did_you_mean
 # The configs of the project: in a wheel they lie here, in a checkout this is a link.
 CONFIGS = (Path(damex.__file__).parent / ".mim" / "configs").resolve()
 MOE = "_base_/moe"
+SPLITS = ("train", "val", "test")
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
-# What mmengine and damex read at the top level of a config.
-KEYS = frozenset(inspect.signature(Runner).parameters) - {"cfg"} | {
-    *("mixture", "label_space", "moe", "console", "max_epochs", "max_iters"),
-    *("runner_type", "custom_imports", "vis_backends", "find_unused_parameters"),
-    *("model_wrapper_cfg", "sync_bn", "compile", "load_optimizer"),
-    *("data_check", "train_only"),
-}
-
+# What mmengine's Runner and damex read at the top level of a config.
+KEYS = frozenset(
+    {
+        *("model", "work_dir", "auto_scale_lr", "optim_wrapper", "param_scheduler"),
+        *(f"{split}_dataloader" for split in SPLITS),
+        *(f"{split}_cfg" for split in SPLITS),
+        *("val_evaluator", "test_evaluator", "default_hooks", "custom_hooks"),
+        *("data_preprocessor", "load_from", "resume", "launcher", "env_cfg"),
+        *("log_processor", "log_level", "visualizer", "default_scope", "randomness"),
+        "experiment_name",
+        *("mixture", "label_space", "moe", "console", "max_epochs", "max_iters"),
+        *("runner_type", "custom_imports", "vis_backends", "find_unused_parameters"),
+        *("model_wrapper_cfg", "sync_bn", "compile", "load_optimizer"),
+        *("data_check", "train_only"),
+    }
+)
 WIDTH = 88  # of lines in a written config
 
 
@@ -136,15 +143,19 @@ def mixture_config_of(args: argparse.Namespace) -> Config:
             "configs/own_datasets.py. In place of a config, name the folder of a "
             "dataset."
         )
+    entries = [entry for entry in cfg["mixture"] if isinstance(entry, Mapping)]
+    if any(isinstance(entry.get(s), Mapping) for entry in entries for s in SPLITS):
+        _import_modules(cfg)  # they may have that dataset class
     return cfg
 
 
 def read_config(name: str, *, needs_model: bool = True) -> Config:
-    """Read a complete config, and import what it asks for.
+    """Read a complete config.
 
     Args:
         name: As in :func:`find_config`.
-        needs_model: Whether one without a model is refused.
+        needs_model: Whether one without a model is refused, and the modules that it
+            asks for are imported.
 
     Raises:
         ConfigError: If there is none, or it cannot be read or has no model.
@@ -154,9 +165,15 @@ def read_config(name: str, *, needs_model: bool = True) -> Config:
         raise ConfigError(
             f"{name} sets no model, so it is no config of a detector; see configs/."
         )
+    if needs_model:
+        _import_modules(cfg)
+    return cfg
+
+
+def _import_modules(cfg: Config) -> None:
+    """Import what a config asks for, which is all of mmdet with damex's configs."""
     if cfg.get("custom_imports"):
         import_modules_from_strings(**cfg.custom_imports)
-    return cfg
 
 
 def read_part(name: str, folder: str = "") -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -42,7 +43,7 @@ from damex.engine.schedule import (
     spans,
 )
 from damex.engine.settings import check_answers, check_settings, misspelt_keys
-from damex.engine.summary import RunSummaryHook
+from damex.engine.summary import RunSummaryHook, versions
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.detectors import RoutedDetector
 from damex.models.upcycling import upcycling_note
@@ -129,6 +130,21 @@ class MixtureRunner(OrderlyRunner):
             filter_console(logger)
         logger.info(ensure_ops().summary())
         return logger
+
+    def _log_env(self, env_cfg: dict) -> None:
+        """Log versions and settings, without the compilers that mmengine asks."""
+        settings = dict(
+            platform=platform.platform(),
+            **versions(),
+            cuda=torch.version.cuda,
+            gpus=[*map(torch.cuda.get_device_name, range(torch.cuda.device_count()))],
+            processes=self.world_size,
+            launcher=self.launcher,
+            **{**self._randomness_cfg, **env_cfg, "seed": self.seed},
+        )
+        lines = [f"{name}: {value}" for name, value in settings.items()]
+        self.logger.info("\n    ".join(["Environment:", *lines]))
+        self.logger.info(f"{torch.__config__.show()}\nConfig:\n{self.cfg.pretty_text}")
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         """Wrap for several processes; what the config sets stays as it is.

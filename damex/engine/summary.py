@@ -161,7 +161,7 @@ class RunSummaryHook(Hook):
             summary["peak_memory_mib"] = _peak_memory_mib()
         summary.update(
             total_seconds=round(time.monotonic() - self._created, 1),
-            versions=_versions(),
+            versions=versions(),
             command=shlex.join(sys.argv),
         )
         path = folder / f"{prefix}summary.json"
@@ -254,7 +254,7 @@ def _plain(value: float) -> float | None:
     return None if np.isnan(value) else round(float(value), 6)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Versions of the packages that numbers depend on."""
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import pickle
@@ -685,3 +686,18 @@ def test_local_seed_puts_the_global_states_back(fails):
         except KeyError:
             pass
         assert (first, draw()) == undisturbed
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_garbage_is_not_looked_for_in_all_of_torch(
+    two_datasets, monkeypatch, is_frozen
+):
+    # mmengine does after each dataset, which takes seconds.
+    gc.freeze() if is_frozen else gc.unfreeze()
+    before, seen = gc.get_freeze_count(), []
+    monkeypatch.setattr("gc.collect", lambda: seen.append(gc.get_freeze_count()))
+    MixtureDataset(datasets=two_datasets, pipeline=[])
+    assert len(seen) == 2
+    assert min(seen) > 10_000
+    assert gc.get_freeze_count() == before
+    gc.freeze()

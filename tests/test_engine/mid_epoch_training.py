@@ -12,7 +12,9 @@ import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from torch import distributed
-from two_processes import QuickRunner, save_seconds
+from two_processes import save_seconds
+
+from damex.engine.runner import MixtureRunner
 
 
 class Diary(Hook):
@@ -36,7 +38,7 @@ def train(folder, work, *, resume_from=None, launcher="none", **changes):
     if resume_from is not None:
         cfg.resume, cfg.load_from = True, str(folder / resume_from)
     cfg.merge_from_dict(changes)
-    runner, diary = QuickRunner.from_cfg(cfg), Diary()
+    runner, diary = MixtureRunner.from_cfg(cfg), Diary()
     runner.register_hook(diary)
     runner.train()
     return diary.steps

@@ -10,8 +10,9 @@ from pathlib import Path
 from mmengine.config import Config
 from torch import distributed
 from torch.distributed.tensor import DTensor
-from two_processes import QuickRunner, save_seconds
+from two_processes import save_seconds
 
+from damex.engine.runner import MixtureRunner
 from damex.moe import sharded_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,7 +34,7 @@ def run(folder, work, *, size, resume_from=None, launcher="pytorch", **changes):
         cfg.load_from = str(folder / resume_from / "epoch_1.pth")
         cfg.resume = True
     cfg.merge_from_dict(changes)
-    runner = QuickRunner.from_cfg(cfg)
+    runner = MixtureRunner.from_cfg(cfg)
     runner.train()
     assert len(sharded_layers(runner.model)) == (0 if size == 1 else 2)
     return runner

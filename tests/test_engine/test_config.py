@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 from mmdet.registry import DATASETS
 from mmengine.config import Config
+from mmengine.runner import Runner
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import resolve_config
-from damex.engine.config_files import PlainConfig, merge_options
+from damex.engine.config_files import KEYS, PlainConfig, merge_options
 from damex.errors import ConfigError, DataError
 from damex.inference.literal_config import read_literals
 
@@ -99,6 +101,10 @@ def test_a_value_that_cannot_be_written_is_named():
     cfg = PlainConfig(dict(model=dict(steps=[1, {2}])))
     with pytest.raises(ConfigError, match=r"^model.steps\[1\]=\{2\} is of type set"):
         cfg.dump()
+
+
+def test_the_keys_of_a_config_are_those_of_mmengine_and_more():
+    assert {*inspect.signature(Runner).parameters} - {"cfg"} <= KEYS
 
 
 def test_no_formatter_is_asked_to_lay_out_a_config(two_datasets, monkeypatch):

@@ -36,6 +36,17 @@ def make_runner(write_config):
     return make
 
 
+def test_the_log_begins_with_versions_and_the_config(make_runner, monkeypatch):
+    # mmengine imports torchvision for its version and starts a compiler.
+    monkeypatch.setattr("mmengine.runner.runner.collect_env", None)
+    runner = make_runner("randomness = dict(seed=7)")
+    (log,) = Path(runner.work_dir).glob("*/*.log")
+    text = log.read_text()
+    for line in ("torch: ", "damex: ", "seed: 7", "processes: 1"):
+        assert f"\n    {line}" in text
+    assert "\nmixture = [\n" in text
+
+
 def types(runner):
     return [type(hook) for hook in runner.hooks]
 

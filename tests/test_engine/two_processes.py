@@ -108,13 +108,6 @@ class Snapshots(Hook):
         self.states.append(copy.deepcopy(runner.model.module.state_dict()))
 
 
-class QuickRunner(MixtureRunner):
-    """Does not look for compilers, which takes seconds."""
-
-    def _log_env(self, env_cfg):
-        pass
-
-
 def save_seconds():
     """Of each run: mmengine collects garbage for every dataset."""
     gc.freeze()
@@ -126,7 +119,7 @@ def train(folder, name, *, work=None, **changes):
     cfg.work_dir = str(folder / (work or name))
     cfg.experiment_name = work or name
     cfg.merge_from_dict(changes)
-    runner = QuickRunner.from_cfg(cfg)
+    runner = MixtureRunner.from_cfg(cfg)
     snapshots = Snapshots()
     runner.register_hook(snapshots)
     runner.train()

@@ -1,0 +1,182 @@
+"""What users get wrong, as they type it: each ends in one line, and harms nothing.
+
+The tables are the repeatable record of mistakes that once ended in a traceback, in a
+hang, or in a wrong result.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from damex.__main__ import main
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+_base_ = [
+    "{configs}/_base_/models/moe-dino_tiny.py",
+    "{configs}/_base_/moe/damex_best.py",
+    "{configs}/_base_/datasets/mixture.py",
+    "{configs}/_base_/schedules/adamw_tiny.py",
+    "{configs}/_base_/runtime.py",
+]
+mixture = {mixture!r}
+max_epochs = 1
+train_pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="Resize", scale=(64, 64), keep_ratio=True),
+    dict(type="LoadAnnotations", with_bbox=True),
+    dict(type="PackDetInputs"),
+]
+train_dataloader = dict(
+    batch_size=2,
+    num_workers=0,
+    batch_sampler=None,
+    sampler=dict(samples_per_epoch=4),
+    dataset=dict(pipeline=train_pipeline),
+)
+val_dataloader = dict(num_workers=0, dataset=dict(pipeline=train_pipeline))
+test_dataloader = val_dataloader
+work_dir = "work"
+experiment_name = {experiment!r}
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, make_coco_dataset):
+    """A folder of a user: two datasets, a config, a checkpoint of it, and photos."""
+    folder = tmp_path_factory.mktemp("world")
+    mixture = [
+        make_coco_dataset(folder / "street", classes=["car", "bus"], num_images=4),
+        make_coco_dataset(
+            folder / "park", classes=["dog", "car"], num_images=4, seed=2
+        ),
+    ]
+    text = CONFIG.format(
+        configs=ROOT / "configs", mixture=mixture, experiment=folder.name
+    )
+    (folder / "config.py").write_text(text, encoding="utf-8")
+    (folder / "no_mixture.py").write_text(f"{text}\nmixture = None\n")
+    (folder / "open_bracket.py").write_text(f"{text}\ntrain_pipeline = [1,2\n")
+    (folder / "photos").mkdir()
+    for name in ("1.png", "2.png"):
+        pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "photos" / name)
+    (folder / "note.txt").write_text("not a checkpoint")
+    (folder / "folder").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "config.py"]) == 0
+    return folder
+
+
+@pytest.fixture
+def typed(world, monkeypatch, capfd):
+    """Type a command in the user's folder: its exit status, and both outputs."""
+
+    def run(words):
+        monkeypatch.chdir(world)
+        capfd.readouterr()
+        status = main(words.split())
+        return status, *capfd.readouterr()
+
+    return run
+
+
+# What is typed, and what the line has to name.
+TRAINING = {
+    "max_epochs=0": ("max_epochs", "0"),
+    "max_epochs=-3": ("max_epochs", "-3"),
+    "max_epochs=1.5": ("max_epochs", "1.5"),
+    "max_epochs=lots": ("max_epochs", "lots"),
+    "optim_wrapper.optimizer.lr=fast": ("lr", "fast"),
+    "optim_wrapper.optimizer.lr=-1": ("lr", "-1"),
+    "optim_wrapper.optimizer.lr=nan": ("lr", "nan"),
+    "train_dataloader.batch_size=0": ("batch_size", "0"),
+    "train_dataloader.batch_size=big": ("batch_size", "big"),
+    "train_dataloader.num_workers=-1": ("num_workers", "-1"),
+    "train_cfg.val_interval=0": ("val_interval", "0"),
+    "model.num_queries=2": ("num_queries", "2"),
+    "train_dataloader.dataset.pipeline.1.scale=0": ("scale", "0"),
+    "model.encoder.layer_cfg.self_attn_cfg.embed_dims=77": ("embed_dims", "77"),
+    "console=verbose": ("console", "verbose"),
+    "data_check=slow": ("data_check", "slow"),
+    "moe.losses=[dict(type='X',weight=0.1)]": ("moe.losses", "dict("),
+    "mixtur=x": ("mixtur", "did you mean 'mixture'"),
+}
+
+
+@pytest.mark.parametrize("option", TRAINING)
+def test_options_of_a_training(option, typed, world):
+    status, _, errors = typed(f"train config.py --work-dir new --cfg-options {option}")
+    assert status == 2
+    assert_one_line(errors, TRAINING[option])
+    assert not (world / "new").exists()  # a failed start leaves nothing
+
+
+COMMANDS = {
+    "train": ("config",),
+    "train none.py": ("none.py", "no config file"),
+    "train no_mixture.py": ("mixture",),
+    "train open_bracket.py": ("open_bracket.py", "cannot be read"),
+    "train config.py --work-dir note.txt": ("note.txt",),
+    "train config.py --resume --work-dir new": ("--resume", "new"),
+    "train config.py --resume note.txt": ("note.txt",),
+    "test config.py folder": ("folder",),
+    "test config.py note.txt": ("note.txt",),
+    "test config.py work/epoch_1.pth --show-dir note.txt": ("note.txt",),
+    "predict note.txt photos": ("note.txt",),
+    "predict folder photos": ("folder",),
+    "predict work/epoch_1.pth none": ("none",),
+    "predict work/epoch_1.pth photos --batch-size 0": ("--batch-size", "0"),
+    "predict work/epoch_1.pth photos --dataset streat": ("did you mean 'street'",),
+    "predict work/epoch_1.pth photos --draw photos": ("--draw", "photos"),
+    "predict work/epoch_1.pth photos --draw note.txt": ("note.txt",),
+    "predict work/epoch_1.pth photos --json folder": ("folder",),
+    "predict work/epoch_1.pth photos --device tpu": ("tpu",),
+    "export work/epoch_1.pth --out car.pth": ("--dataset",),
+    "export work/epoch_1.pth --dataset street --out folder/x.zip": (".zip",),
+    "grow work/epoch_1.pth none.py --out new.pth": ("none.py",),
+    "prune work/epoch_1.pth --drop lake --out new.pth": ("lake",),
+    "data check config.py --json folder": ("folder",),
+    "data check none": ("none",),
+    "data convert street --out /proc/x": ("/proc/x",),
+    "fly": ("'fly'",),
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands(words, typed, world):
+    before = contents_of(world)
+    status, _, errors = typed(words)
+    assert status == 2
+    assert_one_line(errors, COMMANDS[words])
+    assert contents_of(world) == before  # nothing new, nothing lost
+
+
+def contents_of(folder):
+    """Bytes by file; the log of a training is open as long as this process runs."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {file: file.read_bytes() for file in files if file.suffix != ".log"}
+
+
+def assert_one_line(errors, parts):
+    lines = [line for line in errors.splitlines() if line.strip()]
+    assert len(lines) == 1, errors
+    assert lines[0].startswith("error: "), errors
+    for part in parts:
+        assert part in lines[0], errors
+
+
+def test_the_same_words_without_a_mistake_work(typed, world):
+    """Else the rows above could fail for another reason than the one that they name."""
+    status, screen, _ = typed("predict work/epoch_1.pth photos --draw drawn")
+    assert status == 0
+    assert "2 images" in screen
+    assert {path.name for path in (world / "drawn").iterdir()} == {"1.png", "2.png"}
+    assert typed("data check config.py")[0] in (0, 1)
+    assert torch.load(world / "work" / "epoch_1.pth", weights_only=False)
