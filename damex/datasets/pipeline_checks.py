@@ -6,9 +6,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmdet.registry import TRANSFORMS
-from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
-
 from damex.errors import ConfigError, did_you_mean
 
 
@@ -24,6 +21,10 @@ def check_transforms(transforms: Any, where: str) -> None:
             check_transforms(transform, where)
     if not isinstance(transforms, Mapping):
         return
+    # Importing mmdet takes seconds, which the other functions do without.
+    from mmdet.registry import TRANSFORMS
+    from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
+
     settings = {k: v for k, v in transforms.items() if k not in ("type", "_scope_")}
     kind = transforms.get("type")
     transform_class = TRANSFORMS.get(kind) if isinstance(kind, str) else kind
