@@ -42,7 +42,7 @@ def sources_of(
         required: Those that the config uses.
     """
     for split in splits:
-        place = Place(spec.name, f"the {split} entry of the config", split)
+        place = Place(spec.name, "its mixture entry", split)
         named: Any = ""
         try:
             if split == "train" and spec.root is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from damex.datasets.formats.conversion import Conversion
 from damex.datasets.formats.entry import check_entry, convert_entry
 from damex.datasets.formats.records import fault_of_names
+from damex.datasets.image_checks import is_remote
 from damex.datasets.nested import (
     check_class,
     declared_classes,
@@ -169,8 +170,9 @@ class DatasetSpec:
         source = self.source(split)
         if not isinstance(source, str):
             return None
-        root = Path(self.data_root)
-        return CocoSource(root / source, root / self._image_folder(split))
+        root, images = Path(self.data_root), self._image_folder(split)
+        folder = Path(images) if is_remote(images) else root / images
+        return CocoSource(root / source, folder)
 
     def dataset_config(self, split: str) -> dict[str, Any]:
         """Config of the mmdet dataset behind a split.
