@@ -11,7 +11,7 @@ from pathlib import Path
 from damex.commandline.data import labels_parser
 from damex.curation.dataset_features import scale_and_shape
 from damex.curation.near_names import near_pairs
-from damex.datasets.coco import read_coco
+from damex.datasets.coco_checks import read_coco
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture

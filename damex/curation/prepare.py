@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from damex.commandline.data import prepare_parser
-from damex.datasets.coco import read_coco
+from damex.datasets.coco_checks import read_coco
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean
 from damex.files import write_json

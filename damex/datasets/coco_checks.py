@@ -5,15 +5,27 @@ The loader raises the first error of the same list.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from damex.datasets.coco_boxes import check_boxes
-from damex.datasets.coco_records import Expectations, Records, parse_records
-from damex.datasets.findings import Finding, Place
+from damex.datasets.coco_records import (
+    Expectations,
+    Records,
+    check_class_names,
+    parse_records,
+    read_json,
+    readable_records,
+    without_dummies,
+)
+from damex.datasets.findings import Finding, Place, raise_first
 from damex.errors import did_you_mean
 
 
@@ -161,3 +173,54 @@ def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding
         )
 
     yield from records.each("many-boxes", "images", full, of_full)
+
+
+def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
+    """Names of the categories of a COCO file, in file order.
+
+    Only this list of the file is parsed: the rest of a large one takes many seconds,
+    and is read once, when the dataset is built. A category without boxes that is only a
+    heading of the others is left out.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or has no proper categories.
+    """
+    text, categories = "", None
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # reported by read_coco
+        text = path.read_text(encoding="utf-8-sig")
+    keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
+    if len(keys) == 1:  # otherwise one may be inside of another record
+        with contextlib.suppress(json.JSONDecodeError):
+            categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
+    if not isinstance(categories, list):
+        categories = read_coco(path, dataset)["categories"]
+    place = Place(dataset, str(path))
+    categories, findings = readable_records(categories, "categories", place)
+    raise_first(findings)
+    real = without_dummies(categories, (), key="id")
+    headings = [c["id"] for c in categories if c not in real]
+    used = {
+        number
+        for number in headings
+        if re.search(rf'"category_id"\s*:\s*{re.escape(json.dumps(number))}\b', text)
+    }
+    kept = without_dummies(categories, used, key="id")
+    raise_first(check_class_names(kept, place))
+    return tuple(str(category["name"]) for category in kept)
+
+
+def read_coco(path: Path, dataset: str) -> dict[str, Any]:
+    """Load a COCO file.
+
+    Returns:
+        The document. Fields, ids and names of classes are sound; boxes are not checked.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or holds anything else.
+    """
+    place = Place(dataset, str(path))
+    document, findings = read_json(path, place)
+    if not findings:
+        _, findings = parse_records(document, place)
+    raise_first(findings)
+    return document

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from damex.datasets.coco_checks import read_class_names
 from damex.datasets.formats.conversion import Conversion
 from damex.datasets.formats.entry import check_entry, convert_entry
 from damex.datasets.formats.records import fault_of_names
@@ -271,8 +272,6 @@ class DatasetSpec:
             return self.conversion.summary.classes
         source = self.source("train") or self.source("val")
         if isinstance(source, str):
-            from damex.datasets.coco import read_class_names  # it imports mmdet
-
             return read_class_names(Path(self.data_root) / source, self.name)
         classes = declared_classes(source or {})
         if not classes:

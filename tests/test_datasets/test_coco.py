@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from mmdet.datasets import CocoDataset
 
-from damex.datasets.coco import NamedCocoDataset, read_class_names
+from damex.datasets.coco import NamedCocoDataset
+from damex.datasets.coco_checks import read_class_names
 from damex.errors import DataError
 
 UNION = ("car", "person", "bus", "dog")

@@ -6,7 +6,7 @@ import json
 import pytest
 from mmdet.datasets import CocoDataset, VOCDataset
 
-from damex.datasets.coco import read_coco
+from damex.datasets.coco_checks import read_coco
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 

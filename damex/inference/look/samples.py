@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from damex.datasets.coco import read_coco
+from damex.datasets.coco_checks import read_coco
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, DataError
