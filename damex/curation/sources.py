@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmdet.registry import DATASETS
+from mmengine.utils import is_abs
 
 from damex.datasets.coco_records import Expectations, read_json
 from damex.datasets.findings import Finding, Place
@@ -44,7 +45,7 @@ def sources_of(
         required: Those that the config uses.
     """
     for split in splits:
-        place = Place(spec.name, f"the {split} entry of the config", split)
+        place = Place(spec.name, "its mixture entry", split)
         named: Any = ""
         try:
             if split == "train" and spec.root is not None:
@@ -90,7 +91,8 @@ def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
         for leaf in inner:
             above = Path(leaf.get("data_root") or "")
             folder = (leaf.get("data_prefix") or {}).get("img") or ""
-            paths = CocoSource(above / leaf.get("ann_file", ""), above / folder)
+            images = Path(folder) if is_abs(folder) else above / folder
+            paths = CocoSource(above / leaf.get("ann_file", ""), images)
             place = Place.of(spec.name, paths.annotations, split=split)
             yield coco_file(place, paths)
         return

@@ -314,7 +314,7 @@ def _check_use(
     yield from _each(records, "box-ignored", boxes.keep(ignored), text)
     if records.place.split != "train" or not expected.filter_empty:
         return
-    sides_B: np.ndarray = (boxes.box_B4[:, 2:] >= 1).all(axis=1)
+    sides_B = np.min(boxes.box_B4[:, 2:], axis=1) >= 1
     large = [rows[i] for i in np.flatnonzero(sides_B).tolist()]
     trains = (
         not row.get("iscrowd") and not row.get("ignore") and not area_of(row) <= 0

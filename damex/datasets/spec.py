@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mmengine.utils import is_abs
+
 from damex.datasets.coco import read_class_names
 from damex.datasets.formats.conversion import Conversion
 from damex.datasets.formats.entry import check_entry, convert_entry
@@ -156,8 +158,9 @@ class DatasetSpec:
         source = self.source(split)
         if not isinstance(source, str):
             return None
-        root = Path(self.data_root)
-        return CocoSource(root / source, root / self._image_folder(split))
+        root, images = Path(self.data_root), self._image_folder(split)
+        folder = Path(images) if is_abs(images) else root / images
+        return CocoSource(root / source, folder)
 
     def dataset_config(self, split: str) -> dict[str, Any]:
         """Config of the mmdet dataset behind a split.

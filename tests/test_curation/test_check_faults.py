@@ -357,7 +357,7 @@ def box_marked_ignore(data):
 @fault(
     "split-missing",
     None,
-    file="the val entry of the config",
+    file="its mixture entry",
     entry=dict(val=None),
     val_dataloader=loader(),
 )
@@ -368,7 +368,7 @@ def no_validation_split(data):
 @fault(
     "not-loaded",
     None,
-    file="the val entry of the config",
+    file="its mixture entry",
     entry=dict(img={"train": "images"}),
 )
 def no_folder_of_validation_images(data):

@@ -19,10 +19,10 @@ from damex.datasets.formats.images import (
     turn_box,
 )
 from damex.datasets.formats.records import Box, Ledger, Sample
+from damex.datasets.image_checks import SIZE_TOLERANCE, same_size
 
 Corners = tuple[float, float, float, float]
 
-_ALIKE = 1  # px by which a stated size may differ: rounding of whoever wrote it
 _DIGITS = 6  # of a pixel, behind the point
 
 
@@ -137,8 +137,8 @@ class DocumentWriter:
         """
         stated, shown, stored = sample.stated_size, header.shown, header.stored
         if stated is not None and not sample.normalised:
-            if not _alike(stated, shown):
-                if header.orientation == 1 or not _alike(stated, stored):
+            if not same_size(stated, shown):
+                if header.orientation == 1 or not same_size(stated, stored):
                     return None
                 self._note_turned(sample)
                 return True
@@ -203,13 +203,10 @@ def _fault(corners: Corners, size: tuple[int, int]) -> str | None:
     return None
 
 
-def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return all(abs(a - b) <= _ALIKE for a, b in zip(one, other, strict=True))
-
-
 def _hold(size: tuple[int, int], boxes: Sequence[Corners]) -> bool:
     """Whether all boxes end inside of an image of this size."""
-    return all(b[2] <= size[0] + _ALIKE and b[3] <= size[1] + _ALIKE for b in boxes)
+    right, bottom = (side + SIZE_TOLERANCE for side in size)
+    return all(b[2] <= right and b[3] <= bottom for b in boxes)
 
 
 def count_classes(document: Mapping[str, Any]) -> dict[str, int]:
