@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmengine.utils import is_abs
+
 from damex.datasets.coco_records import Expectations, read_json
 from damex.datasets.findings import Finding, Place
 from damex.datasets.nested import dataset_registry, leaves, map_leaves
@@ -88,7 +90,8 @@ def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
         for leaf in inner:
             above = Path(leaf.get("data_root") or "")
             folder = (leaf.get("data_prefix") or {}).get("img") or ""
-            paths = CocoSource(above / leaf.get("ann_file", ""), above / folder)
+            images = Path(folder) if is_abs(folder) else above / folder
+            paths = CocoSource(above / leaf.get("ann_file", ""), images)
             place = Place.of(spec.name, paths.annotations, split=split)
             yield coco_file(place, paths)
         return

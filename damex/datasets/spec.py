@@ -11,11 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mmengine.utils import is_abs
+
 from damex.datasets.coco_checks import read_class_names
 from damex.datasets.formats.conversion import Conversion
 from damex.datasets.formats.entry import check_entry, convert_entry
 from damex.datasets.formats.records import fault_of_names
-from damex.datasets.image_checks import is_remote
 from damex.datasets.nested import (
     check_class,
     declared_classes,
@@ -172,7 +173,7 @@ class DatasetSpec:
         if not isinstance(source, str):
             return None
         root, images = Path(self.data_root), self._image_folder(split)
-        folder = Path(images) if is_remote(images) else root / images
+        folder = Path(images) if is_abs(images) else root / images
         return CocoSource(root / source, folder)
 
     def dataset_config(self, split: str) -> dict[str, Any]:

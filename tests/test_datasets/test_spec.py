@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 from mmdet.datasets import CocoDataset, VOCDataset
@@ -259,6 +260,14 @@ def test_wrong_annotation_path_names_dataset_path_and_mend(tmp_path):
     assert "there is no such annotation file" in text
     assert str(tmp_path / "typo.json") in text
     assert "Correct data_root or train" in text
+
+
+def test_a_remote_folder_of_images_is_not_below_data_root():
+    spec = DatasetSpec("a", "data/", train="t.json", img="s3://bucket/images")
+    assert spec.coco_source("train") == (
+        Path("data/t.json"),
+        Path("s3://bucket/images"),
+    )
 
 
 @pytest.mark.parametrize("content", [b"images: []", b"\xff\xfe\x00"])
