@@ -10,6 +10,7 @@ import pytest
 import damex.__main__ as program
 from damex.commandline import commands, data, measuring
 from damex.commandline.parser import Parser
+from damex.commandline.run import run_command
 from damex.datasets.formats.conversion import FORMATS
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +83,15 @@ def test_a_wrong_command_line_ends_in_one_line(arguments, words, capsys):
     assert said.startswith("error: ")
     assert words in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("words", [(), ("interrupted after 3 iterations.",)])
+def test_an_interrupt_ends_in_one_line(words, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt(*words)
+
+    assert run_command(interrupt, []) == 130
+    assert capsys.readouterr().err.strip() == (*words, "interrupted")[0]
 
 
 def test_the_installed_command_is_this_one():
