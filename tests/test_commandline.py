@@ -11,6 +11,7 @@ import damex
 import damex.__main__ as program
 from damex.commandline import commands, data, measuring
 from damex.commandline.parser import Parser
+from damex.commandline.run import run_command
 from damex.datasets.formats.conversion import FORMATS
 
 ROOT = Path(__file__).parents[1]
@@ -131,6 +132,15 @@ def test_the_quick_start_elsewhere_says_how_to_make_its_data(
     said = capsys.readouterr().err.strip()
     assert "data/toy/shapes/train.json: there is no such annotation file" in said
     assert said.endswith("here: python -m damex.toydata --out data/toy")
+
+
+@pytest.mark.parametrize("words", [(), ("interrupted after 3 iterations.",)])
+def test_an_interrupt_ends_in_one_line(words, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt(*words)
+
+    assert run_command(interrupt, []) == 130
+    assert capsys.readouterr().err.strip() == (*words, "interrupted")[0]
 
 
 def test_the_installed_command_is_this_one():

@@ -7,7 +7,7 @@ default_hooks = dict(
     timer=dict(type="IterTimerHook"),
     logger=dict(type="LoggerHook", interval=50),
     param_scheduler=dict(type="ParamSchedulerHook"),
-    # Two checkpoints: the older one is removed before the newer one is written.
+    # Two checkpoints, and for a moment three: an old one goes after a new one is there.
     checkpoint=dict(
         type="CheckpointHook",
         interval=1,

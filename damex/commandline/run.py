@@ -41,7 +41,7 @@ def run_command(
         status = command(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt as error:
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"\n{error or 'interrupted'}\n")
+            sys.stderr.write(f"\n{str(error) or 'interrupted'}\n")
         return 130
     except Exception as error:
         is_of_user = isinstance(error, (ConfigError, DataError))

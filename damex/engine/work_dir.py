@@ -155,8 +155,8 @@ class CheckpointHook(MMEngineCheckpointHook):
     def before_train(self, runner: Runner) -> None:
         """Prepare; what a copied work directory has written before lies in the copy."""
         super().before_train(runner)
-        if getattr(self, "best_ckpt_path", None):
-            self.best_ckpt_path = self._here(self.best_ckpt_path)
+        if best := getattr(self, "best_ckpt_path", None):
+            self.best_ckpt_path = self._here(best)
         for key, path in getattr(self, "best_ckpt_path_dict", {}).items():
             self.best_ckpt_path_dict[key] = path and self._here(path)
 
