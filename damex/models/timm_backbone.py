@@ -165,7 +165,10 @@ class TimmBackbone(BaseModule):
         if self._turned:
             maps = [one.permute(0, 3, 1, 2) for one in maps]
         return tuple(
-            one[..., : -(-height // stride), : -(-width // stride)].contiguous()
+            # Rounds up; an ONNX graph would round -(-height // stride) towards zero.
+            one[
+                ..., : (height - 1) // stride + 1, : (width - 1) // stride + 1
+            ].contiguous()
             for one, stride in zip(maps, self.reductions, strict=True)
         )
 

@@ -50,7 +50,7 @@ BGR = dict(
     pad_value=1,
 )
 # Width and height of images, some larger and some smaller than the 96 x 64 pixels to
-# which they are resized; with padding to 32, and without.
+# which they are resized.
 SIZES = [(60, 60), (192, 144), (48, 64), (210, 90), (40, 120)]
 LOAD, RESIZE, _, PACK = PIPELINE
 
@@ -111,8 +111,9 @@ def test_the_graph_answers_as_mmdet(save, base):
 
 
 def test_another_size_and_a_class_alone(save):
-    """50 queries and 1 class are 50 answers."""
-    session = check(graph_of(save(), dataset="sky", size=(60, 100)))
+    """50 queries and 1 class are 50 answers; no image is padded."""
+    checkpoint = save(data_preprocessor=dict(BGR, pad_size_divisor=1))
+    session = check(graph_of(checkpoint, dataset="sky", size=(60, 100)))
     shapes = {one.name: one.shape for one in session.get_outputs()}
     assert shapes == dict(
         boxes=["batch", 50, 4], scores=["batch", 50], labels=["batch", 50]
@@ -178,6 +179,13 @@ def test_a_whole_mixture_answers_as_in_damex(save, kind):
     for image, other in zip(images, answers_of_graph(session, images), strict=True):
         one = answers_of_mmdet(inputs, image, detector=detector, labels=labels)
         assert max(difference(one, other, least=upper_half(one))) < 1e-2
+
+
+@pytest.mark.slow
+def test_a_backbone_that_pads_by_itself(save):
+    preprocessor = dict(BGR, pad_size_divisor=1)
+    base = "moe-dino-mini_efficientnet-lite0"
+    check(*mixture_graph(save(base=base, data_preprocessor=preprocessor)))
 
 
 def test_the_command_writes_a_whole_mixture(save, tmp_path, capsys):
