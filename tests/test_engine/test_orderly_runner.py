@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import multiprocessing
 import os
 import re
 import shlex
@@ -32,14 +33,20 @@ default_hooks = dict(checkpoint=dict(save_best=None))
 
 @HOOKS.register_module()
 class SignalAt(Hook):
-    """Sends a signal to this process in an iteration."""
+    """Sends a signal to this process in an iteration, while another one works."""
 
     def __init__(self, iteration, name):
         self.iteration, self.number = iteration, getattr(signal, name)
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         if runner.iter == self.iteration:
-            os.kill(os.getpid(), self.number)
+            fork = multiprocessing.get_context("fork")
+            fork.Process(target=time.sleep, args=(600,)).start()
+            try:
+                os.kill(os.getpid(), self.number)
+                time.sleep(1.0)
+            except KeyboardInterrupt as error:  # as mmengine does, writing a config
+                raise SyntaxError("failed to format") from error
 
 
 @HOOKS.register_module()
@@ -125,6 +132,7 @@ def test_an_interrupt_names_what_is_saved(name, write_config, tmp_path, last_lin
     status, line = last_line("train", config)
     assert status == 130
     assert line.startswith("interrupted after 8 of 18 iterations. The last checkpoint")
+    assert not multiprocessing.active_children()
     written = tmp_path / "work" / "config.py"
     written.write_text(written.read_text().replace("iteration=8", "iteration=-1"))
     assert continues(line, tmp_path / "work", last_line, from_epoch=1)
