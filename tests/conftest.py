@@ -10,6 +10,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -37,6 +38,19 @@ if not torch.cuda.is_available():
 
 MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
 CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the slowest test files of a long run."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 10:
+        terminalreporter.section("ten slowest files")
+        for name, spent in seconds.most_common(10):
+            terminalreporter.write_line(f"{spent:8.1f} s  {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)
