@@ -111,17 +111,16 @@ def _fault_of_class(
     """
     classes = inspect.getmro(built) if inspect.isclass(built) else ()
     called = {built.__qualname__, *(f"{one.__qualname__}.__init__" for one in classes)}
-    found = re.match(r"(\S+)\(\) got an unexpected keyword .* '(\w+)'", str(error))
-    is_unknown = found is not None and found[1] in called and found[2] in args
-    if is_unknown and isinstance(error, TypeError):
+    said = str(error) if isinstance(error, TypeError) else ""
+    found = re.match(r"(\S+)\(\) got an unexpected keyword .* '(\w+)'", said)
+    if found is not None and found[1] in called and found[2] in args:
         known = {key for one in classes for key in inspect.signature(one).parameters}
         return (
             f"dict(type={kind!r}, ...) has the unknown key {found[2]!r}; "
             f"{did_you_mean(found[2], sorted(known - {'args', 'kwargs'}))}"
         )
     if not inside:
-        is_call = isinstance(error, TypeError)
-        return f"dict(type={kind!r}, ...): {error}" if is_call else None
+        return f"dict(type={kind!r}, ...): {said}" if said else None
     packages = [str(one.f_globals.get("__name__")).partition(".")[0] for one in inside]
     # A fault in damex or in a class of the user's is worth its traceback.
     if packages[-1] == "damex" or not {*packages} <= LIBRARIES:

@@ -36,7 +36,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 SETTINGS: Mapping[str, Rule] = MappingProxyType(
     {
         "model": DICT,
-        "work_dir": Rule("the name of a folder", lambda v: isinstance(v, str) and v),
+        "work_dir": Rule(
+            "the name of a folder", lambda v: isinstance(v, str) and v != ""
+        ),
         "max_epochs": LENGTH,
         "max_iters": LENGTH,
         "train_cfg": DICT,
