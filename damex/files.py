@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from damex.errors import ConfigError
 
@@ -51,6 +53,11 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file whole or not at all, see `atomic_write`."""
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, content: Any, *, indent: int | None = None) -> None:
+    """Write a JSON file whole or not at all, see `atomic_write`."""
+    write_text(path, json.dumps(content, indent=indent) + "\n")
 
 
 def check_file(path: Path) -> None:

@@ -26,8 +26,9 @@ from damex.commandline.measuring import tell_datasets_parser, zero_ffns_parser
 from damex.commandline.parser import Parser
 from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model
-from damex.engine.summary import score_table, scores_of, summarise, write_json
+from damex.engine.summary import score_table, scores_of, summarise
 from damex.errors import ConfigError
+from damex.files import write_json
 from damex.models.sites import COMPONENTS
 
 
@@ -99,7 +100,7 @@ def _runner(cfg: Config) -> Runner:
 def _write(runner: Runner, summary: Mapping[str, Any], console: Console) -> None:
     """Write summary.json and say where it is."""
     path = Path(runner.work_dir) / "summary.json"
-    write_json(path, {**summary, "command": shlex.join(sys.argv)})
+    write_json(path, {**summary, "command": shlex.join(sys.argv)}, indent=2)
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
 
 

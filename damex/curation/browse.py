@@ -18,6 +18,7 @@ from damex.curation.sources import expectations, sources_of
 from damex.curation.views import SplitView, view_of
 from damex.datasets.spec import SPLITS, parse_mixture
 from damex.engine.config_files import mixture_config_of
+from damex.files import atomic_write, make_folder, write_text
 
 
 def browse(arguments: Sequence[str]) -> None:
@@ -32,7 +33,7 @@ def browse(arguments: Sequence[str]) -> None:
     args = browse_parser().parse_args(arguments)
     cfg = mixture_config_of(args)
     folder = Path(args.out or Path("work_dirs") / Path(args.config).stem / "browse")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with Bar() as progress:
         views, notes = _read(cfg, progress, num_samples=args.samples, seed=args.seed)
         classes = dict.fromkeys(name for view in views for name in view.counts)
@@ -46,9 +47,10 @@ def browse(arguments: Sequence[str]) -> None:
                 progress.advance()
     for view in views:
         name = re.sub(r"\W+", "_", f"{view.dataset}_{view.split}")
-        contact_sheet(view.title, tiles[view.title]).save(folder / f"{name}.png")
+        with atomic_write(folder / f"{name}.png") as part:
+            contact_sheet(view.title, tiles[view.title]).save(part)
     page = render(f"Data of {Path(args.config).stem}", views, tiles, colors, notes)
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    write_text(folder / "index.html", page)
     print(f"{folder / 'index.html'}: {len(views)} splits; their sheets are beside it.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from damex.curation.sources import coco_file
 from damex.datasets.spec import CocoSource
 from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
+from damex.files import write_json
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -52,9 +52,7 @@ def check(arguments: Sequence[str]) -> int:
     _print_end(found, time.monotonic() - started, quick=args.quick)
     if args.json is not None:
         report = dict(findings=[finding.to_json() for finding in found.findings])
-        file = Path(args.json)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        write_json(args.json, report, indent=1)
     return 1 if any(errors_of(found.findings)) else 0
 
 

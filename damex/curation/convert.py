@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from damex.commandline.data import convert_parser
 from damex.datasets.formats.conversion import convert_tree, open_root
 from damex.datasets.formats.records import Options
 from damex.errors import ConfigError
+from damex.files import atomic_write
 
 
 def convert(arguments: Sequence[str]) -> None:
@@ -46,9 +48,10 @@ def convert(arguments: Sequence[str]) -> None:
                     f"{out / file.name} exists and is not overwritten; remove it, or "
                     "choose another --out."
                 )
-        out.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            shutil.copy(file, out / file.name)
+        with ExitStack() as stack:  # all files or none
+            for file in files:
+                part = stack.enter_context(atomic_write(out / file.name))
+                shutil.copyfile(file, part)
     name = tree.root.name
     print(conversion.summary.text(name))
     named = ", ".join(f'{s}="{s}.json"' for s in conversion.summary.splits)

@@ -17,6 +17,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
+from damex.files import write_text
 
 FEW = 10  # boxes, below which sizes and shapes say nothing
 FACTOR = 3.0  # between medians, from which things look like different ones
@@ -70,8 +71,7 @@ def labels(arguments: Sequence[str]) -> None:
     print("\n".join(report(counts)))
     if args.out is not None:
         file = starting_file(specs, counts)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(file.to_text(), encoding="utf-8")
+        write_text(args.out, file.to_text())
         renaming = ", ".join(spec.name for spec in specs if spec.rename)
         also = f", and remove rename from the entries of {renaming}" if renaming else ""
         print(

@@ -7,7 +7,6 @@ licences are for orientation: read them on the datasets' sites.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from damex.commandline.data import prepare_parser
 from damex.datasets.coco import read_coco
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean
+from damex.files import write_json
 
 SPLITS = ("train", "val")
 SITE = "the UODB project page of SVCL, UC San Diego"
@@ -213,7 +213,7 @@ def _prepare(name: str, root: Path) -> bool:
     made = coco_documents(root) if name == "coco" else voc_documents(name, root)
     for split, document in made.items():
         dropped = keep_classes(document, recipe.classes) if recipe.classes else 0
-        (root / f"{split}.json").write_text(json.dumps(document), encoding="utf-8")
+        write_json(root / f"{split}.json", document)
         other = f", {dropped} boxes of other classes left out" if dropped else ""
         print(
             f"{name}: {split}.json: {len(document['images'])} images, "

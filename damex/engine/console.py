@@ -17,6 +17,7 @@ from mmdet.engine.hooks import DetVisualizationHook
 from mmdet.registry import HOOKS
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
+from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, Runner
 from rich.console import Console
 from rich.progress import (
@@ -224,15 +225,19 @@ UPSTREAM_MESSAGES = (
 UPSTREAM_WARNINGS = (
     r"torch\.meshgrid: in an upcoming release",
     r"Warning: The \w+ is out of bounds",  # boxes at the border, drawn all the same
+    r"Image size \(\d+ pixels\) exceeds limit",  # and Pillow opens it
 )
 
 
-def filter_console(logger: logging.Logger) -> None:
+def filter_console(logger: logging.Logger | None = None) -> None:
     """Leave warnings and errors on the screen; the log file keeps every line.
 
+    Commands call it, and nothing that a host program imports: it changes the process.
+
     Args:
-        logger: A logger with stream and file handlers.
+        logger: With stream and file handlers; mmengine's current one by default.
     """
+    logger = logger or MMLogger.get_current_instance()
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:
             handler.setLevel(max(handler.level, logging.WARNING))

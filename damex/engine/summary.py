@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -28,7 +27,7 @@ from rich.table import Table
 
 from damex.engine.work_dir import latest_checkpoint
 from damex.errors import DataError
-from damex.files import atomic_write
+from damex.files import atomic_write, write_json
 from damex.models.feature_cache import reports
 from damex.models.insertion import moe_blocks
 
@@ -166,7 +165,7 @@ class RunSummaryHook(Hook):
             command=shlex.join(sys.argv),
         )
         path = folder / f"{prefix}summary.json"
-        write_json(path, summary)
+        write_json(path, summary, indent=2)
         return str(path)
 
     def _draw(self, runner: Runner, path: Path) -> str | None:
@@ -178,18 +177,6 @@ class RunSummaryHook(Hook):
         with atomic_write(path) as part:
             draw_detections(samples, meta).savefig(part, dpi=100)
         return str(path)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that is whole or not there, whenever the process is killed.
-
-    Args:
-        path: Of the file.
-        content: Plain values.
-    """
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from damex.analysis.comparison import markdown
 from damex.analysis.runs import Run, check_finished, finish, write_config
 from damex.commandline.commands import grow_parser, merge_parser, prune_parser
 from damex.engine.config_files import config_of
+from damex.engine.console import filter_console
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
 from damex.inference.stored import StoredDetector, millions
@@ -33,6 +34,7 @@ def grow(arguments: Sequence[str]) -> None:
         DataError: If the checkpoint or an image cannot be read.
     """
     args = grow_parser().parse_args(arguments)
+    filter_console()
     check_target(Path(args.out), with_config=False)
     stored = StoredDetector.read(args.checkpoint)
     grown = add_datasets(stored, config_of(args), like=args.like, images=args.images)
@@ -128,6 +130,7 @@ def prune(arguments: Sequence[str]) -> None:
         DataError: If the checkpoint cannot be read.
     """
     args = prune_parser().parse_args(arguments)
+    filter_console()
     check_target(Path(args.out))
     stored = StoredDetector.read(args.checkpoint)
     pruned = drop_datasets(stored, args.drop)
@@ -153,6 +156,7 @@ def merge(arguments: Sequence[str]) -> None:
         DataError: If the checkpoint cannot be read.
     """
     args = merge_parser().parse_args(arguments)
+    filter_console()
     out = Path(args.out)
     check_target(out)
     stored = StoredDetector.read(args.checkpoint)

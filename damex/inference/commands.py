@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,17 @@ from rich.console import Console
 from damex import __version__
 from damex.commandline.bar import Bar
 from damex.commandline.commands import export_parser, predict_parser
+from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError
+from damex.files import atomic_write
 from damex.inference.drawing import Drawings, check_draw_folder
-from damex.inference.images import find_images, is_video, names_of, open_video
+from damex.inference.images import (
+    find_images,
+    is_video,
+    names_of,
+    open_video,
+    printable,
+)
 from damex.inference.look.samples import validation_images
 from damex.inference.onnx_graph import (
     Canvas,
@@ -34,11 +42,11 @@ from damex.inference.predictor import Prediction, Predictor, labels_by_group
 from damex.inference.specialist import Specialist, take_out
 from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import (
-    check_file,
+    Add,
+    check_outputs,
     check_target,
-    make_folder,
-    write_csv,
-    write_json,
+    csv_table,
+    json_document,
 )
 
 
@@ -49,7 +57,7 @@ def predict(arguments: Sequence[str]) -> int:
         arguments: Command line without the program's name.
 
     Returns:
-        1 if a file could not be read, else 0.
+        1 if a file could not be read, 130 after Ctrl-C, else 0.
 
     Raises:
         ConfigError: If an option or the checkpoint cannot work.
@@ -57,46 +65,75 @@ def predict(arguments: Sequence[str]) -> int:
     """
     args = predict_parser().parse_args(arguments)
     paths = find_images(args.images, videos=True)
-    for target in (args.json, args.csv):
-        if target is not None:
-            check_file(Path(target))
+    files = [Path(file) for file in (args.json, args.csv) if file is not None]
+    check_outputs(files, [*paths, Path(args.checkpoint)])
     if args.draw is not None:
         check_draw_folder(Path(args.draw), paths)
+    filter_console()
     predictor = Predictor(args.checkpoint, device=args.device)
     names = dict(zip(paths, names_of(paths), strict=True))
     # On a terminal the bar takes over the standard output, to stay below the lines; a
     # file or a pipe shall get them all the same.
     file = None if sys.stdout.isatty() else sys.stdout
     console = Console(file=file, highlight=False, soft_wrap=True, markup=False)
+    if args.dataset == "auto" and predictor.auto_note is not None:
+        console.print(f"note: {predictor.auto_note}")
+        args.dataset = "all"
     predictions: list[Prediction] = []
     faults: list[DataError] = []
     settings = (args.dataset, args.min_score, args.batch_size)
-    drawings = None
-    with ExitStack() as stack:
-        bar = stack.enter_context(Bar())
-        bar.begin("images", sum(map(_images_in, paths)))
-        if args.draw is not None:
-            drawings = Drawings(Path(args.draw), names, predictor.classes)
-            stack.enter_context(drawings)
-        for one in predictor.stream(paths, *settings, skip=faults.append):
-            bar.advance()
-            predictions.append(one)
-            console.print(line_of(one, name_of(one, names), args.min_probability))
-            if drawings is not None:
-                drawings.add(one)
-    found = [name_of(one, names) for one in predictions]
-    if args.json is not None:
-        write_json(Path(args.json), predictions, found, predictor.classes)
-    if args.csv is not None:
-        write_csv(Path(args.csv), predictions, found)
+    found = predictor.stream(paths, *settings, skip=faults.append)
+    total = sum(map(_images_in, paths))
+    stopped: BaseException | None = None
+    try:
+        with Bar() as bar, _outputs(args, names, predictor.classes) as write:
+            bar.begin("images", total)
+            for one in found:
+                console.print(line_of(one, name_of(one, names), args.min_probability))
+                predictions.append(one)
+                write(one)
+                bar.advance()
+    except BaseException as error:  # Ctrl-C, too
+        if not predictions:
+            raise
+        stopped = error
     console.print(_summary(predictions, faults, len(paths), args.min_probability))
-    return 1 if faults else 0
+    if stopped is None:
+        return 1 if faults else 0
+    console.print(f"partial: stopped after {len(predictions)} of {total} images")
+    if isinstance(stopped, KeyboardInterrupt):
+        return 130
+    raise stopped
+
+
+@contextmanager
+def _outputs(
+    args: Namespace, names: Mapping[Path, str], classes: Sequence[str]
+) -> Iterator[Callable[[Prediction], None]]:
+    """Write predictions to all that the command line names."""
+    with ExitStack() as stack:
+        adders: list[Add] = []
+        if args.json is not None:
+            document = json_document(Path(args.json), classes)
+            adders.append(stack.enter_context(document))
+        if args.csv is not None:
+            adders.append(stack.enter_context(csv_table(Path(args.csv))))
+        if args.draw is not None:
+            drawings = Drawings(Path(args.draw), names, classes)
+            stack.enter_context(drawings)
+            adders.append(lambda one, _: drawings.add(one))
+
+        def write(one: Prediction) -> None:
+            for add in adders:
+                add(one, name_of(one, names))
+
+        yield write
 
 
 def _images_in(path: Path) -> int:
     """How many images a file holds, as far as it can be told before they are read."""
     try:
-        return max(len(open_video(path)), 1) if is_video(path) else 1
+        return max(open_video(path).frame_cnt, 1) if is_video(path) else 1
     except DataError:
         return 1  # named when it is its turn
 
@@ -150,7 +187,7 @@ def _summary(
         )
     if faults:
         lines.append(f"error: {len(faults)} of {files} files could not be read:")
-        lines += [f"  {fault}" for fault in faults]
+        lines += [f"  {printable(str(fault))}" for fault in faults]
     return "\n".join(lines)
 
 
@@ -166,6 +203,7 @@ def export(arguments: Sequence[str]) -> None:
         DataError: If the checkpoint cannot be read.
     """
     args = export_parser().parse_args(arguments)
+    filter_console()
     out = Path(args.out)
     as_onnx = out.suffix == ".onnx"
     check_target(out, suffixes=(".pth", ".onnx"), with_config=not as_onnx)
@@ -275,8 +313,8 @@ def _write_onnx(
             f"compared with mmdet on {name}: {differences} ({parity.detections} "
             f"detections of {parity.least_score:.2f} or more)"
         )
-    make_folder(out.parent)
-    out.write_bytes(content)
+    with atomic_write(out) as part:
+        part.write_bytes(content)
     canvas = graph.canvas
     return [
         f"written: {out} ({len(content) / 1e6:.1f} MB), for images of {canvas.width} x "

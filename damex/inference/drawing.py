@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -12,10 +13,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from damex.curation.sheets import draw_name, palette
-from damex.errors import ConfigError
-from damex.inference.images import Frame, frames_of, open_video
+from damex.errors import ConfigError, DataError
+from damex.files import atomic_write, make_folder
+from damex.inference.images import Frame, frames_of, is_video, open_video
 from damex.inference.predictor import Prediction
-from damex.inference.writing import make_folder
 
 LINE, TEXT = 200, 60  # an image's longer side over the width of lines, height of text
 
@@ -33,7 +34,7 @@ class Drawings:
     def __init__(
         self, folder: Path, names: Mapping[Path, str], classes: Sequence[str]
     ) -> None:
-        self._folder, self._names = folder, names
+        self._folder, self._names = folder, _drawn_names(names)
         self._colors = palette(classes)
         self._video: _DrawnVideo | None = None
 
@@ -50,33 +51,32 @@ class Drawings:
         if one.path is None:
             raise ValueError("Drawings: the prediction is of an array, not of a file")
         if one.frame is None:
-            target = self._target_of(one.path, ".png", ".jpg", ".jpeg")
             # The pixels that the detector looked at: Pillow knows fewer formats, and
             # turns and scales others in its own way.
             pixels = Image.fromarray(mmcv.imread(str(one.path), channel_order="rgb"))
-            drawn(pixels, one, self._colors).save(target, quality=92)
+            image = drawn(pixels, one, self._colors)
+            with atomic_write(self._target_of(one.path)) as part:
+                image.save(part, quality=92)
             return
         if self._video is None or self._video.source != one.path:
             self.close()
-            self._video = _DrawnVideo(one.path, self._target_of(one.path, ".mp4"))
+            self._video = _DrawnVideo(one.path, self._target_of(one.path))
         pixels = self._video.pixels_of(one.frame)
         self._video.write(drawn(pixels, one, self._colors))
 
-    def _target_of(self, path: Path, *suffixes: str) -> Path:
-        """Where a file is drawn to; the first suffix is for those with another."""
+    def _target_of(self, path: Path) -> Path:
+        """Where a file is drawn to: in the folder, even through links."""
         target = self._folder / self._names[path]
-        if target.suffix.lower() not in suffixes:
-            target = target.with_name(f"{target.name}{suffixes[0]}")
-        if target.exists() and target.samefile(path):
-            raise ConfigError(f"--draw would replace {target}; name another folder.")
-        make_folder(target.parent)
+        place = target.resolve()
+        if not place.is_relative_to(self._folder.resolve()) or place == path.resolve():
+            raise ConfigError(f"--draw would replace {place}; name another folder.")
         return target
 
     def close(self) -> None:
         """End the video that is being written."""
-        if self._video is not None:
-            self._video.close()
-            self._video = None
+        video, self._video = self._video, None
+        if video is not None:
+            video.close()
 
     def __enter__(self) -> Drawings:
         return self
@@ -112,21 +112,42 @@ def drawn(
     return image
 
 
+def _drawn_names(names: Mapping[Path, str]) -> dict[Path, str]:
+    """Names of drawings, each another: images in .png or .jpg, videos in .mp4."""
+    drawn: dict[Path, str] = {}
+    taken = {str(folder) for name in names.values() for folder in Path(name).parents}
+    for keeps_name in (True, False):
+        for path, name in names.items():
+            known = (".mp4",) if is_video(path) else (".png", ".jpg", ".jpeg")
+            if (Path(name).suffix.lower() in known) != keeps_name:
+                continue
+            while not keeps_name and (name == names[path] or name in taken):
+                name += known[0]
+            drawn[path] = name
+            taken.add(name)
+    return drawn
+
+
 class _DrawnVideo:
     """A video that becomes a copy of another, frame by frame."""
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source = source
         self._frames: Iterator[Frame] = frames_of(source)
+        self._written = 0
         video = open_video(source)
-        self._writer = cv2.VideoWriter(
-            str(target), cv2.VideoWriter.fourcc(*"mp4v"), video.fps, video.resolution
-        )
-        if not self._writer.isOpened():
-            raise ConfigError(
-                f"OpenCV cannot write the video {target}; leave --draw out for videos, "
-                "or install an opencv-python with FFmpeg."
+        with ExitStack() as stack:
+            self._part = stack.enter_context(atomic_write(target))
+            codec = cv2.VideoWriter.fourcc(*"mp4v")
+            self._writer = cv2.VideoWriter(
+                str(self._part), codec, video.fps, video.resolution
             )
+            if not self._writer.isOpened():
+                raise ConfigError(
+                    f"OpenCV cannot write the video {target}; leave --draw out for "
+                    "videos, or install an opencv-python with FFmpeg."
+                )
+            self._until_close = stack.pop_all()
 
     def pixels_of(self, number: int) -> Image.Image:
         """A frame that comes after those asked for before."""
@@ -135,9 +156,18 @@ class _DrawnVideo:
 
     def write(self, image: Image.Image) -> None:
         self._writer.write(np.asarray(image)[..., ::-1])
+        self._written += 1
 
     def close(self) -> None:
-        self._writer.release()
+        """Name the video if it is whole: OpenCV does not report a full disk."""
+        with self._until_close:
+            self._writer.release()
+            try:
+                written = open_video(self._part).frame_cnt
+            except DataError:
+                written = 0
+            if written < self._written:
+                raise OSError(f"{written} of {self._written} frames could be stored")
 
 
 def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
@@ -148,8 +178,9 @@ def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
         images: That shall be drawn.
 
     Raises:
-        ConfigError: If one of them is in the folder, or below it.
+        ConfigError: If one of them is in the folder, or below it, or it cannot be made.
     """
+    make_folder(folder)
     for image in images:
         places = image.resolve().parent, image.parent.resolve()
         if any(place.is_relative_to(folder.resolve()) for place in places):

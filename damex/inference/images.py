@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import glob
 import os
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import cv2
 import mmcv
 import numpy as np
 from mmengine.dataset import Compose
 from PIL import Image, UnidentifiedImageError
 
-from damex.datasets.formats.images import images_of_any_size
+from damex.datasets.formats.tree import IMAGE_SUFFIXES
 from damex.errors import DataError
 
 Picture = str | Path | np.ndarray
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+# Of those that OpenCV cannot read, users learn at the end.
+SUFFIXES = (*sorted(IMAGE_SUFFIXES), ".avif", ".heic", ".heif")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
 
@@ -42,13 +45,14 @@ def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
 
     Args:
         words: A file stands for itself, whatever its name; a folder for the image files
-            in it and below; anything else is a pattern (``*``, ``**``, ``?``).
+            in it and below, those without a suffix, too; anything else is a pattern
+            (``*``, ``**``, ``?``).
         videos: Whether folders and patterns stand for videos, too.
 
     Raises:
         DataError: If one of the words stands for nothing.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if videos else SUFFIXES
     for word in words:
         files = _files_of(word, suffixes)
@@ -58,8 +62,9 @@ def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
                 f"there is no {what} {word} (seen from {Path.cwd()}); images end in "
                 f"{', '.join(suffixes)}."
             )
-        found |= dict.fromkeys(files)
-    return list(found)
+        for file in files:
+            found.setdefault(_place(file), file)
+    return list(found.values())
 
 
 def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
@@ -71,18 +76,49 @@ def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
     else:
         names = glob.glob(word, recursive=True)  # noqa: PTH207 (absolute ones, too)
         inside = [Path(name) for name in sorted(names)]
-    return [p for p in inside if p.suffix.lower() in suffixes and p.is_file()]
+    return [p for p in inside if p.is_file() and _is_wanted(p, suffixes)]
+
+
+def _is_wanted(path: Path, suffixes: Sequence[str]) -> bool:
+    """Whether a file has one of the suffixes, or none and is an image by content."""
+    if path.suffix:
+        return path.suffix.lower() in suffixes
+    try:
+        with Image.open(path):
+            return True
+    except Image.DecompressionBombError:
+        return True  # named when it is its turn
+    except Exception:  # Pillow's readers raise whatever a file leads them to
+        return False
+
+
+def _place(path: Path) -> Path:
+    """An absolute path without ``..``; links are kept where they can be."""
+    path = path.absolute()
+    return path.parent.resolve() / path.name if ".." in path.parts else path
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Names for images, each another: their paths below the folder of all of them.
 
+    They can be joined to any folder: none is absolute or contains ``..``.
+
     Args:
         paths: Files, each once.
     """
-    parents = [str(path.absolute().parent) for path in paths]
-    folder = os.path.commonpath(parents) if parents else ""
-    return [Path(os.path.relpath(path.absolute(), folder)).as_posix() for path in paths]
+    places = [_place(path) for path in paths]
+    # Windows has several roots; their letters become folders.
+    rooted = [
+        PurePosixPath("/", place.anchor.strip(":\\/"), *place.parts[1:])
+        for place in places
+    ]
+    shared = posixpath.commonpath([path.parent for path in rooted]) if rooted else ""
+    return [printable(str(path.relative_to(shared))) for path in rooted]
+
+
+def printable(name: str) -> str:
+    """A file name, or a sentence with one, without bytes that are not UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def is_video(path: Path) -> bool:
@@ -98,6 +134,10 @@ def open_video(path: Path) -> mmcv.VideoReader:
     """
     if not path.is_file():
         raise DataError(f"{path} does not exist.")
+    if printable(str(path)) != str(path):
+        raise DataError(
+            f"{path} has a name that is not UTF-8, which OpenCV cannot open; rename it."
+        )
     video = mmcv.VideoReader(str(path))
     if not video.opened:
         raise DataError(f"{path} is no video that OpenCV can read.")
@@ -108,25 +148,37 @@ def frames_of(path: Path) -> Iterator[Frame]:
     """One frame of a video after the other.
 
     Raises:
-        DataError: If it cannot be read, or holds no frame.
+        DataError: If it cannot be read, or breaks off, which is known after the last
+            frame.
     """
-    number = -1
-    for number, pixels in enumerate(open_video(path)):
-        yield Frame(path, number, pixels)
-    if number < 0:
+    video, read, reached = open_video(path), 0, 0
+    for read, pixels in enumerate(video, start=1):
+        yield Frame(path, read - 1, pixels)
+        # Some formats state a duration alone, and the count is a guess by the rate.
+        seconds = video.vcap.get(cv2.CAP_PROP_POS_MSEC) / 1000
+        reached = max(read, round(seconds * video.fps) + 1)
+    if read == 0:
         raise DataError(f"{path} holds no frame that OpenCV can read.")
+    stated = video.frame_cnt  # 0 or less where unknown, and often one too many
+    if stated - reached > 1:
+        raise DataError(f"{path} breaks off: {read} of {stated} frames could be read.")
 
 
 def fault_of(path: Path) -> str | None:
     """What is wrong with an image file that a reader may pass over; None if nothing is.
 
-    OpenCV fills what a file that was cut off does not hold with grey.
+    OpenCV fills what a file that was cut off does not hold with grey, and opens files
+    of a few kilobytes that hold a gigabyte of pixels.
     """
     try:
-        with images_of_any_size(), Image.open(path) as image:
+        with Image.open(path) as image:
             image.load()
     except FileNotFoundError:
         return "does not exist"
+    except IsADirectoryError:
+        return "is a folder; give the files in it"
+    except Image.DecompressionBombError as error:
+        return f"is too large ({str(error).rstrip('.')}); cut it into tiles"
     except UnidentifiedImageError:
         return None  # other readers know more formats
     except Exception as error:  # PIL's readers raise whatever a file leads them to
@@ -163,9 +215,18 @@ class Inputs:
             ``inputs`` and ``data_samples``, as mmdet packs them.
 
         Raises:
-            DataError: If it cannot be read.
+            DataError: If it cannot be read, or the pipeline cannot take it.
         """
-        return self._prepare(self._read(image))
+        loaded = self._read(image)
+        height, width = loaded["img_shape"][:2]
+        try:
+            return self._prepare(loaded)
+        except Exception as error:  # steps raise whatever an image leads them to
+            reason = error.err if isinstance(error, cv2.error) else error
+            raise DataError(
+                f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
+                f"be resized as in the training ({reason}); crop or pad it."
+            ) from error
 
     def _read(self, image: Picture | Frame) -> dict[str, Any]:
         """An image as the first step of the pipeline hands it on.
@@ -173,16 +234,11 @@ class Inputs:
         Raises:
             DataError: If it cannot be read.
         """
-        if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-                raise DataError(
-                    "an image must be a uint8 array (height, width, 3) in RGB, got "
-                    f"{image.dtype} of shape {image.shape}."
-                )
-            bgr = np.ascontiguousarray(image[..., ::-1])
-            return _loaded(bgr, path=None, number=0)
         if isinstance(image, Frame):
             return _loaded(image.pixels, path=str(image.video), number=image.number)
+        if not isinstance(image, str | Path):
+            bgr = np.ascontiguousarray(_checked(image)[..., ::-1])
+            return _loaded(bgr, path=None, number=0)
         fault, cause = fault_of(Path(image)), None
         if fault is None:
             try:
@@ -190,6 +246,24 @@ class Inputs:
             except Exception as error:  # readers raise whatever a file leads them to
                 fault, cause = "is no image that can be read", error
         raise DataError(f"{image} {fault}.") from cause
+
+
+def _checked(image: Any) -> np.ndarray:
+    """An array that can be an image.
+
+    Raises:
+        DataError: If it cannot.
+    """
+    found = type(image).__name__
+    if isinstance(image, np.ndarray):
+        is_rgb = image.ndim == 3 and image.shape[2] == 3
+        if image.dtype == np.uint8 and is_rgb and image.size > 0:
+            return image
+        found = f"{image.dtype} of shape {image.shape}"
+    raise DataError(
+        "an image must be a path or a uint8 array (height, width, 3) in RGB, got "
+        f"{found}."
+    )
 
 
 def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:

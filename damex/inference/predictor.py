@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +16,7 @@ from mmengine.dataset import pseudo_collate
 from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
-from damex.errors import ConfigError, DataError
+from damex.errors import DataError, check_number, check_sizes
 from damex.inference.images import Inputs, Picture, is_video
 from damex.inference.stored import StoredDetector
 from damex.models.told_dataset import can_tell_datasets, told_dataset
@@ -88,6 +89,7 @@ class Predictor:
         classes: Names of the classes of all datasets.
         datasets: For each dataset of the training its classes.
         can_tell: Whether it can tell which dataset an image looks like.
+        auto_note: Why ``dataset="auto"`` means ``all``; None if it does not.
 
     Raises:
         DataError: If the checkpoint cannot be read, or holds more than data.
@@ -105,6 +107,13 @@ class Predictor:
             for number, name in enumerate(space.dataset_names)
         }
         self.can_tell = can_tell_datasets(self._detector)
+        self.auto_note = None
+        if not self.can_tell and len(self.datasets) > 1:
+            self.auto_note = (
+                f"the detector in {checkpoint} was not trained to tell datasets, so "
+                "all classes are looked for; name a dataset to keep to its classes: "
+                f"{', '.join(self.datasets)}."
+            )
         self._inputs = Inputs(self._stored.pipeline)
 
     def __call__(
@@ -121,8 +130,9 @@ class Predictor:
             images: Files of images or videos, or uint8 arrays (height, width, 3) in
                 RGB; one or several.
             dataset: Whose classes to look for. ``auto``: those of the dataset that an
-                image looks like. A name: those of that dataset, with its experts
-                whatever the image looks like. ``all``: those of all datasets.
+                image looks like; if the detector cannot tell, of its only dataset or
+                of all. A name: those of that dataset, with its experts whatever the
+                image looks like. ``all``: those of all datasets.
             min_score: Detections below it are left out.
             batch_size: Images that are computed together.
 
@@ -130,11 +140,12 @@ class Predictor:
             One prediction per image and frame, in order.
 
         Raises:
-            ConfigError: If there is no such dataset, or the detector cannot tell
-                datasets and ``dataset`` is ``auto``.
+            ConfigError: If there is no such dataset.
             DataError: If an image cannot be read.
+            ValueError: If a number is out of its range.
         """
-        if isinstance(images, str | Path | np.ndarray):
+        is_one = isinstance(images, str | Path | np.ndarray)
+        if is_one or not isinstance(images, Iterable):
             images = [images]
         return [*self.stream(images, dataset, min_score, batch_size)]
 
@@ -157,11 +168,29 @@ class Predictor:
             skip: Called with the error of an image that cannot be read, which is then
                 left out; by default the error is raised.
 
-        Yields:
+        Returns:
             Predictions in the order of the images.
+
+        Raises:
+            ConfigError: If there is no such dataset.
+            ValueError: If a number is out of its range.
         """
+        check_number("Predictor", "in [0, 1]", min_score=min_score)
+        check_sizes("Predictor", batch_size=batch_size)
+        if dataset == "auto" and self.auto_note:
+            warnings.warn(self.auto_note, stacklevel=3)
         choice = self._choose(dataset)
         packed = self._packed(images, choice, skip)
+        return self._detect(packed, choice, min_score, batch_size)
+
+    def _detect(
+        self,
+        packed: Iterator[dict[str, Any]],
+        choice: _Choice,
+        min_score: float,
+        batch_size: int,
+    ) -> Iterator[Prediction]:
+        """What is found in images that are prepared."""
         while batch := list(islice(packed, batch_size)):
             with torch.inference_mode(), self._told(choice):
                 samples = self._detector.test_step(pseudo_collate(batch))
@@ -172,10 +201,12 @@ class Predictor:
         """What ``dataset`` means.
 
         Raises:
-            ConfigError: If there is no such dataset, or the detector cannot tell.
+            ConfigError: If there is no such dataset.
         """
         space = self._stored.space
         every = list(range(space.num_classes))
+        if dataset == "auto" and not self.can_tell:
+            dataset = "all" if self.auto_note else next(iter(self.datasets))
         if dataset == "all":
             groups = len(space.group_names) if self.can_tell else 0
             return _Choice(dict(labels_by_group=[every] * groups or None), every)
@@ -183,13 +214,6 @@ class Predictor:
             number = self._stored.dataset_id(dataset)
             meta = dict(group_id=space.group_id(number))
             return _Choice(meta, space.valid_labels(number), dataset)
-        if not self.can_tell:
-            raise ConfigError(
-                f"the detector in {self._stored.path} was not taught to tell datasets "
-                "(no routing loss with datasets, no dataset head), so that dataset="
-                f"'auto' is not possible; name one of {', '.join(self.datasets)}, or "
-                "'all'."
-            )
         return _Choice(dict(labels_by_group=labels_by_group(space)), None)
 
     @contextmanager

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import ConfigDict
-from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
-from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.inference.literal_config import check_types, read_literals
 from damex.models.detectors import RoutedDetector
@@ -59,7 +57,6 @@ class StoredDetector:
             DataError: If it cannot be read, or holds more than data.
             ConfigError: If it is not of a training on a mixture of datasets.
         """
-        filter_console(MMLogger.get_current_instance())
         checkpoint = CheckpointLoader.load_checkpoint(path, "cpu")
         meta = checkpoint.get("meta") or {}
         if "state_dict" not in checkpoint or not isinstance(meta.get("cfg"), str):

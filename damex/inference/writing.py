@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from damex.errors import ConfigError
+from damex.files import atomic_write, check_file, write_json, write_text
 from damex.inference.predictor import Prediction
 
+Add = Callable[[Prediction, str], None]
 COLUMNS = (
     *("file", "width", "height", "dataset", "probability"),
     *("class", "score", "x1", "y1", "x2", "y2"),
@@ -21,13 +23,12 @@ COLUMNS = (
 
 
 def coco_document(
-    predictions: Sequence[Prediction], names: Sequence[str], classes: Sequence[str]
+    found: Sequence[tuple[Prediction, str]], classes: Sequence[str]
 ) -> dict[str, Any]:
     """Detections as COCO annotations with a ``score``.
 
     Args:
-        predictions: One per image.
-        names: ``file_name`` of each image.
+        found: What was found in each image, and its ``file_name``.
         classes: Of the detector; category ids are their numbers, from 1.
 
     Returns:
@@ -36,7 +37,7 @@ def coco_document(
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for number, (one, name) in enumerate(zip(predictions, names, strict=True), 1):
+    for number, (one, name) in enumerate(found, 1):
         record = dict(id=number, file_name=name, width=one.width, height=one.height)
         images.append({**record, **_about(one)})
         rows = zip(one.boxes.tolist(), one.scores, one.labels, strict=True)
@@ -56,6 +57,78 @@ def coco_document(
     return dict(images=images, annotations=annotations, categories=categories)
 
 
+@contextmanager
+def json_document(path: Path, classes: Sequence[str]) -> Iterator[Add]:
+    """Write the document of `coco_document` at the end.
+
+    After an error or Ctrl-C, it holds what was added before.
+
+    Args:
+        path: Of the file.
+        classes: Of the detector.
+
+    Yields:
+        A function that takes a prediction and the name of its image.
+    """
+    found: list[tuple[Prediction, str]] = []
+    is_over = False
+    try:
+        yield lambda one, name: found.append((one, name))
+        is_over = True
+    finally:
+        if is_over or found:  # an earlier file is worth more than nothing
+            write_json(path, coco_document(found, classes))
+
+
+@contextmanager
+def csv_table(path: Path) -> Iterator[Add]:
+    """Write one row per detection, as they come: `COLUMNS`, boxes in pixels.
+
+    After an error or Ctrl-C, it holds what was added before.
+
+    Args:
+        path: Of the file, which gets its name at the end.
+
+    Yields:
+        A function that takes a prediction and the name of its image.
+    """
+    stopped: BaseException | None = None
+    with (
+        atomic_write(path) as part,
+        part.open("w", encoding="utf-8", newline="") as file,
+    ):
+        table, whole = csv.writer(file), 0
+        table.writerow(COLUMNS)
+
+        def add(one: Prediction, name: str) -> None:
+            nonlocal whole
+            table.writerows(_rows(one, name))
+            file.flush()
+            whole = file.tell()
+
+        try:
+            yield add
+        except BaseException as error:
+            if not whole or isinstance(error, OSError):
+                raise
+            file.truncate(whole)
+            stopped = error
+    if stopped is not None:
+        raise stopped
+
+
+def _rows(one: Prediction, name: str) -> list[list[Any]]:
+    """The rows of an image, see `COLUMNS`."""
+    about = _about(one)
+    image = [name, one.width, one.height]
+    image += [about.get("dataset", ""), about.get("probability", "")]
+    rows = zip(one.names, one.scores, one.boxes.tolist(), strict=True)
+    return [
+        [*image, found, round(float(score), 4), *(round(value, 2) for value in box)]
+        for found, score, box in rows
+    ]
+
+
 def _about(one: Prediction) -> dict[str, Any]:
     """The dataset of an image, and how probable it is, where they are known."""
     known = dict(dataset=one.dataset, probability=one.likeness)
@@ -64,34 +137,21 @@ def _about(one: Prediction) -> dict[str, Any]:
     return {key: value for key, value in known.items() if value is not None}
 
 
-def write_json(
-    path: Path,
-    predictions: Sequence[Prediction],
-    names: Sequence[str],
-    classes: Sequence[str],
-) -> None:
-    """Write the document of `coco_document`."""
-    make_folder(path.parent)
-    document = coco_document(predictions, names, classes)
-    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:
+    """Refuse to write over what is read, or twice to one place; make their folders.
 
-
-def write_csv(
-    path: Path, predictions: Sequence[Prediction], names: Sequence[str]
-) -> None:
-    """Write one row per detection: `COLUMNS`, boxes in pixels."""
-    make_folder(path.parent)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(COLUMNS)
-        for one, name in zip(predictions, names, strict=True):
-            about = _about(one)
-            image = [name, one.width, one.height]
-            image += [about.get("dataset", ""), about.get("probability", "")]
-            rows = zip(one.names, one.scores, one.boxes.tolist(), strict=True)
-            for found, score, box in rows:
-                corners = [round(value, 2) for value in box]
-                table.writerow([*image, found, round(float(score), 4), *corners])
+    Raises:
+        ConfigError: If it would, or a file cannot be written.
+    """
+    taken = {path.resolve() for path in inputs}
+    for target in targets:
+        check_file(target)
+        if target.resolve() in taken:
+            raise ConfigError(
+                f"{target} would be replaced, which is an input or another output; "
+                "name another file."
+            )
+        taken.add(target.resolve())
 
 
 def check_target(
@@ -125,46 +185,18 @@ def write_checkpoint(
     """Write a checkpoint whole or not at all, and its config beside it.
 
     Args:
-        path: Its folder is made; see `check_target`.
+        path: See `check_target`.
         state: Weights by their names.
         config: Text of the config.
         with_config: Whether to write it beside the checkpoint, too.
         meta: What else the checkpoint says of itself, such as ``dataset_meta``.
 
     Raises:
-        ConfigError: If the folder cannot be made.
+        ConfigError: If it cannot be written.
     """
-    make_folder(path.parent)
-    part = path.with_name(f"{path.name}.part")
-    torch.save(dict(meta=dict(cfg=config, **meta), state_dict=dict(state)), part)
-    if with_config:
-        path.with_suffix(".py").write_text(config, encoding="utf-8")
-    part.replace(path)
-
-
-def check_file(path: Path) -> None:
-    """Make the folder of a file before anything is computed.
-
-    Args:
-        path: What is there already will be replaced.
-
-    Raises:
-        ConfigError: If no file can be there.
-    """
-    make_folder(path.parent)
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a file to write to.")
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder to write to.
-
-    Raises:
-        ConfigError: If it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written to ({error.strerror}); name another folder."
-        ) from error
+    content = dict(meta=dict(cfg=config, **meta), state_dict=dict(state))
+    with atomic_write(path) as part:
+        with part.open("wb") as file:
+            torch.save(content, file)
+        if with_config:
+            write_text(path.with_suffix(".py"), config)

@@ -1,17 +1,23 @@
 """The page stands by itself and says what the files hold."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from html.parser import HTMLParser
+from threading import Barrier, BrokenBarrierError
 
 import numpy as np
 import pytest
+from mmdet.registry import TRANSFORMS
 from PIL import Image
 
 from damex.commandline.data import data
 from damex.commandline.run import run_command
 from damex.curation.boxes import Expectations
-from damex.curation.sheets import contact_sheet, draw_tile, palette
+from damex.curation.sheets import TILE, contact_sheet, draw_tile, palette
 from damex.curation.sources import coco_file
 from damex.curation.views import Sample, SplitView, view_of
+from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource
 
 
@@ -165,6 +171,40 @@ def test_an_aerial_image_is_shown(tmp_path, monkeypatch):
     Image.new("RGB", (40, 20), "red").save(tmp_path / "a.png")
     tile = draw_tile(Sample(tmp_path / "a.png", "a.png", [], True), {})
     assert tile.getpixel((5, 5)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["a.png", "grey.png", "palette.png"])
+def test_transparent_pixels_are_shown_as_they_are_loaded(tmp_path, name):
+    pixels = np.full((TILE, TILE, 4), (200, 10, 30, 0), np.uint8)
+    pixels[: TILE // 2] = (40, 80, 120, 255)
+    image = Image.fromarray(pixels)
+    if name == "grey.png":
+        image = image.convert("LA")
+    if name == "palette.png":
+        image = image.convert("RGB").quantize(4)
+        image.info["transparency"] = 0
+    path = tmp_path / name
+    image.save(path)
+    loaded = TRANSFORMS.build(dict(type="LoadImageFromFile"))(dict(img_path=str(path)))
+    tile = np.asarray(draw_tile(Sample(path, name, [], True), {}))
+    assert np.array_equal(tile, loaded["img"][..., ::-1])
+
+
+def test_a_limit_of_pillow_comes_back_after_threads_that_overlap():
+    before, inside, entered = Image.MAX_IMAGE_PIXELS, Barrier(2), []
+
+    def use(number):
+        with images_of_any_size():
+            entered.append(number)
+            with suppress(BrokenBarrierError):
+                inside.wait(0.2)  # both at once, if they may
+            time.sleep(0.1 * entered.index(number))  # the first leaves first
+            return Image.MAX_IMAGE_PIXELS
+
+    with ThreadPoolExecutor(2) as pool:
+        assert min(pool.map(use, range(2))) > before
+    limit = Image.MAX_IMAGE_PIXELS
+    assert limit == before
 
 
 def test_an_image_that_cannot_be_opened_has_a_tile_too(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -540,11 +541,31 @@ def test_convert_command(csv_folder, tmp_path, capsys):
     ]
 
 
+def test_convert_writes_all_files_or_none(csv_folder, tmp_path, capsys, monkeypatch):
+    """The disk is full when two of three files are written."""
+    out, sizes, copy = tmp_path / "out", [], shutil.copyfile
+
+    def fill(source, target):
+        if len(sizes) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sizes.append(copy(source, target).stat().st_size)
+
+    monkeypatch.setattr(shutil, "copyfile", fill)
+    words = ["convert", str(csv_folder), "--out", str(out), "--val-share", "0.25"]
+    assert run_command(data, words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "val.json was not written (No space left on device); free space" in line
+    assert not [*out.iterdir()]
+    assert min(sizes) > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
         (["--out", "{root}/out"], "lies inside of"),
         (["--out", "{tmp}/full"], "train.json exists and is not overwritten"),
+        (["--out", "{tmp}/full/train.json"], "train.json cannot be written to"),
+        (["--out", "/proc/x"], "/proc/x cannot be written to"),
         (["--out", "{tmp}/out", "--val-share", "2"], "--val-share must be from 0"),
         (["--out", "{tmp}/out", "--format", "vco"], "invalid choice: 'vco'"),
         ([], "required: --out"),

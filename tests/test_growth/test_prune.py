@@ -13,8 +13,8 @@ from mmengine.config import Config
 from damex.__main__ import main
 from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of, resolve_config
-from damex.engine.summary import write_json
 from damex.errors import ConfigError
+from damex.files import write_json
 from damex.growth.prune import drop_datasets, merge_groups
 from damex.inference import Predictor
 from damex.inference.stored import StoredDetector

@@ -2,12 +2,16 @@
 
 import csv
 import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
 
 import mmcv
 import pytest
 from PIL import Image
 
 from damex.__main__ import main
+from damex.inference import commands
 
 
 @pytest.fixture
@@ -70,6 +74,93 @@ def test_frames_of_a_video_are_images(predict, photos, clip, tmp_path):
     assert len(mmcv.VideoReader(str(seen / "clip.mp4"))) == 5
 
 
+def test_drawings_of_a_folder_above_stay_in_their_folder(predict, photos, monkeypatch):
+    """``../photos`` and ``more`` share a folder above the one that was named."""
+    work = photos.parent / "work"
+    shutil.copytree(photos / "deep", work / "more")
+    shutil.copytree(photos / "deep", work / "photos")
+    before = {path: path.read_bytes() for path in work.rglob("*.png")}
+    monkeypatch.chdir(work)
+    status, _ = predict("../photos/a.png", "more", "--draw", "seen", "--json", "f.json")
+    assert status == 0
+    assert {path: path.read_bytes() for path in before} == before
+    names = ["photos/a.png", "work/more/a.png"]
+    images = json.loads(Path("f.json").read_text())["images"]
+    assert [image["file_name"] for image in images] == names
+    assert all((work / "seen" / name).is_file() for name in names)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_what_was_found_before_a_stop_is_written(
+    predict, photos, tmp_path, monkeypatch, kind
+):
+    found, table, seen = (tmp_path / name for name in ("f.json", "f.csv", "seen"))
+    outputs = ("--json", found, "--csv", table, "--draw", seen)
+    options = ("--min-score", 0.2, "--batch-size", 2)
+
+    def stop_at_the_third(one, name, least, line_of=commands.line_of):
+        if name == "deep/a.png":
+            raise kind("stop")
+        return line_of(one, name, least)
+
+    monkeypatch.setattr(commands, "line_of", stop_at_the_third)
+    with nullcontext() if kind is KeyboardInterrupt else pytest.raises(kind):
+        status, said = predict(photos, *options, *outputs)
+        assert status == 130
+        assert said.out.splitlines()[-1] == "partial: stopped after 2 of 3 images"
+        assert not said.err.strip()
+    document = json.loads(found.read_text())
+    names = ["a.png", "b.jpg"]
+    assert [image["file_name"] for image in document["images"]] == names
+    with table.open(newline="") as file:
+        assert [*dict.fromkeys(row["file"] for row in csv.DictReader(file))] == names
+    assert sorted(path.name for path in seen.iterdir()) == names
+    assert not [*tmp_path.glob(".part*")]
+
+
+def test_an_image_that_cannot_be_resized_is_named_at_the_end(predict, photos):
+    Image.new("RGB", (1000, 2)).save(photos / "line.png")
+    status, said = predict(photos, "--min-probability", 0)
+    assert status == 1
+    *_, count, error, line = said.out.splitlines()
+    assert count.startswith("3 images, ")
+    assert error == "error: 1 of 4 files could not be read:"
+    assert "line.png (1000 x 2 px) cannot be resized as in the training" in line
+
+
+def test_a_video_that_breaks_off_is_named_at_the_end(predict, clip, monkeypatch):
+    monkeypatch.setattr(mmcv.VideoReader, "frame_cnt", 60)
+    status, said = predict(clip, "--min-probability", 0)
+    assert status == 1
+    assert said.out.splitlines()[-3].startswith("5 images, ")
+    assert said.out.endswith("clip.mp4 breaks off: 5 of 60 frames could be read.\n")
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--draw"])
+def test_a_full_disk_ends_in_one_line(predict, photos, tmp_path, full_disk, option):
+    out = tmp_path / "out"
+    out.mkdir()
+    target = out if option == "--draw" else out / "found"
+    with full_disk(200):
+        status, said = predict(photos, "--min-score", 0, option, target)
+    assert status == 2
+    assert said.out.splitlines()[-1].startswith("partial: stopped after ")
+    (line,) = said.err.strip().splitlines()
+    assert "was not written (File too large); free space" in line
+    assert not [*out.iterdir()]
+
+
+def test_a_dense_detector_looks_for_all_classes(save, photos, capsys):
+    path = save(moe=False)
+    capsys.readouterr()
+    assert main(["predict", str(path), str(photos), "--device", "cpu"]) == 0
+    note, *lines = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: ")
+    assert note.endswith("keep to its classes: street, park, sky.")
+    assert [line.split()[0] for line in lines[:-1]] == ["a.png", "b.jpg", "deep/a.png"]
+    assert not any(line.startswith("note") for line in lines)
+
+
 def test_images_that_look_like_no_dataset_are_marked(predict, photos):
     path = photos / "a.png"
     status, said = predict(path, "--min-probability", 1)
@@ -89,6 +180,9 @@ def test_images_that_look_like_no_dataset_are_marked(predict, photos):
         (["a.png", "--json", "a.png/found.json"], "a.png cannot be written to"),
         (["a.png", "--json", "deep"], "deep is a folder; name a file"),
         (["a.png", "--csv", "."], ". is a folder; name a file"),
+        (["a.png", "--json", "deep/../a.png"], "a.png would be replaced"),
+        (["deep", "--json", "f", "--csv", "./f"], "f would be replaced"),
+        (["a.png", "--draw", "b.jpg"], "b.jpg cannot be written to"),
         (["a.png", "--draw", "."], "would write to ., where a.png lies"),
         (["deep", "--draw", "."], "would write to ., where deep/a.png lies"),
         (["a.png", "deep", "--draw", "deep"], "to deep, where deep/a.png lies"),

@@ -71,11 +71,61 @@ def test_an_image_is_drawn_as_the_detector_looked_at_it(
     assert np.array_equal(cv2.imread(str(target)), seen)
 
 
-def test_images_of_any_size_are_drawn(tmp_path, make_prediction, monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # what Pillow takes for large
-    test_an_image_is_drawn_as_the_detector_looked_at_it(
-        tmp_path, make_prediction, "a.png", "16 bits"
-    )
+def test_drawings_of_all_files_have_their_own_places(tmp_path, clip, make_prediction):
+    names = ["a.bmp", "a.bmp.png", "a.png", "a.png.jpg", "b.bmp", "b.bmp.png/a.png"]
+    paths = {tmp_path / "in" / name: name for name in names}
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (96, 64)).save(path)
+    paths |= {clip: "clip.mp4", clip.with_name("clip"): "clip"}
+    with Drawings(tmp_path / "seen", paths, CLASSES) as drawings:
+        for path in [*paths][:-1]:
+            is_video = path == clip
+            drawings.add(make_prediction(path, frame=0 if is_video else None))
+    seen = [path for path in (tmp_path / "seen").rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(tmp_path / "seen")) for path in seen) == [
+        *("a.bmp.png", "a.bmp.png.png", "a.png", "a.png.jpg"),
+        *("b.bmp.png.png", "b.bmp.png/a.png", "clip.mp4"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["../a.png", "link/a.png", "a.png"])
+def test_nothing_is_drawn_outside_of_the_folder(tmp_path, make_prediction, name):
+    source, other = tmp_path / "source.png", tmp_path / "out" / "a.png"
+    Image.new("RGB", (96, 64)).save(source)
+    other.parent.mkdir()
+    other.write_text("mine")
+    seen = tmp_path / "out" / "seen"
+    seen.mkdir()
+    (seen / "link").symlink_to(other.parent)
+    (seen / "a.png").symlink_to(other)
+    with (
+        Drawings(seen, {source: name}, CLASSES) as drawings,
+        pytest.raises(ConfigError, match=r"would replace .*out/a\.png"),
+    ):
+        drawings.add(make_prediction(source))
+    assert other.read_text() == "mine"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".mp4"])
+def test_a_drawing_that_does_not_fit_on_the_disk_is_removed(
+    tmp_path, clip, make_prediction, full_disk, suffix
+):
+    source = clip if suffix == ".mp4" else tmp_path / "a.png"
+    if source != clip:
+        Image.effect_noise((96, 64), 90).save(source)
+    target = tmp_path / "seen" / f"a{suffix}"
+    target.parent.mkdir()
+    target.write_text("earlier")
+    one = make_prediction(source, frame=0 if source == clip else None)
+    with (
+        full_disk(500),
+        pytest.raises(ConfigError, match=r"seen/a\.\w+ was not written") as caught,
+    ):
+        draw(one, target)
+    assert "\n" not in str(caught.value)
+    assert [*target.parent.iterdir()] == [target]
+    assert target.read_text() == "earlier"
 
 
 def test_the_image_itself_is_not_replaced(tmp_path, make_prediction):
@@ -112,8 +162,11 @@ def test_frames_are_drawn_into_a_video_of_the_same_kind(
         assert (abs(side - beside[:, None]).max(1) > 25).all()
 
 
-def test_a_video_that_cannot_be_written_is_an_error(tmp_path, clip, make_prediction):
+def test_a_video_that_cannot_be_written_is_an_error(
+    tmp_path, clip, make_prediction, monkeypatch
+):
     target = tmp_path / "seen" / "clip.mp4"
-    target.mkdir(parents=True)
+    monkeypatch.setattr(mmcv.VideoReader, "resolution", (0, 0))  # no codec takes it
     with pytest.raises(ConfigError, match=r"cannot write the video .*seen/clip\.mp4"):
         draw(make_prediction(clip, frame=0), target)
+    assert not [*target.parent.iterdir()]

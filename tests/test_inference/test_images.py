@@ -1,7 +1,13 @@
 """Which images a command line names, and which of them are whole."""
 
+import shutil
+from contextlib import nullcontext
+
+import cv2
+import mmcv
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from damex.errors import DataError
 from damex.inference.images import fault_of, find_images, frames_of, names_of
@@ -43,6 +49,42 @@ def test_images_of_one_name_are_told_apart_by_their_folders(photos):
     assert names_of([]) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["../photos", "more"], ["photos/a.png", "work/more/a.png"]),
+        (["../photos/../photos/a.png"], ["a.png"]),
+        (
+            ["{root}/photos", "more/../../work/more"],
+            ["photos/a.png", "work/more/a.png"],
+        ),
+        (["more", "./more", "../work/more", "{root}/work/more/a.png"], ["a.png"]),
+        (["link", "more"], ["link/a.png", "more/a.png"]),
+        (["link/../photos", "more"], ["photos/a.png", "work/more/a.png"]),
+        (["more", "{root}/\udcff.png"], ["work/more/a.png", "\\xff.png"]),
+    ],
+)
+def test_names_stay_below_any_folder(tmp_path, monkeypatch, words, names):
+    for folder in ("photos", "work/more"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save(tmp_path / folder / "a.png")
+    shutil.copy(tmp_path / "photos/a.png", tmp_path / "\udcff.png")
+    (tmp_path / "work/link").symlink_to(tmp_path / "photos")
+    monkeypatch.chdir(tmp_path / "work")
+    paths = find_images([word.format(root=tmp_path) for word in words])
+    assert names_of(paths) == names
+
+
+def test_images_in_a_folder_are_known_by_suffix_or_content(tmp_path):
+    image = Image.new("RGB", (2, 2))
+    for name in ("a.gif", "b.avif", "c.JPG", "plain"):
+        image.save(tmp_path / name, format="PNG" if name == "plain" else None)
+    for name in ("phone.heic", "README", "empty", "notes.txt", "plain.bak"):
+        (tmp_path / name).write_text("" if name == "empty" else "text")
+    names = ["a.gif", "b.avif", "c.JPG", "phone.heic", "plain"]
+    assert [path.name for path in find_images([str(tmp_path)])] == names
+
+
 def test_a_file_that_was_cut_off_has_a_fault(photos):
     path = photos / "b.jpg"
     assert fault_of(path) is None
@@ -52,9 +94,18 @@ def test_a_file_that_was_cut_off_has_a_fault(photos):
     assert fault_of(path) == "does not exist"
 
 
-def test_a_large_file_is_looked_at_as_well(photos, monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # what Pillow takes for large
-    test_a_file_that_was_cut_off_has_a_fault(photos)
+def test_a_file_that_would_fill_the_memory_is_not_opened(photos, monkeypatch):
+    bomb = photos / "bomb"
+    Image.new("1", (500, 200)).save(bomb, "PNG")
+    assert fault_of(bomb) is None
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 40_000
+    )  # an error from twice as many
+    assert fault_of(photos / "a.png") is None
+    assert bomb in find_images([str(photos)])
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    assert "too large (Image size (100000 pixels)" in fault_of(bomb)
+    assert Image.MAX_IMAGE_PIXELS == 40_000
 
 
 def test_what_pillow_does_not_know_is_left_to_others(photos):
@@ -86,3 +137,34 @@ def test_a_file_that_is_no_video_is_named(tmp_path):
     path.write_text("no video")
     with pytest.raises(DataError, match=r"clip\.mp4 is no video that OpenCV can read"):
         next(frames_of(path))
+    path = path.rename(tmp_path / "\udcff.mp4")  # OpenCV would crash
+    with pytest.raises(DataError, match="not UTF-8"):
+        next(frames_of(path))
+
+
+@pytest.mark.parametrize("suffix", [".avi", ".mkv"])
+def test_a_video_that_breaks_off_is_named_after_its_frames(tmp_path, suffix):
+    path = tmp_path / f"clip{suffix}"
+    codec = cv2.VideoWriter.fourcc(*"MJPG")
+    writer = cv2.VideoWriter(str(path), codec, 25, (128, 96))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        writer.write(rng.integers(0, 256, (96, 128, 3), dtype=np.uint8))
+    writer.release()
+    assert len([*frames_of(path)]) == 20
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    frames, numbers = frames_of(path), []
+    with pytest.raises(DataError, match=r"breaks off: (\d+) of 20 frames") as caught:
+        numbers.extend(frame.number for frame in frames)
+    read = int(str(caught.value).partition("off: ")[2].split()[0])
+    assert 5 < read < 15
+
+
+@pytest.mark.parametrize(
+    ("stated", "is_whole"), [(0, True), (-9, True), (6, True), (7, False)]
+)
+def test_a_count_may_be_unknown_or_off_by_one(clip, monkeypatch, stated, is_whole):
+    monkeypatch.setattr(mmcv.VideoReader, "frame_cnt", stated)
+    with nullcontext() if is_whole else pytest.raises(DataError, match="5 of 7 frames"):
+        assert len([*frames_of(clip)]) == 5

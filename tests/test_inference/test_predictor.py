@@ -1,13 +1,17 @@
 """Predictor: what it takes from a checkpoint, and whose classes it looks for."""
 
 import dataclasses
+import warnings
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from mmengine.logging import MMLogger
+from PIL import Image
 
 from damex.__main__ import main
+from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 from damex.inference import Predictor
 from damex.inference.images import frames_of
@@ -138,8 +142,6 @@ def test_an_array_is_what_a_file_is(save, photos):
     assert (one.path, same.path) == (None, photos / "a.png")
     assert (one.width, one.height) == (same.width, same.height) == (96, 64)
     assert_same(one, same)
-    with pytest.raises(DataError, match=r"uint8 array .* of shape \(2, 2\)"):
-        predictor(np.zeros((2, 2)))
 
 
 def test_broken_images_are_left_out_or_raise(save, photos):
@@ -171,10 +173,69 @@ def test_a_detector_that_was_not_taught_has_to_be_told(save, photos):
     moe = {**BEST, "losses": [], "image_vote": False}
     predictor = Predictor(save(moe=moe), device="cpu")
     assert not predictor.can_tell
-    with pytest.raises(ConfigError, match="name one of street, park, sky, or 'all'"):
-        predictor(photos / "a.png")
+    with pytest.warns(match="its classes: street, park, sky") as caught:
+        (auto,) = everything(predictor, photos / "a.png")
+    assert [warning.filename for warning in caught] == [__file__]
     (one,) = everything(predictor, photos / "a.png", dataset="all")
     assert (one.dataset, one.likeness) == (None, None)
+    assert_same(auto, one)
+
+
+def test_the_only_dataset_is_looked_for(save, photos):
+    space = LabelSpace(("car", "dog"), ("park",), ({"dog": "dog"},), ("park",))
+    predictor = Predictor(save(space=space, moe=False), device="cpu")
+    assert (predictor.can_tell, predictor.auto_note) == (False, None)
+    (one,) = everything(predictor, photos / "a.png")
+    assert (one.dataset, set(one.names)) == ("park", {"dog"})
+
+
+@pytest.mark.parametrize(
+    ("images", "options", "text"),
+    [
+        (None, {}, "must be a path or a uint8 array .*, got NoneType"),
+        ([None], {}, "got NoneType"),
+        (torch.zeros(2, 2, 3), {}, "got Tensor"),
+        (Image.new("RGB", (2, 2)), {}, "got Image"),
+        (np.zeros((0, 0, 3), np.uint8), {}, r"got uint8 of shape \(0, 0, 3\)"),
+        (np.zeros((0, 4, 3), np.uint8), {}, r"got uint8 of shape \(0, 4, 3\)"),
+        (np.zeros((2, 2, 4), np.uint8), {}, r"got uint8 of shape \(2, 2, 4\)"),
+        (np.zeros((2, 2, 3), np.float32), {}, r"got float32 of shape \(2, 2, 3\)"),
+        (
+            np.zeros((1, 4000, 3), np.uint8),
+            {},
+            r"array \(4000 x 1 px\) cannot be resized",
+        ),
+        ("{folder}", {}, "photos is a folder; give the files in it"),
+        ("{folder}/a.png", dict(batch_size=0), "batch_size must be at least 1, got 0"),
+        (
+            "{folder}/a.png",
+            dict(batch_size=-1),
+            "batch_size must be at least 1, got -1",
+        ),
+        (
+            "{folder}/a.png",
+            dict(min_score=1.5),
+            r"min_score must be in \[0, 1\], got 1.5",
+        ),
+        ("{folder}/a.png", dict(min_score=np.nan), "min_score must be .* got nan"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_named(save, photos, images, options, text):
+    predictor = Predictor(save(), device="cpu")
+    if isinstance(images, str):
+        images = images.format(folder=photos)
+    with pytest.raises(ValueError, match=text):  # DataError is one
+        predictor(images, **options)
+
+
+def test_the_host_program_keeps_its_log_and_its_warnings(save, photos):
+    path = save()
+    logger = MMLogger.get_current_instance()
+    before = [(handler.level, [*handler.filters]) for handler in logger.handlers]
+    filters = [*warnings.filters]
+    Predictor(path, device="cpu")(photos / "a.png")
+    assert [(one.level, one.filters) for one in logger.handlers] == before
+    assert warnings.filters == filters
 
 
 def test_a_dataset_head_is_asked_first(save, photos):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from damex.datasets.formats.voc import VOC
 from damex.datasets.formats.wider_face import WIDER_FACE
 from damex.datasets.formats.yolo import YOLO
 from damex.errors import ConfigError, DataError, did_you_mean
+from damex.files import write_json
 
 FORMATS: tuple[Format, ...] = (COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV)
 SUMMARY_FILE = "summary.json"
@@ -132,9 +132,7 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
                 "info": dict(source=str(tree.root), format=fmt.name),
                 **document,
             }
-            (folder / f"{split}.json").write_text(
-                json.dumps(document), encoding="utf-8"
-            )
+            write_json(folder / f"{split}.json", document)
     _note_unannotated(tree, contents, ledger)
     if not any(sum(split.boxes.values()) for split in summary.splits.values()):
         lost = "; ".join(
@@ -145,8 +143,7 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
             f"{tree.root} ({fmt.name}: {evidence}): no box is left. Left out: "
             f"{lost or 'nothing; the annotations are empty'}."
         )
-    text = json.dumps(summary.to_dict(), indent=1)
-    (folder / SUMMARY_FILE).write_text(text, encoding="utf-8")
+    write_json(folder / SUMMARY_FILE, summary.to_dict(), indent=1)
     return Conversion(folder, summary)
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from threading import RLock
 from typing import NamedTuple, TypeVar
 
 from PIL import Image
@@ -19,6 +20,8 @@ _ORIENTATION = 0x0112
 # It shows WebP, AVIF and the rest as they are stored.
 ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
 _HASHED_BYTES = 1 << 16
+_OPENCV_PIXELS = 1 << 30  # the most that OpenCV loads
+_ONE_THREAD = RLock()
 _BATCH = 256
 
 T = TypeVar("T")
@@ -51,16 +54,18 @@ class Header(NamedTuple):
 
 @contextmanager
 def images_of_any_size() -> Iterator[None]:
-    """Let Pillow open aerial images, too, which it takes for an attack above 179 MP.
+    """Let Pillow open what a training can load; above 179 MP it suspects an attack.
 
-    The files are the user's own.
+    For datasets, which are the user's own. Pillow has one limit for the whole process:
+    one thread at a time changes it.
     """
-    limit = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = None
-    try:
-        yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
+    with _ONE_THREAD:
+        limit = Image.MAX_IMAGE_PIXELS
+        Image.MAX_IMAGE_PIXELS = _OPENCV_PIXELS
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
 
 
 def read_header(path: Path) -> Header:

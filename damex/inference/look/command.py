@@ -12,13 +12,14 @@ from rich.table import Table
 
 from damex.commandline.bar import Bar
 from damex.commandline.commands import experts_parser
+from damex.engine.console import filter_console
 from damex.engine.routing_alarm import LEAST_EVENNESS, routing_faults
+from damex.files import make_folder, write_text
 from damex.inference.look.history import read_history
 from damex.inference.look.page import LayerUse, render
 from damex.inference.look.samples import rows_of_mixture, rows_of_words
 from damex.inference.look.watch import Watched, Watcher, kinds_of
 from damex.inference.stored import StoredDetector, millions
-from damex.inference.writing import make_folder
 
 
 def experts(arguments: Sequence[str]) -> int:
@@ -35,6 +36,7 @@ def experts(arguments: Sequence[str]) -> int:
         DataError: If there are no images, or the checkpoint cannot be read.
     """
     args = experts_parser().parse_args(arguments)
+    filter_console()
     stored = StoredDetector.read(args.checkpoint)
     watcher = Watcher(stored, device=args.device or get_device())
     notes: list[str] = []
@@ -70,7 +72,7 @@ def experts(arguments: Sequence[str]) -> int:
         notes=notes,
         alarms=alarms,
     )
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    write_text(folder / "index.html", page)
     _report(folder / "index.html", watched, notes, alarms)
     return 1 if faults else 0
 
