@@ -41,7 +41,7 @@ class SignalAt(Hook):
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         if runner.iter == self.iteration:
             fork = multiprocessing.get_context("fork")
-            fork.Process(target=time.sleep, args=(600,)).start()
+            fork.Process(target=time.sleep, args=(600,), daemon=True).start()
             try:
                 os.kill(os.getpid(), self.number)
                 time.sleep(1.0)
