@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ class Predictor:
                 image looks like. A name: those of that dataset, with its experts
                 whatever the image looks like. ``all``: those of all datasets.
             min_score: Detections below it are left out.
-            batch_size: Images that are computed together.
+            batch_size: Images in a row that are computed together, if they are of one
+                shape.
 
         Returns:
             One prediction per image and frame, in order.
@@ -162,11 +163,13 @@ class Predictor:
         """
         choice = self._choose(dataset)
         packed = self._packed(images, choice, skip)
-        while batch := list(islice(packed, batch_size)):
-            with torch.inference_mode(), self._told(choice):
-                samples = self._detector.test_step(pseudo_collate(batch))
-            for sample in samples:
-                yield self._prediction(sample, choice, min_score)
+        # Images of different shapes would be padded to one, which changes scores.
+        for _, alike in groupby(packed, lambda one: one["inputs"].shape):
+            while batch := list(islice(alike, batch_size)):
+                with torch.inference_mode(), self._told(choice):
+                    samples = self._detector.test_step(pseudo_collate(batch))
+                for sample in samples:
+                    yield self._prediction(sample, choice, min_score)
 
     def _choose(self, dataset: str) -> _Choice:
         """What ``dataset`` means.
