@@ -282,7 +282,7 @@ def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
     return ((both + 2.0) * 2.0**-2).floor().float()
 
 
-def _neighbours(old: Tensor, new: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+def _neighbours(old: Tensor, new: Any, step: Tensor) -> tuple[Tensor, Tensor]:
     """For each new place along a side the two old ones, and their weights of 2048."""
     place = ((torch.arange(new).double() + 0.5) * step - 0.5).float()
     first = place.floor()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,8 @@ class Predictor:
                 of all. A name: those of that dataset, with its experts whatever the
                 image looks like. ``all``: those of all datasets.
             min_score: Detections below it are left out.
-            batch_size: Images that are computed together.
+            batch_size: Images in a row that are computed together, if they are of one
+                shape.
 
         Returns:
             One prediction per image and frame, in order.
@@ -191,11 +192,13 @@ class Predictor:
         batch_size: int,
     ) -> Iterator[Prediction]:
         """What is found in images that are prepared."""
-        while batch := list(islice(packed, batch_size)):
-            with torch.inference_mode(), self._told(choice):
-                samples = self._detector.test_step(pseudo_collate(batch))
-            for sample in samples:
-                yield self._prediction(sample, choice, min_score)
+        # Images of different shapes would be padded to one, which changes scores.
+        for _, alike in groupby(packed, lambda one: one["inputs"].shape):
+            while batch := list(islice(alike, batch_size)):
+                with torch.inference_mode(), self._told(choice):
+                    samples = self._detector.test_step(pseudo_collate(batch))
+                for sample in samples:
+                    yield self._prediction(sample, choice, min_score)
 
     def _choose(self, dataset: str) -> _Choice:
         """What ``dataset`` means.

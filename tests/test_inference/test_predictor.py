@@ -120,8 +120,8 @@ def test_experts_that_no_dataset_can_choose_leave_the_classes(save, photos):
 def test_batches_change_nothing(save, photos):
     predictor = Predictor(save(), device="cpu")
     rng = np.random.default_rng(0)
-    # Of one size: an image that is padded for its neighbours is another input.
-    images = [rng.integers(0, 256, (64, 96, 3), dtype=np.uint8) for _ in range(3)]
+    heights = (64, 64, 64, 30, 64, 30, 30)  # none is padded for its neighbours
+    images = [rng.integers(0, 256, (side, 96, 3), dtype=np.uint8) for side in heights]
     images[1] //= 4
     alone = [everything(predictor, image)[0] for image in images]
     rows = [list(one.probabilities.values()) for one in alone]
