@@ -1,4 +1,4 @@
-"""The modules of a MoE layer built from their configs, with errors that help."""
+"""Build the modules of a MoE layer from their configs, with helpful errors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ def build_layer(
     num_groups: int | None,
     shared_expert: Mapping[str, Any] = MappingProxyType({}),
 ) -> MoELayer:
-    """Build router, gate, experts and losses, and put them together.
+    """Build router, gate, experts and losses, and assemble the layer.
 
     Args:
-        config: What the detector asks for.
-        experts: What the experts have to know of the block that they replace, if they
-            ask for it.
+        config: The ``moe`` of the detector.
+        experts: Properties of the replaced block, passed to experts that accept them.
         num_groups: Number of dataset groups; None outside of a mixture.
-        shared_expert: What a shared expert has to know of it.
+        shared_expert: Properties of the replaced block for a shared expert.
 
     Raises:
         ConfigError: If a module is unknown, an argument is wrong, or the modules do not
@@ -94,7 +93,7 @@ def build_layer(
 def _build_shared_expert(
     config: MoEConfig, bank: Any, values: Mapping[str, Any]
 ) -> SharedExpert | None:
-    """What the config names, or what fine-grained experts leave uncut."""
+    """Build the configured shared expert, or that of fine-grained experts."""
     fine = config.fine_grained
     if fine is not None:  # with which none may be named, see _check_fine_grained
         if fine.shared == 0 or not isinstance(bank, FFNExperts):
@@ -125,19 +124,14 @@ def _num_experts(config: MoEConfig, num_groups: int | None) -> int:
 def group_experts(
     config: MoEConfig, num_groups: int | None, num_experts: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """The experts of each dataset group, where there are enough for all of them.
-
-    Args:
-        config: What the detector asks for.
-        num_groups: Number of dataset groups; None outside of a mixture.
-        num_experts: Number of experts.
+    """Assign experts to dataset groups.
 
     Returns:
         Expert ids by group; fine-grained experts as whole copies of the FFN. None
-        outside of a mixture, and where nothing asks for groups and there are too many.
+        outside of a mixture, or if groups outnumber experts and no module needs them.
 
     Raises:
-        ConfigError: If a module works with groups and there are too many.
+        ConfigError: If groups outnumber experts and a module needs groups.
     """
     if not num_groups:
         return None
@@ -161,12 +155,12 @@ def group_experts(
 
 
 def _group_choice(config: MoEConfig) -> GroupChoice:
-    """The options that keep an image's tokens to the experts of one group."""
+    """Return the options that restrict an image's tokens to one group's experts."""
     return GroupChoice(**{name: vars(config)[name] for name in vars(GroupChoice())})
 
 
 def _asks_for_groups(config: MoEConfig) -> bool:
-    """Whether a loss, the router or an option works with dataset groups."""
+    """Whether a loss, the router or an option needs dataset groups."""
     if _group_choice(config).options:
         return True
     kinds = map(module_class, config.losses)
@@ -193,7 +187,7 @@ def _build_gate(config: MoEConfig, num_experts: int) -> Any:
 
 
 def _check_fine_grained(config: MoEConfig, fine: FineGrained, layer: MoELayer) -> None:
-    """Refuse what would keep fine-grained experts from equalling the FFN at first."""
+    """Reject settings that keep fine-grained experts from starting equal to the FFN."""
     shared = config.shared_expert
     found: dict[str, tuple[Any, Any]] = {
         "block.norm": (config.block.norm, "post"),
@@ -223,15 +217,12 @@ def build_module(
     offer: Mapping[str, Any] = MappingProxyType({}),
     **values: Any,
 ) -> Any:
-    """Build one module; values of the config win over those given here.
-
-    What is in ``offer`` is handed only to a module whose ``__init__`` names it. A value
-    that is a dict is a module, too, and needs a ``type``.
+    """Build one module; values of the config take precedence over those given here.
 
     Args:
-        config: The module as the config has it.
+        config: A dict with ``type``; nested dicts are modules, too.
         field: Its field in ``moe``, for messages.
-        offer: Values for modules that ask for them.
+        offer: Values passed only to modules whose ``__init__`` names them.
         **values: Values for any module.
 
     Raises:
@@ -260,7 +251,7 @@ def build_module(
 
 
 def _known_modules(field: str) -> list[str]:
-    """Names of the modules that damex has for a field, or of all its modules."""
+    """Return the names of damex's modules for a field, or of all of them."""
     folder = f"damex.moe.{FOLDERS.get(field, '')}"
     return sorted(
         name

@@ -1,4 +1,4 @@
-"""timm's feature extractors: made for any image size, and cut in two at a feature map.
+"""timm's feature extractors: created for any image size, and cut at a feature map.
 
 Axes: B images, C channels, H rows, W columns.
 """
@@ -19,11 +19,11 @@ ANY_SIZE = ("strict_img_size", False), ("dynamic_img_size", True)
 
 
 def create_features(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
-    """The feature extractor of a timm model, for any image size where it has a say.
+    """Create the feature extractor of a timm model, for any image size if supported.
 
     Args:
         name: Name of the model, as in ``timm.list_models()``.
-        indices: Which feature maps it hands on, in rising order.
+        indices: Indices of the feature maps, in rising order.
         **options: For ``timm.create_model``.
 
     Raises:
@@ -74,10 +74,10 @@ def _any_size(name: str, **options: Any) -> nn.Module:
 
 
 def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Module]:
-    """All modules up to the one that makes feature map number ``last``; -1 for none.
+    """Yield all modules up to the one of feature map number ``last``; -1 for none.
 
     Raises:
-        ConfigError: If ``net`` does not make that map.
+        ConfigError: If ``net`` does not compute that map.
     """
     if last == -1:
         return
@@ -101,7 +101,7 @@ def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Modul
 
 
 def _names_of(maker: str) -> set[str]:
-    """What timm's extractors may call a module of the full model."""
+    """Return the possible names of a full model's module in timm's extractors."""
     return {maker, maker.replace(".", "_"), f"model.{maker}"}
 
 
@@ -113,14 +113,10 @@ class Step(NamedTuple):
 
 
 def run_steps(steps: Sequence[Step], tensor: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Run a part of a chain.
-
-    Args:
-        steps: From :func:`cut`.
-        tensor: Images (B, C, H, W), or what the part before ended with.
+    """Run a part of a chain, from :func:`cut`.
 
     Returns:
-        The feature maps made on the way, and what the last module made.
+        The feature maps on the way, and the output of the last module.
     """
     maps = []
     for step in steps:
@@ -131,14 +127,12 @@ def run_steps(steps: Sequence[Step], tensor: Tensor) -> tuple[list[Tensor], Tens
 
 
 def cut(net: nn.Module, last: int, *, model: str) -> tuple[list[Step], list[Step]]:
-    """Cut a feature extractor behind feature map number ``last``.
+    """Cut a feature extractor after feature map number ``last``.
 
-    Returns:
-        The part up to that map, and the rest. Run one after the other they make the
-        maps of ``net``.
+    Run one after the other, the two parts compute the maps of ``net``.
 
     Raises:
-        ConfigError: If ``net`` is no chain of modules as far as is known here.
+        ConfigError: If ``net`` is not a known chain of modules.
     """
     names, steps = zip(*(_chain(net) or {"": Step(net, False)}).items(), strict=True)
     info: Any = net.feature_info
@@ -155,7 +149,7 @@ def cut(net: nn.Module, last: int, *, model: str) -> tuple[list[Step], list[Step
 
 
 def _chain(net: Any) -> dict[str, Step]:
-    """The modules that ``net`` runs one after another; empty if they are not known."""
+    """Return the modules that ``net`` runs in sequence; empty if unknown."""
     from timm.models import EfficientNetFeatures, FeatureListNet
 
     if type(net) is EfficientNetFeatures and net.feature_hooks is None:
