@@ -22,12 +22,7 @@ from damex.models.sites import COMPONENTS
 
 
 class CheckpointedForward:
-    """The ``forward`` of a layer, with checkpointing; parameters keep their names.
-
-    Args:
-        layer: A transformer layer.
-        context: Read by its experts or gated channels.
-    """
+    """The ``forward`` of a layer, with checkpointing; parameters keep their names."""
 
     def __init__(self, layer: nn.Module, context: RoutingContext) -> None:
         self.layer = layer
@@ -56,11 +51,7 @@ class CheckpointedForward:
 
 
 def take_num_cp(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Remove ``num_cp`` from the encoder and decoder of a detector's arguments.
-
-    Returns:
-        A copy of the arguments without it, and the number of layers to recompute by
-        component, where set.
+    """Split ``num_cp`` of encoder and decoder from a copy of a detector's arguments.
 
     Raises:
         ConfigError: If a value is not a valid number of layers.

@@ -30,9 +30,7 @@ class MoEFFN(nn.Module):
     It also loads the weights of an ``FFN``; see :mod:`damex.models.upcycling`.
 
     Args:
-        moe: The layer.
         name: Name in records and reports, for instance ``decoder.0``.
-        context: Provides group ids and the packing, collects records.
         dense: The replaced FFN; its layer scale and drop path are kept under mmcv's
             names.
         with_cp: Recompute the experts in the backward pass. The step is closed by then,
@@ -68,7 +66,7 @@ class MoEFFN(nn.Module):
         self.gamma2 = nn.Identity() if dense is None else dense.gamma2
         self.dropout_layer = nn.Identity() if dense is None else dense.dropout_layer
         self.dense_activation = None if dense is None else activation_of(dense)
-        # mmdet draws biases when it builds an FFN, and never again.
+        # mmdet initializes the biases of an FFN only when building it.
         self.dense_biases = [] if dense is None else first_biases(dense)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else None
         self.split = split
@@ -165,13 +163,7 @@ class MoEPatchConv(nn.Module):
 
     Patches without an expert are zero here and keep the block's identity path. Also
     loads the weights of the dense convolution: each expert starts as its slice of the
-    output channels.
-
-    Args:
-        moe: Router, gate and `PatchConvExperts`.
-        name: Name in records and reports.
-        context: Provides group ids and valid image sizes, collects records.
-        with_cp: Recompute the experts in the backward pass.
+    output channels. ``name`` and ``with_cp`` are as for :class:`MoEFFN`.
     """
 
     def __init__(

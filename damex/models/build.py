@@ -26,7 +26,7 @@ from damex.moe import (
     expert_groups,
 )
 
-# Where damex keeps the modules for a field.
+# Subpackages of damex.moe by field.
 FOLDERS = MappingProxyType({"router": "routers", "gate": "gates", "losses": "losses"})
 
 
@@ -39,11 +39,8 @@ def build_layer(
 ) -> MoELayer:
     """Build router, gate, experts and losses, and assemble the layer.
 
-    Args:
-        config: The ``moe`` of the detector.
-        experts: Properties of the replaced block, passed to experts that accept them.
-        num_groups: Number of dataset groups; None outside of a mixture.
-        shared_expert: Properties of the replaced block for a shared expert.
+    ``experts`` and ``shared_expert`` are properties of the replaced block, passed to
+    modules that accept them. ``num_groups`` is None outside of a mixture.
 
     Raises:
         ConfigError: If a module is unknown, an argument is wrong, or the modules do not
@@ -95,10 +92,10 @@ def _build_shared_expert(
 ) -> SharedExpert | None:
     """Build the configured shared expert, or that of fine-grained experts."""
     fine = config.fine_grained
-    if fine is not None:  # with which none may be named, see _check_fine_grained
+    if fine is not None:  # excludes shared_expert, see _check_fine_grained
         if fine.shared == 0 or not isinstance(bank, FFNExperts):
             return None
-        # Parts of one FFN answer alike, whatever the config says of the others.
+        # All parts of one FFN share its activation and dropout.
         alike = dict(activation=bank.activation, dropout=bank.dropout)
         return SharedExpert(**{**values, **alike})
     if config.shared_expert is not None:
@@ -196,7 +193,7 @@ def _check_fine_grained(config: MoEConfig, fine: FineGrained, layer: MoELayer) -
         "shared_expert": (None if shared is None else shared["type"], None),
     }
     settings = dict(**fine.gate, capacity=None)
-    if fine.routed > 1:  # one copy is as good as another, but not parts of two
+    if fine.routed > 1:  # copies are interchangeable, but not parts of two
         found["router"] = (type(layer.router).__name__, LinearRouter.__name__)
         settings["noise"] = None
     for name, wanted in settings.items():
@@ -217,13 +214,10 @@ def build_module(
     offer: Mapping[str, Any] = MappingProxyType({}),
     **values: Any,
 ) -> Any:
-    """Build one module; values of the config take precedence over those given here.
+    """Build one module; values of its config take precedence over those given here.
 
-    Args:
-        config: A dict with ``type``; nested dicts are modules, too.
-        field: Its field in ``moe``, for messages.
-        offer: Values passed only to modules whose ``__init__`` names them.
-        **values: Values for any module.
+    A dict among the values is a module, too, and needs a ``type``. ``offer`` holds
+    values passed only to modules whose ``__init__`` names them.
 
     Raises:
         ConfigError: If the type is unknown or an argument is wrong.

@@ -18,12 +18,7 @@ class GatedFFNBlock(nn.Module):
     """An ``FFN`` with gated hidden channels; all tokens of an image share its gates.
 
     Takes over the layers under their names, so it loads an ``FFN``'s weights.
-
-    Args:
-        ffn: An FFN with two linear layers.
-        name: Its place, for instance ``encoder.0``.
-        context: Provides the gates.
-        skip_closed: Skip the computation of closed channels in evaluation.
+    ``skip_closed`` skips closed channels in evaluation.
 
     Raises:
         ConfigError: If the activation does not map zero to zero.
@@ -74,13 +69,8 @@ class GatedResidualBlock(BaseModule):
     """A residual block with gated channels; each image has its own gates.
 
     Takes over the layers under their names, so it loads the weights of mmdet's ResNet.
-    The context holds the gates under ``<name>.conv1`` and so on.
-
-    Args:
-        block: A ``BasicBlock`` or ``Bottleneck``.
-        name: Its place, for instance ``backbone.2.0``.
-        context: Provides the gates.
-        skip_closed: Skip the computation of closed channels in evaluation.
+    Gates are named ``<name>.conv1`` and so on. ``skip_closed`` skips closed channels in
+    evaluation.
 
     Raises:
         ConfigError: If the block is of another kind or cannot be gated.

@@ -24,12 +24,7 @@ from damex.moe import ChannelGates, GatingPath, active_share, gate_l1, presence_
 
 
 class ChannelGating(nn.Module):
-    """Computes the gates of a batch for the gated layers, and their losses.
-
-    Args:
-        path: The embedding and one gate per layer.
-        settings: Weights and target of the losses.
-    """
+    """Computes the gates of a batch for the gated layers, and their losses."""
 
     def __init__(self, path: GatingPath, settings: ChannelConfig) -> None:
         super().__init__()
@@ -50,10 +45,7 @@ class ChannelGating(nn.Module):
     ) -> dict[str, Tensor]:
         """Compute the losses of one step for mmdet's loss dict.
 
-        Args:
-            gates: Gates of the images.
-            samples: Data samples with ground truth.
-            group_ids_B: Dataset groups, -1 where unknown; None if all are unknown.
+        ``group_ids_B`` is -1 where unknown, and None if all are.
 
         Returns:
             ``loss_moe_l1`` and ``loss_moe_embedding``, weighted, and
@@ -121,17 +113,9 @@ def insert_channels(
     context: RoutingContext,
     num_groups: int | None,
 ) -> tuple[ChannelGating, ChannelReport]:
-    """Gate the channels of chosen layers, and build their gating path.
+    """Gate the channels of chosen layers; return their gating path and a report.
 
-    Args:
-        detector: A built detector, changed in place.
-        layers: The layers to gate.
-        settings: How to gate them.
-        context: Read by the gated layers in a forward pass.
-        num_groups: Number of dataset groups; None outside of a mixture.
-
-    Returns:
-        The gating path with its losses, to be registered on the detector, and a report.
+    The detector has to register the path. ``num_groups`` is None outside of a mixture.
 
     Raises:
         ConfigError: If a layer does not exist or cannot be gated.

@@ -41,10 +41,7 @@ RENAMED = MappingProxyType({"router_stage": "router_warmup"})
 class LayersConfig:
     """The field ``moe.layers``: indices from 0, 'all', or 'even' for 0, 2, 4 and so on.
 
-    Attributes:
-        backbone: Stages of a ResNet; 'last' is allowed, too.
-        encoder: Layers of the encoder.
-        decoder: Layers of the decoder.
+    ``backbone`` selects stages of a ResNet; there 'last' is allowed, too.
     """
 
     backbone: Annotated[Any, STAGES] = None
@@ -64,13 +61,11 @@ class LayersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The field ``moe.block``.
+    """The field ``moe.block``: norm and drop path (per token, in training).
 
     Attributes:
         norm: 'post' is norm(x + MoE(x)) as in DETRs. 'pre' is x + MoE(norm(x)) without
             a norm after it, as in the released code of DAMEX.
-        drop_path: Probability, in training, of dropping the experts' output for a
-            token.
     """
 
     norm: Annotated[str, one_of("post", "pre")] = "post"
@@ -113,13 +108,11 @@ class ChannelConfig:
     """The field ``moe.channels`` (DeepMoE, UAI 2019, arXiv 1806.01531).
 
     Attributes:
-        embedding: A dict with ``type``; ``embed_dims`` defaults to the number of
-            targets.
+        embedding: Module config; ``embed_dims`` defaults to the number of targets.
         gate_init: See :class:`damex.moe.GatingPath`.
         l1_weight: Factor of the sparsity penalty.
         aux_weight: Factor of the loss on the embedding.
-        aux_target: What the embedding predicts: 'classes' with a box in the image, or
-            'datasets', its group.
+        aux_target: What the embedding predicts: 'classes' in the image, or 'datasets'.
         frozen: Keep the gates of stage 1 without losses (the paper's stage 2).
         skip_closed: Skip the computation of closed channels in evaluation.
     """
@@ -254,12 +247,7 @@ def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
 def read_config(
     kind: Callable[..., Config], values: Mapping[str, Any], where: str
 ) -> Config:
-    """Read a dict into one of the dataclasses above.
-
-    Args:
-        kind: The dataclass.
-        values: Its fields; those of nested dataclasses as nested dicts.
-        where: Its place in the config, for messages.
+    """Read the dict at ``where`` in the config into one of the dataclasses above.
 
     Raises:
         ConfigError: If a field is unknown, missing or invalid.
@@ -301,12 +289,8 @@ def _read_value(rule: Rule, value: Any, where: str) -> Any:
 def moe_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
     """Describe how the experts of a checkpoint differ from those of a config.
 
-    Args:
-        saved: `MoEConfig.resolved` of the checkpoint; empty for a dense detector.
-        present: The same of the detector that loads it.
-
-    Returns:
-        One line such as ``moe.gate.k was 1 and is 2``; None if they are equal.
+    Both are trees of `MoEConfig.resolved`. One line such as ``moe.gate.k was 1 and is
+    2``; None if they are equal.
     """
     return "; ".join(_differences(saved, present, "moe")) or None
 

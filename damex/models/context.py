@@ -20,15 +20,12 @@ class RoutingContext:
     read group ids and packing from here and add their records. Outside of a step the
     context is empty.
 
-    Shapes: B images, N tokens per image.
-
     Attributes:
-        group_ids_B: Dataset groups, -1 where unknown; None at inference (except with
-            ``moe.oracle``).
+        group_ids_B: Dataset group of each image, -1 where unknown; None at inference
+            (except with ``moe.oracle``).
         ground_truth: Boxes of the batch; None unless a loss needs the foreground.
         valid_ratio_B2: (height, width) of each image as a share of the padded input;
             None if no image is padded.
-        gates: Channel gates of the images, if channels are gated.
         packing: Which tokens are real, shared by all layers; None if all are.
         foreground_BN: True for tokens on an object; None if no loss needs it.
         num_auxiliary: Number of tokens at the end of each image for an auxiliary loss.

@@ -1,7 +1,7 @@
 """DatasetAwareness: how a detector uses the dataset that an image is (probably) from.
 
-Axes: B images, N tokens or queries per image, D channels, C classes, S datasets, G
-dataset groups.
+Axes: B images, N tokens or queries, D channels, C classes, S datasets, G dataset
+groups.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class LabelPriorConfig:
     """The field ``label_prior`` of a detector.
 
     Attributes:
-        source: What predicts the dataset of an image: 'head', or 'router', the router
-            of the last encoder layer with experts.
+        source: Predicts the dataset: 'head', or 'router', that of the last encoder MoE.
         floor: Minimum probability of a class; with 0, classes can be excluded entirely.
     """
 
@@ -48,22 +47,14 @@ class LabelPriorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetHeadConfig:
-    """The field ``dataset_head`` of a detector.
-
-    Attributes:
-        loss_weight: Factor of ``loss_dataset``.
-    """
+    """The field ``dataset_head`` of a detector: the factor of ``loss_dataset``."""
 
     loss_weight: Annotated[float, NON_NEGATIVE] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConditioningConfig:
-    """The field ``dataset_conditioning`` of a detector.
-
-    Attributes:
-        film: Also scale and shift the encoder's memory.
-    """
+    """The field ``dataset_conditioning``; ``film`` also conditions the memory."""
 
     film: Annotated[bool, FLAG] = False
 
@@ -74,7 +65,7 @@ class DatasetAwarenessConfig:
 
     Attributes:
         ignore_unannotated_classes: Exclude classes that an image's dataset does not
-            annotate from training on it.
+            annotate from training on it, instead of treating them as negatives.
         label_prior: Adjust class scores at inference.
         dataset_head: Dataset classifier; added automatically if another option needs
             it.
@@ -103,7 +94,7 @@ class DatasetAwarenessConfig:
 
 @dataclass
 class _Step:
-    """State of one forward pass; None for what does not apply."""
+    """State of one forward pass; None for adjustments that are not made."""
 
     unannotated_BC: Tensor | None = None
     group_logits_BG: Tensor | None = None
@@ -116,16 +107,8 @@ class DatasetAwareness(nn.Module):
     In training the dataset is known, and classes that it does not annotate can be
     ignored. At inference a posterior over dataset groups takes its place. Class scores
     are changed where DINO selects its queries and at the output of the head, by forward
-    hooks that live for one step.
-
-    Denoising needs no special care: its losses use the same outputs. Its flipped labels
-    may be those of other datasets, but they are inputs only.
-
-    Args:
-        config: The options.
-        coverage: Which dataset annotates which class.
-        num_classes: C.
-        embed_dims: D.
+    hooks that live for one step. Denoising needs no special care: its losses use the
+    same outputs, and its flipped labels, perhaps of other datasets, are inputs only.
     """
 
     annotated_SC: Tensor
@@ -145,7 +128,7 @@ class DatasetAwareness(nn.Module):
         for name, annotated in (
             ("annotated_SC", coverage.by_dataset(num_classes)),
             ("annotated_GC", coverage.by_group(num_classes)),
-        ):  # they follow from the config, and checkpoints need not keep them
+        ):  # derived from the config, so not in checkpoints
             self.register_buffer(name, annotated, persistent=False)
         self.head = None if config.head is None else DatasetHead(*sizes)
         self.conditioning: DatasetConditioning | None = None
@@ -158,9 +141,8 @@ class DatasetAwareness(nn.Module):
     def step(self, head: Any, samples: Sequence[Any] | None) -> Iterator[None]:
         """Adjust class scores during one forward pass.
 
-        Args:
-            head: DINO's head; its last classifier selects the queries.
-            samples: Data samples; their dataset is read in training only.
+        The last classifier of DINO's ``head`` selects the queries. The samples' dataset
+        is read in training only.
         """
         if self.training and self.config.ignore_unannotated_classes and samples:
             ids_B = dataset_ids_of(samples, self.annotated_SC.device)
@@ -193,17 +175,11 @@ class DatasetAwareness(nn.Module):
         padding_BN: Tensor | None,
         records: Mapping[str, RoutingRecord],
     ) -> Tensor:
-        """Predict the datasets, and condition the encoder's memory if configured.
-
-        Args:
-            memory_BND: Output of the encoder.
-            padding_BN: True for padded features; None without padding.
-            records: Records of the encoder's layers.
-        """
+        """Predict the datasets; condition the memory if configured. True marks padding."""
         if self.head is not None:
             self._step.group_logits_BG = self.head(memory_BND, padding_BN)
         prior = self.config.label_prior
-        # In a dense phase (``moe.upcycling``) there is no router to ask yet.
+        # A dense phase (``moe.upcycling``) has no records.
         can_ask = prior is not None and (prior.source == "head" or len(records) > 0)
         if prior is not None and can_ask and not self.training:
             self._step.log_prior_BC = self._log_prior(prior, records)
@@ -223,11 +199,7 @@ class DatasetAwareness(nn.Module):
             return class_log_prior(posterior_BG, self.annotated_GC, floor=config.floor)
 
     def posterior(self) -> Tensor:
-        """Return the head's probabilities (B, G), detached.
-
-        The head learns from its loss alone, so it means the same in training and at
-        inference.
-        """
+        """Return the head's probabilities (B, G), detached: only its loss trains it."""
         logits_BG = self._step.group_logits_BG
         if logits_BG is None:
             raise RuntimeError(
@@ -242,14 +214,9 @@ class DatasetAwareness(nn.Module):
         return self.conditioning.query(query_BND, self.posterior())
 
     def losses(self, group_ids_B: Tensor | None) -> dict[str, Tensor]:
-        """Compute the head's losses for mmdet's loss dict.
+        """Compute ``loss_dataset``, weighted, and ``dataset_accuracy`` in [0, 1].
 
-        Args:
-            group_ids_B: Dataset groups, -1 where unknown; None if all are unknown.
-
-        Returns:
-            ``loss_dataset``, weighted, and ``dataset_accuracy`` in [0, 1]; empty
-            without a head.
+        Groups are -1 where unknown; None if all are. Empty without a head.
         """
         logits_BG, config = self._step.group_logits_BG, self.config.head
         if logits_BG is None or config is None:
@@ -268,20 +235,16 @@ def build_awareness(
     options: Mapping[str, Any],
     label_coverage: Mapping[str, Any] | None,
 ) -> DatasetAwareness | None:
-    """Build the dataset awareness of a detector, and validate its options.
+    """Build the dataset awareness of a detector; None if all options are off.
 
     Args:
         detector: The detector, experts inserted.
         options: Its arguments named in :class:`DatasetAwarenessConfig`.
         label_coverage: The fields of a :class:`LabelCoverage`; None without a mixture.
 
-    Returns:
-        None if all options are off.
-
     Raises:
-        ConfigError: If an option is unknown or invalid, there is no mixture, the
-            detector is not a DINO with sigmoid scores, or the prior needs a router that
-            no loss teaches the datasets.
+        ConfigError: If an option is unknown or invalid, or needs a mixture, a DINO with
+            sigmoid scores, or a router that a loss teaches the datasets.
     """
     config = read_config(DatasetAwarenessConfig, options, "model")
     if config == DatasetAwarenessConfig():

@@ -3,7 +3,7 @@
 Both are zero-initialized and draw no random numbers, so the other weights start the
 same with and without them.
 
-Axes: B images, N tokens per image (padding included), D channels, G dataset groups.
+Axes: B images, N tokens (padding included), D channels, G dataset groups.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ class DatasetHead(nn.Module):
     """Linear classifier of dataset groups on the mean of an image's features.
 
     It learns what DAMEX's routing loss teaches a router, for detectors without routers.
-
-    Args:
-        embed_dims: D.
-        num_groups: G.
     """
 
     def __init__(self, embed_dims: int, num_groups: int) -> None:
@@ -29,12 +25,7 @@ class DatasetHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_groups))
 
     def forward(self, memory_BND: Tensor, padding_BN: Tensor | None) -> Tensor:
-        """Return float32 logits (B, G), under autocast, too.
-
-        Args:
-            memory_BND: Output of the encoder.
-            padding_BN: True for padded features; None without padding.
-        """
+        """Return float32 logits (B, G), even under autocast; True marks padding."""
         with torch.autocast(memory_BND.device.type, enabled=False):
             memory_BND = memory_BND.to(self.weight.dtype)
             if padding_BN is None:
@@ -59,17 +50,12 @@ def dataset_loss(logits_BG: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor
 
 
 class DatasetConditioning(nn.Module):
-    """Conditions the queries, and optionally the memory, on predicted datasets.
+    """Conditions the queries, and with ``film`` the memory, on predicted datasets.
 
     One embedding per group, weighted by the posterior, is added to the content of all
     queries; compare Detection Hub (Meng et al., CVPR 2023, arXiv 2206.03484). ``film``
-    also scales and shifts the memory per channel (FiLM, Perez et al., AAAI 2018, arXiv
+    scales and shifts the memory per channel (FiLM, Perez et al., AAAI 2018, arXiv
     1709.07871). A baseline with the same information as dataset-aware experts.
-
-    Args:
-        embed_dims: D.
-        num_groups: G.
-        film: Also scale and shift the memory.
     """
 
     def __init__(self, embed_dims: int, num_groups: int, *, film: bool) -> None:

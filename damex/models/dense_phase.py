@@ -22,7 +22,7 @@ from damex.moe import FFNExperts, copy_expert_to_all
 if TYPE_CHECKING:
     from damex.models.blocks import MoEFFN
 
-DENSE_EXPERT = 0  # the one that stands for the FFN
+DENSE_EXPERT = 0  # acts as the FFN
 FLAG = "dense_phase.flag"  # in the state dict of a block
 
 
@@ -57,10 +57,6 @@ class InRunUpcycling:
     optimizer state. With several processes this needs ``find_unused_parameters=True``,
     set by :class:`damex.engine.runner.MixtureRunner`.
 
-    Args:
-        config: Length of the phase.
-        blocks: Blocks with a dense phase.
-
     Raises:
         ConfigError: If the experts are not FFNs.
     """
@@ -84,19 +80,10 @@ class InRunUpcycling:
     def begin_step(
         self, *, iteration: int, max_iters: int, optimizer: Optimizer | None
     ) -> int:
-        """Turn the FFNs into experts once the dense phase is over.
+        """Turn the FFNs into experts once the dense phase is over; return its length.
 
         The blocks store whether this is done, in checkpoints, too: it happens once even
         if the training is interrupted, and loaded experts stay experts.
-
-        Args:
-            iteration: From 0.
-            max_iters: Iterations of the whole training.
-            optimizer: The training's optimizer; None for a detector that is not
-                trained.
-
-        Returns:
-            The first iteration with experts.
 
         Raises:
             ConfigError: If the training ends before the dense phase does.

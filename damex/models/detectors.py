@@ -66,22 +66,17 @@ class RoutedDetector(_Detector):
     replaced after the detector is built, and each public step runs in a routing step.
 
     Args:
-        *args: Arguments of the mmdet detector.
         moe: See :class:`damex.models.config.MoEConfig`; None keeps the detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
-        ignore_unannotated_classes: Exclude classes that an image's dataset does not
-            annotate from training on it, instead of treating them as negatives.
-        label_prior, dataset_head, dataset_conditioning: See
-            :mod:`damex.models.dataset_awareness`.
+        ignore_unannotated_classes, label_prior, dataset_head, dataset_conditioning: See
+            :class:`damex.models.dataset_awareness.DatasetAwarenessConfig`.
         label_coverage: See :class:`damex.models.label_prior.LabelCoverage`; filled in
-            from the mixture if one of the last four needs it.
+            from the mixture if dataset awareness needs it.
         **kwargs: Arguments of the mmdet detector. ``encoder.num_cp`` and
             ``decoder.num_cp`` are the numbers of layers with activation checkpointing.
 
     Attributes:
-        routing: State that its layers share in a forward pass.
         chooses_queries_by_class: Whether dataset awareness is supported (by DINO).
-        awareness: Dataset awareness, or None.
         counts_tokens: Whether predictions report where their tokens went. Off, as it
             takes time; set by :class:`damex.engine.schedule.TrainingStepHook` or a
             caller.
@@ -160,16 +155,11 @@ class RoutedDetector(_Detector):
     ) -> None:
         """Begin a training step; a hook of the trainer calls this before each.
 
-        Gate schedules start with the experts, after a dense phase.
-
-        Args:
-            iteration: From 0, as counted by the trainer.
-            max_iters: Iterations of the whole training.
-            optimizer: The training's optimizer; its moments are copied when an FFN
-                becomes experts.
+        Gate schedules start with the experts, after a dense phase. Moments of the
+        optimizer are copied when an FFN becomes experts. Iterations count from 0.
 
         Raises:
-            ConfigError: If the training is shorter than the router warm-up or the dense
+            ConfigError: If the training is shorter than the router warm-up or dense
                 phase.
         """
         start = 0
@@ -195,10 +185,9 @@ class RoutedDetector(_Detector):
     def init_weights(self) -> None:
         """Initialize as mmdet does, then the experts one by one.
 
-        mmdet draws with FFNs in place of the experts (it would draw stacked experts as
-        one matrix, at a wrong scale), and experts use their own random stream; see
-        :mod:`damex.models.initialization`. Backbone experts are not drawn again: they
-        may hold pretrained kernels.
+        mmdet draws with FFNs in place of the experts, as stacked experts would get a
+        wrong scale. Backbone experts may hold pretrained kernels and are not drawn
+        again.
         """
         with whole_experts([self]):
             with ffns_in_place(self) as places:
@@ -261,7 +250,7 @@ class RoutedDetector(_Detector):
         """Return raw outputs, routed and gated as in a prediction."""
         with self._predicting_step(batch_inputs, batch_data_samples):
             outputs = super()._forward(batch_inputs, batch_data_samples)
-            if self.awareness is not None:  # mmdet calls its head past all hooks
+            if self.awareness is not None:  # mmdet bypasses forward hooks here
                 outputs = (self.awareness.adjust(outputs[0]), *outputs[1:])
             return outputs
 

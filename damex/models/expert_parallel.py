@@ -28,14 +28,7 @@ def spread_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -
     """Keep only this process's experts, if the config asks for expert parallelism.
 
     All processes call this together, after each has drawn all experts, so that they
-    start as in a single process.
-
-    Args:
-        config: The ``moe`` of the detector.
-        blocks: All blocks with experts, changed in place.
-
-    Returns:
-        The layout in words; empty if each process keeps all experts.
+    start as in a single process. Returns the layout in words; empty if not sharded.
 
     Raises:
         ConfigError: If there are too few processes, numbers do not divide, or an option

@@ -14,25 +14,19 @@ from torch import Tensor, nn
 
 from damex.errors import ConfigError
 
-ADMITTED = 8  # one in so many new images enters a full cache
-RARE = 0.1  # share of images from the cache below which the report says why
+ADMITTED = 8  # a full cache admits one in this many new images
+RARE = 0.1  # hit rate below which the report explains why
 
 
 class FeatureCache:
-    """Feature maps of images in memory, up to a size.
+    """Feature maps of images in memory, up to ``size_mib`` per process.
 
-    Epochs show each image once in a new order. If every new image were admitted, a full
-    cache would evict most images shortly before they recur: with room for half of them,
-    15 % are found. So a full cache admits one in eight, evicting the least recently
-    used, and 43 % are found; stale images still leave within some epochs (bimodal
-    insertion: Qureshi et al., "Adaptive Insertion Policies for High Performance
-    Caching", ISCA 2007).
-
-    The key is the hash of the pixels that the layers see, so flips, sizes and padding
-    need no care. Copies and pickles of a cache are empty.
-
-    Args:
-        size_mib: Maximum size in MiB, per process, on the device of the images.
+    If every new image were admitted, a full cache would evict most images shortly
+    before they recur in the next epoch: with room for half of them, 15 % are found. So
+    a full cache admits one in eight, evicting the least recently used, and 43 % are
+    found (bimodal insertion: Qureshi et al., ISCA 2007). The key is the hash of the
+    pixels that the layers see, so flips, sizes and padding need no care. Copies and
+    pickles of a cache are empty.
     """
 
     def __init__(self, size_mib: float) -> None:
@@ -57,16 +51,11 @@ class FeatureCache:
         compute: Callable[[Tensor], Sequence[Tensor]],
         frozen: Sequence[nn.Module],
     ) -> list[Tensor]:
-        """Take the features of known images from memory and compute the others.
+        """Return the features of all images, detached and in new memory.
 
-        Args:
-            images_BCHW: Input of ``compute``, which is called with the missing images.
-            compute: Computes the features, whose first axis is B.
-            frozen: All modules that ``compute`` uses. The cache is cleared when one of
-                their parameters or buffers changes.
-
-        Returns:
-            The features of all images, detached, in new memory.
+        ``compute`` is called with the images that are not cached. The cache is cleared
+        when the parameters or buffers of ``frozen``, the modules behind ``compute``,
+        change.
 
         Raises:
             ConfigError: If a parameter of ``frozen`` is trained.
@@ -76,7 +65,7 @@ class FeatureCache:
         entries = [self._find(key) for key in keys]
         missed = [number for number, one in enumerate(entries) if one is None]
         if missed:
-            # Indexing copies, and the whole batch needs no copy.
+            # Indexing copies; avoid it for the whole batch.
             whole = len(missed) == len(keys)
             features = compute(images_BCHW if whole else images_BCHW[missed])
             for row, number in enumerate(missed):
@@ -118,7 +107,7 @@ class FeatureCache:
                     )
                 weights.append(parameter)
             weights.extend(module.buffers())
-        # Each change in place, such as loading a state dict, counts the version up.
+        # In-place changes, such as loading a state dict, increment the version.
         now = [(one.data_ptr(), one._version) for one in weights]
         if now != self._weights:
             self._entries.clear()

@@ -22,11 +22,7 @@ from damex.models.upcycling import dense_keys
 
 @contextmanager
 def own_random_stream(seed: int | None = None) -> Iterator[None]:
-    """Use a separate random stream; torch's generators are restored afterwards.
-
-    Args:
-        seed: Seed of the stream; by default drawn from the CPU generator.
-    """
+    """Use a separate random stream, by default seeded from the CPU's, then restore."""
     # torch.manual_seed would also reseed GPUs, now or when CUDA is first used.
     generators = [torch.default_generator, *torch.cuda.default_generators]
     states = [generator.get_state() for generator in generators]
@@ -43,15 +39,9 @@ def own_random_stream(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
-    """Temporarily replace the MoE blocks by new FFNs.
+    """Temporarily replace the MoE blocks by new FFNs; yield each block with its FFN.
 
     Weights drawn meanwhile are drawn as for a dense detector.
-
-    Args:
-        detector: An mmdet detector, with or without experts.
-
-    Yields:
-        Each block with its FFN.
     """
     layers: list[Any] = [
         m for m in detector.modules() if isinstance(getattr(m, "ffn", None), MoEFFN)
@@ -89,10 +79,6 @@ def take_draws(block: MoEFFN, dense: FFN) -> None:
     This is the shared expert, the FFN that fine-grained experts are cut from, or the
     expert of a dense phase. Plain experts keep their draws, as do parts of another
     width or with a custom initializer.
-
-    Args:
-        block: Changed in place.
-        dense: The FFN.
     """
     moe: Any = block.moe
     if getattr(moe.experts, "init_std", None) is not None:

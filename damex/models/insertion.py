@@ -40,13 +40,8 @@ def insert_moe(
 ) -> InsertionReport:
     """Replace the FFNs of chosen transformer layers by MoE blocks.
 
-    Patch-convolution experts replace convolutions of a ResNet instead.
-
-    Args:
-        detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
-        config: Its ``moe``.
-        context: Read and written by the blocks in a forward pass.
-        num_groups: Number of dataset groups; None outside of a mixture.
+    Patch-convolution experts replace convolutions of a ResNet instead. ``num_groups``
+    is None outside of a mixture.
 
     Raises:
         ConfigError: If a layer does not exist or has no FFN, a module cannot be built
@@ -89,7 +84,7 @@ def _dataset_notes(moe: MoELayer) -> tuple[str, ...]:
 def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
     """Warn if each expert has the same load independently of the router."""
     balance = [loss for loss in moe.losses if isinstance(loss, LoadBalanceLoss)]
-    if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a part of the tokens
+    if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a subset of tokens
         balance = [loss for loss in balance if loss.tokens == "all"]
     elif not isinstance(moe.gate, DenseSoftmaxGate):
         return ()
@@ -131,15 +126,12 @@ def _group_choice_notes(moe: MoELayer) -> Iterator[str]:
 def _check_denoising(
     detector: nn.Module, blocks: Iterable[MoEFFN | MoEPatchConv]
 ) -> None:
-    """Reject gates where denoising queries compete with matching ones.
-
-    Denoising queries contain ground truth. DINO's attention mask hides them from the
-    matching queries, but experts that choose among all tokens of an image would mix
-    both, and at test time there are none.
-    """
+    """Reject gates where denoising queries push out matching ones, in training only."""
     if getattr(detector, "dn_query_generator", None) is None:
         return
     for block in blocks:
+        # DINO's attention mask hides denoising queries, made of the ground truth, but
+        # experts that choose among all tokens of an image see both kinds.
         in_decoder = block.name.startswith("decoder.")
         if in_decoder and isinstance(block.moe.gate, ExpertChoiceGate):
             raise ConfigError(
@@ -241,12 +233,8 @@ def take_closing_norm(layer: nn.Module, name: str) -> nn.Module:
     It is replaced by an identity. Weights of the closing norm in a checkpoint of the
     untouched layer are loaded into the block's own norm.
 
-    Args:
-        layer: An mmdet layer with ``norms``; the last one follows ``ffn``.
-        name: Name of the layer, for the message.
-
     Raises:
-        ConfigError: If the layer has no such norm.
+        ConfigError: If the layer does not end with a norm in its list ``norms``.
     """
     norms = getattr(layer, "norms", None)
     if not isinstance(norms, nn.ModuleList) or isinstance(norms[-1], nn.Identity):
@@ -327,10 +315,9 @@ class InsertedLayer:
 
 @dataclass(frozen=True)
 class InsertionReport:
-    """Every replaced block.
+    """Every replaced block, in the order of computation.
 
     Attributes:
-        layers: In the order of computation.
         notes: Warnings about settings that work but are probably unintended.
         layout: Which process has which experts; empty if each has all.
     """

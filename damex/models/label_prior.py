@@ -13,8 +13,8 @@ from torch import Tensor
 
 from damex.moe import RoutingRecord
 
-# The sigmoid of it is 0 in every floating type, and so are the focal loss and its
-# gradient there. float16 can hold it; minus infinity would turn 0 * inf into NaN.
+# Its sigmoid, focal loss and gradient are 0 in every floating type. float16 can
+# represent it; minus infinity would turn 0 * inf into NaN.
 IGNORED_LOGIT = -1e4
 
 
@@ -78,7 +78,7 @@ def class_log_prior(
     """
     prior_BC = posterior_BG @ annotated_GC.to(posterior_BG.dtype)
     prior_BC = prior_BC.clamp(min=floor, max=1.0)  # sums of floats may exceed 1
-    # Exact where every group annotates the class, whatever the sum was rounded to.
+    # Exact if every group annotates the class, despite rounding of the sum.
     return prior_BC.log().masked_fill(annotated_GC.all(dim=0), 0.0)
 
 
@@ -94,7 +94,7 @@ def router_posterior(record: RoutingRecord) -> Tensor:
     if record.group_experts_GE is None:
         raise ValueError("router_posterior: the layer has no map of dataset groups")
     probs_VG = record.probs_VE @ record.group_experts_GE.T.to(record.probs_VE.dtype)
-    # Experts of no group may take all of it; then nothing is known of the token.
+    # Experts of no group may take all probability; the group is then unknown.
     probs_VG = probs_VG.clamp_min(torch.finfo(probs_VG.dtype).tiny)
     probs_VG = probs_VG / probs_VG.sum(dim=1, keepdim=True)
     sums_BG = record.packing.unpack(probs_VG).sum(dim=1)

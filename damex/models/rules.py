@@ -10,13 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """Validation rule of a field.
+    """Validation rule of a field; ``words`` describe it in messages.
 
-    Attributes:
-        words: The allowed values, for the message.
-        is_allowed: Whether a value is allowed.
-        nested: The dataclass that a dict is read into.
-        type: Default ``type`` of a dict.
+    A dict is read into the dataclass ``nested`` if set, and gets ``type`` by default.
     """
 
     words: str

@@ -20,12 +20,9 @@ class RouterWarmup:
     :class:`damex.engine.runner.MixtureRunner`. Running statistics of batch norms
     continue to change.
 
-    Args:
-        config: The length and the loss.
-        layers: The MoE layers of a detector, all with the same losses.
-
     Raises:
-        ConfigError: If the layers lack that loss, or it needs more dataset groups.
+        ConfigError: If the layers lack the configured loss, or it needs more dataset
+            groups.
     """
 
     def __init__(self, config: WarmupConfig, layers: Sequence[MoELayer]) -> None:
@@ -67,7 +64,7 @@ class RouterWarmup:
         ]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-            parameter.grad = None  # of a step that is not finished
+            parameter.grad = None  # of an unfinished step
 
     def choose_losses(self, losses: Mapping[str, Any]) -> dict[str, Any]:
         """Detach the losses that are not minimized in this step.
@@ -96,11 +93,7 @@ class RouterWarmup:
 
 
 def check_losses(layers: Sequence[MoELayer]) -> None:
-    """Reject a loss that needs a warm-up, for detectors without one.
-
-    Raises:
-        ConfigError: If the layers have such a loss.
-    """
+    """Raise ConfigError if a loss needs a warm-up, for detectors without one."""
     if any(isinstance(loss, SeparateRouterLoss) for loss in layers[0].losses):
         raise ConfigError(
             "moe.losses: SeparateRouterLoss has no minimum and is for a warm-up in "

