@@ -175,7 +175,7 @@ class DatasetAwareness(nn.Module):
         padding_BN: Tensor | None,
         records: Mapping[str, RoutingRecord],
     ) -> Tensor:
-        """Predict the datasets; condition the memory if configured. True marks padding."""
+        """Predict the datasets; condition the memory if configured. True is padding."""
         if self.head is not None:
             self._step.group_logits_BG = self.head(memory_BND, padding_BN)
         prior = self.config.label_prior

@@ -52,7 +52,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConfig(PhaseConfig):
-    """The field ``moe.router_warmup``: train the routers alone at first, on ``loss``."""
+    """The field ``moe.router_warmup``: train the routers alone first, on ``loss``."""
 
     loss: Annotated[str, TEXT] = "separate_router"
 
