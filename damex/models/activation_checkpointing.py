@@ -1,9 +1,8 @@
-"""Whole transformer layers recomputed in the backward pass instead of kept.
+"""Activation checkpointing of whole transformer layers.
 
-mmdet does this by ``num_cp`` with fairscale, which has to be installed, and knows
-nothing of routing: when a layer runs for the second time, the step is over and its
-experts would see other groups and no mask. Here the second run sees what the first
-one saw, and what it records is thrown away.
+mmdet's ``num_cp`` needs fairscale and does not know about routing: when it recomputes a
+layer, the step is closed and its experts would see no groups and no mask. Here the
+second run reads what the first run read, and its records are discarded.
 """
 
 from __future__ import annotations
@@ -23,19 +22,14 @@ from damex.models.sites import COMPONENTS
 
 
 class CheckpointedForward:
-    """Stands as ``forward`` on a layer, whose parameters keep their names.
-
-    Args:
-        layer: A transformer layer.
-        context: What its experts or gated channels read.
-    """
+    """The ``forward`` of a layer, with checkpointing; parameters keep their names."""
 
     def __init__(self, layer: nn.Module, context: RoutingContext) -> None:
         self.layer = layer
         self.context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer, in training for a second time in the backward pass."""
+        """Run the layer; in training it is recomputed in the backward pass."""
         forward = type(self.layer).forward
         if not (self.layer.training and torch.is_grad_enabled()):
             return forward(self.layer, *args, **kwargs)
@@ -57,17 +51,10 @@ class CheckpointedForward:
 
 
 def take_num_cp(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Take ``num_cp`` out of a detector's encoder and decoder.
-
-    Args:
-        config: Arguments of an mmdet detector. Not changed.
-
-    Returns:
-        The arguments without it, and the number of layers to recompute for each
-        component that asks for it.
+    """Split ``num_cp`` of encoder and decoder from a copy of a detector's arguments.
 
     Raises:
-        ConfigError: If a number is not one of layers.
+        ConfigError: If a value is not a valid number of layers.
     """
     config, counts = dict(config), {}
     for component in COMPONENTS:
@@ -90,15 +77,10 @@ def take_num_cp(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, in
 def checkpoint_layers(
     detector: nn.Module, counts: Mapping[str, int], *, context: RoutingContext
 ) -> None:
-    """Recompute the first layers of the encoder or decoder in the backward pass.
+    """Recompute the first ``counts[component]`` layers in the backward pass.
 
-    Random numbers (dropout, the noise of gates) and autocast are those of the first
-    run, so that losses and gradients are the same as without.
-
-    Args:
-        detector: A built detector, experts inserted.
-        counts: Number of layers by component, ``encoder`` or ``decoder``.
-        context: What its experts or gated channels read.
+    Dropout, gate noise and autocast are replayed, so losses and gradients do not
+    change. The experts must be inserted before.
     """
     for component, count in counts.items():
         for layer in getattr(detector, component).layers[: max(count, 0)]:

@@ -1,4 +1,4 @@
-"""MoEFFN: a mixture of experts in the place of mmcv's ``FFN``."""
+"""MoEFFN: a drop-in replacement of mmcv's ``FFN`` by a mixture of experts."""
 
 from __future__ import annotations
 
@@ -27,26 +27,21 @@ from damex.moe import (
 class MoEFFN(nn.Module):
     """Residual MoE block that is called like mmcv's ``FFN``.
 
-    It also loads what an ``FFN`` saved; see :mod:`damex.models.upcycling`.
+    It also loads the weights of an ``FFN``; see :mod:`damex.models.upcycling`.
 
     Args:
-        moe: The layer.
-        name: Name of the block in records and reports, for instance ``decoder.0``.
-        context: Where group ids and the packing come from and records go to.
-        dense: The FFN that is replaced; its layer scale and drop path stay, under
-            mmcv's names.
-        with_cp: Recompute the experts in the backward pass instead of keeping their
-            activations. What the context holds is handed over as arguments, since the
-            step is closed by then.
-        norm: Norm before the router and the experts, not on the residual; None for
-            none.
-        drop_path: Probability, in training, that the experts' output for a token is
-            dropped; what stays is scaled up by 1 / (1 - drop_path). Each token is drawn
-            alone, as in the released code of DAMEX, where queries are the first axis.
-        split: Starts the experts as slices of one FFN, which they equal together; None
-            for whole FFNs.
-        dense_phase: While it is open the block is a dense FFN, that of one expert: all
-            tokens pass it, padded ones too, and nothing is routed or recorded.
+        name: Name in records and reports, for instance ``decoder.0``.
+        dense: The replaced FFN; its layer scale and drop path are kept under mmcv's
+            names.
+        with_cp: Recompute the experts in the backward pass. The step is closed by then,
+            so the contents of the context are passed as arguments.
+        norm: Norm before router and experts, not on the residual.
+        drop_path: Probability, in training, of dropping a token's expert output; the
+            rest is scaled by 1 / (1 - drop_path). Drawn per token, as in the released
+            code of DAMEX, where queries are the first axis.
+        split: Initializes the experts as slices of one FFN, equal to it together.
+        dense_phase: While open, the block is a dense FFN (that of one expert) for all
+            tokens, padding included; nothing is routed or recorded.
     """
 
     def __init__(
@@ -71,7 +66,7 @@ class MoEFFN(nn.Module):
         self.gamma2 = nn.Identity() if dense is None else dense.gamma2
         self.dropout_layer = nn.Identity() if dense is None else dense.dropout_layer
         self.dense_activation = None if dense is None else activation_of(dense)
-        # mmdet draws biases when it builds an FFN, and never again.
+        # mmdet initializes the biases of an FFN only when building it.
         self.dense_biases = [] if dense is None else first_biases(dense)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else None
         self.split = split
@@ -82,25 +77,19 @@ class MoEFFN(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the block is a dense FFN still."""
+        """Whether the block is still a dense FFN."""
         return self.dense_phase is not None and self.dense_phase.is_open
 
     def reset_parameters(self) -> None:
-        """Draw router and experts anew; norm and layer scale are not touched."""
+        """Re-initialize router and experts; norm and layer scale are kept."""
         self.moe.reset_parameters()
         if self.split is not None:
             self.split.draw(self.moe)
 
     def forward(self, query_BND: Tensor, identity_BND: Tensor | None = None) -> Tensor:
-        """Add the experts' output to the query.
+        """Add the experts' output to ``identity_BND``, by default the query.
 
-        Args:
-            query_BND: Tokens, (images, tokens, channels).
-            identity_BND: What the output is added to; the query by default.
-
-        Returns:
-            Tokens of the same shape; padded tokens keep their residual unchanged, but
-            in a dense phase.
+        Except in a dense phase, padded tokens keep their residual unchanged.
         """
         tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
         count = self.context.num_auxiliary
@@ -116,7 +105,7 @@ class MoEFFN(nn.Module):
         return (query_BND if identity_BND is None else identity_BND) + output_BND
 
     def _run(self, tokens_BND: Tensor, *, is_auxiliary: bool = False) -> Tensor:
-        """The experts' output; nobody keeps the record of auxiliary tokens."""
+        """Return the experts' output; records of auxiliary tokens are discarded."""
         packing, foreground_BN = self.context.packing, self.context.foreground_BN
         if is_auxiliary:
             packing = None
@@ -139,7 +128,7 @@ class MoEFFN(nn.Module):
         return self._drop_tokens(output_BND, record.packing)
 
     def _run_dense(self, tokens_BND: Tensor) -> Tensor:
-        """The output of the one expert that stands for a dense FFN."""
+        """Return the output of the expert that acts as the dense FFN."""
         run = partial(
             cast(FFNExperts, self.moe.experts).forward_expert, expert=DENSE_EXPERT
         )
@@ -157,20 +146,12 @@ class MoEFFN(nn.Module):
 
 
 def activation_of(dense: FFN) -> str:
-    """Name of an FFN's activation, as `FFNExperts` knows it.
-
-    Args:
-        dense: With two linear layers.
-    """
+    """Return the name of an FFN's activation in `FFNExperts`."""
     return type(dense.layers[0][1]).__name__.lower()
 
 
 def first_biases(dense: FFN) -> list[Tensor]:
-    """Copies of the biases of an FFN's two layers.
-
-    Args:
-        dense: With two linear layers.
-    """
+    """Return copies of the biases of an FFN's two linear layers."""
     return [
         bias.detach().clone()
         for bias in (dense.layers[0][0].bias, dense.layers[1].bias)
@@ -178,18 +159,11 @@ def first_biases(dense: FFN) -> list[Tensor]:
 
 
 class MoEPatchConv(nn.Module):
-    """A convolution whose output channels are shared out among experts.
+    """A convolution whose output channels are split among experts.
 
-    Patches that no expert took are zero here and keep what the block's identity path
-    gives them. It also loads what the convolution saved: each expert then starts as its
-    slice of the output channels.
-
-    Args:
-        moe: Router, gate and `PatchConvExperts`.
-        name: Name of the block in records and reports.
-        context: Where group ids and the extent of the images come from and records go
-            to.
-        with_cp: Recompute the experts in the backward pass.
+    Patches without an expert are zero here and keep the block's identity path. Also
+    loads the weights of the dense convolution: each expert starts as its slice of the
+    output channels. ``name`` and ``with_cp`` are as for :class:`MoEFFN`.
     """
 
     def __init__(
@@ -208,14 +182,7 @@ class MoEPatchConv(nn.Module):
         self.register_load_state_dict_pre_hook(slice_channels)
 
     def forward(self, map_BCHW: Tensor) -> Tensor:
-        """Convolve the patches that were chosen.
-
-        Args:
-            map_BCHW: Feature map, (images, channels, height, width).
-
-        Returns:
-            Feature map of the same height and width.
-        """
+        """Convolve the chosen patches; height and width stay the same."""
         size = (map_BCHW.shape[2], map_BCHW.shape[3])
         ratio_B2 = self.context.valid_ratio_B2
         packing = None

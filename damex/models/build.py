@@ -1,4 +1,4 @@
-"""The modules of a MoE layer built from their configs, with errors that help."""
+"""Build the modules of a MoE layer from their configs, with helpful errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from damex.moe import (
     expert_groups,
 )
 
-# Where damex keeps the modules for a field.
+# Subpackages of damex.moe by field.
 FOLDERS = MappingProxyType({"router": "routers", "gate": "gates", "losses": "losses"})
 
 
@@ -37,14 +37,10 @@ def build_layer(
     num_groups: int | None,
     shared_expert: Mapping[str, Any] = MappingProxyType({}),
 ) -> MoELayer:
-    """Build router, gate, experts and losses, and put them together.
+    """Build router, gate, experts and losses, and assemble the layer.
 
-    Args:
-        config: What the detector asks for.
-        experts: What the experts have to know of the block that they replace, if they
-            ask for it.
-        num_groups: Number of dataset groups; None outside of a mixture.
-        shared_expert: What a shared expert has to know of it.
+    ``experts`` and ``shared_expert`` are properties of the replaced block, passed to
+    modules that accept them. ``num_groups`` is None outside of a mixture.
 
     Raises:
         ConfigError: If a module is unknown, an argument is wrong, or the modules do not
@@ -94,12 +90,12 @@ def build_layer(
 def _build_shared_expert(
     config: MoEConfig, bank: Any, values: Mapping[str, Any]
 ) -> SharedExpert | None:
-    """What the config names, or what fine-grained experts leave uncut."""
+    """Build the configured shared expert, or that of fine-grained experts."""
     fine = config.fine_grained
-    if fine is not None:  # with which none may be named, see _check_fine_grained
+    if fine is not None:  # excludes shared_expert, see _check_fine_grained
         if fine.shared == 0 or not isinstance(bank, FFNExperts):
             return None
-        # Parts of one FFN answer alike, whatever the config says of the others.
+        # All parts of one FFN share its activation and dropout.
         alike = dict(activation=bank.activation, dropout=bank.dropout)
         return SharedExpert(**{**values, **alike})
     if config.shared_expert is not None:
@@ -125,19 +121,14 @@ def _num_experts(config: MoEConfig, num_groups: int | None) -> int:
 def group_experts(
     config: MoEConfig, num_groups: int | None, num_experts: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """The experts of each dataset group, where there are enough for all of them.
-
-    Args:
-        config: What the detector asks for.
-        num_groups: Number of dataset groups; None outside of a mixture.
-        num_experts: Number of experts.
+    """Assign experts to dataset groups.
 
     Returns:
         Expert ids by group; fine-grained experts as whole copies of the FFN. None
-        outside of a mixture, and where nothing asks for groups and there are too many.
+        outside of a mixture, or if groups outnumber experts and no module needs them.
 
     Raises:
-        ConfigError: If a module works with groups and there are too many.
+        ConfigError: If groups outnumber experts and a module needs groups.
     """
     if not num_groups:
         return None
@@ -161,12 +152,12 @@ def group_experts(
 
 
 def _group_choice(config: MoEConfig) -> GroupChoice:
-    """The options that keep an image's tokens to the experts of one group."""
+    """Return the options that restrict an image's tokens to one group's experts."""
     return GroupChoice(**{name: vars(config)[name] for name in vars(GroupChoice())})
 
 
 def _asks_for_groups(config: MoEConfig) -> bool:
-    """Whether a loss, the router or an option works with dataset groups."""
+    """Whether a loss, the router or an option needs dataset groups."""
     if _group_choice(config).options:
         return True
     kinds = map(module_class, config.losses)
@@ -193,7 +184,7 @@ def _build_gate(config: MoEConfig, num_experts: int) -> Any:
 
 
 def _check_fine_grained(config: MoEConfig, fine: FineGrained, layer: MoELayer) -> None:
-    """Refuse what would keep fine-grained experts from equalling the FFN at first."""
+    """Reject settings that keep fine-grained experts from starting equal to the FFN."""
     shared = config.shared_expert
     found: dict[str, tuple[Any, Any]] = {
         "block.norm": (config.block.norm, "post"),
@@ -202,7 +193,7 @@ def _check_fine_grained(config: MoEConfig, fine: FineGrained, layer: MoELayer) -
         "shared_expert": (None if shared is None else shared["type"], None),
     }
     settings = dict(**fine.gate, capacity=None)
-    if fine.routed > 1:  # one copy is as good as another, but not parts of two
+    if fine.routed > 1:  # copies are interchangeable, but not parts of two
         found["router"] = (type(layer.router).__name__, LinearRouter.__name__)
         settings["noise"] = None
     for name, wanted in settings.items():
@@ -223,16 +214,10 @@ def build_module(
     offer: Mapping[str, Any] = MappingProxyType({}),
     **values: Any,
 ) -> Any:
-    """Build one module; values of the config win over those given here.
+    """Build one module; values of its config take precedence over those given here.
 
-    What is in ``offer`` is handed only to a module whose ``__init__`` names it. A value
-    that is a dict is a module, too, and needs a ``type``.
-
-    Args:
-        config: The module as the config has it.
-        field: Its field in ``moe``, for messages.
-        offer: Values for modules that ask for them.
-        **values: Values for any module.
+    A dict among the values is a module, too, and needs a ``type``. ``offer`` holds
+    values passed only to modules whose ``__init__`` names them.
 
     Raises:
         ConfigError: If the type is unknown or an argument is wrong.
@@ -260,7 +245,7 @@ def build_module(
 
 
 def _known_modules(field: str) -> list[str]:
-    """Names of the modules that damex has for a field, or of all its modules."""
+    """Return the names of damex's modules for a field, or of all of them."""
     folder = f"damex.moe.{FOLDERS.get(field, '')}"
     return sorted(
         name

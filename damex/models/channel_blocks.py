@@ -1,4 +1,4 @@
-"""FFNs of mmcv and residual blocks of mmdet with gated channels."""
+"""mmcv's FFN and mmdet's residual blocks with gated channels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ from damex.moe import check_activation, check_gateable, gated_conv2d, gated_ffn
 
 
 class GatedFFNBlock(nn.Module):
-    """Takes over the layers of an ``FFN``, under their names, and gates them.
+    """An ``FFN`` with gated hidden channels; all tokens of an image share its gates.
 
-    So the block loads what an ``FFN`` saved, and is called like one. All tokens of an
-    image share its gates.
-
-    Args:
-        ffn: With two linear layers.
-        name: Where it stands, for instance ``encoder.0``.
-        context: Where gates come from.
-        skip_closed: Whether closed channels are left out of the computation in
-            evaluation.
+    Takes over the layers under their names, so it loads an ``FFN``'s weights.
+    ``skip_closed`` skips closed channels in evaluation.
 
     Raises:
-        ConfigError: If the activation moves zero.
+        ConfigError: If the activation does not map zero to zero.
     """
 
     def __init__(
@@ -53,7 +46,7 @@ class GatedFFNBlock(nn.Module):
         return {self.name: self.layers[0][0].out_features}
 
     def forward(self, query_BND: Tensor, identity_BND: Tensor | None = None) -> Tensor:
-        """As mmcv's ``FFN``, with closed hidden channels at zero."""
+        """Run the FFN with closed hidden channels at zero."""
         (first, *activation), second, dropout = self.layers
         out_BND = gated_ffn(
             query_BND,
@@ -73,20 +66,14 @@ GATED_CONVS = {BasicBlock: (True, True), Bottleneck: (True, True, False)}
 
 
 class GatedResidualBlock(BaseModule):
-    """Takes over the layers of a residual block, under their names, and gates them.
+    """A residual block with gated channels; each image has its own gates.
 
-    So the block loads what mmdet's ResNet saved. Each image has its own gates, which
-    the context knows by ``<name>.conv1`` and so on.
-
-    Args:
-        block: A basic block or a bottleneck.
-        name: Where it stands, for instance ``backbone.2.0``.
-        context: Where gates come from.
-        skip_closed: Whether closed channels are left out of the computation in
-            evaluation.
+    Takes over the layers under their names, so it loads the weights of mmdet's ResNet.
+    Gates are named ``<name>.conv1`` and so on. ``skip_closed`` skips closed channels in
+    evaluation.
 
     Raises:
-        ConfigError: If the block is of another kind, or has what cannot be gated.
+        ConfigError: If the block is of another kind or cannot be gated.
     """
 
     def __init__(
@@ -112,7 +99,7 @@ class GatedResidualBlock(BaseModule):
 
     @property
     def norm2(self) -> nn.Module:
-        """Second norm; mmdet's initialisation sets the last one of a block to zero."""
+        """Second norm; mmdet zero-initializes the last norm of a block."""
         return self._norm(2)
 
     @property
@@ -130,7 +117,7 @@ class GatedResidualBlock(BaseModule):
         }
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """As the block of mmdet, with closed channels at zero."""
+        """Run mmdet's block with closed channels at zero."""
         out_BCHW, in_gates_BC = x_BCHW, None
         last = self._steps[-1][0]
         for conv, norm, is_gated in self._steps:
@@ -184,5 +171,5 @@ def _check(block: Any, name: str) -> None:
 
 
 def _kind(block_type: type) -> str:
-    """A class with its module: other ResNets call their blocks Bottleneck, too."""
+    """Return a class with its module: other ResNets have a Bottleneck, too."""
     return f"{block_type.__module__.rsplit('.', 1)[-1]}.{block_type.__name__}"

@@ -24,12 +24,7 @@ from damex.moe import ChannelGates, GatingPath, active_share, gate_l1, presence_
 
 
 class ChannelGating(nn.Module):
-    """Looks at a batch once, hands gates to the gated layers, and has their losses.
-
-    Args:
-        path: The embedding and one gate per layer.
-        settings: Weights and target of the losses.
-    """
+    """Computes the gates of a batch for the gated layers, and their losses."""
 
     def __init__(self, path: GatingPath, settings: ChannelConfig) -> None:
         super().__init__()
@@ -39,29 +34,23 @@ class ChannelGating(nn.Module):
     def forward(
         self, images_BCHW: Tensor, samples: Sequence[Any] | None
     ) -> ChannelGates:
-        """Look at a batch.
+        """Compute the gates of normalized, padded images.
 
-        Args:
-            images_BCHW: The detector's input, normalised and padded.
-            samples: Their data samples, which know the padding. No dataset id is read.
+        ``samples`` provide the padding; no dataset id is read.
         """
         return self.path(images_BCHW, image_mask_of(images_BCHW, samples))
 
     def losses(
         self, gates: ChannelGates, samples: Sequence[Any], group_ids_B: Tensor | None
     ) -> dict[str, Tensor]:
-        """Losses of one step for mmdet's loss dict.
+        """Compute the losses of one step for mmdet's loss dict.
 
-        Args:
-            gates: Of the images.
-            samples: Data samples with ground truth.
-            group_ids_B: Dataset group of every image, -1 where unknown; None where
-                none is known.
+        ``group_ids_B`` is -1 where unknown, and None if all are.
 
         Returns:
             ``loss_moe_l1`` and ``loss_moe_embedding``, weighted, and
-            ``moe_active_channels``: share of open channels in [0, 1]. A loss of weight
-            zero, or of a frozen path, is not there.
+            ``moe_active_channels``: share of open channels in [0, 1]. Losses of weight
+            zero, or of a frozen path, are omitted.
         """
         layers = list(gates.layers.values())
         result = {"moe_active_channels": active_share(layers)}
@@ -80,7 +69,7 @@ class ChannelGating(nn.Module):
 
 
 def _classes_BE(logits_BE: Tensor, samples: Sequence[Any]) -> Tensor:
-    """Which classes have a box in an image."""
+    """Return a mask of the classes that have a box in each image."""
     present_BE = torch.zeros_like(logits_BE, dtype=torch.bool)
     for image, sample in enumerate(samples):
         present_BE[image, sample.gt_instances.labels] = True
@@ -88,7 +77,7 @@ def _classes_BE(logits_BE: Tensor, samples: Sequence[Any]) -> Tensor:
 
 
 def _dataset_BE(logits_BE: Tensor, group_ids_B: Tensor | None) -> Tensor:
-    """Which dataset group an image comes from; none where that is unknown."""
+    """Return the one-hot dataset group of each image; all False if unknown."""
     if group_ids_B is None:
         return torch.zeros_like(logits_BE, dtype=torch.bool)
     one_hot_BE = functional.one_hot(group_ids_B.clamp(min=0), logits_BE.shape[1])
@@ -97,7 +86,7 @@ def _dataset_BE(logits_BE: Tensor, group_ids_B: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class ChannelReport:
-    """Every gated layer and what gating adds."""
+    """Gated layers and the cost of gating."""
 
     channels: Mapping[str, int]
     parameters: int
@@ -124,17 +113,9 @@ def insert_channels(
     context: RoutingContext,
     num_groups: int | None,
 ) -> tuple[ChannelGating, ChannelReport]:
-    """Gate the channels of chosen layers, and build the path that decides about them.
+    """Gate the channels of chosen layers; return their gating path and a report.
 
-    Args:
-        detector: A built detector.
-        layers: The layers to gate.
-        settings: How to gate them.
-        context: What the gated layers read during a forward pass.
-        num_groups: Number of dataset groups; None outside of a mixture.
-
-    Returns:
-        The gating path with its losses, for the detector to hold, and what was gated.
+    The detector has to register the path. ``num_groups`` is None outside of a mixture.
 
     Raises:
         ConfigError: If a layer does not exist or cannot be gated.
@@ -176,7 +157,7 @@ def _build_embedding(settings: ChannelConfig, num_targets: int) -> Any:
 
 
 def _num_targets(detector: Any, target: str, num_groups: int | None) -> int:
-    """How many things the auxiliary loss tells apart."""
+    """Return the number of targets of the auxiliary loss."""
     if target == "classes":
         return detector.bbox_head.num_classes
     if num_groups is None:
@@ -188,7 +169,7 @@ def _num_targets(detector: Any, target: str, num_groups: int | None) -> int:
 
 
 def _gate_backbone(detector: Any, chosen: Any, **mount: Any) -> dict[str, int]:
-    """Gate the blocks of chosen stages; returns channels by layer."""
+    """Gate the blocks of chosen stages; return channels by layer."""
     channels: dict[str, int] = {}
     for stage, layer in chosen_stages(detector, chosen):
         blocks = getattr(detector.backbone, layer)

@@ -1,6 +1,6 @@
-"""The ``moe=`` tree of a detector's config: frozen dataclasses and their one reader.
+"""The ``moe=`` config of a detector: frozen dataclasses and their reader.
 
-``None`` means the default, unless that is a number, a text or a truth value.
+``None`` selects the default, except for numbers, strings and booleans.
 """
 
 from __future__ import annotations
@@ -39,12 +39,9 @@ RENAMED = MappingProxyType({"router_stage": "router_warmup"})
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig:
-    """The field ``moe.layers``: numbers from 0, 'all', or 'even' for 0, 2, 4 and so on.
+    """The field ``moe.layers``: indices from 0, 'all', or 'even' for 0, 2, 4 and so on.
 
-    Attributes:
-        backbone: Stages of a ResNet; 'last' is allowed, too.
-        encoder: Layers of the encoder.
-        decoder: Layers of the decoder.
+    ``backbone`` selects stages of a ResNet; there 'last' is allowed, too.
     """
 
     backbone: Annotated[Any, STAGES] = None
@@ -53,24 +50,22 @@ class LayersConfig:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the config says."""
+        """The components that are set."""
         return {name: v for name, v in vars(self).items() if v is not None}
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What is chosen of each component of which anything is."""
+        """The selected layers by component; components without a selection omitted."""
         return {name: v for name, v in self.given.items() if v not in ([], ())}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The field ``moe.block``.
+    """The field ``moe.block``: norm and drop path (per token, in training).
 
     Attributes:
-        norm: 'post' leaves the layer as DETRs have it, norm(x + MoE(x)). 'pre' is
-            x + MoE(norm(x)) with no norm behind it, as in the released code of DAMEX.
-        drop_path: Probability, in training, that the experts' output for a token is
-            dropped.
+        norm: 'post' is norm(x + MoE(x)) as in DETRs. 'pre' is x + MoE(norm(x)) without
+            a norm after it, as in the released code of DAMEX.
     """
 
     norm: Annotated[str, one_of("post", "pre")] = "post"
@@ -82,10 +77,10 @@ class FineGrained:
     """The field ``moe.fine_grained`` (Dynamic-DINO, ICCV 2025, arXiv 2507.17436).
 
     Attributes:
-        parts: Pieces that a dense FFN is cut into, all of which a token takes: compute
-            stays that of the FFN. 2 is best in the paper, 4 overfits.
-        copies: Copies of what is routed. More is better there.
-        shared: Pieces that are not copied, but one expert that all tokens share.
+        parts: Pieces that the dense FFN is cut into. A token takes as many, so compute
+            is that of the FFN. 2 is best in the paper, 4 overfits.
+        copies: Copies of the routed pieces; in the paper, more is better.
+        shared: Pieces that form one shared expert instead of being copied.
     """
 
     parts: Annotated[int, COUNT]
@@ -94,17 +89,17 @@ class FineGrained:
 
     @property
     def routed(self) -> int:
-        """Pieces that are copied, and experts per token."""
+        """Number of copied pieces, and of experts per token."""
         return self.parts - self.shared
 
     @property
     def num_experts(self) -> int:
-        """Experts in all."""
+        """Total number of experts."""
         return self.routed * self.copies
 
     @property
     def gate(self) -> dict[str, Any]:
-        """What the gate needs for the experts to equal the FFN at the start."""
+        """Gate settings with which the experts equal the FFN at the start."""
         return dict(k=self.routed, renormalize=True, weight_scale=float(self.routed))
 
 
@@ -113,16 +108,13 @@ class ChannelConfig:
     """The field ``moe.channels`` (DeepMoE, UAI 2019, arXiv 1806.01531).
 
     Attributes:
-        embedding: A dict with a ``type``; its ``embed_dims`` is the number of targets
-            by default.
+        embedding: Module config; ``embed_dims`` defaults to the number of targets.
         gate_init: See :class:`damex.moe.GatingPath`.
         l1_weight: Factor of the sparsity penalty.
         aux_weight: Factor of the loss on the embedding.
-        aux_target: What the embedding learns to tell: 'classes', those that have a box
-            in the image, or 'datasets', the group that it comes from.
-        frozen: The paper's stage 2: gates stay as stage 1 left them, without losses.
-        skip_closed: Whether closed channels are left out of the computation in
-            evaluation.
+        aux_target: What the embedding predicts: 'classes' in the image, or 'datasets'.
+        frozen: Keep the gates of stage 1 without losses (the paper's stage 2).
+        skip_closed: Skip the computation of closed channels in evaluation.
     """
 
     embedding: Annotated[Mapping[str, Any], module_of("ShallowEmbedding")] = field(
@@ -138,25 +130,24 @@ class ChannelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The field ``moe`` of a detector.
+    """The field ``moe`` of a detector. Modules are dicts with a ``type``.
 
     Attributes:
         layers: Where the experts go.
         num_experts: By default the number of dataset groups.
-        router: Scores experts; a dict with a ``type``, as gate and experts.
+        router: Scores experts.
         gate: Chooses experts by the scores.
         experts: By default FFNs; `PatchConvExperts` for a backbone.
-        shared_expert: What all tokens pass beside their routed experts, if any.
-        losses: Routing losses, each a dict with a ``type``.
+        shared_expert: Expert for all tokens, in addition to their routed experts.
+        losses: Routing losses.
         with_cp: Recompute the experts in the backward pass to save memory.
-        expert_parallel: Processes that share the experts of a layer out; 1 for none.
+        expert_parallel: Number of processes that share a layer's experts; 1 for none.
         block: Norm and drop path around the experts.
         fine_grained: Cut experts from the dense FFN.
         router_warmup: Train the routers alone at first.
         upcycling: Train a dense detector at first.
-        channels: Gate channels in the place of experts. Only ``layers`` stands beside.
-        teacher_forcing: See :class:`damex.moe.GroupChoice`, as for the next two.
-        image_vote, oracle: See there.
+        channels: Gate channels instead of adding experts; needs only ``layers``.
+        teacher_forcing, image_vote, oracle: See :class:`damex.moe.GroupChoice`.
     """
 
     layers: Annotated[LayersConfig, branch(LayersConfig, "dict(decoder=[0, 2, 4])")] = (
@@ -215,10 +206,10 @@ class MoEConfig:
         object.__setattr__(self, "num_experts", fine.num_experts)
 
     def resolved(self) -> dict[str, Any]:
-        """The tree as plain dicts, defaults filled in, to be kept in a checkpoint.
+        """Return the tree as plain dicts with defaults filled in, for checkpoints.
 
-        Memory options, where experts are, and who chooses groups are no property of the
-        experts and left out. Losses stand under their types.
+        Memory options, expert placement and group choice are omitted, as they are not
+        properties of the experts. Losses are keyed by type.
         """
         left_out = {"with_cp", "expert_parallel", *vars(GroupChoice())}
         tree = {k: v for k, v in vars(self).items() if k not in left_out}
@@ -227,14 +218,10 @@ class MoEConfig:
 
 
 def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
-    """Read the ``moe`` of a detector.
-
-    Args:
-        moe: As in the config file. It is not changed.
+    """Read the ``moe`` of a detector from its config.
 
     Raises:
-        ConfigError: If a field is unknown, missing, or has a value that cannot work, or
-            no layer is chosen.
+        ConfigError: If a field is unknown, missing or invalid, or no layer is chosen.
     """
     if not is_dict(moe):
         raise ConfigError(
@@ -260,15 +247,10 @@ def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
 def read_config(
     kind: Callable[..., Config], values: Mapping[str, Any], where: str
 ) -> Config:
-    """Read a dict into one of the dataclasses above.
-
-    Args:
-        kind: The dataclass.
-        values: Its fields, and those of nested dataclasses as nested dicts.
-        where: Its place in the config, for messages.
+    """Read the dict at ``where`` in the config into one of the dataclasses above.
 
     Raises:
-        ConfigError: If a field is unknown, missing, or has a value that cannot work.
+        ConfigError: If a field is unknown, missing or invalid.
     """
     rules = {
         name: hint.__metadata__[0]
@@ -290,7 +272,7 @@ def read_config(
 
 
 def _may_be_none(spec: dataclasses.Field, *, is_set: bool) -> bool:
-    """Whether a field has its default where the config has no value for it."""
+    """Whether None (or a missing value) selects the field's default."""
     if spec.default is dataclasses.MISSING:
         return spec.default_factory is not dataclasses.MISSING
     return not (is_set and isinstance(spec.default, PLAIN))
@@ -305,15 +287,10 @@ def _read_value(rule: Rule, value: Any, where: str) -> Any:
 
 
 def moe_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Say in what the experts of a checkpoint differ from those of a config.
+    """Describe how the experts of a checkpoint differ from those of a config.
 
-    Args:
-        saved: What `MoEConfig.resolved` gave when the checkpoint was written; empty for
-            a dense detector.
-        present: The same of the detector that loads it.
-
-    Returns:
-        One line such as ``moe.gate.k was 1 and is 2``, or None where they are equal.
+    Both are trees of `MoEConfig.resolved`. One line such as ``moe.gate.k was 1 and is
+    2``; None if they are equal.
     """
     return "; ".join(_differences(saved, present, "moe")) or None
 
@@ -329,7 +306,7 @@ def _differences(saved: Any, present: Any, where: str) -> Iterator[str]:
 
 
 def _resolved(value: Any) -> Any:
-    """Plain containers and values, with the defaults of modules."""
+    """Return plain containers and values, with the defaults of modules."""
     if dataclasses.is_dataclass(value):
         return _resolved(vars(value))
     if is_dict(value):

@@ -1,4 +1,4 @@
-"""RoutingContext: how dataset ids and packings reach MoE layers inside mmdet."""
+"""RoutingContext: passes dataset ids and packings to MoE layers inside mmdet."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from damex.moe import ChannelGates, Packing, RoutingRecord
 
 
 class RoutingContext:
-    """What the MoE layers and gated layers of a detector share in a forward pass.
+    """State that a detector's MoE and gated layers share in a forward pass.
 
-    mmdet calls ``self.ffn(query)`` and hands over nothing else. So the detector opens
-    a :meth:`step`, in it the encoder and the decoder each open a :meth:`component`, and
-    the layers read the group ids and the packing here and leave their records here.
-    Outside of a step the context is empty: nothing is left over for the next one.
-
-    Shapes: B images, N tokens per image.
+    mmdet calls ``self.ffn(query)`` without further arguments. So the detector opens a
+    :meth:`step`, in it encoder and decoder each open a :meth:`component`, and layers
+    read group ids and packing from here and add their records. Outside of a step the
+    context is empty.
 
     Attributes:
-        group_ids_B: Dataset group of every image, -1 where unknown; None at inference
-            (but for ``moe.oracle``).
-        ground_truth: Boxes of the batch; None unless a loss asks for the foreground.
+        group_ids_B: Dataset group of each image, -1 where unknown; None at inference
+            (except with ``moe.oracle``).
+        ground_truth: Boxes of the batch; None unless a loss needs the foreground.
         valid_ratio_B2: (height, width) of each image as a share of the padded input;
-            None where no image is padded.
-        gates: Channel gates of the images; None where no channels are gated.
-        packing: Which tokens are real, made once for all layers; None where all are.
-        foreground_BN: True for tokens on an object; None where no loss asks for it.
-        num_auxiliary: How many tokens follow these in each image for an auxiliary loss.
-            They pass the experts, and are neither counted nor taught where to go.
+            None if no image is padded.
+        packing: Which tokens are real, shared by all layers; None if all are.
+        foreground_BN: True for tokens on an object; None if no loss needs it.
+        num_auxiliary: Number of tokens at the end of each image for an auxiliary loss.
+            They pass the experts, but are neither counted nor used in routing losses.
         records: Records of the step by layer name, in the order of computation.
     """
 
@@ -62,7 +59,7 @@ class RoutingContext:
         """Open one forward pass; the arguments are the attributes.
 
         Raises:
-            RuntimeError: If a step is open already.
+            RuntimeError: If a step is already open.
         """
         if self.is_open:
             raise RuntimeError("a routing step is open already; steps do not nest.")
@@ -82,12 +79,9 @@ class RoutingContext:
         *,
         num_auxiliary: int = 0,
     ) -> Iterator[None]:
-        """Say which tokens the encoder or the decoder has; see the attributes.
+        """Set the tokens of the encoder or decoder; see the attributes.
 
-        Args:
-            token_mask_BN: True for real tokens; None where all are real.
-            foreground_BN: See the attributes.
-            num_auxiliary: See the attributes.
+        ``token_mask_BN`` is True for real tokens; None means that all are real.
         """
         if token_mask_BN is not None:
             self.packing = Packing.of_mask(token_mask_BN)
@@ -100,17 +94,14 @@ class RoutingContext:
             self.num_auxiliary = 0
 
     def snapshot(self) -> dict[str, Any]:
-        """All that layers may read now, for a later :meth:`replay`."""
+        """Return the state that layers may read now, for a later :meth:`replay`."""
         return {**vars(self), "records": {}}
 
     @contextmanager
     def replay(self, snapshot: dict[str, Any]) -> Iterator[None]:
-        """Let layers that are computed a second time read what they read at first.
+        """Restore a snapshot while a layer is recomputed.
 
-        Their records are not kept: those of the first time are in the losses already.
-
-        Args:
-            snapshot: What :meth:`snapshot` gave in the first run.
+        Records are discarded: those of the first run are already in the losses.
         """
         present = dict(vars(self))
         vars(self).update(snapshot, records={})
@@ -122,21 +113,17 @@ class RoutingContext:
 
     @property
     def votes_BG(self) -> Tensor | None:
-        """Votes for the group of each image so far; None where nobody voted yet."""
+        """Group votes of each image so far; None before the first vote."""
         votes = [r.votes_BG for r in self.records.values() if r.votes_BG is not None]
         return votes[-1] if votes else None
 
     def add(self, name: str, record: RoutingRecord) -> None:
-        """Keep the record of a layer for the rest of the step.
-
-        A layer that runs outside of a step (a plain ``forward`` call, an export) has
-        nobody to read its record, which is then not kept.
-        """
+        """Keep a layer's record for the rest of the step; ignored outside of a step."""
         if self.is_open:
             self.records[name] = record
 
     def layer_gates(self, name: str) -> Tensor:
-        """Gates (images, channels) of one gated layer.
+        """Return the gates (images, channels) of one gated layer.
 
         Raises:
             RuntimeError: If no step is open.

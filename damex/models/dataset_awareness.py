@@ -1,7 +1,7 @@
-"""DatasetAwareness: what a detector does with the datasets that an image may be from.
+"""DatasetAwareness: how a detector uses the dataset that an image is (probably) from.
 
-Axes: B images, N tokens or queries per image, D channels, C classes, S datasets, G
-dataset groups.
+Axes: B images, N tokens or queries, D channels, C classes, S datasets, G dataset
+groups.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ class LabelPriorConfig:
     """The field ``label_prior`` of a detector.
 
     Attributes:
-        source: Who says which dataset an image looks like: 'head', or 'router', the
-            router of the last encoder layer with experts.
-        floor: The least probability that a class can be left with; with 0 a class may
-            be shut out altogether.
+        source: Predicts the dataset: 'head', or 'router', that of the last encoder MoE.
+        floor: Minimum probability of a class; with 0, classes can be excluded entirely.
     """
 
     source: Annotated[str, one_of("head", "router")] = "head"
@@ -49,22 +47,14 @@ class LabelPriorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetHeadConfig:
-    """The field ``dataset_head`` of a detector.
-
-    Attributes:
-        loss_weight: Factor of ``loss_dataset``.
-    """
+    """The field ``dataset_head`` of a detector: the factor of ``loss_dataset``."""
 
     loss_weight: Annotated[float, NON_NEGATIVE] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConditioningConfig:
-    """The field ``dataset_conditioning`` of a detector.
-
-    Attributes:
-        film: Whether to scale and shift the encoder's memory, too.
-    """
+    """The field ``dataset_conditioning``; ``film`` also conditions the memory."""
 
     film: Annotated[bool, FLAG] = False
 
@@ -74,12 +64,12 @@ class DatasetAwarenessConfig:
     """Arguments of a detector about the datasets of images; all off by default.
 
     Attributes:
-        ignore_unannotated_classes: Whether classes that an image's dataset does not
-            annotate are left out of the training on it.
-        label_prior: At inference, adjust the scores of classes.
-        dataset_head: A classifier of datasets; there is one wherever something asks
-            for it.
-        dataset_conditioning: Tell the decoder which dataset an image looks like.
+        ignore_unannotated_classes: Exclude classes that an image's dataset does not
+            annotate from training on it, instead of treating them as negatives.
+        label_prior: Adjust class scores at inference.
+        dataset_head: Dataset classifier; added automatically if another option needs
+            it.
+        dataset_conditioning: Condition the decoder on the predicted dataset.
     """
 
     ignore_unannotated_classes: Annotated[bool, FLAG] = False
@@ -95,7 +85,7 @@ class DatasetAwarenessConfig:
 
     @property
     def head(self) -> DatasetHeadConfig | None:
-        """The classifier that is set, or that something else needs."""
+        """The classifier that is set, or that another option needs."""
         prior, conditioning = self.label_prior, self.dataset_conditioning
         if conditioning is None and (prior is None or prior.source != "head"):
             return self.dataset_head
@@ -104,13 +94,7 @@ class DatasetAwarenessConfig:
 
 @dataclass
 class _Step:
-    """What is known in one forward pass.
-
-    Attributes:
-        unannotated_BC: Classes to ignore; None where none are.
-        group_logits_BG: Answer of the dataset head, if there is one.
-        log_prior_BC: What to add to the scores of classes; None for nothing.
-    """
+    """State of one forward pass; None for adjustments that are not made."""
 
     unannotated_BC: Tensor | None = None
     group_logits_BG: Tensor | None = None
@@ -118,22 +102,13 @@ class _Step:
 
 
 class DatasetAwareness(nn.Module):
-    """Uses which dataset an image is from, or looks like, beside any experts.
+    """Uses the dataset of an image, with or without experts.
 
-    In training the dataset is known, and classes that it does not annotate can be left
-    out. At inference it is not: a posterior over the groups of datasets takes its
-    place. The scores of classes are changed where DINO chooses its queries and where
-    the head puts its answers out, both by hooks that live for one step.
-
-    Denoising needs nothing of its own: its losses are computed from the same answers.
-    Its flipped labels may be those of other datasets, but they are inputs: what a query
-    has to answer is the right label, and other classes are ignored there, too.
-
-    Args:
-        config: What to do.
-        coverage: Which dataset annotates which class.
-        num_classes: C.
-        embed_dims: D.
+    In training the dataset is known, and classes that it does not annotate can be
+    ignored. At inference a posterior over dataset groups takes its place. Class scores
+    are changed where DINO selects its queries and at the output of the head, by forward
+    hooks that live for one step. Denoising needs no special care: its losses use the
+    same outputs, and its flipped labels, perhaps of other datasets, are inputs only.
     """
 
     annotated_SC: Tensor
@@ -153,7 +128,7 @@ class DatasetAwareness(nn.Module):
         for name, annotated in (
             ("annotated_SC", coverage.by_dataset(num_classes)),
             ("annotated_GC", coverage.by_group(num_classes)),
-        ):  # they follow from the config, and checkpoints need not keep them
+        ):  # derived from the config, so not in checkpoints
             self.register_buffer(name, annotated, persistent=False)
         self.head = None if config.head is None else DatasetHead(*sizes)
         self.conditioning: DatasetConditioning | None = None
@@ -164,11 +139,10 @@ class DatasetAwareness(nn.Module):
 
     @contextmanager
     def step(self, head: Any, samples: Sequence[Any] | None) -> Iterator[None]:
-        """Change the scores of classes in one forward pass.
+        """Adjust class scores during one forward pass.
 
-        Args:
-            head: Of DINO; its last classifier is the one that chooses the queries.
-            samples: Data samples; their dataset is read in training alone.
+        The last classifier of DINO's ``head`` selects the queries. The samples' dataset
+        is read in training only.
         """
         if self.training and self.config.ignore_unannotated_classes and samples:
             ids_B = dataset_ids_of(samples, self.annotated_SC.device)
@@ -182,17 +156,13 @@ class DatasetAwareness(nn.Module):
                 self._step = _Step()
 
     def _after(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        """Hook of a module whose output is scores, or begins with them."""
+        """Forward hook of a module whose (first) output is class scores."""
         if isinstance(outputs, Tensor):
             return self.adjust(outputs)
         return (self.adjust(outputs[0]), *outputs[1:])
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """Change the scores of classes as the step demands.
-
-        Args:
-            logits: Scores (..., B, N, C).
-        """
+        """Adjust class scores (..., B, N, C) as set for this step."""
         if self._step.unannotated_BC is not None:
             logits = ignore_classes(logits, self._step.unannotated_BC)
         if self._step.log_prior_BC is not None:
@@ -205,20 +175,11 @@ class DatasetAwareness(nn.Module):
         padding_BN: Tensor | None,
         records: Mapping[str, RoutingRecord],
     ) -> Tensor:
-        """Ask which dataset the images look like, before queries are chosen.
-
-        Args:
-            memory_BND: Output of the encoder.
-            padding_BN: True for padded features; None where none is.
-            records: Of the encoder's layers.
-
-        Returns:
-            The memory, conditioned on the answer if that is asked for.
-        """
+        """Predict the datasets; condition the memory if configured. True is padding."""
         if self.head is not None:
             self._step.group_logits_BG = self.head(memory_BND, padding_BN)
         prior = self.config.label_prior
-        # In a dense phase (``moe.upcycling``) there is no router to ask yet.
+        # A dense phase (``moe.upcycling``) has no records.
         can_ask = prior is not None and (prior.source == "head" or len(records) > 0)
         if prior is not None and can_ask and not self.training:
             self._step.log_prior_BC = self._log_prior(prior, records)
@@ -238,11 +199,7 @@ class DatasetAwareness(nn.Module):
             return class_log_prior(posterior_BG, self.annotated_GC, floor=config.floor)
 
     def posterior(self) -> Tensor:
-        """What the head says, (B, G), cut off from the graph.
-
-        The losses of the detector shall not bend it: what it learns is to tell
-        datasets apart, so it means the same in training and at inference.
-        """
+        """Return the head's probabilities (B, G), detached: only its loss trains it."""
         logits_BG = self._step.group_logits_BG
         if logits_BG is None:
             raise RuntimeError(
@@ -251,25 +208,15 @@ class DatasetAwareness(nn.Module):
         return logits_BG.detach().softmax(dim=1)
 
     def condition_query(self, query_BND: Tensor) -> Tensor:
-        """Tell queries which dataset the images look like, if that is asked for.
-
-        Args:
-            query_BND: Content of all queries, denoising ones included: they pass the
-                same decoder.
-        """
+        """Condition the content of all queries, denoising ones included."""
         if self.conditioning is None:
             return query_BND
         return self.conditioning.query(query_BND, self.posterior())
 
     def losses(self, group_ids_B: Tensor | None) -> dict[str, Tensor]:
-        """Losses of a training step for mmdet's loss dict.
+        """Compute ``loss_dataset``, weighted, and ``dataset_accuracy`` in [0, 1].
 
-        Args:
-            group_ids_B: Group of every image, -1 where unknown; None where all are.
-
-        Returns:
-            ``loss_dataset``, weighted, and ``dataset_accuracy`` in [0, 1], of the head;
-            nothing without one.
+        Groups are -1 where unknown; None if all are. Empty without a head.
         """
         logits_BG, config = self._step.group_logits_BG, self.config.head
         if logits_BG is None or config is None:
@@ -288,20 +235,16 @@ def build_awareness(
     options: Mapping[str, Any],
     label_coverage: Mapping[str, Any] | None,
 ) -> DatasetAwareness | None:
-    """Build what a detector needs, and refuse what it cannot do.
+    """Build the dataset awareness of a detector; None if all options are off.
 
     Args:
-        detector: With its experts, if it has any.
-        options: Its arguments that :class:`DatasetAwarenessConfig` names.
+        detector: The detector, experts inserted.
+        options: Its arguments named in :class:`DatasetAwarenessConfig`.
         label_coverage: The fields of a :class:`LabelCoverage`; None without a mixture.
 
-    Returns:
-        None if all of it is off.
-
     Raises:
-        ConfigError: If an option is unknown or has a value that cannot work, the
-            detector is not trained on a mixture or is not a DINO with sigmoid scores,
-            or no router in its encoder learns to tell datasets apart and one is needed.
+        ConfigError: If an option is unknown or invalid, or needs a mixture, a DINO with
+            sigmoid scores, or a router that a loss teaches the datasets.
     """
     config = read_config(DatasetAwarenessConfig, options, "model")
     if config == DatasetAwarenessConfig():

@@ -1,9 +1,9 @@
-"""Modules that tell an image's dataset, and that use it without any experts.
+"""Modules that predict an image's dataset, and that use it without experts.
 
-Both start at zero and draw no random numbers: a detector with them starts as the same
-detector without, and from the same weights.
+Both are zero-initialized and draw no random numbers, so the other weights start the
+same with and without them.
 
-Axes: B images, N tokens per image (padding included), D channels, G dataset groups.
+Axes: B images, N tokens (padding included), D channels, G dataset groups.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from torch.nn import functional
 class DatasetHead(nn.Module):
     """Linear classifier of dataset groups on the mean of an image's features.
 
-    What the routing loss of DAMEX teaches a router, for detectors that have none.
-
-    Args:
-        embed_dims: D.
-        num_groups: G.
+    It learns what DAMEX's routing loss teaches a router, for detectors without routers.
     """
 
     def __init__(self, embed_dims: int, num_groups: int) -> None:
@@ -29,15 +25,7 @@ class DatasetHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_groups))
 
     def forward(self, memory_BND: Tensor, padding_BN: Tensor | None) -> Tensor:
-        """Score the groups.
-
-        Args:
-            memory_BND: Output of the encoder.
-            padding_BN: True for padded features; None where none is.
-
-        Returns:
-            Logits (B, G), in float32 whatever autocast says.
-        """
+        """Return float32 logits (B, G), even under autocast; True marks padding."""
         with torch.autocast(memory_BND.device.type, enabled=False):
             memory_BND = memory_BND.to(self.weight.dtype)
             if padding_BN is None:
@@ -49,14 +37,9 @@ class DatasetHead(nn.Module):
 
 
 def dataset_loss(logits_BG: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the groups, and how often the best one is right.
+    """Compute the cross-entropy and the accuracy of dataset logits.
 
-    Args:
-        logits_BG: Of a :class:`DatasetHead`.
-        group_ids_B: Group of every image; -1, where unknown, is left out.
-
-    Returns:
-        Loss and accuracy, means over the images of a known group; 0 without any.
+    Both are means over images of a known group (not -1); 0 without any.
     """
     count = (group_ids_B >= 0).sum().clamp_min(1)
     total = functional.cross_entropy(
@@ -67,18 +50,12 @@ def dataset_loss(logits_BG: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor
 
 
 class DatasetConditioning(nn.Module):
-    """Tells the decoder, and if asked the memory, which datasets an image looks like.
+    """Conditions the queries, and with ``film`` the memory, on predicted datasets.
 
-    One embedding per group is added to the content of all queries, weighted by the
-    posterior; Detection Hub (Meng et al., CVPR 2023, arXiv 2206.03484) adapts queries
-    by an embedding of the dataset, too. ``film`` also scales and shifts the memory per
-    channel (FiLM, Perez et al., AAAI 2018, arXiv 1709.07871). A detector with it knows
-    what dataset-aware experts know, and is what to compare them with.
-
-    Args:
-        embed_dims: D.
-        num_groups: G.
-        film: Whether to scale and shift the memory, too.
+    One embedding per group, weighted by the posterior, is added to the content of all
+    queries; compare Detection Hub (Meng et al., CVPR 2023, arXiv 2206.03484). ``film``
+    scales and shifts the memory per channel (FiLM, Perez et al., AAAI 2018, arXiv
+    1709.07871). A baseline with the same information as dataset-aware experts.
     """
 
     def __init__(self, embed_dims: int, num_groups: int, *, film: bool) -> None:
@@ -91,21 +68,11 @@ class DatasetConditioning(nn.Module):
             self.shift_GD = nn.Parameter(torch.zeros(num_groups, embed_dims))
 
     def query(self, query_BND: Tensor, posterior_BG: Tensor) -> Tensor:
-        """Add the datasets' embedding to queries.
-
-        Args:
-            query_BND: Content of the decoder's queries.
-            posterior_BG: Probabilities of the groups for each image.
-        """
+        """Add the posterior-weighted dataset embedding to the queries' content."""
         return query_BND + _mixed(posterior_BG, self.query_GD)
 
     def memory(self, memory_BND: Tensor, posterior_BG: Tensor) -> Tensor:
-        """Scale and shift the memory; without ``film`` it stays as it is.
-
-        Args:
-            memory_BND: Output of the encoder.
-            posterior_BG: Probabilities of the groups for each image.
-        """
+        """Scale and shift the encoder's output; unchanged without ``film``."""
         if self.scale_GD is None or self.shift_GD is None:
             return memory_BND
         scale_B1D = 1.0 + _mixed(posterior_BG, self.scale_GD)
@@ -113,5 +80,5 @@ class DatasetConditioning(nn.Module):
 
 
 def _mixed(posterior_BG: Tensor, rows_GD: Tensor) -> Tensor:
-    """Mean of the groups' rows for each image, as (B, 1, D)."""
+    """Return the posterior-weighted mean of the groups' rows, (B, 1, D)."""
     return (posterior_BG @ rows_GD).unsqueeze(1)

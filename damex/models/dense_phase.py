@@ -1,9 +1,9 @@
-"""Sparse upcycling inside one training: an FFN that becomes experts on the way.
+"""Sparse upcycling within one training: FFNs that become experts on the way.
 
 Komatsuzaki et al. 2023, arXiv 2212.05055. The parameters are those of the experts from
-the start. In the dense phase one expert of each bank is the FFN, and the others get
-zero gradients; at its end all experts become copies of that one, moments of the
-optimiser included (appendix B.6 of the paper).
+the start. In the dense phase one expert of each bank acts as the FFN, and the others
+get zero gradients; at its end all become copies of it, optimizer moments included
+(appendix B.6 of the paper).
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ from damex.moe import FFNExperts, copy_expert_to_all
 if TYPE_CHECKING:
     from damex.models.blocks import MoEFFN
 
-DENSE_EXPERT = 0  # the one that stands for the FFN
+DENSE_EXPERT = 0  # acts as the FFN
 FLAG = "dense_phase.flag"  # in the state dict of a block
 
 
 class DensePhase(nn.Module):
-    """Whether a block is a dense FFN still.
-
-    A checkpoint has to say it, or nobody could tell what to predict with: it is a
-    buffer.
+    """Whether a block is still a dense FFN; a buffer, as checkpoints must store it.
 
     Attributes:
-        is_open: The same on the host, as reading a buffer would stall a GPU.
+        is_open: The flag on the host, as reading the buffer would synchronize a GPU.
     """
 
     flag: Tensor
@@ -44,7 +41,7 @@ class DensePhase(nn.Module):
         self.is_open = True
 
     def close(self) -> None:
-        """End it; it never opens again."""
+        """End the dense phase for good."""
         self.flag.fill_(False)
         self.is_open = False
 
@@ -56,17 +53,12 @@ class DensePhase(nn.Module):
 class InRunUpcycling:
     """Ends the dense phase of a detector's blocks at an iteration of the training.
 
-    While it lasts, routers need no gradient: they keep their first weights, and no
-    optimiser has state for them. With several processes that takes
-    ``find_unused_parameters=True``, which
-    :class:`damex.engine.runner.MixtureRunner` sets.
-
-    Args:
-        config: How long it lasts.
-        blocks: Each with a dense phase.
+    Until then routers need no gradient: they keep their initial weights, without
+    optimizer state. With several processes this needs ``find_unused_parameters=True``,
+    set by :class:`damex.engine.runner.MixtureRunner`.
 
     Raises:
-        ConfigError: If the experts are no FFNs.
+        ConfigError: If the experts are not FFNs.
     """
 
     def __init__(self, config: UpcyclingConfig, blocks: Sequence[MoEFFN]) -> None:
@@ -82,25 +74,16 @@ class InRunUpcycling:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the detector is dense still."""
+        """Whether the detector is still dense."""
         return any(block.is_dense for block in self.blocks)
 
     def begin_step(
         self, *, iteration: int, max_iters: int, optimizer: Optimizer | None
     ) -> int:
-        """Make experts of the FFNs if this is the time.
+        """Turn the FFNs into experts once the dense phase is over; return its length.
 
-        The blocks know whether that is done, and it is in their checkpoints. So it is
-        done once, whether or not the training is cut, and experts that are loaded stay
-        experts.
-
-        Args:
-            iteration: From 0.
-            max_iters: Iterations of the whole training.
-            optimizer: That of the training; None for a detector that is not trained.
-
-        Returns:
-            The first iteration with experts.
+        The blocks store whether this is done, in checkpoints, too: it happens once even
+        if the training is interrupted, and loaded experts stay experts.
 
         Raises:
             ConfigError: If the training ends before the dense phase does.
@@ -115,7 +98,7 @@ class InRunUpcycling:
         return start
 
     def _freeze_routers(self) -> None:
-        """Let only those parts of open blocks learn that are computed."""
+        """Freeze the parts of open blocks that are not computed."""
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen = [

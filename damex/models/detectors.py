@@ -1,4 +1,4 @@
-"""mmdet's DETR family with mixture-of-experts layers: one line per detector."""
+"""mmdet's DETR family with mixture-of-experts layers: one class per detector."""
 
 from __future__ import annotations
 
@@ -60,34 +60,27 @@ else:
 
 
 class RoutedDetector(_Detector):
-    """Mixin that puts experts into a DETR of mmdet and threads the routing context.
+    """Mixin that adds experts to a DETR of mmdet and opens the routing context.
 
-    It stands before a detector class of mmdet in the list of bases and changes no
-    computation of it: FFNs are replaced after the detector is built, and each public
-    step runs inside of a routing step.
+    Precedes the mmdet class in the bases and changes none of its computation: FFNs are
+    replaced after the detector is built, and each public step runs in a routing step.
 
     Args:
-        *args: As for the mmdet detector.
         moe: See :class:`damex.models.config.MoEConfig`; None keeps the detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
-        ignore_unannotated_classes: Whether classes that the dataset of an image does
-            not annotate are left out of the training on it, instead of being negatives.
-        label_prior: See :mod:`damex.models.dataset_awareness`, as for the next two.
-        dataset_head: See there.
-        dataset_conditioning: See there.
+        ignore_unannotated_classes, label_prior, dataset_head, dataset_conditioning: See
+            :class:`damex.models.dataset_awareness.DatasetAwarenessConfig`.
         label_coverage: See :class:`damex.models.label_prior.LabelCoverage`; filled in
-            from the mixture where one of the last four asks for it.
-        **kwargs: As for the mmdet detector. ``encoder.num_cp`` and ``decoder.num_cp``
-            are the numbers of layers to recompute in the backward pass, to save memory.
+            from the mixture if dataset awareness needs it.
+        **kwargs: Arguments of the mmdet detector. ``encoder.num_cp`` and
+            ``decoder.num_cp`` are the numbers of layers with activation checkpointing.
 
     Attributes:
-        routing: What its layers share during a forward pass.
-        chooses_queries_by_class: Whether it can be aware of datasets: DINO can.
-        awareness: What it does with the dataset of an image, beside experts.
-        counts_tokens: Whether predictions tell where their tokens went; off, as it
-            takes time, until :class:`damex.engine.schedule.TrainingStepHook` or a
-            caller wants it.
-        tally: What the routers choose in training is added to it; None for nothing.
+        chooses_queries_by_class: Whether dataset awareness is supported (by DINO).
+        counts_tokens: Whether predictions report where their tokens went. Off, as it
+            takes time; set by :class:`damex.engine.schedule.TrainingStepHook` or a
+            caller.
+        tally: Collects the routers' choices in training; None for nothing.
     """
 
     chooses_queries_by_class = False
@@ -127,7 +120,7 @@ class RoutedDetector(_Detector):
         checkpoint_layers(self, num_cp, context=self.routing)
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
-        """Replace layers by experts, or gate their channels, and say so."""
+        """Insert experts or gates, and log the report."""
         report: InsertionReport | ChannelReport
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
         if moe.channels is not None:
@@ -150,11 +143,11 @@ class RoutedDetector(_Detector):
 
     @property
     def trains_in_stages(self) -> bool:
-        """Whether some parameters are not trained in each step."""
+        """Whether some steps do not train all parameters."""
         return self._warmup is not None or self.upcycling is not None
 
     def resolved_moe(self) -> dict[str, Any]:
-        """The ``moe`` tree with its defaults, as plain dicts; empty if it is dense."""
+        """Return the ``moe`` tree with defaults as plain dicts; empty if dense."""
         return {} if self._moe is None else self._moe.resolved()
 
     def begin_step(
@@ -162,17 +155,12 @@ class RoutedDetector(_Detector):
     ) -> None:
         """Begin a training step; a hook of the trainer calls this before each.
 
-        The schedules of gates begin with the experts, after a dense phase.
-
-        Args:
-            iteration: From 0, by the trainer's count.
-            max_iters: Iterations of the whole training.
-            optimizer: That of the training, whose moments are copied where an FFN
-                becomes experts.
+        Gate schedules start with the experts, after a dense phase. Moments of the
+        optimizer are copied when an FFN becomes experts. Iterations count from 0.
 
         Raises:
-            ConfigError: If the training is shorter than the routers' warm-up or the
-                dense phase.
+            ConfigError: If the training is shorter than the router warm-up or dense
+                phase.
         """
         start = 0
         if self.upcycling is not None:
@@ -187,20 +175,19 @@ class RoutedDetector(_Detector):
             self._warmup.begin_step(self, iteration=iteration, max_iters=max_iters)
 
     def end_step(self) -> None:
-        """End the forward of a training step: gates sum their loads over processes.
+        """End the forward of a training step: sum the gates' loads over processes.
 
-        Before the backward pass, which may compute layers again: that does not count.
+        Called before the backward pass, where recomputed layers must not count.
         """
         for block in moe_blocks(self):
             block.moe.gate.end_step()
 
     def init_weights(self) -> None:
-        """Initialise as mmdet does, then the experts one by one.
+        """Initialize as mmdet does, then the experts one by one.
 
-        mmdet draws with FFNs in the places of their experts (stacked experts it would
-        draw as one matrix, at a wrong scale), and the experts have random numbers of
-        their own; see :mod:`damex.models.initialization`. Experts of the backbone are
-        not drawn again: they may hold pretrained kernels.
+        mmdet draws with FFNs in place of the experts, as stacked experts would get a
+        wrong scale. Backbone experts may hold pretrained kernels and are not drawn
+        again.
         """
         with whole_experts([self]):
             with ffns_in_place(self) as places:
@@ -211,7 +198,7 @@ class RoutedDetector(_Detector):
                     take_draws(block, ffn)
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
-        """Losses of the detector, and ``loss_moe_*`` as the mean over MoE layers."""
+        """Compute the detector's losses and ``loss_moe_*``, means over MoE layers."""
         groups = group_ids_of(batch_data_samples, batch_inputs.device)
         truth = None
         if self.training and counts_foreground(moe_blocks(self)):
@@ -237,12 +224,12 @@ class RoutedDetector(_Detector):
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True
     ) -> list:
-        """Detections; with ``counts_tokens`` samples tell where their tokens went.
+        """Predict detections; with ``counts_tokens``, samples report their routing.
 
-        No dataset id is read here (but for ``moe.oracle``). Where a sample comes from
-        an evaluation's mixture, ``dataset_instances`` are the detections of its
-        dataset's classes alone; where it has ``labels_by_group``, those of the group
-        that it looks like, and ``group_posterior`` how probable each group is.
+        No dataset id is read (except with ``moe.oracle``). Samples of an evaluation
+        mixture get ``dataset_instances``, detections among their dataset's classes;
+        samples with ``labels_by_group`` those of the predicted group, and
+        ``group_posterior``, its probabilities.
         """
         outputs: list[tuple[Tensor, Tensor]] = []
         with (
@@ -260,17 +247,17 @@ class RoutedDetector(_Detector):
     def _forward(
         self, batch_inputs: Tensor, batch_data_samples: list | None = None
     ) -> tuple:
-        """Raw outputs; tokens are routed and channels gated as in a prediction."""
+        """Return raw outputs, routed and gated as in a prediction."""
         with self._predicting_step(batch_inputs, batch_data_samples):
             outputs = super()._forward(batch_inputs, batch_data_samples)
-            if self.awareness is not None:  # mmdet calls its head past all hooks
+            if self.awareness is not None:  # mmdet bypasses forward hooks here
                 outputs = (self.awareness.adjust(outputs[0]), *outputs[1:])
             return outputs
 
     def _predicting_step(
         self, images: Tensor, samples: list | None
     ) -> AbstractContextManager[None]:
-        """A step that knows datasets only where ``moe.oracle`` asks for them."""
+        """Open a step that knows dataset groups only for ``moe.oracle``."""
         groups = None
         if not self.training and any(
             block.moe.group_choice.oracle for block in moe_blocks(self)
@@ -288,7 +275,7 @@ class RoutedDetector(_Detector):
     def _step(
         self, images: Tensor, samples: list | None, **known: Any
     ) -> Iterator[None]:
-        """Open a routing step, with the gates of its images where there are any."""
+        """Open a routing step, with the gates of its images if channels are gated."""
         gates = None
         if self.channel_gating is not None:
             gates = self.channel_gating(images, samples)
@@ -303,7 +290,7 @@ class RoutedDetector(_Detector):
     def forward_encoder(
         self, feat: Tensor, feat_mask: Tensor | None, **kwargs: Any
     ) -> dict:
-        """Run the encoder; padded features are no tokens."""
+        """Run the encoder; padded features are not routed."""
         truth, foreground = self.routing.ground_truth, None
         if truth is not None:
             foreground = encoder_foreground(truth, kwargs["spatial_shapes"])
@@ -315,7 +302,7 @@ class RoutedDetector(_Detector):
     def forward_decoder(
         self, *, query_mask: Tensor | None = None, num_auxiliary: int = 0, **kwargs: Any
     ) -> dict:
-        """Run the decoder; fillers and auxiliary queries are no tokens to count."""
+        """Run the decoder; fillers are not routed, auxiliary queries not counted."""
         count = kwargs["query"].shape[1] - num_auxiliary
         truth, foreground = self.routing.ground_truth, None
         if truth is not None:
@@ -330,11 +317,7 @@ class RoutedDetector(_Detector):
 
 
 def mmdet_class(detector: RoutedDetector) -> type:
-    """The class of mmdet that the mixin stands before.
-
-    Args:
-        detector: Of damex.
-    """
+    """Return the mmdet class that a detector of damex extends."""
     kinds = type(detector).__mro__
     return kinds[kinds.index(RoutedDetector) + 1]
 
@@ -348,7 +331,7 @@ class MoEDINO(RoutedDetector, DINO):
     def pre_decoder(
         self, memory: Tensor, memory_mask: Tensor | None, **kwargs: Any
     ) -> tuple[dict, dict]:
-        """Prepare the decoder's queries; filled-up denoising queries are no tokens."""
+        """Prepare the decoder's queries; denoising fillers are masked out."""
         aware = self.awareness
         if aware is not None:
             memory = aware.condition_memory(memory, memory_mask, self.routing.records)
@@ -364,14 +347,13 @@ class MoEDINO(RoutedDetector, DINO):
 class MoEDDQDETR(RoutedDetector, DDQDETR):
     """DDQ DETR (Zhang et al. 2023) with experts.
 
-    In training DDQ decodes a second, denser set of queries for an auxiliary loss, and
-    no other query sees these. They pass the experts as they pass the FFN of a dense
-    detector, or the loss would be that of another network, but in a call of their own:
-    routing losses and metrics are about the queries of which detections are made.
+    In training DDQ decodes a second, denser set of queries for an auxiliary loss. They
+    pass the experts as they would pass the dense FFN, but in a separate call: routing
+    losses and metrics cover only the queries that produce detections.
     """
 
     def pre_decoder(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
-        """Prepare the decoder's queries; fillers are no tokens."""
+        """Prepare the decoder's queries; fillers are masked out."""
         inputs, head_inputs = super().pre_decoder(*args, **kwargs)
         inputs["query_mask"] = real_query_mask(inputs["query"])
         meta = head_inputs.get("dn_meta")

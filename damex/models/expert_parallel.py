@@ -1,4 +1,4 @@
-"""``moe.expert_parallel``: a detector's experts spread over processes."""
+"""``moe.expert_parallel``: a detector's experts sharded over processes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,14 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def spread_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -> str:
-    """Leave each process its own experts, where the config asks for that.
+    """Keep only this process's experts, if the config asks for expert parallelism.
 
-    All processes call this together. Until here each has drawn all experts, so that
-    they start as those of a single process do.
-
-    Args:
-        config: What the detector asks for.
-        blocks: All blocks with experts, changed in place.
-
-    Returns:
-        Who has which experts, in words; empty where each process has all of them.
+    All processes call this together, after each has drawn all experts, so that they
+    start as in a single process. Returns the layout in words; empty if not sharded.
 
     Raises:
         ConfigError: If there are too few processes, numbers do not divide, or an option
-            does not work with experts of other processes.
+            does not support sharded experts.
     """
     size = config.expert_parallel
     if size == 1:
@@ -87,7 +80,7 @@ def _spread(moe: MoELayer, shards: ExpertShards, size: int) -> None:
 
 
 def _check_processes(size: int) -> None:
-    """Refuse too few processes, or a number that is no multiple."""
+    """Reject too few processes, or a number that is not a multiple."""
     start = (
         f"start {size} processes, or a multiple of that, with torchrun "
         f"--nproc_per_node={size} tools/train.py CONFIG --launcher pytorch"

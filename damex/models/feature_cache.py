@@ -1,4 +1,4 @@
-"""FeatureCache: what frozen layers made of an image, kept for its next epoch.
+"""FeatureCache: outputs of frozen layers, kept in memory for the next epoch.
 
 Axes: B images, C channels, H rows, W columns.
 """
@@ -14,26 +14,19 @@ from torch import Tensor, nn
 
 from damex.errors import ConfigError
 
-ADMITTED = 8  # one in so many new images enters a full cache
-RARE = 0.1  # share of images from the cache below which the report says why
+ADMITTED = 8  # a full cache admits one in this many new images
+RARE = 0.1  # hit rate below which the report explains why
 
 
 class FeatureCache:
-    """Feature maps of images in memory, up to a size.
+    """Feature maps of images in memory, up to ``size_mib`` per process.
 
-    A training shows each image once per epoch in a new order. Were every new image let
-    in, a full cache would forget most images shortly before they come again: with room
-    for half of them, 15 % are found. So a full cache lets one in eight in, for the one
-    not used for longest, and 43 % are found; what no longer comes leaves within some
-    epochs all the same (bimodal insertion: Qureshi et al., "Adaptive Insertion Policies
-    for High Performance Caching", ISCA 2007).
-
-    An image is known by the hash of its pixels as the layers see them, so flips, sizes
-    and padding need no care. Copies and pickles of a cache are empty.
-
-    Args:
-        size_mib: Largest size in MiB. Each process has a cache of its own, on the
-            device of the images.
+    If every new image were admitted, a full cache would evict most images shortly
+    before they recur in the next epoch: with room for half of them, 15 % are found. So
+    a full cache admits one in eight, evicting the least recently used, and 43 % are
+    found (bimodal insertion: Qureshi et al., ISCA 2007). The key is the hash of the
+    pixels that the layers see, so flips, sizes and padding need no care. Copies and
+    pickles of a cache are empty.
     """
 
     def __init__(self, size_mib: float) -> None:
@@ -48,7 +41,7 @@ class FeatureCache:
 
     @property
     def mib(self) -> float:
-        """Size of what is kept, in MiB."""
+        """Current size in MiB."""
         return self._bytes / 2**20
 
     @torch.no_grad()
@@ -58,16 +51,11 @@ class FeatureCache:
         compute: Callable[[Tensor], Sequence[Tensor]],
         frozen: Sequence[nn.Module],
     ) -> list[Tensor]:
-        """Take the features of known images from memory and compute the others'.
+        """Return the features of all images, detached and in new memory.
 
-        Args:
-            images_BCHW: What ``compute`` is given, or some images of it.
-            compute: Makes the features, of which the first axis is B.
-            frozen: All that ``compute`` uses. The cache starts anew when one of their
-                parameters or buffers changes.
-
-        Returns:
-            What ``compute`` makes of all images, without a graph, in new memory.
+        ``compute`` is called with the images that are not cached. The cache is cleared
+        when the parameters or buffers of ``frozen``, the modules behind ``compute``,
+        change.
 
         Raises:
             ConfigError: If a parameter of ``frozen`` is trained.
@@ -77,7 +65,7 @@ class FeatureCache:
         entries = [self._find(key) for key in keys]
         missed = [number for number, one in enumerate(entries) if one is None]
         if missed:
-            # Indexing copies, and the whole batch needs no copy.
+            # Indexing copies; avoid it for the whole batch.
             whole = len(missed) == len(keys)
             features = compute(images_BCHW if whole else images_BCHW[missed])
             for row, number in enumerate(missed):
@@ -90,7 +78,7 @@ class FeatureCache:
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def report(self) -> str:
-        """How many images were found, in one line; empty where it was not used."""
+        """Return the hit rate in one line; empty if the cache was not used."""
         if not self._images:
             return ""
         share = self._hits / self._images
@@ -119,7 +107,7 @@ class FeatureCache:
                     )
                 weights.append(parameter)
             weights.extend(module.buffers())
-        # Each change in place, such as loading a state dict, counts the version up.
+        # In-place changes, such as loading a state dict, increment the version.
         now = [(one.data_ptr(), one._version) for one in weights]
         if now != self._weights:
             self._entries.clear()
@@ -147,7 +135,7 @@ class FeatureCache:
 
 
 def reports(model: nn.Module) -> Iterator[str]:
-    """The reports of all caches in a model that were used."""
+    """Yield the reports of all caches in a model that were used."""
     for module in model.modules():
         cache = getattr(module, "feature_cache", None)
         if isinstance(cache, FeatureCache) and (line := cache.report()):
@@ -155,7 +143,7 @@ def reports(model: nn.Module) -> Iterator[str]:
 
 
 def _keys(images_BCHW: Tensor) -> list[bytes]:
-    """A hash of each image and of what else decides about its features."""
+    """Hash each image together with all else that affects its features."""
     device = images_BCHW.device.type
     mixed = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     about = f"{tuple(images_BCHW.shape[1:])} {images_BCHW.dtype} {mixed}".encode()

@@ -1,8 +1,8 @@
-"""Initial weights: what is not an expert starts as in the dense detector of that seed.
+"""Initial weights: everything but the experts starts as in the dense detector.
 
-Two trainings with one seed, with experts and without, then differ by the experts alone:
-weights, order of images and noise of denoising queries are the same at the start. It
-makes their difference less noisy, as the first weights rule much of a short training.
+Two trainings with one seed, with and without experts, then differ by the experts alone:
+weights, image order and denoising noise start the same. This makes their difference
+less noisy, as initial weights matter much in short trainings.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from damex.models.upcycling import dense_keys
 
 @contextmanager
 def own_random_stream(seed: int | None = None) -> Iterator[None]:
-    """Random numbers of their own; torch's streams go on as if none had been drawn.
-
-    Args:
-        seed: Where they start; by default it follows from the CPU's stream.
-    """
+    """Use a separate random stream, by default seeded from the CPU's, then restore."""
     # torch.manual_seed would also reseed GPUs, now or when CUDA is first used.
     generators = [torch.default_generator, *torch.cuda.default_generators]
     states = [generator.get_state() for generator in generators]
@@ -43,15 +39,9 @@ def own_random_stream(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
-    """Put new FFNs into the places of the MoE blocks for a while.
+    """Temporarily replace the MoE blocks by new FFNs; yield each block with its FFN.
 
-    What is drawn for the detector meanwhile is drawn as for a dense one.
-
-    Args:
-        detector: Of mmdet, with or without experts.
-
-    Yields:
-        Each block with its FFN.
+    Weights drawn meanwhile are drawn as for a dense detector.
     """
     layers: list[Any] = [
         m for m in detector.modules() if isinstance(getattr(m, "ffn", None), MoEFFN)
@@ -73,7 +63,7 @@ def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
 
 @torch.no_grad()
 def _ffn_for(block: MoEFFN, config: Mapping[str, Any]) -> FFN:
-    """An FFN as that which a block replaced was at first, on the block's device."""
+    """Build an FFN like the one that a block replaced, on the block's device."""
     ffn = FFN(**config).to(next(block.parameters()).device)
     for layer, bias in zip(
         (ffn.layers[0][0], ffn.layers[1]), block.dense_biases, strict=True
@@ -84,15 +74,11 @@ def _ffn_for(block: MoEFFN, config: Mapping[str, Any]) -> FFN:
 
 @torch.no_grad()
 def take_draws(block: MoEFFN, dense: FFN) -> None:
-    """Give the weights that were drawn for an FFN to what stands for it in a block.
+    """Copy freshly drawn FFN weights to the part of a block that replaces the FFN.
 
-    That is the shared expert, the FFN that fine-grained experts are cut from, or the
-    expert of a dense phase. Experts that are FFNs of their own keep their draws, and
-    so does what has another width or an initialiser of its own.
-
-    Args:
-        block: Changed in place.
-        dense: The FFN.
+    This is the shared expert, the FFN that fine-grained experts are cut from, or the
+    expert of a dense phase. Plain experts keep their draws, as do parts of another
+    width or with a custom initializer.
     """
     moe: Any = block.moe
     if getattr(moe.experts, "init_std", None) is not None:

@@ -1,4 +1,4 @@
-"""Insertion: replace blocks of a built mmdet detector by experts."""
+"""Replace blocks of a built mmdet detector by experts."""
 
 from __future__ import annotations
 
@@ -40,22 +40,13 @@ def insert_moe(
 ) -> InsertionReport:
     """Replace the FFNs of chosen transformer layers by MoE blocks.
 
-    Experts that convolve patches replace convolutions of a ResNet instead.
-
-    Args:
-        detector: A built detector with ``encoder.layers`` and ``decoder.layers``.
-        config: What it asks for.
-        context: What the blocks read and write during a forward pass.
-        num_groups: Number of dataset groups; None outside of a mixture.
-
-    Returns:
-        What was replaced.
+    Patch-convolution experts replace convolutions of a ResNet instead. ``num_groups``
+    is None outside of a mixture.
 
     Raises:
-        ConfigError: If a layer does not exist or has no FFN, a module cannot be built,
-            works with groups and there are more of them than experts, denoising
-            queries would compete with others, or experts cannot be spread over
-            processes as it asks.
+        ConfigError: If a layer does not exist or has no FFN, a module cannot be built
+            or needs groups that outnumber the experts, denoising queries would compete
+            with others, or experts cannot be sharded as configured.
     """
     insert = _insert_patch_convs if _uses_patches(config) else _insert_ffns
     layers = tuple(insert(detector, config, context=context, num_groups=num_groups))
@@ -71,12 +62,12 @@ def insert_moe(
 
 
 def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
-    """The MoE blocks of a detector in the order of computation."""
+    """Return the MoE blocks of a detector in the order of computation."""
     return [m for m in detector.modules() if isinstance(m, (MoEFFN, MoEPatchConv))]
 
 
 def _dataset_notes(moe: MoELayer) -> tuple[str, ...]:
-    """Says it where a loss teaches what the gate cannot do."""
+    """Warn if a loss teaches what the gate cannot do."""
     if moe.group_experts_GE is None:
         return ()
     k, fewest = getattr(moe.gate, "k", 1), int(moe.group_experts_GE.sum(1).min())
@@ -91,9 +82,9 @@ def _dataset_notes(moe: MoELayer) -> tuple[str, ...]:
 
 
 def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
-    """Says it where each expert has the same load whatever the router does."""
+    """Warn if each expert has the same load independently of the router."""
     balance = [loss for loss in moe.losses if isinstance(loss, LoadBalanceLoss)]
-    if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a part of the tokens
+    if isinstance(moe.gate, ExpertChoiceGate):  # uneven on a subset of tokens
         balance = [loss for loss in balance if loss.tokens == "all"]
     elif not isinstance(moe.gate, DenseSoftmaxGate):
         return ()
@@ -106,7 +97,7 @@ def _balance_notes(moe: MoELayer) -> tuple[str, ...]:
 
 
 def _group_choice_notes(moe: MoELayer) -> Iterator[str]:
-    """Says it where users would be misled, or a router learns nothing."""
+    """Warn about misleading scores, and about routers that learn nothing."""
     choice = moe.group_choice
     if choice.oracle:
         yield (
@@ -135,15 +126,12 @@ def _group_choice_notes(moe: MoELayer) -> Iterator[str]:
 def _check_denoising(
     detector: nn.Module, blocks: Iterable[MoEFFN | MoEPatchConv]
 ) -> None:
-    """Refuse gates that would let denoising queries push out matching ones.
-
-    Denoising queries are made of the ground truth. DINO's attention mask hides them
-    from the matching queries, but experts that choose among all tokens of an image
-    would choose among both, and at test time there are no denoising queries.
-    """
+    """Reject gates where denoising queries push out matching ones, in training only."""
     if getattr(detector, "dn_query_generator", None) is None:
         return
     for block in blocks:
+        # DINO's attention mask hides denoising queries, made of the ground truth, but
+        # experts that choose among all tokens of an image see both kinds.
         in_decoder = block.name.startswith("decoder.")
         if in_decoder and isinstance(block.moe.gate, ExpertChoiceGate):
             raise ConfigError(
@@ -156,11 +144,7 @@ def _check_denoising(
 
 
 def counts_foreground(blocks: Iterable[MoEFFN | MoEPatchConv]) -> bool:
-    """Whether any routing loss asks which tokens are foreground.
-
-    Args:
-        blocks: The MoE blocks of a detector.
-    """
+    """Whether any routing loss of the blocks is about foreground tokens."""
     losses = [loss for block in blocks for loss in block.moe.losses]
     return any(loss.tokens == "foreground" for loss in losses)
 
@@ -168,7 +152,7 @@ def counts_foreground(blocks: Iterable[MoEFFN | MoEPatchConv]) -> bool:
 def _check_foreground(
     detector: nn.Module, blocks: Iterable[MoEFFN | MoEPatchConv]
 ) -> None:
-    """Refuse losses on foreground tokens where nobody knows which these are."""
+    """Reject foreground losses for detectors without reference points."""
     if not counts_foreground(blocks):
         return
     if any(isinstance(block, MoEPatchConv) for block in blocks):
@@ -191,7 +175,7 @@ def _insert_ffns(
     context: RoutingContext,
     num_groups: int | None,
 ) -> Iterator[InsertedLayer]:
-    """Replace the FFNs that the config chooses."""
+    """Replace the FFNs that the config selects."""
     for component, numbers in config.layers.chosen.items():
         for name, layer in chosen_layers(detector, component, numbers):
             dense = layer.ffn
@@ -217,7 +201,7 @@ def _insert_ffns(
 def _build_ffn_experts(
     config: MoEConfig, dense: FFN, num_groups: int | None
 ) -> tuple[MoELayer, SplitStart | None]:
-    """A MoE layer with the width, activation and dropout of the FFN it replaces."""
+    """Build a MoE layer with the width, activation and dropout of the FFN."""
     fine, width, split = config.fine_grained, dense.feedforward_channels, None
     shared_width = routed_width = width
     if fine is not None:
@@ -246,15 +230,11 @@ def _build_ffn_experts(
 def take_closing_norm(layer: nn.Module, name: str) -> nn.Module:
     """Take the norm after the feed-forward block out of a transformer layer.
 
-    An identity stays in its place. When a checkpoint of the untouched layer is loaded,
-    the weights of its closing norm become those of the block's own norm.
-
-    Args:
-        layer: A layer of mmdet with ``norms``, the last of which follows ``ffn``.
-        name: Of the layer, for the message.
+    It is replaced by an identity. Weights of the closing norm in a checkpoint of the
+    untouched layer are loaded into the block's own norm.
 
     Raises:
-        ConfigError: If the layer has no such norm.
+        ConfigError: If the layer does not end with a norm in its list ``norms``.
     """
     norms = getattr(layer, "norms", None)
     if not isinstance(norms, nn.ModuleList) or isinstance(norms[-1], nn.Identity):
@@ -269,7 +249,7 @@ def take_closing_norm(layer: nn.Module, name: str) -> nn.Module:
 
 
 def _uses_patches(config: MoEConfig) -> bool:
-    """Whether the experts convolve patches, and so belong into the backbone."""
+    """Whether the experts convolve patches, and so belong in the backbone."""
     module, chosen = module_class(config.experts), config.layers.chosen
     kind = config.experts["type"]
     if not (inspect.isclass(module) and issubclass(module, PatchConvExperts)):
@@ -305,7 +285,7 @@ def _insert_patch_convs(
     context: RoutingContext,
     num_groups: int | None,
 ) -> Iterator[InsertedLayer]:
-    """Replace the convolutions of a ResNet that the config chooses."""
+    """Replace the convolutions of a ResNet that the config selects."""
     for name, residual in conv_sites(detector, config.layers.backbone):
         conv = residual.conv2
         channels = dict(in_channels=conv.in_channels, out_channels=conv.out_channels)
@@ -324,7 +304,7 @@ def _insert_patch_convs(
 
 @dataclass(frozen=True)
 class InsertedLayer:
-    """One replaced block: where and what it was, and what it costs now."""
+    """One replaced block: its place, the dense module and the parameters."""
 
     name: str
     dense: str
@@ -335,12 +315,11 @@ class InsertedLayer:
 
 @dataclass(frozen=True)
 class InsertionReport:
-    """Every replaced block.
+    """Every replaced block, in the order of computation.
 
     Attributes:
-        layers: In the order of computation.
-        notes: What works but is hardly meant, each in a sentence.
-        layout: Which process has which experts; empty where each has all.
+        notes: Warnings about settings that work but are probably unintended.
+        layout: Which process has which experts; empty if each has all.
     """
 
     layers: tuple[InsertedLayer, ...]

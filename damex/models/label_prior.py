@@ -1,4 +1,4 @@
-"""From "which dataset does this image look like" to its classes: a mask and a prior.
+"""From the predicted dataset of an image to its classes: a mask and a prior.
 
 Axes: B images, C classes, S datasets, G dataset groups, V tokens, E experts.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from damex.moe import RoutingRecord
 
-# The sigmoid of it is 0 in every floating type, and so are the focal loss and its
-# gradient there. float16 can hold it; minus infinity would turn 0 * inf into NaN.
+# Its sigmoid, focal loss and gradient are 0 in every floating type. float16 can
+# represent it; minus infinity would turn 0 * inf into NaN.
 IGNORED_LOGIT = -1e4
 
 
@@ -23,8 +23,8 @@ class LabelCoverage:
     """Which classes the datasets of a mixture annotate.
 
     Attributes:
-        labels: For each dataset the labels that it annotates.
-        groups: For each dataset the number of its group.
+        labels: Annotated labels of each dataset.
+        groups: Group number of each dataset.
     """
 
     labels: Sequence[Sequence[int]]
@@ -36,14 +36,14 @@ class LabelCoverage:
         return max(self.groups) + 1
 
     def by_dataset(self, num_classes: int) -> Tensor:
-        """Bool tensor (S, C), True where a dataset annotates a class."""
+        """Return a bool tensor (S, C), True where a dataset annotates a class."""
         annotated_SC = torch.zeros(len(self.labels), num_classes, dtype=torch.bool)
         for annotated_C, labels in zip(annotated_SC, self.labels, strict=True):
             annotated_C[list(labels)] = True
         return annotated_SC
 
     def by_group(self, num_classes: int) -> Tensor:
-        """Bool tensor (G, C), True where any dataset of a group annotates a class."""
+        """Return a bool tensor (G, C), True where any dataset of a group annotates."""
         annotated_GC = torch.zeros(self.num_groups, num_classes, dtype=torch.bool)
         for group, labels in zip(self.groups, self.labels, strict=True):
             annotated_GC[group, list(labels)] = True
@@ -51,27 +51,19 @@ class LabelCoverage:
 
 
 def unannotated_classes(dataset_ids_B: Tensor, annotated_SC: Tensor) -> Tensor:
-    """Classes that the dataset of an image does not annotate.
+    """Return a mask (B, C) of the classes that an image's dataset does not annotate.
 
-    Args:
-        dataset_ids_B: Dataset of each image, -1 where unknown.
-        annotated_SC: True where a dataset annotates a class.
-
-    Returns:
-        Bool tensor (B, C). Of an unknown dataset: none.
+    Dataset ids are -1 where unknown, which masks nothing.
     """
     known_B1 = (dataset_ids_B >= 0).unsqueeze(1)
     return ~annotated_SC[dataset_ids_B.clamp(min=0)] & known_B1
 
 
 def ignore_classes(logits: Tensor, unannotated_BC: Tensor) -> Tensor:
-    """Take classes out of the loss, the matching and the selection of queries.
+    """Remove classes from the loss, the matching and the selection of queries.
 
-    The dataset-aware focal loss of Yao et al. (2020, arXiv 2001.04621), at the scores.
-
-    Args:
-        logits: Scores (..., B, queries, C).
-        unannotated_BC: True for the classes to ignore in an image.
+    The dataset-aware focal loss of Yao et al. (2020, arXiv 2001.04621), applied to
+    logits (..., B, queries, C).
     """
     return logits.masked_fill(unannotated_BC.unsqueeze(1), IGNORED_LOGIT)
 
@@ -79,41 +71,30 @@ def ignore_classes(logits: Tensor, unannotated_BC: Tensor) -> Tensor:
 def class_log_prior(
     posterior_BG: Tensor, annotated_GC: Tensor, *, floor: float
 ) -> Tensor:
-    """Log of the probability that an image's dataset annotates a class.
+    """Return the log probability (B, C) that an image's dataset annotates a class.
 
-    Args:
-        posterior_BG: Probabilities of the dataset groups for each image.
-        annotated_GC: True where a group annotates a class.
-        floor: The least probability of a class; 0 shuts classes out altogether.
-
-    Returns:
-        Tensor (B, C), at most 0; 0 for a class that all groups annotate.
+    ``floor`` is the minimum probability of a class; 0 excludes classes entirely.
+    Classes that all groups annotate get exactly 0.
     """
     prior_BC = posterior_BG @ annotated_GC.to(posterior_BG.dtype)
     prior_BC = prior_BC.clamp(min=floor, max=1.0)  # sums of floats may exceed 1
-    # Exact where every group annotates the class, whatever the sum was rounded to.
+    # Exact if every group annotates the class, despite rounding of the sum.
     return prior_BC.log().masked_fill(annotated_GC.all(dim=0), 0.0)
 
 
 def router_posterior(record: RoutingRecord) -> Tensor:
-    """What the router of a layer says about the dataset groups of the images.
+    """Return a router's mean probabilities of the dataset groups, float32 (B, G).
 
-    A token's probability of a group is the sum over the group's experts. Groups that
-    share experts are rescaled to a sum of 1.
-
-    Args:
-        record: With ``group_experts_GE``.
-
-    Returns:
-        Mean over the real tokens of each image, float32 (B, G).
+    A token's probability of a group is the sum over the group's experts, normalized if
+    groups share experts; the mean is over an image's real tokens.
 
     Raises:
-        ValueError: If the layer does not know the experts of the groups.
+        ValueError: If the layer has no map of dataset groups.
     """
     if record.group_experts_GE is None:
         raise ValueError("router_posterior: the layer has no map of dataset groups")
     probs_VG = record.probs_VE @ record.group_experts_GE.T.to(record.probs_VE.dtype)
-    # Experts of no group may take all of it; then nothing is known of the token.
+    # Experts of no group may take all probability; the group is then unknown.
     probs_VG = probs_VG.clamp_min(torch.finfo(probs_VG.dtype).tiny)
     probs_VG = probs_VG / probs_VG.sum(dim=1, keepdim=True)
     sums_BG = record.packing.unpack(probs_VG).sum(dim=1)

@@ -1,8 +1,8 @@
-"""Which parameter of an earlier detector the moments of each parameter come from.
+"""Optimizer moments of a detector whose experts start from an earlier detector.
 
-An optimiser keeps tensors of a parameter's own shape, such as Adam's two moments. Where
+Optimizers keep tensors of a parameter's shape, such as Adam's two moments. Where
 experts start as a dense FFN they follow its weights (Komatsuzaki et al. 2023, arXiv
-2212.05055, appendix B.6: with them, vision models start better).
+2212.05055, appendix B.6: vision models start better with them).
 
 Axes: D model width, H hidden width of the FFN, h of a part of it, P parts, E experts.
 """
@@ -38,9 +38,9 @@ class Origin:
     """Where a parameter's moments come from.
 
     Attributes:
-        source: The name of the earlier parameter.
-        convert: Its moment, and whether that is one of squared gradients -> that of
-            this parameter.
+        source: Name of the earlier parameter.
+        convert: Maps its moment to that of this parameter; the flag is True for a
+            moment of squared gradients.
     """
 
     source: str
@@ -48,14 +48,10 @@ class Origin:
 
 
 def moment_origins(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Origin]:
-    """Find the origin of every parameter of a detector.
+    """Find the origin of every parameter of a detector, by name.
 
-    Args:
-        model: The detector that starts from the state dict.
-        state: That of the earlier detector.
-
-    Returns:
-        Origins by name. Most are a parameter of the same name, which need not exist.
+    Most are a parameter of the same name, which need not exist in ``state``, the state
+    dict of the earlier detector.
     """
     found = {name: Origin(name) for name, _ in model.named_parameters()}
     for name, module in model.named_modules():
@@ -87,7 +83,7 @@ def _expert_origins(
     found = {}
     for name, key in dense_keys(block.state_dict(), prefix).items():
         for bank in (ROUTED, SHARED):
-            # Without a shared expert, an FFN's tensor, or a bias that learns: none.
+            # Missing: no shared expert, no such FFN tensor, or an untrained bias.
             if bank + name in tensors and bank + name in own:
                 convert = partial(
                     _of_experts, name=name, cut=_cut_of(block, bank, name)
@@ -98,19 +94,12 @@ def _expert_origins(
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which part of an FFN the experts of a bank are.
+    """Which part of an FFN the experts of a bank are."""
 
-    Attributes:
-        units: Their hidden units.
-        parts: Into how many parts these are cut.
-        copies: How many experts have each part.
-        is_muted: Whether the tensor starts at zero.
-    """
-
-    units: slice
-    parts: int
-    copies: int
-    is_muted: bool
+    units: slice  # their hidden units
+    parts: int  # number of parts that these are cut into
+    copies: int  # experts with each part
+    is_muted: bool  # whether the tensor starts at zero
 
 
 def _cut_of(block: MoEFFN, bank: str, name: str) -> _Cut:
@@ -125,7 +114,7 @@ def _cut_of(block: MoEFFN, bank: str, name: str) -> _Cut:
         parts = block.split.parts
         if shared is not None:
             units = slice(shared.expert.hidden_dims, None)
-        zeros = ("b2_ED",)  # the shared expert has all of it
+        zeros = ("b2_ED",)  # the shared expert holds all of it
     return _Cut(
         units,
         parts,
@@ -135,28 +124,21 @@ def _cut_of(block: MoEFFN, bank: str, name: str) -> _Cut:
 
 
 def _of_experts(moment: Tensor, is_second: bool, *, name: str, cut: _Cut) -> Tensor:
-    """A moment of an FFN's tensor for all experts of a bank.
-
-    Parts of a bias, and of a slope, see the gradient of the whole. What starts at zero
-    beside a shared expert has no direction yet, but the gradients that it will see are
-    as large as the FFN's: without its second moment Adam's first steps would be too
-    long.
-    """
-    if name in ("b2_ED", "slope_E1"):
+    """Expand a moment of an FFN's tensor to all experts of a bank."""
+    if name in ("b2_ED", "slope_E1"):  # parts see the gradient of the whole
         parts_P = moment.expand(cut.parts, -1)
     else:
         moment_H = moment.t() if name == "w2_EHD" else moment
         parts_P = _in_parts(moment_H[cut.units], cut.parts, is_second)
         parts_P = parts_P.transpose(1, 2) if name == "w1_EDH" else parts_P
     moment_E = parts_P.repeat(cut.copies, *[1] * (parts_P.dim() - 1))
+    # Tensors that start at zero have no direction yet, but will see gradients as large
+    # as the FFN's: without its second moment Adam's first steps would be too long.
     return torch.zeros_like(moment_E) if cut.is_muted and not is_second else moment_E
 
 
 def _in_parts(moment_H: Tensor, parts: int, is_second: bool) -> Tensor:
-    """Parts along the hidden axis, (P, h, ...).
-
-    A unit that fills a part up has the second moment of its neighbour and no first.
-    """
+    """Split along the hidden axis, (P, h, ...); padding copies second moments only."""
     cuts = moment_H.tensor_split(parts)
     width = len(cuts[0])
     filled = [
@@ -173,6 +155,6 @@ def _copies_of_one(moment_E: Tensor, is_second: bool) -> Tensor:
 
 
 def _slices(moment: Tensor, is_second: bool, *, shape: Any) -> Tensor:
-    """Of a convolution's kernel; one of another size is left for the caller to see."""
+    """Slice the moment of a kernel; one of another size is left for the caller."""
     fits = moment.shape == (shape[0] * shape[1], *shape[2:])
     return moment.reshape(shape) if fits else moment

@@ -1,4 +1,4 @@
-"""What detectors add to mmdet's results: losses, counts, a dataset's own boxes."""
+"""Additions to mmdet's results: routing losses and counts, boxes of a dataset."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from damex.moe import RoutingRecord, dropped_counts, routing_hits, top1_expert
 
 
 def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
-    """Losses of all MoE layers for mmdet's loss dict.
-
-    Args:
-        records: Records of a training step by layer name.
+    """Collect the losses of all MoE layers for mmdet's loss dict.
 
     Returns:
-        ``loss_moe_<name>``: the weighted loss, mean over the layers that have it
-        (as in DAMEX). ``moe_routing_accuracy``: share of tokens whose first
-        expert belongs to their dataset's group, in [0, 1], where groups are known.
-        ``moe_drop_rate``: share of tokens (with k above 1, of token-expert pairs)
-        beyond the capacity of experts, where there is one. A dropped token has no first
-        expert.
+        ``loss_moe_<name>``: weighted loss, mean over the layers that have it (as in
+        DAMEX). ``moe_routing_accuracy``: share of tokens whose first expert belongs to
+        their dataset's group, in [0, 1], if groups are known. ``moe_drop_rate``: share
+        of tokens (with k above 1, of token-expert pairs) beyond the experts' capacity,
+        if limited. A dropped token has no first expert.
     """
     collected: dict[str, list[Tensor]] = {}
     hits, tokens = [], []
@@ -48,14 +44,7 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
 
 
 def count_tokens_BE(record: RoutingRecord) -> Tensor:
-    """Number of tokens of each image that have each expert as their first one.
-
-    Args:
-        record: Record of one layer.
-
-    Returns:
-        Integer tensor (B, E).
-    """
+    """Count the tokens of each image by their first expert."""
     num_images, num_experts = record.packing.num_images, record.num_experts
     expert_V = top1_expert(record)
     image_V = record.packing.spread(torch.arange(num_images, device=expert_V.device))
@@ -66,15 +55,10 @@ def count_tokens_BE(record: RoutingRecord) -> Tensor:
 
 
 def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
-    """Write what the layers did with an image into the metainfo of its data sample.
+    """Write the routing of each image into the metainfo of its data sample.
 
-    Args:
-        samples: Predicted data samples of a batch.
-        records: Records of the step by layer name; none for a dense detector.
-
-    Returns:
-        The same samples. ``routing_counts`` maps layer names to E token counts;
-        ``group_experts`` has the experts of each dataset group, where groups are known.
+    ``routing_counts`` maps layer names to E token counts; ``group_experts`` lists the
+    experts of each dataset group, if known. Dense detectors have no records.
     """
     if not records:
         return samples
@@ -92,7 +76,7 @@ def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
 
 
 def _group_experts(record: RoutingRecord) -> list[list[int]] | None:
-    """Experts of each dataset group, which all layers share."""
+    """Return the experts of each dataset group, the same in all layers."""
     if record.group_experts_GE is None:
         return None
     return [row.nonzero().flatten().tolist() for row in record.group_experts_GE.cpu()]
@@ -101,16 +85,11 @@ def _group_experts(record: RoutingRecord) -> list[list[int]] | None:
 def add_dataset_instances(
     samples: list, outputs: tuple[Tensor, Tensor], head: Any, rescale: bool
 ) -> None:
-    """Add detections of the classes alone that the image's dataset annotates.
+    """Add detections restricted to the classes that the image's dataset annotates.
 
-    A head keeps the best few detections over all classes. Those of other datasets would
-    take their places, so their scores go before it chooses.
-
-    Args:
-        samples: Predicted data samples; those of a mixture name ``annotated_labels``.
-        outputs: Logits (layers, B, queries, classes) and boxes of the head.
-        head: A head of mmdet's DETR family.
-        rescale: As for ``predict``.
+    A head keeps the top detections over all classes, so the scores of other classes are
+    masked before. ``outputs`` are the head's logits (layers, B, queries, classes) and
+    boxes. Samples without ``annotated_labels`` are left as they are.
     """
     if not all("annotated_labels" in sample for sample in samples):
         return

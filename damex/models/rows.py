@@ -1,8 +1,7 @@
-"""Rows: what the first axis of a detector's tensors counts, by name.
+"""Rows: the meaning of the first axis of a detector's tensors, by name.
 
-A row of a classifier belongs to a class, a row of a bank of experts or of a router to
-an expert and so to dataset groups. Two detectors number these in their own ways; names
-say which rows of one are those of another.
+A row of a classifier belongs to a class; a row of a router or a bank of experts to an
+expert and so to dataset groups. Names match rows that detectors number differently.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Owner:
     """What a row belongs to.
 
     Attributes:
-        kind: 'class', 'background', 'object' (the one class of a first stage that only
-            tells objects from background), or 'groups'.
+        kind: 'class', 'background', 'object' (the single class of a first stage that
+            separates objects from background), or 'groups'.
         names: The class, or all dataset groups that the row serves.
         number: Counts rows of the same groups.
     """
@@ -41,12 +40,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class RowNames:
-    """The names behind the numbers of a detector.
-
-    Attributes:
-        classes: In the order of its labels; None where they are not known.
-        groups: Dataset groups in their order; None where they are not known.
-    """
+    """Class and dataset group names of a detector, in order; None if unknown."""
 
     classes: tuple[str, ...] | None = None
     groups: tuple[str, ...] | None = None
@@ -55,16 +49,10 @@ class RowNames:
 def row_owners(
     detector: Any, state: Mapping[str, Tensor], names: RowNames
 ) -> dict[str, tuple[Owner, ...]]:
-    """Whose the rows of a state dict are.
+    """Return the owners of each tensor's rows, for classes, experts and dataset groups.
 
-    Args:
-        detector: A detector of damex of the same kind, of any size.
-        state: Weights by their names.
-        names: The classes and dataset groups of the state dict.
-
-    Returns:
-        For each tensor that has rows of classes, experts or dataset groups their
-        owners. Tensors whose size does not go with the names are left out.
+    Tensors whose size does not match the names are omitted. The detector is of the same
+    kind as the state dict's, but may have another size.
     """
     found = [
         *_classes_and_owners(detector, state, names.classes),
@@ -80,7 +68,7 @@ def row_owners(
 def _classes_and_owners(
     detector: Any, state: Mapping[str, Tensor], classes: Sequence[str] | None
 ) -> Iterator[tuple[str, list[Owner]]]:
-    """Tensors with a row per class."""
+    """Yield tensors with a row per class."""
     starts = tuple(f"bbox_head.{name}." for name in CLASSIFIERS)
     keys = [key for key in state if key.startswith((*starts, LABELS))]
     for key in keys if classes else ():
@@ -90,7 +78,7 @@ def _classes_and_owners(
 def _groups_and_owners(
     detector: Any, state: Mapping[str, Tensor], groups: Sequence[str] | None
 ) -> Iterator[tuple[str, list[Owner]]]:
-    """Tensors with a row per expert or dataset group."""
+    """Yield tensors with a row per expert or dataset group."""
     one_each = [Owner("groups", (name,)) for name in groups or ()]
     for name, module in detector.named_modules():
         prefix = f"{name}.moe."
@@ -113,7 +101,7 @@ def _groups_and_owners(
 
 
 def _declaration(part: Any, name: str) -> tuple[Any, str] | None:
-    """The module that declares the rows of a tensor, and the tensor's name there."""
+    """Return the module that declares a tensor's rows, and the tensor's name there."""
     while not hasattr(part, "expert_rows"):
         child, dot, name = name.partition(".")
         if not dot or not hasattr(part, child):
@@ -123,10 +111,10 @@ def _declaration(part: Any, name: str) -> tuple[Any, str] | None:
 
 
 def check_declared(detector: Any) -> None:
-    """Refuse experts, routers and gates that do not say which rows are whose.
+    """Reject experts, routers and gates of dataset groups with undeclared rows.
 
     Raises:
-        ConfigError: If the experts of datasets are such.
+        ConfigError: If a tensor's rows are not declared.
     """
     for block in filter(has_groups, detector.modules()):
         for field in ("experts", "router", "gate"):
@@ -142,10 +130,7 @@ def check_declared(detector: Any) -> None:
 
 
 def has_groups(module: Any) -> bool:
-    """Whether a module is a MoE block in which datasets are taught their experts.
-
-    In others experts serve whoever comes, and are nobody's.
-    """
+    """Whether a module is a MoE block in which datasets are taught their experts."""
     if not isinstance(module, (MoEFFN, MoEPatchConv)):
         return False
     is_taught = any(loss.needs_groups for loss in module.moe.losses)
@@ -155,9 +140,9 @@ def has_groups(module: Any) -> bool:
 def _class_owners(
     detector: Any, key: str, state: Mapping[str, Tensor], classes: Sequence[str]
 ) -> list[Owner]:
-    """Owners of the rows of classes; a softmax has the background behind them."""
+    """Return owners of class rows; with a softmax, the background comes last."""
     found = [
-        # A name that stands twice belongs to nobody else: which is meant is not known.
+        # A duplicated name is ambiguous, so it matches no other row.
         Owner("class", (name,), row + 1 if classes.count(name) > 1 else 0)
         for row, name in enumerate(classes)
     ]
@@ -171,7 +156,7 @@ def _class_owners(
 
 
 def _expert_owners(mask_GE: Tensor, groups: Sequence[str]) -> list[Owner]:
-    """Owners of experts: the groups that they serve, counted."""
+    """Return the groups that each expert serves, counted."""
     counts: dict[tuple[str, ...], int] = {}
     owners = []
     for served_G in torch.as_tensor(mask_GE).T.tolist():

@@ -1,4 +1,4 @@
-"""Rules for the fields of the ``moe=`` tree: what a value must be."""
+"""Validation rules for the fields of the ``moe=`` tree."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field must be.
+    """Validation rule of a field; ``words`` describe it in messages.
 
-    Attributes:
-        words: That, for the message.
-        is_allowed: Whether a value is that.
-        nested: The dataclass that a dict is read into, if any.
-        type: The type of a dict that names none, if there is one.
+    A dict is read into the dataclass ``nested`` if set, and gets ``type`` by default.
     """
 
     words: str
@@ -26,7 +22,7 @@ class Rule:
 
 
 def is_dict(value: Any) -> bool:
-    """Whether a value is a dict, or a config's."""
+    """Whether a value is a dict or a config's dict."""
     return isinstance(value, Mapping)
 
 
@@ -36,12 +32,12 @@ def are_dicts(value: Any) -> bool:
 
 
 def one_of(*allowed: str) -> Rule:
-    """One of some words."""
+    """Allow the given values."""
     return Rule(f"one of {allowed}", lambda value: value in allowed)
 
 
 def number(words: str, *, below: float) -> Rule:
-    """A number of 0 or more below a limit."""
+    """Allow numbers of 0 or more below a limit."""
     return Rule(
         f"a number {words}",
         lambda value: type(value) in (int, float) and 0.0 <= value < below,
@@ -49,7 +45,7 @@ def number(words: str, *, below: float) -> Rule:
 
 
 def numbers_or(unit: str, *names: str) -> Rule:
-    """A list, of layer numbers for instance, or one of some words."""
+    """Allow a list of numbers, or one of the given names."""
     words = ", ".join(repr(name) for name in names[:-1]) + f" or {names[-1]!r}"
     return Rule(
         f"a list of {unit} numbers, {words}",
@@ -58,12 +54,12 @@ def numbers_or(unit: str, *names: str) -> Rule:
 
 
 def module_of(kind: str) -> Rule:
-    """A dict for a module, by default of that type."""
+    """Allow a dict for a module, with a default type."""
     return Rule(f"a dict with a type, such as dict(type={kind!r})", is_dict, type=kind)
 
 
 def branch(nested: type, example: str) -> Rule:
-    """A dict that is read into a dataclass."""
+    """Allow a dict that is read into a dataclass."""
     return Rule(f"a dict such as {example}", is_dict, nested=nested)
 
 

@@ -1,4 +1,4 @@
-"""The warm-up of routers: which parameters a training step trains."""
+"""Router warm-up: which parameters a training step trains."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from damex.moe import MoELayer, SeparateRouterLoss
 
 
 class RouterWarmup:
-    """Trains nothing but the routers at first, and all but the routers afterwards.
+    """Trains only the routers at first, and everything but the routers afterwards.
 
-    Parameters that are not trained need no gradient, so optimisers pass them by, weight
-    decay included. With several processes that takes ``find_unused_parameters=True``,
-    which :class:`damex.engine.runner.MixtureRunner` sets. Running statistics of batch
-    norms are no parameters and go on.
-
-    Args:
-        config: How long, and on which loss.
-        layers: The MoE layers of a detector, all with the same losses.
+    Frozen parameters need no gradient, so optimizers skip them, weight decay included.
+    With several processes this needs ``find_unused_parameters=True``, set by
+    :class:`damex.engine.runner.MixtureRunner`. Running statistics of batch norms
+    continue to change.
 
     Raises:
-        ConfigError: If the layers do not have that loss, or it has nothing to do.
+        ConfigError: If the layers lack the configured loss, or it needs more dataset
+            groups.
     """
 
     def __init__(self, config: WarmupConfig, layers: Sequence[MoELayer]) -> None:
@@ -49,19 +46,12 @@ class RouterWarmup:
         self._frozen: list[nn.Parameter] = []
 
     def begin_step(self, model: nn.Module, *, iteration: int, max_iters: int) -> None:
-        """Set what is trained in this step.
+        """Set which parameters are trained at this iteration (from 0).
 
-        Nothing but the number of the iteration counts, so a run that is resumed goes
-        on as one that was not cut.
-
-        Args:
-            model: With MoE layers.
-            iteration: From 0.
-            max_iters: Iterations of the whole training.
+        Only the iteration counts, so a resumed run continues like an uninterrupted one.
 
         Raises:
-            ConfigError: If the training ends before the warm-up does. The length of a
-                training by epochs is known only when it runs.
+            ConfigError: If the training ends before the warm-up does.
         """
         self._is_open = iteration < self.config.length(max_iters)
         routers = {id(p) for p in _router_parameters(model)}
@@ -74,18 +64,13 @@ class RouterWarmup:
         ]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-            parameter.grad = None  # of a step that is not finished
+            parameter.grad = None  # of an unfinished step
 
     def choose_losses(self, losses: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave gradients to the losses that are minimised in this step.
+        """Detach the losses that are not minimized in this step.
 
-        Args:
-            losses: All losses of a training step.
-
-        Returns:
-            The same; during the warm-up only its loss has a gradient, and afterwards
-            its loss is a number without ``loss`` in its name, which is logged and not
-            added to the total.
+        During the warm-up only its loss keeps a gradient. Afterwards it is renamed
+        without ``loss``, so that it is logged but not added to the total.
 
         Raises:
             RuntimeError: If :meth:`begin_step` was never called.
@@ -108,14 +93,7 @@ class RouterWarmup:
 
 
 def check_losses(layers: Sequence[MoELayer]) -> None:
-    """Refuse a loss that needs a warm-up, for detectors without.
-
-    Args:
-        layers: The MoE layers of a detector, all with the same losses.
-
-    Raises:
-        ConfigError: If there is one.
-    """
+    """Raise ConfigError if a loss needs a warm-up, for detectors without one."""
     if any(isinstance(loss, SeparateRouterLoss) for loss in layers[0].losses):
         raise ConfigError(
             "moe.losses: SeparateRouterLoss has no minimum and is for a warm-up in "

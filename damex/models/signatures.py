@@ -1,4 +1,4 @@
-"""What modules take, by their signatures, and arguments that do not fit."""
+"""Module signatures, and validation of arguments against them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,15 @@ PLAIN = (bool, int, float, str, NoneType)
 
 
 def module_class(module: Mapping[str, Any]) -> Any:
-    """The class behind the config of a module; None where it names none.
-
-    Args:
-        module: A dict with a ``type``: a registered name, or the class itself.
-    """
+    """Return the class named by a module's ``type``, a registered name or the class."""
     kind = module.get("type")
     return MODELS.get(kind) if isinstance(kind, str) else kind
 
 
 def parameters_of(module: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter]:
-    """What a module takes, by name.
+    """Return the parameters of a class or builder, by name.
 
-    Args:
-        module: The class, or a function that builds the module; None takes nothing, and
-            so does a class without an ``__init__`` of its own.
+    Empty for None, and for a class that does not define ``__init__``.
     """
     if module is None or getattr(module, "__init__", None) is nn.Module.__init__:
         return {}
@@ -40,12 +34,7 @@ def parameters_of(module: Callable[..., Any] | None) -> Mapping[str, inspect.Par
 def accepted(
     module: Callable[..., Any] | None, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Those of the values that a module takes.
-
-    Args:
-        module: As in `parameters_of`. One with ``**kwargs`` takes all.
-        values: Arguments by name.
-    """
+    """Return those of the values that a module accepts; all with ``**kwargs``."""
     parameters = parameters_of(module)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
@@ -55,14 +44,10 @@ def accepted(
 def check_arguments(
     module: Callable[..., Any], arguments: Mapping[str, Any], *, field: str
 ) -> None:
-    """Refuse arguments that a module does not have, or of another type than it says.
+    """Reject unknown arguments, and values that do not match their type hint.
 
-    Only plain types are looked at: numbers, text, truth values, None and literals.
-
-    Args:
-        module: The class, or a function that builds the module.
-        arguments: What the config sets, without ``type``.
-        field: Where it stands, for instance ``moe.gate``.
+    Only numbers, strings, booleans, None and literals are checked. ``field`` is the
+    place in the config, for instance ``moe.gate``.
 
     Raises:
         ConfigError: If an argument is unknown or has another type.
@@ -91,12 +76,12 @@ def _hints(module: Callable[..., Any]) -> dict[str, Any]:
     builder: Any = vars(module).get("__init__", module) if is_class else module
     try:
         return get_type_hints(builder)
-    except NameError:  # a name that is imported for type checkers only
+    except NameError:  # a name imported for type checkers only
         return {}
 
 
 def _members(hint: Any) -> Iterator[Any]:
-    """The types of a union, and the values of a literal as literals."""
+    """Yield the types of a union, and the values of a literal as literals."""
     if get_origin(hint) in (Union, UnionType):
         for member in get_args(hint):
             yield from _members(member)

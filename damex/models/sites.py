@@ -1,4 +1,4 @@
-"""Which transformer layers and stages of a backbone ``moe.layers`` chooses."""
+"""Transformer layers and backbone stages selected by ``moe.layers``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from torch import nn
 from damex.errors import ConfigError
 from damex.models.blocks import MoEPatchConv
 
-COMPONENTS = ("encoder", "decoder")  # what has transformer layers
+COMPONENTS = ("encoder", "decoder")  # have transformer layers
 
 
 def chosen_layers(
     detector: nn.Module, component: str, chosen: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Name and module of the transformer layers that the config chooses.
-
-    Args:
-        detector: A built detector.
-        component: ``encoder`` or ``decoder``.
-        chosen: List of layer numbers, 'all' or 'even'.
+    """Yield name and module of the transformer layers that ``moe.layers`` selects.
 
     Raises:
-        ConfigError: If a layer does not exist, is run a second time by gradient
-            checkpointing of mmdet, or has no FFN of two linear layers.
+        ConfigError: If a layer does not exist, is wrapped by mmdet's gradient
+            checkpointing, or has no FFN of two linear layers.
     """
     existing = getattr(getattr(detector, component, None), "layers", [])
     for number in layer_numbers(chosen, len(existing), component):
@@ -56,14 +51,10 @@ def chosen_layers(
 
 
 def chosen_stages(detector: Any, chosen: Any) -> list[tuple[int, str]]:
-    """Number and attribute of the stages of a ResNet that the config chooses.
-
-    Args:
-        detector: A built detector.
-        chosen: List of stage numbers, 'all', 'even' or 'last'.
+    """Return number and attribute of the selected stages of a ResNet.
 
     Raises:
-        ConfigError: If there is no ResNet, or a stage does not exist.
+        ConfigError: If the backbone is not a ResNet, or a stage does not exist.
     """
     backbone = getattr(detector, "backbone", None)
     if not isinstance(backbone, ResNet):
@@ -76,12 +67,7 @@ def chosen_stages(detector: Any, chosen: Any) -> list[tuple[int, str]]:
 
 
 def layer_numbers(chosen: Any, count: int, component: str) -> Sequence[int]:
-    """The numbers behind a choice.
-
-    Args:
-        chosen: List of numbers, 'all', 'even' or 'last'.
-        count: How many layers, of a backbone stages, there are.
-        component: ``backbone``, ``encoder`` or ``decoder``.
+    """Resolve a selection of layers (or of backbone stages) to numbers.
 
     Raises:
         ConfigError: If one of them does not exist.
@@ -99,18 +85,11 @@ def layer_numbers(chosen: Any, count: int, component: str) -> Sequence[int]:
 
 
 def conv_sites(detector: Any, chosen: Any) -> Iterator[tuple[str, Any]]:
-    """The blocks whose ``conv2``, the last 3x3 convolution of a stage, is chosen.
-
-    Args:
-        detector: A built detector.
-        chosen: As in `chosen_stages`.
-
-    Yields:
-        Name of the convolution, and the ResNet's block that has it as ``conv2``.
+    """Yield name and block of the selected ``conv2``, the last 3x3 of a stage.
 
     Raises:
-        ConfigError: If there is no ResNet, a stage does not exist, or its last block
-            cannot take experts.
+        ConfigError: If the backbone is not a ResNet, a stage does not exist, or its
+            last block cannot take experts.
     """
     for stage, layer in chosen_stages(detector, chosen):
         blocks = getattr(detector.backbone, layer)
@@ -141,7 +120,7 @@ def _check_block(backbone: ResNet, stage: int, block: Any) -> None:
 
 
 def _obstacle(conv: nn.Module) -> str | None:
-    """What experts cannot do of what a convolution does."""
+    """Return what keeps experts from replacing a convolution, if anything."""
     if isinstance(conv, MoEPatchConv):
         return "experts already (listed twice?)"
     if type(conv) is not nn.Conv2d:

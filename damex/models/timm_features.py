@@ -1,4 +1,4 @@
-"""timm's feature extractors: made for any image size, and cut in two at a feature map.
+"""timm's feature extractors: created for any image size, and cut at a feature map.
 
 Axes: B images, C channels, H rows, W columns.
 """
@@ -14,22 +14,19 @@ from torch import Tensor, nn
 
 from damex.errors import ConfigError, did_you_mean
 
-# What models of a fixed image size are told, so that they take any: windows, patches.
+# Make models of a fixed image size (windows, patches) accept any.
 ANY_SIZE = ("strict_img_size", False), ("dynamic_img_size", True)
 
 
 def create_features(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
-    """The feature extractor of a timm model, for any image size where it has a say.
+    """Create the feature extractor of a timm model, for any image size if supported.
 
-    Args:
-        name: Name of the model, as in ``timm.list_models()``.
-        indices: Which feature maps it hands on, in rising order.
-        **options: For ``timm.create_model``.
+    ``indices`` are those of the feature maps, in rising order.
 
     Raises:
         ConfigError: If timm has no such model, map or option.
     """
-    import timm  # takes seconds, which a detector without it need not wait for
+    import timm  # slow to import
 
     known = timm.list_models()
     if name.split(".")[0] not in known:
@@ -74,15 +71,15 @@ def _any_size(name: str, **options: Any) -> nn.Module:
 
 
 def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Module]:
-    """All modules up to the one that makes feature map number ``last``; -1 for none.
+    """Yield all modules up to the one of feature map number ``last``; -1 for none.
 
     Raises:
-        ConfigError: If ``net`` does not make that map.
+        ConfigError: If ``net`` does not compute that map.
     """
     if last == -1:
         return
     info: Any = net.feature_info
-    makers = [one["module"] for one in info.info]  # of all maps, not only those kept
+    makers = [one["module"] for one in info.info]  # of all maps, including dropped ones
     names = [module for module, _ in net.named_modules()]
     if type(last) is not int or not 0 <= last < len(makers):
         raise ConfigError(
@@ -101,7 +98,7 @@ def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Modul
 
 
 def _names_of(maker: str) -> set[str]:
-    """What timm's extractors may call a module of the full model."""
+    """Return the possible names of a full model's module in timm's extractors."""
     return {maker, maker.replace(".", "_"), f"model.{maker}"}
 
 
@@ -109,19 +106,11 @@ class Step(NamedTuple):
     """A module of a chain."""
 
     module: nn.Module
-    kept: bool  # what it makes is one of the feature maps
+    kept: bool  # whether its output is a feature map
 
 
 def run_steps(steps: Sequence[Step], tensor: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Run a part of a chain.
-
-    Args:
-        steps: From :func:`cut`.
-        tensor: Images (B, C, H, W), or what the part before ended with.
-
-    Returns:
-        The feature maps made on the way, and what the last module made.
-    """
+    """Run steps in order; return the feature maps and the last module's output."""
     maps = []
     for step in steps:
         tensor = step.module(tensor)
@@ -131,14 +120,12 @@ def run_steps(steps: Sequence[Step], tensor: Tensor) -> tuple[list[Tensor], Tens
 
 
 def cut(net: nn.Module, last: int, *, model: str) -> tuple[list[Step], list[Step]]:
-    """Cut a feature extractor behind feature map number ``last``.
+    """Cut a feature extractor after feature map number ``last``.
 
-    Returns:
-        The part up to that map, and the rest. Run one after the other they make the
-        maps of ``net``.
+    Run one after the other, the two parts compute the maps of ``net``.
 
     Raises:
-        ConfigError: If ``net`` is no chain of modules as far as is known here.
+        ConfigError: If ``net`` is not a known chain of modules.
     """
     names, steps = zip(*(_chain(net) or {"": Step(net, False)}).items(), strict=True)
     info: Any = net.feature_info
@@ -155,7 +142,7 @@ def cut(net: nn.Module, last: int, *, model: str) -> tuple[list[Step], list[Step
 
 
 def _chain(net: Any) -> dict[str, Step]:
-    """The modules that ``net`` runs one after another; empty if they are not known."""
+    """Return the modules that ``net`` runs in sequence; empty if unknown."""
     from timm.models import EfficientNetFeatures, FeatureListNet
 
     if type(net) is EfficientNetFeatures and net.feature_hooks is None:

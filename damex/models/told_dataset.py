@@ -1,4 +1,4 @@
-"""Which dataset an image looks like, and a detector that is told its dataset.
+"""Predict the dataset of an image, or restrict a detector to a given dataset.
 
 Axes: B images, C classes, G dataset groups.
 """
@@ -19,11 +19,7 @@ from damex.models.label_prior import router_posterior
 
 
 def can_tell_datasets(detector: Any) -> bool:
-    """Whether a dataset head, or a routing loss, taught a detector to tell datasets.
-
-    Args:
-        detector: A detector of damex.
-    """
+    """Whether a dataset head or routing loss taught a detector to tell datasets."""
     awareness = detector.awareness
     if awareness is not None and awareness.head is not None:
         return True
@@ -31,7 +27,7 @@ def can_tell_datasets(detector: Any) -> bool:
 
 
 def _taught_blocks(detector: Any) -> Iterator[Any]:
-    """Blocks whose routers learned which experts serve which dataset group."""
+    """Yield blocks whose routers learned which experts serve which dataset group."""
     for block in moe_blocks(detector):
         is_taught = any(loss.needs_groups for loss in block.moe.losses)
         knows = is_taught and block.moe.group_experts_GE is not None
@@ -40,16 +36,11 @@ def _taught_blocks(detector: Any) -> Iterator[Any]:
 
 
 def group_posterior(detector: Any) -> Tensor:
-    """What a detector says about the dataset groups of the images before it.
+    """Return a detector's probabilities (B, G) of the images' dataset groups.
 
-    The answer of its dataset head, where it has one; else that of its routers: each
-    token's probability of a group, mean over the tokens of an image, then over layers.
-
-    Args:
-        detector: Within a step, after its forward pass; see `can_tell_datasets`.
-
-    Returns:
-        Probabilities (B, G).
+    From the dataset head if it has one, else from its routers: each token's probability
+    of a group, mean over the tokens of an image, then over layers. Call it within a
+    step, after the forward pass; needs `can_tell_datasets`.
     """
     awareness = detector.awareness
     if awareness is not None and awareness.head is not None:
@@ -60,13 +51,9 @@ def group_posterior(detector: Any) -> Tensor:
 
 
 def choose_datasets(samples: Sequence[Any], posterior_BG: Tensor) -> None:
-    """Give each image the classes of the dataset group that it looks like.
+    """Restrict samples to the classes of their most probable dataset group.
 
-    Args:
-        samples: Data samples; ``labels_by_group`` in their metainfo are the labels to
-            look for in an image of each group. They get ``annotated_labels``, those of
-            the most probable group, and ``group_posterior``.
-        posterior_BG: Probabilities of the groups.
+    Reads ``labels_by_group``; writes ``annotated_labels`` and ``group_posterior``.
     """
     for sample, posterior in zip(samples, posterior_BG.tolist(), strict=True):
         best = max(range(len(posterior)), key=posterior.__getitem__)
@@ -76,18 +63,11 @@ def choose_datasets(samples: Sequence[Any], posterior_BG: Tensor) -> None:
 
 @contextmanager
 def told_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
-    """Let a detector look for some classes alone, with the experts of a dataset.
+    """Restrict a detector in evaluation to some class labels and a dataset's experts.
 
-    Other classes are shut out wherever scores of classes are made: in the choice of
-    queries, too. Where gates can keep tokens to the experts of one group, the samples'
-    ``group_id`` chooses them, and not the router.
-
-    Args:
-        detector: A detector of damex, in evaluation.
-        labels: Of the classes to look for.
-
-    Yields:
-        Whether the dataset chooses the experts.
+    Other classes are masked wherever class scores are computed, in the selection of
+    queries, too. If the gates support it, the samples' ``group_id`` chooses the experts
+    instead of the router; the value yielded is whether they do.
     """
     layers = [block.moe for block in moe_blocks(detector)]
     before = [layer.group_choice for layer in layers]
@@ -100,7 +80,7 @@ def told_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
                 oracle = dataclasses.replace(layer.group_choice, oracle=True)
                 layer.set_group_choice(oracle)
             is_forced = bool(layers)
-        except ValueError:  # a gate or layer that no group can be chosen for
+        except ValueError:  # a gate or layer that cannot be restricted to a group
             is_forced = False
             _restore(layers, before)
         try:
@@ -115,7 +95,7 @@ def _restore(layers: Sequence[Any], choices: Sequence[Any]) -> None:
 
 
 def _classifiers(detector: Any) -> list[nn.Module]:
-    """The modules that score classes: the head, and its branches where it has any."""
+    """Return the modules that score classes: the head, and its branches if any."""
     head = detector.bbox_head
     branches = list(getattr(head, "cls_branches", ()))
     if selects_by_first_class(detector):
@@ -124,29 +104,24 @@ def _classifiers(detector: Any) -> list[nn.Module]:
 
 
 def selects_by_first_class(detector: Any) -> bool:
-    """Whether queries are chosen by the score of class 0, whatever that class is.
+    """Whether queries are selected by the score of class 0, regardless of its meaning.
 
-    Deformable DETR in two stages does (Zhu et al. 2021): its first stage tells objects
-    from background.
+    True for two-stage Deformable DETR (Zhu et al. 2021), whose first stage separates
+    objects from background.
     """
     is_deformable = isinstance(detector, DeformableDETR)
     is_staged = is_deformable and detector.as_two_stage
-    return is_staged and not isinstance(detector, DINO)  # it scores all classes
+    return is_staged and not isinstance(detector, DINO)  # DINO scores all classes
 
 
 class _ShutOut:
-    """Forward hook of a module whose output is scores of classes, or begins with them.
-
-    Args:
-        labels: Of the classes that stay.
-        num_classes: C; a background behind them stays, too.
-    """
+    """Forward hook that masks other class scores; a background after them is kept."""
 
     def __init__(self, labels: Sequence[int], num_classes: int) -> None:
         self._foreign = sorted(set(range(num_classes)) - set(labels))
 
     def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        """Put the scores of all other classes out."""
+        """Set the scores of all other classes to minus infinity."""
         if isinstance(outputs, Tensor):
             return outputs.index_fill(-1, self._index(outputs), -torch.inf)
         return (self(module, inputs, outputs[0]), *outputs[1:])

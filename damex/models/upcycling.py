@@ -1,9 +1,8 @@
 """Sparse upcycling: experts that start as the FFNs of a dense checkpoint.
 
-Komatsuzaki et al. 2023, arXiv 2212.05055. Routers keep their own weights. A shared
-expert becomes the FFN, and the routed experts beside it add nothing at first (FFNs are
-copies of it but for their zero second layers): the block then equals the FFN whatever
-the gate.
+Komatsuzaki et al. 2023, arXiv 2212.05055. Routers keep their weights. A shared expert
+becomes the FFN, and routed experts add nothing at first (FFNs are copies of it except
+for zero second layers), so the block equals the FFN for any gate.
 """
 
 from __future__ import annotations
@@ -32,16 +31,9 @@ ROUTED = "moe.experts."
 
 
 def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Turn the tensors of an FFN in a state dict into those of the experts.
+    """Pre-load hook: convert the FFN in a state dict to the experts of a MoEFFN.
 
-    A hook for ``register_load_state_dict_pre_hook``. What does not fit is left for the
-    loader to report.
-
-    Args:
-        block: A :class:`damex.models.blocks.MoEFFN`.
-        state: Changed in place.
-        prefix: Of the block's keys.
-        *rest: What else torch hands to such a hook.
+    Tensors that do not fit are left for the loader to report.
     """
     own = block.state_dict()
     keys = dense_keys(own, prefix)
@@ -51,7 +43,7 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         return
     for key in keys.values():
         del state[key]
-    for name, tensor in own.items():  # what a dense checkpoint cannot know
+    for name, tensor in own.items():  # missing in a dense checkpoint
         state.setdefault(prefix + name, tensor)
     for name, tensor in found.items():
         state[prefix + name] = tensor
@@ -60,16 +52,9 @@ def upcycle(block: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
 def expert_tensors(
     block: Any, state: Mapping[str, Any], prefix: str
 ) -> dict[str, Any] | None:
-    """What the experts become of the FFN in a state dict.
+    """Return the tensors of a block's experts made of an FFN in a state dict.
 
-    Args:
-        block: A :class:`damex.models.blocks.MoEFFN`.
-        state: Left as it is.
-        prefix: Of the block's keys.
-
-    Returns:
-        Tensors by their names in the block; None where there is no FFN, or another one
-        than the experts can be.
+    None if the state dict has no FFN, or it does not fit.
     """
     own = block.state_dict()
     keys = dense_keys(own, prefix)
@@ -82,13 +67,7 @@ def expert_tensors(
 
 
 def is_unfinished(block: Any, state: Mapping[str, Any], prefix: str) -> bool:
-    """Whether only one expert of a state dict is trained, and the block wants all.
-
-    Args:
-        block: A :class:`damex.models.blocks.MoEFFN`.
-        state: Of a detector with ``moe.upcycling``, or of any other.
-        prefix: Of the block's keys.
-    """
+    """Whether only one expert of a state dict is trained, but the block needs all."""
     return block.dense_phase is None and bool(state.get(prefix + FLAG, False))
 
 
@@ -105,15 +84,7 @@ def _settle_phase(block: Any, state: dict[str, Any], prefix: str) -> None:
 
 
 def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
-    """Say it where a dense checkpoint would lose much of what its FFNs do.
-
-    Args:
-        model: A detector with or without experts.
-        state: The state dict that it shall load.
-
-    Returns:
-        One line, or None where there is nothing to say.
-    """
+    """Return a warning if a dense checkpoint would lose much of its FFNs, or None."""
     blocks: list[Any] = [
         module
         for name, module in model.named_modules()
@@ -137,7 +108,7 @@ def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
 
 
 def _heir(block: Any) -> tuple[str, str | None]:
-    """What becomes the FFN: its field in ``moe`` and its activation, if it has one."""
+    """Return the ``moe`` field that becomes the FFN, and its activation, if any."""
     moe = block.moe
     if moe.shared_expert is None or block.split is not None:
         return "experts", getattr(moe.experts, "activation", None)
@@ -145,14 +116,7 @@ def _heir(block: Any) -> tuple[str, str | None]:
 
 
 def gate_notes(blocks: Sequence[Any]) -> list[str]:
-    """Say it where copies of an FFN together answer less than it does.
-
-    Args:
-        blocks: Each a :class:`damex.models.blocks.MoEFFN`.
-
-    Returns:
-        One line, or none.
-    """
+    """Return a warning, or none, if copies of an FFN together output less than it."""
     weights = [f"1/{block.moe.num_experts}" for block in blocks if _shrinks(block)]
     if not weights:
         return []
@@ -175,11 +139,10 @@ def _shrinks(block: Any) -> bool:
 
 
 def dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """The keys of mmcv's FFN by the names of an expert's tensors.
+    """Map the names of an expert's tensors to the keys of mmcv's FFN.
 
-    Args:
-        own: State dict of a block with experts.
-        prefix: Of the block's keys.
+    ``own`` is the state dict of a block with experts, ``prefix`` that of the block's
+    keys.
     """
     names = {"w1_EDH": "0.0.weight", "b1_EH": "0.0.bias"}
     names |= {"w2_EHD": "1.weight", "b2_ED": "1.bias"}
@@ -191,7 +154,7 @@ def dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:
 def _copies(
     moe: MoELayer, own: Mapping[str, Any], dense: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The same FFN for every expert, or for the shared one; None if it does not fit."""
+    """Copy the FFN to every expert, or to the shared one; None if it does not fit."""
     outputs = getattr(moe.experts, "output_names", None)
     routed = _one_for_each(own, dense, ROUTED)
     if moe.shared_expert is None:
@@ -206,7 +169,7 @@ def _copies(
 def _one_for_each(
     own: Mapping[str, Any], dense: Mapping[str, Any], bank: str
 ) -> dict[str, Any]:
-    """The tensors of an FFN for each expert of a bank, where shapes agree."""
+    """Copy the tensors of an FFN to each expert of a bank, where shapes agree."""
     found = {}
     for name, tensor in dense.items():
         target = own.get(bank + name)
@@ -217,7 +180,7 @@ def _one_for_each(
 
 
 def _parts(block: Any, tensors: list[Any]) -> dict[str, Any] | None:
-    """The parts of the FFN; None if it has another width."""
+    """Return the parts of the FFN; None if it has another width."""
     try:
         found = block.split.state(block.moe, tensors)
     except ValueError:
@@ -227,24 +190,18 @@ def _parts(block: Any, tensors: list[Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitStart:
-    """How fine-grained experts start: as the parts of one dense FFN.
+    """Initialization of fine-grained experts as the parts of one dense FFN.
 
-    A shared expert is one of the parts, and the others are cut from the rest.
-
-    Attributes:
-        parts: Routed pieces of the FFN.
-        hidden_dims: H, hidden width of the FFN before it is cut.
+    A shared expert is one of the parts; the others are cut from the rest.
+    ``hidden_dims`` is the FFN's width before the cut, ``parts`` the number of routed
+    pieces.
     """
 
     parts: int
     hidden_dims: int
 
     def draw(self, moe: MoELayer) -> None:
-        """Draw a dense FFN and cut it into the experts.
-
-        Args:
-            moe: Changed in place.
-        """
+        """Draw a dense FFN and cut it into the experts, in place."""
         experts: Any = moe.experts
         dense = FFNExperts(
             1,
@@ -259,15 +216,10 @@ class SplitStart:
         self.load(moe, (w1_HD, dense.b1_EH[0], w2_DH, dense.b2_ED[0], *slope))
 
     def state(self, moe: MoELayer, dense: Sequence[Tensor]) -> dict[str, Tensor]:
-        """State of the experts and the router that equals a dense FFN.
+        """Return a state of the experts and the router that equals a dense FFN.
 
-        Args:
-            moe: Left as it is; its router decides which copy gets which token.
-            dense: The tensors of an FFN as in `damex.moe.load_dense_split`, for PReLU
-                experts with the slope behind them.
-
-        Returns:
-            Tensors by their names in the layer.
+        The router decides which copy gets which token. ``dense`` is as in
+        `damex.moe.load_dense_split`, for PReLU followed by the slope.
 
         Raises:
             ValueError: If the FFN has another width.
@@ -281,11 +233,7 @@ class SplitStart:
         }
 
     def load(self, moe: Any, dense: Sequence[Tensor]) -> None:
-        """Cut an FFN into the experts, and tie the router's rows.
-
-        Args:
-            moe: Changed in place.
-            dense: As in `state`.
+        """Cut an FFN into the experts, and tie the router's rows, in place.
 
         Raises:
             ValueError: If the FFN has another width.
@@ -296,23 +244,14 @@ class SplitStart:
             load = partial(load_shared_split, shared)
         slope_1 = dense[4] if len(dense) > 4 else None
         load(moe.experts, *dense[:4], parts=self.parts, slope_1=slope_1)
-        if self.parts > 1:  # a copy of one part has nothing to tie
+        if self.parts > 1:  # copies of a single part have nothing to tie
             repeat_router_rows(moe.router, parts=self.parts)
 
 
 def slice_channels(
     block: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Turn the kernel of a dense convolution in a state dict into the experts'.
-
-    A hook for ``register_load_state_dict_pre_hook``.
-
-    Args:
-        block: A :class:`damex.models.blocks.MoEPatchConv`.
-        state: Changed in place.
-        prefix: Of the block's keys.
-        *rest: What else torch hands to such a hook.
-    """
+    """Pre-load hook: convert the kernel of a dense convolution to the experts'."""
     del rest
     key, own = f"{prefix}weight", block.state_dict()
     target = own["moe.experts.weight_EOCKK"]
@@ -328,17 +267,10 @@ def slice_channels(
 def closing_norm_becomes_own(
     layer: Any, state: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Give the closing norm of an untouched layer to the block that took it over.
+    """Pre-load hook: load an untouched layer's closing norm into the block's own.
 
-    A hook for ``register_load_state_dict_pre_hook``. It is the same kind of norm over
-    the same channels, and the best start at hand, though no equal one, as it now stands
-    before the experts.
-
-    Args:
-        layer: A transformer layer with ``norms``.
-        state: Changed in place.
-        prefix: Of the layer's keys.
-        *rest: What else torch hands to such a hook.
+    It is the best available start, though not an equal one, as it now precedes the
+    experts.
     """
     del rest
     closing = closing_norm(layer, prefix)
@@ -349,10 +281,5 @@ def closing_norm_becomes_own(
 
 
 def closing_norm(layer: Any, prefix: str) -> str:
-    """Where the keys of the closing norm of an untouched layer begin.
-
-    Args:
-        layer: A transformer layer with ``norms``.
-        prefix: Of the layer's keys.
-    """
+    """Return the key prefix of the closing norm of an untouched layer."""
     return f"{prefix}norms.{len(layer.norms) - 1}."
