@@ -218,7 +218,7 @@ def check_finite(state: Mapping[str, Any], *, path: str) -> None:
 def check_tensors(
     checkpoint: Mapping[str, Any], model: nn.Module, *, path: str
 ) -> None:
-    """Raise ConfigError unless a checkpoint holds exactly a model's tensors."""
+    """Raise ConfigError unless a checkpoint has exactly the tensors of a model."""
     stored = checkpoint.get("state_dict", checkpoint)
     found, needed = stored.keys(), model.state_dict().keys()
     counts = {

@@ -142,7 +142,7 @@ class MixtureRunner(OrderlyRunner):
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         """Apply ``train_only``, then wrap for several processes."""
         datasets = self.cfg.get("train_only")
-        if datasets is not None:
+        if datasets is not None:  # before DDP looks at requires_grad
             space = label_space_of(self.cfg)
             self._kept_rows = freeze_all_but(model, space, datasets)
         if self.distributed and not is_model_wrapper(model):
@@ -291,6 +291,7 @@ def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> di
         wrapper = dict(broadcast_buffers=False)
     if wrapper.get("type", DDP) != DDP:
         return wrapper
+    # Some parameters have no gradient in each stage.
     is_staged = getattr(model, "trains_in_stages", False)
     defaults: dict[str, Any] = dict(
         type=DDP,

@@ -160,10 +160,9 @@ class ExpertMeanDecayHook(Hook):
     """Pull the experts of a layer towards their mean after every optimiser step.
 
     Mean-regularised multi-task learning (Evgeniou and Pontil, KDD 2004), decoupled from
-    the gradient and scaled by the learning rate as in AdamW (arXiv 1711.05101): w_e <-
-    w_e - lr * decay * (w_e - mean). From 0 (independent experts) to infinity (one
-    shared FFN). Convolutional experts are skipped, as their channels do not
-    correspond::
+    the gradient and scaled by the learning rate as in AdamW (arXiv 1711.05101):
+    w_e <- w_e - lr * decay * (w_e - mean). From 0 (independent experts) to infinity
+    (one shared FFN). Convolutional experts, whose channels differ, are skipped::
 
         custom_hooks = [dict(type="ExpertMeanDecayHook", decay=1.0)]
 

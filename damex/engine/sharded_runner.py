@@ -96,7 +96,7 @@ class ShardedRunner(Runner):
             super().save_checkpoint(*args, **kwargs)
 
     def _init_model_weights(self) -> None:
-        """Draw whole experts: mmengine then broadcasts the first process's weights."""
+        """Draw whole experts, as mmengine broadcasts the first process's weights."""
         with self._whole_experts():
             super()._init_model_weights()
 

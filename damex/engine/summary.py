@@ -104,6 +104,7 @@ class RunSummaryHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Write the summary of the whole run."""
+        # A resumed run with nothing left to train may still lack its last evaluation.
         if runner.iter == self._first_iter and runner.val_loop is not None:
             runner.val_loop.run()
         if self._train_started is not None:
