@@ -1,4 +1,4 @@
-"""The command ``damex``; ``python -m damex`` and ``tools/*.py`` are the same."""
+"""The command ``damex``, also run by ``python -m damex`` and ``tools/*.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from damex.errors import ConfigError, did_you_mean
 
 
 class Command(NamedTuple):
-    """Where a command is, a function of its name, and what it is for."""
+    """The module of a command, a function of the same name, and its description."""
 
     module: str
     about: str
@@ -66,16 +66,10 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names.
+    """Run the command named by the first argument and return the exit status.
 
-    Help is answered from the arguments alone: torch, which takes seconds to import, is
-    for commands that do something.
-
-    Args:
-        arguments: Command line without the program's name; by default the process's.
-
-    Returns:
-        The exit status; 2 for a mistake in the command line, a config or the data.
+    The status is 2 for a mistake in the command line, a config or the data. Help is
+    printed without importing torch, which takes seconds.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if asks_for_help([name]):
@@ -88,23 +82,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int | None:
-    """Run a command, or show its help."""
+    """Run a command, or print its help."""
     if name not in COMMANDS:
         raise ConfigError(
             f"damex has no command {name!r}; {did_you_mean(name, COMMANDS)}"
         )
-    if name != "data" and asks_for_help(arguments):  # data has commands of its own
+    if name != "data" and asks_for_help(arguments):  # data has subcommands
         room = commands if hasattr(commands, f"{name}_parser") else measuring
         getattr(room, f"{name}_parser")().print_help()
         return None
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-        # Before seconds of imports. Files and pipes get what the command writes alone.
+        # Imports take seconds. Not shown in files and pipes.
         print(f"damex {__version__}: loading ...", file=sys.stderr, flush=True)
     return getattr(import_module(COMMANDS[name].module), name)(arguments)
 
 
 def _help() -> str:
-    """All commands with a line each."""
     rows = [f"  {name:<13} {command.about}" for name, command in COMMANDS.items()]
     usage = "usage: damex COMMAND [--help] ...\n       damex --version\n\ncommands:"
     return "\n".join([usage, *rows, EXAMPLES])

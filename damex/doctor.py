@@ -1,7 +1,7 @@
-"""Checks the installation and prints the command that mends each problem.
+"""``damex doctor``: check the installation and print a command to fix each problem.
 
-Run ``damex doctor``. What it checks it imports one by one, so it also runs
-where torch or mmdet is missing or broken. The exit status is 0 if all is well, else 1.
+Packages are imported one by one, so it also runs if torch or mmdet is missing or
+broken. The exit status is 0 without problems, else 1.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ except ModuleNotFoundError as error:
 
 
 class Trial(NamedTuple):
-    """The import that shows whether a distribution works."""
+    """The import that tests a distribution."""
 
     module: str
-    needs: tuple[str, ...] = ()  # whose failure would only repeat itself here
-    twins: tuple[str, ...] = ()  # of the same module; pip lets them overwrite it
+    needs: tuple[str, ...] = ()  # not tried if one of these fails
+    twins: tuple[str, ...] = ()  # provide the same module; pip lets them overwrite it
 
 
 ENGINE, MMCV, MMDET = "onedl-mmengine", "onedl-mmcv", "onedl-mmdetection"
@@ -64,14 +64,14 @@ class Finding:
 
     name: str
     found: str = "-"  # version
-    needed: str = ""  # versions that will do, empty for any
-    note: str = ""  # worth knowing, but no problem
-    untried: bool = False  # the import, because something before it failed
+    needed: str = ""  # allowed versions, empty for any
+    note: str = ""  # information, not a problem
+    untried: bool = False  # import skipped after an earlier failure
     problem: str = ""  # empty if there is none
-    mend: str = ""  # the command that mends the problem
+    mend: str = ""  # the command that fixes the problem
 
     def status(self) -> str:
-        """Returns the last column."""
+        """Return the last column."""
         if self.problem:
             return "PROBLEM"
         if self.untried:
@@ -80,12 +80,12 @@ class Finding:
 
 
 def judge(row: Finding, ok: bool, problem: str, mend: str) -> Finding:
-    """Returns the row, with the problem and its mending command if it is not ok."""
+    """Return the row, with the problem and its fix if it is not ok."""
     return row if ok else replace(row, problem=problem, mend=mend)
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Prints the table and returns the exit status."""
+    """Print the table and return the exit status."""
     quiet = doctor_parser().parse_args(arguments).quiet
     findings = examine()
     problems = any(row.problem for row in findings)
@@ -95,8 +95,8 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Prints the table and, below it, each problem with its mending command."""
-    # Cells may wrap on a screen; a log or a pipe gets whole lines.
+    """Print the table, followed by the problems and their fixes."""
+    # Wrap cells on a screen only.
     width = None if sys.stdout.isatty() else 200
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     table = Table("component", "found", "needed", "status", box=box.SIMPLE_HEAD)
@@ -112,13 +112,13 @@ def show(findings: Sequence[Finding]) -> None:
     if len(missing) > 1:
         names = " ".join(f'"{row.name}{row.needed}"' for row in missing)
         lines += ["All that is not installed at once:", f"      pip install {names}"]
-    console.print("\n".join(lines), soft_wrap=True)  # commands are for copying
+    console.print("\n".join(lines), soft_wrap=True)  # unwrapped, for copying
 
 
 def examine() -> list[Finding]:
-    """Runs every check on this machine; one whose subject is broken is left out."""
+    """Run every check on this machine, except those of broken packages."""
     python, needs = declared()
-    ops = ensure_ops()  # first, as mmdet is imported with what it puts in place
+    ops = ensure_ops()  # first, as mmdet's import needs it
     packages = list(_examine_packages([*needs, OPENCV]))
     origin = "" if version_of("damex") else "runs from source, not installed"
     return [
@@ -130,10 +130,7 @@ def examine() -> list[Finding]:
 
 
 def declared() -> tuple[Requirement, list[Requirement]]:
-    """Reads the versions of Python and the distributions that damex needs.
-
-    They are in its metadata or, where it is not installed, in the files behind that.
-    """
+    """Return the requirements on Python and distributions, also if run from source."""
     try:
         about = metadata.metadata("damex")
     except metadata.PackageNotFoundError:
@@ -148,7 +145,7 @@ def declared() -> tuple[Requirement, list[Requirement]]:
 
 
 def version_of(name: str) -> str | None:
-    """Returns the version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -156,19 +153,19 @@ def version_of(name: str) -> str | None:
 
 
 def fits(need: Requirement, version: str) -> bool:
-    """Tells whether a version will do; local parts such as +cpu do not count."""
+    """Return whether a version is allowed, ignoring local parts such as +cpu."""
     return need.specifier.contains(version, prereleases=True)
 
 
 def check_python(need: Requirement, version: str) -> Finding:
-    """Judges the version of Python."""
+    """Check the version of Python."""
     mend = "uv venv --python 3.11  # or: conda create -n damex python=3.11"
     row = Finding("python", version, str(need.specifier))
     return judge(row, fits(need, version), MISFIT, mend)
 
 
 def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
-    """Judges a distribution, or a twin in its place, by the versions installed."""
+    """Check the version of a distribution, or of a twin in its place."""
     present = [choice for choice in _choices(need) if choice.name in installed]
     install = f'pip install --upgrade "{need.name}{need.specifier}"'
     if not present:
@@ -178,7 +175,7 @@ def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
     found, is_twin = installed[chosen.name], chosen.name != need.name
     note = f"from {chosen.name}" if is_twin else ""
     row = Finding(need.name, found, str(chosen.specifier), note)
-    if others and need.name != OPENCV.name:  # both OpenCVs are the same files
+    if others and need.name != OPENCV.name:  # both OpenCVs have the same files
         names = [choice.name for choice in present]
         mend = f"pip uninstall -y {' '.join(names)} && {install}"
         return judge(row, False, f"{' and '.join(names)} overwrite each other", mend)
@@ -187,7 +184,7 @@ def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
 
 
 def explain_failure(row: Finding, error: str) -> Finding:
-    """Adds what an import raised, and what mends it, to a row whose version fits."""
+    """Add an import error and its fix to a row whose version fits."""
     name = row.note.removeprefix("from ") or row.name
     again = "pip install --force-reinstall --no-deps"
     mend = f'{again} "{name}=={row.found}"'
@@ -203,28 +200,28 @@ def explain_failure(row: Finding, error: str) -> Finding:
 
 
 def check_torchvision(need: Requirement, torch: str) -> Finding:
-    """Compares the torch that torchvision was built for with the one installed."""
+    """Check that torchvision was built for the installed torch."""
     row = Finding("torchvision on torch", torch, str(need.specifier))
     problem = f"torchvision was built for torch {need.specifier}"
     return judge(row, fits(need, torch), problem, TORCH_PAIR)
 
 
 def check_numpy(error: str) -> Finding:
-    """Judges whether torch and numpy share memory, from what trying it raised."""
+    """Check that torch and numpy share memory; `error` is what trying it raised."""
     row = Finding("numpy and torch", "-" if error else "ok")
     mend = 'pip install "numpy<2"  # or a newer torch and torchvision'
     return judge(row, not error, f"torch cannot use this numpy: {error}", mend)
 
 
 def check_ops(report: OpsReport) -> Finding:
-    """Judges which ops an installed mmcv has; torch versions of them will do."""
+    """Check which ops an installed mmcv has; torch versions suffice."""
     row = Finding("mmcv ops", report.kind, note=report.reason)
     mend = "pip uninstall -y mmcv-lite && pip install onedl-mmcv"
     return judge(row, report.kind != "absent", report.reason, mend)
 
 
 def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
-    """Judges versions and, where they fit, tries the imports, in order of need."""
+    """Check versions and, if they fit, imports, in order of dependency."""
     order = [*TRIALS, *(need.name for need in needs)]
     broken: set[str] = set()
     for need in sorted(needs, key=lambda need: order.index(need.name)):
@@ -245,7 +242,7 @@ def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
 
 
 def _examine_pairs(rows: Mapping[str, Finding], ops: OpsReport) -> Iterator[Finding]:
-    """Judges what depends on two packages at once, where both are there."""
+    """Check pairs of installed packages."""
     torch, mmcv = rows["torch"], rows[MMCV]
     if version_of("torchvision") and version_of("torch"):
         for need in _unconditional(metadata.requires("torchvision") or []):
@@ -263,24 +260,24 @@ def _choices(need: Requirement) -> list[Requirement]:
 
 
 def _unconditional(lines: Sequence[str]) -> list[Requirement]:
-    """Parses requirements and leaves out those of extras and other platforms."""
+    """Parse requirements, without those of extras and other platforms."""
     needs = map(Requirement, lines)
     return [n for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
 
 
 def _error_of(attempt: Callable[..., object], *arguments: str) -> str:
-    """Tries something and returns what it raised, empty if nothing."""
+    """Return the error that an attempt raises, else an empty string."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             attempt(*arguments)
-    except Exception as error:  # whatever it raises is the finding
+    except Exception as error:  # any error is the finding
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ""
 
 
 def _devices() -> str:
-    """Names the CUDA build of torch and the GPUs that it sees."""
+    """The CUDA build of torch and its visible GPUs."""
     import torch
 
     if torch.version.cuda is None:

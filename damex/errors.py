@@ -1,4 +1,4 @@
-"""How damex words an error: what, where, what was expected, what to do."""
+"""Error types, and messages with place, value, expectation and fix."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from types import MappingProxyType
 
 
 class ConfigError(ValueError):
-    """A field of a config has a value that cannot work."""
+    """Invalid value in a config."""
 
 
 class DataError(ValueError):
-    """A file of a dataset does not hold what its config promises."""
+    """Dataset file that contradicts its config."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 20) -> str:
-    """Suggest the nearest known name and list what exists.
+    """Suggest the nearest known name and list up to `limit` known ones.
 
-    Args:
-        name: The name that was not found.
-        known: The names that exist.
-        limit: How many names are listed at most.
-
-    Returns:
-        A sentence such as ``did you mean 'car'? It has: bus, car.``
+    For example ``did you mean 'car'? It has: bus, car.``
     """
     names = [str(item) for item in known]
     lowered = {item.lower(): item for item in names}
@@ -47,13 +41,7 @@ RANGES: Mapping[str, Callable[[float], bool]] = MappingProxyType(
 
 
 def check_number(owner: str, expected: str, **options: float | None) -> None:
-    """Raises ValueError unless each option is None or a number in a range.
-
-    Args:
-        owner: Who has the options.
-        expected: One of `RANGES`.
-        **options: Their values.
-    """
+    """Raise ValueError unless each option is None or in the range `expected`."""
     for name, value in options.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if value is not None and not (is_number and RANGES[expected](value)):
@@ -61,7 +49,7 @@ def check_number(owner: str, expected: str, **options: float | None) -> None:
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
-    """Raises ValueError unless all sizes are positive integers."""
+    """Raise ValueError unless all sizes are positive integers."""
     for name, size in sizes.items():
         is_count = isinstance(size, numbers.Integral) and not isinstance(size, bool)
         if not is_count:
@@ -71,7 +59,7 @@ def check_sizes(owner: str, **sizes: int) -> None:
 
 
 def check_choice(owner: str, choices: Iterable[str], **options: str) -> None:
-    """Raises ValueError unless each option is one of the choices."""
+    """Raise ValueError unless each option is one of the choices."""
     names = [*choices]
     for name, value in options.items():
         if value not in names:

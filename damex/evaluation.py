@@ -1,4 +1,4 @@
-"""COCO average precision of a mixture: each dataset by itself, and all together."""
+"""COCO average precision of a mixture: per dataset, and pooled."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SCORE_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 
 @dataclass(frozen=True)
 class ImageResult:
-    """Detections and ground truth of one image.
+    """Detections and ground truth of one image, in pixels of the original image.
 
     Args:
-        width: Of the original image in pixels, as all that follows.
-        height: The same.
+        width: Of the image.
+        height: Of the image.
         boxes: (n, 4) as x1, y1, x2, y2.
         scores: (n,) confidences.
         labels: (n,) mixture labels.
@@ -44,7 +44,7 @@ class ImageResult:
 
 
 def default_backend() -> str:
-    """``faster_coco_eval`` where it is installed, else ``pycocotools``."""
+    """Return ``faster_coco_eval`` if it is installed, else ``pycocotools``."""
     try:
         import faster_coco_eval  # noqa: F401
     except ImportError:
@@ -58,21 +58,10 @@ def coco_scores(
     classes: Mapping[int, str],
     backend: str | None = None,
 ) -> dict[str, float]:
-    """Evaluate one dataset by the COCO protocol.
+    """Evaluate one dataset by the COCO protocol; nan for scores without any object.
 
-    Only detections of the given classes count, as if the detector knew no other.
-
-    Args:
-        images: One result per image.
-        classes: Mixture labels that the dataset annotates, with their names.
-        backend: One of ``COCO_BACKENDS``; both give the same numbers.
-
-    Returns:
-        AP, AP50, AP75 and AP by object size, in [0, 1]; nan where there is no object
-        to find.
-
-    Raises:
-        ValueError: If the backend is unknown.
+    Only detections of `classes` count: the mixture labels that the dataset annotates,
+    with their names. Both backends give the same numbers, in [0, 1].
     """
     backend = backend or default_backend()
     coco_class, eval_class = _load(backend)
@@ -154,14 +143,14 @@ def _detections(images: Sequence[ImageResult], labels: np.ndarray) -> np.ndarray
 
 @dataclass(frozen=True)
 class _Row:
-    """What one image adds to the scores.
+    """The contribution of one image.
 
     Args:
         dataset_id: Position of its dataset in the mixture.
         of_dataset: With detections of the dataset's classes.
         of_all: With detections of all classes.
-        tokens_LE: Tokens of each layer by their first expert; None without experts.
-        group_experts: The experts of each group; None where no group has its own.
+        tokens_LE: Tokens per layer, by their first expert; None without experts.
+        group_experts: The experts of each group; None if groups share all of them.
     """
 
     dataset_id: int
@@ -173,30 +162,28 @@ class _Row:
 
 @METRICS.register_module()
 class MixtureMetric(BaseMetric):
-    """Average precision per dataset and pooled, and where each dataset's tokens went.
+    """Average precision per dataset and pooled, and routing statistics.
 
-    Every sample is stored once, with the dataset it comes from; image ids of different
-    datasets never meet. One pass of the detector answers two questions:
+    Each sample is stored once, with its dataset; image ids of different datasets do not
+    clash. One pass of the detector gives two kinds of scores:
 
-    How good is it on a dataset whose name is known (``<dataset>/AP``)? Only classes
-    that the dataset annotates count, and a detector of damex chooses its best
-    detections among them (``dataset_instances``).
+    ``<dataset>/AP``: the dataset is known. Only classes that it annotates count, and a
+    detector of damex selects its detections among them (``dataset_instances``).
 
-    How good is it when nobody says where an image comes from (``pooled/AP``)? All
-    images and all classes are one dataset, without any filter: a detection of a class
-    that the image's dataset does not annotate is a mistake.
+    ``pooled/AP``: the dataset is unknown. All images and classes are one dataset, and a
+    detection of a class that the image's dataset does not annotate is a false positive.
 
     Keys: ``AP``, ``AP50``, ``AP75``, AP by object size, ``images`` and ``boxes`` of
     every dataset and of ``pooled``; ``mean/AP``, ``mean/AP50``, ``mean/AP75`` (plain
-    mean over datasets, as in the DAMEX paper). For a detector with experts
-    ``<dataset>/routing_accuracy`` and ``mean/routing_accuracy``: the share of tokens in
-    MoE layers whose first expert belongs to the dataset's group; ``mean/max_load``: the
-    share of all tokens that the busiest expert of a layer is the first expert of, mean
-    over layers (1/E is even).
+    mean over datasets, as in the DAMEX paper). With experts,
+    ``<dataset>/routing_accuracy`` and ``mean/routing_accuracy``: the fraction of tokens
+    in MoE layers whose first expert belongs to the dataset's group; ``mean/max_load``:
+    the fraction of tokens whose first expert is the busiest one of a layer, mean over
+    layers (1/E is balanced).
 
     Args:
-        backend: ``faster_coco_eval`` or ``pycocotools``; the first one installed by
-            default.
+        backend: ``faster_coco_eval`` or ``pycocotools``; by default the first
+            installed.
         collect_device: As for every mmengine metric.
     """
 
@@ -209,11 +196,11 @@ class MixtureMetric(BaseMetric):
         self.backend = backend
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Store one batch of predictions with their ground truth.
+        """Store a batch of predictions with their ground truth.
 
         Raises:
             ConfigError: If a sample does not come from a MixtureDataset.
-            DataError: If the detector gives scores that are not finite.
+            DataError: If scores of the detector are not finite.
         """
         for sample in data_samples:
             if "dataset_id" not in sample:
@@ -242,7 +229,7 @@ class MixtureMetric(BaseMetric):
             self.results.append(row)
 
     def compute_metrics(self, results: list[_Row]) -> dict[str, float]:
-        """Scores of every dataset that has samples, their means, and those pooled."""
+        """Compute the scores of every dataset with samples, their means, and pooled."""
         space = LabelSpace.from_metainfo(self.dataset_meta)
         scores: dict[str, float] = {}
         if any(row.of_dataset is row.of_all for row in results):
@@ -273,7 +260,7 @@ class MixtureMetric(BaseMetric):
     def _scores(
         self, images: Sequence[ImageResult], space: LabelSpace, labels: Iterable[int]
     ) -> dict[str, float]:
-        """Scores over some classes, and the numbers of images and boxes."""
+        """Scores over some classes, with the numbers of images and boxes."""
         classes = {label: space.classes[label] for label in labels}
         found = coco_scores(images, classes=classes, backend=self.backend)
         boxes = sum(len(image.ground_truth) for image in images)
@@ -293,7 +280,7 @@ def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageR
 
 
 def _routing_accuracy(rows: Sequence[_Row], group: int) -> dict[str, float]:
-    """Share of tokens that experts of the dataset's group take, where it is known."""
+    """Fraction of tokens routed to experts of the dataset's group, if known."""
     known = [
         (row.tokens_LE, list(row.group_experts[group]))
         for row in rows
@@ -305,7 +292,7 @@ def _routing_accuracy(rows: Sequence[_Row], group: int) -> dict[str, float]:
 
 
 def _max_load(tokens_LE: np.ndarray) -> float:
-    """Tokens of the busiest expert over all tokens, mean over layers."""
+    """Fraction of tokens of the busiest expert, mean over layers."""
     tokens_L = np.maximum(tokens_LE.sum(1), 1)
     return float((tokens_LE.max(1) / tokens_L).mean())
 

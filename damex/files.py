@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from damex.errors import ConfigError
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all; missing folders are created.
 
-    Yields a path in the same folder, with the same suffix. It replaces the file when
-    the block ends, and is removed if the block raises. Give `torch.save` an open file:
-    of a path it does not report why it failed.
-
-    Args:
-        path: The file. Missing folders are made, and a link is followed. A device or a
-            pipe is written to directly.
+    Yields a path in the same folder, with the same suffix, which replaces the file at
+    the end of the block and is removed if the block raises. Links are followed, devices
+    and pipes are written directly. Pass an open file to `torch.save`: given a path, it
+    hides the reason of a failure.
 
     Raises:
         ConfigError: If the file cannot be written, for instance on a full disk.
@@ -50,36 +47,25 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file whole or not at all, see `atomic_write`."""
+    """Write a text file with `atomic_write`."""
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | Path, content: Any, *, indent: int | None = None) -> None:
-    """Write a JSON file whole or not at all, see `atomic_write`."""
+    """Write a JSON file with `atomic_write`."""
     write_text(path, json.dumps(content, indent=indent) + "\n")
 
 
 def check_file(path: Path) -> None:
-    """Make the folder of a file before anything is computed.
-
-    Args:
-        path: A file that exists will be replaced.
-
-    Raises:
-        ConfigError: If the folder cannot be made, or the path is a folder.
-    """
+    """Create the folder of an output file early; ConfigError if that is impossible."""
     make_folder(path.parent)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file to write to.")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder to write to.
-
-    Raises:
-        ConfigError: If it cannot be made.
-    """
+    """Create an output folder; ConfigError if that is impossible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

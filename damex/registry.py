@@ -1,7 +1,6 @@
-"""Importing this module adds everything of damex to mmdet's registries.
+"""Importing this module adds all classes of damex to mmdet's registries.
 
-The core of ``damex.moe`` knows no registry, so its classes are added here. A class of
-a user's own is added the same way, with ``MODELS.register_module()``.
+``damex.moe`` does not depend on a registry, so its classes are registered here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from damex.compat import ensure_ops
 
 with contextlib.redirect_stdout(io.StringIO()):
     ensure_ops()
-    # mmdet prints, twice, that an optional package of its fork is not there.
+    # mmdet prints twice that an optional package is missing.
     import mmdet.datasets  # noqa: F401
 from mmdet.registry import MODELS
 

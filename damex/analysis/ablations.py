@@ -1,8 +1,8 @@
-"""Trained checkpoints evaluated again: without single FFNs, or told the dataset.
+"""Evaluate trained checkpoints without single FFNs, or with oracle routing.
 
-``damex zero_ffns`` shows how much a dense detector depends on an FFN, not how
-much a better one would win: layers around it were trained to expect it.
-``damex tell_datasets`` shows what experts reach where no router can be wrong.
+``damex zero_ffns`` shows how much a dense detector depends on an FFN, not how much a
+better one would gain: the layers around it were trained to expect it. ``damex
+tell_datasets`` shows what experts reach with perfect routing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,7 @@ from damex.models.sites import COMPONENTS
 
 
 def zero_ffns(arguments: Sequence[str]) -> None:
-    """Evaluate a checkpoint as it is, and again without each FFN.
-
-    Args:
-        arguments: Command line without the program's name.
-
-    Raises:
-        ConfigError: If the detector has no plain FFN in encoder or decoder.
-    """
+    """Evaluate a checkpoint as it is, and again without each FFN."""
     runner = _runner(_config(zero_ffns_parser(), arguments))
     sites = ffn_sites(bare_model(runner))
     console = Console(file=sys.stdout, markup=False, emoji=False)
@@ -61,14 +54,7 @@ def zero_ffns(arguments: Sequence[str]) -> None:
 
 
 def tell_datasets(arguments: Sequence[str]) -> None:
-    """Evaluate experts that are told the dataset of every image.
-
-    Args:
-        arguments: Command line without the program's name.
-
-    Raises:
-        ConfigError: If the config has no experts.
-    """
+    """Evaluate a checkpoint with oracle routing by dataset."""
     cfg = _config(tell_datasets_parser(), arguments)
     if not isinstance(cfg.get("moe"), Mapping):
         raise ConfigError(
@@ -84,7 +70,7 @@ def tell_datasets(arguments: Sequence[str]) -> None:
 
 
 def _config(parser: Parser, arguments: Sequence[str]) -> Config:
-    """What the command line says: a config that loads a checkpoint."""
+    """The config of a command line, set to load its checkpoint."""
     args = parser.parse_args(arguments)
     cfg = load_config(args)
     cfg.load_from = args.checkpoint
@@ -98,24 +84,16 @@ def _runner(cfg: Config) -> Runner:
 
 
 def _write(runner: Runner, summary: Mapping[str, Any], console: Console) -> None:
-    """Write summary.json and say where it is."""
     path = Path(runner.work_dir) / "summary.json"
     write_json(path, {**summary, "command": shlex.join(sys.argv)}, indent=2)
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
 
 
 def ffn_sites(detector: nn.Module) -> dict[str, list[FFN]]:
-    """The FFNs of each transformer layer, and of encoder and decoder as a whole.
-
-    Args:
-        detector: A built dense detector of mmdet's DETR family.
-
-    Returns:
-        ``encoder.0`` and so on with one FFN each, ``encoder``, ``decoder.0`` and so on,
-        ``decoder``; without those of a component that has none.
+    """List FFNs by site: each layer (``encoder.0``), and each component as a whole.
 
     Raises:
-        ConfigError: If there are none at all, or experts are in their place.
+        ConfigError: If there are none in encoder or decoder, or experts in their place.
     """
     sites: dict[str, list[FFN]] = {}
     for component in COMPONENTS:
@@ -140,12 +118,7 @@ def ffn_sites(detector: nn.Module) -> dict[str, list[FFN]]:
 
 @contextmanager
 def zeroed(ffns: Iterable[FFN]) -> Iterator[None]:
-    """Make FFNs add nothing to their input; no weight is touched.
-
-    Args:
-        ffns: Until the block ends, they return what comes in beside them: their
-            identity, where they add it, else zeros.
-    """
+    """Make FFNs contribute nothing to their residual stream; weights are untouched."""
     handles = [
         ffn.layers.register_forward_hook(lambda *call: torch.zeros_like(call[2]))
         for ffn in ffns

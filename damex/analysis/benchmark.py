@@ -1,8 +1,7 @@
-"""``damex benchmark``: what a layer of experts costs beside the FFN that it replaces.
+"""``damex benchmark``: the cost of an MoE layer, relative to the dense FFN it replaces.
 
-All rivals of a case take turns in one process, and what counts is the ratio of their
-medians. Before anything is timed, the layer has to answer what a plain loop over its
-experts answers.
+All layers of a case take turns in one process, and the ratio of their medians counts.
+Before timing, the MoE layer is checked against a plain loop over its experts.
 
 Axes: B images, N tokens per image, D model width, E experts.
 """
@@ -35,23 +34,23 @@ from damex.commandline.measuring import benchmark_parser
 from damex.errors import ConfigError
 from damex.moe import MoELayer, Packing
 
-WIDTH, HIDDEN = 256, 2048  # channels and hidden units of the FFNs of DINO
-TOLERANCE = 1e-4  # of the layer's answer, beside a loop over its experts
+WIDTH, HIDDEN = 256, 2048  # of DINO's FFNs
+TOLERANCE = 1e-4  # relative to the largest output of a loop over experts
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One size of the problem.
+    """One problem size.
 
     Attributes:
         images: B.
         tokens: N.
         experts: E.
         k: Experts per token.
-        by_dataset: Whether an image's tokens all go to one expert; else the tokens are
+        by_dataset: Whether all tokens of an image go to one expert; else they are
             spread evenly.
-        padding: Share of tokens at the end of an image that are padding.
+        padding: Fraction of tokens at the end of an image that are padding.
     """
 
     images: int
@@ -63,7 +62,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What stands in the table."""
+        """Row label."""
         routing = "by dataset" if self.by_dataset else "uniform"
         padded = f", {self.padding:.0%} padding" if self.padding else ""
         return (
@@ -72,7 +71,7 @@ class Case:
         )
 
 
-# Decoder queries of two images, and all pixels of an encoder at 800 x 1333.
+# Decoder queries of two images, and all encoder tokens at 800 x 1333.
 CASES = (
     Case(2, 1100, 8, by_dataset=True),
     Case(2, 1100, 8),
@@ -87,15 +86,15 @@ SMALL = (Case(2, 1100, 8, by_dataset=True), Case(2, 1100, 8), Case(2, 1100, 64))
 
 @dataclass(frozen=True)
 class Timing:
-    """What one rival took in one case.
+    """Measurements of one layer in one case.
 
     Attributes:
-        name: Of the rival.
+        name: Of the layer.
         seconds: Median of a step.
-        ratio: To the dense FFN, which takes part in the same rounds.
-        saved: Bytes that the forward pass keeps for the backward pass, without
-            parameters; 0 in inference.
-        syncs: How often the host waits for the GPU in a step; 0 on the CPU.
+        ratio: To the dense FFN, timed in the same rounds.
+        saved: Bytes kept by the forward pass for the backward pass, without parameters;
+            0 in inference.
+        syncs: GPU synchronisations of the host per step; 0 on the CPU.
     """
 
     name: str
@@ -106,14 +105,7 @@ class Timing:
 
 
 def benchmark(arguments: Sequence[str]) -> None:
-    """Time layers of experts and write a report.
-
-    Args:
-        arguments: Command line without the program's name.
-
-    Raises:
-        ConfigError: If there is no such device, or the layer answers wrongly.
-    """
+    """Time MoE layers and write a report."""
     args = benchmark_parser().parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU; leave --device out.")
@@ -148,19 +140,13 @@ def benchmark(arguments: Sequence[str]) -> None:
 
 
 def run_case(case: Case, training: bool, rounds: int, device: str) -> list[Timing]:
-    """Time all rivals of a case, in turns.
+    """Time all layers of a case; the dense FFN comes first.
 
-    Args:
-        case: The size.
-        training: Forward and backward pass, or the forward pass alone.
-        rounds: How often each has its turn; the order changes with the round.
-        device: 'cpu' or 'cuda'.
-
-    Returns:
-        One for each, the dense FFN first.
+    They take turns for some `rounds`, in an order that rotates. With `training` both
+    passes are timed, else the forward pass.
 
     Raises:
-        ConfigError: If the layer answers something else than a loop over its experts.
+        ConfigError: If the layer differs from a loop over its experts.
     """
     torch.manual_seed(SEED)
     rivals = rivals_of(case.experts, case.k, embed_dims=WIDTH, hidden_dims=HIDDEN)
@@ -190,7 +176,7 @@ def run_case(case: Case, training: bool, rounds: int, device: str) -> list[Timin
 
 
 def _tokens(case: Case, device: str) -> tuple[Tensor, Packing]:
-    """Tokens that a router with unit rows sends to the experts of the case."""
+    """Tokens that the routers send to the experts of the case."""
     tokens_BND = torch.randn(case.images, case.tokens, WIDTH)
     if case.by_dataset:
         for image in range(case.images):
@@ -204,7 +190,7 @@ def _tokens(case: Case, device: str) -> tuple[Tensor, Packing]:
 
 
 def _check(rivals: Sequence[Rival], tokens_BND: Tensor, packing: Packing) -> None:
-    """Refuse to time a layer that answers wrongly."""
+    """Reject a layer with wrong outputs."""
     layer = next(rival.module for rival in rivals if isinstance(rival.module, MoELayer))
     with torch.no_grad():
         found_BND, _ = layer(tokens_BND, packing=packing)
@@ -221,7 +207,6 @@ def _check(rivals: Sequence[Rival], tokens_BND: Tensor, packing: Packing) -> Non
 def _step(
     rival: Rival, tokens_BND: Tensor, packing: Packing, training: bool
 ) -> Callable[[], None]:
-    """What is timed."""
     parameters = list(rival.module.parameters())
 
     def train() -> None:
@@ -239,11 +224,7 @@ def _step(
 
 
 def _time(step: Callable[[], None], device: str) -> float:
-    """Seconds of one step: of the processor's work on the CPU, else on the clock.
-
-    The work of all threads is divided by their number, so that other programs on the
-    machine do not count.
-    """
+    """Seconds of one step: process time per thread on the CPU, else wall-clock time."""
     if device == "cpu":
         started = time.process_time()
         step()
@@ -256,10 +237,7 @@ def _time(step: Callable[[], None], device: str) -> float:
 
 
 def _saved_bytes(step: Callable[[], None], module: nn.Module) -> int:
-    """What a step keeps for its backward pass, each piece of memory once.
-
-    Parameters are there anyway and do not count.
-    """
+    """Bytes kept for the backward pass: each storage once, without parameters."""
     there = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -275,7 +253,7 @@ def _saved_bytes(step: Callable[[], None], module: nn.Module) -> int:
 
 
 def _count_syncs(step: Callable[[], None]) -> int:
-    """How often a step makes the host wait for the GPU, as torch counts it."""
+    """GPU synchronisations of a step, as counted by torch."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as found:
@@ -293,7 +271,7 @@ def _rotated(count: int, by: int) -> Iterator[int]:
 def _table(
     title: str, timings: Mapping[str, Sequence[Timing]], cell: Callable[[Timing], str]
 ) -> str:
-    """A row for each case, a column for each layer that takes part in any."""
+    """A row per case, a column per layer."""
     names = list(dict.fromkeys(t.name for row in timings.values() for t in row))
     rows = []
     for case, row in timings.items():
@@ -303,7 +281,6 @@ def _table(
 
 
 def _ratio(timing: Timing) -> str:
-    """To the dense FFN, of which the time stands beside."""
     if timing.ratio == 1.0:
         return f"1.00 ({1e3 * timing.seconds:.1f} ms)"
     return f"{timing.ratio:.2f}"
@@ -314,7 +291,6 @@ def _memory(timing: Timing) -> str:
 
 
 def _head(args: argparse.Namespace) -> str:
-    """Where, when and with what this was measured."""
     names = {"torch": torch.__version__, "damex": damex.__version__}
     try:
         names["transformers"] = version("transformers")
@@ -347,11 +323,10 @@ def _hardware(device: str) -> str:
 
 
 def _commit() -> str:
-    """That of a checkout; an installed package has none."""
     checkout, commit = Path(damex.__file__).parents[1], ""
-    if (checkout / ".git").exists():  # else git would find that of somebody else
+    if (checkout / ".git").exists():  # else git would find an enclosing repository
         command = ["git", "rev-parse", "--short", "HEAD"]
-        with contextlib.suppress(OSError):  # there is no git
+        with contextlib.suppress(OSError):  # git is not installed
             commit = subprocess.run(
                 command, cwd=checkout, capture_output=True, text=True, check=False
             ).stdout.strip()

@@ -1,8 +1,8 @@
-"""The command ``damex compare_moe``: one config, several mixtures of experts.
+"""``damex compare_moe``: one config, several mixtures of experts.
 
-Every run is a training of its own in ``WORK_DIR/NAME/seedN``, of the config
-``WORK_DIR/NAME/config.py``. What has finished is not run again, so a killed comparison
-goes on where it was, and more seeds or mixtures can be added later.
+Runs are trainings in ``WORK_DIR/NAME/seedN`` of ``WORK_DIR/NAME/config.py``. Finished
+runs are skipped, so a killed comparison can be continued, and seeds or mixtures can be
+added later.
 """
 
 from __future__ import annotations
@@ -42,19 +42,12 @@ from damex.engine.config_files import (
 from damex.engine.schedule import length_key, set_length
 from damex.errors import ConfigError
 
-# Not compared by default: they go on from the checkpoint of another training.
+# Not compared by default: they start from another training's checkpoint.
 SECOND_STAGES = ("deepmoe_stage2",)
 
 
 def compare_moe(arguments: Sequence[str]) -> None:
-    """Train, measure and write the table.
-
-    Args:
-        arguments: Command line without the program's name.
-
-    Raises:
-        ConfigError: If a name is unknown, a number is out of range, or a run failed.
-    """
+    """Train, measure and write the table; ConfigError if a run failed."""
     args = compare_moe_parser().parse_args(arguments)
     check_seeds(args.seeds)
     console, folder = Console(markup=False, emoji=False), Path(args.work_dir)
@@ -64,13 +57,13 @@ def compare_moe(arguments: Sequence[str]) -> None:
         for name, moe in mixtures.items()
     }
     configs = {name: write_config(cfg, folder / name) for name, cfg in complete.items()}
-    # Seed by seed, so that a comparison that is cut short has something of each.
+    # Seed by seed, so that an interrupted comparison covers all mixtures.
     scored = [
         {name: training(config, seed) for name, config in configs.items()}
         for seed in args.seeds
     ]
     failed = finish(_in_order(scored), console, jobs=args.jobs)
-    # Round by round and one at a time: a busy moment hits all mixtures alike.
+    # Round by round, one at a time: background load affects all mixtures alike.
     timed = [
         {
             name: Run(
@@ -93,7 +86,7 @@ def compare_moe(arguments: Sequence[str]) -> None:
 
 
 def _mixtures(names: Sequence[str] | None) -> dict[str, str]:
-    """What ``moe`` is set to for each row; runs are stored by the file's stem."""
+    """Values of ``moe`` by row; runs are stored under the file's stem."""
     if names is None:
         all_names = {file.stem for file in (CONFIGS / MOE).glob("*.py")}
         names = ["dense", *sorted(all_names - {"dense", *SECOND_STAGES})]
@@ -110,22 +103,22 @@ def _mixtures(names: Sequence[str] | None) -> dict[str, str]:
 
 
 def _config_with(moe: str, base: Config, options: Mapping[str, Any]) -> Config:
-    """The complete config of a row: no file that is edited later changes it."""
+    """The complete config of a row, independent of later edits to other files."""
     if "moe" in options:
         raise ConfigError(
             f"--cfg-options moe={options['moe']}: name what is compared with --moe."
         )
     cfg = copy.deepcopy(base)
-    cfg["model"].pop("moe", None)  # where the config of a work directory has it
+    cfg["model"].pop("moe", None)  # set by a written config
     cfg["moe"] = moe_of_file(moe)
     merge_options(cfg, options)
     set_length(cfg)
-    cfg.pop("work_dir", None)  # each run names its own
+    cfg.pop("work_dir", None)  # set for each run
     return cfg
 
 
 def _short(cfg: Config, samples: int) -> tuple[str, ...]:
-    """Options that leave one short epoch, or as many iterations, and no evaluation."""
+    """Options for one short epoch, or as many iterations, without evaluation."""
     if length_key(cfg.get("train_cfg") or {}) == "max_epochs":
         sampler = f"train_dataloader.sampler.samples_per_epoch={samples}"
         return "max_epochs=1", "train_cfg.val_begin=9", sampler
@@ -138,7 +131,6 @@ def _in_order(rows: Sequence[Mapping[str, Run]]) -> list[Run]:
 
 
 def _summaries(rows: Sequence[Mapping[str, Run]], name: str) -> list[dict | None]:
-    """One summary per row of runs; None where a run failed."""
     return [row[name].summary() for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a comparison: rows over seeds, their table and their picture."""
+"""Rows of a comparison over seeds, their table and their plot."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ def comparison_row(
 
     Args:
         name: Name of the row.
-        scored: ``summary.json`` of one run per seed; None where it has not finished.
+        scored: ``summary.json`` of one run per seed; None if unfinished.
         timed: ``summary.json`` of the short runs that measure time and memory.
 
     Returns:
-        ``ap50``, ``ap``, ``pooled_ap``, ``routing_accuracy`` and ``max_load``, each a
-        pair of mean and sample standard deviation (None where a run has no such number,
-        the deviation None for one run), ``ap50_seeds`` with the AP50 of every seed
-        (None where it has not finished), ``datasets`` with the mean AP50 of each,
-        ``seeds``, the number of those that have finished, ``seconds_per_iteration`` and
-        ``peak_memory_mib``.
+        Pairs of mean and sample deviation (None if a run lacks the number; no deviation
+        for a single run) as ``ap50``, ``ap``, ``pooled_ap``, ``routing_accuracy``,
+        ``max_load`` and, by dataset, ``datasets`` (AP50); ``ap50_seeds`` with the AP50
+        of every seed; ``seeds``, the number of finished ones; ``seconds_per_iteration``
+        and ``peak_memory_mib``.
     """
     runs = [run for run in scored if run is not None]
     rounds = [run for run in timed if run is not None and _trained(run)]
@@ -69,14 +68,9 @@ def comparison_row(
 
 
 def with_differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each row what its AP50 has over that of the first row, seed by seed.
+    """Add ``ap50_minus_first`` to rows of the same seeds: mean and 95 % interval.
 
-    Args:
-        rows: As :func:`comparison_row` makes them, of the same seeds.
-
-    Returns:
-        Rows with ``ap50_minus_first``: mean and 95 % interval; None for the first row,
-        and where no seed has finished in both.
+    It is None for the first row, and without a seed finished in both.
     """
     return [
         dict(
@@ -90,18 +84,13 @@ def with_differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as Markdown: quality with its spread, shares, time and memory.
-
-    Args:
-        rows: As :func:`with_differences` makes them; times, too, are compared with the
-            first.
-    """
+    """Format the rows of :func:`with_differences` as Markdown."""
     base = rows[0]["seconds_per_iteration"] if rows else None
     return markdown(HEADER, [_cells(row, base) for row in rows])
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; all columns but the first are numbers."""
+    """Format a Markdown table; all columns but the first are right-aligned."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
@@ -123,12 +112,12 @@ def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
 
 
 def _trained(run: Mapping[str, Any]) -> int:
-    """Iterations that ``train_seconds`` are of; older summaries have all alone."""
+    """Iterations covered by ``train_seconds``; all of them in older summaries."""
     return run.get("trained_iterations", run["iterations"])
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
-    """None also where one of the runs has no such number."""
+    """Spread, or None if a run lacks the number."""
     return None if None in values else spread(values)
 
 
@@ -138,7 +127,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def cell(value: Any) -> str:
-    """A value of a table; ``-`` where there is none."""
+    """Format a table cell; ``-`` for None."""
     return "-" if value is None else str(value)
 
 
@@ -147,16 +136,10 @@ def _percent(spread: tuple[float, float | None] | None) -> str:
 
 
 def dot_plot(rows: Mapping[str, Sequence[float | None]], *, score: str) -> Figure:
-    """Draw scores of every row beside the first row's.
+    """Plot a dot per seed and a bar at the mean of each row, against the first row.
 
-    Args:
-        rows: Scores by name, one per seed, None where a run has not finished. Rows
-            without any are left out.
-        score: What the scores are, for the axis.
-
-    Returns:
-        A figure with a dot per seed, a bar at each row's mean, and a band at mean and
-        sample deviation of the first row.
+    A band marks mean and sample deviation of the first row. `rows` hold one `score` per
+    seed, None if unfinished; rows without any are omitted.
     """
     known = {
         name: [value for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a detector: total, and active for one image or token."""
+"""Parameters and FLOPs of a detector: total, and active per image or token."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from damex.moe import Assignment, MoELayer
 
 @dataclass(frozen=True)
 class PartComplexity:
-    """What one part of a detector holds and computes.
+    """Size and cost of one part of a detector.
 
     Attributes:
         name: Attribute of the detector, for instance ``decoder``.
         parameters: All parameters.
-        active_parameters: Those that an average token meets: of a bank of E experts
-            the share k/E if a token goes to k of them.
-        flops: Floating-point operations for one image, a multiply-add counted as two.
+        active_parameters: Those used for an average token: k/E of a bank of E experts
+            if a token goes to k of them.
+        flops: Floating-point operations per image, a multiply-add counted as two.
     """
 
     name: str
@@ -49,22 +49,15 @@ class PartComplexity:
 def count_complexity(
     detector: nn.Module, *, height: int, width: int, seed: int = 0
 ) -> list[PartComplexity]:
-    """Run one image of noise through the detector and count.
+    """Count parameters and FLOPs for one image of noise (height and width in pixels).
 
-    Counted are matrix products, convolutions and attention, as they are executed: an
-    expert that gets no token and a channel that is closed cost nothing. Not counted
-    are element-wise operations and the sampling of deformable attention, which are
-    the same with and without experts.
-
-    Args:
-        detector: A built detector; left in the mode (training or not) it was in.
-        height: Height of the image in pixels.
-        width: Width of the image.
-        seed: Seed of the noise.
+    Matrix products, convolutions and attention are counted as executed: an expert
+    without tokens and a closed channel cost nothing. Element-wise operations and the
+    sampling of deformable attention, equal with and without experts, are not counted.
 
     Returns:
-        One entry for each child module that holds parameters, in their order, and
-        ``other`` for parameters of the detector itself.
+        One entry per child module with parameters, in order, and ``other`` for
+        parameters of the detector itself.
     """
     was_training = detector.training
     detector.eval()
@@ -82,7 +75,7 @@ def count_complexity(
         for handle in handles:
             handle.remove()
         detector.train(was_training)
-    # Keyed by path; "Detector.child" is a child with all that is in it.
+    # Keyed by path; "Detector.child" includes all submodules.
     flops = {
         path.partition(".")[2]: sum(operations.values())
         for path, operations in counter.get_flop_counts().items()
@@ -104,7 +97,7 @@ def count_complexity(
 def _noise(
     detector: nn.Module, height: int, width: int, seed: int
 ) -> tuple[Tensor, list[DetDataSample]]:
-    """An image as the data preprocessor hands it on, and its data sample."""
+    """An image and its data sample, as the data preprocessor returns them."""
     device = next(detector.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(1, 3, height, width, generator=generator).to(device)
@@ -114,7 +107,7 @@ def _noise(
 
 
 def _note_share(shares: dict[int, float], layer: MoELayer) -> Any:
-    """A hook for a gate: keeps the share of the experts that a token of it meets."""
+    """A gate hook that records the fraction of experts used per token."""
 
     def hook(gate: nn.Module, inputs: tuple[Any, ...], assignment: Assignment) -> None:
         routes = int(assignment.counts_E.sum())
@@ -125,7 +118,7 @@ def _note_share(shares: dict[int, float], layer: MoELayer) -> Any:
 
 
 def _idle(part: nn.Module, shares: Mapping[int, float]) -> int:
-    """Parameters of experts that an average token of this part does not meet."""
+    """Expert parameters that an average token does not use."""
     return sum(
         round(_count(layer.experts) * (1.0 - shares.get(id(layer), 1.0)))
         for layer in part.modules()
@@ -138,14 +131,7 @@ def _count(module: nn.Module) -> int:
 
 
 def complexity(arguments: Sequence[str]) -> None:
-    """Print parameters and FLOPs per part, beside those of the dense detector.
-
-    Args:
-        arguments: Command line without the program's name.
-
-    Raises:
-        ConfigError: If the config is missing or names no image size.
-    """
+    """Print parameters and FLOPs per part, compared with the dense detector."""
     args = complexity_parser().parse_args(arguments)
     if args.groups is not None and args.classes is None:
         raise ConfigError(
@@ -171,7 +157,7 @@ def complexity_table(
     height: int,
     width: int,
 ) -> Table:
-    """Counts of a detector, and of the same without experts, for the screen."""
+    """Return counts of a detector, and of the same without experts, for the screen."""
     table = Table(
         title=f"one image of {height} x {width} (height x width); "
         "a multiply-add is two FLOPs",
@@ -190,7 +176,7 @@ def complexity_table(
 
 
 def size_of_test_images(cfg: Config) -> tuple[int, int]:
-    """Height and width that the test pipeline resizes to."""
+    """Return height and width that the test pipeline resizes to."""
     for step in cfg.get("test_pipeline") or ():
         if step.get("type") == "Resize" and isinstance(step.get("scale"), Sequence):
             width, height = step["scale"]
@@ -204,13 +190,12 @@ def size_of_test_images(cfg: Config) -> tuple[int, int]:
 def _resolved_model(
     cfg: Config, *, classes: int | None, groups: int | None
 ) -> dict[str, Any]:
-    """The model's config, completed by the mixture or by the numbers given."""
+    """The model config, completed by the mixture or by the given numbers."""
     known = cfg if classes is None else Config({**cfg, "mixture": None})
     model = dict(resolve_config(known)["model"])
     check_detector(model)
     if isinstance(model.get("moe"), Mapping):
-        # What runs after a dense phase, and in one process; and an image of noise is of
-        # no dataset.
+        # Count the final experts in one process; the noise has no dataset.
         left_out = ("upcycling", "oracle", "expert_parallel")
         model["moe"] = {k: v for k, v in model["moe"].items() if k not in left_out}
     if classes is None:
@@ -226,7 +211,7 @@ def _resolved_model(
 
 
 def _build(model: Mapping[str, Any]) -> nn.Module:
-    """The detector with random weights: nothing is downloaded to count."""
+    """The detector with random weights, without downloads."""
     return MODELS.build(copy.deepcopy(dict(model)))  # mmdet writes into configs
 
 

@@ -1,7 +1,7 @@
-"""The command behind ``tools/headroom.py``: is there anything for experts to win?
+"""``tools/headroom.py``: is there any headroom for experts?
 
-Every rung of the ladder is a training of its own in ``WORK_DIR/RUNG/seedN``, of the
-config ``WORK_DIR/RUNG/config.py``. What has finished is not run again.
+Each rung of the ladder is a training in ``WORK_DIR/RUNG/seedN`` of the config
+``WORK_DIR/RUNG/config.py``. Finished runs are skipped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from damex.models.sites import COMPONENTS
 
 Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
 
-# Rungs that are another one's trainings, evaluated once more, and the command for it.
+# Rungs that re-evaluate the trainings of another one, and by which command.
 AGAIN = MappingProxyType(
     {"oracle": (RECIPE, "tell_datasets"), "zeroed": ("dense", "zero_ffns")}
 )
@@ -63,14 +63,10 @@ ABOUT_ZEROED = (
 
 
 def headroom(arguments: Sequence[str]) -> None:
-    """Train the rungs, write table and picture, and say what follows.
-
-    Args:
-        arguments: Command line without the program's name.
+    """Train the rungs, write table and plot, and print the verdict.
 
     Raises:
         ConfigError: If the config does not fit a rung, or a run failed.
-        DataError: If an annotation file does not hold what the config promises.
     """
     args = headroom_parser().parse_args(arguments)
     check_seeds(args.seeds)
@@ -84,7 +80,7 @@ def headroom(arguments: Sequence[str]) -> None:
     rungs += _new(experts, rungs)
     _print_cost(rungs, args, console)
     configs = {r.name: write_config(r.config, folder / r.name) for r in rungs}
-    # Seed by seed, so that a ladder that is cut short has something of each rung.
+    # Seed by seed, so that an interrupted ladder covers all rungs.
     runs = {
         (name, seed): training(config, seed)
         for seed in args.seeds
@@ -109,11 +105,7 @@ def headroom(arguments: Sequence[str]) -> None:
 
 
 def _new(experts: Sequence[Rung], rungs: Sequence[Rung]) -> list[Rung]:
-    """The experts that are not among the rungs: the oracle's may be there already.
-
-    Raises:
-        ConfigError: If one has the name of a rung and another config.
-    """
+    """Experts that are not yet among the rungs (the oracle's may be)."""
     known = {rung.name: rung.config.to_dict() for rung in rungs}
     for rung in experts:
         if known.get(rung.name, rung.config.to_dict()) != rung.config.to_dict():
@@ -127,7 +119,6 @@ def _new(experts: Sequence[Rung], rungs: Sequence[Rung]) -> list[Rung]:
 def _summaries(
     runs: Mapping[tuple[str, int], Run], *, seeds: Sequence[int]
 ) -> dict[str, list[Any]]:
-    """What was measured, by rung, one for each seed."""
     names = dict.fromkeys(name for name, _ in runs)
     return {
         name: [
@@ -139,11 +130,7 @@ def _summaries(
 
 
 def _check_checkpoints(cfg: Config, rungs: Sequence[str]) -> None:
-    """Refuse trainings that leave nothing to evaluate once more.
-
-    Raises:
-        ConfigError: If a rung would.
-    """
+    """Reject trainings without checkpoints if a rung evaluates them again."""
     again = [name for name in rungs if name in AGAIN]
     if again and (cfg.get("default_hooks") or {}).get("checkpoint", {}) is None:
         raise ConfigError(
@@ -156,7 +143,7 @@ def _check_checkpoints(cfg: Config, rungs: Sequence[str]) -> None:
 def _print_cost(
     rungs: Sequence[Rung], args: argparse.Namespace, console: Console
 ) -> None:
-    """Say how much will be trained, before it is."""
+    """Print how much will be trained."""
     seeds = len(args.seeds)
     lines = [f"{rung.name}: {seeds} x {rung.images:,} images" for rung in rungs]
     images = seeds * sum(rung.images for rung in rungs)
@@ -173,7 +160,7 @@ def _print_cost(
 
 
 def _again(trained: Run, name: str, command: str) -> Run:
-    """Another evaluation of a training, in its folder: it goes when that goes."""
+    """Another evaluation of a training, in its folder."""
     return Run(
         trained.config,
         trained.folder / name,
@@ -189,19 +176,19 @@ def report(
     seeds: Sequence[int],
     experts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Everything that was measured, as plain values.
+    """Collect all results as plain values.
 
     Args:
-        summaries: Those of each rung, one per seed; None where it is missing. What
-            ``zero_ffns`` wrote is the rung ``zeroed``.
-        datasets: Of the mixture.
+        summaries: Of each rung, one per seed; None if missing. The rung ``zeroed``
+            holds the output of ``zero_ffns``.
+        datasets: Names in the mixture.
         seeds: Their numbers.
         experts: Rungs that are mixtures of experts.
 
     Returns:
         ``seeds``; ``rungs`` and ``zeroed``, rows of scores with one number per seed and
-        their differences to the first row; ``verdict``, or None; ``experts``, what each
-        of them has over the verdict's reference.
+        their differences to the first row; ``verdict``, or None; ``experts``, the gain
+        of each over the verdict's reference.
     """
     trained = {n: found for n, found in summaries.items() if n != "zeroed"}
     if RECIPE not in experts:  # trained for the oracle
@@ -231,7 +218,7 @@ def report(
 def _outcome(
     rows: Mapping[str, Mapping[str, Any]], verdict: Verdict, name: str
 ) -> dict[str, Any] | None:
-    """A mixture of experts against the verdict; None where no seed has finished."""
+    """A mixture of experts against the verdict; None without a finished seed."""
     scores = rows[name]["mean_ap"], rows[verdict.reference]["mean_ap"]
     difference = paired_difference(*scores)
     if difference is None:
@@ -246,7 +233,7 @@ def _outcome(
 
 
 def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
-    """Write headroom.md, .json and .png, and show the first."""
+    """Write headroom.md, .json and .png, and print the first."""
     rungs, zeroed, verdict = (result[key] for key in ("rungs", "zeroed", "verdict"))
     parts = [ladder_table(rungs, kind="rung")]
     absent = [name for name in RUNGS if name not in rungs and name != "zeroed"]

@@ -1,4 +1,4 @@
-"""Numbers of several seeds: mean, spread, paired differences, and how to print them."""
+"""Statistics over seeds: mean, spread and paired differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation; None for the deviation of one number."""
+    """Mean and sample standard deviation; no deviation for a single number."""
 
     mean: float
     deviation: float | None
@@ -25,7 +25,7 @@ class Spread(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Mean of the differences of pairs and its 95 % t-interval; None for one pair."""
+    """Mean of paired differences and its 95 % t-interval; no interval for one pair."""
 
     mean: float
     ci95: tuple[float, float] | None
@@ -38,14 +38,7 @@ class Difference(NamedTuple):
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Mean and sample standard deviation.
-
-    Args:
-        values: One per seed; None where a run has not finished.
-
-    Returns:
-        Those of the known values; None if there are none.
-    """
+    """Mean and sample standard deviation of the values that are not None, if any."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -60,24 +53,17 @@ def paired_difference(
     *,
     comparisons: int = 1,
 ) -> Difference | None:
-    """Mean difference of two methods that were run with the same seeds.
+    """Mean difference of two methods over their common seeds; None without any.
 
-    A seed that is easy or hard for both drops out, so that the interval is narrower
-    than the spreads of the two suggest. It assumes differences that are normally
-    distributed, and covers the noise of training alone: all seeds share one split of
-    the data.
+    Seeds that are easy or hard for both cancel, so that the interval is narrower than
+    the two spreads suggest. It assumes normally distributed differences and covers
+    training noise only: all seeds share one split of the data.
 
     Args:
-        values: One per seed; None where a run has not finished.
-        base: What they are compared with, in the same order of seeds.
-        comparisons: Intervals that hold together at 95 %, each of them at
-            1 - 0.05 / comparisons (Bonferroni).
-
-    Returns:
-        The difference over seeds that both have; None if there are none.
-
-    Raises:
-        ValueError: If the lengths differ.
+        values: One per seed; None if a run has not finished.
+        base: The baseline, in the same order of seeds.
+        comparisons: Number of intervals that hold jointly at 95 %, each at 1 - 0.05 /
+            comparisons (Bonferroni).
     """
     pairs = zip(values, base, strict=True)
     differences = [a - b for a, b in pairs if a is not None and b is not None]

@@ -1,6 +1,6 @@
-"""The numbers of a headroom ladder: its rows and their tables.
+"""Rows and tables of a headroom ladder.
 
-A row holds one score per seed, in the order of the seeds, None where a run is missing.
+A row holds one score per seed, in the order of the seeds, None if a run is missing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ SCORES = ("mean_ap50", "mean_ap", "pooled_ap")
 
 
 def rung_row(summaries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """The scores of one rung.
-
-    Args:
-        summaries: ``summary.json`` of each seed; None where it has not finished.
+    """Scores of one rung, from ``summary.json`` of each seed.
 
     Returns:
-        ``mean_ap50``, ``mean_ap`` and ``pooled_ap``, each a list with one number per
-        seed, and ``datasets`` with the lists ``ap50`` and ``ap`` of each.
+        ``mean_ap50``, ``mean_ap`` and ``pooled_ap``, and ``datasets`` with ``ap50`` and
+        ``ap`` of each; all are lists over seeds.
     """
     found = [summary for summary in summaries if summary is not None]
     names = found[0]["datasets"] if found else ()
@@ -42,14 +39,10 @@ def rung_row(summaries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
 
 
 def single_row(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One row of what the detectors of single datasets score, each on its own.
+    """Combine the rows of single-dataset detectors into one.
 
-    Args:
-        rows: By dataset, as :func:`rung_row` makes them.
-
-    Returns:
-        A row whose means are over datasets, of seeds in which all of them finished.
-        Nothing is pooled: no detector knows all classes.
+    Means are over datasets, for seeds in which all finished. Nothing is pooled: no
+    detector knows all classes.
     """
     row: dict[str, Any] = {
         key: [
@@ -68,13 +61,9 @@ def single_row(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def zeroed_rows(
     summaries: Sequence[Mapping[str, Any] | None],
 ) -> dict[str, dict[str, Any]]:
-    """Scores by what was zeroed.
+    """Scores by zeroed site, from the output of ``zero_ffns`` for each seed.
 
-    Args:
-        summaries: What ``zero_ffns`` wrote for each seed; None where it has not.
-
-    Returns:
-        Rows of :data:`SCORES`, ``none`` for the detector as it is.
+    The row ``none`` is the unchanged detector.
     """
     found = [run and {"none": run, **run["zeroed"]} for run in summaries]
     sites = next((list(run) for run in found if run), [])
@@ -92,15 +81,10 @@ def _mean(values: Scores) -> float | None:
 def with_differences(
     rows: Mapping[str, Mapping[str, Any]], *, base: str
 ) -> dict[str, dict[str, Any]]:
-    """Add to each row what its mean AP has over that of one of them, seed by seed.
+    """Add ``minus_<base>`` to rows: mean and ``ci95`` of the paired AP difference.
 
-    Args:
-        rows: With ``mean_ap``.
-        base: Name of the row that they are compared with.
-
-    Returns:
-        Rows with ``minus_<base>``: ``mean`` and ``ci95``, the ends of the 95 %
-        interval, None for one seed; None for the row itself, or without a common seed.
+    ``ci95`` is None for one seed; the entry is None for `base` itself, or without a
+    common seed.
     """
     compared = {}
     for name, row in rows.items():
@@ -112,11 +96,9 @@ def with_differences(
 
 
 def ladder_table(rows: Mapping[str, Mapping[str, Any]], *, kind: str) -> str:
-    """The rows as Markdown: mean and sample deviation over seeds.
+    """Format the rows of :func:`with_differences` as Markdown: mean and deviation.
 
-    Args:
-        rows: As :func:`with_differences` makes them, compared with the first.
-        kind: What a row is.
+    `kind` is the header of the first column; `rows` are compared with the first.
     """
     base = next(iter(rows), "")
     names = dict.fromkeys(n for row in rows.values() for n in row.get("datasets", ()))

@@ -1,4 +1,4 @@
-"""Before the launch: what each process would hold and send, from one process alone."""
+"""``--dry-run``: memory and traffic per process, computed in one process."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from damex.engine.schedule import set_length
 from damex.models.detectors import RoutedDetector
 from damex.moe import MoELayer, sharded_layers, sharded_names
 
-# Rows go to the experts and back, and their gradients do.
+# Rows and their gradients go to the experts and back.
 WAYS = 4
-LISTED = 8  # numbers in a row; of more the first and the last
+LISTED = 8  # numbers per row before they are abbreviated
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one process of a training holds, sends, and reads; all have as much.
+    """Memory, traffic and data of one process; equal for all processes.
 
     Attributes:
-        processes: How many there are.
-        expert_parallel: Processes that share the experts of a layer out.
+        processes: Number of processes.
+        expert_parallel: Processes over which the experts of a layer are sharded.
         num_experts: Experts of a layer; 0 in a dense detector.
         parameters: Bytes of parameters and buffers.
         gradients: Bytes of gradients.
         optimizer: Bytes of the optimiser's state after a step.
         shape: Height and width of an image in pixels.
-        batch_size: Images of a process in a step.
-        sent_gradients: Bytes that a process sends in a step to average gradients.
-        sent_tokens: Bytes that it sends in a step to experts of other processes.
-        batches: Of a process, in an epoch.
-        epochs: Of the training; None if its length is that of ``steps``.
+        batch_size: Images per process and step.
+        sent_gradients: Bytes sent per step to average gradients.
+        sent_tokens: Bytes sent per step to experts of other processes.
+        batches: Per process and epoch.
+        epochs: Of the training; None if its length is given by ``steps``.
         steps: Of the training.
     """
 
@@ -68,21 +68,16 @@ class Layout:
 
 
 def dry_run(cfg: Config, *, processes: int) -> None:
-    """Print the layout of a training; arguments and errors are :func:`lay_out`'s."""
+    """Print the layout of a training; see :func:`lay_out`."""
     filter_console(MMLogger.get_instance("dry_run"))
     print(describe(lay_out(cfg, processes=processes)))
 
 
 def lay_out(cfg: Config, *, processes: int) -> Layout:
-    """Build detector, optimiser and data as the first process of several would.
-
-    Args:
-        cfg: Not changed.
-        processes: How many there would be.
+    """Build detector, optimiser and data as the first of several processes would.
 
     Raises:
-        ConfigError: What the training would raise when it is built, for instance if
-            the experts cannot be shared out among so many processes.
+        ConfigError: As the training, for instance if experts cannot be sharded.
     """
     cfg = resolve_config(cfg)
     init_default_scope(cfg.get("default_scope", "mmdet"))
@@ -125,15 +120,11 @@ def lay_out(cfg: Config, *, processes: int) -> Layout:
 
 @contextmanager
 def pretended_processes(count: int) -> Iterator[None]:
-    """Be the first of so many processes, of which there are no others.
-
-    Whatever is built asks how many there are; what is sent arrives nowhere. One
-    process is one without a launcher.
-    """
+    """Act as the first of `count` processes, with a fake backend that sends nothing."""
     if count == 1:
         yield
         return
-    # Registers the backend; torch has no public name for it.
+    # Registers the backend, which torch does not expose.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
@@ -144,20 +135,16 @@ def pretended_processes(count: int) -> Iterator[None]:
 
 
 def ring_bytes(size: int, processes: int) -> float:
-    """What each process sends to sum so many bytes over a ring of processes."""
+    """Return the bytes sent by each process in a ring all-reduce of `size` bytes."""
     return 2 * size * (processes - 1) / processes
 
 
 @torch.no_grad()
 def routed_bytes(detector: nn.Module, shape: tuple[int, int]) -> float:
-    """Bytes of the rows that go to experts in a training step with one image.
+    """Return the bytes of rows routed to experts in a training step with one image.
 
-    Denoising queries are as many as for an image with a single box; those of crowded
-    images are no more.
-
-    Args:
-        detector: With all of its experts; gets random weights.
-        shape: Height and width of the image in pixels.
+    `detector` holds all of its experts and gets random weights; `shape` is height and
+    width in pixels. The number of denoising queries does not grow with the boxes.
     """
     sent = []
 
@@ -168,7 +155,7 @@ def routed_bytes(detector: nn.Module, shape: tuple[int, int]) -> float:
     for layer in _layers(detector):
         layer.register_forward_hook(note)
     generator = torch.Generator().manual_seed(0)
-    for parameter in detector.parameters():  # pretrained ones would be a download
+    for parameter in detector.parameters():  # avoids downloads
         parameter.normal_(std=0.02, generator=generator)
     detector.train()
     if isinstance(detector, RoutedDetector):
@@ -178,7 +165,7 @@ def routed_bytes(detector: nn.Module, shape: tuple[int, int]) -> float:
 
 
 def describe(layout: Layout) -> str:
-    """The layout in lines for the screen."""
+    """Format the layout for the screen."""
     height, width = layout.shape
     total = layout.processes * layout.batch_size
     held = layout.parameters + layout.gradients + layout.optimizer
@@ -202,7 +189,7 @@ def describe(layout: Layout) -> str:
 
 
 def _places(layout: Layout) -> Iterator[str]:
-    """Which experts are on which processes."""
+    """Lines that map experts to processes."""
     size = layout.expert_parallel
     lines = layout.processes // size
     kind = f"{layout.num_experts} experts" if layout.num_experts else "dense"
@@ -236,7 +223,7 @@ def _expert_parallel(detector: nn.Module) -> int:
 
 
 def _gradient_bytes(detector: nn.Module) -> dict[str, int]:
-    """Of experts that are spread over processes, and of all else."""
+    """Gradient bytes of sharded experts, and of all other parameters."""
     spread = set(sharded_names(detector))
     found = {"dense": 0, "experts": 0}
     for name, parameter in detector.named_parameters():
@@ -246,7 +233,7 @@ def _gradient_bytes(detector: nn.Module) -> dict[str, int]:
 
 
 def _held_bytes(detector: nn.Module, cfg: Config) -> dict[str, int]:
-    """Of parameters, and of the optimiser after a step without gradients."""
+    """Bytes of parameters, and of the optimiser after a step with zero gradients."""
     known = ("optimizer", "paramwise_cfg", "constructor")
     settings = {k: v for k, v in cfg["optim_wrapper"].items() if k in known}
     wrapper = build_optim_wrapper(detector, copy.deepcopy(settings))
@@ -263,7 +250,7 @@ def _held_bytes(detector: nn.Module, cfg: Config) -> dict[str, int]:
 
 
 def _sample(shape: tuple[int, int]) -> DetDataSample:
-    """An image with one box, of the first dataset."""
+    """A data sample with one box, of the first dataset."""
     meta = dict(img_shape=shape, ori_shape=shape, batch_input_shape=shape)
     sample = DetDataSample(
         metainfo=dict(meta, scale_factor=(1.0, 1.0), group_id=0, dataset_id=0, img_id=0)

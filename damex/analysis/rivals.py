@@ -1,4 +1,4 @@
-"""Rivals: what is timed beside a layer of experts, with the same active size.
+"""Baselines of the benchmark: layers of the same active size as an MoE layer.
 
 Axes: B images, N tokens per image, V real tokens of the batch, D channels, E experts.
 """
@@ -26,10 +26,10 @@ from damex.moe import (
 
 @dataclass(frozen=True)
 class Rival:
-    """A layer that takes part.
+    """A layer in the benchmark.
 
     Attributes:
-        name: What stands in the table.
+        name: Column label.
         module: The layer.
         forward: Tokens of shape (B, N, D) and their packing -> the same shape.
     """
@@ -42,19 +42,11 @@ class Rival:
 def rivals_of(
     num_experts: int, k: int, *, embed_dims: int, hidden_dims: int
 ) -> list[Rival]:
-    """All layers that can do the same work.
+    """Return all layers that do the same work, the dense FFN first.
 
-    Routers score an expert by one channel of the token, so that the tokens say where
-    they go. Those of transformers take part where it is installed.
-
-    Args:
-        num_experts: E.
-        k: Experts per token.
-        embed_dims: D.
-        hidden_dims: Of one expert; the dense FFN has k times as many.
-
-    Returns:
-        The dense FFN first.
+    Routers score an expert by one channel of the token, so that the tokens determine
+    the routing. Layers of transformers are included if it is installed. `hidden_dims`
+    are those of one expert; the dense FFN has k times as many.
     """
     sizes = (num_experts, embed_dims, hidden_dims)
     layer = _layer(FFNExperts(*sizes), k)
@@ -75,15 +67,7 @@ def rivals_of(
 
 
 def loop_over_experts(layer: MoELayer, tokens_VD: Tensor) -> Tensor:
-    """The answer of a layer with FFN experts, as one would write it down.
-
-    Args:
-        layer: With a linear router and weights that sum to one.
-        tokens_VD: Real tokens.
-
-    Returns:
-        out_VD: Of the same shape.
-    """
+    """Reference output of a layer with FFN experts, linear router and top-k gate."""
     experts: Any = layer.experts
     gate: Any = layer.gate
     logits_VE = layer.router(tokens_VD)
@@ -106,13 +90,13 @@ def _layer(experts: Any, k: int, shared: SharedExpert | None = None) -> MoELayer
 
 
 def _point_at_channels(weight_ED: Tensor) -> None:
-    """Row e of a router looks at channel e alone."""
+    """Make row e of a router read channel e alone."""
     with torch.no_grad():
         weight_ED.copy_(torch.eye(*weight_ED.shape))
 
 
 def _plain(name: str, module: nn.Module) -> Rival:
-    """A module that knows nothing of padding."""
+    """A module that ignores padding."""
     return Rival(name, module, lambda tokens_BND, packing: module(tokens_BND))
 
 
@@ -132,9 +116,9 @@ def _looped(layer: MoELayer) -> Callable[[Tensor, Packing], Tensor]:
 def _of_transformers(
     num_experts: int, embed_dims: int, hidden_dims: int, k: int
 ) -> list[Rival]:
-    """Mixtral's layer, whose gated experts have three matrices of two thirds the width.
+    """Mixtral's layer, which ignores padding.
 
-    It knows nothing of padding.
+    Its gated experts have three matrices, so the width is two thirds.
     """
     if find_spec("transformers") is None:
         return []

@@ -1,7 +1,4 @@
-"""The rungs of the headroom ladder: what each changes in a config with a mixture.
-
-Every rung is a complete config. All read as many images as the config itself.
-"""
+"""The rungs of the headroom ladder: complete configs with the same number of images."""
 
 from __future__ import annotations
 
@@ -32,18 +29,18 @@ RECIPE = "damex_best"
 WIDER = 4
 FASTER = 2.0
 
-# Fields of schedulers that are numbers of iterations, where `by_epoch` is False.
+# Scheduler fields that count iterations if `by_epoch` is False.
 SPANS = ("begin", "end", "T_max", "step_size", "total_steps", "milestones", "periods")
 
 
 @dataclass(frozen=True)
 class Joint:
-    """What one joint training reads.
+    """The data of the joint training.
 
     Attributes:
         config: The dense detector, its length in ``train_cfg``.
         samples_per_epoch: Samples of one epoch over all datasets.
-        shares: Share of each dataset in them; sums to 1.
+        shares: Fraction of each dataset in them; sums to 1.
     """
 
     config: Config
@@ -53,13 +50,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class Rung:
-    """One kind of training.
-
-    Attributes:
-        name: Also the folder of its runs.
-        config: Complete.
-        images: Read in one training.
-    """
+    """One kind of training; `name` is its folder, `images` the number read by a run."""
 
     name: str
     config: Config
@@ -67,21 +58,18 @@ class Rung:
 
 
 def read_joint(cfg: Config) -> Joint:
-    """Check a config, make it dense, and ask its sampler what it reads.
-
-    Args:
-        cfg: With a mixture; the annotations of its training data are read. Not changed.
+    """Check a config, make a dense copy, and read the dataset shares of its sampler.
 
     Raises:
         ConfigError: If it has no mixture, or cannot be trained and scored by dataset.
-        DataError: If an annotation file does not hold what the config promises.
+        DataError: If an annotation file contradicts the config.
     """
     dense = copy.deepcopy(cfg)
     set_length(dense)
     _check(dense)
     dense["moe"] = None
     dense["model"].pop("moe", None)
-    dense.pop("work_dir", None)  # each run names its own
+    dense.pop("work_dir", None)  # set for each run
     sampler = _sampler(dense)
     names = [spec.name for spec in sampler.dataset.specs]
     shares = dict(zip(names, map(float, sampler.shares), strict=True))
@@ -89,17 +77,15 @@ def read_joint(cfg: Config) -> Joint:
 
 
 def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
-    """The trainings behind some names.
-
-    ``single`` is one for each dataset, and ``oracle`` that of the recipe, which is then
-    evaluated in another way.
+    """Return the trainings behind rung names.
 
     Args:
         joint: The joint training.
-        names: Keys of :data:`TRAINED`, ``single`` or ``oracle``.
+        names: Keys of :data:`TRAINED`, ``single`` (one per dataset) or ``oracle`` (the
+            recipe, evaluated with oracle routing).
 
     Raises:
-        ConfigError: If the config cannot be changed as a rung asks.
+        ConfigError: If the config cannot be changed as a rung needs.
     """
     rungs = []
     for name in names:
@@ -113,17 +99,17 @@ def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
 
 
 def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
-    """The trainings with experts that are scored against the ladder's verdict.
+    """Return the trainings with experts that are scored against the ladder's verdict.
 
     Args:
         joint: The joint training.
-        files: Names of files in ``configs/_base_/moe``, or paths. What such a file sets
-            replaces what the config says, and the rung is named by the stem. A file
-            with ``arms=dict(NAME=dict(...), ...)`` makes one rung for each: what the
-            file sets, changed by what the arm sets.
+        files: Names of files in ``configs/_base_/moe``, or paths. The settings of a
+            file override the config, and the rung is named by the stem. A file with
+            ``arms=dict(NAME=dict(...), ...)`` makes one rung per arm: its settings,
+            overridden by the arm's.
 
     Raises:
-        ConfigError: If there is no such file, or it takes the name of another rung.
+        ConfigError: If a file is missing, or takes the name of another rung.
     """
     rungs: list[Rung] = []
     for file in files:
@@ -138,7 +124,7 @@ def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
 
 
 def _arms(file: str) -> dict[str, Config]:
-    """What to set, by the name of the rung."""
+    """Settings by rung name."""
     base = read_part(file, MOE)
     arms = base.pop("arms", None)
     if arms is None:
@@ -157,12 +143,12 @@ def _changed(joint: Joint, name: str, change: Callable[[Config], None] | None) -
 
 
 def single_name(dataset: str) -> str:
-    """Name of the rung that is trained on one dataset alone."""
+    """Return the name of the rung trained on one dataset alone."""
     return f"single_{dataset}"
 
 
 def _learn_faster(cfg: Config) -> None:
-    """Twice the learning rate; groups of parameters keep their factors of it."""
+    """Double the learning rate; parameter groups keep their factors."""
     optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer") or {}
     if not isinstance(optimizer.get("lr"), (int, float)):
         raise ConfigError(
@@ -173,7 +159,7 @@ def _learn_faster(cfg: Config) -> None:
 
 
 def _widen(cfg: Config, *, component: str) -> None:
-    """FFNs of four times the width in all layers of the encoder or decoder."""
+    """Widen the FFNs in all layers of the encoder or decoder by a factor of four."""
     path = (component, "layer_cfg", "ffn_cfg")
     inner: Any = cfg["model"]
     for key in path:
@@ -189,7 +175,7 @@ def _widen(cfg: Config, *, component: str) -> None:
 
 
 def _mix(cfg: Config, *, part: Config) -> None:
-    """Experts, and whatever else a file sets."""
+    """Apply the settings of a file with experts."""
     settings = part.to_dict()
     cfg["moe"] = settings.pop("moe", None)
     cfg.merge_from_dict(settings)
@@ -204,11 +190,7 @@ TRAINED: dict[str, Callable[[Config], None] | None] = {
 
 
 def _singles(joint: Joint) -> list[Rung]:
-    """A dense detector of each dataset alone, with the images it has in the mixture.
-
-    Raises:
-        ConfigError: If the mixture has one dataset only.
-    """
+    """Dense detectors of single datasets, with the images they have in the mixture."""
     if len(joint.shares) < 2:
         raise ConfigError(
             f"the mixture has one dataset, {next(iter(joint.shares))!r}, and the rung "
@@ -230,24 +212,24 @@ def _singles(joint: Joint) -> list[Rung]:
 
 
 def _reduce_data(cfg: Config, dataset: str) -> None:
-    """Leave one dataset, and its classes alone, in all splits."""
+    """Reduce all splits to one dataset and its classes."""
     cfg["mixture"] = [entry for entry in cfg["mixture"] if entry["name"] == dataset]
     labels = read_label_space(cfg.get("label_space") or "union")
     if isinstance(labels, LabelFile):
         cfg["label_space"] = labels.only(dataset).to_content()
     for loader in LOADERS:
         for mixture in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
-            # A written config names datasets and label space here, too.
+            # Written configs repeat datasets and label space here.
             mixture.pop("datasets", None)
             if isinstance(mixture.get("label_space"), Mapping):
                 del mixture["label_space"]
     cfg["model"]["bbox_head"]["num_classes"] = None
-    for option in DATASET_OPTIONS:  # there are no datasets to tell apart
+    for option in DATASET_OPTIONS:  # meaningless for one dataset
         cfg["model"].pop(option, None)
 
 
 def _scaled_spans(schedulers: Any, share: float) -> Any:
-    """Schedulers whose iterations are those of a training of ``share`` the length.
+    """Scale the iterations of schedulers to a training of ``share`` the length.
 
     A warm-up of fixed length would take up most of a short training.
     """
@@ -264,14 +246,13 @@ def _scaled_spans(schedulers: Any, share: float) -> Any:
 
 
 def _scaled(length: Any, share: float) -> Any:
-    """A length, or a list of them; shares of the training, below 1, stay."""
+    """Scale a length, or a list of them; fractions of the training, below 1, stay."""
     if isinstance(length, (list, tuple)):
         return [_scaled(one, share) for one in length]
     return length if length < 1 else max(1, round(length * share))
 
 
 def _images(cfg: Config, samples_per_epoch: int) -> int:
-    """Images that one training reads."""
     train = cfg["train_cfg"]
     if "max_iters" in train:
         return train["max_iters"] * cfg["train_dataloader"]["batch_size"]
@@ -279,11 +260,7 @@ def _images(cfg: Config, samples_per_epoch: int) -> int:
 
 
 def _check(cfg: Config) -> None:
-    """Refuse what could not be trained dense and scored by dataset, before it starts.
-
-    Raises:
-        ConfigError: If something is missing or for experts only.
-    """
+    """Reject configs that cannot be trained dense and scored by dataset."""
     if cfg.get("mixture") is None:
         raise ConfigError(
             "the config has no mixture=[dict(name=..., ...), ...], and experts are "
@@ -315,7 +292,6 @@ def _check(cfg: Config) -> None:
 
 
 def _sampler(cfg: Config) -> MixtureSampler:
-    """The sampler of the training data."""
     init_default_scope("mmdet")
     filter_console(MMLogger.get_instance("headroom"))
     loader = resolve_config(cfg)["train_dataloader"]

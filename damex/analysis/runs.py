@@ -1,4 +1,4 @@
-"""Runs of damex in processes of their own, several at a time, finished ones kept."""
+"""Runs of damex in subprocesses, several at a time, skipping finished ones."""
 
 from __future__ import annotations
 
@@ -25,21 +25,13 @@ from damex.errors import ConfigError
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
-    """Refuse a seed that is named twice.
-
-    Raises:
-        ConfigError: If it is.
-    """
+    """Raise ConfigError if a seed is named twice."""
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds must be different numbers, got {seeds}.")
 
 
 def check_finished(failed: Sequence[Run]) -> None:
-    """Say which runs failed, once what the others measured is written.
-
-    Raises:
-        ConfigError: If there are any.
-    """
+    """Raise ConfigError with the failed runs, if any, after results are written."""
     if failed:
         raise ConfigError(
             f"{len(failed)} runs failed and are missing in the table; see "
@@ -48,17 +40,10 @@ def check_finished(failed: Sequence[Run]) -> None:
 
 
 def write_config(cfg: Config, folder: Path) -> Path:
-    """Write the config of some runs, unless it is there.
-
-    Args:
-        cfg: Complete, so that no other file can change what the runs are.
-        folder: ``seedN`` and ``timedN`` in it are the runs.
-
-    Returns:
-        The file, ``config.py`` in the folder.
+    """Write the complete config of some runs to ``config.py`` in their folder.
 
     Raises:
-        ConfigError: If the folder has runs of another config.
+        ConfigError: If the folder has runs (``seedN``, ``timedN``) of another config.
     """
     path = folder / "config.py"
     has_runs = any(folder.glob("seed*")) or any(folder.glob("timed*"))
@@ -84,15 +69,15 @@ def write_config(cfg: Config, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A command of damex in a process of its own; finished when it left a summary.
+    """A damex command in a subprocess; finished if it left a summary.
 
     Attributes:
         config: Config file.
         folder: Work directory of the run.
         options: ``key=value`` overrides of the config.
-        is_scored: Whether it has not finished without an evaluation. What is not
-            scored is timed, and never resumed.
-        command: Name of the command, as for ``damex``.
+        is_scored: Whether it needs an evaluation to count as finished, and can be
+            resumed; other runs are timed.
+        command: Name of the ``damex`` command.
         inputs: Its arguments after the config.
     """
 
@@ -105,14 +90,14 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """The file that holds what the run wrote to the screen."""
+        """The console output of the run."""
         return self.folder / "screen.log"
 
     def summary(self) -> dict[str, Any] | None:
-        """What the finished run measured; None if it has not finished.
+        """Return the summary of a finished run, else None.
 
-        A file that is cut off counts as none: the run goes on from its last checkpoint,
-        has nothing to train, and writes it again.
+        A truncated file counts as None: the resumed run has nothing to train and writes
+        it again.
 
         Raises:
             ConfigError: If the folder holds a run with other settings, or something
@@ -141,7 +126,7 @@ class Run:
         return None if self.is_scored and not summary["datasets"] else summary
 
     def start(self, *, threads: int) -> subprocess.Popen[bytes]:
-        """Start it on some threads; a training goes on from its last checkpoint."""
+        """Start the command; a training resumes from its last checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         goes_on = self.is_scored and (self.folder / "last_checkpoint").is_file()
         resume = ["--resume"] if goes_on else []
@@ -159,33 +144,20 @@ class Run:
             )
 
     def last_words(self) -> str:
-        """The last line of the log that is not empty, for instance its error."""
+        """Return the last non-empty line of the log, for instance its error."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
 
 
 def training(config: Path, seed: int) -> Run:
-    """The run of a written config with a seed, in the folder of the config.
-
-    Args:
-        config: As :func:`write_config` returns it.
-        seed: Of all random numbers.
-    """
+    """Return the run of a written config with a seed, in the folder of the config."""
     folder, options = config.parent / f"seed{seed}", (f"randomness.seed={seed}",)
     return Run(str(config), folder, options, is_scored=True)
 
 
 def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
-    """Run what has not finished yet, and say how far it is.
-
-    Args:
-        runs: In the order in which they start.
-        console: The screen.
-        jobs: How many run at a time.
-
-    Returns:
-        Those that failed.
+    """Run what is unfinished, `jobs` at a time, with progress; return failed runs.
 
     Raises:
         ConfigError: If a folder holds a run with other settings.
@@ -193,7 +165,7 @@ def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     open_runs = [run for run in runs if run.summary() is None]
     if not open_runs:
         return []
-    threads = max(1, torch.get_num_threads() // jobs)  # of the cores it may use
+    threads = max(1, torch.get_num_threads() // jobs)  # respects OMP_NUM_THREADS
     started = time.monotonic()
     console.print(
         f"{len(runs)} runs, {len(runs) - len(open_runs)} finished before; "
@@ -224,16 +196,7 @@ POLL_SECONDS = 0.5
 def run_all(
     runs: Sequence[Run], *, jobs: int, threads: int
 ) -> Iterator[tuple[Run, int]]:
-    """Start runs in their order and hand them over in the order of their ends.
-
-    Args:
-        runs: The runs.
-        jobs: How many run at a time.
-        threads: Threads of each.
-
-    Yields:
-        A run and its exit status.
-    """
+    """Start runs in order, `jobs` at a time; yield each with its exit status."""
     waiting = list(runs)
     active: dict[Run, subprocess.Popen[bytes]] = {}
     with _sigterm_unwinds():
@@ -256,11 +219,7 @@ def run_all(
 
 @contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """Let a terminated command clean up as an interrupted one does.
-
-    By default SIGTERM, which schedulers and ``kill`` send, ends Python on the spot, and
-    the trainings would go on alone.
-    """
+    """Let SIGTERM unwind the command like Ctrl-C, so that no training is orphaned."""
 
     def leave(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""What follows from a headroom ladder: one rule over the scores of its rungs."""
+"""The verdict of a headroom ladder, from the scores of its rungs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from damex.analysis.intervals import Difference, paired_difference
 
 Scores = Sequence[float | None]
 
-# What a rung above the dense detector says.
+# The conclusion from each rung above the dense detector.
 CAUSES = MappingProxyType(
     {
         "wide_decoder": "capacity: wider FFNs in the decoder help",
@@ -20,8 +20,8 @@ CAUSES = MappingProxyType(
     }
 )
 
-# With one seed there is no interval; the noise of a seed is 0.01 to 0.02. A difference
-# above it whose interval holds 0 is open.
+# Threshold for one seed, without an interval: the noise of a seed is 0.01 to 0.02.
+# A larger difference whose interval contains 0 is open.
 GUESS = 0.02
 
 OPENINGS = MappingProxyType(
@@ -35,18 +35,17 @@ OPENINGS = MappingProxyType(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether there is anything for experts to win.
+    """Whether there is any headroom for experts.
 
     Attributes:
-        answer: ``yes``; ``no``; or ``undecided`` where a difference is large, or its
-            interval above 0, and that is not enough.
-        is_guess: Whether there is a single seed only, and so no interval.
+        answer: ``yes``; ``no``; or ``undecided`` if a difference is large, or its
+            uncorrected interval above 0.
+        is_guess: Whether there is a single seed, and so no interval.
         reference: The better one of ``dense`` and ``dense_lr2``.
         above: Rungs above it.
         open: Rungs that more seeds might show to be above it.
         differences: Mean AP of each rung minus that of the reference.
-        learning_speed: What twice the learning rate alone gives; None where it was not
-            tried.
+        learning_speed: Gain of twice the learning rate alone; None if not measured.
     """
 
     answer: str
@@ -75,7 +74,7 @@ class Verdict:
         )
 
     def _level(self) -> str:
-        """How sure the verdict is of all its comparisons together."""
+        """The family-wise level of all comparisons."""
         count = len(self.differences)
         if self.is_guess or count == 1:
             return ""
@@ -85,7 +84,7 @@ class Verdict:
         return ", ".join(f"{name} {self.differences[name]}" for name in names)
 
     def _control(self) -> str:
-        """What the control says where it is the detector to beat."""
+        """A remark if the control is the detector to beat."""
         if self.reference == "dense" or self.learning_speed is None:
             return ""
         meaning = (
@@ -100,19 +99,19 @@ class Verdict:
 
 
 def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
-    """Say whether a rung that experts can draw on is above the dense detector.
+    """Judge whether a rung that experts can draw on is above the dense detector.
 
-    Above means that the lower end of the 95 % interval of the paired difference in mean
-    AP is above 0, with Holm's correction for all the rungs that there are (Scand. J.
-    Statist. 1979); for a single seed, that the difference is above :data:`GUESS`. The
-    dense detector is the better one of ``dense`` and ``dense_lr2``: under Adam, experts
-    may merely learn faster, and for that nobody needs experts.
+    Above: the lower end of the 95 % interval of the paired difference in mean AP is
+    above 0, with Holm's correction over all measured rungs (Scand. J. Statist. 1979);
+    for a single seed, the difference is above :data:`GUESS`. The reference is the
+    better one of ``dense`` and ``dense_lr2``: under Adam experts may merely learn
+    faster, which needs no experts.
 
     Args:
-        mean_ap: Mean AP of each rung, one number per seed, None where it is missing.
+        mean_ap: Mean AP of each rung, one number per seed, None if missing.
 
     Returns:
-        The verdict; None without ``dense``, or without anything beside the controls.
+        The verdict; None without ``dense``, or with controls only.
     """
     speed = _difference(mean_ap, "dense_lr2", "dense")
     reference = "dense_lr2" if speed is not None and speed.mean > 0.0 else "dense"
@@ -161,11 +160,7 @@ def _difference(
 
 
 def is_above(difference: Difference | None) -> bool:
-    """Whether a paired difference alone counts as a gain, without a correction.
-
-    Args:
-        difference: In mean AP; None where it is missing.
-    """
+    """Return whether a paired difference alone is a gain, without correction."""
     if difference is None:
         return False
     if difference.ci95 is None:

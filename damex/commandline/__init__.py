@@ -1,1 +1,1 @@
-"""What one types: arguments and help of all commands, without torch or mmengine."""
+"""Arguments and help of all commands, without importing torch or mmengine."""

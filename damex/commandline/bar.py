@@ -1,4 +1,4 @@
-"""The bar of long work, for every command that looks at many files."""
+"""Progress bar of commands that process many files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import (
 
 
 class Bar:
-    """A bar on the screen; nothing in a file or a pipe, or outside of ``with``."""
+    """Progress bar on a terminal; silent in a file or pipe, and outside of ``with``."""
 
     def __init__(self) -> None:
         self._bar = Progress(
@@ -35,9 +35,9 @@ class Bar:
         self._bar.stop()
 
     def begin(self, what: str, total: int | None) -> None:
-        """Show what begins, of so many steps."""
+        """Start a task of `total` steps."""
         self._bar.reset(self._task, description=what, total=total)
 
     def advance(self) -> None:
-        """A step is done."""
+        """Complete a step."""
         self._bar.advance(self._task)

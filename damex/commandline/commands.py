@@ -1,4 +1,4 @@
-"""Arguments of what one does with detectors: ``NAME_parser`` is that of NAME."""
+"""Arguments of commands on detectors: ``NAME_parser`` for ``damex NAME``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_parser() -> Parser:
 
 
 def _add_run(parser: Parser) -> None:
-    """Add what training and testing share."""
+    """Add the arguments shared by training and testing."""
     parser.add_argument("--work-dir", help="folder for logs and checkpoints")
     parser.add_argument(
         "--launcher",
@@ -270,7 +270,7 @@ def merge_parser() -> Parser:
 
 
 def _add_out(parser: Parser) -> None:
-    """Add where a changed checkpoint goes."""
+    """Add the output file of a changed checkpoint."""
     parser.add_argument(
         "--out",
         required=True,

@@ -1,6 +1,6 @@
-"""The command ``damex data``: one entry for every question about data.
+"""``damex data``: its subcommands and their arguments.
 
-``NAME_parser`` has the arguments of its subcommand NAME.
+``NAME_parser`` has the arguments of the subcommand NAME.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMATS = (
     *("coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv"),
     "kitti_detections",
 )
-EXAMPLES = 3  # findings of a kind that are printed
+EXAMPLES = 3  # printed findings per kind
 SLACK = 1.5  # of an expert's share of the samples
 
 
@@ -142,8 +142,7 @@ def prepare_parser() -> Parser:
     return parser
 
 
-# The parser of each subcommand, which is a function of its name in a module of its name
-# in `damex.curation`.
+# Parsers of the subcommands; each is a function in `damex.curation.NAME` of that name.
 COMMANDS = MappingProxyType[str, Callable[[], Parser]](
     {
         "check": check_parser,
@@ -157,16 +156,9 @@ COMMANDS = MappingProxyType[str, Callable[[], Parser]](
 
 
 def data(arguments: Sequence[str]) -> int | None:
-    """Run a subcommand, or show its help.
+    """Run the subcommand named by the first argument, or print its help.
 
-    Args:
-        arguments: Its name, and the command line after it.
-
-    Returns:
-        The exit status where the subcommand has one of its own; None for success.
-
-    Raises:
-        ConfigError: If there is no such subcommand.
+    Returns the exit status, None for success.
     """
     name, *rest = arguments or ["--help"]
     if asks_for_help([name]):
@@ -182,6 +174,6 @@ def data(arguments: Sequence[str]) -> int | None:
     if asks_for_help(rest):
         COMMANDS[name]().print_help()
         return None
-    if name not in ("check", "browse", "convert"):  # which need no torch
+    if name not in ("check", "browse", "convert"):  # these need no torch
         import_module("damex.registry")  # first: it keeps mmdet's import silent
     return getattr(import_module(f"damex.curation.{name}"), name)(rest)

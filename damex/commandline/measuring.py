@@ -1,10 +1,10 @@
-"""Arguments and help of the commands that measure: costs, seeds, ladders, layers."""
+"""Arguments of the commands that measure: costs, seeds, ladders, layers."""
 
 from __future__ import annotations
 
 from damex.commandline.parser import Parser, at_least
 
-# What of the headroom ladder can be left out.
+# Optional rungs of the headroom ladder.
 RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed")
 
 
@@ -65,7 +65,7 @@ def headroom_parser() -> Parser:
 
 
 def _add_runs(parser: Parser, *, work_dir: str) -> None:
-    """Add what every command with many runs has."""
+    """Add the arguments shared by commands with many runs."""
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--work-dir", default=work_dir)
     parser.add_argument(
@@ -99,7 +99,7 @@ def tell_datasets_parser() -> Parser:
 
 
 def _add_trained(parser: Parser) -> None:
-    """Add a config and a checkpoint that it trained."""
+    """Add a config and its trained checkpoint."""
     parser.add_config()
     parser.add_argument("checkpoint", help="a .pth file that the config trained")
     parser.add_argument("--work-dir", help="folder for the log and summary.json")

@@ -1,4 +1,4 @@
-"""The parser of all commands: mistakes in one line, examples below the options."""
+"""The argument parser of all commands: one-line errors, examples below the options."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ CFG_OPTIONS_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes as all others are: in one line.
-
-    Args:
-        command: What is typed, without ``damex``.
-        description: What it does.
-        examples: Command lines, each as it is typed.
-    """
+    """Argument parser with one-line errors, and examples below the options."""
 
     def __init__(
         self, command: str, description: str, *, examples: tuple[str, ...] = ()
@@ -37,22 +31,17 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print below its usage."""
+        """Raise ConfigError with the message of argparse."""
         is_short = "are required" in message and self._examples
         example = f", as in: {self._examples[0]}" if is_short else ""
         raise ConfigError(f"{message}{example}; see {self.prog} --help.")
 
     def add_checkpoint(self) -> None:
-        """Add the checkpoint of a command that needs nothing else."""
+        """Add the checkpoint argument of a command without a config."""
         self.add_argument("checkpoint", help="a .pth file of a training with damex")
 
     def add_config(self, *, optional: bool = False, or_folder: bool = False) -> None:
-        """Add the config and its options.
-
-        Args:
-            optional: Whether it may be left out.
-            or_folder: Whether it may be the folder of a dataset.
-        """
+        """Add the config, optional or the folder of a dataset, and its options."""
         also = ", or the folder of a dataset" if or_folder else ""
         self.add_argument(
             "config",
@@ -70,10 +59,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class Overrides(argparse.Action):
-    """``key=value`` pairs as mmengine reads them, imported where there are any."""
+    """``key=value`` pairs as read by mmengine, imported only if there are any."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, *rest: Any) -> None:
-        """Write a dict of them, and as ``option_words`` the words themselves."""
+        """Store them as a dict, and the words themselves as ``option_words``."""
         from mmengine.config import DictAction
 
         read = DictAction(self.option_strings, self.dest)
@@ -90,12 +79,12 @@ class Overrides(argparse.Action):
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks what a command does, and not the command to do it."""
+    """Return whether a command line asks for help."""
     return not {"-h", "--help"}.isdisjoint(arguments)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The ``type`` of an argument that is an integer not below ``least``."""
+    """Return an argparse ``type`` for integers not below ``least``."""
 
     def integer(text: str) -> int:
         if int(text) < least:
@@ -106,7 +95,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def share(text: str) -> float:
-    """The ``type`` of an argument that is a number in [0, 1]."""
+    """Parse an argument that is a number in [0, 1]."""
     if not 0.0 <= float(text) <= 1.0:
         raise argparse.ArgumentTypeError(f"must be in [0, 1], got {text}")
     return float(text)

@@ -1,4 +1,4 @@
-"""How commands end: with a status, and for a mistake of the user in one clear line."""
+"""Exit of commands: a status, and one clear line for a mistake of the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from damex.errors import ConfigError, DataError, did_you_mean
 
-# What libraries raise about an argument that they do not take.
+# Errors of libraries about invalid arguments.
 REFUSALS = (
     *(ValueError, TypeError, LookupError, AssertionError, AttributeError),
     *(ArithmeticError, NotImplementedError),
@@ -27,15 +27,10 @@ def run_command(
     command: Callable[[Sequence[str]], int | None],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run a command; a mistake of the user ends in its message, without a traceback.
+    """Run a command; a mistake of the user prints its message, without a traceback.
 
-    Args:
-        command: Takes the command line without the program's name.
-        arguments: Those; by default those of the process.
-
-    Returns:
-        The exit status: what the command returns, 0 where that is None, 2 for a
-        mistake in a config or in the data, and 130 for Ctrl-C.
+    Returns the exit status: that of the command (0 for None), 2 for a mistake in a
+    config or in the data, 130 for Ctrl-C.
     """
     try:
         status = command(sys.argv[1:] if arguments is None else arguments)
@@ -49,10 +44,10 @@ def run_command(
         if message is None:
             raise
         rank = os.environ.get("RANK", "0")
-        # A config is wrong on every process, a record or image perhaps on one only.
+        # A config is wrong on every process, a record or image possibly on one.
         if rank == "0" or isinstance(error, DataError):
             where = "" if "RANK" not in os.environ else f" (process {rank})"
-            # A data loading worker hands over its whole traceback as the message.
+            # A data loading worker passes its whole traceback as the message.
             message = re.split(r"damex\.errors\.(?:Config|Data)Error: ", message)[-1]
             sys.stderr.write(f"\nerror{where}: {message.strip()}\n")
         return 2
@@ -60,19 +55,14 @@ def run_command(
 
 
 def fault_of_config(error: Exception) -> str | None:
-    """Say what in a config another library stumbled over.
+    """Explain an error of another library that a config caused, else return None.
 
-    Args:
-        error: With its traceback.
-
-    Returns:
-        A sentence if a ``type`` is unknown, a class does not take what its config says,
-        or an optional package is missing; None for any other error, for instance in
-        a class of the user's.
+    Covered are an unknown ``type``, a class that rejects its config, and a missing
+    optional package; not, for instance, errors in a user's class.
     """
     if type(error) is ImportError and "pip install" in str(error):
         return " ".join(str(error).split())
-    # Where nothing was built yet, mmengine need not be imported to say so.
+    # Without mmengine imported, nothing was built yet.
     builders = sys.modules.get("mmengine.registry.build_functions")
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [] if builders is None else [builders.__file__]
@@ -100,15 +90,7 @@ def fault_of_config(error: Exception) -> str | None:
 def _fault_of_class(
     error: Exception, kind: Any, built: Any, args: Mapping, inside: Sequence[FrameType]
 ) -> str | None:
-    """Say what a registered class does not take.
-
-    Args:
-        error: That it raised.
-        kind: Its ``type`` in the config.
-        built: The class, or a function.
-        args: What it was called with.
-        inside: The frames below the call; none if Python refused it.
-    """
+    """Explain why a class rejects its config; `inside` are the frames below it."""
     classes = inspect.getmro(built) if inspect.isclass(built) else ()
     called = {built.__qualname__, *(f"{one.__qualname__}.__init__" for one in classes)}
     said = str(error) if isinstance(error, TypeError) else ""
@@ -122,7 +104,7 @@ def _fault_of_class(
     if not inside:
         return f"dict(type={kind!r}, ...): {said}" if said else None
     packages = [str(one.f_globals.get("__name__")).partition(".")[0] for one in inside]
-    # A fault in damex or in a class of the user's is worth its traceback.
+    # Bugs in damex or in a user's class keep their traceback.
     if packages[-1] == "damex" or not {*packages} <= LIBRARIES:
         return None
     if not isinstance(error, REFUSALS):

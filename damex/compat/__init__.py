@@ -1,4 +1,4 @@
-"""Makes ``import mmdet.models`` work with and without mmcv's compiled ops."""
+"""Make ``import mmdet.models`` work with and without mmcv's compiled ops."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["OpsReport", "ensure_ops"]
 
 @dataclass(frozen=True)
 class OpsReport:
-    """Which mmcv ops are in use.
+    """The mmcv ops in use.
 
     Attributes:
-        kind: ``compiled``, ``stub``, or ``absent`` where there is no mmcv.
+        kind: ``compiled``, ``stub``, or ``absent`` without mmcv.
         reason: Why it is not ``compiled``; empty if it is.
-        rebound: Names in modules imported too early that this call put right.
+        rebound: Names that this call fixed in modules imported too early.
     """
 
     kind: Literal["compiled", "stub", "absent"]
@@ -29,7 +29,7 @@ class OpsReport:
     rebound: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Returns one line for the log."""
+        """Return one line for the log."""
         if self.kind == "compiled":
             return "mmcv ops: compiled"
         if self.kind == "absent":
@@ -39,13 +39,10 @@ class OpsReport:
 
 
 def ensure_ops() -> OpsReport:
-    """Puts the stub in place unless the compiled ops can be imported.
+    """Install the stub unless the compiled ops can be imported.
 
-    Call it before mmdet is imported; a second call changes nothing. Neither mmcv
-    nor torch is imported where mmcv has no compiled ops.
-
-    Returns:
-        What is in use, and why.
+    Call it before mmdet is imported; further calls have no effect. Neither mmcv nor
+    torch is imported if mmcv has no compiled ops.
     """
     present = sys.modules.get(EXTENSION)
     if isinstance(present, OpsStub):
@@ -62,11 +59,11 @@ def ensure_ops() -> OpsReport:
 
 
 def _choose(package: ModuleSpec) -> OpsReport:
-    """Tries the compiled ops of an mmcv that is installed, else the stub."""
+    """Try the compiled ops of an installed mmcv, else use the stub."""
     where = package.submodule_search_locations
     if PathFinder.find_spec("mmcv.ops", where) is None:
         return OpsReport("absent", "mmcv-lite has no mmcv.ops")
-    # Looking for the file first spares the import of mmcv, and with it of torch.
+    # Looking for the file first avoids importing mmcv and torch.
     if PathFinder.find_spec(EXTENSION, where) is None:
         return _use_stub("mmcv was installed without compiled ops")
     try:

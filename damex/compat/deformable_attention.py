@@ -1,8 +1,7 @@
-"""Deformable attention on the CPU, in the order in which memory is read.
+"""Deformable attention on the CPU, ordered by memory access.
 
-mmcv's version samples every level with the points of a query as the last axis, stacks
-the levels, and adds a dozen numbers at a time. Here the queries are the last axis, so
-sums run along memory, and levels are added as they come.
+mmcv's version keeps the points of a query in the last axis and stacks the levels. Here
+the queries are the last axis, so sums run along memory, and levels are accumulated.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from torch.nn.functional import grid_sample
 def deformable_attention(
     value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Sample every level at the given points and add them up by weight.
+    """Sample every level at the given points and sum by weight; zero outside the image.
 
-    This is eq. 3 of Deformable DETR (arXiv 2010.04159), with the arguments of mmcv's
-    ``multi_scale_deformable_attn_pytorch``. Outside of the image the features are zero.
+    Eq. 3 of Deformable DETR (arXiv 2010.04159), with the arguments of mmcv's
+    ``multi_scale_deformable_attn_pytorch``.
 
     Args:
         value: Features of all levels, ``(batch, keys, heads, channels)``.
         shapes: Height and width of each level, ``(levels, 2)``.
-        locations: x and y in 0..1 of the image,
-            ``(batch, queries, heads, levels, points, 2)``.
+        locations: x and y in 0..1 of the image, ``(batch, queries, heads, levels,
+            points, 2)``.
         weights: ``(batch, queries, heads, levels, points)``.
 
     Returns:
@@ -32,8 +31,8 @@ def deformable_attention(
     """
     # B: image and head, C: channels, K: keys, L: levels, P: points, Q: queries.
     batch, heads = value.shape[0], value.shape[2]
-    # A list costs one wait for the device, a tensor one per level. A trace keeps sizes
-    # variable as tensors alone.
+    # A list synchronises once, a tensor once per level; tracing needs tensors to keep
+    # sizes dynamic.
     sizes = [tuple(one) for one in (shapes if is_tracing() else shapes.tolist())]
     value_BCK = value.permute(0, 2, 3, 1).flatten(0, 1)
     maps = value_BCK.split([height * width for height, width in sizes], dim=-1)
@@ -55,7 +54,7 @@ def deformable_attention(
 
 
 def use_in_mmcv() -> None:
-    """Let mmcv's attention layers call :func:`deformable_attention` off the GPU."""
+    """Make mmcv's attention layers call :func:`deformable_attention` off the GPU."""
     from mmcv.ops import multi_scale_deform_attn as of_mmcv
 
     of_mmcv.multi_scale_deformable_attn_pytorch = deformable_attention

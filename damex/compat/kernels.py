@@ -1,10 +1,9 @@
-"""torch versions of the mmcv ops that a DETR calls.
+"""torch versions of the mmcv ops used by DETRs.
 
-Every function keeps the argument order, the keyword names and the in-place convention
-of its C++ namesake, because mmcv's own Python wrappers call it; a backward recomputes
-its forward and fills the ``grad_`` tensors. The mathematics is mmcv's reference or
-torchvision's, in float32 or wider: half precision holds neither coordinates of an image
-nor the tail of a sigmoid.
+Argument order, keyword names and in-place outputs are those of the C++ ops, as mmcv's
+Python wrappers call them; backward functions recompute the forward pass and fill the
+``grad_`` tensors. All compute in float32 or wider: half precision holds neither image
+coordinates nor the tail of a sigmoid.
 """
 
 # ruff: noqa: A002 - `input` is mmcv's argument name
@@ -30,21 +29,10 @@ def ms_deform_attn_forward(
     attention_weights: Tensor,
     im2col_step: int,
 ) -> Tensor:
-    """Samples every level at the given points and adds them up by weight.
+    """Multi-scale deformable attention; see :func:`deformable_attention` for shapes.
 
-    This is eq. 3 of Deformable DETR (arXiv 2010.04159).
-
-    Args:
-        value: Features of all levels, ``(batch, keys, heads, channels)``.
-        value_spatial_shapes: Height and width of each level, ``(levels, 2)``.
-        value_level_start_index: First key of each level; follows from the shapes.
-        sampling_locations: x and y in 0..1 of the image,
-            ``(batch, queries, heads, levels, points, 2)``.
-        attention_weights: ``(batch, queries, heads, levels, points)``.
-        im2col_step: Images per CUDA launch; without effect here.
-
-    Returns:
-        ``(batch, queries, heads * channels)`` in the dtype of ``value``.
+    ``value_level_start_index`` and ``im2col_step`` are unused. Returns the dtype of
+    ``value``.
     """
     return _attend(
         value, value_spatial_shapes, sampling_locations, attention_weights
@@ -63,7 +51,7 @@ def ms_deform_attn_backward(
     grad_attn_weight: Tensor,
     im2col_step: int,
 ) -> None:
-    """Fills the gradients of features, locations and weights."""
+    """Fill the gradients of features, locations and weights."""
     inputs = [
         tensor.detach().requires_grad_()
         for tensor in (value, sampling_locations, attention_weights)
@@ -93,16 +81,12 @@ def sigmoid_focal_loss_forward(
     gamma: float,
     alpha: float,
 ) -> None:
-    """Writes the focal loss (arXiv 1708.02002, eq. 5) of every logit into ``output``.
+    """Write the focal loss (arXiv 1708.02002, eq. 5) of every logit into ``output``.
 
-    Args:
-        input: Logits, ``(rows, classes)``.
-        target: Class index of each row; any other number is background, ``(rows,)``.
-        weight: Weight of each target class, ``(classes,)``, or empty; background
-            weighs one.
-        output: Filled with the loss, ``(rows, classes)``.
-        gamma: Focusing exponent.
-        alpha: Weight of the positive term, 0 to 1; the negative one has the rest.
+    ``input`` and ``output`` are ``(rows, classes)``; ``target`` holds class indices
+    ``(rows,)``, any other number is background; ``weight`` is per class or empty, and
+    background weighs one. The positive term has the weight ``alpha``, the negative one
+    1 - alpha.
     """
     output.copy_(_focal_loss(input, target, weight, gamma, alpha))
 
@@ -115,7 +99,7 @@ def sigmoid_focal_loss_backward(
     gamma: float,
     alpha: float,
 ) -> None:
-    """Fills ``grad_input`` with the derivative of every loss by its own logit."""
+    """Fill ``grad_input`` with the derivative of every loss by its own logit."""
     logits = input.detach().requires_grad_()
     with torch.enable_grad():
         total = _focal_loss(logits, target, weight, gamma, alpha).sum()
@@ -129,8 +113,7 @@ def _focal_loss(
     classes = torch.arange(logits.size(1), device=target.device)
     positive = target[:, None] == classes
     right = torch.where(positive, logits, -logits)
-    # torchvision's takes 1 - p: where p rounds to 1 its slope is not a number for a
-    # gamma below 1.
+    # torchvision's 1 - p has a nan gradient if p rounds to 1 and gamma < 1.
     focus = torch.exp(gamma * logsigmoid(-right))
     loss = -focus * logsigmoid(right)
     loss = torch.where(positive, alpha * loss, (1 - alpha) * loss)
@@ -142,16 +125,10 @@ def _focal_loss(
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Returns the kept boxes, best first.
+    """Return the indices of the kept boxes, best first.
 
-    Args:
-        boxes: x1, y1, x2, y2, ``(boxes, 4)``.
-        scores: ``(boxes,)``.
-        iou_threshold: A box goes if it overlaps a better one by more than this.
-        offset: 1 if x2 and y2 are the last pixel of a box, 0 if they are its edge.
-
-    Returns:
-        Indices into ``boxes``, ``(kept,)``.
+    ``boxes`` are x1, y1, x2, y2, ``(boxes, 4)``. ``offset`` is 1 if x2 and y2 are the
+    last pixel of a box, 0 if they are its edge.
     """
     return ops.nms(_with_edges(_widen(boxes), offset), _widen(scores), iou_threshold)
 
@@ -166,20 +143,12 @@ def softnms(
     method: int,
     offset: int,
 ) -> Tensor:
-    """Lowers the scores of overlapping boxes instead of dropping the boxes.
+    """Soft-NMS (arXiv 1704.04503): lower the scores of overlapping boxes.
 
-    This is Soft-NMS (arXiv 1704.04503), which torchvision does not have.
-
-    Args:
-        boxes: x1, y1, x2, y2, ``(boxes, 4)``.
-        scores: ``(boxes,)``.
-        dets: The first rows are filled with box and new score, best first,
-            ``(boxes, 5)``.
-        iou_threshold: Overlap from which the naive and linear methods act.
-        sigma: Width of the Gaussian method.
-        min_score: A box whose lowered score is below this goes.
-        method: 0 naive, 1 linear, 2 Gaussian.
-        offset: As in ``nms``.
+    ``boxes`` are x1, y1, x2, y2, ``(boxes, 4)``. The first rows of ``dets``, ``(boxes,
+    5)``, are filled with box and new score, best first. The naive (0) and linear (1)
+    methods act from ``iou_threshold``; ``sigma`` is the width of the Gaussian (2).
+    Boxes whose score falls below ``min_score`` are dropped.
 
     Returns:
         Indices into ``boxes`` of the filled rows, ``(kept,)``.
@@ -200,8 +169,8 @@ def softnms(
 
 
 def _decay(overlap: Tensor, iou_threshold: float, sigma: float, method: int) -> Tensor:
-    """Returns the factor on the score of each box that overlaps a better one."""
-    # Boxes without area overlap by 0 / 0: not a number, and not above a threshold.
+    """Score factors of boxes that overlap a better one."""
+    # Boxes without area have an IoU of nan, which is not above a threshold.
     if method == NAIVE:
         return torch.where(overlap >= iou_threshold, 0, torch.ones_like(overlap))
     if method == LINEAR:
@@ -210,7 +179,7 @@ def _decay(overlap: Tensor, iou_threshold: float, sigma: float, method: int) -> 
 
 
 def _with_edges(boxes: Tensor, offset: int) -> Tensor:
-    """Moves x2 and y2 from the last pixel to the edge, if that is what they are."""
+    """Move x2 and y2 from the last pixel to the edge, if `offset` is 1."""
     return boxes + boxes.new_tensor([0, 0, offset, offset])
 
 
@@ -227,23 +196,15 @@ def roi_align_forward(
     pool_mode: int,
     aligned: bool,
 ) -> None:
-    """Writes the average-pooled regions (Mask R-CNN) into ``output``.
+    """Write the average-pooled regions (Mask R-CNN) into ``output``.
 
-    Args:
-        input: Feature map, ``(batch, channels, height, width)``.
-        rois: Image index and x1, y1, x2, y2, ``(regions, 5)``.
-        output: Filled, ``(regions, channels, aligned_height, aligned_width)``.
-        argmax_y: Only for maximum pooling; left alone.
-        argmax_x: Only for maximum pooling; left alone.
-        aligned_height: Rows of the output.
-        aligned_width: Columns of the output.
-        spatial_scale: Feature pixels per unit of the regions.
-        sampling_ratio: Samples per bin and axis; 0 adapts to the region.
-        pool_mode: 1 for the average; 0, the maximum, is not here.
-        aligned: Whether pixel centres lie at half coordinates.
+    ``argmax_y`` and ``argmax_x`` are for maximum pooling and stay unchanged. ``rois``
+    holds image index, x1, y1, x2, y2, ``(regions, 5)``; ``spatial_scale`` is feature
+    pixels per unit of these; ``sampling_ratio`` is samples per bin and axis, 0 adapts
+    to the region; if ``aligned``, pixel centres lie at half coordinates.
 
     Raises:
-        RuntimeError: For maximum pooling.
+        RuntimeError: For maximum pooling, which is not implemented.
     """
     if pool_mode != AVERAGE:
         raise RuntimeError(
@@ -271,7 +232,7 @@ def roi_align_backward(
     pool_mode: int,
     aligned: bool,
 ) -> None:
-    """Fills ``grad_input`` with the gradient of the feature map."""
+    """Fill ``grad_input`` with the gradient of the feature map."""
     # The op is linear in the features, so any features give the gradient.
     features = _widen(torch.zeros_like(grad_input)).requires_grad_()
     regions, size = rois.to(features.dtype), (aligned_height, aligned_width)
@@ -284,5 +245,5 @@ def roi_align_backward(
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Returns the tensor in float32 or wider."""
+    """Convert to float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

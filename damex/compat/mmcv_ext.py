@@ -1,4 +1,4 @@
-"""The stub in the place of mmcv's compiled ops, and modules that came before it."""
+"""Stub for mmcv's compiled ops, and repair of modules imported before it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,9 @@ USERS = ("mmdet.", "mmcv.cnn.")
 
 
 class OpsStub(ModuleType):
-    """Answers for every op: with a torch version, or with an error when called.
+    """Module that resolves every op to a torch version, or to an error when called.
 
-    mmcv asks for all its op names while it is imported, so a name must always
-    resolve; only a call can tell that an op is really needed.
-
-    Attributes:
-        reason: Why the compiled ops are not in use.
+    mmcv looks up all its op names on import, so every name must resolve.
     """
 
     reason: str
@@ -54,16 +50,11 @@ class OpsStub(ModuleType):
     def __init__(self, reason: str) -> None:
         super().__init__(EXTENSION, "Stub of damex for mmcv's compiled ops.")
         self.reason = reason
-        # No loader: mmcv.utils.check_ops_exist then truly says that there are none.
+        # Without a loader, mmcv.utils.check_ops_exist reports missing ops.
         self.__spec__ = ModuleSpec(EXTENSION, loader=None)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Returns the op of that name; torch is imported when it is first called.
-
-        Raises:
-            AttributeError: For names with two leading underscores, which Python
-                itself asks for.
-        """
+        """Return the op of that name; torch is imported on the first call."""
         if name.startswith("__"):
             raise AttributeError(f"module {EXTENSION!r} has no attribute {name!r}")
         if name in BUILD_INFO:
@@ -84,21 +75,17 @@ def _refuse(name: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def rebind_fallbacks() -> tuple[str, ...]:
-    """Gives modules that were imported too early the mmcv ops they had to miss.
+    """Give modules that were imported too early the mmcv ops that they lack.
 
-    Such a module of mmdet or mmcv looks like ``try: from mmcv.ops import batched_nms``
-    with a fallback that raises. Once imported it keeps the fallback, whatever mmcv can
-    do later.
-
-    Returns:
-        The names put right, as ``module.name``, sorted.
+    A module of mmdet or mmcv with ``try: from mmcv.ops import batched_nms`` keeps its
+    raising fallback once imported. Returns the fixed names, ``module.name``, sorted.
     """
     early = [module for name, module in sys.modules.items() if name.startswith(USERS)]
     rebound = []
     for module in early:
         for source, name, bound_as in _guarded_imports(module):
             op = getattr(import_module(source), name, None)
-            # An op that this mmcv does not have keeps its fallback.
+            # Ops missing in this mmcv keep their fallback.
             if op is not None and getattr(module, bound_as, None) is not op:
                 setattr(module, bound_as, op)
                 rebound.append(f"{module.__name__}.{bound_as}")
@@ -106,11 +93,11 @@ def rebind_fallbacks() -> tuple[str, ...]:
 
 
 def _guarded_imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
-    """Yields source, name and bound name of mmcv ops imported in a try block."""
+    """Yield source, name and bound name of mmcv ops imported in a try block."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError):
-        return  # no source to read, so none with such a block
+        return  # no source to parse
     guarded = [
         line for node in tree.body if isinstance(node, ast.Try) for line in node.body
     ]

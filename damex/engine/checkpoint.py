@@ -1,4 +1,4 @@
-"""Checkpoints: loaded as data, never as code, and checked against the config."""
+"""Loading checkpoints as data, never as code, and checking them against the config."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from damex.errors import ConfigError, DataError
 from damex.models.config import moe_difference
 from damex.models.detectors import RoutedDetector
 
-# Two of them for files of torch before 1.6 that are cut off.
+# IndexError and struct.error: truncated files of torch before 1.6.
 WRAPPER = "module."
-ALLOWING = threading.RLock()  # torch has one list of allowed classes for all threads
+ALLOWING = threading.RLock()  # torch's list of allowed classes is global
 UNREADABLE = (EOFError, RuntimeError, URLError, IndexError, struct.error)
 
 
 def load_checkpoints_as_data() -> None:
-    """Make all of mmengine's loaders refuse whatever is not data.
+    """Make all loaders of mmengine reject files that hold more than data.
 
     They serve ``load_from``, ``--resume``, ``init_cfg``, ``init_detector`` and the
-    inferencers, for files and for addresses of every scheme. By themselves they execute
-    a file that torch will not load as data. What stays is the text of the config in a
-    checkpoint: ``DetInferencer(weights=...)`` without a config runs it as Python.
+    inferencers, for files and URLs of every scheme; mmengine would execute a file that
+    torch refuses to load as data. Not covered: ``DetInferencer(weights=...)`` without a
+    config runs the config text in a checkpoint as Python.
 
-    Asking torch explicitly wins over ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``.
+    An explicit ``weights_only`` overrides ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``.
     """
-    # Two functions of mmengine through which its other loaders call torch.
+    # mmengine's other loaders call torch through these two functions.
     of_mmengine: Any = mmengine_runner.checkpoint
     of_mmengine._safe_torch_load = functools.partial(torch.load, weights_only=True)
     of_mmengine.load_url = functools.partial(
@@ -57,11 +57,7 @@ def load_checkpoints_as_data() -> None:
 
 
 def load_from_local(path: str, map_location: Any = None) -> Any:
-    """Load a file.
-
-    Raises:
-        DataError: If there is none, or it is cut off.
-    """
+    """Load a local file; DataError if it is missing or truncated."""
     file = Path(path).expanduser()
     if file.is_dir():
         names = sorted(one.name for one in file.glob("*.pth"))
@@ -85,13 +81,12 @@ def load_from_local(path: str, map_location: Any = None) -> Any:
 
 
 def load_from_http(address: str, map_location: Any = None) -> Any:
-    """Load from the web; downloaded once for each address, by the main process.
+    """Load from the web, downloaded once per URL by the main process.
 
-    A hash in the name, as mmdet and torchvision give it (``dino-0123abcd.pth``), is
-    compared with that of the content.
+    A hash in the file name (``dino-0123abcd.pth``) is checked against the content.
     """
     name = Path(urlparse(address).path).name
-    # Files of the same name from two addresses are not the same file.
+    # Equal names from two URLs are different files.
     folder = hashlib.sha256(address.encode()).hexdigest()[:16]
     fetch = functools.partial(
         torch.hub.load_state_dict_from_url,
@@ -107,7 +102,7 @@ def load_from_http(address: str, map_location: Any = None) -> Any:
 
 
 def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
-    """One of mmengine's loaders, without code in files and with errors in one line."""
+    """Wrap a loader of mmengine: no code from files, and one-line errors."""
 
     @functools.wraps(loader)
     def load(path: str, map_location: Any = None) -> dict:
@@ -143,7 +138,7 @@ def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
 
 
 def _drop_wrapper(state: dict[str, Any]) -> None:
-    """Names of a detector as they are without DDP, under which others save them."""
+    """Remove the ``module.`` prefix of state dicts saved from DDP."""
     if all(str(key).startswith(WRAPPER) for key in state):
         for key in [*state]:
             state[key.removeprefix(WRAPPER)] = state.pop(key)
@@ -167,10 +162,10 @@ def _allowed() -> Any:
 
 
 def _history_method(owner: Any, name: str) -> Any:
-    """What ``getattr`` may fetch: the statistics of mmengine's ``HistoryBuffer``.
+    """Restrict ``getattr`` to the statistics of mmengine's ``HistoryBuffer``.
 
     mmengine pickles them as ``getattr(HistoryBuffer, 'min')``. The real ``getattr``
-    would hand a stranger's file every attribute of every allowed class.
+    would give an untrusted file every attribute of every allowed class.
     """
     if owner is not HistoryBuffer or name not in ("min", "max", "mean", "current"):
         raise pickle.UnpicklingError(f"the file asks for {owner!r}.{name}.")
@@ -184,17 +179,11 @@ def check_fit(
     *,
     path: str,
 ) -> str | None:
-    """Refuse a checkpoint to resume or evaluate that is another detector's.
-
-    Args:
-        checkpoint: As it was loaded.
-        model: The detector, without a wrapper.
-        space: The label space of the config; None without a mixture.
-        path: The checkpoint, for messages.
+    """Check that a checkpoint to resume or evaluate belongs to a detector.
 
     Returns:
-        What is said of other experts whose tensors all fit: another gate or loss can
-        be without any. None if there is nothing to say.
+        A note if ``moe`` differs although all tensors fit (some gates and losses have
+        no parameters), else None.
 
     Raises:
         ConfigError: If its labels mean something else, or its tensors do not fit.
@@ -210,15 +199,7 @@ def check_fit(
 
 
 def check_finite(state: Mapping[str, Any], *, path: str) -> None:
-    """Refuse weights that are not numbers: a detector with them finds nothing.
-
-    Args:
-        state: A state dict.
-        path: The checkpoint, for the message.
-
-    Raises:
-        ConfigError: If a tensor has such values.
-    """
+    """Raise ConfigError if a tensor of a state dict is not finite."""
     broken = [
         key
         for key, value in state.items()
@@ -237,16 +218,7 @@ def check_finite(state: Mapping[str, Any], *, path: str) -> None:
 def check_tensors(
     checkpoint: Mapping[str, Any], model: nn.Module, *, path: str
 ) -> None:
-    """Refuse a checkpoint that does not hold exactly the tensors of a model.
-
-    Args:
-        checkpoint: A checkpoint, or a state dict alone.
-        model: The detector that the config builds.
-        path: The checkpoint, for the message.
-
-    Raises:
-        ConfigError: If tensors are missing, too many, or of another shape.
-    """
+    """Raise ConfigError unless a checkpoint has exactly the tensors of a model."""
     stored = checkpoint.get("state_dict", checkpoint)
     found, needed = stored.keys(), model.state_dict().keys()
     counts = {
@@ -268,15 +240,7 @@ def check_tensors(
 
 
 def replace_misfits(state: dict[str, Any], model: nn.Module) -> str | None:
-    """Put a model's own tensors in the place of those with another shape.
-
-    Args:
-        state: A state dict to start a training from; changed in place.
-        model: The detector that shall load it.
-
-    Returns:
-        A sentence that says so; None where all shapes fit.
-    """
+    """Replace tensors of other shapes by the model's own; return a warning if any."""
     own = model.state_dict()
     misfits = _misfits(state, model)
     for key in misfits:
@@ -291,7 +255,7 @@ def replace_misfits(state: dict[str, Any], model: nn.Module) -> str | None:
 
 
 def _misfits(state: Mapping[str, Any], model: nn.Module) -> dict[str, str]:
-    """Keys of tensors whose shapes differ, with both shapes in words."""
+    """Return the keys of tensors whose shapes differ, with both shapes in words."""
     own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     found = {}
     for key, value in state.items():
@@ -301,15 +265,9 @@ def _misfits(state: Mapping[str, Any], model: nn.Module) -> dict[str, str]:
 
 
 def check_label_space(meta: Mapping[str, Any], space: LabelSpace, *, path: str) -> None:
-    """Refuse a checkpoint whose classes or groups mean something else.
+    """Raise ConfigError if a checkpoint's classes or groups differ from the config's.
 
-    Args:
-        meta: ``checkpoint['meta']``.
-        space: The label space of the config.
-        path: The checkpoint, for the message.
-
-    Raises:
-        ConfigError: If both know a mixture and the two differ.
+    A checkpoint without a mixture passes. `meta` is ``checkpoint['meta']``.
     """
     stored = meta.get("dataset_meta") or {}
     if "datasets" not in stored:

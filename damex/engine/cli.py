@@ -1,4 +1,4 @@
-"""The commands ``damex train`` and ``damex test``, with the arguments of mmdet's."""
+"""``damex train`` and ``damex test``, with the arguments of mmdet's tools."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from damex.errors import ConfigError
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Train as mmdet's ``tools/train.py`` does.
-
-    Args:
-        arguments: Command line without the program's name.
-    """
+    """Train as mmdet's ``tools/train.py`` does, from command-line arguments."""
     args = train_parser().parse_args(arguments)
     cfg = load_config(args)
     if args.dry_run:
@@ -54,11 +50,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def test(arguments: Sequence[str]) -> None:
-    """Evaluate as mmdet's ``tools/test.py`` does.
-
-    Args:
-        arguments: Command line without the program's name.
-    """
+    """Evaluate as mmdet's ``tools/test.py`` does, from command-line arguments."""
     args = test_parser().parse_args(arguments)
     if args.out and not args.out.endswith((".pkl", ".pickle")):
         raise ConfigError(f"--out must end in .pkl or .pickle, got {args.out!r}.")
@@ -77,11 +69,7 @@ def test(arguments: Sequence[str]) -> None:
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read the config and apply what the command line says.
-
-    Raises:
-        ConfigError: If there is none, or it cannot be read.
-    """
+    """Read the config and apply the command line; ConfigError if unreadable."""
     cfg = read_config(args.config)
     cfg.launcher = args.launcher
     merge_options(cfg, args.cfg_options or {})
@@ -93,9 +81,9 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def build_runner(cfg: Config) -> Runner:
-    """Build the runner that the config asks for, MixtureRunner where it names none.
+    """Build the runner of the config, MixtureRunner by default.
 
-    mmengine's own would not know the keys ``moe`` and ``mixture``, and say nothing.
+    mmengine's Runner would silently ignore the keys ``moe`` and ``mixture``.
     """
     import damex.registry  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""What a config leaves out because the mixture says it already."""
+"""Config values that follow from the mixture."""
 
 from __future__ import annotations
 
@@ -19,34 +19,31 @@ from damex.engine.config_files import (
 from damex.errors import ConfigError
 from damex.models.dataset_awareness import DatasetAwarenessConfig
 
-# Arguments of a detector that look at which dataset annotates which class.
+# Detector options that depend on which dataset annotates which class.
 DATASET_OPTIONS = tuple(vars(DatasetAwarenessConfig()))
 
 
 def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
     """Fill in datasets, label space, ``num_classes``, ``num_groups`` and ``moe``.
 
-    ``label_coverage`` is filled in where an option of the detector asks for it.
+    ``label_coverage`` is filled in if an option of the detector needs it. The top-level
+    ``moe`` becomes ``model.moe``; it may name a file of ``configs/_base_/moe``, or the
+    path of another file that sets ``moe``.
 
-    The top-level ``moe`` becomes ``model.moe``. It may name a file of
-    ``configs/_base_/moe``, or the path of another that sets ``moe``, so that one word
-    on the command line changes the mixture of experts.
-
-    The top-level ``mixture`` list is the one place where datasets are named. Every
-    ``MixtureDataset`` without ``datasets`` gets it, together with the label space of
-    the whole mixture, so that labels mean the same in training and evaluation. A label
-    space that the config holds already stays, and no annotation file is read: a config
-    from a work dir also works where the training files are not. A config without
-    ``mixture`` is otherwise returned as it is.
+    Every ``MixtureDataset`` without ``datasets`` gets the top-level ``mixture`` list
+    and the label space of the whole mixture, so that labels mean the same in training
+    and evaluation. If the config already holds a label space, it is kept and no
+    annotation file is read: the config of a work dir also works without the training
+    files. Without ``mixture`` only ``moe`` is resolved.
 
     Args:
-        cfg: A full config. It is not changed.
+        cfg: A full config; not changed.
 
     Returns:
         A resolved copy.
 
     Raises:
-        ConfigError: If the mixture cannot work, or ``num_classes`` contradicts it.
+        ConfigError: If the mixture is invalid, or ``num_classes`` contradicts it.
         DataError: If an annotation file is missing or is not in COCO format.
     """
     cfg = PlainConfig.of(copy.deepcopy(cfg))
@@ -56,7 +53,7 @@ def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
     specs = parse_mixture(cfg["mixture"])
     mode = read_label_space(cfg.get("label_space") or "union")
     if isinstance(mode, LabelFile):
-        # What the config of a work directory holds does not change with the file.
+        # A written config must not depend on the file.
         cfg["label_space"] = mode.to_content()
     space = label_space_of(cfg)
     if space is None:
@@ -77,7 +74,7 @@ def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
 
 
 def label_space_of(cfg: Config | ConfigDict) -> LabelSpace | None:
-    """The label space of a resolved config; None without a mixture."""
+    """Return the label space of a resolved config; None without a mixture."""
     for loader in LOADERS:
         for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
             if isinstance(dataset.get("label_space"), Mapping):
@@ -86,7 +83,6 @@ def label_space_of(cfg: Config | ConfigDict) -> LabelSpace | None:
 
 
 def _set_moe(cfg: Config | ConfigDict) -> None:
-    """Move the top-level ``moe`` into the model."""
     if "moe" not in cfg:
         return
     if "moe" in cfg["model"]:
@@ -94,16 +90,12 @@ def _set_moe(cfg: Config | ConfigDict) -> None:
             "both moe and model.moe are set; keep one of them (moe=None at the top "
             "level makes the detector dense)."
         )
-    moe = cfg.pop("moe")  # one place only, so that a written config can be read again
+    moe = cfg.pop("moe")  # kept in one place, so that a written config reads back
     cfg["model"]["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
 
 
 def _set_batch_size(loader: dict) -> None:
-    """Tell a sampler of homogeneous batches how large they are.
-
-    Raises:
-        ConfigError: If something between it and the loader would mix them again.
-    """
+    """Pass the batch size to a sampler of homogeneous batches."""
     sampler = loader.get("sampler") or {}
     if not sampler.get("homogeneous_batches"):
         return
@@ -117,7 +109,7 @@ def _set_batch_size(loader: dict) -> None:
 
 
 def _set_num_classes(model: dict, space: LabelSpace) -> None:
-    """Set the number of classes of every head, or refuse a contradiction."""
+    """Set the number of classes of the head; a contradiction is an error."""
     head = model.get("bbox_head")
     if not isinstance(head, dict):
         return

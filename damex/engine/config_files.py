@@ -1,4 +1,4 @@
-"""Config files: found by path or by name, read, changed, and written."""
+"""Config files: finding by path or name, reading, overriding and writing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mmengine.utils import import_modules_from_strings
 import damex
 from damex.errors import ConfigError, did_you_mean
 
-# The configs of the project: in a wheel they lie here, in a checkout this is a link.
+# The shipped configs: a folder in a wheel, a link in a checkout.
 CONFIGS = (Path(damex.__file__).parent / ".mim" / "configs").resolve()
 MOE = "_base_/moe"
 SPLITS = ("train", "val", "test")
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
-# What mmengine's Runner and damex read at the top level of a config.
+# Top-level keys read by mmengine's Runner and damex.
 KEYS = frozenset(
     {
         *("model", "work_dir", "auto_scale_lr", "optim_wrapper", "param_scheduler"),
@@ -46,15 +46,15 @@ WIDTH = 88  # of lines in a written config
 
 
 class PlainConfig(Config):
-    """Config that is written as plain Python values, and reads back equal.
+    """Config that is written as plain Python values and reads back equal.
 
-    mmengine pastes keys into its text without escapes, and lays it out by yapf: a class
-    ``driver's license`` is a syntax error there, and 1,000 classes take minutes.
+    mmengine does not escape keys (a class ``driver's license`` becomes a syntax error)
+    and formats with yapf, which takes minutes for 1,000 classes.
     """
 
     @classmethod
     def of(cls, cfg: Config | ConfigDict) -> PlainConfig:
-        """Return a config with the same content, which is not copied."""
+        """Return a config that shares the content of another."""
         if not isinstance(cfg, Config):
             return cls(cfg)
         plain = cls.__new__(cls)
@@ -63,25 +63,21 @@ class PlainConfig(Config):
 
     @property
     def pretty_text(self) -> str:
-        """The config as Python text, which `read_literals` reads, too.
-
-        Raises:
-            ConfigError: If a value cannot be written.
-        """
+        """The config as Python text; ConfigError if a value cannot be written."""
         content = self.to_dict()
         return "".join(f"{k} = {_literal(v, k)}\n" for k, v in content.items())
 
 
 def find_config(name: str, folder: str = "") -> Path:
-    """Find a config.
+    """Find a config file.
 
     Args:
-        name: A file, or one of the configs that come with damex: its name alone, with
-            its folder, or as its path in a checkout (``configs/quickstart.py``).
-        folder: Where those lie under ``configs``, for instance ``_base_/moe``.
+        name: A path, or a config that comes with damex: its bare name, its name with
+            the folder, or its path in a checkout (``configs/quickstart.py``).
+        folder: Subfolder of ``configs`` to search, for instance ``_base_/moe``.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If nothing matches.
     """
     if Path(name).is_file():
         return Path(name)
@@ -102,26 +98,14 @@ def find_config(name: str, folder: str = "") -> Path:
 
 
 def config_of(args: argparse.Namespace, *, needs_model: bool = True) -> Config:
-    """The config of a command line with what its options change.
-
-    Args:
-        args: With ``config`` and ``cfg_options``.
-        needs_model: As in :func:`read_config`.
-
-    Raises:
-        ConfigError: If it cannot be read or changed.
-    """
+    """Read the config of a command line and apply its ``cfg_options``."""
     cfg = read_config(args.config, needs_model=needs_model)
     merge_options(cfg, args.cfg_options or {})
     return cfg
 
 
 def mixture_config_of(args: argparse.Namespace) -> Config:
-    """The config of a command line about data: it has a mixture, and may lack a model.
-
-    Args:
-        args: With ``config``, which may be the folder of a dataset, and
-            ``cfg_options``.
+    """Read the config, or dataset folder, of a command about data.
 
     Raises:
         ConfigError: If the config cannot be read, or has no mixture.
@@ -145,20 +129,17 @@ def mixture_config_of(args: argparse.Namespace) -> Config:
         )
     entries = [entry for entry in cfg["mixture"] if isinstance(entry, Mapping)]
     if any(isinstance(entry.get(s), Mapping) for entry in entries for s in SPLITS):
-        _import_modules(cfg)  # they may have that dataset class
+        _import_modules(cfg)  # they may define the dataset class
     return cfg
 
 
 def read_config(name: str, *, needs_model: bool = True) -> Config:
-    """Read a complete config.
+    """Read a complete config by path or name.
 
-    Args:
-        name: As in :func:`find_config`.
-        needs_model: Whether one without a model is refused, and the modules that it
-            asks for are imported.
+    With `needs_model`, its ``custom_imports`` are imported.
 
     Raises:
-        ConfigError: If there is none, or it cannot be read or has no model.
+        ConfigError: If it cannot be found or read, or lacks a needed model.
     """
     cfg = read_part(name)
     if needs_model and "model" not in cfg:
@@ -171,32 +152,21 @@ def read_config(name: str, *, needs_model: bool = True) -> Config:
 
 
 def _import_modules(cfg: Config) -> None:
-    """Import what a config asks for, which is all of mmdet with damex's configs."""
+    """Import ``custom_imports``: all of mmdet for damex's configs."""
     if cfg.get("custom_imports"):
         import_modules_from_strings(**cfg.custom_imports)
 
 
 def read_part(name: str, folder: str = "") -> Config:
-    """Read a file that is a part of a config.
-
-    Args:
-        name: As in :func:`find_config`.
-        folder: As there.
-
-    Raises:
-        ConfigError: If there is none, or it cannot be read.
-    """
+    """Read a partial config file; arguments as in :func:`find_config`."""
     return _read(find_config(name, folder))
 
 
 def moe_of_file(name: str) -> Any:
-    """``moe`` of a config file.
-
-    Args:
-        name: A file, or the name of one in ``configs/_base_/moe``.
+    """Return ``moe`` of a file, given by path or by its name in ``_base_/moe``.
 
     Raises:
-        ConfigError: If there is none, or it sets no ``moe``.
+        ConfigError: If the file is missing, or sets no ``moe``.
     """
     content = read_part(name, MOE)
     if "moe" not in content:
@@ -205,19 +175,15 @@ def moe_of_file(name: str) -> Any:
 
 
 def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Override settings of a config.
+    """Override settings of a config in place; nested names have dots.
 
-    A file behind ``moe`` is read first, so that ``moe.gate.k=2`` changes what it says.
-    ``moe.gate.k`` and ``model.moe.gate.k`` mean the same: a config file has ``moe`` at
-    its top level, and the config of a work directory in its model.
-
-    Args:
-        cfg: Changed in place.
-        options: Values by their names, nested ones with dots.
+    If ``moe`` names a file, it is read first, so that ``moe.gate.k=2`` changes its
+    content. ``moe.gate.k`` and ``model.moe.gate.k`` are the same: a config file has
+    ``moe`` at the top level, the config of a work directory has it in the model.
 
     Raises:
-        ConfigError: If nothing reads an option, the file does not exist or sets no
-            ``moe``, or a part of ``moe`` is to be changed where there is none.
+        ConfigError: If nothing reads an option, a file does not exist or sets no
+            ``moe``, or a part of ``moe`` is set for a dense detector.
     """
     options = _at_place_of_moe(cfg, options)
     for name in options:
@@ -229,7 +195,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
             )
     for key in ("max_epochs", "max_iters"):
         if f"train_cfg.{key}" in options and key not in options:
-            cfg.pop(key, None)  # it would win; see MixtureRunner
+            cfg.pop(key, None)  # it would take precedence; see set_length
     inner = [name for name in options if name.startswith("moe.")]
     if inner and ("moe" in options or "moe" in cfg):
         moe = options.pop("moe", cfg.get("moe"))
@@ -254,7 +220,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
 
 
 def _check_place(cfg: Any, name: str) -> None:
-    """Refuse an option below a value without parts, or beyond the end of a list."""
+    """Reject an option below a value without fields, or beyond the end of a list."""
     parts = name.split(".")
     for count, part in enumerate(parts):
         above = ".".join(parts[:count])
@@ -279,15 +245,15 @@ def _check_place(cfg: Any, name: str) -> None:
 
 
 def _replace_mixture(cfg: Config, before: Any) -> None:
-    """Change the mixture in the dataloaders, too, where a written config has it."""
+    """Update the mixture in the dataloaders of a written config as well."""
     for loader in LOADERS:
         for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
-            if dataset.get("datasets") == before:  # not a part of it for evaluation
+            if dataset.get("datasets") == before:  # unless evaluation uses a part of it
                 dataset["datasets"] = copy.deepcopy(cfg["mixture"])
 
 
 def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with parts of ``moe`` under the name that the config has for it."""
+    """Rename options of ``moe`` to where the config has it."""
     if "moe" in options or "moe" in cfg:
         place, other = "moe.", "model.moe."
     elif "moe" in (cfg.get("model") or {}):
@@ -301,7 +267,7 @@ def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mixture_datasets(dataset: Any) -> list[dict]:
-    """The MixtureDataset configs in a dataset config, wrappers opened.
+    """Return the MixtureDataset configs in a dataset config, looking into wrappers.
 
     Raises:
         ConfigError: If a wrapper mixes images of several datasets.
@@ -321,7 +287,7 @@ def mixture_datasets(dataset: Any) -> list[dict]:
 
 
 def _literal(value: Any, where: str) -> str:
-    """Python text of a value: a line, or a line per item if that is too long."""
+    """Python text of a value: one line, or a line per item if that is too long."""
     if isinstance(value, Mapping):
         is_call = all(map(_is_word, value))
         parts = [
@@ -344,13 +310,12 @@ def _literal(value: Any, where: str) -> str:
 
 
 def _is_word(key: Any) -> bool:
-    """Whether a key can be a keyword argument, and stays as it is there."""
+    """Whether a key can be written as a keyword argument unchanged."""
     is_name = isinstance(key, str) and key.isascii() and key.isidentifier()
     return is_name and not keyword.iskeyword(key) and key != "__debug__"
 
 
 def _scalar(value: Any, where: str) -> str:
-    """Python text of a single value."""
     if isinstance(value, np.generic):
         value = value.item()
     elif isinstance(value, os.PathLike):
@@ -360,7 +325,7 @@ def _scalar(value: Any, where: str) -> str:
     if value is None:
         return "None"
     if isinstance(value, float) and math.isinf(value):
-        return "1e999" if value > 0.0 else "-1e999"  # there is no literal "inf"
+        return "1e999" if value > 0.0 else "-1e999"  # Python has no literal for inf
     for kind in (bool, int, float, str, bytes):
         if isinstance(value, kind):
             # mmengine fills in templates such as {{ fileDirname }} when it reads.
@@ -375,7 +340,7 @@ def _scalar(value: Any, where: str) -> str:
 def _read(file: Path) -> PlainConfig:
     try:
         return PlainConfig.of(Config.fromfile(file, import_custom_modules=False))
-    except Exception as error:  # a config is a program, and any of its lines may fail
+    except Exception as error:  # a config is a program; any error is possible
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"the config {file} cannot be read: {type(error).__name__}: {reason}"

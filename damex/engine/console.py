@@ -1,4 +1,4 @@
-"""ProgressHook: what a person sees while a detector trains and is evaluated."""
+"""ProgressHook: the console output of training and evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from damex.engine.schedule import bare_model
 from damex.files import make_folder
 from damex.models.insertion import moe_blocks
 
-# What the line shows of a detector's outputs.
+# The outputs of a detector shown in the progress line.
 MEASURES = MappingProxyType(
     {
         "loss": "loss {:.2f}",
@@ -46,13 +46,13 @@ MEASURES = MappingProxyType(
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """One live line with time left, loss, and where tokens go.
+    """One live line with time left, loss and routing measures.
 
-    On a terminal it is a bar; in a pipe or a file it is a plain line now and then.
+    A progress bar on a terminal, an occasional plain line in a pipe or file.
 
     Args:
         every_seconds: Seconds between plain lines.
-        smoothing: Weight of the past in the shown running means, in [0, 1).
+        smoothing: Weight of the past in the displayed running means, in [0, 1).
     """
 
     priority = "LOW"
@@ -70,7 +70,7 @@ class ProgressHook(Hook):
         self._first = self._total = 0
 
     def before_train(self, runner: Runner) -> None:
-        """Say what is trained."""
+        """Describe the run and open the bar."""
         self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
         self._open("train", runner.max_iters, runner.iter)
 
@@ -92,11 +92,11 @@ class ProgressHook(Hook):
         self._advance(runner.iter + 1, self._status())
 
     def before_val(self, runner: Runner) -> None:
-        """Show a bar for the evaluation."""
+        """Open a bar for the evaluation."""
         self._open("evaluate", len(runner.val_dataloader), 0)
 
     def before_test(self, runner: Runner) -> None:
-        """Say what is tested, and show a bar."""
+        """Describe the run and open the bar."""
         self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
         self._open("test", len(runner.test_dataloader), 0)
 
@@ -115,7 +115,7 @@ class ProgressHook(Hook):
     after_test = after_train
 
     def after_val(self, runner: Runner) -> None:
-        """Go back to the training's bar."""
+        """Return to the training bar."""
         self.close()
         if isinstance(runner._train_loop, BaseLoop) and runner.iter < runner.max_iters:
             self._open("train", runner.max_iters, runner.iter)
@@ -155,7 +155,7 @@ class ProgressHook(Hook):
         )
 
     def close(self) -> None:
-        """Take the bar off the screen."""
+        """Remove the bar from the screen."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -169,7 +169,7 @@ class ProgressHook(Hook):
 
 
 def describe_run(runner: Runner) -> str:
-    """A few lines: the model, its experts, the data, and where the log is."""
+    """Describe the model, its experts, the data and the log file in a few lines."""
     model = bare_model(runner)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     blocks = moe_blocks(model)
@@ -187,7 +187,7 @@ def describe_run(runner: Runner) -> str:
         channels = sum(head.num_channels for head in heads)
         experts = f"gates on {channels:,} channels of {len(heads)} layers"
     lines = [f"{type(model).__name__}: {millions:.2f} M parameters, {experts}"]
-    # Asking for the other loop's data would load it.
+    # Accessing the other loop's dataloader would load its data.
     training = isinstance(runner._train_loop, BaseLoop)
     loader = runner.train_dataloader if training else runner.test_dataloader
     dataset = getattr(loader, "dataset", None)
@@ -205,7 +205,7 @@ def describe_run(runner: Runner) -> str:
 
 
 def _describe_passes(runner: Runner, sampler: MixtureSampler) -> str:
-    """How often the whole training shows each dataset: its effective epochs."""
+    """Effective epochs: how often the whole training shows each dataset."""
     loader = runner.train_dataloader
     samples = runner.max_epochs * sampler.total
     if isinstance(runner.train_loop, IterBasedTrainLoop):
@@ -218,7 +218,7 @@ def _describe_passes(runner: Runner, sampler: MixtureSampler) -> str:
     return f"epochs of each dataset in all: {shown}"
 
 
-# Said by mmengine and mmdet about their own code; a user can do nothing about them.
+# From mmengine and mmdet about their own code; users cannot act on them.
 UPSTREAM_MESSAGES = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
@@ -226,18 +226,16 @@ UPSTREAM_MESSAGES = (
 )
 UPSTREAM_WARNINGS = (
     r"torch\.meshgrid: in an upcoming release",
-    r"Warning: The \w+ is out of bounds",  # boxes at the border, drawn all the same
-    r"Image size \(\d+ pixels\) exceeds limit",  # and Pillow opens it
+    r"Warning: The \w+ is out of bounds",  # boxes at the border are drawn anyway
+    r"Image size \(\d+ pixels\) exceeds limit",  # Pillow opens it anyway
 )
 
 
 def filter_console(logger: logging.Logger | None = None) -> None:
-    """Leave warnings and errors on the screen; the log file keeps every line.
+    """Show only warnings and errors on the screen; the log file keeps every line.
 
-    Commands call it, and nothing that a host program imports: it changes the process.
-
-    Args:
-        logger: With stream and file handlers; mmengine's current one by default.
+    Only commands call this, as it changes the whole process. Without `logger`,
+    mmengine's current one is filtered.
     """
     logger = logger or MMLogger.get_current_instance()
     for handler in logger.handlers:
@@ -255,22 +253,17 @@ def _is_for_users(record: logging.LogRecord) -> bool:
 
 @HOOKS.register_module()
 class MixtureVisualizationHook(DetVisualizationHook):
-    """Writes ``--show-dir`` images to a folder of the dataset that they come from.
+    """Write ``--show-dir`` images to one folder per dataset.
 
-    mmdet names them by the file alone, so that equal names of two datasets would
-    replace each other.
+    mmdet names images by file name alone, so that datasets could overwrite each other.
     """
 
     test_out_dir: str | None
 
     def before_run(self, runner: Runner) -> None:
-        """Make the folder, before a checkpoint is loaded.
-
-        Raises:
-            ConfigError: If it cannot be one.
-        """
+        """Create the folder, before a checkpoint is loaded; ConfigError on failure."""
         if self.test_out_dir is not None:
-            # An absolute path is what mmdet's own join leaves as it is.
+            # mmdet joins paths, which leaves an absolute one unchanged.
             logs = Path(runner.work_dir) / runner.timestamp
             self.test_out_dir = str((logs / self.test_out_dir).resolve())
             make_folder(Path(self.test_out_dir))
@@ -278,7 +271,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:
-        """Paint every image of a batch into its dataset's folder."""
+        """Draw every image of a batch into the folder of its dataset."""
         folder = self.test_out_dir
         for sample in outputs:
             if folder is not None:

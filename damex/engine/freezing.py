@@ -1,4 +1,4 @@
-"""``train_only=[...]``: the parts of some datasets learn, and nothing else moves."""
+"""``train_only=[...]``: train only the parts that belong to some datasets."""
 
 from __future__ import annotations
 
@@ -24,28 +24,25 @@ from damex.moe import TopKGate
 def freeze_all_but(
     model: Any, space: LabelSpace | None, datasets: Any
 ) -> dict[str, Tensor]:
-    """Freeze all of a detector that does not belong to some datasets alone.
+    """Freeze all of a detector that does not belong to the named datasets alone.
 
-    Experts, and their rows of routers, are trained if all datasets of their groups are
-    named; classes if no other dataset has them.
-
-    Args:
-        model: The detector, without a wrapper; parameters without any such row get
-            ``requires_grad=False``.
-        space: The label space of the mixture; None without one.
-        datasets: Names of datasets, as in the config.
+    Experts, and their router rows, are trained if all datasets of their groups are
+    named; classes are trained if no other dataset has them. Parameters without any
+    trained row get ``requires_grad=False``.
 
     Returns:
-        For each tensor that is trained in part a bool per row, True where it is kept;
-        the same, all True, for the buffers of which nothing is trained, as a gate may
-        write to its own.
+        A bool per row, True if the row is frozen, of each partly trained parameter and
+        of every buffer (all True if nothing in it is trained, as gates may write to
+        their buffers).
 
     Raises:
         ConfigError: If a name is wrong, nothing would be trained, or the detector
-            freezes and trains parts by itself.
+            itself schedules which parts are frozen.
     """
     space = _check(model, space, datasets)
-    datasets = [str(name) for name in datasets]  # a command line makes 2019 a number
+    datasets = [
+        str(name) for name in datasets
+    ]  # a command line parses 2019 as a number
     check_declared(model)
     owners = row_owners(model, model.state_dict(), names_of_space(space))
     trained = _trained_owners(space, datasets)
@@ -71,11 +68,10 @@ def freeze_all_but(
 
 
 def _free_routers(model: Any) -> set[str]:
-    """Parameters of routers that only choose, so that rows of all may learn.
+    """Router parameters whose rows may all learn: those that only choose the expert.
 
-    Where the one expert of a token has the weight 1, a router changes no detection of a
-    dataset that is named. Rows of old datasets that stayed as they are would not learn
-    to tell their images from new ones.
+    If the single expert of a token has weight 1, its router cannot change a detection
+    of an unnamed dataset. Frozen rows could not learn to tell old images from new ones.
     """
     return {
         f"{name}.moe.router.{key}"
@@ -90,7 +86,6 @@ def _has_weight_one(gate: Any) -> bool:
 
 
 def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
-    """Refuse what cannot work."""
     if isinstance(datasets, str) or not isinstance(datasets, Sequence) or not datasets:
         raise ConfigError(
             "train_only must be a list of names of datasets, such as "
@@ -118,7 +113,7 @@ def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
 
 
 class _Trained:
-    """The owners of rows that are trained."""
+    """The owners of trained rows."""
 
     def __init__(self, classes: set[str], groups: set[str]) -> None:
         self._classes, self._groups = classes, groups
@@ -142,16 +137,15 @@ def _trained_owners(space: LabelSpace, datasets: Sequence[str]) -> _Trained:
 
 
 class KeepRowsHook(Hook):
-    """Keeps rows of tensors as they are, whatever an optimiser does to the others.
+    """Keep rows of tensors fixed while the optimiser updates the others.
 
-    Their gradients are zero, so that they have no part in the norm that gradients are
-    clipped to; and after each step they are what they were, as momentum, weight decay
-    and pulls towards a mean move weights without a gradient, too. Statistics of batch
-    norms do not change. :class:`damex.engine.runner.MixtureRunner` adds it where the
-    config sets ``train_only``.
+    Their gradients are zeroed, so that they do not count in the clipping norm, and
+    their values are restored after each step, as momentum, weight decay and
+    ExpertMeanDecayHook also move weights without a gradient. Batch norm statistics are
+    frozen.
 
     Args:
-        kept: For each tensor a bool per row, True where it is kept.
+        kept: A bool per row of each tensor, True if the row is frozen.
     """
 
     priority = "ABOVE_NORMAL"  # after ExpertMeanDecayHook, before weights are averaged
@@ -161,7 +155,7 @@ class KeepRowsHook(Hook):
         self._values: dict[str, Tensor] = {}
 
     def before_train(self, runner: Runner) -> None:
-        """Remember the rows, once weights are loaded."""
+        """Store the rows once weights are loaded."""
         for name, tensor in self._tensors(runner).items():
             rows = self._rows(name, tensor)
             self._values[name] = tensor.detach()[rows].clone()
@@ -171,7 +165,7 @@ class KeepRowsHook(Hook):
     def before_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None
     ) -> None:
-        """Keep statistics; mmengine sets the model to training before each epoch."""
+        """Freeze batch norms; mmengine sets the model to training before each epoch."""
         for module in bare_model(runner).modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
@@ -183,7 +177,7 @@ class KeepRowsHook(Hook):
         data_batch: Any = None,
         outputs: Any = None,
     ) -> None:
-        """Put the rows back."""
+        """Restore the rows."""
         with torch.no_grad():
             for name, tensor in self._tensors(runner).items():
                 tensor[self._rows(name, tensor)] = self._values[name]
@@ -198,12 +192,11 @@ class KeepRowsHook(Hook):
 
 
 class _WithoutRows:
-    """Hook of a tensor: no gradient for some rows."""
+    """Tensor hook that zeroes the gradient of some rows."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """Zero the gradient of the rows."""
         shape = (-1,) + (1,) * (gradient.dim() - 1)
         return gradient.masked_fill(self._rows.view(shape), 0.0)

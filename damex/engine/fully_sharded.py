@@ -1,10 +1,10 @@
 """Fully sharded training: ``model_wrapper_cfg=dict(type="FullySharded")``.
 
-Every process keeps a share of each parameter, of its gradient and of its moments. The
-whole of a unit (a layer of the transformer, a bank of experts) is gathered when it is
-computed, and given up again: FSDP2, ``torch.distributed.fsdp.fully_shard`` (Zhao et
-al. 2023, arXiv 2304.11277). Weights are drawn and loaded before they are shared out,
-and saved as a whole, so that checkpoints do not know how many processes there were.
+FSDP2, ``torch.distributed.fsdp.fully_shard`` (Zhao et al. 2023, arXiv 2304.11277):
+every process keeps a shard of each parameter, gradient and moment; a unit (a
+transformer layer, a bank of experts) is gathered while it is computed. Weights are
+drawn and loaded before sharding and saved as a whole, so checkpoints do not depend on
+the number of processes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,12 @@ FULLY_SHARDED = "FullySharded"
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether processes have shared the parameters of a model out."""
+    """Return whether the parameters of a model are sharded over processes."""
     return isinstance(model, FSDPModule)
 
 
 def check_config(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Refuse what needs whole parameters in a training.
-
-    Args:
-        model: The detector.
-        config: Of the training.
-
-    Raises:
-        ConfigError: If there is any.
-    """
+    """Raise ConfigError if a training needs whole parameters."""
     wrapper = config.get("optim_wrapper") or {}
     faults = {
         "sync_bn": config.get("sync_bn"),
@@ -60,15 +52,13 @@ def check_config(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def shard_fully(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Share the parameters of a detector out among all processes.
+    """Shard the parameters of a detector, in place, and its optimiser with its state.
 
-    Args:
-        model: With the same weights on all processes; changed in place.
-        optimizer: Of the model; it goes on with the shares, and those of its state.
+    All processes must hold the same weights.
     """
     places = _parameters(model)
     for _, _, parameter in places:
-        parameter.data = parameter.data.contiguous()  # FSDP takes no channels-last
+        parameter.data = parameter.data.contiguous()  # FSDP rejects channels-last
     mesh = init_device_mesh(get_device(), (distributed.get_world_size(),))
     for unit in (*_units(model), model):
         fully_shard(unit, mesh=mesh)
@@ -83,10 +73,10 @@ def shard_fully(model: nn.Module, optimizer: Optimizer | None = None) -> None:
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered at a time, the inner before the outer.
+    """Yield the modules that are gathered as a unit, inner before outer.
 
-    Routers are units of their own: losses read their logits past the layer that they
-    belong to, and FSDP gathers a unit again when a gradient of its output comes.
+    Routers are separate units: losses read their logits outside of the layer, and FSDP
+    gathers a unit again when a gradient of its output arrives.
     """
     for component in COMPONENTS:
         for layer in getattr(getattr(model, component, None), "layers", ()):
@@ -101,17 +91,14 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
 def whole_parameters(
     model: nn.Module, optimizer: Optimizer | None = None, *, keep: bool = True
 ) -> Iterator[None]:
-    """Give a model its whole parameters for a while, to be saved.
+    """Give a model and its optimiser whole parameters for a while, to be saved.
 
-    Args:
-        model: Its parameters are shared out.
-        optimizer: Of the model; its state becomes whole, too.
-        keep: Whether this process needs them. All processes have to enter, but those
-            that do not keep the whole need memory for one tensor at a time.
+    All processes have to enter; those that do not `keep` the whole need memory for one
+    tensor at a time.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation some are whole
+            module.reshard()  # evaluation leaves some units gathered
     places = _parameters(model)
     wholes: dict[Any, Any] = {}
     for share in dict.fromkeys(share for _, _, share in places):
@@ -136,7 +123,7 @@ def whole_parameters(
 
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Modules, names and parameters; a parameter may stand in several places."""
+    """A shared parameter appears several times."""
     return [
         (module, name, parameter)
         for module in model.modules()
@@ -146,13 +133,12 @@ def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _set(places: Iterable[tuple[nn.Module, str, Any]], others: Mapping) -> None:
-    """Put other parameters in the places of a model's."""
     for module, name, parameter in places:
         module._parameters[name] = others[parameter]
 
 
 def _states(optimizer: Optimizer | None, parameters: Iterable[Any]) -> dict[Any, dict]:
-    """What an optimiser knows of parameters, where it knows anything."""
+    """State of the parameters that have any in the optimiser."""
     known = {} if optimizer is None else optimizer.state
     return {p: known[p] for p in parameters if known.get(p)}
 
@@ -160,13 +146,7 @@ def _states(optimizer: Optimizer | None, parameters: Iterable[Any]) -> dict[Any,
 def _replace(
     optimizer: Optimizer | None, others: Mapping[Any, Any], states: Mapping[Any, dict]
 ) -> None:
-    """Put other parameters in the places of an optimiser's.
-
-    Args:
-        optimizer: Changed in place.
-        others: By parameter what shall stand there.
-        states: By parameter the state of what shall stand there.
-    """
+    """Replace the parameters of an optimiser, and their states, in place."""
     if optimizer is None:
         return
     for group in optimizer.param_groups:
@@ -182,7 +162,7 @@ def _gathered(value: Any) -> Any:
 
 
 def _shared(value: Any, share: DTensor) -> Any:
-    """The rows of a moment that go with a share, as `fully_shard` deals them out."""
+    """The rows of a moment that belong to a shard, split as `fully_shard` does."""
     if not isinstance(value, Tensor) or value.shape != share.shape:
         return value
     rows, rank = value.chunk(share.device_mesh.size()), distributed.get_rank()

@@ -1,4 +1,4 @@
-"""An optimiser of their own for the experts, and learning rates that start again."""
+"""A separate optimiser for the experts, and learning rate restarts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ HINT = "experts=dict(type='NormalizedGD', lr=0.001)"
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
-    """Trains experts with one optimiser and all the rest with another.
+    """Train experts with one optimiser and all other parameters with another.
 
-    Algorithm 1 of Chen et al. 2022 (arXiv 2208.02813) in a config, nothing else
-    changes::
+    Algorithm 1 of Chen et al. 2022 (arXiv 2208.02813) as a config::
 
         optim_wrapper = dict(
             constructor='ExpertOptimWrapperConstructor',
@@ -38,22 +37,14 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             experts=dict(type='NormalizedGD', lr=0.001),
         )
 
-    Both stand in one optimiser, so the wrapper's type, ``clip_grad`` and checkpoints
-    work as ever, and a ``param_scheduler`` moves the learning rates of both by the same
-    factors (an absolute ``eta_min`` is the same number for both). Clipping to a norm
-    counts the experts' gradients in, as without this constructor, but does not change
-    the length of a normalised step.
+    Both are chained into one optimiser, so the wrapper's type, ``clip_grad`` and
+    checkpoints work unchanged, and a ``param_scheduler`` scales both learning rates by
+    the same factors (an absolute ``eta_min`` applies to both). The clipping norm
+    includes the experts' gradients, but does not change the length of a normalised
+    step.
 
-    ``paramwise_cfg`` rules the rest, and a ``lr_mult`` of ``custom_keys`` that covers a
-    bank of experts multiplies their learning rate, too. Other options of
-    ``paramwise_cfg`` do not reach experts.
-
-    Args:
-        optim_wrapper_cfg: Config of the wrapper with ``optimizer`` and ``experts``.
-        paramwise_cfg: As in mmengine.
-
-    Raises:
-        ConfigError: If ``experts`` is missing or no optimiser.
+    ``paramwise_cfg`` applies to the other parameters. Of it, only a ``lr_mult`` of
+    ``custom_keys`` that covers a whole bank of experts reaches the experts.
     """
 
     def __init__(
@@ -69,8 +60,8 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         """Build the wrapper with its optimiser for a model.
 
         Raises:
-            ConfigError: If the model has no experts, or all are frozen, or their
-                parameters get different factors.
+            ConfigError: If the model is dense, all experts are frozen, or the
+                parameters of a bank get different factors.
         """
         bare = cast(nn.Module, model.module) if is_model_wrapper(model) else model
         try:
@@ -101,7 +92,7 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     def _paramwise(
         self, model: nn.Module, banks: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Groups with what ``paramwise_cfg`` sets: of the rest, and of the experts."""
+        """Apply ``paramwise_cfg``; return groups of other parameters and of experts."""
         groups: list[dict[str, Any]] = []
         self.add_params(groups, model)  # one per trainable parameter
         by_id = {id(group["params"][0]): group for group in groups}
@@ -114,7 +105,7 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         return list(by_id.values()), expert_groups
 
     def _factor(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> float:
-        """The one ``lr_mult`` of a bank of experts."""
+        """Return the common ``lr_mult`` of a bank of experts."""
         factors = {group.get("lr_mult", 1.0) for group in groups}
         if len(factors) > 1:
             found = [names[id(group["params"][0])] for group in groups]
@@ -128,19 +119,15 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
 @PARAM_SCHEDULERS.register_module()
 class ResetLR(LRSchedulerMixin, _ParamScheduler):
-    """Sets the learning rate back to that of the optimiser's config, once, at `begin`.
+    """Reset the learning rate to that of the optimiser's config, once, at `begin`.
 
-    mmengine's schedulers multiply what the ones before left, so that a second warm-up
-    with a second decay would rise to the end of the first decay only. This one stands
-    before them in ``param_scheduler``::
+    mmengine's schedulers multiply the current value, so that a second warm-up would
+    only rise to the end of the first decay. Put this one before them in
+    ``param_scheduler``::
 
         dict(type='ResetLR', by_epoch=False, begin=0.5),
         dict(type='LinearLR', start_factor=0.05, by_epoch=False, begin=0.5, end=0.55),
         dict(type='CosineAnnealingLR', by_epoch=False, begin=0.5),
-
-    Args:
-        *args: As for any scheduler of mmengine.
-        **kwargs: ``begin`` above all.
     """
 
     def _get_value(self) -> list[float]:
@@ -150,15 +137,7 @@ class ResetLR(LRSchedulerMixin, _ParamScheduler):
 
 
 def check_optimizer_type(config: Mapping[str, Any], field: str) -> None:
-    """Refuse an optimiser that is not registered.
-
-    Args:
-        config: Config of an optimiser.
-        field: Its key in ``optim_wrapper``.
-
-    Raises:
-        ConfigError: If its type is unknown.
-    """
+    """Raise ConfigError if the type of ``optim_wrapper[field]`` is not registered."""
     kind = config.get("type")
     if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
         raise ConfigError(
@@ -168,7 +147,7 @@ def check_optimizer_type(config: Mapping[str, Any], field: str) -> None:
 
 
 def _trained(bank: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A bank of experts without what is frozen; None where all of it is."""
+    """Drop frozen parameters from a bank of experts; None if all are frozen."""
     parameters = [p for p in bank["params"] if p.requires_grad]
     return {**bank, "params": parameters} if parameters else None
 

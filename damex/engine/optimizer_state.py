@@ -1,4 +1,4 @@
-"""``load_optimizer=True``: a new training takes over moments by parameter name."""
+"""``load_optimizer=True``: start a training with moments of a checkpoint, by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from damex.errors import ConfigError
 from damex.models.moments import Origin, moment_origins
 from damex.moe import ChainedOptimizer, NormalizedGD
 
-# Options that torch or a scheduler adds to parameter groups.
+# Group options that torch or a scheduler adds.
 LATE_OPTIONS = {"initial_lr", "foreach", "fused", "maximize", "capturable"}
 LATE_OPTIONS |= {"differentiable", "decoupled_weight_decay"}
 NAMES = "optimizer_names"  # in a checkpoint's meta
@@ -21,12 +21,7 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of an optimiser's parameters, in the order in which its state counts them.
-
-    Args:
-        model: Without a wrapper.
-        optimizer: Of parameters of the model.
-    """
+    """Names of an optimiser's parameters, in the index order of its state."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
@@ -39,25 +34,16 @@ def take_over_moments(
     path: str,
     without: Collection[str] = (),
 ) -> str:
-    """Give a new training the moments of an earlier one, by the names of parameters.
+    """Initialize moments of a new training from a checkpoint, by parameter name.
 
-    The moments of an FFN become those of its experts as its weights do; see
-    :mod:`damex.models.moments`. What is new, or of another shape, starts without.
-    Nothing else is taken over: no learning rate and no schedule.
-
-    Args:
-        checkpoint: Of the earlier training, with its state dict as it was saved.
-        model: The new detector, without a wrapper.
-        optimizer: That of the new training.
-        path: The checkpoint, for messages.
-        without: Parameters whose rows mean something else than in the checkpoint.
-
-    Returns:
-        A sentence for the log.
+    The moments of an FFN become those of its experts, as its weights do; see
+    :mod:`damex.models.moments`. New parameters, those of another shape and those in
+    `without`, whose rows have another meaning, start without moments. Learning rates
+    and schedules are not loaded. Returns a sentence for the log.
 
     Raises:
-        ConfigError: If the checkpoint has no moments, or those of another optimiser, or
-            does not say whose they are, or the optimiser is of an unknown kind.
+        ConfigError: If the checkpoint has no moments, no parameter names for them or
+            those of another optimiser, or the kind of optimiser is not supported.
     """
     needed = _needed_keys(optimizer)
     stored = _stored_state(checkpoint, path)
@@ -75,7 +61,7 @@ def take_over_moments(
                 state[index] = converted
         if index not in state:
             bare.append(name)
-    # The optimiser's own groups: learning rates are those of the new training.
+    # Keep the new training's parameter groups and learning rates.
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     sentence = f"{len(state)} of {len(names)} parameters start with moments of {path}"
     return f"{sentence}; without: {', '.join(bare)}" if bare else sentence
@@ -84,16 +70,9 @@ def take_over_moments(
 def check_resumable(
     checkpoint: Mapping[str, Any], optim_wrapper: Any, *, path: str
 ) -> None:
-    """Refuse a checkpoint to resume whose optimiser, or progress, does not fit.
+    """Raise ConfigError if a checkpoint's progress is missing or its optimiser differs.
 
-    Args:
-        checkpoint: As it was loaded.
-        optim_wrapper: Of the training that goes on; wrappers of several optimisers are
-            left to mmengine.
-        path: The checkpoint, for messages.
-
-    Raises:
-        ConfigError: If it has no progress, or the state of another optimiser.
+    Wrappers of several optimisers are left to mmengine.
     """
     start = "or start a new training from it with load_from=CHECKPOINT."
     if not {"epoch", "iter"} <= (checkpoint.get("meta") or {}).keys():
@@ -124,7 +103,7 @@ def check_resumable(
 
 
 def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
-    """Of each parameter, in the order of the optimiser, what is kept of it."""
+    """State keys of each parameter, in the order of the optimiser."""
     if isinstance(optimizer, ChainedOptimizer):
         return _needed_keys(optimizer.first) + _needed_keys(optimizer.second)
     rows: list[tuple[str, ...]] = []
@@ -147,7 +126,7 @@ def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
 
 
 def _stored_state(checkpoint: Mapping[str, Any], path: str) -> dict[str, dict]:
-    """State by the names of parameters."""
+    """Optimiser state by parameter name."""
     if "optimizer" not in checkpoint:
         raise ConfigError(
             f"load_optimizer=True: the checkpoint {path} holds no optimiser; save it "
@@ -176,7 +155,7 @@ def _check_keys(found: Mapping[str, Any], keys: tuple[str, ...], path: str) -> N
 
 
 def _converted(value: Any, origin: Origin, key: str) -> Any:
-    """A step counter stays as it is."""
+    """Convert a moment to the new parameter; step counters are kept."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0:

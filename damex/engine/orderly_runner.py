@@ -1,4 +1,4 @@
-"""A runner that loses nothing when a training ends before its time."""
+"""A runner that loses nothing when a training is interrupted."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ from damex.errors import ConfigError, DataError
 from damex.files import atomic_write
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-# What scipy answers to the matching of predictions that are not finite.
+# Errors of scipy's matching if predictions are not finite.
 MATCHING = ("matrix contains invalid numeric entries", "cost matrix is infeasible")
 
 
 class OrderlyRunner(ShardedRunner):
-    """mmengine's Runner; it ends in one line where an error of Python would be no help.
+    """mmengine's Runner with an orderly end: one line in place of a traceback.
 
-    It trains alone in its work directory. A full disk, Ctrl-C and losses that are not
-    finite end it with the last checkpoint and the command that continues. A checkpoint
-    and the config are written whole or not at all, and a start that fails leaves
-    nothing behind.
+    It locks its work directory. A full disk, Ctrl-C and non-finite losses end it with
+    the last checkpoint and the command to continue. Checkpoints and the config are
+    written atomically, and a failed start leaves no files behind.
     """
 
     has_begun = False  # to train or to evaluate
@@ -52,12 +51,12 @@ class OrderlyRunner(ShardedRunner):
             super().__init__(model, work_dir, **kwargs)
 
     def setup_env(self, env_cfg: dict) -> None:
-        """Set up processes; the logs' folder has its name from then on."""
+        """Set up processes and note the log folder, which is named by the timestamp."""
         super().setup_env(env_cfg)
         self.folder.logs = self.folder.path / self.timestamp
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
-        """Build the logger; a full disk is an error there, too, not a traceback."""
+        """Build the logger; a full disk raises an error in place of a traceback."""
         logger = super().build_logger(*args, **kwargs)
         for handler in logger.handlers:
             if isinstance(handler, logging.FileHandler):
@@ -65,16 +64,16 @@ class OrderlyRunner(ShardedRunner):
         return logger
 
     def check_start(self) -> None:
-        """Refuse to train as configured; for subclasses."""
+        """Reject a training that cannot work; a hook for subclasses."""
 
     def on_first(self, check: Callable[[], str | None]) -> str | None:
-        """Do a check on the first process; all get its answer."""
+        """Run a check on the first process and broadcast its result."""
         fault = [check() if self.rank == 0 else None]
         broadcast_object_list(fault)
         return fault[0]
 
     def train(self) -> nn.Module:
-        """Train as configured; see mmengine.
+        """Train as configured.
 
         Raises:
             ConfigError: If another process trains in the work directory, the disk is
@@ -100,21 +99,17 @@ class OrderlyRunner(ShardedRunner):
             return super().test()
 
     def leave_nothing(self) -> None:
-        """Remove what a start that failed has made."""
+        """Remove the files of a failed start."""
         if os.environ.get("RANK", "0") != "0":
             return
         self.folder.remove_traces()
         visualizer = getattr(self, "visualizer", None)
-        if visualizer is not None:  # else the next runner would write to its folder
+        if visualizer is not None:  # else the next runner would reuse its folder
             for kind in (type(visualizer), Visualizer):
                 kind._instance_dict.pop(visualizer.instance_name, None)
 
     def load_or_resume(self) -> None:
-        """Load or resume as configured; after that, the run has begun.
-
-        Raises:
-            ConfigError: If there is nothing to resume.
-        """
+        """Load or resume as configured; ConfigError if nothing can be resumed."""
         if self._resume and self._load_from is None and not self._has_loaded:
             self._load_from = latest_checkpoint(self.work_dir)
             if self._load_from is None:
@@ -130,7 +125,7 @@ class OrderlyRunner(ShardedRunner):
         self.dump_config()
 
     def dump_config(self) -> None:
-        """Write the config once the run has begun; a training's is never replaced."""
+        """Write the config once the run has begun; evaluation keeps a training's."""
         written = self.written_config
         is_kept = self.evaluates and written.exists()
         if self.has_begun and self.rank == 0 and not is_kept:
@@ -139,13 +134,13 @@ class OrderlyRunner(ShardedRunner):
 
     @property
     def written_config(self) -> Path:
-        """The config in the work directory, from which a training can continue."""
+        """The config in the work directory, from which a training can be resumed."""
         return self.folder.path / Path(self.cfg.filename or f"{self.timestamp}.py").name
 
     def save_checkpoint(
         self, out_dir: str, filename: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Save a checkpoint; every process calls this, and the first one writes."""
+        """Save atomically; called on every process, written by the first."""
         if self.rank != 0 or "://" in out_dir:
             super().save_checkpoint(out_dir, filename, *args, **kwargs)
             return
@@ -156,7 +151,6 @@ class OrderlyRunner(ShardedRunner):
 
 
 def _raise_disk_errors(_: logging.LogRecord) -> None:
-    """Called by a handler that could not write a line."""
     error = sys.exc_info()[1]
     if isinstance(error, OSError):
         raise error
@@ -164,24 +158,13 @@ def _raise_disk_errors(_: logging.LogRecord) -> None:
 
 @contextmanager
 def _orderly(runner: OrderlyRunner) -> Iterator[None]:
-    """Run a block that a user, a full disk or a diverging training may end.
-
-    Each ends it in one line with the last checkpoint and how to continue. Data loading
-    processes end, too. A run that has not begun leaves nothing behind.
-
-    Args:
-        runner: It trains or evaluates in the block.
-
-    Raises:
-        ConfigError: If the disk is full, or the losses are not finite.
-        KeyboardInterrupt: On Ctrl-C and SIGTERM, with the line.
-    """
+    """End a block in one line on Ctrl-C, SIGTERM, full disks and divergence."""
     others = {*multiprocessing.active_children()}
     with _interruptible() as signals:
         try:
             yield
         except BaseException as raised:
-            # mmengine makes a SyntaxError of an interrupt while it writes a config.
+            # mmengine turns an interrupt during config dumping into a SyntaxError.
             error = KeyboardInterrupt() if signals else raised
             _kill_children(others)
             for hook in getattr(runner, "_hooks", ()):
@@ -201,13 +184,10 @@ def _orderly(runner: OrderlyRunner) -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM interrupt like Ctrl-C, and neither of them the loading processes.
+    """Let SIGTERM interrupt like Ctrl-C, except in data workers.
 
-    torchrun asks its processes to end by SIGTERM, also those that wait for another one
-    in C++, where Python would not hear it.
-
-    Yields:
-        The signals that came so far.
+    Under torchrun SIGTERM keeps its default, as processes that wait in C++ must end,
+    too. Yields the signals received.
     """
     owner = os.getpid()
     usual: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
@@ -235,11 +215,11 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _kill_children(others: Collection[Any]) -> None:
-    """End the processes started since then, in the middle of their work."""
+    """Kill the processes started since `others` were listed."""
     started = {*multiprocessing.active_children()} - {*others}
     if not started or threading.current_thread() is not threading.main_thread():
         return
-    # torch raises an error whenever one of them ends.
+    # torch's SIGCHLD handler raises an error when a worker ends.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in started:
         process.kill()
@@ -249,7 +229,7 @@ def _kill_children(others: Collection[Any]) -> None:
 
 
 def _fault(runner: OrderlyRunner, error: BaseException) -> str | None:
-    """What the user reads; None for an error that is not handled here."""
+    """The message for the user; None for an error that is not handled here."""
     text, cause = str(error), error.__cause__
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted {_when(runner)}. {_saved(runner)}".strip()
@@ -274,7 +254,6 @@ def _fault(runner: OrderlyRunner, error: BaseException) -> str | None:
 
 
 def _when(runner: OrderlyRunner) -> str:
-    """How far a run came."""
     loop = getattr(runner, "_train_loop", None)
     if not runner.has_begun or not isinstance(loop, BaseLoop):
         what = "evaluation" if runner.evaluates else "training"
@@ -283,7 +262,7 @@ def _when(runner: OrderlyRunner) -> str:
 
 
 def _saved(runner: OrderlyRunner, *, resumes: bool = True) -> str:
-    """The last checkpoint that this training wrote or began with, and what to do."""
+    """The last checkpoint that this training wrote or resumed, and how to continue."""
     if not runner.has_begun or not isinstance(runner._train_loop, BaseLoop):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Resuming in the middle of an epoch: what was seen of it is not seen again."""
+"""Resuming in the middle of an epoch, without repeating its images."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ KEY = "data_progress"
 
 @HOOKS.register_module()
 class DataProgressHook(Hook):
-    """Go on where a checkpoint of ``CheckpointHook(by_epoch=False)`` was written.
+    """Resume ``CheckpointHook(by_epoch=False)`` checkpoints in mid-epoch.
 
-    mmengine begins the epoch again, so that images are seen twice and the training
-    takes longer than planned. Checkpoints get as ``meta['data_progress']`` the order of
-    the samples, and for each part of the run since the epoch began (a run in iterations
-    is one epoch) the number of processes, their batch size, and how many batches each
-    of them has used. What was seen follows from that.
-
-    With another number of processes or batch size, iterations are counted in the
-    batches of the resumed run, and the schedules are gone through again in them.
+    mmengine restarts the epoch, so that images repeat and training takes longer than
+    planned. Checkpoints get ``meta['data_progress']``: the order of the samples and,
+    for each run since the epoch began (an iteration-based training is one epoch), the
+    number of processes, their batch size and the batches used by each. If these change,
+    iterations are counted in batches of the resumed run, and the schedules are
+    replayed.
     """
 
     priority = "VERY_HIGH"
@@ -46,16 +44,16 @@ class DataProgressHook(Hook):
         data_batch: Any = None,
         outputs: Any = None,
     ) -> None:
-        """Count the batches that were used, and not those that workers have made."""
+        """Count the batches used, not those prefetched by workers."""
         self._batches += 1
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Begin a new epoch; the loop in iterations has one, which may go on."""
+        """Begin a new epoch; an iteration-based loop has only one."""
         if not isinstance(runner.train_loop, IterBasedTrainLoop):
             self._passes, self._batches = [], 0
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Note down what was seen."""
+        """Save the data progress."""
         batches = _batches_of(runner)
         if batches is not None:
             seen = [*_layout(runner, batches), self._batches]
@@ -64,7 +62,7 @@ class DataProgressHook(Hook):
             )
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Leave out what was seen, where a run is resumed."""
+        """Skip the images seen, if the run is resumed."""
         loop = runner._train_loop
         if not (runner._resume and isinstance(loop, BaseLoop)):
             return
@@ -89,15 +87,13 @@ class DataProgressHook(Hook):
         meta = checkpoint["meta"]
         left = batches.sampler.leave_out(meta["epoch"], self._passes, batches)
         length = len(loop.dataloader)
-        loop._max_iters = (
-            loop.max_epochs * length
-        )  # epochs as long as in the earlier run
+        loop._max_iters = loop.max_epochs * length  # same epoch length as before
         meta["iter"] = (meta["epoch"] + 1) * length - left
         if _tell_change(runner, batches, self._passes):
             _reschedule(runner, checkpoint, length=length)
 
     def _go_on_by_iterations(self, runner: Runner, batches: Any) -> None:
-        """Leave the rest to mmengine where a batch may be smaller than others."""
+        """Skip samples unless batch sizes may vary, which is left to mmengine."""
         changed = _tell_change(runner, batches, self._passes)
         sampler = batches.sampler
         if sampler.infinite and type(batches) is BatchSampler:
@@ -115,16 +111,9 @@ class DataProgressHook(Hook):
 def go_through(
     schedulers: Sequence[_ParamScheduler], *, epochs: int, iters: int, length: int
 ) -> None:
-    """Step schedulers as a training does.
-
-    Args:
-        schedulers: As they are built; changed in place, as are their optimisers.
-        epochs: Epochs that are over.
-        iters: Iterations of the training, of which some may be of the next epoch.
-        length: Iterations of an epoch.
-    """
+    """Step schedulers, in place, as a training of `iters` steps does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimiser has not made these steps
+        warnings.simplefilter("ignore")  # about missing optimiser steps
         for iteration in range(1, iters + 1):
             epoch, inside = divmod(iteration, length)
             for scheduler in schedulers:
@@ -133,7 +122,7 @@ def go_through(
 
 
 def _reschedule(runner: Runner, checkpoint: dict, *, length: int) -> None:
-    """Put what the config's schedules say now in the place of a checkpoint's."""
+    """Replace the schedules of a checkpoint by those of the config."""
     schedulers = runner.param_schedulers
     is_plain = isinstance(schedulers, list) and isinstance(
         runner.optim_wrapper, OptimWrapper
@@ -150,7 +139,7 @@ def _reschedule(runner: Runner, checkpoint: dict, *, length: int) -> None:
 
 
 def _batches_of(runner: Runner) -> Any:
-    """The batch sampler of a mixture, if it can be run again; else None."""
+    """The batch sampler of a mixture; None if it cannot be replayed."""
     batches: Any = getattr(runner.train_dataloader, "batch_sampler", None)
     is_known = type(batches) in (BatchSampler, AspectRatioBatchSampler)
     if is_known and isinstance(batches.sampler, MixtureSampler):
@@ -159,7 +148,7 @@ def _batches_of(runner: Runner) -> Any:
 
 
 def _is_inside(meta: dict, loop: Any) -> bool:
-    """Whether a checkpoint was written inside of an epoch, as far as it tells."""
+    """Whether a checkpoint was written in mid-epoch, as far as it tells."""
     if isinstance(loop, IterBasedTrainLoop):
         return False
     if KEY in meta:
@@ -172,7 +161,7 @@ def _layout(runner: Runner, batches: Any) -> list[int]:
 
 
 def _tell_change(runner: Runner, batches: Any, passes: Sequence[Sequence[int]]) -> bool:
-    """Whether a batch of all processes is another than before, which is said."""
+    """Warn if the total batch size changed, and return whether it did."""
     (world, size, _), own = passes[-1], _layout(runner, batches)
     if [world, size] == own:
         return False

@@ -1,4 +1,4 @@
-"""RoutingAlarmHook: the load of experts in training, and a warning of a collapse."""
+"""RoutingAlarmHook: curves of the expert load, and a warning of routing collapse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from damex.engine.schedule import routed_detector
 from damex.errors import ConfigError
 from damex.moe import LayerTally, RoutingTally, add_tallies
 
-# With more experts, their shares would drown all other curves.
+# Curves of more experts would crowd out all others.
 MAX_CURVES = 16
 MAX_SENTENCES = 6
 LEAST_EVENNESS = 0.2
@@ -23,26 +23,23 @@ LEAST_EVENNESS = 0.2
 
 @HOOKS.register_module()
 class RoutingAlarmHook(Hook):
-    """Writes down how routers use their experts, and warns where they do not.
+    """Log how routers use their experts, and warn of a collapse.
 
-    Every few iterations the ``vis_backends`` of the config (TensorBoard and W&B among
-    them) get, for each layer, ``routing/LAYER/evenness`` and, of up to 16 experts,
-    ``routing/LAYER/expert_E``: the share of tokens whose router chose the expert. Both
-    are of all processes, and, where the dataset chooses the expert in training, of what
-    the router would choose.
+    Every few iterations the ``vis_backends`` (such as TensorBoard and W&B) get, per
+    layer, ``routing/LAYER/evenness`` and, for up to 16 experts,
+    ``routing/LAYER/expert_E``: the share of tokens whose router chose the expert,
+    summed over processes. If the dataset chooses the expert in training, the choice
+    that the router would make is counted.
 
-    After an epoch one warning names the layers that sent nearly all tokens to one
-    expert, or none to some; see `routing_faults`. Gates that fill their experts by
-    themselves (expert choice) and dense gates never do.
+    After an epoch one warning names the layers that send nearly all tokens to one
+    expert, or none to some. Expert-choice gates, which balance the load by design, and
+    dense gates are never reported.
 
     Args:
         interval: Iterations between points of the curves.
-        least_evenness: Warn below it, see `LayerTally.evenness`; of 8 experts, one has
-            93 % of the tokens or more.
-        min_iters: Epochs that are shorter are judged together: routers begin at random.
-
-    Raises:
-        ConfigError: If an option cannot work.
+        least_evenness: Warn below this `LayerTally.evenness`; at the default, one of 8
+            experts has 93 % of the tokens or more.
+        min_iters: Shorter epochs are judged together, as routers start at random.
     """
 
     priority = "LOW"
@@ -67,7 +64,7 @@ class RoutingAlarmHook(Hook):
         self._iters = 0
 
     def before_train(self, runner: Runner) -> None:
-        """Let the detector count."""
+        """Start the tally of the detector."""
         detector = routed_detector(runner)
         if detector is not None:
             detector.tally = RoutingTally()
@@ -80,17 +77,13 @@ class RoutingAlarmHook(Hook):
         data_batch: Any = None,
         outputs: Any = None,
     ) -> None:
-        """Add a point to the curves, now and then."""
+        """Add a point to the curves every `interval` iterations."""
         self._iters += 1
         if (runner.iter + 1) % self.interval == 0:
             self._collect(runner, runner.iter + 1)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Warn of what an epoch, or several short ones, showed.
-
-        A training that counts iterations is one epoch to mmengine; it is judged before
-        each of its evaluations.
-        """
+        """Warn of faults; an iteration-based training is judged at evaluations."""
         if self._iters < self.min_iters:
             return
         self._collect(runner, runner.iter)
@@ -109,13 +102,12 @@ class RoutingAlarmHook(Hook):
     before_val_epoch = after_train_epoch
 
     def after_train(self, runner: Runner) -> None:
-        """Count no more."""
+        """Stop the tally."""
         detector = routed_detector(runner)
         if detector is not None:
             detector.tally = None
 
     def _collect(self, runner: Runner, step: int) -> None:
-        """Take what all processes counted, and write down its shares."""
         detector = routed_detector(runner)
         if detector is None or detector.tally is None:
             return
@@ -127,7 +119,7 @@ class RoutingAlarmHook(Hook):
 
 
 def routing_scalars(tallies: Mapping[str, LayerTally]) -> dict[str, float]:
-    """Curves of all layers, by their names; see `RoutingAlarmHook`."""
+    """Return the curves of all layers by name; see `RoutingAlarmHook`."""
     found = {}
     for name, tally in tallies.items():
         if tally.evenness is not None:
@@ -141,15 +133,7 @@ def routing_scalars(tallies: Mapping[str, LayerTally]) -> dict[str, float]:
 def routing_faults(
     tallies: Mapping[str, LayerTally], *, least_evenness: float
 ) -> list[str]:
-    """What is wrong with the load of experts; nothing for healthy layers.
-
-    Args:
-        tallies: By the name of the layer.
-        least_evenness: See `LayerTally.evenness`.
-
-    Returns:
-        One part of a sentence for each layer with a fault.
-    """
+    """Describe the layers with a faulty expert load, one part of a sentence each."""
     found = []
     for name, tally in tallies.items():
         share_E, evenness = tally.share_E, tally.evenness
@@ -164,13 +148,12 @@ def routing_faults(
 
 
 def _experts(numbers: Any) -> str:
-    """Numbers of experts as words."""
     words = ", ".join(str(int(number)) for number in numbers)
     return f"experts {words}" if len(numbers) > 1 else f"expert {words}"
 
 
 def summed(tally: LayerTally) -> LayerTally:
-    """The sum over all processes, on the host."""
+    """Sum a tally over all processes and move it to the CPU."""
     sizes = (tally.counts_GE.numel(), tally.tokens_G.numel())
     both = torch.cat([tally.counts_GE.flatten(), tally.tokens_G])
     all_reduce(both)

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of equally named classes and datasets, put in its place."""
+"""Rows of a checkpoint's classes and datasets, assigned to those of the same name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from damex.models.rows import (
 
 @dataclass(frozen=True)
 class RowTransfer:
-    """What was taken over by name.
+    """Rows taken over by name.
 
     Attributes:
-        moved: Names of the tensors whose rows have another place or are new.
+        moved: Names of the tensors whose rows moved or are new.
         notes: Sentences about it.
     """
 
@@ -36,14 +36,7 @@ class RowTransfer:
 def take_over_rows(
     state: dict[str, Any], meta: Mapping[str, Any], detector: Any, space: Any
 ) -> RowTransfer:
-    """Give the classes and datasets of a mixture what a checkpoint has of their names.
-
-    Args:
-        state: The state dict of the checkpoint; changed in place.
-        meta: ``checkpoint['meta']``.
-        detector: The detector that shall load it; None if it is none of damex's.
-        space: The label space of the mixture; None without one.
-    """
+    """Reorder the rows of `state`, in place, by a mixture's class and dataset names."""
     if detector is None or space is None:
         return RowTransfer()
     stored, wanted = names_of_meta(meta), names_of_space(space)
@@ -56,10 +49,7 @@ def take_over_rows(
 def _filling_notes(
     state: Mapping[str, Any], detector: Any, stored: RowNames, wanted: RowNames
 ) -> Iterator[str]:
-    """Say which experts of a checkpoint become which, where a group has more or less.
-
-    Once for all layers in which it is the same.
-    """
+    """Describe which experts become which if a group changes size."""
     sources = row_owners(detector, state, stored)
     targets = row_owners(detector, detector.state_dict(), wanted)
     notes = {}
@@ -81,20 +71,19 @@ def _filling_notes(
 
 
 def names_of_space(space: LabelSpace) -> RowNames:
-    """The names behind the numbers of a detector for a mixture."""
+    """Return the class and group names of a label space."""
     return RowNames(space.classes, space.group_names)
 
 
 def names_of_meta(meta: Mapping[str, Any]) -> RowNames:
-    """The names that a checkpoint of damex or mmdet carries.
+    """Return the names in ``checkpoint['meta']`` of damex or mmdet.
 
-    Args:
-        meta: ``checkpoint['meta']``. mmdet 3 keeps ``classes`` in ``dataset_meta``,
-            its first versions ``CLASSES``, and mmdet 2 ``CLASSES`` beside it.
+    mmdet 3 stores ``classes`` in ``dataset_meta`` (``CLASSES`` in its first versions),
+    mmdet 2 stores ``CLASSES`` at the top level.
     """
     stored = meta.get("dataset_meta") or {}
     classes = stored.get("classes") or stored.get("CLASSES") or meta.get("CLASSES")
-    if isinstance(classes, str):  # of a detector with one class
+    if isinstance(classes, str):  # mmdet's form for a single class
         classes = (classes,)
     groups = None
     if "datasets" in stored:
@@ -105,19 +94,13 @@ def names_of_meta(meta: Mapping[str, Any]) -> RowNames:
 def move_rows(
     state: dict[str, Any], detector: Any, *, stored: RowNames, wanted: RowNames
 ) -> set[str]:
-    """Give each class and each expert of a detector the rows of its name.
+    """Give each class and expert of a detector the rows of its name, in `state`.
 
-    What has no namesake starts as the detector has it. Where the names are the same and
-    in the same order nothing is touched, and so where they are not known.
-
-    Args:
-        state: A state dict to start from; changed in place.
-        detector: The detector that shall load it.
-        stored: Names of the state dict.
-        wanted: Names of the detector.
+    Missing names keep the detector's initial rows. Tensors are unchanged if the names
+    are unknown, or the same in the same order.
 
     Returns:
-        Names of the tensors that were changed.
+        Names of the changed tensors.
 
     Raises:
         ConfigError: If experts would move and do not declare their rows.
@@ -134,7 +117,7 @@ def move_rows(
             continue
         state[name] = _gathered(own[name], targets[name], state[name], sources[name])
         moved.add(name)
-        # Which experts serve which group is a matter of the config.
+        # The config decides which experts serve which group.
         groups = f"{name.rpartition('.moe.')[0]}.moe.{GROUP_EXPERTS}"
         if groups in state and groups in own:
             state[groups] = own[groups].clone()
@@ -144,7 +127,7 @@ def move_rows(
 def _gathered(
     own: Tensor, targets: tuple[Owner, ...], given: Tensor, sources: tuple[Owner, ...]
 ) -> Tensor:
-    """A copy of a tensor with the rows that another has for the same owners."""
+    """Copy a tensor, with the rows of the same owners taken from another."""
     places = {owner: row for row, owner in enumerate(sources)}
     rows = [(i, places[owner]) for i, owner in enumerate(targets) if owner in places]
     result = own.detach().clone()
@@ -157,16 +140,7 @@ def _gathered(
 def transfer_notes(
     stored: RowNames, wanted: RowNames, moved: set[str]
 ) -> Iterator[str]:
-    """Say what was taken over by name and what is new.
-
-    Args:
-        stored: Names of the checkpoint.
-        wanted: Names of the detector.
-        moved: What :func:`move_rows` changed.
-
-    Yields:
-        A sentence about classes, and one about datasets.
-    """
+    """Yield a sentence each about classes and datasets taken over by name."""
     of_classes = {key for key in moved if ".moe." not in key and "awareness" not in key}
     if of_classes and stored.classes != wanted.classes:
         yield _note("classes", stored.classes or (), wanted.classes or ())

@@ -1,4 +1,4 @@
-"""MixtureRunner: mmengine's Runner for configs that name a mixture."""
+"""MixtureRunner: mmengine's Runner for configs with a mixture."""
 
 from __future__ import annotations
 
@@ -61,24 +61,21 @@ HOOKS_OF_DAMEX = (
 
 @RUNNERS.register_module()
 class MixtureRunner(OrderlyRunner):
-    """Runner that completes the config, keeps the screen readable and runs anywhere.
+    """Runner that completes the config, keeps the console readable and runs anywhere.
 
-    damex's tools take it by default; ``runner_type='MixtureRunner'`` in a config makes
-    mmdet's own tools use it, too. The mixture fills in what follows from it; a
-    top-level ``max_epochs`` or ``max_iters`` sets the length; damex's hooks are always
-    there; the screen shows warnings alone (``console='full'`` shows all); a checkpoint
-    to resume or evaluate has to fit; and several processes also run without a GPU.
+    It is the default of damex's tools; ``runner_type='MixtureRunner'`` in a config
+    selects it in mmdet's tools, too. It fills in the settings that follow from the
+    mixture; takes the length of training from a top-level ``max_epochs`` or
+    ``max_iters``; always adds damex's hooks; limits the console to warnings
+    (``console='full'`` shows all); requires a checkpoint to resume or evaluate to fit;
+    and runs several processes without a GPU.
     """
 
     _kept_rows: Mapping[str, Tensor] = MappingProxyType({})
 
     @classmethod
     def from_cfg(cls, cfg: Config | ConfigDict) -> Runner:
-        """Build a runner from a config with or without a mixture.
-
-        Raises:
-            ConfigError: If a setting cannot work.
-        """
+        """Build a runner, with or without a mixture; ConfigError for a bad setting."""
         check_settings(cfg)
         misspelt = misspelt_keys(cfg)
         cfg = resolve_config(cfg)
@@ -87,7 +84,7 @@ class MixtureRunner(OrderlyRunner):
         set_length(cfg)
         for loader in LOADERS:
             if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
-                cfg[loader]["persistent_workers"] = False  # torch refuses True
+                cfg[loader]["persistent_workers"] = False  # torch rejects True
         runner = super().from_cfg(cfg)
         for sentence in misspelt:
             runner.logger.warning(sentence)
@@ -96,11 +93,7 @@ class MixtureRunner(OrderlyRunner):
     def register_hooks(
         self, default_hooks: dict | None = None, custom_hooks: list | None = None
     ) -> None:
-        """Register the config's hooks, and those of damex that it does not name.
-
-        A config that sets ``custom_hooks`` replaces the list as a whole, and without
-        these hooks a run would be silent, and differ once it is resumed.
-        """
+        """Register the config's hooks and damex's: ``custom_hooks`` would drop them."""
         super().register_hooks(default_hooks, custom_hooks)
         if self._kept_rows:
             self.register_hook(KeepRowsHook(self._kept_rows))
@@ -109,13 +102,13 @@ class MixtureRunner(OrderlyRunner):
                 self.register_hook(hook())
 
     def build_param_scheduler(self, scheduler: Any) -> Any:
-        """Build schedulers; points in time below 1 are shares of the whole training."""
+        """Build schedulers; points in time below 1 are fractions of the training."""
         return super().build_param_scheduler(
             in_steps(scheduler, epochs=self.max_epochs, iters=self.max_iters)
         )
 
     def setup_env(self, env_cfg: dict) -> None:
-        """Set up processes; without a GPU they talk through gloo."""
+        """Set up processes, with gloo if there is no GPU."""
         is_launched = self.launcher == "pytorch" and not is_distributed()
         if is_launched and get_device() == "cpu":
             seconds = env_cfg.get("dist_cfg", {}).get("timeout") or 1800  # as torch
@@ -124,7 +117,7 @@ class MixtureRunner(OrderlyRunner):
         super().setup_env(env_cfg)
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
-        """Log everything to the file, and warnings only to the screen."""
+        """Log everything to the file, and only warnings to the screen."""
         logger = super().build_logger(*args, **kwargs)
         if self.cfg.get("console", "progress") == "progress":
             filter_console(logger)
@@ -132,7 +125,7 @@ class MixtureRunner(OrderlyRunner):
         return logger
 
     def _log_env(self, env_cfg: dict) -> None:
-        """Log versions and settings, without the compilers that mmengine asks."""
+        """Log versions and settings, without mmengine's compiler queries."""
         settings = dict(
             platform=platform.platform(),
             **versions(),
@@ -147,14 +140,9 @@ class MixtureRunner(OrderlyRunner):
         self.logger.info(f"{torch.__config__.show()}\nConfig:\n{self.cfg.pretty_text}")
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
-        """Wrap for several processes; what the config sets stays as it is.
-
-        On the CPU there is no device id to give, and a model that is trained in stages
-        has parameters without a gradient in every step. What ``train_only`` keeps as it
-        is must be known before.
-        """
+        """Apply ``train_only``, then wrap for several processes."""
         datasets = self.cfg.get("train_only")
-        if datasets is not None:
+        if datasets is not None:  # before DDP looks at requires_grad
             space = label_space_of(self.cfg)
             self._kept_rows = freeze_all_but(model, space, datasets)
         if self.distributed and not is_model_wrapper(model):
@@ -162,13 +150,7 @@ class MixtureRunner(OrderlyRunner):
         return super().wrap_model(model_wrapper_cfg, model)
 
     def check_start(self) -> None:
-        """Refuse to train as configured, or on the data.
-
-        Raises:
-            ConfigError: If frozen parts would stay random, there is no checkpoint to
-                take moments from, or weights would be averaged that are no experts.
-            DataError: If the data has faults; see ``data_check``.
-        """
+        """Check settings and data; ConfigError or DataError if training is unsound."""
         starts_anew = self._load_from is None and not self._resume
         if starts_anew and self.cfg.get("load_optimizer"):
             raise ConfigError(
@@ -200,12 +182,7 @@ class MixtureRunner(OrderlyRunner):
         self._check_data()
 
     def _check_data(self) -> None:
-        """Refuse data with faults, before any of it is loaded.
-
-        Raises:
-            DataError: On the first process, with what it found.
-            ConfigError: On the others, where it is not shown.
-        """
+        """Reject faulty data before it is loaded; only the first process reports it."""
         if self.cfg.get("data_check", "quick") == "off" or not self.cfg.get("mixture"):
             return
         fault = self.on_first(lambda: refusal(self.cfg, self.logger))
@@ -217,7 +194,7 @@ class MixtureRunner(OrderlyRunner):
             raise ConfigError("process 0 found errors in the data.")
 
     def load_or_resume(self) -> None:
-        """Load or resume as configured; warn of a schedule that is not the config's."""
+        """Load or resume as configured; warn if the schedule is not the config's."""
         planned = spans(self.param_schedulers)
         super().load_or_resume()
         if spans(self.param_schedulers) != planned:
@@ -236,19 +213,18 @@ class MixtureRunner(OrderlyRunner):
     ) -> dict:
         """Load a checkpoint as data; to resume or evaluate, it has to fit exactly.
 
-        As a start for training, other shapes and missing tensors are let through, as
-        mmengine does: the weights of a dense detector become those of every expert, and
-        with ``load_optimizer=True`` so do the moments of its optimiser. Classes and
-        experts of datasets get the weights of their namesakes.
+        As a start for training, missing tensors and other shapes are allowed, as in
+        mmengine: dense weights initialize every expert (and so do their moments with
+        ``load_optimizer=True``), and classes and experts of datasets are matched by
+        name.
 
         Raises:
             DataError: If the file is missing, damaged, or holds more than data.
-            ConfigError: If it shall be resumed or evaluated and belongs to another
-                label space or another detector, or has no moments to take over.
+            ConfigError: If it does not fit, or has no moments to take over.
         """
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
         check_finite(checkpoint.get("state_dict", checkpoint), path=filename)
-        # mmengine's resume would run this text as Python to read one field of it.
+        # mmengine's resume would execute this text to read one field of it.
         (checkpoint.get("meta") or {}).pop("config", None)
         model, rows = bare_model(self), RowTransfer()
         is_start = not (self._resume or self.evaluates)
@@ -277,7 +253,6 @@ class MixtureRunner(OrderlyRunner):
         return checkpoint
 
     def _fit(self, checkpoint: dict, *, path: str) -> RowTransfer:
-        """Change a checkpoint to start from into what the detector can load."""
         model, state = bare_model(self), checkpoint.get("state_dict", checkpoint)
         rows = take_over_rows(
             state,
@@ -292,14 +267,7 @@ class MixtureRunner(OrderlyRunner):
 
 
 def check_detector(model: Any) -> None:
-    """Refuse experts for a detector that takes none, and drop ``moe=None`` there.
-
-    Args:
-        model: The config of a detector; changed in place.
-
-    Raises:
-        ConfigError: If ``moe`` is set for such a detector.
-    """
+    """Raise ConfigError for ``moe`` in another detector; drop ``moe=None`` there."""
     kind = model.get("type")
     kind = MODELS.get(kind) if isinstance(kind, str) else kind
     if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
@@ -318,11 +286,12 @@ def check_detector(model: Any) -> None:
 
 
 def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:
-    """A copy of the config of a model wrapper, with what it leaves open."""
+    """The wrapper config with defaults filled in."""
     if wrapper is None:
         wrapper = dict(broadcast_buffers=False)
     if wrapper.get("type", DDP) != DDP:
         return wrapper
+    # Some parameters have no gradient in each stage.
     is_staged = getattr(model, "trains_in_stages", False)
     defaults: dict[str, Any] = dict(
         type=DDP,

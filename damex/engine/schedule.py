@@ -1,4 +1,4 @@
-"""Schedules, and what hooks do around every iteration: seeds, checks, mean decay."""
+"""Schedules, and hooks around every iteration: seeds, checks, expert mean decay."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ LOOPS = (None, "EpochBasedTrainLoop", "IterBasedTrainLoop")  # of mmengine
 
 @HOOKS.register_module()
 class TrainingStepHook(Hook):
-    """Tell a detector with experts what it cannot know by itself.
+    """Pass run state to a detector with experts; reject non-finite values.
 
-    In training where each iteration stands, for the schedules of gates, the warm-up of
-    routers and the end of a dense phase: by the runner's own count, as mmengine's
-    message hub is that of the last runner in the process. With gradient accumulation
-    every micro-batch is an iteration. In evaluation that token counts are wanted. And a
-    checkpoint gets the resolved ``moe`` tree as ``meta['moe']``, so that it can be
-    compared when it is loaded, and as ``meta['optimizer_names']`` the names of the
-    parameters whose state the optimiser counts. Losses that are not finite end the
-    training, and weights that are not finite are never saved.
+    In training the detector gets the iteration, for gate schedules, router warm-up and
+    upcycling. It is the runner's own count (mmengine's message hub holds that of the
+    last runner in the process), where every micro-batch of gradient accumulation
+    counts. In evaluation it counts tokens. Checkpoints get the resolved ``moe`` tree as
+    ``meta['moe']`` and the optimiser's parameter names as ``meta['optimizer_names']``.
+    Non-finite losses end the training, and non-finite weights are never saved.
     """
 
     priority = "VERY_HIGH"
@@ -61,29 +59,25 @@ class TrainingStepHook(Hook):
         data_batch: Any = None,
         outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Look at the loss, for which the line on the screen waits anyway.
-
-        The other processes need not: gradients are summed, so that one process makes
-        the weights of all of them not finite.
-        """
+        """Check the loss on the first process; gradients are summed over all."""
         if runner.rank == 0 and outputs and "loss" in outputs:
             scaler = getattr(runner.optim_wrapper, "loss_scaler", None)
             check_losses(outputs, scaler, iteration=runner.iter + 1)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Ask for token counts."""
+        """Request token counts."""
         self._count_tokens(runner, True)
 
     def after_val_epoch(
         self, runner: Runner, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Ask no more."""
+        """Stop counting tokens."""
         self._count_tokens(runner, False)
 
     before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Check the weights; keep the names and the ``moe`` tree, empty if dense."""
+        """Check the weights; save parameter names and the ``moe`` tree."""
         for name, _ in bare_model(runner).named_parameters():
             weights = checkpoint.get("state_dict", {}).get(name)
             if weights is not None and not weights.isfinite().all():
@@ -106,18 +100,10 @@ class TrainingStepHook(Hook):
 
 
 def check_losses(losses: Mapping[str, Any], scaler: Any, *, iteration: int) -> None:
-    """Refuse a sum of losses that is not finite.
+    """Raise FloatingPointError if the sum of losses is not finite.
 
-    In mixed precision a gradient scaler skips such a step and halves its scale; only a
-    scale below 1 is refused.
-
-    Args:
-        losses: By their names.
-        scaler: Of the gradients, or None.
-        iteration: For the message.
-
-    Raises:
-        FloatingPointError: With the names of those that are not finite.
+    In mixed precision a gradient scaler skips such a step and halves its scale; then
+    only a scale below 1 is rejected.
     """
     if _is_finite(losses["loss"]):
         return
@@ -138,13 +124,13 @@ def _is_finite(value: Any) -> bool:
 
 
 def routed_detector(runner: Runner) -> RoutedDetector | None:
-    """The detector that a runner trains; None where it is none of damex's."""
+    """Return the detector that a runner trains; None if it is not one of damex's."""
     model = bare_model(runner)
     return model if isinstance(model, RoutedDetector) else None
 
 
 def bare_model(runner: Runner) -> Any:
-    """What a runner trains, out of the wrapper for several processes."""
+    """Return the model of a runner, unwrapped."""
     return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
 
@@ -152,10 +138,9 @@ def bare_model(runner: Runner) -> Any:
 class IterationSeedHook(Hook):
     """Seed all generators before every training iteration.
 
-    Denoising queries, gate noise and dropout then depend on (seed, process,
-    iteration) alone. A run that was killed and resumed from its last checkpoint ends
-    with the same weights as one that was not, on every process, without storing any
-    generator state. Data augmentation gets its seeds from ``MixtureSampler``.
+    Denoising queries, gate noise and dropout then depend only on (seed, process,
+    iteration), so a resumed run ends with the same weights as an uninterrupted one
+    without storing generator states. ``MixtureSampler`` seeds data augmentation.
     """
 
     priority = "VERY_HIGH"
@@ -174,25 +159,19 @@ class IterationSeedHook(Hook):
 class ExpertMeanDecayHook(Hook):
     """Pull the experts of a layer towards their mean after every optimiser step.
 
-    Regularisation towards the mean of the tasks (Evgeniou and Pontil, KDD 2004), for
-    experts that see a part of the data each. It is decoupled from the gradient as
-    AdamW's weight decay is (arXiv 1711.05101), and like that in proportion to the
-    learning rate: w_e <- w_e - lr * decay * (w_e - mean). Between 0 (experts on their
-    own) and infinity (one FFN for all). Does nothing in a dense detector::
+    Mean-regularised multi-task learning (Evgeniou and Pontil, KDD 2004), decoupled from
+    the gradient and scaled by the learning rate as in AdamW (arXiv 1711.05101):
+    w_e <- w_e - lr * decay * (w_e - mean). From 0 (independent experts) to infinity
+    (one shared FFN). Convolutional experts, whose channels differ, are skipped::
 
         custom_hooks = [dict(type="ExpertMeanDecayHook", decay=1.0)]
 
-    Convolutions are left alone: the experts' channels stand for different things.
-
     Args:
-        decay: Of 0 or more. Half of the distance is gone when the learning rates of the
-            steps add up to 0.7 / decay, if gradients do not restore it.
-
-    Raises:
-        ConfigError: If ``decay`` is negative.
+        decay: Non-negative. Without gradients, half of the distance is gone when the
+            learning rates of the steps add up to 0.7 / decay.
     """
 
-    priority = "HIGH"  # before averages of the weights are taken
+    priority = "HIGH"  # before EMA hooks
 
     def __init__(self, decay: float) -> None:
         if not decay >= 0.0:
@@ -208,31 +187,27 @@ class ExpertMeanDecayHook(Hook):
         data_batch: Any = None,
         outputs: Any = None,
     ) -> None:
-        """Move experts that are trained, if the optimiser made a step."""
+        """Move the trainable experts if the optimiser made a step."""
         detector, wrapper = routed_detector(runner), runner.optim_wrapper
         if detector is None or not wrapper.should_update():
             return
         rates = {id(p): g["lr"] for g in wrapper.param_groups for p in g["params"]}
         for block in detector.modules():
             if not isinstance(block, MoEFFN) or block.is_dense:
-                continue  # in a dense phase all but one expert are nobody's
+                continue  # in a dense phase only one expert is in use
             parts = 1 if block.split is None else block.split.parts
             experts: Any = block.moe.experts
             for parameter in experts.parameters():
-                if parameter.requires_grad:  # not in a warm-up of the routers
+                if parameter.requires_grad:  # not during router warm-up
                     share = min(self.decay * rates.get(id(parameter), 0.0), 1.0)
                     decay_to_mean(parameter, share, parts=parts)
 
 
 def set_length(cfg: Config | ConfigDict) -> None:
-    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``.
-
-    Args:
-        cfg: Changed in place.
+    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``, in place.
 
     Raises:
-        ConfigError: If the one is set that the training loop does not count. A loop of
-            the user's own may count what it likes.
+        ConfigError: If mmengine's loop counts the other one; custom loops may differ.
     """
     train = cfg.get("train_cfg")
     if not train:
@@ -246,12 +221,12 @@ def set_length(cfg: Config | ConfigDict) -> None:
             f"set {key} (and {other}=None, if it is a base config that sets it)."
         )
     if cfg.get(key) is not None:
-        # One place only, so that a written config can be read again.
+        # Kept in one place, so that a written config reads back.
         train[key] = cfg.pop(key)
 
 
 def length_key(train_cfg: Mapping[str, Any]) -> str:
-    """``max_iters`` where a training loop counts iterations, else ``max_epochs``."""
+    """Return ``max_iters`` if the loop counts iterations, else ``max_epochs``."""
     by_iters = (
         train_cfg.get("type") == "IterBasedTrainLoop"
         or train_cfg.get("by_epoch") is False
@@ -261,7 +236,7 @@ def length_key(train_cfg: Mapping[str, Any]) -> str:
 
 
 def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
-    """A copy of scheduler configs with all points in time in epochs or iterations."""
+    """Copy scheduler configs, with all points in time in epochs or iterations."""
     size = dict(epochs=epochs, iters=iters)
     if isinstance(scheduler, Sequence):
         return [in_steps(one, **size) for one in scheduler]
@@ -273,7 +248,7 @@ def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
     found = dict(scheduler)
     for key in ("begin", "end"):
         if key in found and 0 < found[key] < 1:
-            # As moe.upcycling does, so that the same share is the same iteration.
+            # As in moe.upcycling: equal fractions give equal iterations.
             found[key] = math.ceil(found[key] * length)
     if "milestones" in found:
         found["milestones"] = [
@@ -284,7 +259,7 @@ def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
 
 
 def spans(schedulers: Any) -> list[tuple[int, list[int]]]:
-    """Ends and milestones of the schedulers that are built, of all optimisers."""
+    """Return ends and milestones of built schedulers, over all optimisers."""
     if isinstance(schedulers, _ParamScheduler):
         return [(schedulers.end, sorted(getattr(schedulers, "milestones", ())))]
     if isinstance(schedulers, dict):  # of several optimisers, or a config

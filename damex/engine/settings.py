@@ -1,4 +1,4 @@
-"""What the settings of a config must be, checked before anything is built."""
+"""Validation of a config's settings before anything is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from damex.models.rules import (
 )
 
 DICT = Rule("a dict", is_dict)
-# 1e4 on a command line is a float.
+# A command line parses 1e4 as a float.
 LENGTH = Rule(
     "a whole number of 1 or more",
     lambda v: type(v) in (int, float) and v >= 1 and float(v).is_integer(),
@@ -31,8 +31,8 @@ LENGTH = Rule(
 POSITIVE = Rule("a number above 0", lambda v: type(v) in (int, float) and v > 0.0)
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-# Settings by their names; a part "*" is one of the dataloaders. None is the default,
-# unless the name is in `NEEDED`.
+# Settings by name; "*" is any dataloader. None (the default) is allowed unless the name
+# is in `NEEDED`.
 SETTINGS: Mapping[str, Rule] = MappingProxyType(
     {
         "model": DICT,
@@ -80,26 +80,19 @@ SETTINGS: Mapping[str, Rule] = MappingProxyType(
     }
 )
 NEEDED = ("model", "env_cfg", "work_dir")
-# mmengine takes all or none of each row.
+# mmengine needs all or none of each row.
 TOGETHER = (
     ("train_dataloader", "train_cfg", "optim_wrapper"),
     ("val_dataloader", "val_cfg", "val_evaluator"),
     ("test_dataloader", "test_cfg", "test_evaluator"),
 )
-# Steps of a pipeline, and their options that are sizes of images.
+# Pipeline steps, and their options that are image sizes.
 STEPS = ("Resize", "Crop", "Pad")
 SIZES = ("scale", "scales", "size", "crop_size")
 
 
 def check_settings(cfg: Mapping[str, Any]) -> None:
-    """Refuse settings that cannot work.
-
-    Args:
-        cfg: A full config, its mixture resolved or not.
-
-    Raises:
-        ConfigError: On the first, with its name and what it must be.
-    """
+    """Raise ConfigError for the first invalid setting, and what is allowed."""
     for name, rule in SETTINGS.items():
         for place in dict.fromkeys(name.replace("*", loader) for loader in LOADERS):
             for value in _values(cfg, place):
@@ -117,7 +110,7 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
 
 
 def _check_together(cfg: Mapping[str, Any]) -> None:
-    """Refuse a dataloader without its loop, and the like."""
+    """Reject a dataloader without its loop, and the like."""
     for row in TOGETHER:
         missing = [name for name in row if cfg.get(name) is None]
         if missing and len(missing) < len(row):
@@ -129,7 +122,7 @@ def _check_together(cfg: Mapping[str, Any]) -> None:
 
 
 def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
-    """Refuse images without a size, and a mixture without datasets."""
+    """Reject invalid image sizes and a mixture without datasets."""
     dataset = (cfg.get(loader) or {}).get("dataset")
     for step, key, value in _sizes(dataset):
         raise ConfigError(
@@ -147,7 +140,6 @@ def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
 
 
 def _values(cfg: Any, place: str) -> Iterator[Any]:
-    """The value of a setting with dots in its name, if it is there."""
     *parts, last = place.split(".")
     for part in parts:
         cfg = cfg.get(part)
@@ -158,7 +150,7 @@ def _values(cfg: Any, place: str) -> Iterator[Any]:
 
 
 def _sizes(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Steps below a config with a size that no image can have."""
+    """Yield pipeline steps below a config whose image size is invalid."""
     if is_dict(config):
         for key, value in config.items():
             kind = str(config.get("type"))
@@ -172,21 +164,14 @@ def _sizes(config: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether a value is None, a number above 0, or made of these."""
+    """Whether a value is None, a number above 0, or a non-empty nesting of these."""
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(map(_is_positive, value))
     return value is None or POSITIVE.is_allowed(value)
 
 
 def check_answers(model: Mapping[str, Any]) -> None:
-    """Refuse a detector that is asked for more detections than it can make.
-
-    Args:
-        model: Its config, with the number of classes.
-
-    Raises:
-        ConfigError: If ``max_per_img`` is too high for the queries.
-    """
+    """Raise ConfigError if ``max_per_img`` is too high for a detector's queries."""
     queries, head = model.get("num_queries"), model.get("bbox_head") or {}
     asked = (model.get("test_cfg") or {}).get("max_per_img")
     loss = head.get("loss_cls")
@@ -202,7 +187,7 @@ def check_answers(model: Mapping[str, Any]) -> None:
 
 
 def misspelt_keys(cfg: Mapping[str, Any]) -> list[str]:
-    """Sentences about top-level names that look like a key."""
+    """Return warnings about unknown top-level names that resemble a key."""
     near = {
         key: difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
         for key in cfg

@@ -1,9 +1,9 @@
-"""A runner for detectors of which no process has the whole.
+"""Runner for sharded detectors (expert parallel or FSDP2).
 
-Experts may be spread over processes (``moe.expert_parallel``): DDP then leaves them
-alone, and their gradients are summed and clipped over the processes. Or all parameters
-are shared out (:mod:`damex.engine.fully_sharded`). Whatever draws, loads or saves
-weights sees the whole, so that checkpoints do not know how many processes there were.
+With ``moe.expert_parallel`` experts are distributed over processes: DDP ignores them,
+and their gradients are summed and clipped over the processes. With FSDP2 all parameters
+are sharded (:mod:`damex.engine.fully_sharded`). Weights are drawn, loaded and saved as
+a whole, so checkpoints do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -36,28 +36,24 @@ from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_expe
 
 
 class ShardedRunner(Runner):
-    """mmengine's Runner; where each process has the whole it is exactly that."""
+    """mmengine's Runner, unchanged if no parameter is sharded."""
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
-        """Wrap the model; DDP neither copies nor averages experts that are spread.
-
-        Raises:
-            ConfigError: If it cannot be shared out as the config asks.
-        """
+        """Wrap the model; DDP neither copies nor averages sharded experts."""
         names = [] if is_model_wrapper(model) else sharded_names(model)
         if names:
             _check_wrapper(model_wrapper_cfg or {})
-            # How DDP is told; torch itself has no other way yet.
+            # torch has no public alternative.
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
                 model, names
             )
         if self._asks_for_sharding:
             check_config(model, self.cfg)
-            return model.to(get_device())  # its weights are drawn and loaded first
+            return model.to(get_device())  # sharded once weights are loaded
         return super().wrap_model(model_wrapper_cfg, model)
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
-        """Build the wrapper; it reduces the gradients of spread experts."""
+        """Build the wrapper; it reduces the gradients of sharded experts."""
         wrapper = super().build_optim_wrapper(optim_wrapper)
         model = bare_model(self)
         if wrapper is not optim_wrapper and sharded_layers(model):
@@ -65,12 +61,7 @@ class ShardedRunner(Runner):
         return wrapper
 
     def train(self) -> nn.Module:
-        """Train as configured; see mmengine.
-
-        Raises:
-            ConfigError: If something would need the experts of other processes, or
-                processes would get different numbers of batches.
-        """
+        """Train; ConfigError if a hook or the validation data cannot be sharded."""
         if sharded_layers(bare_model(self)):
             needs, where = "the mean of all experts", "moe.expert_parallel"
             _check_hooks(self.hooks, (ExpertMeanDecayHook,), needs=needs, where=where)
@@ -82,16 +73,12 @@ class ShardedRunner(Runner):
         return super().train()
 
     def test(self) -> dict:
-        """Evaluate on the test data; see mmengine.
-
-        Raises:
-            ConfigError: If processes would get different numbers of batches.
-        """
+        """Evaluate on the test data; ConfigError if processes' batches differ."""
         self._check_loader("test_dataloader")
         return super().test()
 
     def load_or_resume(self) -> None:
-        """Load or resume as configured, experts and their moments as a whole."""
+        """Load or resume as configured, with whole experts and moments."""
         if self._has_loaded or not (self._resume or self._load_from):
             super().load_or_resume()
         else:
@@ -101,7 +88,7 @@ class ShardedRunner(Runner):
             shard_fully(self.model, self._optimizer)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save the whole; every process calls this, and the first one writes."""
+        """Save the whole; called on every process, written by the first."""
         keep, whole = self.rank == 0, self._whole_experts
         if is_fully_sharded(self.model):
             whole = partial(whole_parameters, self.model, self._optimizer)
@@ -109,16 +96,12 @@ class ShardedRunner(Runner):
             super().save_checkpoint(*args, **kwargs)
 
     def _init_model_weights(self) -> None:
-        """Draw all experts, as a single process would.
-
-        mmengine then sends the weights of the first process to all others, which would
-        give each of them the same experts.
-        """
+        """Draw whole experts, as mmengine broadcasts the first process's weights."""
         with self._whole_experts():
             super()._init_model_weights()
 
     def _check_loader(self, field: str) -> None:
-        """Refuse evaluation where one process would wait for another's for ever."""
+        """Reject evaluation in which a process would wait forever for another."""
         is_sharded = self._asks_for_sharding
         reason = "a fully sharded model" if is_sharded else "moe.expert_parallel"
         if not (is_sharded or sharded_layers(bare_model(self))):
@@ -153,17 +136,11 @@ class ShardedRunner(Runner):
 
 
 def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> None:
-    """Have a wrapper reduce the gradients of spread experts once before each step.
-
-    That is before they are clipped, or else by the optimiser itself.
-
-    Args:
-        wrapper: Changed in place.
-        gradients: Of the model that it trains.
+    """Make a wrapper reduce sharded experts' gradients before clipping or stepping.
 
     Raises:
-        ConfigError: If it is none of mmengine's usual two, or could make a step on one
-            process and skip it on another.
+        ConfigError: If the wrapper is not a single OptimWrapper, or could step on one
+            process and skip on another.
     """
     if not isinstance(wrapper, OptimWrapper):
         raise ConfigError(
@@ -192,7 +169,7 @@ def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> No
 
 
 def _asks_all(scaler: Any) -> bool:
-    """Whether a gradient scaler skips a step where any process would."""
+    """Whether a gradient scaler skips a step if any process would."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     return isinstance(scaler, ShardedGradScaler)
@@ -212,11 +189,7 @@ def _check_wrapper(config: Mapping[str, Any]) -> None:
 def _check_hooks(
     hooks: list[Any], kinds: tuple[type, ...], *, needs: str, where: str
 ) -> None:
-    """Refuse hooks that read or change what no process has.
-
-    Raises:
-        ConfigError: If there is one.
-    """
+    """Reject hooks that need more than a process has."""
     for hook in hooks:
         if isinstance(hook, kinds):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""RunSummaryHook: what a run ends with: a table, a JSON file and a picture."""
+"""RunSummaryHook: the results of a run as a table, a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IMAGES_PER_DATASET = 2  # in detections.png
 
 @HOOKS.register_module()
 class RunSummaryHook(Hook):
-    """Prints the scores per dataset and writes ``summary.json`` and a picture."""
+    """Print the scores per dataset and write ``summary.json`` and a picture."""
 
     priority = "VERY_LOW"
 
@@ -62,12 +62,12 @@ class RunSummaryHook(Hook):
         self._first_iter, self._first_epoch = runner.iter, runner.epoch
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Say once how much a cache finds, when images can have come again."""
+        """Report cache hits once, after the first epoch in which images can repeat."""
         if runner.epoch == self._first_epoch + 1 < runner.max_epochs - 1:
             self._report_caches(runner)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Forget the images of the evaluation before."""
+        """Clear the images of the previous evaluation."""
         self._samples.clear()
         self._val_started = time.monotonic()
 
@@ -103,11 +103,8 @@ class RunSummaryHook(Hook):
         self._write(runner, prefix="test_", checkpoint=runner._load_from)
 
     def after_train(self, runner: Runner) -> None:
-        """Write the summary of the whole run.
-
-        A run that was stopped between its last checkpoint and its last evaluation has
-        nothing to train when it is resumed, and mmengine would leave it unevaluated.
-        """
+        """Write the summary of the whole run."""
+        # A resumed run with nothing left to train may still lack its last evaluation.
         if runner.iter == self._first_iter and runner.val_loop is not None:
             runner.val_loop.run()
         if self._train_started is not None:
@@ -115,7 +112,7 @@ class RunSummaryHook(Hook):
             self._train_seconds = elapsed - self._val_seconds
         self._report_caches(runner)
         last = None
-        with suppress(DataError):  # a run without checkpoints, in a folder with traces
+        with suppress(DataError):  # no checkpoints, but traces of an earlier run
             last = latest_checkpoint(runner.work_dir)
         self._write(runner, prefix="", checkpoint=last)
 
@@ -134,7 +131,7 @@ class RunSummaryHook(Hook):
                 self._console.print(f"{key}: {value}", highlight=False)
 
     def _write(self, runner: Runner, *, prefix: str, checkpoint: str | None) -> None:
-        """Write the files of a run, and say where they are and how to look inside."""
+        """Write the files of a run and print their paths and the next command."""
         if runner.rank != 0:
             return
         folder = Path(runner.work_dir)
@@ -156,7 +153,7 @@ class RunSummaryHook(Hook):
         if self._train_started is not None:
             summary["train_seconds"] = round(self._train_seconds, 1)
             summary["iterations"] = runner.iter
-            # Less where the run was resumed: train_seconds are of these alone.
+            # train_seconds covers only these; fewer than iterations if resumed.
             summary["trained_iterations"] = runner.iter - self._first_iter
             summary["peak_memory_mib"] = _peak_memory_mib()
         summary.update(
@@ -169,7 +166,7 @@ class RunSummaryHook(Hook):
         return str(path)
 
     def _draw(self, runner: Runner, path: Path) -> str | None:
-        """Write the picture of detections; None when there is nothing to draw."""
+        """Write the picture of detections; None if there is nothing to draw."""
         samples = {name: kept for name, kept in self._samples.items() if kept}
         if not samples:
             return None
@@ -180,7 +177,7 @@ class RunSummaryHook(Hook):
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What MixtureMetric has among the metrics of an evaluation, without its prefix."""
+    """Select MixtureMetric's scores among the metrics, without their prefix."""
     return {
         key.removeprefix(PREFIX): value
         for key, value in metrics.items()
@@ -189,15 +186,9 @@ def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
-    """Arrange the metric's flat keys as ``summary.json`` has them.
+    """Arrange MixtureMetric's flat ``<dataset>/<score>`` values as in ``summary.json``.
 
-    Args:
-        scores: ``<dataset>/<score>`` -> value, as MixtureMetric returns them.
-
-    Returns:
-        ``mean_ap50``, ``mean_ap``, ``pooled_ap50``, ``pooled_ap`` (all images as one
-        dataset, see MixtureMetric), ``datasets`` and, with experts,
-        ``routing_accuracy`` and ``max_load``.
+    ``pooled`` scores are over all images as one dataset.
     """
     datasets: dict[str, dict[str, Any]] = {}
     for key, value in scores.items():
@@ -223,7 +214,7 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def score_table(scores: Mapping[str, float]) -> Table:
-    """The scores per dataset as a table for the screen."""
+    """Return the scores per dataset as a table for the screen."""
     summary = summarise(scores)
     shares = summary.get("routing_accuracy", {})
     table = Table(title="evaluation per dataset", title_justify="left")
@@ -250,12 +241,12 @@ def _percent(value: float | None) -> str:
 
 
 def _plain(value: float) -> float | None:
-    """A float that JSON can hold; None for nan."""
+    """Round a float for JSON; None for nan."""
     return None if np.isnan(value) else round(float(value), 6)
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that numbers depend on."""
+    """Return the versions of the packages that results depend on."""
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
@@ -266,14 +257,14 @@ def versions() -> dict[str, str]:
 
 
 def _peak_memory_mib() -> float | None:
-    """Largest memory so far: of the GPU if there is one, else of this process."""
+    """Peak memory of the GPU if there is one, else of this process."""
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_allocated() / 2**20, 1)
     try:
         import resource
     except ImportError:  # Windows
         return None
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, else kibibytes
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, else kibibytes
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
 
@@ -284,18 +275,14 @@ def draw_detections(
     min_score: float = 0.3,
     size: int = 384,
 ) -> Figure:
-    """Draw a row for each dataset, each image twice, by mmdet's visualizer.
+    """Draw a row of images per dataset: annotations left, detections right.
 
     Args:
-        samples: Predictions by dataset. Annotations are those that MixtureDataset puts
-            into the metainfo as ``ground_truth``.
-        dataset_meta: ``classes``, and ``palette`` if there is one.
-        min_score: Detections below this confidence are not drawn.
-        size: Longer side to which images are scaled, in pixels.
-
-    Returns:
-        A figure, in which an image with its annotations stands left of the same with
-        the detections.
+        samples: Predictions by dataset, with annotations in the metainfo as
+            ``ground_truth`` (see MixtureDataset).
+        dataset_meta: ``classes``, and optionally ``palette``.
+        min_score: Confidence below which detections are not drawn.
+        size: Longer side of the drawn images, in pixels.
     """
     visualizer = DetLocalVisualizer(name="summary")
     visualizer.dataset_meta = dict(dataset_meta)
@@ -317,7 +304,7 @@ def draw_detections(
 
 
 def _scaled(sample: DetDataSample, scale: float) -> DetDataSample:
-    """Annotations and detections of an image, on the image of another size."""
+    """Scale the annotations and detections of an image."""
     records = sample.metainfo.get("ground_truth", ())
     corners = [(x, y, x + w, y + h) for x, y, w, h in (r["bbox"] for r in records)]
     found = sample.pred_instances.cpu()

@@ -1,4 +1,4 @@
-"""The folder of a run: one training at a time, and always a last checkpoint."""
+"""The work directory of a run: a lock for trainings, and safely written checkpoints."""
 
 from __future__ import annotations
 
@@ -27,17 +27,14 @@ except ImportError:  # Windows
 
 
 class WorkDir:
-    """The folder of a run.
-
-    Args:
-        path: Missing folders are made.
+    """The work directory of a run; missing folders are created.
 
     Attributes:
-        logs: The folder of this run's logs in it, once there is one.
-        iterations: When checkpoints were written, by their names.
+        logs: The log folder of this run, once it is known.
+        iterations: Iterations of the checkpoints, by file name.
 
     Raises:
-        ConfigError: If nothing can be written there.
+        ConfigError: If it is not writable.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -59,23 +56,19 @@ class WorkDir:
             ) from error
 
     def lock(self) -> str | None:
-        """Keep other trainings out until `unlock`, or until this process ends.
-
-        Returns:
-            Why the folder cannot be used; None if it is free, or has no locks.
-        """
+        """Lock out other trainings; returns why the folder cannot be used, or None."""
         if fcntl is None:
             return None
         file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            # Unlike flock, it is not inherited by data loading processes.
+            # Unlike flock, data loading processes do not inherit it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner, *logs = os.read(file, 4096).decode().splitlines() or ["unknown"]
             os.close(file)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return None
-            if logs == [str(self.logs)]:  # both began in the same second
+            if logs == [str(self.logs)]:  # both started in the same second
                 self.logs = None
             return (
                 f"{shown(self.path)} is in use: process {owner} trains there. Wait for "
@@ -84,40 +77,34 @@ class WorkDir:
         self._lock = file
         os.truncate(file, 0)
         os.write(file, f"{os.getpid()} on {socket.gethostname()}\n{self.logs}".encode())
-        for part in self.path.glob(".part-*.pth"):  # of a training that was killed
+        for part in self.path.glob(".part-*.pth"):  # from a killed training
             part.unlink(missing_ok=True)
         return None
 
     def unlock(self) -> None:
-        """Let other trainings in."""
+        """Release the lock."""
         if self._lock is not None:
             (self.path / ".lock").unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
     def remove_traces(self) -> None:
-        """Remove what a run has made that failed before it began."""
+        """Remove the files of a run that failed before it began."""
         if self.logs is not None:
             shutil.rmtree(self.logs, ignore_errors=True)
         for folder in self._made:
-            with suppress(OSError):  # others use it by now
+            with suppress(OSError):  # in use by others
                 folder.rmdir()
 
 
 def latest_checkpoint(folder: str | Path) -> str | None:
-    """Find the checkpoint that a training in a folder wrote last.
+    """Return path or URL of the last checkpoint; None without ``last_checkpoint``.
 
-    mmengine notes down its absolute path. A checkpoint of the same name in the folder
-    itself comes first, so that a copied folder does not lead to the original.
-
-    Args:
-        folder: A work directory.
-
-    Returns:
-        Its path or address; None if the folder has no file ``last_checkpoint``.
+    mmengine stores an absolute path. A checkpoint of that name in the folder itself
+    takes precedence, so that a copied folder does not lead to the original.
 
     Raises:
-        DataError: If that file is empty, or names a checkpoint that is missing.
+        DataError: If that file is empty, or names a missing checkpoint.
     """
     marker = Path(folder) / "last_checkpoint"
     if not marker.is_file():
@@ -135,7 +122,7 @@ def latest_checkpoint(folder: str | Path) -> str | None:
 
 
 def shown(path: str | Path) -> str:
-    """The path for messages: relative where it is below the current folder."""
+    """Return a path for messages: relative if it is below the current folder."""
     path = Path(path)
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
@@ -143,17 +130,17 @@ def shown(path: str | Path) -> str:
 
 @HOOKS.register_module()
 class CheckpointHook(MMEngineCheckpointHook):
-    """mmengine's hook; it removes a checkpoint only after the next one is written.
+    """mmengine's hook, but old checkpoints are removed only after the next is written.
 
-    A run that is killed or finds the disk full keeps its last and its best checkpoint,
-    also with ``max_keep_ckpts=1``.
+    A run that is killed or fills the disk keeps its last and its best checkpoint, even
+    with ``max_keep_ckpts=1``.
     """
 
     file_backend: Any
     best_ckpt_path: str | None
 
     def before_train(self, runner: Runner) -> None:
-        """Prepare; what a copied work directory has written before lies in the copy."""
+        """Prepare; paths of a copied work directory point into the copy."""
         super().before_train(runner)
         if best := getattr(self, "best_ckpt_path", None):
             self.best_ckpt_path = self._here(best)
@@ -166,7 +153,7 @@ class CheckpointHook(MMEngineCheckpointHook):
     def _save_checkpoint_with_step(
         self, runner: Runner, step: int, meta: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint, then name it as the last, then remove the oldest."""
+        """Write a checkpoint, then mark it as the last, then remove the oldest."""
         outdated = []
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
             if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
@@ -195,7 +182,7 @@ class CheckpointHook(MMEngineCheckpointHook):
     def _save_best_checkpoint(
         self, runner: Runner, metrics: Mapping[str, float]
     ) -> None:
-        """Write the best checkpoint, then remove the one that was best before."""
+        """Write the best checkpoint, then remove the previous best."""
         backend = self.file_backend
         later = _RemovesLater(backend)
         self.file_backend = later
@@ -208,14 +195,14 @@ class CheckpointHook(MMEngineCheckpointHook):
             self._remove(path)
 
     def _remove(self, path: str) -> None:
-        if self.file_backend.isdir(path):  # of DeepSpeed
+        if self.file_backend.isdir(path):  # a DeepSpeed checkpoint
             self.file_backend.rmtree(path)
         elif self.file_backend.isfile(path):
             self.file_backend.remove(path)
 
 
 class _RemovesLater:
-    """A file backend that notes down what to remove."""
+    """File backend that records removals for later."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -225,7 +212,7 @@ class _RemovesLater:
         return getattr(self._backend, name)
 
     def remove(self, path: str) -> None:
-        """Remove a file later."""
+        """Record a path to remove."""
         self.outdated.add(path)
 
     rmtree = remove

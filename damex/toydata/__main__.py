@@ -1,4 +1,4 @@
-"""Command line of the toy mixture: `python -m damex.toydata`."""
+"""``python -m damex.toydata``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from damex.toydata.worlds import world_specs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Generate the mixture, show its sizes and return 0, or 2 if that is refused."""
+    """Generate the mixture and print its sizes; return 0, or 2 on a user error."""
     parser = argparse.ArgumentParser(
         prog="python -m damex.toydata",
         description="Generate the toy mixture of five small detection datasets.",
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _specs(args: argparse.Namespace) -> Sequence[DatasetSpec]:
-    """The datasets that the command line asks for."""
+    """The datasets selected on the command line."""
     options = ("names", "num_train", "num_val")
     given = {k: v for k in options if (v := getattr(args, k)) is not None}
     if args.worlds is not None:

@@ -1,4 +1,4 @@
-"""The five datasets of the toy mixture: what each draws, on what, and how often."""
+"""The five datasets of the toy mixture."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class DatasetSpec:
         classes: Class names in the order of their category ids, which start at 1.
         num_train: Number of training images.
         num_val: Number of validation images.
-        build_renderer: Takes a split and returns the function that draws an image
-            from (height, width) and a random generator.
-        variant: What tells it from another dataset of the same name and size.
+        build_renderer: Maps a split to a function that draws an image from (height,
+            width) and a random generator.
+        variant: Distinguishes datasets of the same name and size.
     """
 
     name: str
@@ -88,21 +88,16 @@ def _shape(shape: str, rng: np.random.Generator, *, largest: int) -> Sprite:
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Load UCI's 1,797 handwritten digits.
-
-    Returns:
-        images: float64 (1797, 8, 8), ink per cell from 0 to 16.
-        labels: int64 (1797,), 0 to 9.
-    """
+    """Load UCI's handwritten digits: ink from 0 to 16, (1797, 8, 8), and labels."""
     with np.load(ASSETS / "digits.npz") as digits:
         return digits["images"].astype(np.float64), digits["labels"].astype(np.int64)
 
 
 def source_indices(split: str) -> range:
-    """Return which rows of `load_digits` a split may use.
+    """Return the rows of `load_digits` for a split.
 
-    The file is in order of its writers, so cutting it once keeps most writers of
-    the last part unseen, too.
+    The file is ordered by writer, so a single cut keeps most writers of the last part
+    unseen.
     """
     num_digits = len(load_digits()[1])
     cut = round(num_digits * (1 - _VAL_SHARE))
@@ -147,7 +142,7 @@ def _digit(bitmap: np.ndarray, rng: np.random.Generator) -> Sprite:
     bordered = np.pad(bitmap / 16 * 255, 1).astype(np.uint8)
     image = Image.fromarray(bordered).resize((size, size), Image.Resampling.BICUBIC)
     image = image.rotate(rng.uniform(-12, 12), Image.Resampling.BILINEAR)
-    # A pen leaves ink or none; the source counts ink per 4x4 cell, which is softer.
+    # Sharpen: the source counts ink per 4x4 cell, which blurs strokes.
     alpha = ((np.asarray(image) / 255 - 0.25) * 2.5).clip(0, 1)
     color = np.broadcast_to(np.array(_ink(rng)), (*alpha.shape, 3))
     return drawing.trim(Sprite(color=color, alpha=alpha))
@@ -166,9 +161,9 @@ def load_photographs() -> dict[str, np.ndarray]:
 
 
 def source_columns(split: str, *, width: int) -> tuple[tuple[int, int], ...]:
-    """Return the strips of a photograph, as (first, end) columns, that a split uses.
+    """Return the strips of a photograph for a split, as (first, end) columns.
 
-    Strips take turns, so that both splits see all of each scene and share no pixel.
+    Strips alternate, so that both splits cover each scene and share no pixel.
     """
     edges = [round(width * strip / _NUM_STRIPS) for strip in range(_NUM_STRIPS + 1)]
     strips = tuple(pairwise(edges))
@@ -210,7 +205,7 @@ def _sticker(name: str, rng: np.random.Generator) -> Sprite:
     look: Look = dict(saturation=(0.3, 1.0), value=(0.4, 1.0))
     sides, angles = (smallest, 60), (-turn, turn)
     sprite = draw_random(name, rng, **look, size=sides, angle=angles)
-    # A little of the photograph shines through, as light does on a print.
+    # Slightly transparent, like a print.
     return Sprite(color=sprite.color, alpha=sprite.alpha * rng.uniform(0.75, 1.0))
 
 
@@ -218,10 +213,7 @@ def _sticker(name: str, rng: np.random.Generator) -> Sprite:
 
 
 def draw_token(kind: int, rng: np.random.Generator) -> Sprite:
-    """Draw a thing that looks the same in both worlds, from one distribution.
-
-    Only what surrounds it tells what it is called.
-    """
+    """Draw an object that is alike in both worlds; only the background names it."""
     return draw_random(TOKENS[kind], rng, **_MUTED)
 
 
@@ -233,7 +225,7 @@ def _scatter_toys(
     own: str,
     look: Look,
 ) -> Canvas:
-    """Add sticks, the shared drawings under their names here, and one of its own."""
+    """Add sticks, shared drawings under their local names, and a drawing of its own."""
     for _ in range(rng.integers(1, 5)):
         stick = draw_random("stick", rng, **_MUTED, size=(26, 48), angle=(0, np.pi))
         canvas.scatter(stick, rng, name=None)
@@ -253,7 +245,7 @@ def _playroom(size_hw: Size, rng: np.random.Generator) -> Canvas:
     for start in range(-int(rng.integers(plank)), size_hw[1], plank):
         floor[:, max(start, 0) : start + plank] *= rng.uniform(0.85, 1.12)
         floor[:, max(start, 0) : max(start + 1, 0)] *= 0.6
-    # Blobs that are long down and narrow across look like the grain of wood.
+    # Tall, narrow blobs look like wood grain.
     floor = floor * (1 + 0.1 * drawing.clouds(size_hw, rng, cells_hw=(4, 48)))
     look: Look = dict(size=(30, 60), angle=(-0.3, 0.3))
     tokens = ("ball", "crate", "roof")
@@ -273,7 +265,7 @@ def _arcade(size_hw: Size, rng: np.random.Generator) -> Canvas:
     return _scatter_toys(Canvas(screen), rng, tokens=tokens, own="star", look=look)
 
 
-# What is drawn from nothing has the same renderer in both splits.
+# Synthetic datasets have the same renderer in both splits.
 SHAPES = DatasetSpec(
     "shapes",
     ("star", "square", "circle", "ring", "triangle"),

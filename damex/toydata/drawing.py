@@ -1,7 +1,7 @@
-"""Shapes, backgrounds and noise, and the canvas that knows the boxes true for it.
+"""Shapes, backgrounds and noise, and a canvas that keeps track of the visible boxes.
 
 Legend: H, W = height and width of the canvas, h, w = of a sprite; colours are floats in
-[0, 1], RGB. A pixel belongs to an object when the object covers at least half of it and
+[0, 1], RGB. A pixel belongs to an object if the object covers at least half of it and
 no later sprite does.
 """
 
@@ -32,10 +32,10 @@ class Layer(NamedTuple):
     """One polygon of a drawing.
 
     Attributes:
-        points: Corners of shape (N, 2) in the unit disc, x to the right and y down, so
-            that a drawing stays inside its square whatever its angle.
-        paint: A colour of its own, the brightness of the drawing's colour (1 is that
-            colour), or None to cut a hole into the layers below.
+        points: Corners (N, 2) in the unit disc, x to the right and y down, so that a
+            rotated drawing stays inside its square.
+        paint: A fixed colour, a brightness of the drawing's colour (1 keeps it), or
+            None to cut a hole into the layers below.
     """
 
     points: np.ndarray
@@ -44,12 +44,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Sprite:
-    """One drawn thing, ready to be pasted.
-
-    Attributes:
-        color: RGB of shape (h, w, 3).
-        alpha: Coverage of shape (h, w), 0 outside the thing.
-    """
+    """A drawn object: RGB (h, w, 3) and coverage (h, w), 0 outside of the object."""
 
     color: np.ndarray
     alpha: np.ndarray
@@ -131,19 +126,11 @@ SHAPES: Mapping[str, Sequence[Layer]] = MappingProxyType(
 def draw(
     layers: Sequence[Layer], color: Color, *, size: int, angle: float = 0.0
 ) -> Sprite:
-    """Draw layers, first to last.
+    """Draw layers, first to last, as a sprite without empty border.
 
-    They are drawn at four times the size and averaged down, which gives soft edges and
-    exact coverage.
-
-    Args:
-        layers: What to draw, for instance ``SHAPES["star"]``.
-        color: What layers with a brightness are painted with.
-        size: Side in pixels of the square around the unit disc.
-        angle: Turn in radians, clockwise on the screen.
-
-    Returns:
-        A sprite of at most (size, size), without empty border.
+    Drawn at four times the size and averaged down: soft edges and exact coverage.
+    `size` is the side in pixels of the square around the unit disc, `angle` a clockwise
+    rotation in radians, `color` that of layers with a brightness.
     """
     side = size * _OVERSAMPLING
     base = _to_bytes(_mix(layers[0], color) or color)
@@ -209,10 +196,7 @@ def flat(size_hw: tuple[int, int], color: Color) -> np.ndarray:
 def gradient(
     size_hw: tuple[int, int], first: Color, last: Color, *, angle: float
 ) -> np.ndarray:
-    """Return a straight fade from one colour to another, shape (H, W, 3).
-
-    The angle is the direction of the fade in radians, 0 is to the right.
-    """
+    """Return a linear gradient, shape (H, W, 3); angle 0 (radians) is to the right."""
     rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
     along = columns * np.cos(angle) + rows * np.sin(angle)
     along = ((along - along.min()) / np.ptp(along))[:, :, None]
@@ -222,7 +206,7 @@ def gradient(
 def clouds(
     size_hw: tuple[int, int], rng: np.random.Generator, *, cells_hw: tuple[int, int]
 ) -> np.ndarray:
-    """Return smooth noise in [-1, 1] of so many blobs, shape (H, W, 1)."""
+    """Return smooth noise in [-1, 1] of the given number of blobs, shape (H, W, 1)."""
     coarse = Image.fromarray(rng.integers(0, 256, cells_hw, dtype=np.uint8))
     fine = coarse.resize(size_hw[::-1], Image.Resampling.BICUBIC)
     return np.asarray(fine, dtype=np.float64)[:, :, None] / 127.5 - 1
@@ -231,14 +215,14 @@ def clouds(
 def grain(
     size_hw: tuple[int, int], rng: np.random.Generator, *, sigma: float
 ) -> np.ndarray:
-    """Return Gaussian pixel noise that is equal in all channels, shape (H, W, 1)."""
+    """Return Gaussian pixel noise, equal in all channels, shape (H, W, 1)."""
     return rng.normal(0.0, sigma, (*size_hw, 1))
 
 
 def print_screen(size_hw: tuple[int, int], *, period: float) -> np.ndarray:
     """Return the dots of a printed photograph in [-1, 1], shape (H, W, 1).
 
-    The period is the number of pixels from dot to dot along a diagonal of the screen.
+    The period is the distance of dots along a diagonal of the screen, in pixels.
     """
     rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
     falling = np.cos(2 * np.pi * (columns + rows) / period)
@@ -257,7 +241,7 @@ class Box:
     height: int
 
     def overlap(self, other: Box) -> float:
-        """Return the shared area as a part of the smaller box's area."""
+        """Return the shared area as a fraction of the smaller box's area."""
         width = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
         height = min(self.y + self.height, other.y + other.height)
         height -= max(self.y, other.y)
@@ -267,7 +251,7 @@ class Box:
 
 @dataclass
 class _Placed:
-    """A pasted object: its box when whole, and its pixels that are still visible."""
+    """A pasted object: its unoccluded box and its visible pixels."""
 
     whole: Box
     num_pixels: int
@@ -275,29 +259,19 @@ class _Placed:
 
 
 class Canvas:
-    """A background on which sprites are pasted, later ones over earlier ones.
-
-    Args:
-        background: RGB of shape (H, W, 3); copied.
-    """
+    """A background (H, W, 3) for sprites, pasted later ones over earlier ones."""
 
     def __init__(self, background: np.ndarray) -> None:
         self.pixels = background.astype(np.float64)
         self._placed: list[_Placed] = []
 
     def paste(self, sprite: Sprite, x: int, y: int, *, name: str | None) -> bool:
-        """Paste a sprite, unless it would hide too much of an earlier object.
+        """Paste a sprite, its top left corner at (x, y); return False if impossible.
 
-        Args:
-            sprite: What to paste; it must fit inside the canvas at (x, y).
-            x: Column of the sprite's left edge.
-            y: Row of the sprite's top edge.
-            name: Class name, or None for a distractor, which gets no box.
-
-        Returns:
-            Whether it was pasted. Nothing changes if less than `MIN_VISIBLE` of an
-            earlier object would stay visible, or if two boxes would share more than
-            `MAX_BOX_OVERLAP` of the smaller one, as thin objects could.
+        Nothing changes if less than `MIN_VISIBLE` of an earlier object would stay
+        visible, or if two boxes would share more than `MAX_BOX_OVERLAP` of the smaller
+        one, as thin objects could. Without a class name the sprite is a distractor and
+        gets no box.
         """
         height, width = sprite.alpha.shape
         area = (slice(y, y + height), slice(x, x + width))
@@ -322,11 +296,7 @@ class Canvas:
     def scatter(
         self, sprite: Sprite, rng: np.random.Generator, *, name: str | None
     ) -> bool:
-        """Paste a sprite at a random place that hides no earlier object too much.
-
-        Returns:
-            Whether a place was found in a few tries.
-        """
+        """Paste a sprite at a random allowed place, unless a few tries find none."""
         rows = self.pixels.shape[0] - sprite.alpha.shape[0]
         columns = self.pixels.shape[1] - sprite.alpha.shape[1]
         if rows < 0 or columns < 0:
@@ -347,14 +317,14 @@ class Canvas:
 
 
 def _extent(mask: np.ndarray) -> tuple[int, int, int, int]:
-    """Return x, y, width and height of what is set."""
+    """Bounding box of a mask: x, y, width and height."""
     rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
     x, y = int(columns[0]), int(rows[0])
     return x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1
 
 
 def _mix(layer: Layer, color: Color) -> Color | None:
-    """Return the colour of a layer, None for a hole."""
+    """Colour of a layer, None for a hole."""
     return (
         shade(color, layer.paint)
         if isinstance(layer.paint, float | int)

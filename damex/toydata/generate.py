@@ -1,4 +1,4 @@
-"""Write the mixture in one step: it is there as a whole or not at all."""
+"""Generate the mixture, atomically."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ STAMP_NAME = "toy.json"
 
 _OWN_FILE = re.compile(r"[a-z]+/((train|val)\.json|images/(train|val)_\d{5}\.jpg)")
 _LICENSE = "Apache-2.0; digits: CC BY 4.0; photographs: CC BY 2.0 (see data/README.md)"
-# Most images are square; the others make a batch need padding.
+# Mostly square; the others make batches need padding.
 _SIZES_HW = ((128, 128), (128, 128), (128, 128), (96, 128), (128, 96))
 _JPEG_QUALITY = 60
 
 
 @dataclass(frozen=True)
 class ToyReport:
-    """What a generation made.
+    """Report of a generation.
 
     Attributes:
         datasets: For each dataset its ``name``, ``num_images`` and ``num_boxes`` by
             split, and ``classes`` in the order of their category ids.
-        seconds: Time that the generation took, 0.0 if nothing had to be made.
-        created: False if the folder already held this very mixture.
+        seconds: Duration; 0.0 if the mixture existed.
+        created: False if the folder already held this mixture.
     """
 
     datasets: list[dict[str, Any]]
@@ -67,21 +67,11 @@ def generate_toy_mixture(
 ) -> ToyReport:
     """Generate the toy mixture of small detection datasets.
 
-    The files are made in a temporary folder beside `out` and moved there when all
-    are done; the stamp `toy.json` tells that a folder is complete. Equal
-    arguments give equal files (with the same Pillow and NumPy).
-
-    Args:
-        out: Folder of the mixture; made if it is not there.
-        seed: Seed, 0 or more.
-        force: Make the mixture anew, in the place of an earlier one or in a folder
-            with other content. Only files that an earlier generation made are ever
-            deleted.
-        specs: Datasets to make.
-
-    Returns:
-        The counts per dataset. Without `force` nothing is done if `out` already
-        holds this mixture.
+    The files are made in a temporary folder next to `out` and moved there when
+    complete, as marked by the stamp `toy.json`. Equal arguments give equal files (with
+    the same Pillow and NumPy). If `out` already holds this mixture, nothing is done.
+    `force` replaces an earlier one, or writes into a folder with other content; only
+    files of an earlier generation are ever deleted.
 
     Raises:
         ConfigError: If the seed is negative.
@@ -116,11 +106,7 @@ def generate_toy_mixture(
 
 
 def write_dataset(root: Path, spec: DatasetSpec, *, seed: int) -> dict[str, Any]:
-    """Render a dataset into a new folder of its name in `root`.
-
-    Returns:
-        The dataset's entry of `ToyReport.datasets`.
-    """
+    """Render a dataset into a new folder; return its entry of `ToyReport.datasets`."""
     (root / spec.name / "images").mkdir(parents=True)
     return {
         "name": spec.name,
@@ -133,20 +119,10 @@ def write_dataset(root: Path, spec: DatasetSpec, *, seed: int) -> dict[str, Any]
 def render_image(
     spec: DatasetSpec, split: str, index: int, *, seed: int, renderer: Renderer
 ) -> Canvas:
-    """Render one image from its own random generator.
+    """Render an image with at least one object by a result of `spec.build_renderer`.
 
-    The generator depends on (seed, dataset, split, index) only, so an image does
+    The random generator depends on (seed, dataset, split, index) only, so an image does
     not change with the number or the order of the others.
-
-    Args:
-        spec: The dataset.
-        split: 'train' or 'val'.
-        index: Number of the image in its split, from 0.
-        seed: Seed of the mixture.
-        renderer: What `spec.build_renderer(split)` returned.
-
-    Returns:
-        The canvas; it holds one object at least.
     """
     key = [seed, zlib.crc32(spec.name.encode()), SPLITS.index(split), index]
     rng = np.random.default_rng(key)
@@ -172,7 +148,7 @@ def _write_split(root: Path, spec: DatasetSpec, split: str, seed: int) -> int:
             category_id = category_ids[box.name]
             annotations.append(ids | {"category_id": category_id} | _geometry(box))
     info = {
-        # The mixture's first name: the files of a version stay the same to the byte.
+        # Unchanged, so that files of a version stay byte-identical.
         "description": f"damex toy mixture: {spec.name}, {split}",
         "version": VERSION,
         "seed": seed,
@@ -199,7 +175,7 @@ def _image_name(split: str, index: int) -> str:
 
 
 def _file_names(spec: DatasetSpec) -> list[str]:
-    """Return the paths of all files of a dataset, relative to the mixture's root."""
+    """List the files of a dataset, relative to the mixture's root."""
     names = [f"{spec.name}/{split}.json" for split in SPLITS]
     for split in SPLITS:
         images = range(spec.num_images(split))
@@ -224,7 +200,7 @@ def _read_stamp(out: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(stamp, dict) or not {"key", "datasets", "files"} <= stamp.keys():
         return None
-    # The listed files may be deleted later, so no other path is ever accepted.
+    # The listed files may be deleted later, so accept no other paths.
     return stamp if all(_OWN_FILE.fullmatch(file) for file in stamp["files"]) else None
 
 
@@ -254,7 +230,7 @@ def _check_free(
 
 
 def _remove(out: Path, files: Sequence[str]) -> None:
-    # The stamp goes first: a folder without it is never taken for complete.
+    # Remove the stamp first: it marks a complete folder.
     (out / STAMP_NAME).unlink()
     for file in files:
         (out / file).unlink(missing_ok=True)
@@ -267,11 +243,11 @@ def _remove(out: Path, files: Sequence[str]) -> None:
 
 def _rename(made: Path, out: Path, key: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        out.rmdir()  # it works on an empty folder only, which may be there
+        out.rmdir()  # succeeds for an empty folder only
     try:
         made.rename(out)
     except OSError:
-        # Another process may have made the same mixture in the meantime.
+        # Another process may have made the same mixture meanwhile.
         held = _read_stamp(out)
         if held is None or held["key"] != key:
             raise

@@ -26,21 +26,7 @@ _NUM_COLORS = 256
 def contact_sheet(
     root: Path, *, num_columns: int = 5, split: str = "train"
 ) -> Image.Image:
-    """Draw samples of a generated mixture with their boxes and class names.
-
-    A class name has one colour, in whichever dataset it occurs.
-
-    Args:
-        root: Folder that `generate_toy_mixture` made.
-        num_columns: Number of samples of each dataset.
-        split: 'train' or 'val'.
-
-    Returns:
-        A picture with a small palette, one row per dataset.
-
-    Raises:
-        DataError: If no dataset of the mixture is in `root`.
-    """
+    """Draw samples of a generated mixture with boxes and class names."""
     root = Path(root)
     known = (*(spec.name for spec in DATASETS), *WORLDS)
     names = [name for name in known if (root / name).is_dir()]
@@ -64,7 +50,7 @@ def contact_sheet(
 
 
 def _samples(content: dict[str, Any], num: int) -> list[dict[str, Any]]:
-    """Choose images with a few boxes each: enough to see, not too many to read."""
+    """Choose images with about four boxes each."""
     counts = Counter(annotation["image_id"] for annotation in content["annotations"])
     first = content["images"][: 4 * num]
     return sorted(first, key=lambda image: abs(counts[image["id"]] - 4))[:num]
@@ -92,7 +78,7 @@ def _tile(folder: Path, image: dict[str, Any], content: dict[str, Any]) -> Image
     for box in boxes:
         x, y, width, height = (value * _ZOOM for value in box["bbox"])
         color = _class_color(names[box["category_id"]], value=0.85)
-        # One step outwards: the line lies around the object, not on it.
+        # One pixel outwards, so that the line surrounds the object.
         outline = (x - 1, y - 1, x + width, y + height)
         draw.rectangle(outline, outline=color, width=2)
     for box in boxes:
@@ -103,7 +89,7 @@ def _tile(folder: Path, image: dict[str, Any], content: dict[str, Any]) -> Image
 def _draw_label(
     draw: ImageDraw.ImageDraw, size: tuple[int, int], bbox: list[int], name: str
 ) -> None:
-    """Write a name above the box, or below it at the rim."""
+    """Write a name above the box, or below it at the top edge."""
     left, top, _, box_height = (value * _ZOOM for value in bbox)
     font = ImageFont.load_default(12)
     width, height = round(draw.textlength(name, font)) + 4, 14

@@ -1,14 +1,13 @@
-"""Worlds: datasets that differ by their surroundings and by what they call things.
+"""Worlds: datasets that differ in background and in the names of objects.
 
-Eight kinds of objects, each with a shape and a colour of its own, appear in every world
-in equal numbers. The worlds share eight words. With ``agreeing`` names a kind has the
-same name everywhere; with ``conflicting`` ones world number m calls kind number k by
-word (k + m) mod 8, so that every word means another kind in every world and what an
-object is called follows from neither the object nor the surroundings alone.
+Eight kinds of objects, each with its own shape and colour, appear in every world in
+equal numbers. The worlds share eight words. With ``agreeing`` names a kind has the same
+name everywhere; with ``conflicting`` names world m calls kind k by word (k + m) mod 8,
+so that a name follows from neither the object nor the background alone.
 
-The mixture isolates one cause for which experts should win: conflicting labels. A
-single FFN has to learn the words of all worlds, an expert those of one. Fewer worlds or
-agreeing names take the cause away; wider FFNs do not (docs/experts-results.md).
+The mixture isolates one reason why experts should win: conflicting labels. A single FFN
+has to learn the words of all worlds, an expert those of one. Fewer worlds or agreeing
+names remove the conflict; wider FFNs do not (docs/experts-results.md).
 """
 
 from __future__ import annotations
@@ -38,17 +37,7 @@ def world_specs(
     num_train: int = 300,
     num_val: int = 60,
 ) -> tuple[DatasetSpec, ...]:
-    """Describe the first worlds, for `generate_toy_mixture`.
-
-    Args:
-        count: Number of worlds, 1 to 8.
-        names: Whether the worlds agree in what they call things.
-        num_train: Training images of each world.
-        num_val: Validation images of each.
-
-    Raises:
-        ConfigError: If a number or ``names`` cannot be.
-    """
+    """Describe the first `count` worlds (1 to 8), for `generate_toy_mixture`."""
     if not 1 <= count <= len(WORLDS):
         raise ConfigError(f"worlds: count must be 1 to {len(WORLDS)}, got {count}")
     if names not in get_args(Names):
@@ -72,17 +61,12 @@ def world_specs(
 
 
 def word_of(kind: int, *, shift: int) -> str:
-    """What a kind is called in a world that shifts the words.
-
-    Args:
-        kind: Number of the kind in ``KINDS``.
-        shift: 0 where names agree, the world's number where they conflict.
-    """
+    """Return the name of a kind; `shift` is 0 if names agree, else the world number."""
     return WORDS[(kind + shift) % len(WORDS)]
 
 
 def _renderer(split: str, *, world: int, shift: int) -> Renderer:
-    """The same for both splits: what is drawn comes from nothing."""
+    """Synthetic, so both splits use the same renderer."""
     del split
     return partial(_draw_world, world=world, shift=shift)
 
@@ -90,7 +74,7 @@ def _renderer(split: str, *, world: int, shift: int) -> Renderer:
 def _draw_world(
     size_hw: Size, rng: np.random.Generator, *, world: int, shift: int
 ) -> Canvas:
-    """One image: the world's ground, a few sticks, and two to six objects."""
+    """Draw the background, a few sticks, and two to six objects."""
     canvas = Canvas(_ground(size_hw, rng, world=world))
     for _ in range(rng.integers(0, 3)):
         stick = draw_random("stick", rng, saturation=(0.0, 0.2), size=(26, 44))
@@ -107,9 +91,9 @@ def _draw_world(
 
 
 def _ground(size_hw: Size, rng: np.random.Generator, *, world: int) -> np.ndarray:
-    """The ground of a world: a hue of its own, and stripes of a direction and width.
+    """Background of a world: its hue, and stripes of its direction and width.
 
-    Any small part of it tells the world: to recognise it is not what is hard here.
+    Any small part identifies the world: recognising it is not meant to be hard.
     """
     hue, value = world / len(WORLDS), rng.uniform(0.45, 0.65)
     color = colorsys.hsv_to_rgb(hue, rng.uniform(0.35, 0.6), value)
