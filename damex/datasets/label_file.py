@@ -1,4 +1,4 @@
-"""LabelFile: which class of a mixture each class of each dataset is, in a JSON file.
+"""LabelFile: a JSON file that maps the classes of each dataset to the mixture's.
 
 ::
 
@@ -11,7 +11,7 @@
       }
     }
 
-JSON, as the annotations are: in YAML the class names no, on and 7 are no strings.
+JSON, because YAML does not read the class names no, on and 7 as strings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ KEYS = ("version", "unlisted", "datasets")
 
 @dataclass(frozen=True)
 class LabelFile:
-    """The classes of a mixture, as a person wrote them down.
+    """A user's mapping of classes to those of the mixture.
 
     Args:
-        datasets: Per dataset: its own class name -> name in the mixture, or None to
-            leave the class out. Two datasets share a class where they say the same.
-        unlisted: What becomes of a class that is not listed: ``union`` keeps its name
-            (after ``rename``), so that equal names are one class; ``partitioned`` makes
-            it ``dataset/class``; ``drop`` leaves it out; ``error`` refuses it.
+        datasets: Per dataset: its class name -> name in the mixture, or None to leave
+            the class out. Equal names in the mixture are one class.
+        unlisted: Rule for classes that are not listed: ``union`` keeps the name (after
+            ``rename``), so that equal names are one class; ``partitioned`` makes it
+            ``dataset/class``; ``drop`` leaves it out; ``error`` rejects it.
         where: File or option, for messages.
     """
 
@@ -52,7 +52,7 @@ class LabelFile:
         """Read a file.
 
         Raises:
-            ConfigError: If there is none, or it does not hold what is expected.
+            ConfigError: If the file is missing or invalid.
         """
         try:
             text = Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111 - Path raises
@@ -70,14 +70,10 @@ class LabelFile:
 
     @classmethod
     def from_content(cls, content: Any, *, where: str = "label_space") -> LabelFile:
-        """Check what a file holds.
-
-        Args:
-            content: The parsed file.
-            where: Its name, for messages.
+        """Build from the parsed file; ``where`` is its name, for messages.
 
         Raises:
-            ConfigError: If it is not what is expected.
+            ConfigError: If the content is invalid.
         """
         if not isinstance(content, Mapping):
             raise ConfigError(
@@ -111,7 +107,7 @@ class LabelFile:
         )
 
     def to_content(self) -> dict[str, Any]:
-        """What :meth:`from_content` reads, as plain values."""
+        """Plain values for :meth:`from_content`."""
         return dict(
             version=VERSION,
             unlisted=self.unlisted,
@@ -119,7 +115,7 @@ class LabelFile:
         )
 
     def to_text(self) -> str:
-        """The file, a line per class."""
+        """The file, one line per class."""
         rows = [
             f"    {json.dumps(name)}: {{\n"
             + ",\n".join(
@@ -136,10 +132,10 @@ class LabelFile:
         )
 
     def check_datasets(self, names: Sequence[str]) -> None:
-        """Refuse datasets that the mixture does not have.
+        """Reject datasets that the mixture does not have.
 
         Raises:
-            ConfigError: If there is one.
+            ConfigError: If a dataset is unknown.
         """
         for name in self.datasets:
             if name not in names:
@@ -149,28 +145,26 @@ class LabelFile:
                 )
 
     def only(self, *datasets: str) -> LabelFile:
-        """What it says about some datasets."""
+        """The label file restricted to some datasets."""
         found = {name: row for name, row in self.datasets.items() if name in datasets}
         return replace(self, datasets=found)
 
     def dropped(self, dataset: str) -> tuple[str, ...]:
-        """Own names of the classes that the file leaves out of a dataset."""
+        """Names of a dataset's classes that the file leaves out."""
         listed = self.datasets.get(dataset, {})
         return tuple(own for own, target in listed.items() if target is None)
 
     def mapping(
         self, dataset: str, own: Sequence[str], renamed: Mapping[str, str]
     ) -> dict[str, str]:
-        """Own class name -> name in the mixture, of a dataset's classes that stay.
+        """Map the class names ``own`` of a dataset to the mixture, without dropped ones.
 
-        Args:
-            dataset: Its name.
-            own: Its class names.
-            renamed: ``rename`` of its entry, which a listed class cannot have, too.
+        ``renamed`` is the ``rename`` of its entry, which must not contain listed
+        classes.
 
         Raises:
-            ConfigError: If a listed class does not exist or is renamed by its entry, an
-                unlisted one is an error, or no class stays.
+            ConfigError: If a listed class is unknown or renamed, an unlisted one is an
+                error, or no class stays.
         """
         listed = self.datasets.get(dataset, {})
         for name in listed:
@@ -227,11 +221,7 @@ def _check_classes(classes: Any, where: str) -> None:
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that stands twice, JSON keeps the last and says nothing.
-
-    Raises:
-        ValueError: If a key stands twice.
-    """
+    """Build a JSON object; ValueError for a repeated key (JSON keeps the last one)."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
