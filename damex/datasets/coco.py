@@ -46,16 +46,15 @@ class NamedCocoDataset(CocoDataset):
 
     Label ``i`` is ``metainfo['classes'][i]`` for any order of categories in the file.
     The file must pass the checks of ``damex data check``; the first error is raised and
-    warnings are counted in one log line. Boxes that cross the border are clipped. A
-    category that is only a heading of the others (Roboflow's first) is not a class,
-    unless the classes name it.
+    warnings are counted in one log line. Boxes that cross the border are clipped.
+    Headings (Roboflow's first category) are not classes, unless the classes name them.
 
     Args:
         name: Name of the dataset in messages.
         split: Name of the split in messages.
         root: Folder that the file was converted from; messages then name its files.
-        on_bad_box: ``error`` or ``drop`` for boxes outside their image or with a
-            negative side.
+        on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
+            side.
         **kwargs: As for ``CocoDataset``.
     """
 
@@ -74,11 +73,7 @@ class NamedCocoDataset(CocoDataset):
         super().__init__(**kwargs)
 
     def COCOAPI(self, path: str) -> COCO:
-        """Open an annotation file; called by ``CocoDataset.load_data_list``.
-
-        Raises:
-            DataError: If the file has an error.
-        """
+        """Open an annotation file; DataError if it has an error."""
         filter_cfg = {} if self.test_mode else self.filter_cfg or {}
         expected = Expectations(
             classes=tuple(self.metainfo["classes"]),

@@ -42,10 +42,8 @@ DROPPED = ("box-negative", "box-outside")
 class Boxes:
     """Boxes (B) of used classes on listed images, in the order of their records.
 
-    Args:
-        position_B: Position of the annotation.
-        box_B4: Left, top, width and height in pixels.
-        size_B2: Width and height of the image; NaN if unknown.
+    ``position_B`` is the annotation's, ``box_B4`` is x, y, width, height in pixels, and
+    ``size_B2`` the image's width and height (NaN if unknown).
     """
 
     position_B: np.ndarray

@@ -65,7 +65,6 @@ class Expectations:
     Args:
         classes: Names of the used classes; None for all.
         is_choice: Whether the mixture entry names them.
-        on_bad_box: ``error``, or ``drop`` to train without boxes outside of the image.
         filter_empty: Whether training leaves out images without boxes.
         scales: Sizes that images may be resized to.
         kept_scales: Those of them that keep the aspect ratio.
@@ -121,9 +120,9 @@ class Records:
         *,
         level: str | None = None,
     ) -> Iterator[Finding]:
-        """A finding for each record at ``positions`` of list ``key``, up to ``MAX_LISTED``.
+        """A finding for each record of list ``key``; one for all beyond ``MAX_LISTED``.
 
-        One more covers the rest. ``text`` is the message or a function of the position.
+        ``text`` is the message or a function of the position.
         """
         for position in map(int, positions[:MAX_LISTED]):
             record, owner, file = self._names(key, position)
@@ -185,10 +184,9 @@ def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
 def parse_records(
     document: Any, place: Place, classes: Collection[str] | None = None
 ) -> tuple[Records | None, list[Finding]]:
-    """Find the readable records of a COCO document (the content of a JSON file).
+    """The readable records of a JSON document, and findings about fields and ids.
 
-    Returns:
-        The records (None if a list is missing), and findings about fields and ids.
+    Without ``images``, ``annotations`` or ``categories``, the records are None.
     """
     findings = [*_check_lists(document, place)]
     if findings:
@@ -299,9 +297,8 @@ def without_dummies(
     """Leave out categories that are only a heading of the others.
 
     Roboflow's exports begin with one: category 0 has the name of the project and no
-    boxes, and is the ``supercategory`` of all others. Other unused categories stay.
-    ``used`` are the categories with boxes or wanted anyway, by ``key`` (``name`` or
-    ``id``).
+    boxes, and is the ``supercategory`` of all others. Categories in ``used`` (by
+    ``key``, ``name`` or ``id``) and other unused ones stay.
     """
 
     def is_dummy(category: Mapping[str, Any]) -> bool:

@@ -132,10 +132,8 @@ class Finding:
 class Place:
     """The annotation file of one split.
 
-    Args:
-        root: Converted folder in another format; findings name the files in it.
-        is_file: Whether damex reads the file; errors of other dataset classes are
-            warnings.
+    ``root`` is a converted folder, whose files are then named. Errors are warnings if
+    another dataset class reads the file (``is_file=False``).
     """
 
     dataset: str
@@ -178,18 +176,14 @@ class Place:
 
 
 def raise_first(findings: Iterable[Finding]) -> None:
-    """Reject data with an error.
-
-    Raises:
-        DataError: With the message of the first error.
-    """
+    """Raise the first error as a DataError."""
     for finding in findings:
         if finding.level == "error":
             raise DataError(finding.message)
 
 
 def capped(findings: Iterable[Finding]) -> list[Finding]:
-    """At most ``MAX_LISTED`` findings of each level and kind, plus a count of the rest."""
+    """At most ``MAX_LISTED`` findings of each level and kind, and a count of others."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         key = (finding.dataset, finding.level, finding.kind)

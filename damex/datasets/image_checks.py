@@ -54,14 +54,9 @@ def is_remote(path: str | Path) -> bool:
 
 
 class ImageRecord(NamedTuple):
-    """An image that an annotation file lists.
+    """An image that an annotation file lists; ``size`` is the stated one.
 
-    Args:
-        record: Its record, for messages.
-        size: Width and height of the record, or None.
-        applies_exif: Whether training rotates the image by its EXIF orientation.
-        is_used: Whether the split loads it; training may skip images without boxes.
-        boxes: Its boxes, to compare near-duplicates.
+    ``is_used``: the split loads it (training may skip images without boxes).
     """
 
     place: Place

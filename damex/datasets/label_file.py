@@ -36,9 +36,9 @@ class LabelFile:
 
     Args:
         datasets: Per dataset: its class name -> name in the mixture, or None to leave
-            the class out. Equal names in the mixture are one class.
-        unlisted: Rule for classes that are not listed: ``union`` keeps the name (after
-            ``rename``), so that equal names are one class; ``partitioned`` makes it
+            it out. Equal names in the mixture are one class.
+        unlisted: Rule for other classes: ``union`` keeps the name (after ``rename``),
+            so that equal names are one class; ``partitioned`` makes it
             ``dataset/class``; ``drop`` leaves it out; ``error`` rejects it.
         where: File or option, for messages.
     """
@@ -157,10 +157,9 @@ class LabelFile:
     def mapping(
         self, dataset: str, own: Sequence[str], renamed: Mapping[str, str]
     ) -> dict[str, str]:
-        """Map the class names ``own`` of a dataset to the mixture, without dropped ones.
+        """Map the class names ``own`` of a dataset to the mixture, except dropped ones.
 
-        ``renamed`` is the ``rename`` of its entry, which must not contain listed
-        classes.
+        ``renamed`` is the ``rename`` of its entry.
 
         Raises:
             ConfigError: If a listed class is unknown or renamed, an unlisted one is an

@@ -35,8 +35,8 @@ def read_label_space(value: Any) -> str | LabelFile:
 class LabelSpace:
     """The classes of a mixture, and those that each dataset annotates.
 
-    Labels of the detector are indices into ``classes``, independent of the order of
-    categories in any file.
+    Labels are indices into ``classes``, independent of the order of categories in
+    files.
 
     Args:
         classes: All class names.
@@ -59,11 +59,9 @@ class LabelSpace:
     ) -> LabelSpace:
         """Build the label space of a mixture.
 
-        Args:
-            specs: The datasets.
-            mode: ``union``: equal class names are one class. ``partitioned``: every
-                dataset keeps its classes, as ``dataset/class``. A label file decides
-                class by class.
+        With mode ``union`` equal class names are one class; with ``partitioned`` every
+        dataset keeps its classes, as ``dataset/class``; a label file decides class by
+        class.
 
         Raises:
             ConfigError: If the mode is unknown, or the file does not fit.
@@ -106,7 +104,7 @@ class LabelSpace:
         )
 
     def check(self, specs: Sequence[DatasetSpec], *, mode: str | LabelFile) -> None:
-        """Reject a label space that does not follow from a mixture, without reading files.
+        """Reject a label space that does not follow from a mixture; reads no files.
 
         Raises:
             ConfigError: If the datasets or their entries have changed.

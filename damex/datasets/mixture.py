@@ -37,8 +37,8 @@ class MixtureDataset(Dataset):
     """Concatenation of named datasets with a common list of classes.
 
     ``dataset_id``, ``dataset_name`` and ``group_id`` are in the metainfo of every data
-    sample, without changes to the pipeline. Labels are mapped by name. ``metainfo`` is
-    one dict and goes into the checkpoint.
+    sample. Labels are mapped by name. ``metainfo`` is one dict and goes into the
+    checkpoint.
 
     Args:
         datasets: The entries of ``mixture``; see ``DatasetSpec``.
@@ -48,8 +48,8 @@ class MixtureDataset(Dataset):
         label_space: ``union``, ``partitioned``, the path of a label file or its
             content, or the metainfo of the mixture that the detector was trained on.
         filter_empty: Leave images without boxes out of training.
-        on_bad_box: ``error`` or ``drop`` for boxes outside their image or with a
-            negative side.
+        on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
+            side.
         max_refetch: How many other images to try if the pipeline rejects one.
         test_mode: Whether samples are for evaluation; follows ``split`` by default.
         lazy_init: Load the annotations in ``full_init`` instead of at construction.
@@ -125,11 +125,7 @@ class MixtureDataset(Dataset):
         return self._ends[-1]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Index of an image's dataset, and its index there.
-
-        Raises:
-            IndexError: If the index is not below ``len(self)``.
-        """
+        """Index of an image's dataset and the index there, or IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {int(index)} of a mixture of {len(self)} images.")
         source = bisect.bisect_right(self._ends, index)

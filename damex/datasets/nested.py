@@ -56,8 +56,7 @@ def _class_of(config: Mapping[str, Any]) -> Any:
 def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) -> None:
     """Reject dataset classes that are unknown or would mislabel.
 
-    Subclasses of mmdet's CocoDataset number a choice of classes (``has_choice``) in
-    file order.
+    Subclasses of mmdet's CocoDataset number chosen classes in file order.
 
     Raises:
         ConfigError: If a class, possibly wrapped, is unusable.

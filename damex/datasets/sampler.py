@@ -26,13 +26,12 @@ class MixtureSampler(Sampler[SeededIndex]):
     """Samples datasets by weight; a pure function of seed, epoch and position.
 
     Dataset i gets the share ``w_i / sum(w)`` of all samples, rounded over the whole run
-    and not per batch or epoch, so that small shares are honored, too. Each dataset is
-    read as an endless sequence of its permutations: every image is seen once before any
-    is seen twice, also across epochs.
+    and not per batch or epoch, so that small shares count, too. Each dataset is an
+    endless sequence of its permutations: every image is seen once before any is seen
+    twice.
 
-    The sampler is stateless: a resumed run continues with the same samples, and any
-    number of processes or workers sees the same global order. Within an epoch,
-    :meth:`leave_out` recomputes the samples that were seen before.
+    Nothing is stored: a resumed run continues with the same samples, and any number of
+    processes or workers sees the same global order.
 
     With ``homogeneous_batches`` every batch of a process is of one dataset, and shares
     are those of batches. Processes draw different datasets, so that each step still
@@ -51,14 +50,13 @@ class MixtureSampler(Sampler[SeededIndex]):
             ``temperature``, n to the power of 1 / ``temperature`` (Arivazhagan et al.
             2019, arXiv 1907.05019). By default explicit if entries have weights, else
             proportional.
-        temperature: For ``sampling='temperature'``: 1 is proportional, 2 the root, and
-            a large one uniform.
+        temperature: 1 is proportional, 2 the root, and a large one uniform.
         homogeneous_batches: Whether a batch holds images of one dataset only.
         batch_size: Images of a homogeneous batch; filled in from the dataloader.
 
     Raises:
-        ConfigError: If ``samples_per_epoch`` is too small for the number of datasets,
-            or an option is unknown, contradictory, or missing.
+        ConfigError: If ``samples_per_epoch`` is below the number of datasets, or an
+            option is unknown, contradictory, or missing.
     """
 
     def __init__(
@@ -166,10 +164,7 @@ class MixtureSampler(Sampler[SeededIndex]):
             epoch, start = epoch + 1, 0
 
     def order(self) -> dict[str, Any]:
-        """Everything that determines the order of samples, for checkpoints.
-
-        ``seed`` and ``total`` belong to the run; the rest to the config.
-        """
+        """Everything that determines the order of samples, for checkpoints."""
         return dict(
             seed=self.seed,
             total=self.total,
@@ -181,13 +176,10 @@ class MixtureSampler(Sampler[SeededIndex]):
         )
 
     def take_over(self, order: dict[str, Any]) -> bool:
-        """Continue in the order (``order()``) of an earlier run with any number of processes.
+        """Continue in the order of an earlier run with any number of processes.
 
         If that number does not divide samples_per_epoch, epochs stay padded as in that
-        run.
-
-        Returns:
-            False if the config asks for another mixture or epoch length.
+        run. Returns False if the config asks for another mixture or epoch length.
         """
         own = dict(seed=order.get("seed"), total=order.get("total"))
         if {**self.order(), **own} != order:
@@ -204,9 +196,9 @@ class MixtureSampler(Sampler[SeededIndex]):
         the rest is redistributed in order.
 
         Args:
-            epoch: Index of the epoch, from 0.
-            passes: Of each part the number of processes, the batch size of one, and the
-                batches that each has used.
+            epoch: Index of the epoch.
+            passes: Of each part the number of processes, batch size, and batches used
+                by each.
             batches: Current batch sampler on top of this sampler.
 
         Returns:
@@ -228,7 +220,7 @@ class MixtureSampler(Sampler[SeededIndex]):
         return len(_batches_of(row, order, self.dataset, batches, batches.batch_size))
 
     def leave_out_first(self, samples: int) -> None:
-        """Leave out the first ``samples`` of all processes since the start of the run."""
+        """Leave out the first ``samples`` of all processes in this run."""
         self._first_epoch, first = divmod(samples, self.total)
         rest = list(range(first, self.total))
         row = self._share_out([rest], self.world_size, set())[self.rank]

@@ -56,23 +56,22 @@ class DatasetSpec:
 
     Args:
         name: Short unique name; it appears in tables, losses and checkpoints.
-        root: Folder in a format of ``damex.datasets.formats``. With it, ``train``,
-            ``val`` and ``test`` only override its splits: by a split, folder, list of
-            images or annotation file in it, or several.
+        root: Folder in a format of ``damex.datasets.formats``; ``train``, ``val`` and
+            ``test`` may override its splits: by a split, folder, list of images or
+            annotation file in it, or several.
         format: Format of ``root``, if it cannot be recognized.
         val_share: Share of ``root`` for validation, if it has none; 0.1 by default.
         data_root: Folder that the other paths are relative to.
-        train: Annotation file in COCO format, or the config of any mmdet dataset, whose
-            ``pipeline`` (if any) replaces that of the mixture.
+        train: COCO file, or the config of any mmdet dataset, whose ``pipeline`` (if
+            any) replaces that of the mixture.
         val: Same for evaluation.
         test: Same for ``tools/test.py``; ``val`` by default.
         img: Image folder, relative to ``data_root``; or one per split.
         classes: Class names to use; all classes of the training set by default.
-        rename: Dataset's class name -> name in the mixture, to merge classes with
-            different names.
-        weight: Relative share of the training samples, given for all datasets of the
-            mixture or for none. None means the number of images, so that without any
-            weight every image is seen equally often.
+        rename: Dataset's class name -> name in the mixture, to merge classes.
+        weight: Relative share of the training samples, for all datasets of the mixture
+            or for none. By default the number of images: every image is seen equally
+            often.
         group: Datasets of one group share their experts; the name by default.
     """
 
@@ -146,7 +145,7 @@ class DatasetSpec:
         return self.group or self.name
 
     def source(self, split: str) -> str | Mapping[str, Any] | None:
-        """Annotation file or dataset config of a split (``test`` falls back to ``val``)."""
+        """Annotation file or dataset config of a split; ``test`` may be ``val``."""
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {SPLITS}, got {split!r}.")
         if self.root is not None:
@@ -177,11 +176,7 @@ class DatasetSpec:
         return CocoSource(root / source, folder)
 
     def dataset_config(self, split: str) -> dict[str, Any]:
-        """Config of the mmdet dataset behind a split.
-
-        Raises:
-            ConfigError: If the spec does not name this split.
-        """
+        """Config of the mmdet dataset of a split; ConfigError if it is missing."""
         source = self.source(split)
         if source is None and self.root is not None:
             raise ConfigError(
@@ -258,8 +253,8 @@ class DatasetSpec:
     def own_classes(self) -> tuple[str, ...]:
         """The dataset's names of its training classes.
 
-        From ``classes``, else the categories of the COCO file, else the metainfo of the
-        mmdet dataset class.
+        From ``classes``, else the COCO file, else the metainfo of the mmdet dataset
+        class.
 
         Raises:
             ConfigError: If none of these names any class.
@@ -299,8 +294,8 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
     """Read and cross-check the entries of ``mixture``.
 
     Raises:
-        ConfigError: If it is not a list, is empty, repeats a dataset, or gives weights
-            to some datasets only.
+        ConfigError: If it is not a list, is empty, repeats a dataset, or has only some
+            weights.
     """
     if not isinstance(entries, (list, tuple)):
         raise ConfigError(

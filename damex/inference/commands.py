@@ -278,7 +278,7 @@ def _write_onnx(
     images: Sequence[tuple[str, np.ndarray]],
     out: Path,
 ) -> list[str]:
-    """Write a graph if it agrees with ``detector`` on images (the first in all shapes)."""
+    """Write a graph if it agrees with ``detector``; the first image has all shapes."""
     content = to_onnx(graph, dict(**about, damex=__version__))
     runs, lines = runs_of(graph, content, detector), []
     more = stretched(images[0][1], max(graph.scale))

@@ -31,7 +31,7 @@ SHAPES = ((0.6, 0.6), (1.6, 1.2), (0.6, 0.8), (2.1, 0.9), (0.3, 0.9))
 
 @dataclass(frozen=True)
 class Answers:
-    """Detections in an image: boxes (K, 4) as x1, y1, x2, y2 in pixels, scores, labels."""
+    """Detections in an image; boxes (K, 4) are x1, y1, x2, y2 in pixels."""
 
     boxes: np.ndarray
     scores: np.ndarray

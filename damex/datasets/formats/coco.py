@@ -38,7 +38,7 @@ _MANY_FILES = 40
 
 
 def _files(tree: Tree) -> list[str]:
-    """JSON files of detections; only ``instances_*`` among files of COCO's other tasks."""
+    """JSON files of detections; only ``instances_*`` among COCO's other tasks."""
     files = tree.with_suffix(".json")
     if len(files) > _MANY_FILES:  # one per image: not COCO
         files = [path for path in files if split_of_file(path) or "coco" in path]

@@ -28,7 +28,7 @@ SUMMARY_FILE = "summary.json"
 
 
 class Conversion(NamedTuple):
-    """Folder of the COCO files (``train.json`` etc.) of a dataset, and their summary."""
+    """Folder of a dataset's COCO files (``train.json`` etc.), and their summary."""
 
     folder: Path
     summary: Summary
@@ -41,11 +41,7 @@ class Conversion(NamedTuple):
 
 
 def open_root(root: str | Path) -> Tree:
-    """List the files of a dataset.
-
-    Raises:
-        ConfigError: If the folder is missing.
-    """
+    """List the files of a dataset; ConfigError if the folder is missing."""
     path = Path(os.path.expanduser(root))  # noqa: PTH111 - expanduser of Path may raise
     if path.is_file():
         raise ConfigError(
@@ -62,10 +58,7 @@ def open_root(root: str | Path) -> Tree:
 
 
 def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
-    """Recognize the format of a folder, unless ``told`` names it.
-
-    Returns:
-        The format, and the evidence for it.
+    """Return the format of a folder and the evidence; ``told`` names the format.
 
     Raises:
         ConfigError: If the name is unknown, nothing fits, or several formats do.
@@ -152,7 +145,7 @@ def _classes(contents: Contents) -> tuple[str, ...]:
 
 
 def _note_unannotated(tree: Tree, contents: Contents, ledger: Ledger) -> None:
-    """Count unannotated images in folders with annotated ones (others hold masks etc.)."""
+    """Count unannotated images, only in folders with annotated ones."""
     used = {sample.image for sample in contents.samples}
     folders = {parent(image) for image in used}
     rest = [i for i in tree.images if i not in used and parent(i) in folders]

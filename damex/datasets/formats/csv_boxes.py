@@ -122,7 +122,7 @@ def _columns(header: Sequence[str]) -> dict[str, int]:
 
 
 def _box_columns(columns: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The columns of a box; ``width`` and ``height`` are the image's if x2 and y2 exist."""
+    """The columns of a box; ``width`` and ``height`` are the image's or the box's."""
     for four in (_CORNERS, ("x", "y", "w", "h"), ("x", "y", "width", "height")):
         if all(column in columns for column in four):
             return four

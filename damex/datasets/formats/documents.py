@@ -27,12 +27,9 @@ _DIGITS = 6  # decimals of a pixel
 
 
 class DocumentWriter:
-    """Makes the COCO documents of one dataset.
+    """Makes COCO documents with paths relative to ``root``.
 
-    Args:
-        root: Folder that images are relative to.
-        classes: Class names; category ids are 1, 2, ... in this order.
-        ledger: Counts what is left out.
+    Category ids are 1, 2, ... in the order of ``classes``; ``ledger`` counts drops.
     """
 
     def __init__(self, root: Path, classes: Sequence[str], ledger: Ledger) -> None:
@@ -123,7 +120,7 @@ class DocumentWriter:
         )
 
     def _is_turned(self, sample: Sample, header: Header) -> bool | None:
-        """Whether boxes fit the stored pixels of an EXIF-rotated image; None if neither."""
+        """Whether boxes fit the stored, not rotated pixels; None if neither fits."""
         stated, shown, stored = sample.stated_size, header.shown, header.stored
         if stated is not None and not sample.normalised:
             if not same_size(stated, shown):

@@ -50,11 +50,7 @@ def convert_entry(entry: Mapping[str, Any]) -> Conversion:
 
 
 def check_entry(entry: Mapping[str, Any], where: str) -> None:
-    """Reject keys that contradict ``root`` or need it; ``where`` is for the message.
-
-    Raises:
-        ConfigError: If there is such a key, or a value is invalid.
-    """
+    """Reject keys that contradict or need ``root``, and wrong values (ConfigError)."""
     if entry.get("root") is None:
         for key in ("format", "val_share"):
             if entry.get(key) is not None:
@@ -101,17 +97,16 @@ def _words(told: Any) -> tuple[str, ...] | None:
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/damex/datasets``, by default below ``~/.cache``; safe to delete."""
+    """``$XDG_CACHE_HOME/damex/datasets`` or below ``~/.cache``; safe to delete."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "damex" / "datasets"
 
 
 def convert_cached(root: str | Path, options: Options) -> Conversion:
-    """Convert a dataset, or reuse an earlier conversion.
+    """Convert a dataset, or reuse a conversion of the same files, options and readers.
 
-    It is reused if names, sizes and times of all files, the options and the readers are
-    the same. A conversion is written to a temporary folder and renamed when complete,
-    so that concurrent processes share the first one.
+    Files are the same if names, sizes and times are. A new folder is renamed when
+    complete, so that concurrent processes share the first one.
 
     Raises:
         ConfigError: If an option is invalid, or the cache cannot be written.

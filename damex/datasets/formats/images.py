@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 class Header(NamedTuple):
-    """Size of an image as stored, and its EXIF orientation.
-
-    ``orientation`` is 1 to 8; 1 also if the loader ignores it.
-    """
+    """Size as stored, and EXIF orientation, 1 to 8 (1 if the loader ignores it)."""
 
     width: int
     height: int
@@ -64,11 +61,7 @@ def images_of_any_size() -> Iterator[None]:
 
 
 def read_header(path: Path) -> Header:
-    """Read size and rotation without decoding the pixels.
-
-    Raises:
-        OSError: If the file is missing or not an image.
-    """
+    """Read size and rotation without decoding; OSError if missing or not an image."""
     try:
         with Image.open(path) as image:
             width, height = stored_size(image)
@@ -82,7 +75,7 @@ def read_header(path: Path) -> Header:
 
 
 def stored_size(image: Image.Image) -> tuple[int, int]:
-    """Stored width and height of an opened image; newer Pillow rotates those of TIFF.
+    """Stored width and height; newer Pillow rotates those of TIFF.
 
     Raises:
         KeyError: If a TIFF lacks its size.
@@ -112,10 +105,7 @@ def exif_orientation(image: Image.Image) -> int:
 def turn_box(
     corners: tuple[float, float, float, float], header: Header
 ) -> tuple[float, float, float, float]:
-    """Move a box (x1, y1, x2, y2) from the stored pixels to the image as shown.
-
-    Swapped corners stay swapped.
-    """
+    """Move x1, y1, x2, y2 from stored to shown pixels; swapped corners stay swapped."""
     x1, y1, x2, y2 = corners
     w, h = header.stored
     mirrored = (w - x2, y1, w - x1, y2)
@@ -135,9 +125,7 @@ def turn_box(
 
 
 def content_share(path: Path) -> float:
-    """Hash the content of a file to a number in [0, 1).
-
-    Reads the size and the first and last 64 KB only.
+    """Hash an image file's size and first and last 64 KB to a number in [0, 1).
 
     Raises:
         OSError: If the file cannot be read.

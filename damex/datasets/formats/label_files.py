@@ -228,7 +228,7 @@ def _read_dota(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _dota_box(line: str, ledger: Ledger, place: str) -> Box | None:
-    """Parse four corners, class and difficulty (Xia et al. 2018, "DOTA") to an upright box."""
+    """Parse four corners, class and difficulty (Xia et al. 2018) to an upright box."""
     words = line.split()
     if kind_of_line(line) != "dota":
         what = "lines that are no DOTA label (8 numbers, class, difficult)"

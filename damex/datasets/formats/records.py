@@ -28,14 +28,9 @@ class Box(NamedTuple):
 
 @dataclass
 class Sample:
-    """One image and its boxes.
+    """One image and its boxes; paths are relative to the root.
 
-    Attributes:
-        image: Path relative to the root.
-        source: Annotation file, relative to the root.
-        boxes: Its objects; empty for a background image.
-        stated_size: Width and height in the annotation, if any.
-        normalised: Whether the boxes are relative to width and height.
+    ``stated_size`` is (width, height); ``normalised`` boxes are relative to it.
     """
 
     image: str
@@ -79,7 +74,6 @@ class Contents:
     """Everything that a reader found.
 
     Attributes:
-        samples: All annotated images.
         splits: Samples by ``train``, ``val``, ``test`` or the name of another list;
             they may overlap and be incomplete.
         classes: Class names in the order of the format; None to sort those in use.
@@ -95,9 +89,8 @@ class Options:
     """Options of an entry with ``root``.
 
     Attributes:
-        format: Name of the format; None to recognize it.
-        train: Split, folder, list of images or annotation file; several in a tuple. The
-            same for ``val`` and ``test``.
+        train: Splits, folders, lists of images or annotation files, as for val and
+            test.
         val_share: Share of the images for validation if the folder has none.
         classes: Class names; they number the classes of a format without names.
     """
@@ -115,10 +108,8 @@ class Format:
     """A supported format.
 
     Attributes:
-        name: For ``format=``.
         looks_for: Required contents of the folder, for messages.
         recognise: Returns the evidence in a folder; None if it is not of this format.
-        read: Reads the folder.
         guessed: Whether it is recognized without ``format=``.
         fault: Explains why a folder that is nearly of the format is not recognized.
     """
@@ -140,10 +131,7 @@ def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
 
 
 def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:
-    """Why names cannot number the classes; None if they can.
-
-    ``word`` is singular, such as ``line``, for the message.
-    """
+    """Why names cannot number the classes, or None; ``word`` is a singular noun."""
     for number, name in enumerate(names, start=1):
         if not name.strip():
             return f"{word} {number} is empty"

@@ -34,7 +34,7 @@ def split_of_table(path: str, tables: Sequence[str]) -> str | None:
     """Split of one of several files with many images each.
 
     Files of one split, such as train2014 and train2017, may overlap: they keep their
-    paths. None if ``path`` is the only file and its name is not a split.
+    paths.
     """
     split = split_of_file(path)
     if split is not None and [*map(split_of_file, tables)].count(split) == 1:
@@ -48,12 +48,7 @@ def splits_by_image_sets(
     """Read ``ImageSets/train.txt``, ``ImageSets/Main/train.txt`` etc. by list name.
 
     Lists of one name in several folders (VOC2007 and VOC2012) are joined; VOC's lists
-    per class, with a second column, are skipped.
-
-    Args:
-        tree: The folder.
-        find: Sample by parent folder of ImageSets and name, or None.
-        ledger: Counts names without a sample.
+    per class are skipped. ``find`` maps a folder and a name to a sample or None.
     """
     splits: dict[str, list[Sample]] = {}
     for path in tree.with_suffix(".txt"):
@@ -118,7 +113,7 @@ def choose_splits(
 
 
 def _leave_out(chosen: dict[str, list[Sample]], options: Options) -> None:
-    """Remove evaluation images named by the entry from a train split that is not named."""
+    """Remove evaluation images named by the entry from a train split of the folder."""
     for split in ("val", "test"):
         if getattr(options, split) is not None and options.train is None:
             held = {sample.image for sample in chosen[split]}

@@ -31,7 +31,7 @@ _SKIPPED_FOLDERS = frozenset({"__MACOSX", "__pycache__"})
 
 
 def split_name(word: str) -> str | None:
-    """``train``, ``val`` or ``test`` for common names such as ``Validation`` or ``train2017``."""
+    """``train``, ``val`` or ``test`` for words like ``Validation`` or ``train2017``."""
     return _SPLITS.get(re.sub(r"(19|20)\d\d$", "", word.lower()))
 
 
@@ -125,14 +125,9 @@ class Tree:
         """Find the image that an annotation refers to; None if missing or ambiguous.
 
         Annotations may have paths of other machines, or another suffix or none. An
-        exact path wins, then the image with most equal parent folders; ``near`` breaks
-        ties.
-
-        Args:
-            name: As the annotation spells it.
-            near: Folders to prefer, relative to the root.
-            split: Split of the annotation; images of other splits, possibly with equal
-                names, are not guessed.
+        exact path wins, then the image with most equal parent folders; folders in
+        ``near`` break ties. Images of other splits than ``split``, possibly with equal
+        names, are not guessed.
         """
         name = _clean(name)
         exact = [join(folder, name) for folder in near]
@@ -212,7 +207,7 @@ def replace_part(folder: str, old: str, new: str) -> str | None:
 def _agreement(
     path: str, name: PurePosixPath, near: Sequence[str]
 ) -> tuple[int, int, bool]:
-    """Sort key for an image of the right stem: equal folders, rank in ``near``, suffix."""
+    """Sort key of images of the right stem: equal folders, rank in ``near``, suffix."""
     folders, wanted = path.split("/")[:-1], name.parts[:-1]
     common = 0
     for one, other in zip(reversed(folders), reversed(wanted), strict=False):

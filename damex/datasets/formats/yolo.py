@@ -208,7 +208,7 @@ def _count_keypoints(source: Path, shape: object) -> int:
 
 
 def _found_lists(tree: Tree, ledger: Ledger) -> dict[str, list[str]]:
-    """Images by list file without a config; lists of mostly missing images are skipped."""
+    """Images by list file without a config; lists of missing images are skipped."""
     splits: dict[str, list[str]] = {}
     losses = Ledger()
     names = 0

@@ -29,7 +29,7 @@ class Row:
 
 
 def rows_of_words(words: Sequence[str]) -> list[Row]:
-    """Group the images of command-line words (see `find_images`) into a row per folder."""
+    """Group the images of words (see `find_images`) into one row per folder."""
     folders: dict[Path, list[Path]] = {}
     for path in find_images(words):
         folders.setdefault(path.absolute().parent, []).append(path)
