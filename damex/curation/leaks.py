@@ -60,7 +60,7 @@ def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
 
 
 def near_pairs(gradients_ND: np.ndarray) -> np.ndarray:
-    """Sorted pairs (P, 2) of rows with a cosine of at least ``NEAR``, smaller index first.
+    """Sorted pairs (P, 2) of rows, i < j, with a cosine of at least ``NEAR``.
 
     Only rows that share a hash bucket are compared; a near pair is missed once in a
     billion. If rows are few or mostly near, all pairs are compared. Rows have norm 1,
@@ -75,7 +75,7 @@ def near_pairs(gradients_ND: np.ndarray) -> np.ndarray:
 
 
 def _buckets(gradients_ND: np.ndarray) -> list[np.ndarray]:
-    """Row sets that contain near pairs (random planes: P(same bit) = 1 - angle / pi)."""
+    """Row sets containing near pairs (random planes: P(same bit) = 1 - angle / pi)."""
     count, width = gradients_ND.shape
     bits = max(round(np.log2(max(count, 1) / BUCKET)), 1)
     shared = (1 - np.arccos(NEAR) / np.pi) ** bits

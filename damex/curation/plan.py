@@ -122,7 +122,7 @@ def table(
     shares_M: np.ndarray,
     near: Mapping[str, Any],
 ) -> list[str]:
-    """The groups with reasons (``near``: see :func:`affinities`), and lines to paste."""
+    """The groups with reasons (``near``: :func:`affinities`), and lines to paste."""
     names = [one.name for one in found]
     width = max(len("dataset"), *map(len, names))
     head = "  ".join(f"{part:>7}" for part in ("samples", "all", *PARTS))

@@ -194,7 +194,7 @@ def prepare(arguments: Sequence[str]) -> int:
 
 
 def _prepare(name: str, root: Path) -> bool:
-    """Convert one dataset, or print what it lacks; returns whether it is ready."""
+    """Convert one dataset, or print its missing files; returns whether it is ready."""
     recipe = RECIPES[name]
     if all((root / f"{split}.json").is_file() for split in SPLITS):
         print(f"{name}: ready; remove {root}/train.json to convert it anew")

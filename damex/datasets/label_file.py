@@ -49,11 +49,7 @@ class LabelFile:
 
     @classmethod
     def read(cls, path: str | Path) -> LabelFile:
-        """Read a file.
-
-        Raises:
-            ConfigError: If the file is missing or invalid.
-        """
+        """Read a file; ConfigError if it is missing or invalid."""
         try:
             text = Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111 - Path raises
         except OSError as error:
@@ -70,11 +66,7 @@ class LabelFile:
 
     @classmethod
     def from_content(cls, content: Any, *, where: str = "label_space") -> LabelFile:
-        """Build from the parsed file; ``where`` is its name, for messages.
-
-        Raises:
-            ConfigError: If the content is invalid.
-        """
+        """Build from a parsed file called ``where``; ConfigError if it is invalid."""
         if not isinstance(content, Mapping):
             raise ConfigError(
                 f'{where} must hold {{"version": {VERSION}, "datasets": {{...}}}}, got '
@@ -132,11 +124,7 @@ class LabelFile:
         )
 
     def check_datasets(self, names: Sequence[str]) -> None:
-        """Reject datasets that the mixture does not have.
-
-        Raises:
-            ConfigError: If a dataset is unknown.
-        """
+        """Reject datasets that the mixture does not have (ConfigError)."""
         for name in self.datasets:
             if name not in names:
                 raise ConfigError(

@@ -14,11 +14,7 @@ LABEL_SPACE_MODES = ("union", "partitioned")
 
 
 def read_label_space(value: Any) -> str | LabelFile:
-    """Read ``label_space`` of a config: a mode, a label file's path, or its content.
-
-    Raises:
-        ConfigError: If it is invalid, or the file cannot be used.
-    """
+    """Read ``label_space``: a mode, or path or content of a label file (ConfigError)."""
     if isinstance(value, Mapping):
         return LabelFile.from_content(value)
     if isinstance(value, str) and value.endswith(".json"):
@@ -153,11 +149,7 @@ class LabelSpace:
         return len(self.classes)
 
     def dataset_id(self, name: str) -> int:
-        """Index of a dataset.
-
-        Raises:
-            ConfigError: If the mixture does not have the dataset.
-        """
+        """Index of a dataset; ConfigError if it is unknown."""
         if name not in self.dataset_names:
             raise ConfigError(
                 f"the mixture has no dataset {name!r}; "
@@ -170,11 +162,7 @@ class LabelSpace:
         return self.group_names.index(self.groups[dataset_id])
 
     def local_to_global(self, dataset_id: int, own: Sequence[str]) -> list[int]:
-        """Mixture label of every class of a dataset; ``own`` is in the order of labels.
-
-        Raises:
-            ConfigError: If a name is not among the dataset's classes.
-        """
+        """Mixture labels of a dataset's classes; ConfigError for an unknown class."""
         mapping = self.dataset_classes[dataset_id]
         for name in own:
             if name not in mapping:

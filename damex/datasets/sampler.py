@@ -266,8 +266,9 @@ class MixtureSampler(Sampler[SeededIndex]):
         return units.ravel().tolist()
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
-        """Samples drawn per dataset before an epoch; sums to ``epoch * total``."""
+        """Samples drawn per dataset before an epoch; the largest absorbs rounding."""
         units = epoch * self.total // self._unit
+        # Independent rounding keeps each count growing and within half a unit.
         drawn = np.rint(self.shares * units).astype(np.int64)
         largest = int(self.shares.argmax())
         drawn[largest] += units - drawn.sum()

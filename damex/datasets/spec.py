@@ -275,11 +275,7 @@ class DatasetSpec:
         return classes
 
     def mixture_classes(self) -> tuple[str, ...]:
-        """Class names after ``rename``, in the dataset's own order.
-
-        Raises:
-            ConfigError: If ``rename`` names an unknown class.
-        """
+        """Class names after ``rename``; ConfigError if it names an unknown class."""
         own = self.own_classes
         for name in self.rename:
             if name not in own:

@@ -48,8 +48,7 @@ class Grown:
         old: Label space of the checkpoint.
         moe: Resolved ``moe`` tree.
         models: For each new dataset group the old one whose experts it copies.
-        likeness: Per compared new group, mean probabilities of old groups on its
-            images.
+        likeness: Mean probability of each old group, per compared new group.
         notes: Warnings about settings that work but are probably unintended.
         alone_fault: Why ``train_only`` cannot train the new datasets; empty if it can.
     """
@@ -142,11 +141,7 @@ def _alone_fault(detector: Any, grown: Grown) -> str:
 
 
 def check_extends(stored: StoredDetector, space: LabelSpace) -> None:
-    """Reject a mixture that changes the old datasets or adds none.
-
-    Raises:
-        ConfigError: If an old dataset differs or no dataset is new.
-    """
+    """Reject a mixture that changes old datasets or adds none (ConfigError)."""
     old = stored.space
     for number, name in enumerate(old.dataset_names):
         if name not in space.dataset_names:
@@ -203,11 +198,7 @@ def fresh_detector(model: Mapping[str, Any]) -> Any:
 
 
 def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> None:
-    """Reject a detector with another number of experts for an old dataset of ``space``.
-
-    Raises:
-        ConfigError: If a number differs.
-    """
+    """Reject a detector that changes the number of an old dataset's experts."""
     check_declared(detector)
     _check_nobodys_experts(stored, detector)
     old = row_owners(detector, stored.state, names_of_space(stored.space))

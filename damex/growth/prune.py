@@ -191,11 +191,7 @@ def _count_experts(
 
 
 def without(space: LabelSpace, drop: Collection[str]) -> LabelSpace:
-    """A label space without some datasets and the classes that only they have.
-
-    Raises:
-        ConfigError: If no dataset would remain.
-    """
+    """Drop datasets and their exclusive classes; ConfigError if none would remain."""
     kept = [i for i, name in enumerate(space.dataset_names) if name not in drop]
     if not kept:
         raise ConfigError(

@@ -160,11 +160,7 @@ class _DrawnVideo:
 
 
 def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
-    """Reject a folder that contains images to draw: drawings keep their names.
-
-    Raises:
-        ConfigError: If an image is in or below the folder, or it cannot be created.
-    """
+    """Reject a folder with images to draw: drawings keep their names (ConfigError)."""
     make_folder(folder)
     for image in images:
         places = image.resolve().parent, image.parent.resolve()

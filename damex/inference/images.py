@@ -112,11 +112,7 @@ def is_video(path: Path) -> bool:
 
 
 def open_video(path: Path) -> mmcv.VideoReader:
-    """Open a video.
-
-    Raises:
-        DataError: If OpenCV cannot read it.
-    """
+    """Open a video; DataError if OpenCV cannot read it."""
     if not path.is_file():
         raise DataError(f"{path} does not exist.")
     if printable(str(path)) != str(path):

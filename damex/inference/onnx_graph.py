@@ -36,11 +36,7 @@ STEPS = ("LoadImageFromFile", "Resize", "PackDetInputs")
 
 
 def check_packages() -> None:
-    """Check that the packages that write and run ONNX are installed.
-
-    Raises:
-        ConfigError: If one of them is missing.
-    """
+    """Raise a ConfigError if a package that writes or runs ONNX is missing."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -116,11 +116,7 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
 
 
 def start_session(content: bytes) -> Any:
-    """Load a graph into onnxruntime, for one CPU thread.
-
-    Raises:
-        ConfigError: If it cannot run the graph.
-    """
+    """Load a graph into onnxruntime, for one CPU thread; ConfigError if it cannot."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

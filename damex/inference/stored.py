@@ -105,11 +105,7 @@ class StoredDetector:
         return detector.to(device)
 
     def dataset_id(self, name: str) -> int:
-        """Index of a dataset.
-
-        Raises:
-            ConfigError: If the mixture does not have the dataset.
-        """
+        """Index of a dataset; ConfigError if it is unknown."""
         if name not in self.space.dataset_names:
             raise ConfigError(
                 f"the checkpoint {self.path} knows no dataset {name!r}; "

@@ -56,8 +56,7 @@ def coco_document(
 def json_document(path: Path, classes: Sequence[str]) -> Iterator[Add]:
     """Yield a function that adds a prediction and image name to a COCO document.
 
-    The document is written at the end, after an error or Ctrl-C with what it has so
-    far.
+    The document is written at the end; after an error or Ctrl-C, it is partial.
     """
     found: list[tuple[Prediction, str]] = []
     is_over = False

@@ -58,7 +58,7 @@ def open_root(root: str | Path) -> Tree:
 
 
 def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
-    """Return the format of a folder and the evidence; ``told`` names the format.
+    """Return the format of a folder and the evidence; a given name is not guessed.
 
     Raises:
         ConfigError: If the name is unknown, nothing fits, or several formats do.

@@ -237,6 +237,7 @@ class _Reader:
 
     def _is_normalised(self) -> bool:
         """Whether boxes are relative: none above 1, and one neither 0 nor 1."""
+        # Pixels are excluded: all boxes would be within the first one.
         any_fraction = False
         for _, row in self.table.rows:
             for value in numbers(self._fields(row, self.four)) or ():

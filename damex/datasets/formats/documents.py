@@ -120,7 +120,7 @@ class DocumentWriter:
         )
 
     def _is_turned(self, sample: Sample, header: Header) -> bool | None:
-        """Whether boxes fit the stored, not rotated pixels; None if neither fits."""
+        """Whether boxes fit the unrotated pixels; None if the stated size is wrong."""
         stated, shown, stored = sample.stated_size, header.shown, header.stored
         if stated is not None and not sample.normalised:
             if not same_size(stated, shown):
@@ -128,6 +128,7 @@ class DocumentWriter:
                     return None
                 self._note_turned(sample)
                 return True
+        # Without a size, boxes fit the image as shown unless only stored holds all.
         elif header.orientation >= 5 and not sample.normalised:
             boxes = [box.corners for box in sample.boxes]
             if not _hold(shown, boxes) and _hold(stored, boxes):

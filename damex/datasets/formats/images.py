@@ -16,7 +16,7 @@ from PIL import Image
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 _ORIENTATION = 0x0112
-# Formats whose EXIF rotation OpenCV, the loader in training, applies.
+# Formats whose EXIF rotation OpenCV, the loader in training, applies; not WebP, AVIF...
 ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
 _HASHED_BYTES = 1 << 16
 _OPENCV_PIXELS = 1 << 30  # OpenCV's limit
@@ -75,11 +75,7 @@ def read_header(path: Path) -> Header:
 
 
 def stored_size(image: Image.Image) -> tuple[int, int]:
-    """Stored width and height; newer Pillow rotates those of TIFF.
-
-    Raises:
-        KeyError: If a TIFF lacks its size.
-    """
+    """Stored width and height (newer Pillow rotates TIFFs); KeyError if missing."""
     if isinstance(image, TiffImageFile):
         return image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
     return image.size
@@ -125,11 +121,7 @@ def turn_box(
 
 
 def content_share(path: Path) -> float:
-    """Hash an image file's size and first and last 64 KB to a number in [0, 1).
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
+    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HASHED_BYTES)

@@ -209,6 +209,7 @@ def _kitti_box(line: str, ledger: Ledger, place: str) -> Box | None:
         return None
     if len(words) == 16:
         ledger.note(_SCORED, f"{place}: {words[15]}")
+    # type, truncated, occluded, alpha, left, top, right, bottom, 7 of the 3D box
     x1, y1, x2, y2 = numbers(words[4:8]) or (0.0,) * 4
     return Box((x1, y1, x2, y2), words[0], 0)
 

@@ -1,4 +1,4 @@
-"""Summary of a conversion: what was found, kept and dropped."""
+"""Summary of a conversion: recognized, kept and dropped records."""
 
 from __future__ import annotations
 
