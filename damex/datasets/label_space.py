@@ -14,7 +14,7 @@ LABEL_SPACE_MODES = ("union", "partitioned")
 
 
 def read_label_space(value: Any) -> str | LabelFile:
-    """Read ``label_space``: a mode, or path or content of a label file (ConfigError)."""
+    """Read ``label_space``: a mode, a label file or its content; else ConfigError."""
     if isinstance(value, Mapping):
         return LabelFile.from_content(value)
     if isinstance(value, str) and value.endswith(".json"):
