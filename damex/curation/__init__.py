@@ -1,1 +1,1 @@
-"""What one does with datasets before a training: check, look, merge and plan."""
+"""Preparing datasets: check, browse, convert, merge and plan."""

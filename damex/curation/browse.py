@@ -1,4 +1,4 @@
-"""The command ``damex data browse``: what a mixture looks like."""
+"""The command ``damex data browse``: an overview page of a mixture."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from damex.files import atomic_write, make_folder, write_text
 def browse(arguments: Sequence[str]) -> None:
     """Write a page about the datasets of a config, and a contact sheet of each split.
 
-    Args:
-        arguments: The command line after ``browse``.
-
     Raises:
-        ConfigError: If the command line or the mixture cannot work.
+        ConfigError: If the command line or the mixture is invalid.
     """
     args = browse_parser().parse_args(arguments)
     cfg = mixture_config_of(args)

@@ -1,4 +1,4 @@
-"""The command ``damex data check``: what is wrong with data, before a training."""
+"""The command ``damex data check``: find faults in data before training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,10 @@ from damex.files import check_file, write_json
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Check the datasets of a config, or one COCO file.
-
-    Args:
-        arguments: The command line after ``check``.
-
-    Returns:
-        1 if there is an error, else 0.
+    """Check the datasets of a config, or one COCO file; 1 if there is an error, else 0.
 
     Raises:
-        ConfigError: If the command line or the mixture cannot work.
+        ConfigError: If the command line or the mixture is invalid.
     """
     args = check_parser().parse_args(arguments)
     if (args.config is None) == (args.coco is None):
@@ -59,14 +53,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def check_coco(file: str, images: str, quick: bool, progress: Bar) -> Inspection:
-    """Check one COCO file and its folder of images.
-
-    Args:
-        file: The COCO file.
-        images: The folder.
-        quick: Do what needs no decoding of images.
-        progress: Hears what is done.
-    """
+    """Check a COCO file and its image folder; ``quick`` does not decode images."""
     path = Path(file)
     place = Place(path.stem, str(path))
     source = coco_file(place, CocoSource(path, Path(images)))
@@ -81,7 +68,7 @@ def print_report(
 ) -> None:
     """Print findings by dataset and kind, each with examples.
 
-    Records that reading a folder left out come first, then errors.
+    Dropped records of converted folders come first, then errors.
     """
     for dataset in dict.fromkeys(finding.dataset for finding in findings):
         own = [finding for finding in findings if finding.dataset == dataset]
@@ -109,7 +96,7 @@ def _kind_lines(
 
 
 def count_levels(findings: Iterable[Finding]) -> str:
-    """How many findings of each level there are, in words."""
+    """Number of findings of each level, in words."""
     counts = Counter(finding.level for finding in findings)
     plural = {"error": "errors", "warning": "warnings", "info": "infos"}
     return ", ".join(

@@ -1,4 +1,4 @@
-"""Check the classes of a dataset: their names, and their boxes in each split."""
+"""Check the classes of a dataset: names, and boxes in each split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from damex.datasets.findings import Finding, Place
 from damex.errors import did_you_mean
 
 FEW_BOXES = 10
-# Categories that exporters add, or that stand for "nothing".
+# Categories that exporters add, or that mean "nothing".
 DUMMY_NAMES = frozenset(
     {"background", "bg", "dummy", "ignore", "none", "unlabeled", "unlabelled", "void"}
 )
@@ -20,12 +20,7 @@ DUMMY_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """The classes of one annotation file.
-
-    Args:
-        place: The file.
-        boxes: Class name -> number of boxes, 0 for a class without any.
-    """
+    """Number of boxes by class of one annotation file; 0 for an unused class."""
 
     place: Place
     boxes: Mapping[str, int]
@@ -49,11 +44,7 @@ def check_classes(
 ) -> Iterator[Finding]:
     """Find oddities of the classes of one dataset.
 
-    Args:
-        train: Those of the training set, if it could be read.
-        others: Those of validation and test.
-        expected: Holds the classes in use.
-        rename: As in the mixture entry.
+    ``train`` is None if it could not be read; ``others`` are validation and test.
     """
     first = train or next(iter(others), None)
     if first is None:
@@ -90,7 +81,7 @@ def _unknown_names(counts: ClassCounts, rename: Mapping[str, str]) -> Iterator[F
 def _similar_names(
     counts: ClassCounts, expected: Expectations, rename: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Names that differ by case, by spaces and signs, or by the plural alone."""
+    """Names that differ only by case, spaces, punctuation, or plural."""
     same: dict[str, list[str]] = {}
     names = dict.fromkeys(
         rename.get(name, name) for name in counts.boxes if expected.uses(name)
@@ -108,7 +99,7 @@ def _similar_names(
 
 
 def _bare(name: str) -> str:
-    """A name without case, spaces, signs and the ending of a plural."""
+    """A name without case, spaces, punctuation and plural ending."""
     bare = re.sub(r"[\W_]+", "", name.casefold())
     if bare.endswith("ies") and len(bare) > 4:
         return bare[:-3] + "y"

@@ -1,4 +1,4 @@
-"""``damex data convert``: a folder in any format -> COCO files and a summary."""
+"""``damex data convert``: a folder in any format to COCO files and a summary."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from damex.files import atomic_write
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """Write COCO files of a data set into a folder, and print what was kept.
-
-    Args:
-        arguments: Command line after the name of the command.
+    """Write COCO files of a dataset into a folder, and print a summary.
 
     Raises:
-        ConfigError: If an option cannot work, or a file would be overwritten.
+        ConfigError: If an option is invalid, or a file would be overwritten.
         DataError: If the data cannot be read.
     """
     args = convert_parser().parse_args(arguments)

@@ -1,4 +1,4 @@
-"""How near two datasets are: by their images, their boxes and the names of classes.
+"""Similarity of datasets by their images, boxes and class names.
 
 Axes: M datasets, F features.
 """
@@ -20,25 +20,24 @@ from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
-SAMPLES = 32  # images that are looked at per dataset
-SIDE = 160  # of an image that is looked at, in pixels
+SAMPLES = 32  # images read per dataset
+SIDE = 160  # of these images, in pixels
 BACKBONE = "tf_efficientnet_lite0"
 PARTS = ("images", "boxes", "classes")
 
 
-# Describes images by one row of numbers.
+# Returns one feature vector for several images.
 Look = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 @dataclass(frozen=True)
 class DatasetFeatures:
-    """What is known about a dataset before any training.
+    """Features of a dataset, without training.
 
     Args:
-        name: Its name.
-        images: How many there are for training.
-        classes: Their names in the mixture.
-        boxes_F: Logarithms of size, shape and number of boxes, and of the images' size.
+        images: Number of training images.
+        classes: Class names in the mixture.
+        boxes_F: Output of `box_statistics`.
         looks_F: Mean features of some images.
     """
 
@@ -52,16 +51,13 @@ class DatasetFeatures:
 def read_features(
     spec: DatasetSpec, classes: Sequence[str], look: Look
 ) -> DatasetFeatures:
-    """Look at the training set of a dataset.
+    """Compute features of a training set.
 
-    Args:
-        spec: The dataset.
-        classes: Names of its classes in the mixture.
-        look: What describes its images: :func:`colour_looks`, or the function that
-            :func:`backbone_looks` returns.
+    ``look`` extracts image features: :func:`colour_looks`, or the result of
+    :func:`backbone_looks`.
 
     Raises:
-        ConfigError: If it is no COCO file.
+        ConfigError: If it is not a COCO file.
         DataError: If the file or an image cannot be read.
     """
     source = spec.coco_source("train")
@@ -98,16 +94,7 @@ def _load(source: CocoSource, file: str, dataset: str) -> np.ndarray:
 
 
 def scale_and_shape(box: Any, image: Mapping[str, Any]) -> tuple[float, float] | None:
-    """How large a box is in its image, and how wide.
-
-    Args:
-        box: ``bbox`` of an annotation.
-        image: Record of its image.
-
-    Returns:
-        Root of its share of the image, and width over height; None if the two are not
-        a box in an image.
-    """
+    """Root of a box's share of the image, and width over height; None if invalid."""
     try:
         _, _, width, height = (float(value) for value in box)
         share = width * height / (image["width"] * image["height"])
@@ -119,14 +106,10 @@ def scale_and_shape(box: Any, image: Mapping[str, Any]) -> tuple[float, float] |
 
 
 def box_statistics(document: dict) -> np.ndarray:
-    """Typical boxes of a COCO document.
+    """Typical boxes of a COCO document, invalid ones skipped.
 
-    Args:
-        document: With boxes that are as they should be; others are passed over.
-
-    Returns:
-        Mean and spread of the log of scale (root of the share of the image) and of
-        width over height; logs of boxes per image and of the images' size.
+    Mean and spread of the log of scale (root of the share of the image) and of width
+    over height; logs of boxes per image and of the images' size.
     """
     images = {image["id"]: image for image in document["images"]}
     found = [
@@ -149,13 +132,9 @@ def box_statistics(document: dict) -> np.ndarray:
 
 
 def colour_looks(pixels: Sequence[np.ndarray]) -> np.ndarray:
-    """Colours and edges of images: what can be said without a backbone.
+    """Color and edge features of uint8 images (height, width, 3), without a backbone.
 
-    Args:
-        pixels: Images (height, width, 3) of bytes.
-
-    Returns:
-        Shares of 16 steps of each channel, and of brightness from pixel to pixel.
+    Histograms of each channel, in 16 bins, and of differences of adjacent brightness.
     """
     rows = []
     for image in pixels:
@@ -176,11 +155,7 @@ def can_use_backbone() -> bool:
 
 
 def backbone_looks() -> Look:
-    """Mean features of images in a frozen backbone that knows ImageNet.
-
-    Returns:
-        A function of images (height, width, 3) of bytes.
-    """
+    """Return a function for mean features in a frozen ImageNet backbone."""
     import torch
 
     from damex.models.timm_backbone import TimmBackbone
@@ -199,18 +174,11 @@ def backbone_looks() -> Look:
 
 
 def affinities(found: Sequence[DatasetFeatures]) -> dict[str, np.ndarray]:
-    """How near datasets are to each other.
+    """Similarity of two or more datasets, exp(-d), symmetric (M, M) with diagonal 1.
 
-    Distances of images and of boxes are those of features that are scaled to unit
-    spread over the datasets, and 1 is the mean over pairs; that of classes is 1 less
-    the share of their names that two datasets have in common.
-
-    Args:
-        found: Two datasets or more.
-
-    Returns:
-        For each of ``PARTS``, and for ``all``, the mean of their distances: exp(-d),
-        symmetric (M, M) with ones on the diagonal.
+    Distances d of images and boxes are of features scaled to unit variance over
+    datasets, with a mean of 1 over pairs; that of classes is 1 - IoU of the names.
+    ``all`` uses the mean distance over ``PARTS``.
     """
     distances = {
         "images": _distances(np.stack([one.looks_F for one in found])),

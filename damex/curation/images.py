@@ -1,4 +1,4 @@
-"""Open the image files of datasets: which exist, and what they contain."""
+"""Open the image files of datasets: existence and content."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from damex.datasets.image_checks import (
     truncated,
 )
 
-# Sides of the small picture by which images are compared.
+# Sides of the small picture used to compare images.
 LOOK_SIDE = 16
-# Norm of its differences, in levels of grey, below which a picture is plain.
+# Norm of its differences, in gray levels, below which a picture is plain.
 PLAIN = 4.0
 
 
@@ -64,26 +64,6 @@ def image_records(
     return list(found.values())
 
 
-def _boxes(
-    records: Records,
-) -> dict[int, list[tuple[str, float, float, float, float]]]:
-    """Boxes by the position of their image, as in :class:`ImageRecord`."""
-    found: dict[int, list[tuple[str, float, float, float, float]]] = {}
-    sizes = records.size_M2.tolist()
-    for record, position in zip(
-        records.annotations, records.image_N.tolist(), strict=True
-    ):
-        bbox = record.get("bbox")
-        if position < 0 or not isinstance(bbox, list) or len(bbox) != 4:
-            continue
-        if all(map(is_number, bbox)):
-            name = records.categories.get(record["category_id"], "")
-            (x, y, w, h), (width, height) = bbox, sizes[position]
-            corners = x / width, y / height, (x + w) / width, (y + h) / height
-            found.setdefault(position, []).append((name, *corners))
-    return found
-
-
 def _boxes(records: Records) -> dict[int, list[NamedBox]]:
     """Boxes by the position of their image, as in :class:`ImageRecord`."""
     found: dict[int, list[NamedBox]] = {}
@@ -105,10 +85,9 @@ def _boxes(records: Records) -> dict[int, list[NamedBox]]:
 def check_existence(
     images: Sequence[ImageRecord],
 ) -> tuple[list[ImageRecord], list[Finding]]:
-    """Look for files, folder by folder: one listing is quicker than many questions.
+    """Find existing images, and findings about missing and remote ones.
 
-    Returns:
-        The images that exist, and findings about the others and about remote ones.
+    One listing per folder is faster than a query per file.
     """
     folders: dict[Path, list[ImageRecord]] = {}
     for image in images:
@@ -135,7 +114,7 @@ def check_existence(
 
 
 def _listing(folder: Path) -> dict[str, str] | None:
-    """Names of a folder by their lower case; None if it does not exist."""
+    """Names in a folder by their lower case; None if it does not exist."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name.casefold(): entry.name for entry in entries}
@@ -168,22 +147,16 @@ def look_at(
     advance: Callable[[], Any] = lambda: None,
     seconds: float = float("inf"),
 ) -> list[Look]:
-    """Open images in threads.
+    """Open existing images in threads; fewer results if ``seconds`` run out.
 
-    Args:
-        images: Existing ones.
-        decode: Whether to read and decode them whole, or their headers alone.
-        advance: Called after each image.
-        seconds: When to stop.
-
-    Returns:
-        Their contents, in order; fewer than the images if the time was over.
+    ``decode`` reads and decodes them completely, not only their headers; ``advance`` is
+    called after each.
     """
     started = time.monotonic()
     look = _look_whole if decode else look_at_header
     looks: list[Look] = []
     workers = os.cpu_count() or 1
-    size = 32 * workers  # all of a list at once could not be stopped
+    size = 32 * workers  # in chunks, to stop in time
     with images_of_any_size(), ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(images), size):
             if time.monotonic() - started > seconds:
@@ -196,11 +169,7 @@ def look_at(
 
 
 def _look_whole(path: Path) -> Look:
-    """Read, decode and hash an image.
-
-    JPEGs are decoded at a fraction of their size: it takes the same path through the
-    file, and a third of the time.
-    """
+    """Read, decode and hash an image; JPEGs are decoded at reduced size for speed."""
     found = look_at_header(path)
     if found.fault is not None:
         return found
@@ -210,28 +179,22 @@ def _look_whole(path: Path) -> Look:
         whole = image.size
         image.draft("RGB", (4 * LOOK_SIDE, 4 * LOOK_SIDE))
         gradient = gradient_of(image, whole)
-    except Exception as error:  # PIL's readers raise all sorts of errors
-        # Some versions of OpenCV fill the rest with grey.
+    except Exception as error:  # PIL's readers raise anything
+        # Some versions of OpenCV fill the rest with gray.
         return truncated(error, level="warning" if is_decoded(content) else None)
     digest = hashlib.blake2b(content, digest_size=16).digest()
     return found._replace(digest=digest, gradient=gradient)
 
 
 def gradient_of(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
-    """Differences of neighbours in a small grey picture: a hash that is not rounded.
+    """Normalized differences of neighbors in a small gray picture; 0 if plain.
 
-    This is dHash before it is cut to bits. The cosine of two of them is 0.995 or more
-    after an image was compressed anew or resized; bits of plain areas would flip.
-
-    Args:
-        image: Opened, perhaps at a fraction of its size.
-        size: Its whole width and height.
-
-    Returns:
-        Of norm 1, or 0 for a plain picture.
+    This is dHash without binarization: the cosine of a recompressed or resized image is
+    0.995 or more, while bits in plain areas would flip. ``image`` may be decoded at
+    reduced size; ``size`` is its full width and height.
     """
     image.load()
-    # Decoding at a fraction rounds up, by which a picture would be shifted.
+    # Reduced decoding rounds up, which would shift the picture.
     fraction = max(round(size[0] / image.width), 1)
     box = (0.0, 0.0, size[0] / fraction, size[1] / fraction)
     sides = (LOOK_SIDE, LOOK_SIDE)

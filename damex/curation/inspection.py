@@ -1,4 +1,4 @@
-"""The whole check of a mixture, and the part that a training does first."""
+"""The complete check of a mixture, and the quick one before a training."""
 
 from __future__ import annotations
 
@@ -22,24 +22,17 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 
-# Of the order in which images are opened where time may not suffice for all.
+# Seed of the order of images, as time may not suffice for all.
 SEED = 0
-# Of a training, for opening images; it always looks whether all of them are there.
+# For opening images before a training; existence is always checked.
 SECONDS = 20.0
-# Findings in the log file of a training.
+# Findings in the log file of a training
 MAX_LOGGED = 200
 
 
 @dataclass
 class Inspection:
-    """What was checked and found.
-
-    Args:
-        findings: In the order of datasets and files.
-        images: All images that annotation files list.
-        num_boxes: How many annotations were read.
-        num_datasets: How many datasets were looked at.
-    """
+    """Findings, with the images of all annotation files and the numbers checked."""
 
     findings: list[Finding] = field(default_factory=list)
     images: list[ImageRecord] = field(default_factory=list)
@@ -53,14 +46,7 @@ class Inspection:
         rename: Mapping[str, str],
         progress: Bar,
     ) -> None:
-        """Check the annotations of one dataset.
-
-        Args:
-            sources: Its splits, or what is wrong with them.
-            expected_of: What the config says about a split.
-            rename: As in the mixture entry.
-            progress: Hears which file is read.
-        """
+        """Check the annotations of one dataset (sources or findings about them)."""
         self.num_datasets += 1
         counts: dict[str, list[ClassCounts]] = {}
         expected = Expectations()
@@ -99,10 +85,8 @@ class Inspection:
     ) -> None:
         """Check the image files, and compare the images of all datasets.
 
-        Args:
-            quick: Look at headers alone, and compare paths in place of content.
-            progress: Hears of each image.
-            seconds: When to stop opening images.
+        ``quick`` only reads headers, and compares paths instead of content; images stop
+        being opened after ``seconds``.
         """
         progress.begin("look for files", None)
         there, found = check_existence(self.images)
@@ -130,17 +114,12 @@ def check_config(
     progress: Bar | None = None,
     seconds: float = float("inf"),
 ) -> Inspection:
-    """Check the datasets of a config.
+    """Check the datasets of a config with a ``mixture``.
 
-    Args:
-        cfg: A config with a ``mixture``.
-        quick: Do what needs no decoding of images.
-        splits: Those to check.
-        progress: Hears what is done.
-        seconds: When to stop opening images.
+    ``quick`` does not decode images; images stop being opened after ``seconds``.
 
     Raises:
-        ConfigError: If the mixture itself cannot work.
+        ConfigError: If the mixture itself is invalid.
     """
     progress = progress or Bar()
     inspection = Inspection()
@@ -179,7 +158,7 @@ def _label_space(
 
 
 def errors_of(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Those that a training refuses."""
+    """Findings that prevent a training."""
     return (finding for finding in findings if finding.level == "error")
 
 
@@ -203,14 +182,10 @@ def _not_all(looked: int, total: int, seconds: float) -> Finding:
 
 
 def refusal(cfg: Mapping[str, Any], logger: logging.Logger) -> str | None:
-    """Do the quick check of what a config trains and validates on.
+    """Run the quick check on a config's training and validation data.
 
-    Args:
-        cfg: A config with a ``mixture``.
-        logger: Hears of warnings in one line, and of all findings as information.
-
-    Returns:
-        Why there can be no training; None if there can.
+    The log gets warnings in one line, and all findings at level info. Returns why
+    training is not possible, or None.
     """
     splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
     findings = check_config(cfg, quick=True, splits=splits, seconds=SECONDS).findings

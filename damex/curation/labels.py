@@ -1,4 +1,4 @@
-"""``damex data labels``: which classes of a mixture are one, and which may be."""
+"""``damex data labels``: classes of a mixture that are merged, or could be."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
 from damex.files import write_text
 
-FEW = 10  # boxes, below which sizes and shapes say nothing
-FACTOR = 3.0  # between medians, from which things look like different ones
+FEW = 10  # minimum number of boxes to compare sizes and shapes
+FACTOR = 3.0  # ratio of medians that suggests different things
 
 
 @dataclass
 class ClassCount:
-    """Boxes of one class of one dataset, in its own words.
+    """Boxes of one class of one dataset.
 
     Args:
-        own: Its name there.
-        target: The class of the mixture that it becomes; None if it is left out.
-        boxes: How many; None where the dataset is no COCO file.
-        supercategory: That of the file.
+        own: The dataset's name of the class.
+        target: The class of the mixture; None if left out.
+        boxes: Number of boxes; None if the dataset is not a COCO file.
         scales: Of each box: square root of its share of the image.
         shapes: Of each box: width over height.
     """
@@ -48,13 +47,10 @@ Counts = Mapping[str, Sequence[ClassCount]]  # per dataset
 
 
 def labels(arguments: Sequence[str]) -> None:
-    """Print the merge table of a config, and write a label file to begin with.
-
-    Args:
-        arguments: Command line after the name of the command.
+    """Print the merge table of a config, and write an initial label file.
 
     Raises:
-        ConfigError: If the mixture cannot work, or the file exists.
+        ConfigError: If the mixture is invalid, or the file exists.
     """
     args = labels_parser().parse_args(arguments)
     cfg = mixture_config_of(args)
@@ -81,12 +77,7 @@ def labels(arguments: Sequence[str]) -> None:
 
 
 def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCount]:
-    """Count the training boxes of a dataset by class.
-
-    Args:
-        spec: The dataset.
-        mapping: Own name -> class of the mixture, of the classes that stay.
-    """
+    """Count the training boxes by class; ``mapping`` is class name -> mixture class."""
     source = spec.coco_source("train") or spec.coco_source("val")
     if source is None:
         return [ClassCount(own, mapping.get(own)) for own in spec.own_classes]
@@ -140,7 +131,7 @@ def by_target(counts: Counts) -> dict[str, list[tuple[str, ClassCount]]]:
 
 
 def _table(counts: Counts) -> list[str]:
-    """A line per class of the mixture: from which datasets, in what words, how many."""
+    """A line per class of the mixture with its datasets, names and numbers of boxes."""
     rows = by_target(counts)
     shared = sum(len({dataset for dataset, _ in row}) > 1 for row in rows.values())
     width = max(len(name) for name in rows)
@@ -160,7 +151,7 @@ def _cell(count: ClassCount, target: str) -> str:
 
 
 def near_misses(counts: Counts) -> list[str]:
-    """Pairs of classes of the mixture whose names are nearly the same.
+    """Pairs of classes of the mixture with nearly the same name.
 
     Names with a dataset before a slash were kept apart on purpose.
     """
@@ -169,7 +160,7 @@ def near_misses(counts: Counts) -> list[str]:
     lines = []
     for first, second, why in near_pairs(names):
         a, b = ({dataset for dataset, _ in rows[name]} for name in (first, second))
-        if a == b and len(a) == 1:  # one dataset means two things by two names
+        if a == b and len(a) == 1:  # two names in one dataset are two things
             continue
         where = f"{', '.join(sorted(a))} and {', '.join(sorted(b))}"
         lines.append(f"{first!r} and {second!r} ({why}), of {where}")
@@ -177,16 +168,14 @@ def near_misses(counts: Counts) -> list[str]:
 
 
 def conflicts(counts: Counts) -> Iterator[str]:
-    """Classes that several datasets share by name, and that look like different things.
+    """Classes of equal name in several datasets that may mean different things.
 
-    What is compared are supercategories, and the medians of size and shape of the
-    boxes. It is a hint: things of one class may be near in one dataset and far in
-    another.
+    A hint from supercategories, and median size and shape of boxes.
     """
     for name, row in by_target(counts).items():
         for (first, a), (second, b) in combinations(row, 2):
             if first == second or a.own.casefold() != b.own.casefold():
-                continue  # somebody merged other words on purpose
+                continue  # merged on purpose
             reasons = list(_differences(a, b))
             if reasons:
                 yield f"{name!r} of {first} and {second}: {'; '.join(reasons)}"
@@ -220,7 +209,7 @@ def left_out(counts: Counts) -> list[str]:
 
 
 def partly_annotated(counts: Counts) -> list[str]:
-    """What to decide about classes that only some datasets annotate."""
+    """Advice for classes that only some datasets annotate."""
     rows = by_target(counts).values()
     some = sum(len({dataset for dataset, _ in row}) < len(counts) for row in rows)
     if not some:
@@ -232,7 +221,7 @@ def partly_annotated(counts: Counts) -> list[str]:
 
 
 def starting_file(specs: Sequence[DatasetSpec], counts: Counts) -> LabelFile:
-    """A label file that says what is so now; every class in use is in it."""
+    """A label file that reproduces the current mapping of all used classes."""
     return LabelFile(
         {
             spec.name: {

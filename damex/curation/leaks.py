@@ -1,4 +1,4 @@
-"""Find images that stand in two places: in train and val, or twice in a split."""
+"""Find duplicate images: in train and val, or twice in a split."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import numpy as np
 from damex.datasets.findings import Finding
 from damex.datasets.image_checks import ImageRecord, Look
 
-# Cosine of two gradients. Images that were compressed anew or resized are at 0.99 and
-# above; pictures of one scene, taken one after the other, at 0.95 and below.
+# Cosine of two gradients: 0.99 and above if recompressed or resized, 0.95 and below
+# for successive pictures of one scene.
 NEAR = 0.98
-# Images near to another one whose boxes are compared with its boxes one by one.
+# Maximum number of near images to compare box by box.
 NEAREST = 10
-# Intersection over union of two boxes of one object, and share of the boxes of two
-# images that are such, from which the images show the same objects.
+# Minimum IoU of boxes of one object, and share of such boxes in duplicate images.
 SAME_BOX, SAME_OBJECTS = 0.5, 0.75
-# Rows of the matrix of all pairs that are made at a time.
+# Rows per block of the matrix of all pairs.
 BLOCK = 512
-# Images that share a hash where images are of all sorts.
+# Expected number of images per hash, for diverse images.
 BUCKET = 64
 # Probability that a near pair shares no hash.
 MISSED = 1e-9
@@ -30,13 +29,11 @@ def find_leaks(
 ) -> Iterator[Finding]:
     """Findings about images with the same content, or nearly the same look.
 
-    Args:
-        images: Of all datasets and splits.
-        looks: What they are; those with a fault, or not decoded, are passed over.
+    Faulty and undecoded images are skipped.
     """
     pairs = zip(images, looks, strict=True)
     decoded = [(image, look) for image, look in pairs if look.digest]
-    # Training images first: of a pair, the other one is what is reported.
+    # Training images first: the second of a pair is reported.
     decoded.sort(key=lambda pair: pair[0].split != "train")
     groups: dict[bytes, list[ImageRecord]] = {}
     gradients: dict[bytes, np.ndarray] = {}
@@ -54,7 +51,7 @@ def find_leaks(
 
 
 def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
-    """Files that several splits list; no file is read."""
+    """Files listed by several splits, without reading them."""
     first: dict[str, ImageRecord] = {}
     for image in sorted(images, key=lambda image: image.split != "train"):
         known = first.setdefault(str(image.path), image)
@@ -63,17 +60,11 @@ def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
 
 
 def near_pairs(gradients_ND: np.ndarray) -> np.ndarray:
-    """Pairs of rows with a cosine of at least ``NEAR``.
+    """Sorted pairs (P, 2) of rows, i < j, with a cosine of at least ``NEAR``.
 
-    Only rows that share a bucket of a hash are compared, by matrix products; a near
-    pair that shares none of all hashes is missed once in a billion. Of few
-    rows, or where most are near to each other, all pairs are compared.
-
-    Args:
-        gradients_ND: Rows of norm 1, or 0, which are near to nothing.
-
-    Returns:
-        Shape (pairs, 2) in rising order, the smaller number first.
+    Only rows that share a hash bucket are compared; a near pair is missed once in a
+    billion. If rows are few or mostly near, all pairs are compared. Rows have norm 1,
+    or 0, which are near to nothing.
     """
     rows_N = np.flatnonzero(gradients_ND.any(axis=1))
     found = [np.empty((0, 2), np.int64)]
@@ -84,11 +75,7 @@ def near_pairs(gradients_ND: np.ndarray) -> np.ndarray:
 
 
 def _buckets(gradients_ND: np.ndarray) -> list[np.ndarray]:
-    """Sets of rows in rising order, one of which holds both rows of a near pair.
-
-    A bit of a hash is the side of a random plane that a row lies on, which two rows
-    with an angle share with the probability 1 - angle / pi (Charikar 2002).
-    """
+    """Row sets containing near pairs (random planes: P(same bit) = 1 - angle / pi)."""
     count, width = gradients_ND.shape
     bits = max(round(np.log2(max(count, 1) / BUCKET)), 1)
     shared = (1 - np.arccos(NEAR) / np.pi) ** bits
@@ -104,7 +91,7 @@ def _buckets(gradients_ND: np.ndarray) -> list[np.ndarray]:
 
 
 def _pairs(gradients_ND: np.ndarray) -> np.ndarray:
-    """As :func:`near_pairs`, by comparing all pairs, in blocks."""
+    """Like :func:`near_pairs`, but over all pairs, in blocks."""
     found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
     for start in range(0, len(gradients_ND), BLOCK):
         cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[start:].T
@@ -117,10 +104,7 @@ def _pairs(gradients_ND: np.ndarray) -> np.ndarray:
 def _near(
     gradients_ND: np.ndarray, groups: Sequence[list[ImageRecord]]
 ) -> Iterator[Finding]:
-    """For each image one that looks the same; one in train goes first.
-
-    Images that look the same and show other objects are counted for each dataset.
-    """
+    """For each image one of the same look, train first; different boxes are counted."""
     alike: dict[str, list[tuple[ImageRecord, ImageRecord]]] = {}
     is_train_N = np.array([group[0].split == "train" for group in groups])
     boxes_N5 = np.stack([_sum_of_boxes(group[0]) for group in groups])
@@ -142,22 +126,19 @@ def _near(
 
 
 def _by_image(pairs_P2: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The second image of pairs with all first ones that it is paired with."""
+    """The second image of pairs with all its first ones."""
     order = np.lexsort((pairs_P2[:, 0], pairs_P2[:, 1]))
     highs, starts = np.unique(pairs_P2[order, 1], return_index=True)
     return zip(highs.tolist(), np.split(pairs_P2[order, 0], starts)[1:], strict=True)
 
 
 def _sum_of_boxes(image: ImageRecord) -> np.ndarray:
-    """Number of boxes and the sums of their corners: alike where the boxes are."""
+    """Number of boxes and sums of their corners, as a quick comparison."""
     return np.array([(1.0, *box[1:]) for box in image.boxes]).reshape(-1, 5).sum(axis=0)
 
 
 def _show_the_same(first: ImageRecord, other: ImageRecord) -> bool:
-    """Whether the boxes of two images are mostly the same.
-
-    Two datasets may annotate different classes in one image.
-    """
+    """Whether most boxes agree, classes aside (datasets may differ in these)."""
     if first.place.dataset != other.place.dataset:
         return True
     both = [*first.boxes, *other.boxes]
@@ -196,7 +177,7 @@ def _looks_like(first: ImageRecord, other: ImageRecord, cosine: float) -> Findin
 
 
 def _fixed_camera(pairs: Sequence[tuple[ImageRecord, ImageRecord]]) -> Finding:
-    """One finding for all images of a dataset that only look like others."""
+    """One finding for all images of a dataset that only look similar."""
     (first, other), count = pairs[0], len(pairs)
     text = (
         f"{count} images look like another one of the dataset and show other objects, "

@@ -1,11 +1,9 @@
-"""Which expert for which dataset: an integer program and its relaxation.
+"""Assignment of datasets to experts: an integer program and its relaxation.
 
-Global Expert Mapping (arXiv 2604.18842) plans ahead of the training: datasets go to
-experts so that the sum of affinities is largest and no expert gets more than its
-capacity. The linear relaxation lets a dataset be divided. Its rounding as printed
-there, by the binary digits of the solution, answers nothing where it is whole already
-(the digits of 1 are all 0). Here scipy's solver (HiGHS) finds the best plan there is,
-and the relaxation says how far any plan is from what dividing would give.
+Global Expert Mapping (arXiv 2604.18842) assigns datasets before training to maximize
+the sum of affinities under expert capacities. Its rounding of the relaxation, as
+printed, fails on integral solutions; here scipy's solver (HiGHS) finds the optimum, and
+the relaxation bounds it.
 
 Axes: M datasets, N experts.
 """
@@ -21,7 +19,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 TOLERANCE = 1e-9
-MAX_SETS = 20_000  # of medoids that are all tried
+MAX_SETS = 20_000  # of medoids for exhaustive search
 
 
 def map_datasets(
@@ -29,18 +27,18 @@ def map_datasets(
 ) -> tuple[np.ndarray, float] | None:
     """The best expert for each dataset, under capacities.
 
-    Rows in another order give the answer in that order; equal rows may swap theirs.
+    Independent of the order of rows, up to swaps of equal rows.
 
     Args:
-        affinity_MN: How well a dataset and an expert go together.
-        sizes_M: What a dataset takes of an expert's capacity.
-        capacity_N: What an expert can take.
+        affinity_MN: Affinity of datasets and experts.
+        sizes_M: Capacity that each dataset uses.
+        capacity_N: Capacity of each expert.
 
     Returns:
-        The expert of each dataset, integers (M,), and the value of the relaxation,
-        which no plan can exceed; None where no plan respects the capacities.
+        Experts, integers (M,), and the upper bound by the relaxation; None if
+        infeasible.
     """
-    order = np.lexsort((*affinity_MN.T, -sizes_M))  # ties do not hang on the order
+    order = np.lexsort((*affinity_MN.T, -sizes_M))  # ties do not depend on the order
     given = affinity_MN[order], sizes_M[order], capacity_N
     divided, whole = relax(*given), relax(*given, whole=True)
     if divided is None or whole is None:
@@ -57,16 +55,10 @@ def relax(
     *,
     whole: bool = False,
 ) -> tuple[np.ndarray, float] | None:
-    """Divide datasets among experts: the linear relaxation.
-
-    Args:
-        affinity_MN: See :func:`map_datasets`.
-        sizes_M: See there.
-        capacity_N: See there.
-        whole: Whether no dataset may be divided.
+    """Linear relaxation of :func:`map_datasets`; exact with ``whole``.
 
     Returns:
-        Shares (M, N), rows with a sum of 1, and their value; None where there are none.
+        Shares (M, N), whose rows sum to 1, and their value; None if infeasible.
     """
     count, experts = affinity_MN.shape
     each_dataset = np.kron(np.eye(count), np.ones(experts))
@@ -87,15 +79,9 @@ def relax(
 
 
 def choose_medoids(affinity_MM: np.ndarray, count: int) -> list[int]:
-    """Datasets that stand for the experts: each dataset is near to one of them.
+    """Select ``count`` datasets, in rising order, with the largest sum of affinities.
 
-    Args:
-        affinity_MM: Between datasets.
-        count: How many.
-
-    Returns:
-        Positions in rising order: the set with the largest sum of best affinities, or,
-        where there are too many sets, what is gained most by one after the other.
+    The sum is over datasets to their nearest medoid. Greedy beyond ``MAX_SETS`` sets.
     """
     number = len(affinity_MM)
     if comb(number, count) <= MAX_SETS:
@@ -115,15 +101,9 @@ def _score(affinity_MM: np.ndarray, medoids: Sequence[int]) -> float:
 
 
 def least_capacity(sizes_M: np.ndarray, experts: int, slack: float) -> float:
-    """What each expert may take, at the least.
+    """Capacity per expert: ``slack`` times the even share, or more for a large dataset.
 
-    Args:
-        sizes_M: Of the datasets, which are not divided.
-        experts: N.
-        slack: Times the even share; more where a dataset is larger.
-
-    Returns:
-        The same number for every expert; largest-first packing fits into it.
+    Largest-first packing fits into it.
     """
     capacity = max(slack * sizes_M.sum() / experts, sizes_M.max())
     loads = np.zeros(experts)

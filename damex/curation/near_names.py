@@ -1,4 +1,4 @@
-"""Names of classes that are perhaps two spellings of one."""
+"""Class names that may be two spellings of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from itertools import combinations, takewhile
 
-# Words for the same thing in datasets of everyday objects, mostly VOC's and COCO's.
+# Synonyms in datasets of everyday objects, mostly VOC's and COCO's.
 SYNONYMS = (
     ("aeroplane", "airplane", "plane"),
     ("bike", "bicycle", "cycle"),
@@ -29,18 +29,13 @@ SYNONYMS = (
     ("traffic light", "stoplight", "traffic signal"),
     ("tv monitor", "tv", "television", "monitor"),
 )
-SHORTEST = 5  # letters of a name in which one letter may be a slip
+SHORTEST = 5  # minimum letters of a name to allow a slip
 
 
 def why_near(first: str, second: str) -> str | None:
-    """Say why two different names may mean the same.
+    """Why two different names may mean the same: a key of the rule, or None.
 
-    Args:
-        first: A name.
-        second: Another.
-
-    Returns:
-        'case', 'spaces', 'plural', 'synonym' or 'spelling'; None if nothing says so.
+    One of 'case', 'spaces', 'plural', 'synonym' and 'spelling'.
     """
     if first.casefold() == second.casefold():
         return "case"
@@ -55,18 +50,14 @@ def why_near(first: str, second: str) -> str | None:
 
 
 def near_pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Pairs of different names that may mean the same, with why.
-
-    Args:
-        names: All names.
-    """
+    """Pairs of different names that may mean the same, with why."""
     pairs = combinations(dict.fromkeys(names), 2)
     return [(a, b, why) for a, b in pairs if (why := why_near(a, b)) is not None]
 
 
 @cache
 def _letters(name: str) -> str:
-    """A name without what people write differently: case, spaces, hyphens."""
+    """A name without case, spaces and hyphens."""
     return re.sub(r"[\W_]+", "", name.casefold())
 
 
@@ -80,7 +71,7 @@ def _are_one_and_many(a: str, b: str) -> bool:
 
 @cache
 def _meanings(word: str) -> frozenset[int]:
-    """Rows of `SYNONYMS` that have a word, in the singular or the plural."""
+    """Rows of `SYNONYMS` that contain a word, in the singular or plural."""
     return frozenset(
         number
         for number, row in enumerate(SYNONYMS)
@@ -90,10 +81,7 @@ def _meanings(word: str) -> frozenset[int]:
 
 
 def _is_slip(a: str, b: str) -> bool:
-    """Whether a letter is missing or wrong, or two neighbours are swapped.
-
-    Digits are never a slip: class1 and class2 are two classes.
-    """
+    """Whether a letter is missing or wrong, or neighbors swapped; digits never are."""
     if min(len(a), len(b)) < SHORTEST or abs(len(a) - len(b)) > 1:
         return False
     same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))

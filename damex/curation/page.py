@@ -1,4 +1,4 @@
-"""One HTML page about a mixture: tables, charts and samples, nothing outside of it."""
+"""Self-contained HTML page about a mixture: tables, charts and samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from damex.pages import css_color, data_uri, fill
 EDGES = 2.0 ** np.arange(0, 11.5, 0.5)
 CHART_WIDTH, CHART_HEIGHT = 320, 110
 TICKS = (4, 16, SMALL, LARGE, 256, 1024)
-# Image sizes are counted in steps, so that a chart has some circles and not thousands.
+# Image sizes are binned to limit the circles of a chart.
 SIZE_STEP = 32
 SIZE_CHART = 150
 
@@ -28,17 +28,14 @@ def render(
     colors: Mapping[str, Color],
     notes: Sequence[str],
 ) -> str:
-    """Make the page.
+    """Render the page; views of a dataset must be consecutive.
 
     Args:
-        title: Of the page.
-        views: The splits, those of a dataset together.
+        title: Page title.
+        views: The splits.
         tiles: Title of a view -> captions and pictures of its samples.
-        colors: Of the classes.
+        colors: Color of each class.
         notes: What could not be shown.
-
-    Returns:
-        HTML with everything in it.
     """
     names = dict.fromkeys(view.dataset for view in views)
     datasets = [
@@ -90,7 +87,7 @@ def _dataset(
 def _class_rows(
     views: Sequence[SplitView], datasets: Sequence[str], colors: Mapping[str, Color]
 ) -> list[dict[str, Any]]:
-    """A row for each class, with the counts of each dataset; common classes first."""
+    """A row for each class with its counts per dataset; common classes first."""
     total: dict[str, int] = {}
     for view in views:
         for name, count in view.counts.items():
@@ -122,7 +119,7 @@ def _histogram(view: SplitView) -> list[float]:
 
 
 def _curve(shares: Sequence[float], top: float) -> str:
-    """Points of a line for SVG."""
+    """Points of an SVG polyline."""
     step = CHART_WIDTH / len(shares)
     height = (CHART_HEIGHT - 20) / (top or 1.0)
     return " ".join(
@@ -137,7 +134,7 @@ def _ticks() -> list[tuple[float, int]]:
 
 
 def _circles(view: SplitView, largest: float) -> list[tuple[float, float, float]]:
-    """Centre and radius for each size of images: its area is the share of images."""
+    """Center and radius for each image size; the area is the share of images."""
     if len(view.size_M2) == 0:
         return []
     steps = np.round(view.size_M2 / SIZE_STEP) * SIZE_STEP

@@ -29,13 +29,13 @@ from damex.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Which datasets share an expert.
+    """Datasets that share experts.
 
     Args:
-        groups: Per expert: the dataset that stands for it, and all of its datasets.
-        capacity: Share of the samples that an expert may get.
-        value: Sum of the affinities of datasets to the one that stands for theirs.
-        bound: The most that could be had if datasets were divided.
+        groups: Representative dataset of each expert -> all of its datasets.
+        capacity: Maximum share of the samples per expert.
+        value: Sum of the affinities of datasets to their representatives.
+        bound: Upper bound of the value, with divided datasets.
     """
 
     groups: Mapping[str, Sequence[str]]
@@ -47,11 +47,8 @@ class ExpertPlan:
 def plan(arguments: Sequence[str]) -> None:
     """Propose dataset groups for a config.
 
-    Args:
-        arguments: Command line after the name of the command.
-
     Raises:
-        ConfigError: If the mixture cannot work, or there is nothing to plan.
+        ConfigError: If the mixture is invalid, or there is nothing to plan.
         DataError: If a dataset cannot be read.
     """
     args = plan_parser().parse_args(arguments)
@@ -98,23 +95,16 @@ def propose(
     experts: int,
     slack: float,
 ) -> ExpertPlan:
-    """Plan under the least capacity that every dataset fits into.
+    """Plan under the least capacity that fits all datasets.
 
-    Args:
-        found: The datasets.
-        shares_M: Of the samples.
-        affinity_MM: Between datasets.
-        experts: How many.
-        slack: Capacity of an expert in even shares, at the least.
-
-    Returns:
-        Groups in the order of the datasets that stand for them.
+    ``shares_M`` are shares of the samples; ``slack`` is the minimum capacity of an
+    expert in even shares.
     """
     medoids = choose_medoids(affinity_MM, experts)
     capacity = least_capacity(shares_M, experts, slack)
     affinity_MN = affinity_MM[:, medoids]
     solved = map_datasets(affinity_MN, shares_M, np.full(experts, capacity))
-    if solved is None:  # largest-first packing fits into that capacity
+    if solved is None:  # largest-first packing always fits
         raise RuntimeError("the datasets do not fit into a capacity that they fit into")
     plan_M, bound = solved
     groups: dict[str, list[str]] = {}
@@ -132,14 +122,7 @@ def table(
     shares_M: np.ndarray,
     near: Mapping[str, Any],
 ) -> list[str]:
-    """The groups with reasons, and the lines to paste.
-
-    Args:
-        made: The plan.
-        found: The datasets.
-        shares_M: Of the samples.
-        near: What :func:`affinities` returned.
-    """
+    """The groups with reasons (``near``: :func:`affinities`), and lines to paste."""
     names = [one.name for one in found]
     width = max(len("dataset"), *map(len, names))
     head = "  ".join(f"{part:>7}" for part in ("samples", "all", *PARTS))

@@ -1,8 +1,8 @@
-"""``damex data prepare uodb``: what is missing, and COCO files of what is there.
+"""``damex data prepare uodb``: report missing files, and convert the rest to COCO.
 
-UODB (Wang et al. 2019, arXiv 1904.04402) publishes ten of its eleven datasets in VOC's
-layout with its own splits; COCO comes from its own site. Sizes are approximate, and
-licences are for orientation: read them on the datasets' sites.
+UODB (Wang et al. 2019, arXiv 1904.04402) publishes ten of its eleven datasets in VOC
+layout with custom splits; COCO is from its website. Sizes are approximate, licenses
+indicative: check the datasets' websites.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Recipe:
     """One dataset of the benchmark.
 
     Args:
-        classes: Those that are used, in lower case; empty for all in the files.
+        classes: Used classes, in lower case; empty for all in the files.
         train: Lists of training images, below the dataset's folder.
         val: The same for evaluation.
-        size: Images of the release and what they take on a disk.
+        size: Number of images and disk space.
         licence: In a few words.
-        source: Name of the site that has it.
-        also: Folders that are needed beside the lists.
+        source: Website that hosts it.
+        also: Folders that are needed besides the lists.
     """
 
     classes: tuple[str, ...]
@@ -53,12 +53,12 @@ class Recipe:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """All files and folders of the tree."""
+        """All required files and folders."""
         return tuple(dict.fromkeys((*self.train, *self.val, *self.also)))
 
 
 def _voc(train: str, val: str, **facts: str | tuple[str, ...]) -> dict:
-    """The options of a dataset in VOC's layout with a list for each split."""
+    """Options of a dataset in VOC layout with one list per split."""
     train, val = (f"ImageSets/Main/{name}.txt" for name in (train, val))
     return {"train": (train,), "val": (val,), **facts}
 
@@ -174,14 +174,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 def prepare(arguments: Sequence[str]) -> int:
     """Prepare the datasets of a benchmark.
 
-    Args:
-        arguments: Command line after the name of the command.
-
     Returns:
         0 if all are ready, 1 if something is missing.
 
     Raises:
-        ConfigError: If there is no such dataset.
+        ConfigError: If a dataset is unknown.
         DataError: If the files of a dataset cannot be read.
     """
     args = prepare_parser().parse_args(arguments)
@@ -197,7 +194,7 @@ def prepare(arguments: Sequence[str]) -> int:
 
 
 def _prepare(name: str, root: Path) -> bool:
-    """Convert one dataset, or say what it lacks; whether it is ready."""
+    """Convert one dataset, or print its missing files; returns whether it is ready."""
     recipe = RECIPES[name]
     if all((root / f"{split}.json").is_file() for split in SPLITS):
         print(f"{name}: ready; remove {root}/train.json to convert it anew")
@@ -224,21 +221,12 @@ def _prepare(name: str, root: Path) -> bool:
 
 
 def missing(recipe: Recipe, root: Path) -> list[str]:
-    """Files and folders of a dataset that are not there.
-
-    Args:
-        recipe: The dataset.
-        root: Its folder.
-    """
+    """Missing files and folders of a dataset in folder ``root``."""
     return [path for path in recipe.needed if not (root / path).exists()]
 
 
 def voc_documents(name: str, root: Path) -> dict[str, dict[str, Any]]:
-    """COCO documents of a dataset in VOC's layout, by the reader of that format.
-
-    Args:
-        name: Of the dataset.
-        root: Its folder, which file names are relative to.
+    """COCO documents of a dataset in VOC layout.
 
     Raises:
         DataError: If it cannot be read.
@@ -258,10 +246,8 @@ def voc_documents(name: str, root: Path) -> dict[str, dict[str, Any]]:
 def coco_documents(root: Path) -> dict[str, dict[str, Any]]:
     """COCO documents of the benchmark's two parts of val2014.
 
-    val2017 is its ``minival``; the other images are for training.
-
-    Args:
-        root: Folder with ``annotations`` and ``val2014``.
+    val2017 is its ``minival``; the other images are for training. ``root`` contains
+    ``annotations`` and ``val2014``.
 
     Raises:
         DataError: If a file cannot be read.
@@ -288,14 +274,10 @@ def coco_documents(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def keep_classes(document: dict[str, Any], classes: Sequence[str]) -> int:
-    """Leave the classes of the benchmark in a COCO document, all of them, in order.
-
-    Args:
-        document: Changed in place; names are compared without case.
-        classes: In lower case.
+    """Reduce a COCO document, in place, to ``classes`` (lower case) in that order.
 
     Returns:
-        The number of boxes that were taken out.
+        Number of removed boxes.
     """
     names = {c["id"]: str(c["name"]).lower() for c in document["categories"]}
     number = {name: place for place, name in enumerate(classes, start=1)}

@@ -1,4 +1,4 @@
-"""Pictures of samples with their boxes: tiles, and contact sheets of them."""
+"""Pictures of samples with their boxes: tiles and contact sheets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from damex.datasets.formats.images import ROTATED_WHEN_LOADED, images_of_any_siz
 
 TILE = 400
 COLUMNS = 4
-# More names than this would hide the image; the largest boxes have theirs.
+# Only the largest boxes get names, as more would hide the image.
 MAX_NAMES = 12
 _GAP = 8
 _TITLE = 40
@@ -21,14 +21,14 @@ _CAPTION = 18
 _PAPER, _INK = (250, 250, 248), (30, 30, 30)
 
 
-# The golden angle: neighbours in a list of classes get colours far apart.
+# The golden angle: consecutive classes get distant colors.
 _ANGLE = 0.61803399
 
 Color = tuple[int, int, int]
 
 
 def palette(names: Iterable[str]) -> dict[str, Color]:
-    """A colour for each class, to be told from others and to write on in white."""
+    """A distinct color for each class, dark enough for white text."""
     colors = {}
     for number, name in enumerate(names):
         hue, value = number * _ANGLE % 1, (0.75, 0.55)[number // 8 % 2]
@@ -38,17 +38,17 @@ def palette(names: Iterable[str]) -> dict[str, Color]:
 
 
 def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
-    """An image as training loads it, with the boxes where its file says.
+    """An image as training loads it, with the boxes of its file.
 
-    Nothing is scaled to the size that the annotation file gives: where that is wrong,
-    boxes lie beside their objects here as they do in training.
+    Boxes are not rescaled to the stated image size: if that is wrong, they are
+    misplaced here as in training.
     """
     try:
         with images_of_any_size(), Image.open(sample.path) as opened:
             applies = sample.applies_exif and opened.format in ROTATED_WHEN_LOADED
             turned = ImageOps.exif_transpose(opened) if applies else opened
             image = turned.convert("RGB")
-    except Exception as error:  # PIL's readers raise whatever a file leads them to
+    except Exception as error:  # PIL's readers raise anything
         return _broken(error)
     scale = TILE / max(image.size)
     size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
@@ -70,12 +70,7 @@ def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
 def contact_sheet(
     title: str, samples: Sequence[tuple[str, Image.Image]]
 ) -> Image.Image:
-    """Tiles in rows, each with its caption, below a title.
-
-    Args:
-        title: Such as dataset and split.
-        samples: Captions and tiles.
-    """
+    """Rows of captioned tiles below a title."""
     columns = min(COLUMNS, max(len(samples), 1))
     starts = range(0, len(samples), columns)
     rows = [samples[start : start + columns] for start in starts]
@@ -101,7 +96,7 @@ def contact_sheet(
 def _scaled(
     box: tuple[float, float, float, float], scale: float
 ) -> tuple[float, float, float, float]:
-    """Corners of a box in a tile, in order even where a side is negative."""
+    """Corners of a box in a tile, sorted even for negative sides."""
     x, y, w, h = (value * scale for value in box)
     return min(x, x + w), min(y, y + h), max(x, x + w), max(y, y + h)
 
@@ -114,15 +109,9 @@ def draw_name(
     color: Color,
     font: ImageFont.ImageFont | ImageFont.FreeTypeFont,
 ) -> None:
-    """Write the name of a box above its corner, or where there is room.
+    """Write the name of a box (left, top, right, bottom) above it, if possible.
 
-    Args:
-        draw: Of the image.
-        size: Width and height of the image.
-        corner: The box as left, top, right, bottom.
-        name: Text, on a ground of the colour.
-        color: Of the box.
-        font: Of the text.
+    ``size`` is the width and height of the image.
     """
     name = " ".join(name.split())  # a line break has no length
     width = math.ceil(draw.textlength(name, font)) + 4
@@ -135,7 +124,7 @@ def draw_name(
 
 
 def _cut(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """A text of one line, without its start if it is too long for a tile."""
+    """A line of text, shortened at its start to fit a tile."""
     text = " ".join(text.split())
     while font.getlength(text) > TILE and len(text) > 4:
         text = "..." + text[4:]

@@ -1,4 +1,4 @@
-"""The splits of a mixture as COCO documents, in any format."""
+"""The splits of a mixture, in any format, as COCO documents."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ Reading = tuple[Any, list[Finding]]
 
 
 class Source(NamedTuple):
-    """An annotation file of a dataset.
+    """Annotation file of a split, and its image folder.
 
-    Args:
-        place: Name of the dataset, its split, and the file.
-        images: Folder that file names are relative to.
-        read: Reads the document: its content, or None, and findings.
+    ``read`` returns the document, or None, and findings.
     """
 
     place: Place
@@ -38,10 +35,7 @@ def sources_of(
 ) -> Iterator[Source | Finding]:
     """The annotation files of a mixture entry, and findings about the entry.
 
-    Args:
-        spec: The entry.
-        splits: Those to read.
-        required: Those that the config uses.
+    ``required`` are the splits that the config uses.
     """
     for split in splits:
         place = Place(spec.name, "its mixture entry", split)
@@ -51,7 +45,7 @@ def sources_of(
                 yield from _conversion(spec)
             named = spec.source(split)
             if split == "test" and named == spec.source("val"):
-                continue  # no test split: the validation images are used
+                continue  # without a test split, validation is used
             if named is None and split in required:
                 spec.dataset_config(split)  # raises
             if named is not None:
@@ -63,7 +57,7 @@ def sources_of(
 
 
 def _conversion(spec: DatasetSpec) -> Iterator[Finding]:
-    """What was left out or changed when a folder was converted."""
+    """Drops and changes in the conversion of a folder."""
     summary = spec.conversion.summary
     place = Place(spec.name, summary.root)
     for kind, entries in (("left-out", summary.dropped), ("noted", summary.noted)):
@@ -102,7 +96,7 @@ def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
 
 
 def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
-    """What a dataset class of mmdet says about its images, as a COCO document."""
+    """The annotations of an mmdet dataset class as a COCO document."""
     whole = map_leaves(config, lambda leaf: {**leaf, "pipeline": [], "test_mode": True})
     try:
         dataset = dataset_registry().build(whole)
@@ -110,7 +104,7 @@ def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
         names = dataset.metainfo["classes"]
         infos = [dataset.get_data_info(i) for i in range(len(dataset))]
         document = _as_coco(infos, names)
-    except Exception as error:  # a dataset class may be the user's, and raise anything
+    except Exception as error:  # the user's dataset class may raise anything
         text = f"it cannot be loaded: {type(error).__name__}: {error}"
         return None, [place.finding("not-loaded", None, text, level="error")]
     text = (
@@ -153,13 +147,9 @@ def expectations(
     split: str,
     classes: tuple[str, ...] | None = None,
 ) -> Expectations:
-    """What a config expects of the data of one split.
+    """What a config expects of the data of a split.
 
-    Args:
-        cfg: A config of a detector.
-        spec: One of its datasets.
-        split: ``train``, ``val`` or ``test``.
-        classes: Those in use; by default those that the entry names.
+    ``classes`` are the used ones; by default those that the entry names.
     """
     loader = cfg.get(f"{split}_dataloader") or {}
     dataset = loader.get("dataset") or {}

@@ -1,4 +1,4 @@
-"""What is shown of a split: counts, sizes, and a choice of images."""
+"""Contents of a split for the overview page: counts, sizes, and sample images."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ from damex.curation.sources import Source
 from damex.datasets.coco_boxes import Boxes, read_boxes
 from damex.datasets.coco_records import Expectations, Records, parse_records
 
-# COCO's bounds between small, medium and large: the side of a square in pixels.
+# COCO's limits of small, medium and large: the side of a square in pixels.
 SMALL, LARGE = 32, 96
 
 
 class Sample(NamedTuple):
-    """An image that is shown.
-
-    Args:
-        path: Its file.
-        name: As in the annotation file.
-        boxes: Class name and left, top, width, height of each box, in pixels.
-        applies_exif: Whether it is loaded as EXIF says.
-    """
+    """A shown image; ``boxes`` are class name and left, top, width, height, in px."""
 
     path: Path
     name: str
@@ -37,18 +30,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitView:
-    """What is shown of one split of a dataset.
-
-    Axes: B boxes, M images.
+    """Numbers and samples of one split: B boxes, M images.
 
     Args:
-        dataset: Name of the dataset.
-        split: ``train``, ``val`` or ``test``.
         file: Its annotation file.
         counts: Class name in the mixture -> number of boxes.
         side_B: Side of the square with the area of each box, in pixels.
         size_M2: Width and height of the images.
-        samples: A choice of images.
     """
 
     dataset: str
@@ -80,15 +68,7 @@ def view_of(
     num_samples: int,
     seed: int,
 ) -> SplitView | None:
-    """Read what is shown of a source; None if it cannot be read.
-
-    Args:
-        source: A split of a dataset.
-        expected: What the config says about it.
-        rename: As in its mixture entry.
-        num_samples: How many images are chosen.
-        seed: Of the choice.
-    """
+    """View of a source with ``num_samples`` random images; None if unreadable."""
     document, _ = source.read()
     records, _ = parse_records(document, source.place, expected.classes)
     if records is None:
@@ -120,7 +100,7 @@ def view_of(
 def _choose(
     records: Records, boxes: Boxes, names: Sequence[str], num: int, rng: random.Random
 ) -> list[int]:
-    """Positions of images: one for each class, the rarest first, and any others."""
+    """Positions of images: one for each class, the rarest first, then any others."""
     images = records.image_N[boxes.position_B].tolist()
     of_class: dict[str, list[int]] = {}
     for name, image in zip(names, images, strict=True):

@@ -1,4 +1,4 @@
-"""Mixtures of detection datasets: one label space, one sampler, checked files."""
+"""Mixtures of detection datasets: label space, sampler and data checks."""
 
 from damex.compat import ensure_ops
 

@@ -1,4 +1,4 @@
-"""NamedCocoDataset: COCO files with labels by class name, and checked boxes."""
+"""NamedCocoDataset: COCO files with labels by class name and checked boxes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from damex.datasets.findings import KINDS, Finding, Place, raise_first
 
 
 class _NamedCoco(COCO):
-    """COCO index that answers category ids in the order of the names asked for.
-
-    mmdet numbers labels by the order of ``get_cat_ids``; pycocotools answers in file
-    order, so that a union class list mislabels without a word.
-    """
+    """COCO index with category ids in the order of requested names, not of the file."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
@@ -46,21 +42,19 @@ class _NamedCoco(COCO):
 
 @DATASETS.register_module()
 class NamedCocoDataset(CocoDataset):
-    """mmdet's ``CocoDataset`` with labels by name and with every box accounted for.
+    """mmdet's ``CocoDataset`` with labels by name and with checked boxes.
 
     Label ``i`` is ``metainfo['classes'][i]`` for any order of categories in the file.
-    The file has to pass the checks of ``damex data check``, whose first error is raised
-    and whose warnings are counted in one line of the log. Boxes that reach over the
-    border are clipped. A category that is only a heading of the others (Roboflow's
-    first) is not a class, unless the classes name it.
+    The file must pass the checks of ``damex data check``; the first error is raised and
+    warnings are counted in one log line. Boxes that cross the border are clipped.
+    Headings (Roboflow's first category) are not classes, unless the classes name them.
 
     Args:
         name: Name of the dataset in messages.
         split: Name of the split in messages.
-        root: The folder that the file was converted from, if any; messages then name
-            the files in it.
-        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image, or
-            with a negative side.
+        root: Folder that the file was converted from; messages then name its files.
+        on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
+            side.
         **kwargs: As for ``CocoDataset``.
     """
 
@@ -75,15 +69,11 @@ class NamedCocoDataset(CocoDataset):
     ) -> None:
         self.name, self.split, self.root = name, split, root
         self.on_bad_box = Expectations(on_bad_box=on_bad_box).on_bad_box
-        kwargs.setdefault("data_prefix", dict(img=""))  # mmdet's own default has no img
+        kwargs.setdefault("data_prefix", dict(img=""))  # mmdet's default lacks img
         super().__init__(**kwargs)
 
     def COCOAPI(self, path: str) -> COCO:
-        """Open an annotation file; called by ``CocoDataset.load_data_list``.
-
-        Raises:
-            DataError: If the file has an error.
-        """
+        """Open an annotation file; DataError if it has an error."""
         filter_cfg = {} if self.test_mode else self.filter_cfg or {}
         expected = Expectations(
             classes=tuple(self.metainfo["classes"]),
@@ -108,7 +98,7 @@ class NamedCocoDataset(CocoDataset):
         return _NamedCoco({**document, "annotations": usable, "categories": categories})
 
     def _log(self, findings: Iterable[Finding], place: Place) -> None:
-        """Count warnings in one line, and facts in another that the screen omits."""
+        """Log the number of warnings, and facts in a line that the screen omits."""
         for name, level in (("warning", logging.WARNING), ("info", logging.INFO)):
             counts: Counter[str] = Counter()
             for finding in findings:
@@ -124,7 +114,7 @@ class NamedCocoDataset(CocoDataset):
                 print_log(message, logger="current", level=level)
 
     def parse_data_info(self, raw_data_info: dict) -> dict:
-        """Parse one image; adds ``ground_truth`` in COCO's own terms for evaluation."""
+        """Parse one image; adds ``ground_truth`` in COCO format for evaluation."""
         image = raw_data_info["raw_img_info"]
         info = super().parse_data_info(raw_data_info)
         for instance in info["instances"]:
@@ -143,7 +133,7 @@ class NamedCocoDataset(CocoDataset):
 
 
 def _clip(box: list[float], image: Mapping[str, Any]) -> list[float]:
-    """An (x1, y1, x2, y2) box cut off at the image border."""
+    """Clip an (x1, y1, x2, y2) box to the image."""
     x1, y1, x2, y2 = box
     right, bottom = float(image["width"]), float(image["height"])
     if x1 >= 0 and y1 >= 0 and x2 <= right and y2 <= bottom:

@@ -1,4 +1,4 @@
-"""The boxes of COCO documents, and findings about them."""
+"""Boxes of COCO documents, and findings about them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 from damex.datasets.coco_records import Expectations, Records
 from damex.datasets.findings import Finding, Place
 
-# A box that reaches further over the border is reported as clipped.
+# A box that crosses the border by more is reported as clipped.
 BORDER = 1.0
 # Below half a cell of the finest feature map of a DETR (stride 8).
 TINY = 4.0
 TINY_SHARE = 0.1
-# Boxes of another format are many at once; a few are single mistakes.
+# Many suspect boxes mean another format; a few are single mistakes.
 SUSPICIOUS_COUNT = 3
 SUSPICIOUS_SHARE = 0.1
 
-# Texts about the shape of a box, which has the first of these faults that fits it.
+# Messages about the shape of a box; the first fault that applies is reported.
 SHAPES = MappingProxyType(
     {
         "box-negative": "has a negative width or height; expected both above 0.",
@@ -40,14 +40,10 @@ DROPPED = ("box-negative", "box-outside")
 
 @dataclass(frozen=True)
 class Boxes:
-    """The boxes of classes in use on listed images, in the order of their records.
+    """Boxes (B) of used classes on listed images, in the order of their records.
 
-    Axes: B boxes.
-
-    Args:
-        position_B: Position of the annotation.
-        box_B4: Left, top, width and height in pixels.
-        size_B2: Width and height of the image; NaN if unknown.
+    ``position_B`` is the annotation's, ``box_B4`` is x, y, width, height in pixels, and
+    ``size_B2`` the image's width and height (NaN if unknown).
     """
 
     position_B: np.ndarray
@@ -55,12 +51,12 @@ class Boxes:
     size_B2: np.ndarray
 
     def keep(self, mask_B: np.ndarray) -> Boxes:
-        """Some of them."""
+        """Select boxes by a mask."""
         return Boxes(self.position_B[mask_B], self.box_B4[mask_B], self.size_B2[mask_B])
 
 
 def read_boxes(records: Records, expected: Expectations) -> tuple[Boxes, list[int]]:
-    """Boxes of classes in use on listed images, and positions of malformed ones."""
+    """Boxes of used classes on listed images, and positions of malformed ones."""
     used = {key for key, name in records.categories.items() if expected.uses(name)}
     positions = [
         position
@@ -81,7 +77,7 @@ def read_boxes(records: Records, expected: Expectations) -> tuple[Boxes, list[in
 
 
 def _are_boxes(boxes: list[Any]) -> bool:
-    """Whether all are boxes; much quicker than one by one."""
+    """Whether all are boxes; much faster than one by one."""
     return (
         {*map(type, boxes)} <= {list}
         and {*map(len, boxes)} <= {4}
@@ -94,12 +90,12 @@ def _is_box(box: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number, NaN and infinity included."""
+    """Whether a JSON value is a number, including NaN and infinity."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def faults_of_shape(boxes: Boxes) -> dict[str, np.ndarray]:
-    """Masks (B,) of boxes by their first fault of ``SHAPES``."""
+    """Masks (B,) of boxes by their first fault in ``SHAPES``."""
     x, y, w, h = boxes.box_B4.T
     width, height = boxes.size_B2.T
     outside = (x >= width) | (y >= height)
@@ -121,7 +117,7 @@ def faults_of_shape(boxes: Boxes) -> dict[str, np.ndarray]:
 
 
 def usable_boxes(records: Records, expected: Expectations) -> Boxes:
-    """The boxes of a file without errors that a training or an evaluation sees."""
+    """The boxes of an error-free file that training and evaluation use."""
     boxes, _ = read_boxes(records, expected)
     faults = faults_of_shape(boxes)
     return boxes.keep(~np.any([faults[kind] for kind in DROPPED], axis=0))
@@ -140,7 +136,7 @@ def check_boxes(records: Records, expected: Expectations) -> Iterator[Finding]:
     text = "must have finite numbers. Correct the record, or remove it."
     yield from _each(records, "box-not-finite", boxes.keep(~is_finite_B), text)
     boxes = boxes.keep(is_finite_B)
-    if _are_normalised(boxes):  # the cause, in place of its consequences
+    if _are_normalised(boxes):  # the cause instead of its consequences
         text = (
             f"all {len(boxes.box_B4)} boxes lie within [0, 1]: they look like shares "
             "of the image; expected pixels. Multiply them by width and height of their "
@@ -191,7 +187,7 @@ def _are_normalised(boxes: Boxes) -> bool:
 
 
 def _corners(boxes: Boxes, place: Place) -> Iterator[Finding]:
-    """Suspect boxes of [x1, y1, x2, y2] from all of them together."""
+    """Boxes that look like [x1, y1, x2, y2], judged from all of them together."""
     boxes = boxes.keep(np.isfinite(boxes.size_B2).all(axis=1))
     count = len(boxes.box_B4)
     first_B2, second_B2 = boxes.box_B4[:, :2], boxes.box_B4[:, 2:]
@@ -217,7 +213,7 @@ def _check_shapes(
     *,
     quiet: bool,
 ) -> Iterator[Finding]:
-    """Findings on single boxes; ``quiet`` omits what a suspicion explains."""
+    """Findings on single boxes; ``quiet`` omits those that a suspicion explains."""
     splits = ["test"] if records.place.split == "test" else ["train", "val"]
     drop = " ".join(f"{split}_dataloader.dataset.on_bad_box=drop" for split in splits)
     for kind, mask_B in faults.items():
@@ -241,8 +237,8 @@ def _check_shapes(
 def _tiny(
     records: Records, boxes: Boxes, scale: tuple[float, float]
 ) -> Iterator[Finding]:
-    """One finding for each class with many boxes that are tiny once resized."""
-    # As mmcv scales: neither side grows beyond its own bound.
+    """One finding for each class with many boxes that become tiny after resizing."""
+    # As in mmcv, each side has its own bound.
     factor_B = np.minimum(
         max(scale) / boxes.size_B2.max(axis=1), min(scale) / boxes.size_B2.min(axis=1)
     )
@@ -265,14 +261,14 @@ def _tiny(
 
 
 def area_of(record: Mapping[str, Any]) -> float:
-    """The area of an annotation; that of its box if it states none."""
+    """The area of an annotation, by default that of its box."""
     area = record.get("area")
     _, _, width, height = record["bbox"]
     return width * height if area is None or not is_number(area) else area
 
 
 def _check_areas(records: Records, boxes: Boxes) -> Iterator[Finding]:
-    """Compare ``area`` with the box; that of a mask may well be smaller."""
+    """Compare ``area`` with the box; that of a mask may be smaller."""
     rows = [records.annotations[position] for position in boxes.position_B.tolist()]
     stated = [row.get("area") for row in rows]
     if not {*map(type, stated)} <= {int, float}:
@@ -307,7 +303,7 @@ def _check_areas(records: Records, boxes: Boxes) -> Iterator[Finding]:
 def _check_use(
     records: Records, boxes: Boxes, expected: Expectations
 ) -> Iterator[Finding]:
-    """Boxes that do not train, and files with no others."""
+    """Findings on boxes that training does not use, and files with only such boxes."""
     rows = [records.annotations[position] for position in boxes.position_B.tolist()]
     ignored = np.array([bool(row.get("ignore")) for row in rows], bool)
     text = "is marked 'ignore': training leaves it out."
@@ -333,7 +329,7 @@ def _check_use(
 
 
 def _duplicates(records: Records, boxes: Boxes) -> Iterator[Finding]:
-    """Boxes that an image has twice, with the same class."""
+    """Boxes that occur twice in an image, with the same class."""
     if len(boxes.position_B) == 0:
         return
     number = {key: i for i, key in enumerate(records.categories)}

@@ -1,4 +1,4 @@
-"""All findings about a COCO document: what `damex data check` prints of it.
+"""All findings about a COCO document, for `damex data check`.
 
 The loader raises the first error of the same list.
 """
@@ -32,15 +32,10 @@ from damex.errors import did_you_mean
 def check_coco(
     document: Any, place: Place, expected: Expectations
 ) -> tuple[Records | None, list[Finding]]:
-    """Find everything wrong or odd in a COCO document.
-
-    Args:
-        document: The content of a JSON file.
-        place: Its file.
-        expected: What the config expects of it.
+    """Find errors and oddities in a COCO document (the content of a JSON file).
 
     Returns:
-        The readable records, None if a list is missing, and the findings.
+        The readable records (None if a list is missing), and the findings.
     """
     records, findings = parse_records(document, place, expected.classes)
     if records is None:
@@ -59,7 +54,7 @@ def check_coco(
 def _check_classes(
     records: Records, classes: Sequence[str] | None
 ) -> Iterator[Finding]:
-    """Classes in use that are not listed, and headings that are left out."""
+    """Missing classes that are in use, and headings that are left out."""
     known = [*filter(None, records.categories.values())]
     kind = "unknown-class" if records.place.split == "train" else "class-not-in-file"
     for name in classes or ():
@@ -133,7 +128,7 @@ def _check_file_names(records: Records) -> Iterator[Finding]:
 
 
 def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding]:
-    """Numbers of boxes by image, and by class that is not in use."""
+    """Findings on box counts by image, and by unused class."""
     names = records.categories
     others = {key for key, name in names.items() if not expected.uses(name)}
     found = [row["category_id"] for row in records.annotations]
@@ -141,7 +136,7 @@ def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding
         text = f"{count} boxes of a class that is not in use are left out."
         where = f"class {names[key]!r}"
         yield records.place.finding("class-not-used", where, text, count=count)
-    # By id: of two images with one id neither is empty.
+    # By id: images that share an id share their boxes.
     in_use = names.keys() - others
     counts = Counter(
         [row["image_id"] for row in records.annotations if row["category_id"] in in_use]
@@ -150,7 +145,7 @@ def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding
     empty = [i for i, image in enumerate(images) if not counts[image["id"]]]
 
     def name(position: int) -> str:
-        named = records.place.root  # then the finding has the path already
+        named = records.place.root  # the finding already has the path
         return "it" if named else repr(images[position].get("file_name"))
 
     def of_empty(position: int) -> str:
@@ -176,20 +171,18 @@ def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding
 
 
 def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
-    """Names of the categories of a COCO file, in file order.
+    """Names of the categories of a COCO file, in file order, without empty headings.
 
-    Only this list of the file is parsed: the rest of a large one takes many seconds,
-    and is read once, when the dataset is built. A category without boxes that is only a
-    heading of the others is left out.
+    Only this list is parsed: the whole of a large file takes many seconds.
 
     Raises:
-        DataError: If the file is missing, is not JSON, or has no proper categories.
+        DataError: If the file is missing, is not JSON, or has no valid categories.
     """
     text, categories = "", None
     with contextlib.suppress(OSError, UnicodeDecodeError):  # reported by read_coco
         text = path.read_text(encoding="utf-8-sig")
     keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
-    if len(keys) == 1:  # otherwise one may be inside of another record
+    if len(keys) == 1:  # otherwise one may be nested in another record
         with contextlib.suppress(json.JSONDecodeError):
             categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
     if not isinstance(categories, list):
@@ -210,10 +203,7 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
 
 
 def read_coco(path: Path, dataset: str) -> dict[str, Any]:
-    """Load a COCO file.
-
-    Returns:
-        The document. Fields, ids and names of classes are sound; boxes are not checked.
+    """Load a COCO file with valid fields, ids and class names; boxes are not checked.
 
     Raises:
         DataError: If the file is missing, is not JSON, or holds anything else.

@@ -23,7 +23,7 @@ _SINGULAR = {"images": "image", "annotations": "annotation", "categories": "cate
 
 
 class _Field(NamedTuple):
-    """Types and values that a field may have."""
+    """Allowed types and values of a field."""
 
     types: frozenset[type]
     words: str
@@ -48,7 +48,7 @@ _FIELDS: Mapping[str, Mapping[str, _Field]] = MappingProxyType(
         "categories": dict(id=_ID, name=_NAME),
     }
 )
-# A record with a fault in one of these is left out of all further checks.
+# Records with a fault in one of these are skipped in all further checks.
 _LINKS = MappingProxyType(
     {
         "images": ("id",),
@@ -60,17 +60,15 @@ _LINKS = MappingProxyType(
 
 @dataclass(frozen=True)
 class Expectations:
-    """What a config expects of the data; the defaults are those of ``MixtureDataset``.
+    """What a config expects of the data; defaults are those of ``MixtureDataset``.
 
     Args:
-        classes: Names of the classes in use; None for all.
+        classes: Names of the used classes; None for all.
         is_choice: Whether the mixture entry names them.
-        on_bad_box: ``error``, or ``drop`` to train without boxes outside of the image.
-        filter_empty: Whether a training leaves out images without boxes.
+        filter_empty: Whether training leaves out images without boxes.
         scales: Sizes that images may be resized to.
         kept_scales: Those of them that keep the aspect ratio.
-        num_queries: Number of objects that the detector can find in an image.
-        applies_exif: Whether images are rotated by their EXIF orientation.
+        num_queries: Maximum number of detections per image.
     """
 
     classes: tuple[str, ...] | None = None
@@ -90,20 +88,15 @@ class Expectations:
             )
 
     def uses(self, name: str) -> bool:
-        """Whether a training uses the class."""
+        """Whether training uses the class."""
         return self.classes is None or name in self.classes
 
 
 @dataclass(frozen=True)
 class Records:
-    """The readable records of a document.
-
-    Axes: M images, N annotations.
+    """The readable records of a document: M images, N annotations.
 
     Args:
-        place: The annotation file.
-        images: Records with an id.
-        annotations: Records with an image id and a category id.
         categories: Id -> name; empty if the record has none.
         headings: Names of categories that are only a heading of others.
         size_M2: Width and height in pixels; NaN if unknown.
@@ -127,14 +120,9 @@ class Records:
         *,
         level: str | None = None,
     ) -> Iterator[Finding]:
-        """A finding for each record, and one for all beyond ``MAX_LISTED``.
+        """A finding for each record of list ``key``; one for all beyond ``MAX_LISTED``.
 
-        Args:
-            kind: Of all findings.
-            key: ``images`` or ``annotations``.
-            positions: Of the records in that list.
-            text: The text of all findings, or a function of the position.
-            level: Of all findings; by default that of the kind.
+        ``text`` is the message or a function of the position.
         """
         for position in map(int, positions[:MAX_LISTED]):
             record, owner, file = self._names(key, position)
@@ -153,7 +141,7 @@ class Records:
         return f"image {image.get('file_name') if self.place.root else image['id']}"
 
     def annotation_name(self, position: int) -> str:
-        """The id of an annotation, or its place in the file that was converted."""
+        """The id of an annotation, or its place in the converted file."""
         record = self.annotations[position]
         if self.place.root and (place := record.get("place")) is not None:
             return f"line {place}" if isinstance(place, int) else str(place)
@@ -176,11 +164,7 @@ class Records:
 
 
 def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
-    """Read a JSON file.
-
-    Returns:
-        Its content or None, and findings if it cannot be read.
-    """
+    """Read a JSON file; returns its content or None, and findings about the reading."""
     file = Path(path)
     if not file.is_file():
         advice = f"Correct data_root or {place.split} in the mixture entry."
@@ -200,15 +184,9 @@ def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
 def parse_records(
     document: Any, place: Place, classes: Collection[str] | None = None
 ) -> tuple[Records | None, list[Finding]]:
-    """Find the readable records of a COCO document.
+    """The readable records of a JSON document, and findings about fields and ids.
 
-    Args:
-        document: The content of a JSON file.
-        place: Its file.
-        classes: Names of the classes in use; None for all.
-
-    Returns:
-        The records, None if a list is missing, and findings about fields and ids.
+    Without ``images``, ``annotations`` or ``categories``, the records are None.
     """
     findings = [*_check_lists(document, place)]
     if findings:
@@ -226,7 +204,7 @@ def parse_records(
     position_of = {image["id"]: i for i, image in enumerate(images)}
     ids = (record["image_id"] for record in annotations)
     names: dict[Any, str] = {}
-    for category in categories:  # of two with one id, the first
+    for category in categories:  # the first of each id
         names.setdefault(category["id"], _text(category.get("name")))
     left = [c for c in rows["categories"] if c not in categories]
     records = Records(
@@ -264,7 +242,7 @@ def _check_lists(document: Any, place: Place) -> Iterator[Finding]:
 def readable_records(
     rows: list[Any], key: str, place: Place
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Find the records of a list with links to others, and faults of fields and ids."""
+    """Find the readable records of a list, and faults of their fields and ids."""
     faults = [(i, "", row) for i, row in enumerate(rows) if type(row) is not dict]
     lost = {position for position, _, _ in faults}
     dicts = [i for i in range(len(rows)) if i not in lost] if lost else range(len(rows))
@@ -318,17 +296,9 @@ def without_dummies(
 ) -> list[Mapping[str, Any]]:
     """Leave out categories that are only a heading of the others.
 
-    Roboflow's exports begin with one: category 0 is the name of the project, no box is
-    of it, and all others have it as their ``supercategory``. As a class it would be an
-    output that nothing ever teaches. A category that no box happens to use stays.
-
-    Args:
-        categories: COCO's records.
-        used: Those with boxes, and those that are wanted in any case.
-        key: What ``used`` holds: ``name`` or ``id``.
-
-    Returns:
-        The others, in their order.
+    Roboflow's exports begin with one: category 0 has the name of the project and no
+    boxes, and is the ``supercategory`` of all others. Categories in ``used`` (by
+    ``key``, ``name`` or ``id``) and other unused ones stay.
     """
 
     def is_dummy(category: Mapping[str, Any]) -> bool:
@@ -356,7 +326,7 @@ def without_headings(
 def check_class_names(
     categories: Sequence[Mapping[str, Any]], place: Place
 ) -> Iterator[Finding]:
-    """Names that two categories have."""
+    """Names shared by two categories."""
     names = [_text(category.get("name")) for category in categories]
     for name, count in Counter(filter(None, names)).items():
         if count > 1:

@@ -1,4 +1,4 @@
-"""Findings about data: all kinds of them, and the files they are about.
+"""Findings about data: their kinds, and the files they refer to.
 
 `damex data check` prints them, and the loader raises the first error.
 """
@@ -14,13 +14,12 @@ from damex.errors import DataError
 
 LEVELS = ("error", "warning", "info")
 
-# Findings of one kind about one file that are listed; one more counts the others, which
-# keeps the report on a million wrong boxes short.
+# Listed findings of one kind about one file; one more counts the rest.
 MAX_LISTED = 1000
 
 
 class Kind(NamedTuple):
-    """The usual level of a kind of finding, and its meaning."""
+    """Default level of a kind of finding, and its meaning."""
 
     level: str
     meaning: str
@@ -103,14 +102,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, an oddity or a fact about data.
+    """An error, oddity or fact about data.
 
     Args:
         level: ``error``, ``warning`` or ``info``.
         kind: One of ``KINDS``.
-        dataset: Name of the dataset.
-        file: The file at fault.
-        record: Its record, such as ``annotation 17``; None for the whole file.
+        record: Record in the file, such as ``annotation 17``; None for the whole file.
         message: What, where, what was expected, and what to do.
         count: Number of records that it covers.
     """
@@ -135,14 +132,8 @@ class Finding:
 class Place:
     """The annotation file of one split.
 
-    Args:
-        dataset: Name of the dataset.
-        file: The file, as the user knows it.
-        split: ``train``, ``val`` or ``test``.
-        root: Folder in another format that was converted. Findings then name the files
-            in it, not the converted one.
-        is_file: Whether damex reads the file. What another dataset class reads is taken
-            as it is: errors in it are warnings.
+    ``root`` is a converted folder, whose files are then named. Errors are warnings if
+    another dataset class reads the file (``is_file=False``).
     """
 
     dataset: str
@@ -185,18 +176,14 @@ class Place:
 
 
 def raise_first(findings: Iterable[Finding]) -> None:
-    """Refuse data with an error.
-
-    Raises:
-        DataError: With the message of the first one.
-    """
+    """Raise the first error as a DataError."""
     for finding in findings:
         if finding.level == "error":
             raise DataError(finding.message)
 
 
 def capped(findings: Iterable[Finding]) -> list[Finding]:
-    """At most ``MAX_LISTED`` of each level and kind, and the number of the others."""
+    """At most ``MAX_LISTED`` findings of each level and kind, and a count of others."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         key = (finding.dataset, finding.level, finding.kind)

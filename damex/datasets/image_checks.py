@@ -1,6 +1,6 @@
-"""Findings about image files: missing, damaged, of another size, rotated.
+"""Findings about image files: missing, damaged, wrong size, rotated.
 
-`damex data check` looks at all of them, the loader at an image that fails to load.
+`damex data check` looks at all images, the loader at one that fails to load.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from damex.datasets.formats.images import (
     stored_size,
 )
 
-# Pixels by which a stated size may differ: rounding of the tool that wrote it.
+# Tolerated difference of a stated size in pixels, due to rounding.
 SIZE_TOLERANCE = 1
-# EXIF orientations: upright, and the first that exchanges rows and columns.
+# EXIF orientations: upright, and the first that swaps rows and columns.
 UPRIGHT, FIRST_WITH_SIDES_EXCHANGED = 1, 5
 SUFFIXES = {
     "BMP": {".bmp", ".dib"},
@@ -49,21 +49,14 @@ def same_size(one: Size, other: Size) -> bool:
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether a path names a storage such as ``s3://``; ``Path`` keeps one slash."""
+    """Whether a path is on a storage such as ``s3://`` (``Path`` keeps one slash)."""
     return re.match(r"[A-Za-z][\w+.-]+:/", str(path)) is not None
 
 
 class ImageRecord(NamedTuple):
-    """An image that an annotation file lists.
+    """An image that an annotation file lists; ``size`` is the stated one.
 
-    Args:
-        place: The annotation file.
-        record: Its record, for messages.
-        path: The file.
-        size: Width and height that the record states, or None.
-        applies_exif: Whether training rotates the image by its EXIF orientation.
-        is_used: Whether the split loads it: not an image without boxes in training.
-        boxes: Its boxes, by which near-duplicates are compared.
+    ``is_used``: the split loads it (training may skip images without boxes).
     """
 
     place: Place
@@ -80,7 +73,7 @@ class ImageRecord(NamedTuple):
         return self.place.split
 
     def finding(self, kind: str, text: str, level: str | None = None) -> Finding:
-        """A finding about the image file; not an error if nothing loads the file."""
+        """A finding about the image file; not an error if the file is never loaded."""
         level = level or KINDS[kind].level
         return Finding(
             level="warning" if level == "error" and not self.is_used else level,
@@ -99,12 +92,12 @@ class Look(NamedTuple):
     """The content of an image file.
 
     Args:
-        fault: Kind, text and perhaps level of a finding; None for a sound image.
+        fault: Kind, text and optional level of a finding; None for a valid image.
         format: PIL's name of the format.
         size: Width and height as stored.
         orientation: EXIF orientation, 1 to 8; 1 is upright.
         digest: Hash of the file's content; empty unless it was decoded.
-        gradient: Differences of a small grey picture, of norm 1, for comparison.
+        gradient: See ``gradient_of``; to find near-duplicates.
     """
 
     fault: tuple[str, str] | tuple[str, str, str | None] | None
@@ -116,7 +109,7 @@ class Look(NamedTuple):
 
 
 def check_image(image: ImageRecord) -> Iterator[Finding]:
-    """All findings about one image file that no other image matters for."""
+    """All findings about one image file on its own."""
     if is_remote(image.path):
         return
     if not os.path.isfile(image.path):  # noqa: PTH113 - False for a name too long
@@ -130,18 +123,18 @@ def check_image(image: ImageRecord) -> Iterator[Finding]:
 
 
 def is_decoded(content: bytes) -> bool:
-    """Whether OpenCV, which loads images in training, decodes a file."""
+    """Whether OpenCV, the loader in training, decodes a file."""
     return mmcv.imfrombytes(content) is not None
 
 
 def truncated(reason: object, *, level: str | None = None) -> Look:
-    """A file of which only the beginning can be read."""
+    """Result for a file that can only be read in part."""
     text = f"cannot be decoded to its end ({reason}). Replace the file."
     return Look(("image-truncated", text, level))
 
 
 def missing_file(image: ImageRecord, near: str | None) -> Finding:
-    """The finding about a file that is missing; ``near`` is another in its folder."""
+    """Finding about a missing file; ``near`` is a similar name in its folder."""
     advice = (
         f"The folder has {near!r}: correct file_name"
         if near
@@ -160,7 +153,7 @@ def look_at_header(path: Path) -> Look:
             return Look(("image-empty", text))
         with Image.open(path) as image:
             found = image.format or "", stored_size(image), exif_orientation(image)
-    except Exception as error:  # PIL's readers raise all sorts of errors
+    except Exception as error:  # PIL's readers raise anything
         return unreadable(path, error)
     if not cv2.haveImageReader(str(path)):
         text = f"is a {found[0]} file, which OpenCV does not read. Convert it to PNG."
@@ -169,7 +162,7 @@ def look_at_header(path: Path) -> Look:
 
 
 def unreadable(path: Path, error: Exception) -> Look:
-    """A file that PIL does not open."""
+    """Result for a file that PIL cannot open."""
     size = f"({path.stat().st_size} bytes) " if path.is_file() else ""
     is_plain = type(error).__name__ == "UnidentifiedImageError"
     text = (
@@ -207,7 +200,7 @@ def _check_upright(image: ImageRecord, look: Look) -> Iterator[Finding]:
 
 
 def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
-    """Tell by the record's size whether its boxes are for the image as loaded."""
+    """Infer from the record's size whether its boxes fit the image as loaded."""
     if image.size is None:
         return
     turned = look.orientation >= FIRST_WITH_SIDES_EXCHANGED
@@ -250,13 +243,13 @@ def _words(size: Size) -> str:
 def check_scales(
     images: Iterable[ImageRecord], scales: Sequence[Size]
 ) -> Iterator[Finding]:
-    """Images of which a resize that keeps the aspect ratio leaves a side of 0 px."""
+    """Images that an aspect-preserving resize would shrink to a side of 0 px."""
     for image in images:
         if image.size is None:
             continue
         long, short = max(image.size), min(image.size)
         for scale in scales:
-            # As mmcv scales: neither side grows beyond its own bound.
+            # As in mmcv, each side has its own bound.
             factor = min(max(scale) / long, min(scale) / short)
             if int(short * factor + 0.5) < 1:
                 text = (

@@ -1,4 +1,4 @@
-"""LabelFile: which class of a mixture each class of each dataset is, in a JSON file.
+"""LabelFile: a JSON file that maps the classes of each dataset to the mixture's.
 
 ::
 
@@ -11,7 +11,7 @@
       }
     }
 
-JSON, as the annotations are: in YAML the class names no, on and 7 are no strings.
+JSON, because YAML does not read the class names no, on and 7 as strings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ KEYS = ("version", "unlisted", "datasets")
 
 @dataclass(frozen=True)
 class LabelFile:
-    """The classes of a mixture, as a person wrote them down.
+    """A user's mapping of classes to those of the mixture.
 
     Args:
-        datasets: Per dataset: its own class name -> name in the mixture, or None to
-            leave the class out. Two datasets share a class where they say the same.
-        unlisted: What becomes of a class that is not listed: ``union`` keeps its name
-            (after ``rename``), so that equal names are one class; ``partitioned`` makes
-            it ``dataset/class``; ``drop`` leaves it out; ``error`` refuses it.
+        datasets: Per dataset: its class name -> name in the mixture, or None to leave
+            it out. Equal names in the mixture are one class.
+        unlisted: Rule for other classes: ``union`` keeps the name (after ``rename``),
+            so that equal names are one class; ``partitioned`` makes it
+            ``dataset/class``; ``drop`` leaves it out; ``error`` rejects it.
         where: File or option, for messages.
     """
 
@@ -49,11 +49,7 @@ class LabelFile:
 
     @classmethod
     def read(cls, path: str | Path) -> LabelFile:
-        """Read a file.
-
-        Raises:
-            ConfigError: If there is none, or it does not hold what is expected.
-        """
+        """Read a file; ConfigError if it is missing or invalid."""
         try:
             text = Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111 - Path raises
         except OSError as error:
@@ -70,15 +66,7 @@ class LabelFile:
 
     @classmethod
     def from_content(cls, content: Any, *, where: str = "label_space") -> LabelFile:
-        """Check what a file holds.
-
-        Args:
-            content: The parsed file.
-            where: Its name, for messages.
-
-        Raises:
-            ConfigError: If it is not what is expected.
-        """
+        """Build from a parsed file called ``where``; ConfigError if it is invalid."""
         if not isinstance(content, Mapping):
             raise ConfigError(
                 f'{where} must hold {{"version": {VERSION}, "datasets": {{...}}}}, got '
@@ -111,7 +99,7 @@ class LabelFile:
         )
 
     def to_content(self) -> dict[str, Any]:
-        """What :meth:`from_content` reads, as plain values."""
+        """Plain values for :meth:`from_content`."""
         return dict(
             version=VERSION,
             unlisted=self.unlisted,
@@ -119,7 +107,7 @@ class LabelFile:
         )
 
     def to_text(self) -> str:
-        """The file, a line per class."""
+        """The file, one line per class."""
         rows = [
             f"    {json.dumps(name)}: {{\n"
             + ",\n".join(
@@ -136,11 +124,7 @@ class LabelFile:
         )
 
     def check_datasets(self, names: Sequence[str]) -> None:
-        """Refuse datasets that the mixture does not have.
-
-        Raises:
-            ConfigError: If there is one.
-        """
+        """Reject datasets that the mixture does not have (ConfigError)."""
         for name in self.datasets:
             if name not in names:
                 raise ConfigError(
@@ -149,28 +133,25 @@ class LabelFile:
                 )
 
     def only(self, *datasets: str) -> LabelFile:
-        """What it says about some datasets."""
+        """The label file restricted to some datasets."""
         found = {name: row for name, row in self.datasets.items() if name in datasets}
         return replace(self, datasets=found)
 
     def dropped(self, dataset: str) -> tuple[str, ...]:
-        """Own names of the classes that the file leaves out of a dataset."""
+        """Names of a dataset's classes that the file leaves out."""
         listed = self.datasets.get(dataset, {})
         return tuple(own for own, target in listed.items() if target is None)
 
     def mapping(
         self, dataset: str, own: Sequence[str], renamed: Mapping[str, str]
     ) -> dict[str, str]:
-        """Own class name -> name in the mixture, of a dataset's classes that stay.
+        """Map the class names ``own`` of a dataset to the mixture, except dropped ones.
 
-        Args:
-            dataset: Its name.
-            own: Its class names.
-            renamed: ``rename`` of its entry, which a listed class cannot have, too.
+        ``renamed`` is the ``rename`` of its entry.
 
         Raises:
-            ConfigError: If a listed class does not exist or is renamed by its entry, an
-                unlisted one is an error, or no class stays.
+            ConfigError: If a listed class is unknown or renamed, an unlisted one is an
+                error, or no class stays.
         """
         listed = self.datasets.get(dataset, {})
         for name in listed:
@@ -227,11 +208,7 @@ def _check_classes(classes: Any, where: str) -> None:
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that stands twice, JSON keeps the last and says nothing.
-
-    Raises:
-        ValueError: If a key stands twice.
-    """
+    """Build a JSON object; ValueError for a repeated key (JSON keeps the last one)."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -14,14 +14,7 @@ LABEL_SPACE_MODES = ("union", "partitioned")
 
 
 def read_label_space(value: Any) -> str | LabelFile:
-    """Read the ``label_space`` of a config.
-
-    Args:
-        value: A mode, the path of a label file, or its content.
-
-    Raises:
-        ConfigError: If it is none of these, or the file cannot be used.
-    """
+    """Read ``label_space``: a mode, a label file or its content; else ConfigError."""
     if isinstance(value, Mapping):
         return LabelFile.from_content(value)
     if isinstance(value, str) and value.endswith(".json"):
@@ -36,15 +29,15 @@ def read_label_space(value: Any) -> str | LabelFile:
 
 @dataclass(frozen=True)
 class LabelSpace:
-    """The classes of a mixture and which of them each dataset annotates.
+    """The classes of a mixture, and those that each dataset annotates.
 
-    Labels of the detector are positions in ``classes``. Nothing depends on the order
-    of categories in any file.
+    Labels are indices into ``classes``, independent of the order of categories in
+    files.
 
     Args:
         classes: All class names.
         dataset_names: The datasets, in the order of the mixture.
-        dataset_classes: Per dataset: own class name -> name in ``classes``.
+        dataset_classes: Per dataset: its class name -> name in ``classes``.
         groups: Per dataset: name of the group that shares experts.
     """
 
@@ -62,11 +55,9 @@ class LabelSpace:
     ) -> LabelSpace:
         """Build the label space of a mixture.
 
-        Args:
-            specs: The datasets.
-            mode: ``union``: classes with the same name are the same class.
-                ``partitioned``: every dataset keeps its own classes, as
-                ``dataset/class``. A label file says it class by class.
+        With mode ``union`` equal class names are one class; with ``partitioned`` every
+        dataset keeps its classes, as ``dataset/class``; a label file decides class by
+        class.
 
         Raises:
             ConfigError: If the mode is unknown, or the file does not fit.
@@ -77,7 +68,7 @@ class LabelSpace:
         rules.check_datasets([spec.name for spec in specs])
         mappings = []
         for spec in specs:
-            spec.mixture_classes()  # refuses a 'rename' that names no class
+            spec.mixture_classes()  # rejects a 'rename' of an unknown class
             own = spec.own_classes
             mappings.append(rules.mapping(spec.name, own, spec.rename))
         classes = dict.fromkeys(name for m in mappings for name in m.values())
@@ -99,7 +90,7 @@ class LabelSpace:
 
     @classmethod
     def from_metainfo(cls, metainfo: Mapping[str, Any]) -> LabelSpace:
-        """Read what :meth:`to_metainfo` wrote, for instance from a checkpoint."""
+        """Inverse of :meth:`to_metainfo`, for instance for a checkpoint."""
         datasets = metainfo["datasets"]
         return cls(
             classes=tuple(metainfo["classes"]),
@@ -109,12 +100,10 @@ class LabelSpace:
         )
 
     def check(self, specs: Sequence[DatasetSpec], *, mode: str | LabelFile) -> None:
-        """Refuse a label space that a mixture does not lead to.
-
-        No annotation file is read.
+        """Reject a label space that does not follow from a mixture; reads no files.
 
         Raises:
-            ConfigError: If the datasets, or what their entries say, have changed.
+            ConfigError: If the datasets or their entries have changed.
         """
         names = tuple(spec.name for spec in specs)
         fits = names == self.dataset_names
@@ -125,7 +114,7 @@ class LabelSpace:
                 for spec, held in zip(specs, self.dataset_classes, strict=True)
             ]
             made = self.from_specs(known, mode=mode)
-            # A written config has the keys of a dict, here classes, in another order.
+            # A dumped config reorders the keys of a dict, here classes.
             fits = (
                 sorted(made.classes) == sorted(self.classes)
                 and made.dataset_classes == self.dataset_classes
@@ -139,7 +128,7 @@ class LabelSpace:
             )
 
     def to_metainfo(self) -> dict[str, Any]:
-        """One dict of plain values: mmdet's ``metainfo``, kept in the checkpoint."""
+        """Plain values for mmdet's ``metainfo``, which is stored in the checkpoint."""
         rows = zip(self.dataset_names, self.dataset_classes, self.groups, strict=True)
         return dict(
             classes=self.classes,
@@ -151,7 +140,7 @@ class LabelSpace:
 
     @property
     def group_names(self) -> tuple[str, ...]:
-        """The groups, numbered by their first dataset."""
+        """The groups, in the order of their first datasets."""
         return tuple(dict.fromkeys(self.groups))
 
     @property
@@ -160,11 +149,7 @@ class LabelSpace:
         return len(self.classes)
 
     def dataset_id(self, name: str) -> int:
-        """Position of a dataset.
-
-        Raises:
-            ConfigError: If the mixture has no such dataset.
-        """
+        """Index of a dataset; ConfigError if it is unknown."""
         if name not in self.dataset_names:
             raise ConfigError(
                 f"the mixture has no dataset {name!r}; "
@@ -173,19 +158,11 @@ class LabelSpace:
         return self.dataset_names.index(name)
 
     def group_id(self, dataset_id: int) -> int:
-        """Number of the group of a dataset."""
+        """Index of the group of a dataset."""
         return self.group_names.index(self.groups[dataset_id])
 
     def local_to_global(self, dataset_id: int, own: Sequence[str]) -> list[int]:
-        """Mixture label of every own label of a dataset.
-
-        Args:
-            dataset_id: Position of the dataset in the mixture.
-            own: The dataset's class names in the order of its own labels.
-
-        Raises:
-            ConfigError: If a name is not among the dataset's classes.
-        """
+        """Mixture labels of a dataset's classes; ConfigError for an unknown class."""
         mapping = self.dataset_classes[dataset_id]
         for name in own:
             if name not in mapping:
@@ -201,12 +178,7 @@ class LabelSpace:
         return sorted({self.classes.index(name) for name in names})
 
     def coverage(self) -> dict[str, list]:
-        """What each dataset annotates, as plain values for the config of a detector.
-
-        Returns:
-            ``labels``, for each dataset those of :meth:`valid_labels`, and ``groups``,
-            for each dataset the number of its group.
-        """
+        """Lists ``labels`` (:meth:`valid_labels`) and ``groups`` (index) by dataset."""
         ids = range(len(self.dataset_names))
         return dict(
             labels=[self.valid_labels(dataset_id) for dataset_id in ids],

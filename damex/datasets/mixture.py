@@ -34,29 +34,29 @@ from damex.errors import ConfigError, DataError
 
 @DATASETS.register_module()
 class MixtureDataset(Dataset):
-    """Named datasets behind one list of images and one list of classes.
+    """Concatenation of named datasets with a common list of classes.
 
-    Every sample carries ``dataset_id``, ``dataset_name`` and ``group_id`` in the
-    metainfo of its data sample, without any change to the pipeline. Labels are mapped
-    by name. ``metainfo`` is one dict, and goes into the checkpoint.
+    ``dataset_id``, ``dataset_name`` and ``group_id`` are in the metainfo of every data
+    sample. Labels are mapped by name. ``metainfo`` is one dict and goes into the
+    checkpoint.
 
     Args:
         datasets: The entries of ``mixture``; see ``DatasetSpec``.
         split: ``train``, ``val`` or ``test``.
-        pipeline: mmdet transforms for every dataset without its own. Each dataset gets
-            a copy of them, so that CachedMosaic mixes images of one dataset only.
+        pipeline: mmdet transforms for every dataset without its own; copied per
+            dataset, so that CachedMosaic mixes images of one dataset only.
         label_space: ``union``, ``partitioned``, the path of a label file or its
             content, or the metainfo of the mixture that the detector was trained on.
         filter_empty: Leave images without boxes out of training.
-        on_bad_box: ``error`` or ``drop`` for boxes wholly outside of their image, or
-            with a negative side.
-        max_refetch: How many other images are tried when the pipeline refuses one.
+        on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
+            side.
+        max_refetch: How many other images to try if the pipeline rejects one.
         test_mode: Whether samples are for evaluation; follows ``split`` by default.
         lazy_init: Load the annotations in ``full_init`` instead of at construction.
 
     Raises:
-        ConfigError: If the mixture or an option cannot work.
-        DataError: If a file does not hold what the config promises.
+        ConfigError: If the mixture or an option is invalid.
+        DataError: If a file contradicts the config.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class MixtureDataset(Dataset):
         return [len(source) for source in self.sources]
 
     def full_init(self) -> None:
-        """Load the annotations, unless that is done."""
+        """Load the annotations, once."""
         if self.sources:
             return
         freezes = gc.get_freeze_count() == 0
-        if freezes:  # mmengine collects garbage after each dataset: seconds, with torch
+        if freezes:  # mmengine's gc after each dataset takes seconds
             gc.freeze()
         try:
             self.sources = [self._build(spec) for spec in self.specs]
@@ -125,11 +125,7 @@ class MixtureDataset(Dataset):
         return self._ends[-1]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Number of the dataset that an image is from, and its index there.
-
-        Raises:
-            IndexError: If the index is not below ``len(self)``.
-        """
+        """Index of an image's dataset and the index there, or IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {int(index)} of a mixture of {len(self)} images.")
         source = bisect.bisect_right(self._ends, index)
@@ -148,14 +144,14 @@ class MixtureDataset(Dataset):
         return info
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        self.locate(index)  # its IndexError is what ends "for sample in dataset"
+        self.locate(index)  # its IndexError ends "for sample in dataset"
         if not isinstance(index, SeededIndex):
             return self._fetch(index)
         with local_seed(index.seed):
             return self._fetch(index)
 
     def _fetch(self, index: int) -> dict[str, Any]:
-        """Run the pipeline; in training, pass on to the next image when it refuses."""
+        """Run the pipeline; in training, try the next image if it rejects one."""
         for attempt in range(1 if self.test_mode else self.max_refetch + 1):
             packed = self._run_pipeline((index + attempt) % len(self))
             if packed is not None:
@@ -183,7 +179,7 @@ class MixtureDataset(Dataset):
             raise_first(check_image(image))
             text = f"dataset {name!r}: the {self.split} pipeline failed on "
             print_log(f"{text}{image.path}:", logger="current", level=logging.ERROR)
-            raise  # a fault of a transform, whose traceback shows where it is
+            raise  # a bug in a transform: keep its traceback
         if packed is None:
             return None
         if "data_samples" not in packed:
@@ -223,7 +219,7 @@ class MixtureDataset(Dataset):
         return Place.of(spec.name, found.annotations, split=self.split, root=root)
 
     def _identity(self, spec: DatasetSpec) -> dict[str, Any]:
-        """What every sample of a dataset carries."""
+        """Metainfo of every sample of a dataset."""
         dataset_id = self.label_space.dataset_id(spec.name)
         identity: dict[str, Any] = dict(
             dataset_id=dataset_id,
@@ -253,7 +249,7 @@ class MixtureDataset(Dataset):
                 f"{self.split} in its mixture entry."
             ) from error
         except ValueError as error:
-            # mmengine joins the records of a dataset; none at all end like this.
+            # mmengine fails like this on an empty list of records.
             if "need at least one array" not in str(error):
                 raise
             empty = True
@@ -278,7 +274,7 @@ class MixtureDataset(Dataset):
     def _complete(
         self, leaf: Mapping[str, Any], *, spec: DatasetSpec, own: tuple[str, ...]
     ) -> dict[str, Any]:
-        """What the mixture adds to the config of a plain dataset."""
+        """Settings that the mixture adds to the config of a plain dataset."""
         config = {**leaf, "pipeline": [], "test_mode": self.test_mode}
         if self._filters and config.get("filter_cfg") is None:
             config["filter_cfg"] = dict(filter_empty_gt=True)
@@ -292,14 +288,14 @@ class MixtureDataset(Dataset):
 
 
 def _log_conversion(spec: DatasetSpec) -> None:
-    """Say what became of a folder; on the screen, too, where something is odd."""
+    """Log the summary of a conversion, on the screen if something is odd."""
     summary = spec.conversion.summary
     level = logging.WARNING if summary.dropped or summary.noted else logging.INFO
     print_log(summary.text(spec.name), logger="current", level=level)
 
 
 def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ground truth in COCO's terms for datasets that have only mmdet's instances."""
+    """Ground truth in COCO format for datasets that only have mmdet's instances."""
     rows = []
     for instance in instances:
         x1, y1, x2, y2 = (float(value) for value in instance["bbox"])

@@ -1,4 +1,4 @@
-"""Configs of mmdet's datasets: wrappers opened, classes looked up and checked."""
+"""Configs of mmdet datasets: unwrap nested ones, look up and check classes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from damex.errors import ConfigError, did_you_mean
 
 
 def leaves(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The plain datasets in a dataset config, wrappers opened."""
+    """The plain datasets in a dataset config, unwrapped."""
     inner = _inner(config)
     return [leaf for c in inner for leaf in leaves(c)] if inner else [config]
 
 
 def _inner(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Configs of the datasets that a wrapper wraps; none for a plain dataset."""
+    """Configs of the datasets in a wrapper; empty for a plain dataset."""
     return [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
 
 
 def map_leaves(
     config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A copy of a dataset config with its plain datasets changed, wrappers opened."""
+    """A copy of a dataset config with its plain datasets changed."""
     if "datasets" in config:
         inner = [map_leaves(c, change) for c in config["datasets"]]
         return {**config, "datasets": inner}
@@ -33,7 +33,7 @@ def map_leaves(
 
 
 def declared_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Classes that a dataset config or its class declares; wrappers are opened."""
+    """Classes that a (wrapped) dataset config or its class declares."""
     first = leaves(config)[0]
     declared = dict(first.get("metainfo") or {}).get("classes")
     return tuple(
@@ -42,29 +42,24 @@ def declared_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def dataset_registry() -> Any:
-    """Return the filled registry of mmdet; few mixtures need these seconds."""
+    """Import mmdet's datasets (takes seconds) and return the registry."""
     import_module("damex.registry")
     return import_module("mmdet.registry").DATASETS
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
-    """The class of a dataset config; None if there is none."""
+    """The class of a dataset config; None if unknown."""
     kind = config.get("type")
     return dataset_registry().get(kind) if isinstance(kind, str) else kind
 
 
 def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) -> None:
-    """Refuse dataset classes that do not exist, or that would do something else.
+    """Reject dataset classes that are unknown or would mislabel.
 
-    Subclasses of mmdet's CocoDataset number a choice of classes in file order.
-
-    Args:
-        config: Of a dataset; wrappers are opened.
-        dataset: Name of the entry, for messages.
-        has_choice: Whether the entry names the classes to use.
+    Subclasses of mmdet's CocoDataset number chosen classes in file order.
 
     Raises:
-        ConfigError: If there is one.
+        ConfigError: If a class, possibly wrapped, is unusable.
     """
     inner = _inner(config)
     for inner_config in inner:

@@ -1,4 +1,4 @@
-"""What a pipeline does with images, and misspelt transforms in it."""
+"""Transforms of a pipeline: misspelled names, image sizes and EXIF rotation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from damex.errors import ConfigError, did_you_mean
 
 
 def check_transforms(transforms: Any, where: str) -> None:
-    """Look at the names and settings of transforms, nested ones too.
-
-    Args:
-        transforms: Configs of transforms or callables, in lists.
-        where: Dataset and split, for the message.
-    """
+    """Check names and settings of (nested) transforms; ``where`` is for the message."""
     if isinstance(transforms, (list, tuple)):
         for transform in transforms:
             check_transforms(transform, where)
     if not isinstance(transforms, Mapping):
         return
-    # Importing mmdet takes seconds, which the other functions do without.
+    # Importing mmdet takes seconds, and only this function needs it.
     from mmdet.registry import TRANSFORMS
     from mmengine.registry import TRANSFORMS as SHARED_TRANSFORMS
 
@@ -47,12 +42,7 @@ def check_transforms(transforms: Any, where: str) -> None:
 def image_scales(
     pipeline: Any, *, keep_ratio: bool = False
 ) -> tuple[tuple[float, float], ...]:
-    """Sizes that a pipeline may resize images to.
-
-    Args:
-        pipeline: Configs of transforms.
-        keep_ratio: Leave out those that change the aspect ratio.
-    """
+    """Sizes that a pipeline may resize to; ``keep_ratio`` omits distorting ones."""
     found: list[Any] = []
     for step in _steps(pipeline):
         is_resize = "Resize" in str(step.get("type"))
@@ -77,7 +67,7 @@ def applies_exif(pipeline: Any) -> bool:
 
 
 def _steps(pipeline: Any) -> Iterator[Mapping[str, Any]]:
-    """All transforms of a pipeline, nested ones too."""
+    """All transforms of a pipeline, including nested ones."""
     if isinstance(pipeline, Mapping):
         yield pipeline
         pipeline = pipeline.get("transforms")

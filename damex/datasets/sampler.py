@@ -1,4 +1,4 @@
-"""MixtureSampler: how often each dataset is seen, exactly and resumably."""
+"""MixtureSampler: dataset sampling with exact shares and exact resumption."""
 
 from __future__ import annotations
 
@@ -25,20 +25,17 @@ SAMPLINGS = ("explicit", "proportional", "sqrt", "temperature", "uniform")
 class MixtureSampler(Sampler[SeededIndex]):
     """Samples datasets by weight; a pure function of seed, epoch and position.
 
-    Dataset i gets the share ``w_i / sum(w)`` of all samples. Shares are rounded over
-    the whole run and not per batch or epoch, so that a small share comes late but
-    always comes. Each dataset is read as an endless row of its own permutations, so
-    that every image of it is seen once before any is seen twice, also across epochs.
+    Dataset i gets the share ``w_i / sum(w)`` of all samples, rounded over the whole run
+    and not per batch or epoch, so that small shares count, too. Each dataset is an
+    endless sequence of its permutations: every image is seen once before any is seen
+    twice.
 
-    Nothing is stored while it runs: a resumed run continues with the same samples,
-    and any number of processes or workers sees the same global order. In the middle
-    of an epoch, :meth:`leave_out` works out again what was seen before, by so many
-    batches of so many processes.
+    Nothing is stored: a resumed run continues with the same samples, and any number of
+    processes or workers sees the same global order.
 
     With ``homogeneous_batches`` every batch of a process is of one dataset, and shares
-    are those of batches. Each process has its own dataset, so that a step still learns
-    from several: gradients of one task after the other would pull to and fro (Muppet,
-    Aghajanyan et al. 2021, arXiv 2101.11038, on such batches per GPU).
+    are those of batches. Processes draw different datasets, so that each step still
+    learns from several (Muppet, Aghajanyan et al. 2021, arXiv 2101.11038).
 
     Args:
         dataset: The mixture.
@@ -46,21 +43,20 @@ class MixtureSampler(Sampler[SeededIndex]):
         samples_per_epoch: Samples of one epoch over all processes; by default the
             number of images in the mixture.
         shuffle: False keeps the order of files (datasets still follow the weights).
-        infinite: Iterate over epochs without end; set it for IterBasedTrainLoop, whose
-            resumption then is exact for any batch size.
-        sampling: What the weight of a dataset of n images is: ``explicit``, that of its
-            mixture entry; ``proportional``, n; ``sqrt``, its root; ``uniform``, 1; or
+        infinite: Iterate over epochs without end; set it for IterBasedTrainLoop, which
+            then resumes exactly for any batch size.
+        sampling: The weight of a dataset of n images: ``explicit``, from its mixture
+            entry; ``proportional``, n; ``sqrt``, its root; ``uniform``, 1; or
             ``temperature``, n to the power of 1 / ``temperature`` (Arivazhagan et al.
-            2019, arXiv 1907.05019). By default explicit where entries have weights, and
-            else proportional.
-        temperature: For ``sampling='temperature'``: 1 is proportional, 2 the root, and
-            a large one uniform.
+            2019, arXiv 1907.05019). By default explicit if entries have weights, else
+            proportional.
+        temperature: 1 is proportional, 2 the root, and a large one uniform.
         homogeneous_batches: Whether a batch holds images of one dataset only.
-        batch_size: Images of a batch, for that; filled in from the dataloader.
+        batch_size: Images of a homogeneous batch; filled in from the dataloader.
 
     Raises:
-        ConfigError: If ``samples_per_epoch`` is too small for the number of datasets,
-            or an option is unknown, contradicts another one, or is missing.
+        ConfigError: If ``samples_per_epoch`` is below the number of datasets, or an
+            option is unknown, contradictory, or missing.
     """
 
     def __init__(
@@ -90,14 +86,14 @@ class MixtureSampler(Sampler[SeededIndex]):
         self.epoch = 0
         self._first_epoch = 0
         self._skipped = 0
-        # What a resumed run leaves of an epoch to this process, and of which epoch.
+        # Remaining samples of this process in a resumed epoch, and its index.
         self._left: tuple[int, list[int]] | None = None
         if homogeneous_batches and batch_size is None:
             raise ConfigError(
                 "MixtureSampler: homogeneous_batches=True needs the batch_size of the "
                 "dataloader; set it in the sampler, too."
             )
-        # What is of one dataset and read by one process: a sample, or a batch of them.
+        # Samples of one dataset that one process reads at once: 1 or a batch.
         self._unit = batch_size if homogeneous_batches and batch_size else 1
         total = len(dataset) if samples_per_epoch is None else samples_per_epoch
         if total < 1:
@@ -117,12 +113,12 @@ class MixtureSampler(Sampler[SeededIndex]):
 
     @property
     def per_rank(self) -> int:
-        """Samples of one epoch for one process."""
+        """Samples per epoch and process."""
         group = self.world_size * self._unit
         return self._unit * math.ceil(self.total / group)
 
     def describe(self) -> str:
-        """What one epoch is made of, in a line per dataset."""
+        """Composition of one epoch, a line per dataset."""
         lines = [f"one epoch: {self.total} samples"]
         rows = zip(self.dataset.specs, self.shares, self.dataset.sizes, strict=True)
         for spec, share, size in rows:
@@ -134,11 +130,7 @@ class MixtureSampler(Sampler[SeededIndex]):
         return "\n".join(lines)
 
     def passes(self, samples: int) -> dict[str, float]:
-        """How often every image of a dataset is seen, by dataset.
-
-        Args:
-            samples: Samples of all processes, for instance in the whole training.
-        """
+        """How often each image of a dataset is seen in ``samples`` of all processes."""
         rows = zip(self.dataset.specs, self.shares, self.dataset.sizes, strict=True)
         return {spec.name: float(share * samples / n) for spec, share, n in rows}
 
@@ -147,16 +139,14 @@ class MixtureSampler(Sampler[SeededIndex]):
         self.epoch = epoch
 
     def skip(self, num_samples: int) -> None:
-        """Leave out samples of this process, as mmengine asks when it resumes.
+        """Skip samples of this process, as mmengine asks on resumption.
 
-        Args:
-            num_samples: Samples per process that were used before; of no account where
-                the checkpoint has said more exactly what was.
+        Ignored if the checkpoint recorded the seen samples more exactly.
         """
         if self._left is not None:
             return
         epochs, self._skipped = divmod(self._skipped + num_samples, self.per_rank)
-        # mmengine's loop counts epochs from 0 after it has skipped.
+        # mmengine's loop counts epochs from 0 after skipping.
         self._first_epoch += epochs
 
     def __len__(self) -> int:
@@ -174,10 +164,7 @@ class MixtureSampler(Sampler[SeededIndex]):
             epoch, start = epoch + 1, 0
 
     def order(self) -> dict[str, Any]:
-        """What the order of samples follows from, for checkpoints.
-
-        ``seed`` and ``total`` are the run's own; the rest is the config's.
-        """
+        """Everything that determines the order of samples, for checkpoints."""
         return dict(
             seed=self.seed,
             total=self.total,
@@ -189,16 +176,10 @@ class MixtureSampler(Sampler[SeededIndex]):
         )
 
     def take_over(self, order: dict[str, Any]) -> bool:
-        """Go on in the order of an earlier run, whatever its number of processes.
+        """Continue in the order of an earlier run with any number of processes.
 
-        That number counts where samples_per_epoch is no multiple of it: an epoch is
-        filled up, and is longer for all of the resumed run.
-
-        Args:
-            order: What ``order()`` was in that run.
-
-        Returns:
-            Whether it is; not if the config asks for another mixture or epoch.
+        If that number does not divide samples_per_epoch, epochs stay padded as in that
+        run. Returns False if the config asks for another mixture or epoch length.
         """
         own = dict(seed=order.get("seed"), total=order.get("total"))
         if {**self.order(), **own} != order:
@@ -209,20 +190,19 @@ class MixtureSampler(Sampler[SeededIndex]):
     def leave_out(
         self, epoch: int, passes: Sequence[Sequence[int]], batches: BatchSampler
     ) -> int:
-        """Leave out what was seen of an epoch, in one or more parts of a run.
+        """Leave out the samples of an epoch that earlier parts of the run have seen.
 
-        The batches are made once more, as far as they were used. With as many
-        processes as before, each goes on with its own; with another number, what is
-        left is shared out anew, in its order.
+        With as many processes as before, each continues with its samples; otherwise,
+        the rest is redistributed in order.
 
         Args:
-            epoch: Number of the epoch, from 0.
-            passes: Of each part the number of processes, the batch size of one, and
-                the batches that each has used.
-            batches: What makes batches of this sampler now.
+            epoch: Index of the epoch.
+            passes: Of each part the number of processes, batch size, and batches used
+                by each.
+            batches: Current batch sampler on top of this sampler.
 
         Returns:
-            Batches that are left to each process.
+            Number of batches that remain for each process.
         """
         order = self.epoch_indices(epoch)
         seen: set[int] = set()
@@ -240,14 +220,14 @@ class MixtureSampler(Sampler[SeededIndex]):
         return len(_batches_of(row, order, self.dataset, batches, batches.batch_size))
 
     def leave_out_first(self, samples: int) -> None:
-        """Leave out so many samples of all processes since the start of the run."""
+        """Leave out the first ``samples`` of all processes in this run."""
         self._first_epoch, first = divmod(samples, self.total)
         rest = list(range(first, self.total))
         row = self._share_out([rest], self.world_size, set())[self.rank]
         self._left = self._first_epoch, row
 
     def _places(self, epoch: int) -> list[int]:
-        """Places in the order of an epoch that this process reads."""
+        """Positions in the order of an epoch that this process reads."""
         if self._left is not None and self._left[0] == epoch:
             return self._left[1]
         return self._row(range(self.total), self.rank, self.world_size)
@@ -255,27 +235,23 @@ class MixtureSampler(Sampler[SeededIndex]):
     def _share_out(
         self, rows: list[list[int]], world_size: int, seen: set[int]
     ) -> list[list[int]]:
-        """Places of each process; those of as many processes stay as they are."""
+        """Positions of each process; unchanged for the same number of processes."""
         if len(rows) == world_size:
             return rows
         rest = sorted(set(itertools.chain(*rows)) - seen)
         return [self._row(rest, rank, world_size) for rank in range(world_size)]
 
     def _row(self, places: Sequence[int], rank: int, world_size: int) -> list[int]:
-        """Every ``world_size``-th unit; the first ones fill up the last round."""
+        """Every ``world_size``-th unit; the last round is padded from the start."""
         units = np.reshape(places, (-1, self._unit))
         even = math.ceil(len(units) / world_size) * world_size
         return np.resize(units, (even, self._unit))[rank::world_size].ravel().tolist()
 
     def epoch_indices(self, epoch: int) -> list[int]:
-        """Indices of one epoch in the order in which all processes together read it.
+        """Indices of an epoch (from 0) in the order in which all processes read it.
 
-        Args:
-            epoch: Number of the epoch, from 0.
-
-        Returns:
-            ``total`` indices; process r reads every ``world_size``-th from r, or
-            every ``world_size``-th batch.
+        Process r reads every ``world_size``-th of the ``total`` indices, or batches,
+        from r.
         """
         begins, ends = self._drawn_before(epoch), self._drawn_before(epoch + 1)
         offsets = np.cumsum([0, *self.dataset.sizes[:-1]])
@@ -290,13 +266,9 @@ class MixtureSampler(Sampler[SeededIndex]):
         return units.ravel().tolist()
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
-        """Samples drawn per dataset before an epoch; sums to ``epoch * total``.
-
-        Every cumulative share is rounded on its own, which keeps it growing with the
-        epoch and within half a sample of the truth; the largest dataset takes up what
-        rounding leaves.
-        """
+        """Samples drawn per dataset before an epoch; the largest absorbs rounding."""
         units = epoch * self.total // self._unit
+        # Independent rounding keeps each count growing and within half a unit.
         drawn = np.rint(self.shares * units).astype(np.int64)
         largest = int(self.shares.argmax())
         drawn[largest] += units - drawn.sum()
@@ -320,7 +292,7 @@ class MixtureSampler(Sampler[SeededIndex]):
 
 
 class _Row(Sampler[SeededIndex]):
-    """Samples that are known beforehand; as ``seed`` each has its place."""
+    """Sampler over known samples, seeded by their positions."""
 
     def __init__(self, dataset: MixtureDataset, samples: list[SeededIndex]) -> None:
         self.dataset = dataset
@@ -340,7 +312,7 @@ def _batches_of(
     like: BatchSampler,
     batch_size: int,
 ) -> Any:
-    """The batches of places in an epoch, made as another sampler makes them."""
+    """Batches of positions in an epoch, grouped by a copy of another batch sampler."""
     samples = _Row(dataset, [SeededIndex(order[place], place) for place in row])
     return type(like)(samples, batch_size, like.drop_last)
 
@@ -348,21 +320,13 @@ def _batches_of(
 def sampling_weights(
     dataset: MixtureDataset, sampling: str | None, temperature: float | None
 ) -> np.ndarray:
-    """Weights of the datasets of a mixture; see :class:`MixtureSampler`.
-
-    Args:
-        dataset: The mixture.
-        sampling: One of ``SAMPLINGS``, or None.
-        temperature: For that sampling, and for no other.
-
-    Returns:
-        One number above 0 per dataset.
+    """Weights above 0 of the datasets of a mixture; see :class:`MixtureSampler`.
 
     Raises:
         ConfigError: If the options contradict each other or the entries.
     """
     given = [spec.weight for spec in dataset.specs]
-    has_weights = given[0] is not None  # all have one, or none has
+    has_weights = given[0] is not None  # all or none have one
     if sampling is None:
         sampling = "explicit" if has_weights else "proportional"
     if sampling not in SAMPLINGS:

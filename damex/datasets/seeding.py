@@ -1,4 +1,4 @@
-"""Seeds for samples: the same augmentation wherever and whenever a sample is made."""
+"""Seeds for samples: augmentation that is reproducible for any number of workers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 class SeededIndex(int):
     """An ``int`` index with the seed for everything random about this sample.
 
-    With it, augmentation depends on the place of a sample in the run and not on the
-    number of workers, on their history, or on whether the run was resumed.
+    Augmentation then depends on the position of a sample in the run, not on the number
+    and history of workers or on resumption.
     """
 
     seed: int
@@ -30,22 +30,17 @@ class SeededIndex(int):
 
 
 def mix_seed(*parts: int) -> int:
-    """One 32-bit seed from several integers, well mixed.
-
-    Example:
-        >>> mix_seed(0, 1) != mix_seed(1, 0)
-        True
-    """
+    """Hash several integers into one 32-bit seed."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 @contextmanager
 def local_seed(seed: int) -> Iterator[None]:
-    """Seed random, numpy and torch for a while and put their states back after."""
+    """Seed random, numpy and torch temporarily, then restore their states."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)
-    # torch.manual_seed would also reseed every GPU, whose states are not put back.
+    # torch.manual_seed would also reseed every GPU, whose states are not restored.
     torch.default_generator.manual_seed(seed)
     try:
         yield

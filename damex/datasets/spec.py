@@ -1,4 +1,4 @@
-"""DatasetSpec: one line of a mixture, checked before anything is loaded."""
+"""DatasetSpec: one entry of a mixture, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from damex.datasets.nested import (
 from damex.errors import ConfigError, did_you_mean
 
 SPLITS = ("train", "val", "test")
-# Names that a dataset cannot have, and what they mean already.
+# Reserved names of datasets, and their meaning.
 RESERVED: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("mean", "pooled"), "a row of the table of results")
     | dict.fromkeys(("auto", "all", "none"), "a choice of --dataset and --like")
 )
-# What a value of an entry may be, where one that is something else would fail later.
+# Types of values that would otherwise fail later.
 TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "root": ((str, Path), "a path"),
@@ -44,7 +44,7 @@ TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
 
 
 class CocoSource(NamedTuple):
-    """A split of a dataset that is a COCO file and a folder of images."""
+    """COCO file and image folder of a split."""
 
     annotations: Path
     images: Path
@@ -56,23 +56,22 @@ class DatasetSpec:
 
     Args:
         name: Short unique name; it appears in tables, losses and checkpoints.
-        root: Folder in a format of ``damex.datasets.formats``. Beside it ``train``,
-            ``val`` and ``test`` only choose other images than its own splits: by a
-            split, folder, list of images or annotation file in it, or several.
-        format: Name of the format of ``root``, where it cannot be found out.
-        val_share: Share of ``root`` for validation, where it has none; 0.1 by default.
+        root: Folder in a format of ``damex.datasets.formats``; ``train``, ``val`` and
+            ``test`` may override its splits: by a split, folder, list of images or
+            annotation file in it, or several.
+        format: Format of ``root``, if it cannot be recognized.
+        val_share: Share of ``root`` for validation, if it has none; 0.1 by default.
         data_root: Folder that the other paths are relative to.
-        train: Annotation file in COCO format, or the config of any mmdet dataset. Its
-            ``pipeline``, where it has one, replaces that of the mixture.
+        train: COCO file, or the config of any mmdet dataset, whose ``pipeline`` (if
+            any) replaces that of the mixture.
         val: Same for evaluation.
-        test: Same for ``tools/test.py``; ``val`` where it is not given.
+        test: Same for ``tools/test.py``; ``val`` by default.
         img: Image folder, relative to ``data_root``; or one per split.
         classes: Class names to use; all classes of the training set by default.
-        rename: Dataset's own class name -> name in the mixture, to merge classes
-            that two datasets call differently.
-        weight: Relative share of the training samples, given for all datasets of the
-            mixture or for none. None means the number of images, so that without any
-            weight every image is seen equally often.
+        rename: Dataset's class name -> name in the mixture, to merge classes.
+        weight: Relative share of the training samples, for all datasets of the mixture
+            or for none. By default the number of images: every image is seen equally
+            often.
         group: Datasets of one group share their experts; the name by default.
     """
 
@@ -95,7 +94,7 @@ class DatasetSpec:
         """Read one entry of ``mixture``.
 
         Raises:
-            ConfigError: If a key is unknown, or a value cannot work.
+            ConfigError: If a key is unknown, or a value is invalid.
         """
         where = f"mixture[{position}]"
         if not isinstance(entry, Mapping):
@@ -146,7 +145,7 @@ class DatasetSpec:
         return self.group or self.name
 
     def source(self, split: str) -> str | Mapping[str, Any] | None:
-        """Annotation file or dataset config of a split (``test`` falls to ``val``)."""
+        """Annotation file or dataset config of a split; ``test`` may be ``val``."""
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {SPLITS}, got {split!r}.")
         if self.root is not None:
@@ -164,11 +163,11 @@ class DatasetSpec:
 
     @cached_property
     def conversion(self) -> Conversion:
-        """What ``root`` was converted to (see ``convert_entry``), if there is one."""
+        """Result of converting ``root`` (see ``convert_entry``), if given."""
         return convert_entry(vars(self))
 
     def coco_source(self, split: str) -> CocoSource | None:
-        """Where a split lies; None if it has no COCO file, or is not given."""
+        """COCO file and image folder of a split; None if not given or not COCO."""
         source = self.source(split)
         if not isinstance(source, str):
             return None
@@ -177,11 +176,7 @@ class DatasetSpec:
         return CocoSource(root / source, folder)
 
     def dataset_config(self, split: str) -> dict[str, Any]:
-        """Config of the mmdet dataset behind a split.
-
-        Raises:
-            ConfigError: If the spec does not name this split.
-        """
+        """Config of the mmdet dataset of a split; ConfigError if it is missing."""
         source = self.source(split)
         if source is None and self.root is not None:
             raise ConfigError(
@@ -210,10 +205,10 @@ class DatasetSpec:
         return map_leaves(source, lambda leaf: self._completed(leaf, split))
 
     def pipeline(self, split: str) -> Sequence[Any] | None:
-        """The source's own pipeline, which replaces the mixture's; None without one.
+        """The source's own pipeline, which replaces the mixture's; None by default.
 
         Raises:
-            ConfigError: If the datasets inside of a wrapper differ in it.
+            ConfigError: If the datasets in a wrapper have different ones.
         """
         source = self.source(split)
         if not isinstance(source, Mapping):
@@ -228,10 +223,7 @@ class DatasetSpec:
         return first
 
     def _completed(self, leaf: Mapping[str, Any], split: str) -> dict[str, Any]:
-        """A dataset config with damex's COCO class in place of mmdet's, and paths.
-
-        mmdet's own class numbers labels in file order; ours goes by name.
-        """
+        """A dataset config with absolute paths and NamedCocoDataset for CocoDataset."""
         config = _with_home(leaf, "data_root", "ann_file")
         kind = config["type"]
         name = kind if isinstance(kind, str) else kind.__name__
@@ -259,10 +251,10 @@ class DatasetSpec:
 
     @cached_property
     def own_classes(self) -> tuple[str, ...]:
-        """Class names of the training set in the dataset's own words.
+        """The dataset's names of its training classes.
 
-        Taken from ``classes``, else from the categories of the COCO file, else from
-        the metainfo of the mmdet dataset class.
+        From ``classes``, else the COCO file, else the metainfo of the mmdet dataset
+        class.
 
         Raises:
             ConfigError: If none of these names any class.
@@ -283,11 +275,7 @@ class DatasetSpec:
         return classes
 
     def mixture_classes(self) -> tuple[str, ...]:
-        """Class names after ``rename``, in the dataset's own order.
-
-        Raises:
-            ConfigError: If ``rename`` names a class that the dataset does not have.
-        """
+        """Class names after ``rename``; ConfigError if it names an unknown class."""
         own = self.own_classes
         for name in self.rename:
             if name not in own:
@@ -302,8 +290,8 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
     """Read and cross-check the entries of ``mixture``.
 
     Raises:
-        ConfigError: If the mixture is no list or empty, holds a dataset twice, or gives
-            weights to some datasets only.
+        ConfigError: If it is not a list, is empty, repeats a dataset, or has only some
+            weights.
     """
     if not isinstance(entries, (list, tuple)):
         raise ConfigError(
@@ -345,7 +333,7 @@ def _at_home(path: Any) -> Any:
 
 
 def _check_types(entry: Mapping[str, Any], where: str) -> None:
-    """Refuse values of an entry that are not of the kind that its key takes."""
+    """Reject values of an entry that have the wrong type for their key."""
     for key, (kinds, words) in TYPES.items():
         value = entry.get(key)
         if value is not None and not isinstance(value, kinds):
@@ -371,7 +359,7 @@ def _check_types(entry: Mapping[str, Any], where: str) -> None:
 
 
 def _check_weights(specs: Sequence[DatasetSpec]) -> None:
-    """Refuse weights beside image counts: the two have no common unit."""
+    """Reject a mix of weights and image counts, which have no common unit."""
     without = [spec.name for spec in specs if spec.weight is None]
     if without and len(without) < len(specs):
         given = ", ".join(f"{s.name}={s.weight}" for s in specs if s.weight is not None)
@@ -383,7 +371,7 @@ def _check_weights(specs: Sequence[DatasetSpec]) -> None:
 
 
 def _source_file(spec: DatasetSpec) -> str | None:
-    """Resolved path of the training annotations, where they are one file."""
+    """Resolved path of the training annotations if they are one file."""
     if spec.root is not None:
         folder = str(Path(spec.root).resolve())
         return folder if spec.train is None else f"{folder}: {spec.train}"

@@ -1,1 +1,1 @@
-"""Datasets put into a trained detector, and taken away from it."""
+"""Adding datasets to a trained detector, and removing them."""

@@ -30,13 +30,10 @@ from damex.inference.writing import check_target, write_checkpoint
 
 
 def grow(arguments: Sequence[str]) -> None:
-    """Write a checkpoint to start a training with new datasets from.
-
-    Args:
-        arguments: Command line without the program's name.
+    """Write a checkpoint from which to start a training with new datasets.
 
     Raises:
-        ConfigError: If the config does not extend what the checkpoint was trained on.
+        ConfigError: If the config does not extend the mixture of the checkpoint.
         DataError: If the checkpoint or an image cannot be read.
     """
     args = grow_parser().parse_args(arguments)
@@ -56,7 +53,7 @@ def grow(arguments: Sequence[str]) -> None:
 
 
 def _lines(grown: Grown, out: str) -> list[str]:
-    """What was done."""
+    """Report lines about the datasets, classes and experts of the new checkpoint."""
     found = [
         f"written: {out}",
         f"datasets: {', '.join(grown.old.dataset_names)} as they were; new: "
@@ -74,7 +71,7 @@ def _lines(grown: Grown, out: str) -> list[str]:
 
 
 def _next_steps(grown: Grown, args: argparse.Namespace) -> list[str]:
-    """The commands that train what was made room for."""
+    """Training commands for the whole detector and for the new parts alone."""
     settings: dict[str, str | list[str]] = dict(load_from=args.out)
     found = ["to train all of it:", *_command(args, settings)]
     if grown.alone_fault:
@@ -89,15 +86,7 @@ def _next_steps(grown: Grown, args: argparse.Namespace) -> list[str]:
 def _command(
     args: argparse.Namespace, settings: Mapping[str, str | list[str]]
 ) -> list[str]:
-    """A command that trains with the options of another, and what it cannot hold.
-
-    Args:
-        args: Of a command with a config.
-        settings: What the training has to set besides.
-
-    Returns:
-        The command, and a line for each setting that has to stand in the config.
-    """
+    """A training command, plus a line per setting that must go into the config."""
     options = {key: _option(key, value) for key, value in settings.items()}
     words = [*args.option_words, *(o for o in options.values() if o is not None)]
     command = ["damex", "train", args.config]
@@ -112,10 +101,7 @@ def _command(
 
 
 def _option(key: str, value: str | list[str]) -> str | None:
-    """A setting for ``--cfg-options``; None where they would make another value of it.
-
-    mmengine takes out spaces, splits at commas, and makes numbers of what can be one.
-    """
+    """A ``--cfg-options`` word; None if mmengine would parse it into another value."""
     text = f"{key}={value if isinstance(value, str) else '[' + ','.join(value) + ']'}"
     read = argparse.Namespace()
     try:
@@ -126,13 +112,10 @@ def _option(key: str, value: str | list[str]) -> str | None:
 
 
 def prune(arguments: Sequence[str]) -> None:
-    """Write a checkpoint without some datasets, and its config beside it.
-
-    Args:
-        arguments: Command line without the program's name.
+    """Write a checkpoint and config without some datasets.
 
     Raises:
-        ConfigError: If there is no such dataset, or the others need what is theirs.
+        ConfigError: If a dataset is unknown or the others need its experts.
         DataError: If the checkpoint cannot be read.
     """
     args = prune_parser().parse_args(arguments)
@@ -151,14 +134,11 @@ def prune(arguments: Sequence[str]) -> None:
 
 
 def merge(arguments: Sequence[str]) -> None:
-    """Write a checkpoint in which datasets share experts, and say what it costs.
-
-    Args:
-        arguments: Command line without the program's name.
+    """Write a checkpoint in which datasets share experts, and print the change in AP.
 
     Raises:
-        ConfigError: If there is no such dataset, the experts cannot be averaged, or
-            the evaluation fails (the checkpoint is written then).
+        ConfigError: If the merge or the evaluation fails (after the checkpoint was
+            written).
         DataError: If the checkpoint cannot be read.
     """
     args = merge_parser().parse_args(arguments)
@@ -175,7 +155,7 @@ def merge(arguments: Sequence[str]) -> None:
 
 
 def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> None:
-    """Write a checkpoint and its config, and say what is in them."""
+    """Write a checkpoint and its config, and print a summary."""
     write_checkpoint(
         out,
         pruned.state,
@@ -192,16 +172,7 @@ def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> Non
 
 
 def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
-    """AP of each dataset, of their mean, and pooled, on the images for tests.
-
-    Args:
-        stored: Its config has been checked as a whole.
-        label: For the progress bar.
-
-    Raises:
-        ConfigError: If its config has no such images.
-        DataError: If they cannot be read.
-    """
+    """Test AP per dataset, mean and pooled; the config must have been checked."""
     loader = stored.config.get("test_dataloader")
     mixtures = mixture_datasets((loader or {}).get("dataset"))
     if not mixtures or not mixtures[0].get("datasets"):
@@ -223,7 +194,7 @@ def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
 
 
 def _cost(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """A table of AP before and after."""
+    """Table of AP before and after."""
     rows = []
     for name, old in before.items():
         new = after[name]

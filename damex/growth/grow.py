@@ -1,4 +1,4 @@
-"""Grow: the start of a training on the datasets of a checkpoint and new ones."""
+"""Grow: initialize a training on the datasets of a checkpoint plus new ones."""
 
 from __future__ import annotations
 
@@ -40,20 +40,17 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True)
 class Grown:
-    """A detector with the weights of a checkpoint, and room for new datasets.
+    """A detector with the weights of a checkpoint, extended for new datasets.
 
     Attributes:
-        config: Of the training that shall follow, its mixture resolved.
-        space: Its label space.
-        state: Weights by their names.
-        old: The label space of the checkpoint.
-        moe: Its resolved ``moe`` tree.
-        models: For each new dataset group the old one whose experts it starts with.
-        likeness: For each new group that was compared the mean probabilities of the old
-            ones for its images.
-        notes: What works but is hardly meant, each in a sentence.
-        alone_fault: Why the new datasets cannot be trained alone (``train_only``);
-            empty if they can.
+        config: Resolved config of the training to come.
+        space: Label space of the training to come.
+        old: Label space of the checkpoint.
+        moe: Resolved ``moe`` tree.
+        models: For each new dataset group the old one whose experts it copies.
+        likeness: Mean probability of each old group, per compared new group.
+        notes: Warnings about settings that work but are probably unintended.
+        alone_fault: Why ``train_only`` cannot train the new datasets; empty if it can.
     """
 
     config: Config
@@ -68,38 +65,37 @@ class Grown:
 
     @property
     def new_datasets(self) -> tuple[str, ...]:
-        """Names of the datasets that the checkpoint does not know."""
+        """Names of the datasets that are not in the checkpoint."""
         known = self.old.dataset_names
         return tuple(name for name in self.space.dataset_names if name not in known)
 
     @property
     def new_classes(self) -> tuple[str, ...]:
-        """Names of the classes that the checkpoint does not know."""
+        """Names of the classes that are not in the checkpoint."""
         return tuple(c for c in self.space.classes if c not in self.old.classes)
 
 
 def add_datasets(
     stored: StoredDetector, cfg: Config, *, like: str = AUTO, images: int = 64
 ) -> Grown:
-    """Make room in a trained detector for the new datasets of a mixture.
+    """Extend a trained detector for the new datasets of a mixture.
 
-    Old classes, experts and rows of routers have their weights. Those of a new dataset
-    group are copies of the experts of the old group that its images look like to the
-    old detector: whole FFNs from random weights would spoil what comes behind them, and
-    low-rank maps that start at zero leave it to the shared FFN, which never served any
-    dataset alone. Rows of new classes are random.
+    Old classes, experts and router rows keep their weights. A new dataset group copies
+    the experts of the old group that its images resemble: random FFNs would disturb the
+    layers behind them, and zero-initialized low-rank maps would leave the dataset to
+    the shared FFN, which never served one alone. Rows of new classes are random.
 
     Args:
         stored: The checkpoint.
-        cfg: Config of the training that shall follow; its mixture has all datasets of
-            the checkpoint, with the same classes, and at least one more.
-        like: 'auto', the name of an old dataset whose experts are copied, or 'none' for
-            experts as at the start of a training.
-        images: Training images of a new dataset to look at, at most.
+        cfg: Config of the training to come, with all old datasets, classes unchanged,
+            and at least one more.
+        like: 'auto', the old dataset whose experts are copied, or 'none' for new
+            experts.
+        images: Maximum number of training images to compare per new dataset.
 
     Raises:
-        ConfigError: If the config does not extend the checkpoint's mixture, its
-            detector is another one, or nothing tells which dataset is nearest.
+        ConfigError: If the config does not extend the checkpoint, or no dataset is
+            nearest.
         DataError: If images cannot be read.
     """
     if cfg.get("mixture") is None:
@@ -123,7 +119,7 @@ def add_datasets(
     owners = row_owners(detector, state, names[1])
     kinds = {owner.kind for rows in owners.values() for owner in rows}
     new = [name for name in space.group_names if name not in stored.space.group_names]
-    new = new if "groups" in kinds else []  # else nothing is theirs
+    new = new if "groups" in kinds else []  # else no rows belong to a group
     models, likeness = _choose_models(stored, cfg, space, new, like, images)
     for group, model in models.items():
         _copy_rows(state, owners, group=group, model=model)
@@ -133,12 +129,7 @@ def add_datasets(
 
 
 def _alone_fault(detector: Any, grown: Grown) -> str:
-    """Why ``train_only`` would be refused for the new datasets; empty if it would not.
-
-    Args:
-        detector: Of the grown one's config, in one process; its parameters freeze.
-        grown: What it is about.
-    """
+    """Why ``train_only`` would reject the new datasets; freezes the parameters."""
     moe = grown.config["model"].get("moe") or {}
     if moe.get("expert_parallel", 1) > 1:
         return "train_only cannot stand beside moe.expert_parallel; set it to 1."
@@ -150,11 +141,7 @@ def _alone_fault(detector: Any, grown: Grown) -> str:
 
 
 def check_extends(stored: StoredDetector, space: LabelSpace) -> None:
-    """Refuse a mixture in which the old datasets mean something else, or none is new.
-
-    Raises:
-        ConfigError: If there is a difference.
-    """
+    """Reject a mixture that changes old datasets or adds none (ConfigError)."""
     old = stored.space
     for number, name in enumerate(old.dataset_names):
         if name not in space.dataset_names:
@@ -180,7 +167,7 @@ def check_extends(stored: StoredDetector, space: LabelSpace) -> None:
 
 
 def _check_classes(path: str, name: str, old: LabelSpace, space: LabelSpace) -> None:
-    """Refuse an old dataset whose classes have changed."""
+    """Reject an old dataset whose classes have changed."""
     then = dict(old.dataset_classes[old.dataset_id(name)])
     now = dict(space.dataset_classes[space.dataset_id(name)])
     for own in {**then, **now}:
@@ -193,9 +180,9 @@ def _check_classes(path: str, name: str, old: LabelSpace, space: LabelSpace) -> 
 
 
 def fresh_detector(model: Mapping[str, Any]) -> Any:
-    """Build a detector as a training starts it, but for the weights of its backbone.
+    """Build a detector as initialized for training, but without pretrained weights.
 
-    The same one each time; the random numbers of others do not change.
+    Deterministic; the random state of the caller is unchanged.
     """
     init_default_scope("mmdet")
     model = copy.deepcopy(dict(model))
@@ -211,16 +198,7 @@ def fresh_detector(model: Mapping[str, Any]) -> Any:
 
 
 def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> None:
-    """Refuse a detector in which an old dataset has another number of experts.
-
-    Args:
-        stored: The checkpoint.
-        detector: The new one.
-        space: Its label space.
-
-    Raises:
-        ConfigError: If it is one.
-    """
+    """Reject a detector that changes the number of an old dataset's experts."""
     check_declared(detector)
     _check_nobodys_experts(stored, detector)
     old = row_owners(detector, stored.state, names_of_space(stored.space))
@@ -240,11 +218,7 @@ def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> N
 
 
 def _check_nobodys_experts(stored: StoredDetector, detector: Any) -> None:
-    """Refuse another number of experts where none of them is a dataset's.
-
-    Raises:
-        ConfigError: If there is one.
-    """
+    """Reject another number of experts if experts belong to no dataset."""
     blocks = moe_blocks(detector)
     if any(map(has_groups, blocks)):
         return
@@ -260,7 +234,7 @@ def _check_nobodys_experts(stored: StoredDetector, detector: Any) -> None:
 
 
 def _take_masks_of_nobody(state: dict[str, Tensor], detector: Any) -> None:
-    """Count experts that are nobody's for the datasets that there are now, or not."""
+    """Rebuild the group mask of layers whose experts belong to no dataset."""
     for name, block in detector.named_modules():
         if isinstance(block, (MoEFFN, MoEPatchConv)) and not has_groups(block):
             key, mask_GE = f"{name}.moe.{GROUP_EXPERTS}", block.moe.group_experts_GE
@@ -277,7 +251,7 @@ def _choose_models(
     like: str,
     images: int,
 ) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
-    """The old group whose experts each new one starts with, and what the images say."""
+    """The old group whose experts each new one copies, and the mean probabilities."""
     if like == NONE or not new or cfg["model"].get("moe") is None:
         return {}, {}
     if like != AUTO:
@@ -307,12 +281,7 @@ def _choose_models(
 
 
 def image_paths(cfg: Any, name: str, count: int) -> list[str]:
-    """Training images of a dataset, evenly spaced.
-
-    Args:
-        cfg: A resolved config.
-        name: Of the dataset.
-        count: How many images, at most.
+    """Up to ``count`` training images of a dataset of a resolved config, evenly spaced.
 
     Raises:
         DataError: If the dataset cannot be loaded, or has no images.
@@ -335,7 +304,7 @@ def _copy_rows(
     group: str,
     model: str,
 ) -> None:
-    """Give the rows of a group alone those of another group."""
+    """Copy the rows of group ``model`` to the rows that only ``group`` uses."""
     for key, rows in owners.items():
         places = {owner: row for row, owner in enumerate(rows)}
         for row, owner in enumerate(rows):
@@ -349,7 +318,7 @@ def _copy_rows(
 
 
 def _notes(stored: StoredDetector, detector: Any) -> Iterator[str]:
-    """Say it where the detector works otherwise than in the checkpoint."""
+    """Warn if the detector works differently than in the checkpoint."""
     then = stored.model.get("moe")
     saved = {} if then is None else read_moe(then).resolved()
     difference = moe_difference(saved, detector.resolved_moe())
@@ -359,11 +328,7 @@ def _notes(stored: StoredDetector, detector: Any) -> Iterator[str]:
 
 
 def mixing_notes(detector: Any) -> Iterator[str]:
-    """Say it where detections of a dataset depend on the parts of all others.
-
-    Args:
-        detector: A detector of damex.
-    """
+    """Warn if detections of one dataset depend on the parameters of the others."""
     awareness = detector.awareness
     reasons = {
         "the weight of an expert depends on all others (moe.gate)": any(
@@ -380,5 +345,5 @@ def mixing_notes(detector: Any) -> Iterator[str]:
 
 
 def _weighs_alone(gate: Any) -> bool:
-    """Whether the weight of a chosen expert is the same whatever others there are."""
+    """Whether the weight of a chosen expert is independent of the other experts."""
     return isinstance(gate, TopKGate) and gate.renormalize and gate.capacity is None

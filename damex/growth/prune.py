@@ -1,7 +1,7 @@
-"""Prune: a detector of fewer datasets, or of fewer experts.
+"""Prune: a detector with fewer datasets or fewer experts.
 
-A dataset that is dropped takes its classes and experts with it; groups of datasets that
-are merged share the mean of their experts from then on.
+A dropped dataset takes its classes and experts with it; merged dataset groups share the
+mean of their experts.
 """
 
 from __future__ import annotations
@@ -27,22 +27,16 @@ from damex.inference.stored import StoredDetector
 from damex.models.insertion import moe_blocks
 from damex.models.rows import has_groups, row_owners
 
-# The start and the place of the training that wrote the checkpoint, and what leads to
-# programs outside of the registries.
+# Start and folder of the original training, and keys that run code outside registries.
 NOT_KEPT = ("load_from", "resume", "train_only", "work_dir", "launcher", "compile")
 DOWN, UP = "down_EDL", "up_ELD"  # of LowRankExperts
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """A detector of fewer datasets or experts.
+    """A detector with fewer datasets or experts.
 
-    Attributes:
-        config: That of the checkpoint, for what is left.
-        space: The label space that is left.
-        state: Weights by their names.
-        moe: Its resolved ``moe`` tree.
-        notes: What of the other datasets changes, each in a sentence.
+    ``notes`` are warnings about changes to the remaining datasets.
     """
 
     config: PlainConfig
@@ -53,15 +47,10 @@ class Pruned:
 
 
 def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
-    """Take datasets away, with the classes and experts that no other dataset has.
-
-    Args:
-        stored: The checkpoint.
-        drop: Names of datasets.
+    """Remove datasets, with the classes and experts that no other dataset has.
 
     Raises:
-        ConfigError: If there is no such dataset, none would be left, or the others
-            would not keep their experts.
+        ConfigError: If a dataset is unknown or the last, or others need its experts.
     """
     for name in drop:
         stored.dataset_id(name)
@@ -69,19 +58,15 @@ def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
 
 
 def merge_groups(stored: StoredDetector, datasets: Sequence[str]) -> Pruned:
-    """Let dataset groups share one set of experts: the mean of theirs.
+    """Merge the groups of ``datasets`` into one with the mean of their experts.
 
-    The mean is that of the weights, rows of the routers included. Of low-rank maps it
-    is the map of their rank that is nearest to the mean of the maps: the mean of the
-    factors would mix the one's first with the other's second.
-
-    Args:
-        stored: The checkpoint.
-        datasets: Names of datasets; all of their groups become one.
+    The mean covers all weights, router rows included. Low-rank maps are averaged as
+    full maps and truncated to their rank by SVD; averaging the factors would mix them
+    up.
 
     Raises:
-        ConfigError: If there is no such dataset, all of them are of one group, or their
-            experts cannot be averaged.
+        ConfigError: If a dataset is unknown, or the groups are one or cannot be
+            averaged.
     """
     old = stored.space
     groups = tuple(dict.fromkeys(old.groups[stored.dataset_id(n)] for n in datasets))
@@ -92,7 +77,7 @@ def merge_groups(stored: StoredDetector, datasets: Sequence[str]) -> Pruned:
             f"{stored.path} are {', '.join(old.group_names)}."
         )
     name = "+".join(groups)
-    # The rows of the first group are those of all; the others are dropped.
+    # The first group gets the averaged rows; the others are dropped.
     first = replace(
         stored,
         state=_averaged(stored, groups),
@@ -102,19 +87,14 @@ def merge_groups(stored: StoredDetector, datasets: Sequence[str]) -> Pruned:
 
 
 def _renamed(space: LabelSpace, groups: Collection[str], name: str) -> LabelSpace:
-    """A label space with another name for some groups."""
+    """A label space in which some groups get another name."""
     return replace(
         space, groups=tuple(name if own in groups else own for own in space.groups)
     )
 
 
 def _averaged(stored: StoredDetector, groups: Sequence[str]) -> dict[str, Tensor]:
-    """Weights in which the rows of the first group are the means over some groups.
-
-    Raises:
-        ConfigError: If there are no experts of groups, or of unlike numbers, or shared
-            with others.
-    """
+    """State dict in which the rows of the first group are the means over ``groups``."""
     owners = row_owners(stored.build(), stored.state, names_of_space(stored.space))
     of_groups = {k: rows for k, rows in owners.items() if rows[0].kind == "groups"}
     if not of_groups:
@@ -145,10 +125,7 @@ def _averaged(stored: StoredDetector, groups: Sequence[str]) -> dict[str, Tensor
 def _mean_rows(
     state: Mapping[str, Tensor], key: str, places: Sequence[Sequence[int]]
 ) -> Tensor:
-    """The mean over groups of their rows of a tensor.
-
-    Axes: N experts of a group, D model width, L rank.
-    """
+    """Mean of a tensor's rows over groups. N experts of a group, D width, L rank."""
     if not key.endswith((DOWN, UP)):
         rows = torch.stack([state[key][rows] for rows in places])
         return rows.double().mean(0).to(rows)  # counts of tokens are integers
@@ -164,11 +141,7 @@ def _mean_rows(
 
 
 def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
-    """The detector for a label space that has less than its own.
-
-    Raises:
-        ConfigError: If what is left would not keep its experts.
-    """
+    """The detector reduced to a smaller label space."""
     old = stored.build()
     blocks = moe_blocks(old)
     if blocks and not any(map(has_groups, blocks)):
@@ -194,7 +167,7 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
 
 
 def _import_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Say which modules the written config does not import."""
+    """Warn about modules that the written config does not import."""
     names = (config.get("custom_imports") or {}).get("imports") or []
     left = [str(name) for name in names if name != "damex.registry"]
     if left:
@@ -207,14 +180,7 @@ def _import_notes(config: Mapping[str, Any]) -> Iterator[str]:
 def _count_experts(
     moe: dict[str, Any], layer: Any, old: LabelSpace, space: LabelSpace
 ) -> None:
-    """Write the number of experts that serve the groups that are left into a config.
-
-    Args:
-        moe: Changed in place, where it names a number.
-        layer: With the experts of all groups.
-        old: The label space of the layer.
-        space: The label space that is left.
-    """
+    """Set the number of experts of the remaining groups in ``moe``, in place."""
     kept = [old.group_names.index(name) for name in space.group_names]
     count = int(layer.group_experts_GE[kept].any(0).sum())
     if moe.get("num_experts") is not None:
@@ -225,11 +191,7 @@ def _count_experts(
 
 
 def without(space: LabelSpace, drop: Collection[str]) -> LabelSpace:
-    """A label space without some datasets and the classes that only they have.
-
-    Raises:
-        ConfigError: If no dataset would be left.
-    """
+    """Drop datasets and their exclusive classes; ConfigError if none would remain."""
     kept = [i for i, name in enumerate(space.dataset_names) if name not in drop]
     if not kept:
         raise ConfigError(
@@ -247,12 +209,7 @@ def without(space: LabelSpace, drop: Collection[str]) -> LabelSpace:
 
 
 def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, Any]:
-    """A resolved config for some of its datasets.
-
-    Args:
-        config: As it lies in a checkpoint.
-        space: The label space that is left.
-    """
+    """Reduce a resolved config to the datasets of ``space``."""
     found = copy.deepcopy(dict(config))
     names = space.dataset_names
     if found.get("mixture") is not None:
@@ -277,7 +234,7 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
 
 
 def _entries(entries: Any, space: LabelSpace) -> list[Any]:
-    """The entries of the datasets that are left, with the groups that they have now."""
+    """The entries of the remaining datasets, with their current groups."""
     groups = dict(zip(space.dataset_names, space.groups, strict=True))
     kept = [entry for entry in entries or () if entry["name"] in groups]
     return [

@@ -1,4 +1,4 @@
-"""From a checkpoint to something in use: predictions, and detectors taken out.
+"""Using a checkpoint: predictions, exports and reports.
 
 ::
 

@@ -58,17 +58,14 @@ from damex.inference.writing import (
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Detect objects in images and videos, and write down what was found.
-
-    Args:
-        arguments: Command line without the program's name.
+    """Detect objects in images and videos, and write the detections.
 
     Returns:
         1 if a file could not be read, 130 after Ctrl-C, else 0.
 
     Raises:
-        ConfigError: If an option or the checkpoint cannot work.
-        DataError: If there are no images, or the checkpoint cannot be read.
+        ConfigError: If an option or the checkpoint is unusable.
+        DataError: If images are missing, or the checkpoint cannot be read.
     """
     args = predict_parser().parse_args(arguments)
     paths = find_images(args.images, videos=True)
@@ -79,8 +76,8 @@ def predict(arguments: Sequence[str]) -> int:
     filter_console()
     predictor = Predictor(args.checkpoint, device=args.device)
     names = dict(zip(paths, names_of(paths), strict=True))
-    # On a terminal the bar takes over the standard output, to stay below the lines; a
-    # file or a pipe shall get them all the same.
+    # On a terminal the bar redirects stdout to stay below the lines; a file or pipe
+    # must get the lines, too.
     file = None if sys.stdout.isatty() else sys.stdout
     console = Console(
         file=file, highlight=False, soft_wrap=True, markup=False, emoji=False
@@ -119,7 +116,7 @@ def predict(arguments: Sequence[str]) -> int:
 def _outputs(
     args: Namespace, names: Mapping[Path, str], classes: Sequence[str]
 ) -> Iterator[Callable[[Prediction], None]]:
-    """Write predictions to all that the command line names."""
+    """Open all requested outputs and yield their write functions."""
     with ExitStack() as stack:
         adders: list[Add] = []
         if args.json is not None:
@@ -140,15 +137,15 @@ def _outputs(
 
 
 def _images_in(path: Path) -> int:
-    """How many images a file holds, as far as it can be told before they are read."""
+    """Estimated number of images in a file, before it is decoded."""
     try:
         return max(open_video(path).frame_cnt, 1) if is_video(path) else 1
     except DataError:
-        return 1  # named when it is its turn
+        return 1  # reported when it is read
 
 
 def name_of(one: Prediction, names: Mapping[Path, str]) -> str:
-    """What an image is called in the output; a frame has its number behind it."""
+    """Name of an image in the output; frames get their number appended."""
     if one.path is None:
         return ""
     frame = "" if one.frame is None else f":{one.frame}"
@@ -156,12 +153,9 @@ def name_of(one: Prediction, names: Mapping[Path, str]) -> str:
 
 
 def line_of(one: Prediction, name: str, least: float) -> str:
-    """An image in one line: its dataset and what was found in it.
+    """Summary line of an image: its dataset and detections.
 
-    Args:
-        one: What was found.
-        name: Of the image.
-        least: Below this probability no dataset of the training fits.
+    Below the probability ``least`` an image fits no dataset of the training.
     """
     parts = [name]
     if one.likeness is not None:
@@ -175,7 +169,7 @@ def line_of(one: Prediction, name: str, least: float) -> str:
 
 
 def is_foreign(one: Prediction, least: float) -> bool:
-    """Whether no dataset of the training is as probable as it has to be."""
+    """Whether no dataset of the training reaches the probability ``least``."""
     return one.likeness is not None and one.likeness < least
 
 
@@ -185,7 +179,7 @@ def _summary(
     files: int,
     least: float,
 ) -> str:
-    """What was done, and what could not be."""
+    """Closing report with counts and faults."""
     objects = sum(len(one.scores) for one in predictions)
     lines = [f"{len(predictions)} images, {objects} objects"]
     foreign = sum(is_foreign(one, least) for one in predictions)
@@ -203,12 +197,9 @@ def _summary(
 def export(arguments: Sequence[str]) -> None:
     """Write a dense detector of one dataset, or a whole mixture for onnxruntime.
 
-    Args:
-        arguments: Command line without the program's name.
-
     Raises:
-        ConfigError: If there is no such dataset, the detector has no dense equal, or
-            ONNX none of it.
+        ConfigError: If the dataset is unknown, or the detector has no dense or ONNX
+            equivalent.
         DataError: If the checkpoint cannot be read.
     """
     args = export_parser().parse_args(arguments)
@@ -250,7 +241,7 @@ def export(arguments: Sequence[str]) -> None:
 def _export_specialist(
     stored: StoredDetector, specialist: Specialist, args: Namespace
 ) -> list[str]:
-    """Write a specialist as an ONNX graph, if it answers as the specialist does."""
+    """Write a specialist as an ONNX graph, if their detections agree."""
     pipeline = resizing_to(stored.pipeline, args.image_size)
     detector = specialist.build()
     graph = DetectorGraph(detector, pipeline).eval()
@@ -260,7 +251,7 @@ def _export_specialist(
 
 
 def _export_mixture(stored: StoredDetector, args: Namespace) -> list[str]:
-    """Write a mixture of experts as an ONNX graph, if it answers as in damex."""
+    """Write a mixture of experts as an ONNX graph, if their detections agree."""
     space = stored.space
     pipeline = resizing_to(stored.pipeline, args.image_size)
     detector, votes = voted_detector(stored.build(), stored.path)
@@ -287,21 +278,7 @@ def _write_onnx(
     images: Sequence[tuple[str, np.ndarray]],
     out: Path,
 ) -> list[str]:
-    """Write a graph if it answers as a detector does.
-
-    Args:
-        graph: What the file shall do.
-        about: Its metadata.
-        detector: Whose answers it should give.
-        images: To compare on, with their names; the first in several shapes.
-        out: The file.
-
-    Returns:
-        What was done.
-
-    Raises:
-        ConfigError: If ONNX cannot express it, or it answers otherwise.
-    """
+    """Write a graph if it agrees with ``detector``; the first image has all shapes."""
     content = to_onnx(graph, dict(**about, damex=__version__))
     runs, lines = runs_of(graph, content, detector), []
     more = stretched(images[0][1], max(graph.scale))
@@ -340,7 +317,7 @@ def _write_onnx(
 def _image_of(
     stored: StoredDetector, dataset: str, size: tuple[int, int]
 ) -> tuple[str, np.ndarray]:
-    """A validation image of a dataset and its path; noise where there is none here."""
+    """A validation image of a dataset and its path; noise if none is available."""
     try:
         (path,) = validation_images(stored, dataset, count=1)
         with Image.open(path) as image:

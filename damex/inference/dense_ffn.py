@@ -1,4 +1,4 @@
-"""One FFN that answers as a mixture of experts does when its dataset is known.
+"""One FFN that equals a mixture of experts for a known dataset.
 
 Axes: D model width, H hidden width, L rank.
 """
@@ -22,18 +22,11 @@ ODD_PARTS = ("relu", "gelu", "silu")  # activations f with f(z) - f(-z) = z
 
 
 def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
-    """The tensors of mmcv's ``FFN`` that equals a block for one dataset group.
+    """Tensors of mmcv's ``FFN.layers`` that equal a block for one dataset group.
 
-    The expert of the group, with its gate weight in the second layer. A shared expert
-    stands beside it in the hidden units: two FFNs that are added are one FFN. And a
-    linear map of low rank is an FFN, too.
-
-    Args:
-        block: Of a detector in evaluation.
-        group: Number of the dataset group.
-
-    Returns:
-        Tensors by their names in ``FFN.layers``.
+    They hold the group's expert, its gate weight folded into the second layer, and the
+    shared expert (another FFN or a low-rank linear map), concatenated along the hidden
+    units. The block must be in eval mode.
 
     Raises:
         ConfigError: If no FFN equals the block.
@@ -61,12 +54,7 @@ def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
 
 
 def widened(ffn: Mapping[str, Tensor], hidden: int) -> dict[str, Tensor]:
-    """The same FFN with more hidden units, which add nothing.
-
-    Args:
-        ffn: As `dense_ffn` gives it.
-        hidden: H of the result.
-    """
+    """Pad the output of `dense_ffn` to ``hidden`` units; the new ones add nothing."""
     more = hidden - ffn["0.0.bias"].shape[0]
     return {
         **ffn,
@@ -77,14 +65,10 @@ def widened(ffn: Mapping[str, Tensor], hidden: int) -> dict[str, Tensor]:
 
 
 def chosen_expert(block: MoEFFN, group: int) -> tuple[int, float]:
-    """The expert that all tokens of a group go to, and the weight of its answer.
-
-    Args:
-        block: Of a detector in evaluation.
-        group: Number of the dataset group.
+    """The expert that takes all tokens of a group, and its gate weight in eval mode.
 
     Raises:
-        ConfigError: If there is more than one, or the weight depends on the token.
+        ConfigError: If there are several, or the weight depends on the token.
     """
     if block.is_dense:
         return DENSE_EXPERT, 1.0
@@ -111,11 +95,7 @@ def chosen_expert(block: MoEFFN, group: int) -> tuple[int, float]:
 def _ffn_part(
     block: MoEFFN, bank: Any, expert: int, weight: float
 ) -> dict[str, Tensor]:
-    """One expert as mmcv's FFN has it; its answer is multiplied by the weight.
-
-    Raises:
-        ConfigError: If it is no FFN, or another one than the block replaced.
-    """
+    """One expert as mmcv's FFN, its output multiplied by ``weight``."""
     if not isinstance(bank, FFNExperts):
         raise _refusal(block, f"its experts are {type(bank).__name__}")
     if bank.activation != block.dense_activation:
@@ -138,11 +118,7 @@ def _ffn_part(
 def _linear_part(
     block: MoEFFN, bank: LowRankExperts, expert: int, weight: float
 ) -> dict[str, Tensor]:
-    """A linear map of rank L as 2 L hidden units: z = f(z) - f(-z).
-
-    Raises:
-        ConfigError: If the FFN's activation f does not have this property.
-    """
+    """A linear map of rank L as 2 L hidden units, by z = f(z) - f(-z)."""
     if block.dense_activation not in ODD_PARTS:
         raise _refusal(
             block,

@@ -1,4 +1,4 @@
-"""Detections drawn into their images and videos."""
+"""Draw detections into images and videos."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LINE, TEXT = 200, 60  # an image's longer side over the width of lines, height o
 
 
 class Drawings:
-    """A folder of images and videos with their detections; close it, or use ``with``.
+    """A folder of images and videos with drawn detections; close it, or use ``with``.
 
     Args:
-        folder: Where they go; made where it is missing.
-        names: Name of each file that was looked at, below the folder. One that is
-            neither .jpg nor .png gets .png behind it, a video .mp4.
-        classes: Of the detector; each has its colour.
+        folder: Output folder; created if missing.
+        names: Name of each input file below the folder. Images that are not .jpg or
+            .png get .png appended, videos .mp4.
+        classes: Classes of the detector; each has its color.
     """
 
     def __init__(
@@ -39,11 +39,7 @@ class Drawings:
         self._video: _DrawnVideo | None = None
 
     def add(self, one: Prediction) -> None:
-        """Draw an image, or the next frame of a video.
-
-        Args:
-            one: Of a file. Frames of a video come in their order, all of one video
-                before those of another.
+        """Draw an image, or the next frame of a video; one video must follow the other.
 
         Raises:
             ConfigError: If it would replace the image, or a video cannot be written.
@@ -51,8 +47,7 @@ class Drawings:
         if one.path is None:
             raise ValueError("Drawings: the prediction is of an array, not of a file")
         if one.frame is None:
-            # The pixels that the detector looked at: Pillow knows fewer formats, and
-            # turns and scales others in its own way.
+            # Pillow reads fewer formats, and turns and scales some images differently.
             pixels = Image.fromarray(mmcv.imread(str(one.path), channel_order="rgb"))
             image = drawn(pixels, one, self._colors)
             with atomic_write(self._target_of(one.path)) as part:
@@ -65,7 +60,7 @@ class Drawings:
         self._video.write(drawn(pixels, one, self._colors))
 
     def _target_of(self, path: Path) -> Path:
-        """Where a file is drawn to: in the folder, even through links."""
+        """Output path of a file; inside the folder even through links."""
         target = self._folder / self._names[path]
         place = target.resolve()
         if not place.is_relative_to(self._folder.resolve()) or place == path.resolve():
@@ -73,7 +68,7 @@ class Drawings:
         return target
 
     def close(self) -> None:
-        """End the video that is being written."""
+        """Finish the current video."""
         video, self._video = self._video, None
         if video is not None:
             video.close()
@@ -93,13 +88,7 @@ class Drawings:
 def drawn(
     image: Image.Image, one: Prediction, colors: Mapping[str, tuple[int, int, int]]
 ) -> Image.Image:
-    """Draw detections into an image, the best on top.
-
-    Args:
-        image: RGB; changed in place, and returned.
-        one: What was found in it.
-        colors: By the names of classes.
-    """
+    """Draw detections into an RGB image, in place, the best on top, and return it."""
     longer = max(image.size)
     font = ImageFont.load_default(max(longer // TEXT, 12))
     pen = ImageDraw.Draw(image)
@@ -113,7 +102,7 @@ def drawn(
 
 
 def _drawn_names(names: Mapping[Path, str]) -> dict[Path, str]:
-    """Names of drawings, each another: images in .png or .jpg, videos in .mp4."""
+    """Unique output names: images in .png or .jpg, videos in .mp4."""
     drawn: dict[Path, str] = {}
     taken = {str(folder) for name in names.values() for folder in Path(name).parents}
     for keeps_name in (True, False):
@@ -129,7 +118,7 @@ def _drawn_names(names: Mapping[Path, str]) -> dict[Path, str]:
 
 
 class _DrawnVideo:
-    """A video that becomes a copy of another, frame by frame."""
+    """Writer of an annotated copy of a video, frame by frame."""
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source = source
@@ -150,7 +139,7 @@ class _DrawnVideo:
             self._until_close = stack.pop_all()
 
     def pixels_of(self, number: int) -> Image.Image:
-        """A frame that comes after those asked for before."""
+        """Read a frame; numbers must increase."""
         frame = next(frame for frame in self._frames if frame.number == number)
         return Image.fromarray(frame.pixels[..., ::-1])
 
@@ -159,7 +148,7 @@ class _DrawnVideo:
         self._written += 1
 
     def close(self) -> None:
-        """Name the video if it is whole: OpenCV does not report a full disk."""
+        """Rename the finished video if complete: OpenCV does not report a full disk."""
         with self._until_close:
             self._writer.release()
             try:
@@ -171,15 +160,7 @@ class _DrawnVideo:
 
 
 def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
-    """Refuse to draw where the images are: a drawing has the name of its image.
-
-    Args:
-        folder: Where drawings go.
-        images: That shall be drawn.
-
-    Raises:
-        ConfigError: If one of them is in the folder, or below it, or it cannot be made.
-    """
+    """Reject a folder with images to draw: drawings keep their names (ConfigError)."""
     make_folder(folder)
     for image in images:
         places = image.resolve().parent, image.parent.resolve()

@@ -1,4 +1,4 @@
-"""Images and frames of videos: found, read, and as a detector gets them."""
+"""Find, read and preprocess images and video frames."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ from damex.datasets.formats.tree import IMAGE_SUFFIXES
 from damex.errors import DataError
 
 Picture = str | Path | np.ndarray
-# Of those that OpenCV cannot read, users learn at the end.
+# Videos that OpenCV cannot read are reported at the end.
 SUFFIXES = (*sorted(IMAGE_SUFFIXES), ".avif", ".heic", ".heif")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """An image of a video.
-
-    Attributes:
-        video: The file.
-        number: From 0.
-        pixels: uint8 (height, width, 3) in BGR.
-    """
+    """Video frame ``number``, from 0; pixels are uint8 (height, width, 3) in BGR."""
 
     video: Path
     number: int
@@ -41,16 +35,13 @@ class Frame:
 
 
 def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
-    """Find the images that files, folders and patterns stand for, each once.
+    """Find the images (and ``videos``) of files, folders and patterns, each once.
 
-    Args:
-        words: A file stands for itself, whatever its name; a folder for the image files
-            in it and below, those without a suffix, too; anything else is a pattern
-            (``*``, ``**``, ``?``).
-        videos: Whether folders and patterns stand for videos, too.
+    Files may have any name. Folders are searched recursively, images without a suffix
+    included. Other words are patterns (``*``, ``**``, ``?``).
 
     Raises:
-        DataError: If one of the words stands for nothing.
+        DataError: If a word matches nothing.
     """
     found: dict[Path, Path] = {}
     suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if videos else SUFFIXES
@@ -80,34 +71,28 @@ def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _is_wanted(path: Path, suffixes: Sequence[str]) -> bool:
-    """Whether a file has one of the suffixes, or none and is an image by content."""
+    """Whether a file has one of the suffixes, or none and image content."""
     if path.suffix:
         return path.suffix.lower() in suffixes
     try:
         with Image.open(path):
             return True
     except Image.DecompressionBombError:
-        return True  # named when it is its turn
-    except Exception:  # Pillow's readers raise whatever a file leads them to
+        return True  # reported when it is read
+    except Exception:  # Pillow's readers raise anything
         return False
 
 
 def _place(path: Path) -> Path:
-    """An absolute path without ``..``; links are kept where they can be."""
+    """Absolute path without ``..``; links are kept if possible."""
     path = path.absolute()
     return path.parent.resolve() / path.name if ".." in path.parts else path
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Names for images, each another: their paths below the folder of all of them.
-
-    They can be joined to any folder: none is absolute or contains ``..``.
-
-    Args:
-        paths: Files, each once.
-    """
+    """Unique relative names for files, without ``..``, from their common folder."""
     places = [_place(path) for path in paths]
-    # Windows has several roots; their letters become folders.
+    # Windows drive letters become folders.
     rooted = [
         PurePosixPath("/", place.anchor.strip(":\\/"), *place.parts[1:])
         for place in places
@@ -117,21 +102,17 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """A file name, or a sentence with one, without bytes that are not UTF-8."""
+    """Replace bytes of a file name or message that are not UTF-8."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def is_video(path: Path) -> bool:
-    """Whether a file is a video, by its name."""
+    """Whether a file has the suffix of a video."""
     return path.suffix.lower() in VIDEO_SUFFIXES
 
 
 def open_video(path: Path) -> mmcv.VideoReader:
-    """Open a video.
-
-    Raises:
-        DataError: If OpenCV cannot read it.
-    """
+    """Open a video; DataError if OpenCV cannot read it."""
     if not path.is_file():
         raise DataError(f"{path} does not exist.")
     if printable(str(path)) != str(path):
@@ -145,30 +126,28 @@ def open_video(path: Path) -> mmcv.VideoReader:
 
 
 def frames_of(path: Path) -> Iterator[Frame]:
-    """One frame of a video after the other.
+    """Iterate over the frames of a video.
 
     Raises:
-        DataError: If it cannot be read, or breaks off, which is known after the last
-            frame.
+        DataError: If it cannot be read, or ends early (known after the last frame).
     """
     video, read, reached = open_video(path), 0, 0
     for read, pixels in enumerate(video, start=1):
         yield Frame(path, read - 1, pixels)
-        # Some formats state a duration alone, and the count is a guess by the rate.
+        # Some formats only state a duration; the count is then estimated from the rate.
         seconds = video.vcap.get(cv2.CAP_PROP_POS_MSEC) / 1000
         reached = max(read, round(seconds * video.fps) + 1)
     if read == 0:
         raise DataError(f"{path} holds no frame that OpenCV can read.")
-    stated = video.frame_cnt  # 0 or less where unknown, and often one too many
+    stated = video.frame_cnt  # <= 0 if unknown, often one too many
     if stated - reached > 1:
         raise DataError(f"{path} breaks off: {read} of {stated} frames could be read.")
 
 
 def fault_of(path: Path) -> str | None:
-    """What is wrong with an image file that a reader may pass over; None if nothing is.
+    """Why an image file is broken although OpenCV may read it; None if it is fine.
 
-    OpenCV fills what a file that was cut off does not hold with grey, and opens files
-    of a few kilobytes that hold a gigabyte of pixels.
+    OpenCV fills truncated files with gray, and decodes bombs of a gigabyte of pixels.
     """
     try:
         with Image.open(path) as image:
@@ -180,25 +159,21 @@ def fault_of(path: Path) -> str | None:
     except Image.DecompressionBombError as error:
         return f"is too large ({str(error).rstrip('.')}); cut it into tiles"
     except UnidentifiedImageError:
-        return None  # other readers know more formats
-    except Exception as error:  # PIL's readers raise whatever a file leads them to
+        return None  # other readers support more formats
+    except Exception as error:  # PIL's readers raise anything
         return f"cannot be decoded to its end ({error})"
     return None
 
 
 class Inputs:
-    """What the pipeline of a training makes of images.
-
-    Args:
-        pipeline: Steps without annotations, from ``LoadImageFromFile`` on.
-    """
+    """Test pipeline of a training for images; starts with ``LoadImageFromFile``."""
 
     def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
         load, *rest = pipeline
         self._load, self._prepare = Compose([load]), Compose(rest)
 
     def each(self, image: Picture) -> Iterator[dict[str, Any]]:
-        """Prepare an image, or all frames of a video.
+        """Preprocess an image, or all frames of a video.
 
         Raises:
             DataError: If it cannot be read.
@@ -209,19 +184,16 @@ class Inputs:
             yield self(image)
 
     def __call__(self, image: Picture | Frame) -> dict[str, Any]:
-        """Prepare one image.
-
-        Returns:
-            ``inputs`` and ``data_samples``, as mmdet packs them.
+        """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
 
         Raises:
-            DataError: If it cannot be read, or the pipeline cannot take it.
+            DataError: If it cannot be read, or the pipeline rejects it.
         """
         loaded = self._read(image)
         height, width = loaded["img_shape"][:2]
         try:
             return self._prepare(loaded)
-        except Exception as error:  # steps raise whatever an image leads them to
+        except Exception as error:  # steps raise anything
             reason = error.err if isinstance(error, cv2.error) else error
             raise DataError(
                 f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
@@ -229,11 +201,7 @@ class Inputs:
             ) from error
 
     def _read(self, image: Picture | Frame) -> dict[str, Any]:
-        """An image as the first step of the pipeline hands it on.
-
-        Raises:
-            DataError: If it cannot be read.
-        """
+        """Load an image like the first step of the pipeline."""
         if isinstance(image, Frame):
             return _loaded(image.pixels, path=str(image.video), number=image.number)
         if not isinstance(image, str | Path):
@@ -243,17 +211,13 @@ class Inputs:
         if fault is None:
             try:
                 return self._load(dict(img_path=str(image), img_id=0))
-            except Exception as error:  # readers raise whatever a file leads them to
+            except Exception as error:  # readers raise anything
                 fault, cause = "is no image that can be read", error
         raise DataError(f"{image} {fault}.") from cause
 
 
 def _checked(image: Any) -> np.ndarray:
-    """An array that can be an image.
-
-    Raises:
-        DataError: If it cannot.
-    """
+    """Check that an array can be an image."""
     found = type(image).__name__
     if isinstance(image, np.ndarray):
         is_rgb = image.ndim == 3 and image.shape[2] == 3
@@ -267,6 +231,6 @@ def _checked(image: Any) -> np.ndarray:
 
 
 def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:
-    """Pixels as the first step of the pipeline hands them on."""
+    """Pixels in the output format of ``LoadImageFromFile``."""
     size = bgr.shape[:2]
     return dict(img=bgr, img_path=path, img_id=number, img_shape=size, ori_shape=size)

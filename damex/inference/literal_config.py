@@ -1,4 +1,4 @@
-"""The config that travels in a checkpoint, read as data: no line of it is run."""
+"""Read the config inside a checkpoint as data, without executing it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ from damex.errors import DataError
 
 
 def read_literals(text: str, *, where: str) -> dict[str, Any]:
-    """Read the assignments of a config as mmengine writes it.
+    """Read the assignments of a config dumped by mmengine: literals and ``dict(...)``.
 
-    Such a text holds nothing but names, and for each of them numbers, texts, None,
-    truth values, lists, tuples, dicts and ``dict(...)`` of these. Checkpoints come from
-    strangers, and their config is a Python program to mmengine.
-
-    Args:
-        text: Python text.
-        where: What it is from, for the message.
+    Checkpoints can be untrusted, and mmengine would execute their config. ``where`` is
+    the origin of the text, for error messages.
 
     Raises:
-        DataError: If it is anything else.
+        DataError: If the text contains anything else.
     """
     try:
         lines = ast.parse(text).body
@@ -51,7 +46,7 @@ def read_literals(text: str, *, where: str) -> dict[str, Any]:
 
 
 class _NoValueError(Exception):
-    """Something that is no value."""
+    """An expression that is not a literal."""
 
     def __init__(self, node: Any) -> None:
         super().__init__()
@@ -59,7 +54,7 @@ class _NoValueError(Exception):
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of an expression without names and calls, but for ``dict``."""
+    """Evaluate an expression without names and without calls except ``dict``."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.List):
@@ -83,7 +78,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _dict_call(node: ast.Call) -> dict[str, Any]:
-    """``dict(key=value)``, or ``dict({...})`` where a key is no word of Python."""
+    """Evaluate ``dict(key=value)``, or ``dict({...})`` for keys that are not names."""
     is_dict = isinstance(node.func, ast.Name) and node.func.id == "dict"
     if not is_dict or not all(isinstance(one, ast.Dict) for one in node.args):
         raise _NoValueError(node)
@@ -97,7 +92,7 @@ def _dict_call(node: ast.Call) -> dict[str, Any]:
     return found
 
 
-# Classes that run a text of their config, or unpickle or delete the files it names.
+# Classes that execute config text, or unpickle or delete files that it names.
 HARMFUL = (
     *("CameraMotionCompensation", "Detectron2Wrapper", "RFSearchHook"),
     *("OpenImagesDataset", "OpenImagesChallengeDataset", "RefCocoDataset"),
@@ -105,7 +100,7 @@ HARMFUL = (
 )
 PICKLES = (".pkl", ".pickle", ".yaml", ".yml")  # mmengine's YAML builds any object, too
 READ_BY_DAMEX = ("root", "train", "val", "test", "label_space")
-# What mmengine looks up in a registry, and imports where no registry has it.
+# Keys that mmengine looks up in a registry, else imports.
 LOOKED_UP = ("type", "constructor", "runner_type", "ema_type")
 # The same for names that need not be in a registry.
 ALSO_LOOKED_UP = ("_type", "_mode", "_policy", "_fn", "upsample")
@@ -115,17 +110,13 @@ LEADING_ELSEWHERE = ("_base_", "_scope_")
 
 
 def check_types(value: Any, *, where: str) -> None:
-    """Refuse a config that names anything but classes of a registry.
+    """Reject a config that names anything but registered classes.
 
-    mmengine takes a ``type`` that no registry has for a place in any package, imports
-    it and calls it with the other keys.
-
-    Args:
-        value: A config, or a part of one.
-        where: What it is from, for the message.
+    mmengine takes an unregistered ``type`` for an import path and calls it. ``where``
+    is the origin of the config, for error messages.
 
     Raises:
-        DataError: If any value could run code once it is built.
+        DataError: If building a value could run code.
     """
     if isinstance(value, list | tuple):
         for item in value:
@@ -144,7 +135,7 @@ def check_types(value: Any, *, where: str) -> None:
 
 
 def _fault(key: Any, item: Any) -> str | None:
-    """How a value of a config could run code; None if it cannot."""
+    """How a config value could run code; None if it cannot."""
     if key in LEADING_ELSEWHERE:
         return "which reads another file or package"
     if key == "default_scope" and item not in ("mmdet", "mmengine", None):
@@ -170,7 +161,7 @@ def _is_registered(name: Any) -> bool:
 
 
 def _registries() -> Iterator[Registry]:
-    """All registries, filled."""
+    """All registries, populated."""
     for package in (mmengine.registry, mmdet.registry):
         for one in vars(package).values():
             if isinstance(one, Registry):

@@ -1,10 +1,9 @@
 """A detector as an ONNX graph, from the pixels of an image file to boxes in its pixels.
 
-The graph resizes, normalises and pads images as `damex predict` does, so that images of
-any height and width get the same answers from both.
+The graph resizes, normalizes and pads images of any size as `damex predict` does.
 
 Axes: B images, C classes, D model width, G dataset groups, H and W rows and columns of
-an image, K answers per image, L levels of features, Q queries, V tokens.
+an image, K detections per image, L feature levels, Q queries, V tokens.
 """
 
 from __future__ import annotations
@@ -29,19 +28,15 @@ from damex.inference.onnx_routing import ImageVotes
 
 OPSET = 17  # the first that has both GridSample (16) and LayerNormalization (17)
 INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
-PROBABILITIES = "datasets"  # the fourth output where experts are in the graph
+PROBABILITIES = "datasets"  # fourth output, if the graph has experts
 PACKAGES = ("onnx", "onnxruntime")
 DETECTORS = (DINO, DeformableDETR)
-# What a graph follows of a pipeline.
+# Pipeline steps that a graph supports.
 STEPS = ("LoadImageFromFile", "Resize", "PackDetInputs")
 
 
 def check_packages() -> None:
-    """Refuse to begin without the packages that write and run ONNX.
-
-    Raises:
-        ConfigError: If one of them is missing.
-    """
+    """Raise a ConfigError if a package that writes or runs ONNX is missing."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -52,14 +47,10 @@ def check_packages() -> None:
 def resizing_to(
     pipeline: Sequence[Mapping[str, Any]], size: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
-    """Make a pipeline resize images to another size.
-
-    Args:
-        pipeline: Steps of an evaluation, from ``LoadImageFromFile`` on.
-        size: Width and height; by default those of the pipeline.
+    """Make a test pipeline resize to ``size`` (width, height; None keeps its own).
 
     Raises:
-        ConfigError: If there is no size, or a step that no graph follows.
+        ConfigError: If the size is missing, or a step cannot be exported.
     """
     steps = {step["type"]: dict(step) for step in pipeline}
     others = [kind for kind in steps if kind not in STEPS]
@@ -81,27 +72,22 @@ def resizing_to(
 
 @dataclass(frozen=True)
 class Routing:
-    """How the experts of a graph are chosen, and what follows.
-
-    Attributes:
-        votes: What its FFNs share.
-        labels: For each dataset group the classes to look for in its images.
-    """
+    """Votes shared by the FFNs of a graph, and the labels of each dataset group."""
 
     votes: ImageVotes
     labels: Sequence[Sequence[int]]
 
 
 class DetectorGraph(nn.Module):
-    """What the graph does: a detector of mmdet without mmdet's data samples.
+    """Exportable forward of an mmdet detector, without mmdet's data samples.
 
     Args:
-        detector: Ready to predict, on the CPU.
-        pipeline: Steps from an image file to its input, of `resizing_to`.
-        routing: Where its FFNs are experts; None for a dense one.
+        detector: In eval mode, on the CPU.
+        pipeline: Test pipeline, from `resizing_to`.
+        routing: For FFNs with experts; None for a dense detector.
 
     Raises:
-        ConfigError: If no graph can be made of the detector.
+        ConfigError: If the detector cannot be expressed as a graph.
     """
 
     foreign_GC: Tensor
@@ -142,19 +128,16 @@ class DetectorGraph(nn.Module):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of what :meth:`forward` returns."""
+        """Names of the outputs of :meth:`forward`."""
         return OUTPUTS if self.routing is None else (*OUTPUTS, PROBABILITIES)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Detect objects.
-
-        Args:
-            images: As in their files, of one size, uint8 in RGB (B, H, W, 3).
+        """Detect objects in images of one size, uint8 in RGB (B, H, W, 3).
 
         Returns:
-            Boxes as x1, y1, x2, y2 in pixels (B, K, 4), scores (B, K) and labels
-            (B, K), best first. With experts the classes are those of the dataset group
-            that an image looks like, and the probabilities of the groups (B, G) follow.
+            Boxes as x1, y1, x2, y2 in pixels (B, K, 4), scores (B, K) and labels (B,
+            K), best first. With experts, only classes of the predicted dataset group
+            are detected, and the group probabilities (B, G) follow.
         """
         file_2 = torch._shape_as_tensor(images)[1:3]  # stays variable in a trace
         size_2 = self._new_size(file_2)
@@ -181,7 +164,7 @@ class DetectorGraph(nn.Module):
         return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
 
     def _new_size(self, file_2: Tensor) -> Tensor:
-        """Height and width that mmcv's Resize gives an image."""
+        """Height and width after mmcv's Resize."""
         if not self.keep_ratio:
             return torch.tensor(self.scale[::-1])
         limits_2 = torch.tensor(sorted(self.scale), dtype=torch.double)
@@ -191,11 +174,7 @@ class DetectorGraph(nn.Module):
     def _transform(
         self, maps: Sequence[Tensor], size_2: Tensor, padded_2: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Transformer and head: logits (B, Q, C), and boxes in shares of the image.
-
-        Replaces ``pre_transformer`` of mmdet's DeformableDETR, which reads sizes from
-        data samples.
-        """
+        """Logits (B, Q, C) and relative boxes; replaces mmdet's ``pre_transformer``."""
         detector = self.detector
         shapes = [torch._shape_as_tensor(one)[2:] for one in maps]
         masks = [_mask(shape_2, size_2, padded_2) for shape_2 in shapes]
@@ -218,20 +197,20 @@ class DetectorGraph(nn.Module):
             **levels,
         )
         inputs, _ = detector.pre_decoder(**encoded)
-        self._set_real_tokens(None)  # all queries are
+        self._set_real_tokens(None)  # all queries are real
         decoded = detector.forward_decoder(**inputs, memory_mask=mask_BV, **levels)
         logits_LBQC, boxes_LBQ4 = detector.bbox_head(**decoded)
         return logits_LBQC[-1], boxes_LBQ4[-1]
 
     def _set_real_tokens(self, real_BV1: Tensor | None) -> None:
-        """Say which tokens vote on the experts from here on."""
+        """Set the mask of tokens that vote on experts."""
         if self.routing is not None:
             self.routing.votes.real_BN1 = real_BV1
 
     def _best(
         self, logits_BQC: Tensor, boxes_BQ4: Tensor, file_2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best answers of each image, as mmdet's DETRHead chooses them."""
+        """Top detections of each image, selected like mmdet's DETRHead."""
         num_classes = logits_BQC.shape[-1]
         scores_BK, places_BK = logits_BQC.sigmoid().flatten(1).topk(self.answers)
         queries_BK = places_BK // num_classes
@@ -243,12 +222,12 @@ class DetectorGraph(nn.Module):
 
 
 def _tokens(map_BDHW: Tensor) -> Tensor:
-    """The places of a map as a sequence, (B, V, D)."""
+    """Flatten a feature map to tokens (B, V, D)."""
     return map_BDHW.flatten(2).transpose(1, 2)
 
 
 def _mask(shape_2: Tensor, size_2: Tensor, padded_2: Tensor) -> Tensor:
-    """Which places of a map lie in the padding, (1, H, W), as mmdet interpolates it."""
+    """Padding mask of a feature map, (1, H, W), interpolated like mmdet's."""
     below_H, beside_W = (
         (torch.arange(places) * (padded / places)).floor() >= size
         for places, size, padded in zip(shape_2, size_2, padded_2, strict=True)
@@ -257,15 +236,9 @@ def _mask(shape_2: Tensor, size_2: Tensor, padded_2: Tensor) -> Tensor:
 
 
 def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
-    """Resize images as OpenCV does, to the bit: bilinear, with weights of 11 bits.
+    """Resize uint8 images (B, H, W, 3) exactly as OpenCV: bilinear, 11-bit weights.
 
-    Args:
-        images: uint8 (B, H, W, 3).
-        old_2: Their height and width.
-        new_2: The new ones.
-
-    Returns:
-        Whole numbers up to 255, (B, 3, H, W).
+    ``old_2`` and ``new_2`` are height and width. Returns integer values (B, 3, H, W).
     """
     steps_2 = old_2.double() / new_2.double()
     (rows_2H, vertical_2H), ((left_W, right_W), horizontal_2W) = (
@@ -283,7 +256,7 @@ def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
 
 
 def _neighbours(old: Tensor, new: Any, step: Tensor) -> tuple[Tensor, Tensor]:
-    """For each new place along a side the two old ones, and their weights of 2048."""
+    """Both source positions of each new one along a side, and their weights of 2048."""
     place = ((torch.arange(new).double() + 0.5) * step - 0.5).float()
     first = place.floor()
     share = place - first
@@ -294,24 +267,19 @@ def _neighbours(old: Tensor, new: Any, step: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
-    """Write a graph down as ONNX, with what one has to know to use it.
+    """Serialize a graph in eval mode to ONNX.
 
-    Args:
-        graph: In evaluation.
-        about: More for the model's ``metadata_props`` than ``image_size`` (width,
-            height) and ``keep_ratio``; written as JSON.
-
-    Returns:
-        Content of a file.
+    The metadata holds ``image_size`` (width, height), ``keep_ratio`` and ``about`` as
+    JSON.
 
     Raises:
-        ConfigError: If ONNX has no name for what the detector computes.
+        ConfigError: If ONNX lacks an operator of the detector.
     """
     import onnx
 
     known = dict(image_size=graph.scale, keep_ratio=graph.keep_ratio)
     model = onnx.load_from_string(_traced(graph))
-    for output in model.graph.output:  # the trace does not say how many answers
+    for output in model.graph.output:  # the trace lacks the number of detections
         if output.name in OUTPUTS:
             output.type.tensor_type.shape.dim[1].dim_value = graph.answers
     onnx.helper.set_model_props(
@@ -322,7 +290,7 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
 
 
 class _Linspace(TorchFunctionMode):
-    """Exports ``torch.linspace`` of one step, where torch divides 0 by 0."""
+    """Export ``torch.linspace`` of one step, where torch divides 0 by 0."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -335,22 +303,14 @@ class _Linspace(TorchFunctionMode):
 
 
 def _traced(graph: DetectorGraph) -> bytes:
-    """What torch's exporter makes of a graph.
-
-    mmdet iterates over tensors of sizes, ``for height, width in spatial_shapes``. A
-    trace keeps them variable; torch's other exporter (``dynamo=True``) refuses them, as
-    it does not know what is in a tensor.
-
-    Raises:
-        ConfigError: If ONNX has no name for what the detector computes.
-    """
-    file: Any = io.BytesIO()  # which torch takes, but does not declare
+    """Trace a graph; ``dynamo=True`` fails as mmdet iterates over tensors of sizes."""
+    file: Any = io.BytesIO()  # accepted by torch, but not declared
     width, height = graph.scale
     images = torch.zeros(2, height, width, 3, dtype=torch.uint8)
     batch = {0: "batch"}
     axes = {INPUT: {**batch, 1: "height", 2: "width"}}
     with warnings.catch_warnings(), torch.no_grad(), _Linspace():
-        warnings.simplefilter("ignore", TracerWarning)  # of the sizes of maps
+        warnings.simplefilter("ignore", TracerWarning)  # feature map sizes
         warnings.simplefilter("ignore", DeprecationWarning)  # of this exporter
         warnings.filterwarnings("ignore", module="torch.onnx")
         try:

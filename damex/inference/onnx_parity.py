@@ -1,6 +1,6 @@
-"""Whether an ONNX graph answers as the detector that it was made of, and how fast.
+"""Parity and speed of an ONNX graph and the detector it was exported from.
 
-Axes: B images, H and W rows and columns of an image, K answers per image.
+Axes: B images, H and W rows and columns of an image, K detections per image.
 """
 
 from __future__ import annotations
@@ -22,42 +22,35 @@ from damex.inference.images import Inputs, Picture
 from damex.inference.onnx_graph import INPUT, OUTPUTS, DetectorGraph
 
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 0.1  # of a probability, of a pixel
-# What is less sure than this share of the surest answer is not compared: among many
-# queries that are as unsure, rounding chooses.
+# Detections below this share of the best score are not compared: rounding ranks them.
 LEAST_SHARE = 0.1
 ROUNDS = 5
-# Width and height of images, as shares of the longer side that they are resized to.
+# Width and height of images, as shares of the longer side after resizing.
 SHAPES = ((0.6, 0.6), (1.6, 1.2), (0.6, 0.8), (2.1, 0.9), (0.3, 0.9))
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What was found in one image.
-
-    Attributes:
-        boxes: x1, y1, x2, y2 in pixels, float (K, 4).
-        scores: float (K,).
-        labels: int (K,).
-    """
+    """Detections in an image; boxes (K, 4) are x1, y1, x2, y2 in pixels."""
 
     boxes: np.ndarray
     scores: np.ndarray
     labels: np.ndarray
 
 
-Run = Callable[[np.ndarray], Answers]  # of an image, uint8 (H, W, 3) in RGB
+Run = Callable[[np.ndarray], Answers]  # takes an image, uint8 (H, W, 3) in RGB
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a graph is from mmdet on some images.
+    """Differences between a graph and mmdet on some images.
 
     Attributes:
-        images: How many were compared.
-        detections: Answers of mmdet that were compared.
-        least_score: What they reach at least.
+        images: Number of compared images.
+        detections: Number of compared mmdet detections.
+        least_score: Minimum score of the compared detections.
         scores: Largest difference of a score.
-        boxes: Largest difference of a corner's x or y, in pixels.
+        boxes: Largest difference of a box coordinate, in pixels.
     """
 
     images: int
@@ -68,23 +61,20 @@ class Parity:
 
     @property
     def is_close(self) -> bool:
-        """Whether nothing differs by more than the tolerances."""
+        """Whether all differences are within the tolerances."""
         return self.scores <= SCORE_TOLERANCE and self.boxes <= BOX_TOLERANCE
 
 
 def stretched(image: np.ndarray, longest: int) -> list[np.ndarray]:
-    """Bring an image to all `SHAPES`."""
+    """Resize an image to all `SHAPES`."""
     sizes = [(ceil(longest * x), ceil(longest * y)) for x, y in SHAPES]
     return [cv2.resize(image, size) for size in sizes]
 
 
 def runs_of(graph: DetectorGraph, content: bytes, detector: Any) -> tuple[Run, Run]:
-    """What mmdet finds in an image, and what onnxruntime does.
+    """Functions that detect with mmdet and with onnxruntime (output of `to_onnx`).
 
-    Args:
-        graph: What was written down.
-        content: How `to_onnx` wrote it.
-        detector: Whose answers the graph should give; of damex, where it has experts.
+    ``detector`` is the reference: mmdet's, or damex's if the graph has experts.
 
     Raises:
         ConfigError: If onnxruntime cannot run the graph.
@@ -100,11 +90,10 @@ def runs_of(graph: DetectorGraph, content: bytes, detector: Any) -> tuple[Run, R
 def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parity:
     """Compare a graph with its detector, see `runs_of`.
 
-    Images with fewer tokens than the detector has queries are left out, as neither has
-    an answer.
+    Images with fewer tokens than queries are left out, as neither detects anything.
 
     Raises:
-        ConfigError: If that leaves none, or onnxruntime fails on one.
+        ConfigError: If no image is left, or onnxruntime fails on one.
     """
     parities = []
     for image in images:
@@ -127,16 +116,12 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
 
 
 def start_session(content: bytes) -> Any:
-    """Let onnxruntime load a graph, for one thread of the CPU.
-
-    Raises:
-        ConfigError: If it cannot run the graph.
-    """
+    """Load a graph into onnxruntime, for one CPU thread; ConfigError if it cannot."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # none: they are raised
+    options.log_severity_level = 4  # silent: errors are raised
     try:
         return onnxruntime.InferenceSession(
             content, options, providers=["CPUExecutionProvider"]
@@ -149,7 +134,7 @@ def start_session(content: bytes) -> Any:
 
 
 def answers_of_graph(session: Any, images: np.ndarray) -> list[Answers]:
-    """What onnxruntime finds in images of one size, uint8 (B, H, W, 3) in RGB.
+    """Detect with onnxruntime in images of one size, uint8 (B, H, W, 3) in RGB.
 
     Raises:
         ConfigError: If the graph fails on images of this size.
@@ -169,13 +154,10 @@ def answers_of_graph(session: Any, images: np.ndarray) -> list[Answers]:
 def answers_of_mmdet(
     inputs: Inputs, image: Picture, *, detector: Any, labels: Any = None
 ) -> Answers:
-    """What mmdet finds in an image, as `Predictor` runs it.
+    """Detect with mmdet in a file or uint8 RGB image (H, W, 3), as `Predictor` runs it.
 
-    Args:
-        inputs: Made of the pipeline.
-        image: A file, or uint8 (H, W, 3) in RGB.
-        detector: Of mmdet; of damex with ``labels``.
-        labels: The classes of each dataset group, one of which is to be chosen.
+    With ``labels``, the classes of each dataset group, a damex detector detects those
+    of the predicted group.
     """
     packed = inputs(image)
     if labels is not None:
@@ -188,19 +170,10 @@ def answers_of_mmdet(
 
 
 def difference(one: Answers, other: Answers, *, least: float) -> tuple[float, float]:
-    """How far apart the answers in one image are, whatever their order.
+    """Largest differences of a score and of a box coordinate (pixels) in one image.
 
-    Where scores are equal but for rounding, either may come first. So each answer is
-    held to the nearest of its class.
-
-    Args:
-        one: Answers.
-        other: The same of another.
-        least: Score that an answer has to have.
-
-    Returns:
-        Largest difference of a score, and of a corner's x or y in pixels; infinite
-        where a class is missing.
+    Rounding may swap detections of equal score, so each one scoring ``least`` or more
+    is matched to the nearest of its class. Infinite if a class is missing.
     """
     pairs = [*_distances(one, other, least), *_distances(other, one, least)]
     scores, boxes = np.max(pairs, axis=0).tolist()
@@ -208,7 +181,7 @@ def difference(one: Answers, other: Answers, *, least: float) -> tuple[float, fl
 
 
 def _distances(one: Answers, other: Answers, least: float) -> Iterator[np.ndarray]:
-    """Differences of score and box to the nearest of the same class."""
+    """Differences of score and box to the nearest detection of the same class."""
     for box, score, label in zip(one.boxes, one.scores, one.labels, strict=True):
         if score < least:
             continue
@@ -223,7 +196,7 @@ def _distances(one: Answers, other: Answers, least: float) -> Iterator[np.ndarra
 
 
 def milliseconds(*runs: Run, image: np.ndarray) -> list[float]:
-    """Median times for an image on one thread, in turns as the machine may be busy."""
+    """Median milliseconds per image on one thread; runs alternate for a fair share."""
     times: list[list[float]] = [[] for _ in runs]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,8 +1,7 @@
-"""Experts in an ONNX graph: those that the tokens of each image choose together.
+"""Experts in an ONNX graph: one expert per image, chosen by the votes of its tokens.
 
-Experts of damex take as many tokens as there happen to be for them, which no graph can
-say. Where the tokens of an image vote on one expert (``image_vote``), its weights are
-looked up instead, image by image, and the rest is products of matrices.
+Graphs cannot dispatch a variable number of tokens. If the tokens of an image vote on
+one expert (``image_vote``), its weights are looked up per image instead.
 
 Axes: B images, N tokens per image, D model width, H hidden width, E experts, G dataset
 groups.
@@ -25,31 +24,26 @@ from damex.moe import AffineExperts, FFNExperts, LowRankExperts
 
 
 class ImageVotes:
-    """What the experts of a graph know of a batch, from layer to layer.
+    """Votes of a batch, accumulated over layers.
 
-    Attributes:
-        real_BN1: False for the padded tokens of the encoder or decoder; None where all
-            are real.
+    ``real_BN1`` is False for padded tokens of the encoder or decoder, None without
+    padding.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the batch before."""
+        """Reset before a batch."""
         self.real_BN1: Tensor | None = None
         self._votes_BG: Tensor | None = None
         self._shares: list[Tensor] = []
 
     def count(self, logits_BNE: Tensor, experts_GE: Tensor) -> Tensor:
-        """Add the votes of a layer, as `damex.moe.group_choice.image_votes` has them.
+        """Add the votes of a layer, like `damex.moe.group_choice.image_votes`.
 
-        Args:
-            logits_BNE: Of its router.
-            experts_GE: bool, the one expert of each group.
-
-        Returns:
-            group_B: The group that each image is for so far.
+        ``experts_GE`` marks the one expert of each group; returns group_B, elected so
+        far.
         """
         real_BN1 = self.real_BN1
         if real_BN1 is None:
@@ -67,20 +61,14 @@ class ImageVotes:
         return votes_BG.argmax(1)
 
     def probabilities(self) -> Tensor:
-        """How probable each group is for each image, as `group_posterior` has it.
-
-        Returns:
-            probabilities_BG: Mean over the layers so far.
-        """
+        """Return probabilities_BG, the mean over layers, like `group_posterior`."""
         return torch.stack(self._shares).mean(0)
 
 
 class VotedFFN(nn.Module):
-    """Stands for a ``MoEFFN``: looks the expert of each image up.
+    """Replacement of a ``MoEFFN`` in eval mode that looks up the expert of each image.
 
-    Args:
-        block: Of a detector in evaluation.
-        votes: Shared by all of them.
+    ``votes`` is shared by all layers.
 
     Raises:
         ConfigError: If its tokens do not choose one expert per image.
@@ -113,7 +101,7 @@ class VotedFFN(nn.Module):
         self.register_buffer("expert_G", torch.tensor([number for number, _ in chosen]))
 
     def forward(self, query_BND: Tensor, identity_BND: Tensor | None = None) -> Tensor:
-        """Add the output of the experts to the query, as `MoEFFN.forward` does."""
+        """Add the output of the experts to the query, like `MoEFFN.forward`."""
         tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
         group_B = self.votes.count(self.router(tokens_BND), self.experts_GE)
         run = _BANKS[type(self.bank)]
@@ -128,7 +116,7 @@ class VotedFFN(nn.Module):
 
 
 def _ffn(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
-    """Answers of `FFNExperts`; a token of image b is one of expert b's."""
+    """Output of `FFNExperts`; image b uses expert ``expert_B[b]``."""
     hidden_BNH = tokens_BND @ bank.w1_EDH[expert_B] + bank.b1_EH[expert_B][:, None]
     slope = None if bank.slope_E1 is None else bank.slope_E1[expert_B][:, None]
     hidden_BNH = bank.activate(hidden_BNH, slope)
@@ -136,12 +124,12 @@ def _ffn(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
 
 
 def _low_rank(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
-    """Answers of `LowRankExperts`."""
+    """Output of `LowRankExperts`."""
     return tokens_BND @ bank.down_EDL[expert_B] @ bank.up_ELD[expert_B]
 
 
 def _affine(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
-    """Answers of `AffineExperts`."""
+    """Output of `AffineExperts`."""
     scale_B1D, shift_B1D = bank.gamma_ED[expert_B], bank.beta_ED[expert_B]
     return tokens_BND * scale_B1D[:, None] + shift_B1D[:, None]
 
@@ -150,18 +138,13 @@ _BANKS = {FFNExperts: _ffn, LowRankExperts: _low_rank, AffineExperts: _affine}
 
 
 def voted_detector(detector: RoutedDetector, path: str) -> tuple[Any, ImageVotes]:
-    """Make a detector of mmdet whose FFNs look the experts of each image up.
+    """Replace the experts of a detector by `VotedFFN`, in place; return it with votes.
 
-    Args:
-        detector: In evaluation; it is changed.
-        path: Of its checkpoint, for messages.
-
-    Returns:
-        The detector, of mmdet's class, and what its FFNs share.
+    The detector must be in eval mode; its class becomes mmdet's.
 
     Raises:
-        ConfigError: If experts stand elsewhere, were not taught to tell datasets, or
-            do not serve one image each.
+        ConfigError: If experts are not in FFNs, or do not predict one dataset per
+            image.
     """
     blocks = moe_blocks(detector)
     faults = {
@@ -181,5 +164,5 @@ def voted_detector(detector: RoutedDetector, path: str) -> tuple[Any, ImageVotes
     for name, module in [*detector.named_modules()]:
         if isinstance(module, MoEFFN):
             detector.set_submodule(name, VotedFFN(module, votes))
-    detector.__class__ = mmdet_class(detector)  # nothing of damex is left in it
+    detector.__class__ = mmdet_class(detector)  # no damex code remains
     return detector, votes

@@ -1,4 +1,4 @@
-"""A TimmBackbone without damex: timm's own network, which mmengine can build."""
+"""A TimmBackbone without damex: timm's network, built by mmengine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from damex.errors import ConfigError
 from damex.models.timm_backbone import TimmBackbone
 
 KEYS = "backbone.net."  # of TimmBackbone in a state dict
-# mmengine takes a type with a dot for something to import and call.
+# mmengine imports and calls a type with a dot.
 TYPE = "timm.create_model"
 
 
 def plain_backbone(backbone: TimmBackbone, divisor: int) -> dict[str, Any]:
-    """Config of timm's network that gives the same maps as a TimmBackbone.
+    """Config of timm's network that returns the same features as a TimmBackbone.
 
-    A TimmBackbone pads images to whole strides. So does a data preprocessor whose
-    ``pad_size_divisor`` is a multiple of them, and what is left is timm's network.
-
-    Args:
-        backbone: With its weights.
-        divisor: ``data_preprocessor.pad_size_divisor``.
+    A TimmBackbone pads images to whole strides; so does a data preprocessor whose
+    ``pad_size_divisor`` (``divisor``) is a multiple of them.
 
     Raises:
-        ConfigError: If it would not give the same maps.
+        ConfigError: If the features would differ.
     """
     step = max(32, *backbone.reductions)
     if divisor % step:
@@ -59,14 +55,14 @@ def plain_backbone(backbone: TimmBackbone, divisor: int) -> dict[str, Any]:
 def _is_equal(
     backbone: TimmBackbone, config: Mapping[str, Any], *, sides: tuple[int, int]
 ) -> bool:
-    """Whether both make the same of a random image, padded or not."""
+    """Whether both return the same features of a random image, padded or not."""
     try:
         plain = MODELS.build(dict(config)).eval()
         plain.load_state_dict(backbone.net.state_dict())
         noise = torch.rand(1, 3, *sides, generator=torch.Generator().manual_seed(0))
         pairs = [*zip(backbone(noise), plain(noise), strict=True)]
     except (AssertionError, RuntimeError, TypeError, ValueError):
-        return False  # of a fixed size, for instance
+        return False  # e.g. fixed input size
     return all(_is_near(one, other) for one, other in pairs)
 
 

@@ -24,22 +24,20 @@ from damex.models.told_dataset import can_tell_datasets, told_dataset
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was found in one image, best first.
+    """Detections in one image, best first.
 
     Attributes:
         path: The image or video file; None for an array.
-        width: Of the image in pixels.
-        height: The same.
-        boxes: (n, 4) as x1, y1, x2, y2 in pixels of the image.
+        width: Image width in pixels.
+        height: Image height in pixels.
+        boxes: (n, 4) as x1, y1, x2, y2 in pixels.
         scores: (n,) in [0, 1].
-        labels: (n,) numbers of classes, as in ``Predictor.classes``.
-        names: The n names of these classes.
-        dataset: The dataset whose classes were looked for; None for all classes.
-        probabilities: How probable the detector takes each dataset of its training to
-            be, as it looks at the image; they add up to 1. Datasets that share experts
-            are one, by the name of their group. Empty where the detector cannot tell,
-            or was told.
-        frame: Of a video, from 0; None for an image.
+        labels: (n,) indices into ``Predictor.classes``.
+        names: Class names of the labels.
+        dataset: The dataset whose classes were detected; None for all classes.
+        probabilities: Predicted probability of each dataset group; they sum to 1. Empty
+            if the dataset was given or cannot be predicted.
+        frame: Frame number from 0; None for an image.
     """
 
     path: Path | None
@@ -55,20 +53,13 @@ class Prediction:
 
     @property
     def likeness(self) -> float | None:
-        """Probability of the most probable dataset; None where there is none."""
+        """Probability of the most probable dataset; None if unknown."""
         return max(self.probabilities.values(), default=None)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Whose classes are looked for.
-
-    Attributes:
-        meta: What the data sample of each image gets.
-        labels: Classes to which the detector is kept; None for the dataset's that it
-            takes an image to be of.
-        dataset: Name, where a dataset is named.
-    """
+    """Classes to detect; ``labels=None``: those of the dataset predicted per image."""
 
     meta: Mapping[str, Any]
     labels: Sequence[int] | None
@@ -78,23 +69,22 @@ class _Choice:
 class Predictor:
     """A trained detector with its classes and preprocessing, from a checkpoint alone.
 
-    Checkpoints from strangers are safe: weights and config are read as data, and of the
-    config only classes are built that are registered in mmdet.
+    Untrusted checkpoints are safe: weights and config are read as data, and only
+    classes that are registered in mmdet are built from the config.
 
     Args:
-        checkpoint: A .pth file that a training with damex wrote.
-        device: Such as ``cpu`` or ``cuda:0``; by default a GPU where there is one.
+        checkpoint: A .pth file written by a damex training.
+        device: Such as ``cpu`` or ``cuda:0``; by default a GPU if available.
 
     Attributes:
         classes: Names of the classes of all datasets.
-        datasets: For each dataset of the training its classes.
-        can_tell: Whether it can tell which dataset an image looks like.
+        datasets: Class names by dataset.
+        can_tell: Whether the detector predicts the dataset of an image.
         auto_note: Why ``dataset="auto"`` means ``all``; None if it does not.
 
     Raises:
         DataError: If the checkpoint cannot be read, or holds more than data.
-        ConfigError: If it is not of a detector that damex trained on a mixture, or
-            there is no such device.
+        ConfigError: If damex did not train it on a mixture, or the device is missing.
     """
 
     def __init__(self, checkpoint: str | Path, *, device: str | None = None) -> None:
@@ -129,21 +119,20 @@ class Predictor:
         Args:
             images: Files of images or videos, or uint8 arrays (height, width, 3) in
                 RGB; one or several.
-            dataset: Whose classes to look for. ``auto``: those of the dataset that an
-                image looks like; if the detector cannot tell, of its only dataset or
-                of all. A name: those of that dataset, with its experts whatever the
-                image looks like. ``all``: those of all datasets.
-            min_score: Detections below it are left out.
-            batch_size: Images in a row that are computed together, if they are of one
-                shape.
+            dataset: Whose classes to detect. ``auto``: those of the predicted dataset;
+                if the detector cannot predict it, of its only dataset or of all. A
+                name: those of that dataset, with its experts for all images. ``all``:
+                those of all datasets.
+            min_score: Minimum score of detections.
+            batch_size: Images of one shape per forward pass.
 
         Returns:
             One prediction per image and frame, in order.
 
         Raises:
-            ConfigError: If there is no such dataset.
+            ConfigError: If the dataset is unknown.
             DataError: If an image cannot be read.
-            ValueError: If a number is out of its range.
+            ValueError: If a number is out of range.
         """
         several: Any = images
         if isinstance(images, Picture) or not isinstance(images, Iterable):
@@ -159,22 +148,14 @@ class Predictor:
         *,
         skip: Callable[[DataError], Any] | None = None,
     ) -> Iterator[Prediction]:
-        """Detect objects, image by image, as :meth:`__call__` does.
+        """Detect objects as :meth:`__call__` does, yielding one image at a time.
 
-        Args:
-            images: See there.
-            dataset: See there.
-            min_score: See there.
-            batch_size: See there.
-            skip: Called with the error of an image that cannot be read, which is then
-                left out; by default the error is raised.
-
-        Returns:
-            Predictions in the order of the images.
+        ``skip`` is called with the error of an unreadable image, which is then left
+        out; by default the error is raised.
 
         Raises:
-            ConfigError: If there is no such dataset.
-            ValueError: If a number is out of its range.
+            ConfigError: If the dataset is unknown.
+            ValueError: If a number is out of range.
         """
         check_number("Predictor", "in [0, 1]", min_score=min_score)
         check_sizes("Predictor", batch_size=batch_size)
@@ -191,7 +172,7 @@ class Predictor:
         min_score: float,
         batch_size: int,
     ) -> Iterator[Prediction]:
-        """What is found in images that are prepared."""
+        """Predictions of preprocessed images."""
         # Images of different shapes would be padded to one, which changes scores.
         for _, alike in groupby(packed, lambda one: one["inputs"].shape):
             while batch := list(islice(alike, batch_size)):
@@ -201,11 +182,7 @@ class Predictor:
                     yield self._prediction(sample, choice, min_score)
 
     def _choose(self, dataset: str) -> _Choice:
-        """What ``dataset`` means.
-
-        Raises:
-            ConfigError: If there is no such dataset.
-        """
+        """Resolve the ``dataset`` argument."""
         space = self._stored.space
         every = list(range(space.num_classes))
         if dataset == "auto" and not self.can_tell:
@@ -221,7 +198,7 @@ class Predictor:
 
     @contextmanager
     def _told(self, choice: _Choice) -> Iterator[None]:
-        """Keep the detector to a dataset, where one is named."""
+        """Restrict the detector to the named dataset, if any."""
         if choice.dataset is None or choice.labels is None:
             yield
             return
@@ -234,7 +211,7 @@ class Predictor:
         choice: _Choice,
         skip: Callable[[DataError], Any] | None,
     ) -> Iterator[dict[str, Any]]:
-        """Inputs of the detector."""
+        """Preprocessed inputs of the detector."""
         meta = {key: value for key, value in choice.meta.items() if value is not None}
         for image in images:
             try:
@@ -247,7 +224,7 @@ class Predictor:
                 skip(error)
 
     def _prediction(self, sample: Any, choice: _Choice, min_score: float) -> Prediction:
-        """What was found in one image."""
+        """Convert a data sample to a prediction."""
         space = self._stored.space
         posterior = sample.metainfo.get("group_posterior", ())
         probabilities = dict(zip(space.group_names, posterior, strict=False))
@@ -257,7 +234,7 @@ class Predictor:
             found = sample.dataset_instances
         allowed = choice.labels or sample.annotated_labels
         labels, scores = found.labels.cpu().numpy(), found.scores.cpu().numpy()
-        # A head answers as often as it may, with score 0 where classes are shut out.
+        # The head returns max_per_img boxes, with score 0 for excluded classes.
         keep = (scores >= min_score) & np.isin(labels, allowed)
         height, width = sample.ori_shape[:2]
         name = sample.metainfo.get("img_path")
@@ -277,11 +254,7 @@ class Predictor:
 
 
 def labels_by_group(space: LabelSpace) -> list[list[int]]:
-    """For each dataset group the labels of its datasets.
-
-    Args:
-        space: The datasets and their classes.
-    """
+    """For each dataset group the labels of its datasets."""
     return [
         sorted(
             {

@@ -1,4 +1,4 @@
-"""Specialist: a dense detector of one dataset, taken out of a mixture of experts."""
+"""Specialist: a dense detector of one dataset, extracted from a mixture of experts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,7 @@ OF_DAMEX = ("moe", "num_groups", "label_coverage", *DATASET_OPTIONS)
 
 @dataclass(frozen=True)
 class Specialist:
-    """A detector that mmdet runs without damex.
-
-    Attributes:
-        classes: Its classes: those of one dataset.
-        config: Complete config to predict with.
-        state: Weights by their names.
-    """
+    """A detector of one dataset's classes that mmdet runs without damex."""
 
     classes: tuple[str, ...]
     config: PlainConfig
@@ -46,26 +40,20 @@ class Specialist:
 
     @property
     def needs(self) -> str:
-        """What else than mmdet it needs, to be said in a sentence."""
+        """Requirements other than mmdet, as part of a sentence."""
         return " (with timm)" if self.config.model.backbone.type == TYPE else ""
 
     def build(self) -> Any:
-        """The detector of mmdet, ready to predict on the CPU."""
+        """Build the mmdet detector on the CPU, in eval mode."""
         detector = MODELS.build(ConfigDict(copy.deepcopy(self.config.model)))
         detector.load_state_dict(dict(self.state))
         return detector.eval()
 
     def write(self, path: Path) -> Path:
-        """Write the checkpoint, and its config beside it.
-
-        Args:
-            path: Of the checkpoint.
-
-        Returns:
-            Path of the config.
+        """Write the checkpoint and its config, and return the path of the config.
 
         Raises:
-            ConfigError: If it does not end in .pth, or a file is there already.
+            ConfigError: If ``path`` does not end in .pth, or a file exists already.
         """
         check_target(path)
         write_checkpoint(
@@ -78,14 +66,12 @@ class Specialist:
 
 
 def take_out(stored: StoredDetector, dataset: str) -> Specialist:
-    """Make a dense detector that equals a mixture of experts told its dataset.
+    """Extract a dense detector that equals a mixture of experts given its dataset.
 
-    Args:
-        stored: The mixture of experts; a dense detector loses classes alone.
-        dataset: Name of a dataset of its training.
+    From a dense detector, only classes are removed.
 
     Raises:
-        ConfigError: If there is no such dataset, or no detector of mmdet equals it.
+        ConfigError: If the dataset is unknown, or no mmdet detector is equal.
     """
     number = stored.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
@@ -103,11 +89,7 @@ def take_out(stored: StoredDetector, dataset: str) -> Specialist:
 
 
 def _check(detector: Any, path: str) -> None:
-    """Refuse what works with datasets beside experts, or with experts elsewhere.
-
-    Raises:
-        ConfigError: If there is any.
-    """
+    """Reject dataset-aware parts other than FFN experts."""
     awareness = detector.awareness
     faults = {
         "label_prior": awareness is not None and awareness.config.label_prior,
@@ -129,7 +111,7 @@ def _check(detector: Any, path: str) -> None:
 
 
 def _without_experts(detector: Any, group: int) -> dict[str, Tensor]:
-    """Weights with an FFN in the place of each mixture of experts."""
+    """State dict with an FFN in place of each mixture of experts."""
     state = {
         key: tensor
         for key, tensor in detector.state_dict().items()
@@ -149,10 +131,7 @@ def _without_experts(detector: Any, group: int) -> dict[str, Tensor]:
 
 
 def _ffns(detector: Any, part: str, group: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors of the FFNs of a component with experts, by the names of the FFNs.
-
-    All are as wide as the widest: mmdet builds the layers of a component alike.
-    """
+    """FFN tensors by FFN name, all as wide as the widest (mmdet's layers are alike)."""
     modules = dict(getattr(detector, part).named_modules(prefix=part))
     if not any(isinstance(module, MoEFFN) for module in modules.values()):
         return {}
@@ -170,28 +149,25 @@ def _ffns(detector: Any, part: str, group: int) -> dict[str, dict[str, Tensor]]:
 def _plain_model(
     model: Mapping[str, Any], detector: Any, num_classes: int
 ) -> dict[str, Any]:
-    """Config of the dense detector of mmdet that damex's builds on."""
+    """Config of the mmdet detector that the damex detector extends."""
     plain = copy.deepcopy({k: v for k, v in model.items() if k not in OF_DAMEX})
     plain["type"] = mmdet_class(detector).__name__
     for part in COMPONENTS:
-        plain.get(part, {}).pop("num_cp", None)  # memory in training alone
+        plain.get(part, {}).pop("num_cp", None)  # saves memory in training only
     if isinstance(detector.backbone, TimmBackbone):
         divisor = detector.data_preprocessor.pad_size_divisor
         plain["backbone"] = plain_backbone(detector.backbone, divisor)
     else:
-        plain["backbone"].pop("init_cfg", None)  # weights are here already
+        plain["backbone"].pop("init_cfg", None)  # the checkpoint has the weights
     plain["bbox_head"]["num_classes"] = num_classes
     limit_answers(plain, detector, num_classes)
     return plain
 
 
 def limit_answers(model: dict[str, Any], detector: Any, num_classes: int) -> None:
-    """Ask a detector with fewer classes for no more answers than it can give.
+    """Lower ``max_per_img`` of a model config, in place, to what fewer classes allow.
 
-    Args:
-        model: Its config; changed in place.
-        detector: The one with all classes.
-        num_classes: Of the new one.
+    ``detector`` has all classes; ``num_classes`` remain.
     """
     most = detector.num_queries
     if detector.bbox_head.loss_cls.use_sigmoid:  # one answer per query and class
@@ -202,7 +178,7 @@ def limit_answers(model: dict[str, Any], detector: Any, num_classes: int) -> Non
 
 
 def _set_widths(model: dict[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Write the hidden width of FFNs into the config; what joins an FFN widens it."""
+    """Set the FFN hidden widths in the config; merged FFNs are wider."""
     for part in COMPONENTS:
         bias = state.get(f"{part}.layers.0.ffn.layers.0.0.bias")
         if bias is not None:
@@ -211,11 +187,7 @@ def _set_widths(model: dict[str, Any], state: Mapping[str, Tensor]) -> None:
 
 
 def _check_types(model: Any, pipeline: Any) -> None:
-    """Refuse parts that mmdet alone cannot build.
-
-    Raises:
-        ConfigError: If there are any.
-    """
+    """Reject parts that mmdet alone cannot build."""
     for registry, config in ((MODELS, model), (TRANSFORMS, pipeline)):
         for kind in _types_in(config):
             found = None if kind == TYPE else registry.get(kind)
@@ -242,19 +214,12 @@ def _of_classes(
     labels: Sequence[int],
     head: Any,
 ) -> dict[str, Tensor]:
-    """Weights with the rows of some classes alone.
-
-    Args:
-        state: With rows for all classes.
-        plain: Of the detector with fewer; where shapes differ, rows are classes.
-        labels: Of the classes that stay.
-        head: Of the detector with all classes.
-    """
+    """State dict reduced to rows of ``labels`` where shapes differ from ``plain``."""
     found = {}
     for key, target in plain.items():
         tensor = state[key]
         if tensor.shape != target.shape:
-            # A softmax has the background behind the classes.
+            # With softmax, the background is the last row.
             rows = [*labels, *range(head.num_classes, tensor.shape[0])]
             tensor = tensor[rows].clone()
         found[key] = tensor
@@ -264,7 +229,7 @@ def _of_classes(
 def _whole_config(
     model: Mapping[str, Any], pipeline: Sequence[Any], classes: Sequence[str]
 ) -> PlainConfig:
-    """What mmdet's ``init_detector`` and ``DetInferencer`` want to know."""
+    """Config for mmdet's ``init_detector`` and ``DetInferencer``."""
     dataset = dict(
         type="CocoDataset", metainfo=dict(classes=tuple(classes)), pipeline=pipeline
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its detector: config, classes, images, weights."""
+"""Contents of a checkpoint: config, classes, preprocessing and weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from damex.errors import ConfigError, DataError, did_you_mean
 from damex.inference.literal_config import check_types, read_literals
 from damex.models.detectors import RoutedDetector
 
-# Steps of a pipeline that need annotations, which images in use have not.
+# Pipeline steps that need annotations.
 ANNOTATION_STEPS = ("LoadAnnotations", "FilterAnnotations", "LoadEmptyAnnotations")
 
 
@@ -29,13 +29,11 @@ class StoredDetector:
     """A checkpoint of a training on a mixture of datasets.
 
     Attributes:
-        path: Where it was read.
-        config: The whole config, as plain values; `check_types` before it is built.
+        path: Path or URL of the checkpoint.
+        config: The whole config as plain values; call `check_types` before building it.
         model: Config of the detector.
-        pipeline: What the training's evaluation did with images, annotations left out.
-        space: The datasets and their classes.
-        state: The weights by their names.
-        meta: What the training wrote down beside the weights, such as ``epoch``.
+        pipeline: Test pipeline without annotations.
+        meta: Metadata of the checkpoint, such as ``epoch``.
     """
 
     path: str
@@ -48,10 +46,7 @@ class StoredDetector:
 
     @classmethod
     def read(cls, path: str) -> StoredDetector:
-        """Read a checkpoint as data; nothing in it is run.
-
-        Args:
-            path: A file, or an address that mmengine can load from.
+        """Read a checkpoint (a file or URL) as data, without running code from it.
 
         Raises:
             DataError: If it cannot be read, or holds more than data.
@@ -84,19 +79,16 @@ class StoredDetector:
 
     @property
     def mixture(self) -> list[dict[str, Any]]:
-        """The entries of the datasets; none where the config names no mixture."""
+        """The ``mixture`` entries of the config; empty if it has none."""
         entries = self.config.get("mixture")
         return entries if isinstance(entries, list) else []
 
     def build(self, device: str = "cpu") -> RoutedDetector:
-        """Build the detector with its weights, ready to predict.
-
-        Args:
-            device: Such as ``cpu`` or ``cuda:0``.
+        """Build the detector with its weights, in eval mode.
 
         Raises:
-            ConfigError: If the detector is none of damex's, the weights do not fit, or
-                there is no such device.
+            ConfigError: If it is not damex's, its weights do not fit, or the device is
+                missing.
         """
         _check_device(device)
         init_default_scope("mmdet")
@@ -113,11 +105,7 @@ class StoredDetector:
         return detector.to(device)
 
     def dataset_id(self, name: str) -> int:
-        """Position of a dataset.
-
-        Raises:
-            ConfigError: If the mixture has no such dataset.
-        """
+        """Index of a dataset; ConfigError if it is unknown."""
         if name not in self.space.dataset_names:
             raise ConfigError(
                 f"the checkpoint {self.path} knows no dataset {name!r}; "
@@ -127,36 +115,28 @@ class StoredDetector:
 
 
 def millions(state: Mapping[str, Tensor]) -> str:
-    """How many numbers some weights have, in millions, for the screen."""
+    """Number of parameters in millions, formatted."""
     return f"{sum(tensor.numel() for tensor in state.values()) / 1e6:.2f}"
 
 
 def forget_processes(model: Mapping[str, Any]) -> None:
-    """Have one process hold all experts of a detector, as its checkpoints do.
-
-    Args:
-        model: Its config; changed in place.
-    """
+    """Set a model config, in place, to hold all experts in one process."""
     if isinstance(model.get("moe"), dict):
         model["moe"].pop("expert_parallel", None)
 
 
 def _check_device(device: str) -> None:
-    """Refuse a device that torch does not have here.
-
-    Raises:
-        ConfigError: If it is one.
-    """
+    """Reject a device that is not available to torch."""
     try:
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:  # not compiled in; not there
+    except (AssertionError, RuntimeError) as error:  # not compiled in; missing
         raise ConfigError(
             f"--device {device}: {str(error).splitlines()[0]}; use cpu or cuda:0."
         ) from error
 
 
 def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """Steps from an image file to the detector's input."""
+    """Test pipeline without the steps that need annotations."""
     loader = config.get("test_dataloader") or config.get("val_dataloader") or {}
     steps = (loader.get("dataset") or {}).get("pipeline") or config.get("test_pipeline")
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):

@@ -1,4 +1,4 @@
-"""Predictions as a COCO document and as a table, and detectors as checkpoints."""
+"""Write predictions as a COCO document or a CSV table, and detectors as checkpoints."""
 
 from __future__ import annotations
 
@@ -25,15 +25,10 @@ COLUMNS = (
 def coco_document(
     found: Sequence[tuple[Prediction, str]], classes: Sequence[str]
 ) -> dict[str, Any]:
-    """Detections as COCO annotations with a ``score``.
+    """Build COCO annotations with a ``score`` from predictions and their ``file_name``.
 
-    Args:
-        found: What was found in each image, and its ``file_name``.
-        classes: Of the detector; category ids are their numbers, from 1.
-
-    Returns:
-        Images with ``dataset`` and the ``probability`` of the most probable one, where
-        the detector says so; boxes as x, y, width, height.
+    Boxes are x, y, width, height; category ids count from 1. Images carry ``dataset``
+    and its ``probability`` if predicted.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -59,16 +54,9 @@ def coco_document(
 
 @contextmanager
 def json_document(path: Path, classes: Sequence[str]) -> Iterator[Add]:
-    """Write the document of `coco_document` at the end.
+    """Yield a function that adds a prediction and image name to a COCO document.
 
-    After an error or Ctrl-C, it holds what was added before.
-
-    Args:
-        path: Of the file.
-        classes: Of the detector.
-
-    Yields:
-        A function that takes a prediction and the name of its image.
+    The document is written at the end; after an error or Ctrl-C, it is partial.
     """
     found: list[tuple[Prediction, str]] = []
     is_over = False
@@ -76,21 +64,16 @@ def json_document(path: Path, classes: Sequence[str]) -> Iterator[Add]:
         yield lambda one, name: found.append((one, name))
         is_over = True
     finally:
-        if is_over or found:  # an earlier file is worth more than nothing
+        if is_over or found:  # keep an earlier file rather than empty it
             write_json(path, coco_document(found, classes))
 
 
 @contextmanager
 def csv_table(path: Path) -> Iterator[Add]:
-    """Write one row per detection, as they come: `COLUMNS`, boxes in pixels.
+    """Yield a function that writes a prediction and image name to a CSV table.
 
-    After an error or Ctrl-C, it holds what was added before.
-
-    Args:
-        path: Of the file, which gets its name at the end.
-
-    Yields:
-        A function that takes a prediction and the name of its image.
+    One row per detection (`COLUMNS`), boxes in pixels; complete up to an error or
+    Ctrl-C.
     """
     stopped: BaseException | None = None
     with (
@@ -118,7 +101,7 @@ def csv_table(path: Path) -> Iterator[Add]:
 
 
 def _rows(one: Prediction, name: str) -> list[list[Any]]:
-    """The rows of an image, see `COLUMNS`."""
+    """The rows of an image, in the order of `COLUMNS`."""
     about = _about(one)
     image = [name, one.width, one.height]
     image += [about.get("dataset", ""), about.get("probability", "")]
@@ -130,7 +113,7 @@ def _rows(one: Prediction, name: str) -> list[list[Any]]:
 
 
 def _about(one: Prediction) -> dict[str, Any]:
-    """The dataset of an image, and how probable it is, where they are known."""
+    """The dataset of an image and its probability, if known."""
     known = dict(dataset=one.dataset, probability=one.likeness)
     if one.likeness is not None:
         known["probability"] = round(one.likeness, 4)
@@ -138,10 +121,11 @@ def _about(one: Prediction) -> dict[str, Any]:
 
 
 def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Refuse to write over what is read, or twice to one place; make their folders.
+    """Check output paths and create their folders.
 
     Raises:
-        ConfigError: If it would, or a file cannot be written.
+        ConfigError: If an output would overwrite an input or output, or is not
+            writable.
     """
     taken = {path.resolve() for path in inputs}
     for target in targets:
@@ -157,15 +141,10 @@ def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:
 def check_target(
     path: Path, *, suffixes: Sequence[str] = (".pth",), with_config: bool = True
 ) -> None:
-    """Refuse a place for a detector before anything is computed.
-
-    Args:
-        path: Of the file.
-        suffixes: What it may end in.
-        with_config: Whether a config shall be written beside it.
+    """Check the path of a detector (and of its config) before anything is computed.
 
     Raises:
-        ConfigError: If it ends in something else, or a file is there already.
+        ConfigError: If the suffix is wrong, or a file exists already.
     """
     if path.suffix not in suffixes:
         raise ConfigError(f"--out must end in {' or '.join(suffixes)}, got {path}.")
@@ -182,17 +161,12 @@ def write_checkpoint(
     with_config: bool = True,
     **meta: Any,
 ) -> None:
-    """Write a checkpoint whole or not at all, and its config beside it.
+    """Write a checkpoint and its config, each completely or not at all.
 
-    Args:
-        path: See `check_target`.
-        state: Weights by their names.
-        config: Text of the config.
-        with_config: Whether to write it beside the checkpoint, too.
-        meta: What else the checkpoint says of itself, such as ``dataset_meta``.
+    ``meta`` is further metadata of the checkpoint, such as ``dataset_meta``.
 
     Raises:
-        ConfigError: If it cannot be written.
+        ConfigError: If a file cannot be written.
     """
     content = dict(meta=dict(cfg=config, **meta), state_dict=dict(state))
     with atomic_write(path) as part:

@@ -1,1 +1,1 @@
-"""The folders that people have, read into COCO files: one reader per format."""
+"""Dataset folders in common formats, converted to COCO files: one reader per format."""

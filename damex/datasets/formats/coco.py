@@ -1,7 +1,7 @@
-"""COCO json, as the COCO data set, Roboflow, CVAT and others lay it out.
+"""COCO JSON, as laid out by the COCO dataset, Roboflow, CVAT and others.
 
-Boxes are read, polygons are not. Nothing of a record is trusted: ids may be used twice,
-sizes may be wrong, a category may be only the name of the data set.
+Boxes are read, polygons are not. Records are not trusted: ids may repeat, sizes may be
+wrong, a category may be only the name of the dataset.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MANY_FILES = 40
 
 
 def _files(tree: Tree) -> list[str]:
-    """JSON files of detections; ``instances_*`` alone where COCO's other tasks lie."""
+    """JSON files of detections; only ``instances_*`` among COCO's other tasks."""
     files = tree.with_suffix(".json")
-    if len(files) > _MANY_FILES:  # one per image: none of them is COCO's
+    if len(files) > _MANY_FILES:  # one per image: not COCO
         files = [path for path in files if split_of_file(path) or "coco" in path]
     keys = [f'"{key}"' for key in _LISTS]
     found = [path for path in files if tree.holds(path, *keys)]
@@ -49,7 +49,7 @@ def _files(tree: Tree) -> list[str]:
 
 
 def _fault(tree: Tree) -> str | None:
-    """Why the first JSON file that is nearly COCO's is not."""
+    """Why the first JSON file that is nearly COCO is not."""
     for path in tree.with_suffix(".json")[:_MANY_FILES]:
         try:
             document = json.loads(tree.text(path))
@@ -93,7 +93,7 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _load(tree: Tree, path: str, ledger: Ledger) -> dict[str, Any]:
-    """The document of a file, without records that cannot be looked at."""
+    """The document of a file, without unreadable records."""
     file = tree.root / path
     try:
         document = json.loads(tree.text(path))
@@ -167,7 +167,7 @@ def _samples(
 
 
 def _image_folders(path: str) -> list[str]:
-    """Folders in which the images of an annotation file may lie, likely ones first."""
+    """Candidate image folders of an annotation file, likely ones first."""
     folder, split = parent(path), split_of_file(path)
     above = parent(folder)
     words = [word for word in stem(path).replace(".", "_").split("_") if word]

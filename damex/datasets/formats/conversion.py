@@ -1,4 +1,4 @@
-"""A folder of images and annotations -> one COCO file per split, and a summary."""
+"""Convert a folder of images and annotations to one COCO file per split."""
 
 from __future__ import annotations
 
@@ -28,30 +28,21 @@ SUMMARY_FILE = "summary.json"
 
 
 class Conversion(NamedTuple):
-    """Where the COCO files of a data set lie.
-
-    Attributes:
-        folder: Holds ``train.json`` and its like, and the summary.
-        summary: What was found, kept and left out.
-    """
+    """Folder of a dataset's COCO files (``train.json`` etc.), and their summary."""
 
     folder: Path
     summary: Summary
 
     def file(self, split: str) -> Path | None:
-        """The COCO file of a split, of ``val`` for ``test`` without; None for none."""
+        """The COCO file of a split, or None; ``test`` falls back to ``val``."""
         if split == "test" and split not in self.summary.splits:
             split = "val"
         return self.folder / f"{split}.json" if split in self.summary.splits else None
 
 
 def open_root(root: str | Path) -> Tree:
-    """List the files of a data set.
-
-    Raises:
-        ConfigError: If there is no such folder.
-    """
-    path = Path(os.path.expanduser(root))  # noqa: PTH111 - Path's own may raise
+    """List the files of a dataset; ConfigError if the folder is missing."""
+    path = Path(os.path.expanduser(root))  # noqa: PTH111 - expanduser of Path may raise
     if path.is_file():
         raise ConfigError(
             f"root={str(root)!r} is a file; give the folder: root={str(path.parent)!r}."
@@ -67,14 +58,7 @@ def open_root(root: str | Path) -> Tree:
 
 
 def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
-    """Find out the format of a folder.
-
-    Args:
-        tree: The folder.
-        told: Name of the format, which is then not guessed.
-
-    Returns:
-        The format, and what it was recognised by.
+    """Return the format of a folder and the evidence; a given name is not guessed.
 
     Raises:
         ConfigError: If the name is unknown, nothing fits, or several formats do.
@@ -116,10 +100,10 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
 
 
 def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
-    """Read a data set and write its COCO files and summary into an existing folder.
+    """Read a dataset and write its COCO files and summary into an existing folder.
 
     Raises:
-        ConfigError: If an option cannot work, or the format is not clear.
+        ConfigError: If an option is invalid, or the format is ambiguous.
         DataError: If a file is broken, or no box is left.
     """
     fmt, evidence = recognise(tree, options.format)
@@ -161,10 +145,7 @@ def _classes(contents: Contents) -> tuple[str, ...]:
 
 
 def _note_unannotated(tree: Tree, contents: Contents, ledger: Ledger) -> None:
-    """Count images without an annotation in folders of images that have one.
-
-    Elsewhere lie masks and previews.
-    """
+    """Count unannotated images, only in folders with annotated ones."""
     used = {sample.image for sample in contents.samples}
     folders = {parent(image) for image in used}
     rest = [i for i in tree.images if i not in used and parent(i) in folders]

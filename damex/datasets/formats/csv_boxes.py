@@ -1,7 +1,7 @@
-"""CSV: one box per row, with a header in any order, or as keras-retinanet has it.
+"""CSV: one box per row, with a header in any order, or in keras-retinanet's layout.
 
-Columns go by their names (``filename,width,height,class,xmin,ymin,xmax,ymax`` and
-common synonyms; Open Images' shares of the image, too). Without a header a row is
+Columns are found by name (``filename,width,height,class,xmin,ymin,xmax,ymax`` and
+common synonyms, Open Images' relative boxes included). Without a header a row is
 ``path,x1,y1,x2,y2,class``, with five empty fields for an image without objects.
 """
 
@@ -35,7 +35,7 @@ from damex.datasets.formats.tree import (
 )
 from damex.errors import ConfigError, DataError
 
-# Column -> its names, compared without case, blanks, dots and underscores.
+# Column -> its names; case, blanks, dots and underscores are ignored.
 _SYNONYMS: Mapping[str, str] = MappingProxyType(
     {
         "image": "filename file image imagepath filepath path img imagename imgname "
@@ -58,20 +58,12 @@ _SYNONYMS: Mapping[str, str] = MappingProxyType(
 )
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _SHARE_OF_SWAPPED = 0.1
-_LOOKED_AT = 200_000  # characters of a file, to recognise it
+_LOOKED_AT = 200_000  # characters read to recognize a file
 
 
 @dataclass
 class _Table:
-    """Rows of a CSV file: line number and fields by column.
-
-    Attributes:
-        path: Of the file.
-        columns: Column -> place in a row.
-        rows: Line number and fields.
-        header: Whether it has one.
-        fault: Why the file cannot be read; None if it can.
-    """
+    """Rows of a CSV file: line number and fields by column."""
 
     path: str
     columns: dict[str, int]
@@ -90,7 +82,7 @@ def _recognise(tree: Tree) -> str | None:
 
 
 def _fault(tree: Tree) -> str | None:
-    """The header of the first file, which has no columns of boxes."""
+    """Header of the first file, if it has no box columns."""
     for path in tree.with_suffix(".csv")[:1]:
         header = tree.text(path, _LOOKED_AT).partition("\n")[0].strip()
         wanted = "filename, class, xmin, ymin, xmax and ymax"
@@ -99,7 +91,7 @@ def _fault(tree: Tree) -> str | None:
 
 
 def _table(tree: Tree, path: str, limit: int = -1) -> _Table | None:
-    """Read a file; None if it holds no boxes at all, such as a list of classes."""
+    """Read a file; None if it holds no boxes, such as a list of classes."""
     text = tree.text(path, limit)
     first = text.partition("\n")[0]
     delimiter = max(",;\t", key=first.count)
@@ -130,10 +122,7 @@ def _columns(header: Sequence[str]) -> dict[str, int]:
 
 
 def _box_columns(columns: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The four columns of a box: corners, or a corner and its own size.
-
-    ``width`` and ``height`` are those of the image, unless x and y have no others.
-    """
+    """The columns of a box; ``width`` and ``height`` are the image's or the box's."""
     for four in (_CORNERS, ("x", "y", "w", "h"), ("x", "y", "width", "height")):
         if all(column in columns for column in four):
             return four
@@ -152,7 +141,7 @@ def _has_image(row: Sequence[str]) -> bool:
 def _headerless(
     path: str, rows: list[tuple[int, list[str]]], fault: str | None
 ) -> _Table:
-    """Rows without a header; only one order of columns can be told by its look."""
+    """Rows without a header; only one order of columns can be recognized."""
     columns = ("image", *_CORNERS, "label")
     places = {column: place for place, column in enumerate(columns)}
     table = _Table(path, places, rows, header=False, fault=fault)
@@ -206,7 +195,7 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _descriptions(tree: Tree) -> dict[str, str]:
-    """Open Images' class codes such as /m/01g317, and what they mean."""
+    """Open Images' class codes such as /m/01g317, and their names."""
     names = {}
     for path in tree.with_suffix(".csv"):
         if "class-descriptions" in path:
@@ -216,7 +205,7 @@ def _descriptions(tree: Tree) -> dict[str, str]:
 
 
 class _Reader:
-    """Turns the rows of one file into samples."""
+    """Converts the rows of one file to samples."""
 
     def __init__(
         self,
@@ -235,7 +224,7 @@ class _Reader:
         self.splits: dict[str, list[Sample]] = {}
 
     def _only_class(self, options: Options) -> str | None:
-        """The class of all boxes where no column says it."""
+        """The class of all boxes if no column has it."""
         if "label" in self.columns:
             return None
         if options.classes is not None and len(options.classes) == 1:
@@ -247,10 +236,8 @@ class _Reader:
         )
 
     def _is_normalised(self) -> bool:
-        """Whether boxes are shares of the image: none is above 1, and one is no 0 or 1.
-
-        Pixels would have to be boxes within the first pixel.
-        """
+        """Whether boxes are relative: none above 1, and one neither 0 nor 1."""
+        # Pixels are excluded: all boxes would be within the first one.
         any_fraction = False
         for _, row in self.table.rows:
             for value in numbers(self._fields(row, self.four)) or ():
@@ -260,7 +247,7 @@ class _Reader:
         return any_fraction
 
     def _fields(self, row: Sequence[str], columns: Sequence[str]) -> list[str]:
-        """The fields of some columns; empty where the row is too short."""
+        """The fields of some columns; empty if the row is too short."""
         places = [self.columns.get(column, len(row)) for column in columns]
         return [row[place] if place < len(row) else "" for place in places]
 
@@ -282,7 +269,7 @@ class _Reader:
         return [sample for sample in found.values() if sample is not None]
 
     def _near(self) -> list[str]:
-        """Folders in which the images may lie, likely ones first."""
+        """Candidate image folders, likely ones first."""
         folder, split = parent(self.table.path), split_of_file(self.table.path)
         bases = dict.fromkeys([folder, parent(folder)])
         splits = [f for f in sorted(self.tree.folders) if split_name(f.split("/")[-1])]

@@ -1,7 +1,7 @@
-"""Samples -> COCO documents: boxes in pixels of the image as a training loads it.
+"""Convert samples to COCO documents: boxes in pixels of the image as training loads it.
 
-Every record is looked at against the image itself. A box that cannot be one is left
-out and counted; one that reaches over the border stays as it is (training clips it).
+Boxes are checked against the image. Invalid ones are left out and counted; those that
+cross the border stay (training clips them).
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from damex.datasets.image_checks import SIZE_TOLERANCE, same_size
 
 Corners = tuple[float, float, float, float]
 
-_DIGITS = 6  # of a pixel, behind the point
+_DIGITS = 6  # decimals of a pixel
 
 
 class DocumentWriter:
-    """Makes the COCO documents of one data set.
+    """Makes COCO documents with paths relative to ``root``.
 
-    Args:
-        root: Folder that images are relative to.
-        classes: Class names; category ids are 1, 2, ... in this order.
-        ledger: For what is left out.
+    Category ids are 1, 2, ... in the order of ``classes``; ``ledger`` counts drops.
     """
 
     def __init__(self, root: Path, classes: Sequence[str], ledger: Ledger) -> None:
@@ -42,14 +39,10 @@ class DocumentWriter:
         self._headers: dict[str, Header | OSError] = {}
 
     def write(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The document of one split.
+        """The COCO document of one split; samples of the same file are joined.
 
-        Args:
-            samples: Its images; those of one file are joined.
-
-        Returns:
-            COCO's three lists. Image and annotation ids are 1, 2, ...; ``source`` and
-            ``place`` say where a record comes from.
+        Image and annotation ids are 1, 2, ...; ``source`` and ``place`` give the origin
+        of a record.
         """
         new = [s.image for s in samples if s.image not in self._headers]
         with images_of_any_size():
@@ -127,14 +120,7 @@ class DocumentWriter:
         )
 
     def _is_turned(self, sample: Sample, header: Header) -> bool | None:
-        """Whether boxes are for the stored pixels of an image that is shown turned.
-
-        The stated size tells. Where none is stated, or both sizes are alike, boxes are
-        taken for the image as shown, unless only the stored pixels hold them all.
-
-        Returns:
-            None if the stated size fits neither.
-        """
+        """Whether boxes fit the unrotated pixels; None if the stated size is wrong."""
         stated, shown, stored = sample.stated_size, header.shown, header.stored
         if stated is not None and not sample.normalised:
             if not same_size(stated, shown):
@@ -142,6 +128,7 @@ class DocumentWriter:
                     return None
                 self._note_turned(sample)
                 return True
+        # Without a size, boxes fit the image as shown unless only stored holds all.
         elif header.orientation >= 5 and not sample.normalised:
             boxes = [box.corners for box in sample.boxes]
             if not _hold(shown, boxes) and _hold(stored, boxes):
@@ -161,7 +148,7 @@ class DocumentWriter:
 
 
 def _joined(samples: Sequence[Sample], ledger: Ledger) -> list[Sample]:
-    """Samples with those of one image made one."""
+    """Samples with those of one image merged."""
     found: dict[str, Sample] = {}
     for sample in samples:
         first = found.get(sample.image)
@@ -190,7 +177,7 @@ def _pixels(box: Box, sample: Sample, header: Header) -> Corners:
 
 
 def _fault(corners: Corners, size: tuple[int, int]) -> str | None:
-    """Why a box cannot be one; None if it can."""
+    """Why a box is invalid; None if it is valid."""
     x1, y1, x2, y2 = corners
     if not all(math.isfinite(value) for value in corners):
         return "boxes with a coordinate that is NaN or infinite"
@@ -204,7 +191,7 @@ def _fault(corners: Corners, size: tuple[int, int]) -> str | None:
 
 
 def _hold(size: tuple[int, int], boxes: Sequence[Corners]) -> bool:
-    """Whether all boxes end inside of an image of this size."""
+    """Whether all boxes end within an image of this size."""
     right, bottom = (side + SIZE_TOLERANCE for side in size)
     return all(b[2] <= right and b[3] <= bottom for b in boxes)
 

@@ -1,6 +1,6 @@
-"""An entry's folder in any format: its options, and its conversion, made once.
+"""Options and cached conversion of an entry's folder.
 
-Converted data sets are kept in a folder of the user's until their files change.
+Converted datasets are kept in the user's cache until their files change.
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ _SPLITS = ("train", "val", "test")
 
 
 def convert_entry(entry: Mapping[str, Any]) -> Conversion:
-    """Convert the ``root`` of an entry, or find the files of an earlier conversion.
-
-    Args:
-        entry: ``name``, ``root`` and the options beside it.
+    """Convert the ``root`` of an entry, or reuse an earlier conversion.
 
     Raises:
-        ConfigError: If it is not clear what lies there.
-        DataError: If it cannot be read.
+        ConfigError: If the format is ambiguous.
+        DataError: If the data cannot be read.
     """
     keys = (*_SPLITS, "classes")
     options = Options(
@@ -53,15 +50,7 @@ def convert_entry(entry: Mapping[str, Any]) -> Conversion:
 
 
 def check_entry(entry: Mapping[str, Any], where: str) -> None:
-    """Refuse keys that contradict ``root``, or that mean nothing without it.
-
-    Args:
-        entry: As the config has it.
-        where: Its place and name, for the message.
-
-    Raises:
-        ConfigError: If there is such a key, or a value cannot be one.
-    """
+    """Reject keys that contradict or need ``root``, and wrong values (ConfigError)."""
     if entry.get("root") is None:
         for key in ("format", "val_share"):
             if entry.get(key) is not None:
@@ -98,7 +87,7 @@ def check_entry(entry: Mapping[str, Any], where: str) -> None:
 
 
 def _words(told: Any) -> tuple[str, ...] | None:
-    """One word or several as a tuple; None for nothing, empty if it is neither."""
+    """One word or several as a tuple; None for None, empty for other types."""
     if told is None:
         return None
     words = [told] if isinstance(told, str) else told
@@ -108,24 +97,19 @@ def _words(told: Any) -> tuple[str, ...] | None:
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/damex/datasets``, by default below ``~/.cache``.
-
-    Nothing in it is lost when it is deleted.
-    """
+    """``$XDG_CACHE_HOME/damex/datasets`` or below ``~/.cache``; safe to delete."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "damex" / "datasets"
 
 
 def convert_cached(root: str | Path, options: Options) -> Conversion:
-    """Convert a data set, or find the files of an earlier conversion.
+    """Convert a dataset, or reuse a conversion of the same files, options and readers.
 
-    An earlier one serves as long as the names, sizes and times of all files below the
-    root, the options and the readers are the same. Files are written into a folder of
-    their own that gets its name when it is complete: of several processes that convert
-    the same at once, one is first, and the others take its files.
+    Files are the same if names, sizes and times are. A new folder is renamed when
+    complete, so that concurrent processes share the first one.
 
     Raises:
-        ConfigError: If an option cannot work, or the cache cannot be written.
+        ConfigError: If an option is invalid, or the cache cannot be written.
         DataError: If the data cannot be read.
     """
     tree = open_root(root)
@@ -136,7 +120,7 @@ def convert_cached(root: str | Path, options: Options) -> Conversion:
     found = _read(folder)
     if found is not None:
         return found
-    if existed:  # and is incomplete: somebody took files out of it
+    if existed:  # incomplete: files were deleted
         shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +147,7 @@ def convert_cached(root: str | Path, options: Options) -> Conversion:
 
 
 def _read(folder: Path) -> Conversion | None:
-    """A complete conversion in a folder; None if there is none."""
+    """A complete conversion in a folder, or None."""
     try:
         text = (folder / SUMMARY_FILE).read_text(encoding="utf-8")
         conversion = Conversion(folder, Summary.from_dict(json.loads(text)))
@@ -175,6 +159,6 @@ def _read(folder: Path) -> Conversion | None:
 
 @cache
 def _version() -> str:
-    """A hash of the code of this room: other readers, other files."""
+    """Hash of the code of this package, to invalidate the cache."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

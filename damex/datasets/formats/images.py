@@ -16,11 +16,10 @@ from PIL import Image
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 _ORIENTATION = 0x0112
-# Containers whose EXIF rotation OpenCV, which loads the images of a training, obeys.
-# It shows WebP, AVIF and the rest as they are stored.
+# Formats whose EXIF rotation OpenCV, the loader in training, applies; not WebP, AVIF...
 ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
 _HASHED_BYTES = 1 << 16
-_OPENCV_PIXELS = 1 << 30  # the most that OpenCV loads
+_OPENCV_PIXELS = 1 << 30  # OpenCV's limit
 _ONE_THREAD = RLock()
 _BATCH = 256
 
@@ -28,13 +27,7 @@ T = TypeVar("T")
 
 
 class Header(NamedTuple):
-    """Size of an image as stored, and how it is turned before anyone sees it.
-
-    Attributes:
-        width: Of the stored pixels.
-        height: Of the stored pixels.
-        orientation: EXIF orientation, 1 to 8; 1 where the loader ignores it.
-    """
+    """Size as stored, and EXIF orientation, 1 to 8 (1 if the loader ignores it)."""
 
     width: int
     height: int
@@ -47,17 +40,16 @@ class Header(NamedTuple):
 
     @property
     def shown(self) -> tuple[int, int]:
-        """Width and height as a viewer shows the image and a training loads it."""
+        """Width and height after the EXIF rotation, as training loads the image."""
         turned = self.orientation >= 5
         return (self.height, self.width) if turned else (self.width, self.height)
 
 
 @contextmanager
 def images_of_any_size() -> Iterator[None]:
-    """Let Pillow open what a training can load; above 179 MP it suspects an attack.
+    """Lift Pillow's limit of 179 MP, for trusted datasets.
 
-    For datasets, which are the user's own. Pillow has one limit for the whole process:
-    one thread at a time changes it.
+    The limit is global to the process: one thread at a time changes it.
     """
     with _ONE_THREAD:
         limit = Image.MAX_IMAGE_PIXELS
@@ -69,11 +61,7 @@ def images_of_any_size() -> Iterator[None]:
 
 
 def read_header(path: Path) -> Header:
-    """Read size and rotation without decoding the pixels.
-
-    Raises:
-        OSError: If the file is missing, or no image.
-    """
+    """Read size and rotation without decoding; OSError if missing or not an image."""
     try:
         with Image.open(path) as image:
             width, height = stored_size(image)
@@ -81,26 +69,22 @@ def read_header(path: Path) -> Header:
             orientation = exif_orientation(image) if is_turned else 1
     except OSError:
         raise
-    except Exception as error:  # Pillow's readers raise whatever a file leads them to
+    except Exception as error:  # Pillow's readers raise anything
         raise OSError(str(error)) from error
     return Header(width, height, orientation)
 
 
 def stored_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height of an opened image as stored; newer Pillow turns those of TIFF.
-
-    Raises:
-        KeyError: If a TIFF does not say.
-    """
+    """Stored width and height (newer Pillow rotates TIFFs); KeyError if missing."""
     if isinstance(image, TiffImageFile):
         return image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
     return image.size
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """Orientation in the EXIF block of an opened image, 1 to 8; 1 for none.
+    """EXIF orientation of an opened image, 1 to 8; 1 if missing.
 
-    ``getexif`` would also look into XMP, and decode a PNG for it.
+    ``getexif`` would also search XMP, and decode a PNG for it.
     """
     if isinstance(image, TiffImageFile):
         found = image.tag_v2.get(_ORIENTATION)
@@ -108,7 +92,7 @@ def exif_orientation(image: Image.Image) -> int:
         exif = Image.Exif()
         try:
             exif.load(image.info.get("exif") or b"")
-        except Exception:  # Pillow raises all sorts of errors on broken blocks
+        except Exception:  # Pillow raises anything on broken blocks
             return 1
         found = exif.get(_ORIENTATION)
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
@@ -117,23 +101,13 @@ def exif_orientation(image: Image.Image) -> int:
 def turn_box(
     corners: tuple[float, float, float, float], header: Header
 ) -> tuple[float, float, float, float]:
-    """Move a box from the stored pixels to the image as it is shown.
-
-    Args:
-        corners: x1, y1, x2, y2 in stored pixels.
-        header: Of the image.
-
-    Returns:
-        x1, y1, x2, y2 in pixels of the image as shown. A box with swapped corners
-        stays one.
-    """
+    """Move x1, y1, x2, y2 from stored to shown pixels; swapped corners stay swapped."""
     x1, y1, x2, y2 = corners
     w, h = header.stored
     mirrored = (w - x2, y1, w - x1, y2)
     flipped = (x1, h - y2, x2, h - y1)
     upside_down = (w - x2, h - y2, w - x1, h - y1)
-    # EXIF 2.32, tag 0x0112: which side of the scene row 0 and column 0 of the pixels
-    # are. From 5 on rows are columns; for instance, 6 is shown turned clockwise.
+    # EXIF 2.32, tag 0x0112: 5 to 8 swap rows and columns; 6 is shown turned clockwise.
     return {
         1: corners,
         2: mirrored,
@@ -147,14 +121,7 @@ def turn_box(
 
 
 def content_share(path: Path) -> float:
-    """A number in [0, 1) that follows from the content of a file and nothing else.
-
-    The first and last 64 KB and the size are looked at: equal files get equal numbers,
-    and whole data sets need not be read.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
+    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HASHED_BYTES)
@@ -167,7 +134,7 @@ def content_share(path: Path) -> float:
 def for_all(
     function: Callable[[Path], T], root: Path, images: Iterable[str]
 ) -> dict[str, T | OSError]:
-    """Call a function for many image files at once; its OSErrors are values."""
+    """Call a function for many image files in parallel; OSErrors become values."""
 
     def call(batch: Sequence[str]) -> list[T | OSError]:
         answers: list[T | OSError] = []

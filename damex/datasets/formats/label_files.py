@@ -1,7 +1,7 @@
-"""Folders with one text file of labels per image: KITTI and DOTA, and YOLO's files.
+"""Folders with one text file of labels per image: KITTI, DOTA, and YOLO's files.
 
-What such a file is shows in its lines; its image is found by its name. YOLO's names
-and splits lie in other files, so that it has a reader of its own.
+The format is recognized by the lines; the image is found by the name of the file.
+YOLO's names and splits are in other files, read by ``yolo.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from damex.datasets.formats.tree import (
 )
 from damex.errors import DataError
 
-# Folder of labels -> folders of images that stand beside it.
+# Folder of labels -> sibling folders of images.
 _IMAGE_FOLDERS = {
     "labels": ("images", "image", "JPEGImages", "img", ""),
     "label": ("images", "image", "img", ""),
@@ -44,7 +44,7 @@ _SCORED = "detections with a score taken as ground truth"
 
 
 def kind_of_line(line: str) -> str | None:
-    """``yolo``, ``kitti`` or ``dota`` by the look of a line; None for others."""
+    """``yolo``, ``kitti`` or ``dota`` by the form of a line; None for others."""
     words = line.split()
     if len(words) in (15, 16) and numbers(words[1:]) and not numbers(words[:1]):
         return "kitti"
@@ -60,7 +60,7 @@ def kind_of_line(line: str) -> str | None:
 
 
 def fault_of_line(line: str) -> str:
-    """Quote a line and name the rule that it breaks of the nearest format."""
+    """Quote a line and name the rule of the nearest format that it breaks."""
     words = line.split()
     no_numbers = [word for word in words if not numbers([word])]
     if re.search("[,;]", line):
@@ -86,7 +86,7 @@ def fault_of_line(line: str) -> str:
 
 
 def first_fault(tree: Tree) -> str | None:
-    """The first line of a file named like an image that is a label of no format."""
+    """The first line, in a file named like an image, that is a label of no format."""
     for path in tree.with_suffix(".txt"):
         if stem(path).lower() in tree.images_by_stem:
             for number, line in enumerate(tree.lines(path), start=1):
@@ -96,7 +96,7 @@ def first_fault(tree: Tree) -> str | None:
 
 
 def kind_of_file(tree: Tree, path: str) -> str | None:
-    """The format of a label file by its first line that has one."""
+    """The format of a label file by its first recognizable line."""
     for line in tree.lines(path)[:20]:
         if line and not line.lower().startswith(_HEADERS):
             return kind_of_line(line)
@@ -104,7 +104,7 @@ def kind_of_file(tree: Tree, path: str) -> str | None:
 
 
 def image_of(tree: Tree, path: str) -> str | None:
-    """The image of a label file: of its name, in the folder beside or anywhere."""
+    """The image of a label file, by name: in the sibling folder or anywhere."""
     folder = parent(path)
     near = [folder]
     for part in reversed(folder.split("/")):
@@ -119,7 +119,7 @@ def image_of(tree: Tree, path: str) -> str | None:
 
 
 def label_files(tree: Tree, kind: str) -> list[str]:
-    """Text files of a kind; empty ones count where all files beside them would."""
+    """Text files of a kind; empty ones count if all others in their folder do."""
     files = tree.with_suffix(".txt")
     kinds = {path: kind_of_file(tree, path) for path in files}
     folders = {parent(path) for path, found in kinds.items() if found == kind}
@@ -132,7 +132,7 @@ def label_files(tree: Tree, kind: str) -> list[str]:
 
 
 def recognise_kind(tree: Tree, kind: str) -> str | None:
-    """Whether the text files that are named like images are mostly of a kind."""
+    """Evidence that the text files named like images are mostly of a kind, or None."""
     named = [
         path
         for path in tree.with_suffix(".txt")
@@ -150,16 +150,10 @@ Parse = Callable[[str, Ledger, str], Box | None]
 
 
 def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Contents:
-    """Read all label files of a kind.
+    """Read all label files of a kind; splits are folders named like splits.
 
-    Args:
-        tree: The folder.
-        kind: Of the lines; see :func:`kind_of_line`.
-        parse: Makes a box of a line, or says in the ledger (third: where) why not.
-        ledger: For what is left out.
-
-    Returns:
-        Samples, with splits by folder where any folder is named like a split.
+    ``parse`` makes a box of a line, or records in the ledger (at its third argument)
+    why not.
     """
     samples = []
     for path in label_files(tree, kind):
@@ -193,7 +187,7 @@ def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
         by_stem.setdefault(stem(sample.source), []).append(sample)
 
     def find(base: str, name: str) -> Sample | None:
-        """The sample below the folder of ImageSets; of training/ where two have it."""
+        """The sample below the folder of ImageSets; training/ comes first."""
         below = f"{base}/" if base else ""
         found = [s for s in by_stem.get(name, ()) if s.source.startswith(below)]
         found.sort(key=lambda sample: split_of_folder(parent(sample.source)) != "train")
@@ -204,11 +198,7 @@ def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _kitti_box(line: str, ledger: Ledger, place: str) -> Box | None:
-    """Read a line of 15 columns, or of 16 with a score.
-
-    They are type, truncated, occluded, alpha, left, top, right, bottom (pixels), and
-    seven for the object in space (Geiger et al. 2012, devkit_object/readme.txt).
-    """
+    """Parse 15 or 16 columns (Geiger et al. 2012, devkit_object/readme.txt)."""
     words = line.split()
     if kind_of_line(line) != "kitti":
         what = "lines that are no KITTI label of 15 or 16 columns"
@@ -219,6 +209,7 @@ def _kitti_box(line: str, ledger: Ledger, place: str) -> Box | None:
         return None
     if len(words) == 16:
         ledger.note(_SCORED, f"{place}: {words[15]}")
+    # type, truncated, occluded, alpha, left, top, right, bottom, 7 of the 3D box
     x1, y1, x2, y2 = numbers(words[4:8]) or (0.0,) * 4
     return Box((x1, y1, x2, y2), words[0], 0)
 
@@ -238,11 +229,7 @@ def _read_dota(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _dota_box(line: str, ledger: Ledger, place: str) -> Box | None:
-    """Read four corners, class and difficulty of a line.
-
-    Rotated boxes become the upright boxes around them (Xia et al. 2018, "DOTA", task
-    2). The header lines ``imagesource:`` and ``gsd:`` are passed over.
-    """
+    """Parse four corners, class and difficulty (Xia et al. 2018) to an upright box."""
     words = line.split()
     if kind_of_line(line) != "dota":
         what = "lines that are no DOTA label (8 numbers, class, difficult)"
@@ -253,7 +240,7 @@ def _dota_box(line: str, ledger: Ledger, place: str) -> Box | None:
     difficult = words[9:] == ["1"]
     if difficult:
         ledger.note("objects marked difficult: kept as crowd", place)
-    # min and max would hide a NaN behind another corner.
+    # min and max could hide a NaN.
     broken = sum(values) if sum(values) != sum(values) else 0.0
     corners = (min(xs) + broken, min(ys) + broken, max(xs), max(ys))
     return Box(corners, words[8], 0, crowd=difficult)

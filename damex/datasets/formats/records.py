@@ -1,4 +1,4 @@
-"""What a reader hands over: images with boxes as their files say, and what it lost."""
+"""Output of the readers: images with boxes as in their files, and drop counts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from damex.datasets.formats.tree import Tree
 
 
 class Box(NamedTuple):
-    """One object as an annotation file has it.
+    """One object as in an annotation file, unchecked.
 
     Attributes:
-        corners: x1, y1, x2, y2: pixels, or shares of the image where its sample is
-            ``normalised``. Nothing is checked yet.
-        label: Class name.
-        place: Where it stands: a line number, or words such as ``object 2``.
-        crowd: Neither to be found nor a mistake: COCO's iscrowd, VOC's difficult.
-        area: As stated, in square pixels; None where it follows from the box.
+        corners: x1, y1, x2, y2 in pixels, or relative if the sample is ``normalised``.
+        place: Origin: a line number, or words such as ``object 2``.
+        crowd: Ignored in evaluation: COCO's iscrowd, VOC's difficult.
+        area: As stated, in square pixels; None for the area of the box.
     """
 
     corners: tuple[float, float, float, float]
@@ -30,15 +28,9 @@ class Box(NamedTuple):
 
 @dataclass
 class Sample:
-    """One image and its boxes.
+    """One image and its boxes; paths are relative to the root.
 
-    Attributes:
-        image: Path relative to the root.
-        source: Annotation file, relative to the root.
-        boxes: Its objects; an empty list says that there are none.
-        stated_size: Width and height that the annotation states; None where it does
-            not.
-        normalised: Whether the boxes are shares of width and height.
+    ``stated_size`` is (width, height); ``normalised`` boxes are relative to it.
     """
 
     image: str
@@ -49,7 +41,7 @@ class Sample:
 
 
 class Entry(NamedTuple):
-    """How often something happened, and where for instance."""
+    """How often something happened, and an example."""
 
     times: int
     example: str
@@ -57,7 +49,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Counts of what was dropped and of what else a user should know."""
+    """Counts of dropped records and of other facts for the user."""
 
     dropped: dict[str, Entry] = field(default_factory=dict)
     noted: dict[str, Entry] = field(default_factory=dict)
@@ -82,9 +74,8 @@ class Contents:
     """Everything that a reader found.
 
     Attributes:
-        samples: All images with annotations.
-        splits: Lists of samples by ``train``, ``val``, ``test``, or by a list's own
-            name where it is none of these. A sample may stand in several or in none.
+        splits: Samples by ``train``, ``val``, ``test`` or the name of another list;
+            they may overlap and be incomplete.
         classes: Class names in the order of the format; None to sort those in use.
     """
 
@@ -95,14 +86,12 @@ class Contents:
 
 @dataclass(frozen=True)
 class Options:
-    """What an entry says beside its root.
+    """Options of an entry with ``root``.
 
     Attributes:
-        format: Name of the format; None to find it out.
-        train: Split, folder, list of images or annotation file; several in a tuple.
-        val: Same.
-        test: Same.
-        val_share: Share of the images for validation where the folder has none.
+        train: Splits, folders, lists of images or annotation files, as for val and
+            test.
+        val_share: Share of the images for validation if the folder has none.
         classes: Class names; they number the classes of a format without names.
     """
 
@@ -116,16 +105,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Format:
-    """A format that damex reads.
+    """A supported format.
 
     Attributes:
-        name: For ``format=``.
-        looks_for: What must lie in the folder, for messages.
-        recognise: Says what of that a folder has; None if it is not of this format.
-        read: Reads the folder.
-        guessed: Whether it is recognised without ``format=``.
-        fault: Quotes what keeps a folder from being recognised, where a file is nearly
-            of the format; None if no file is.
+        looks_for: Required contents of the folder, for messages.
+        recognise: Returns the evidence in a folder; None if it is not of this format.
+        guessed: Whether it is recognized without ``format=``.
+        fault: Explains why a folder that is nearly of the format is not recognized.
     """
 
     name: str
@@ -137,7 +123,7 @@ class Format:
 
 
 def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
-    """The words as numbers, NaN and infinity among them; None if one is no number."""
+    """The words as numbers, NaN and infinity included; None if one is not a number."""
     try:
         return tuple(float(word) for word in words)
     except ValueError:
@@ -145,12 +131,7 @@ def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
 
 
 def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:
-    """Why names cannot number the classes; None if they can.
-
-    Args:
-        names: Class names.
-        word: Singular of what they are, such as ``line``.
-    """
+    """Why names cannot number the classes, or None; ``word`` is a singular noun."""
     for number, name in enumerate(names, start=1):
         if not name.strip():
             return f"{word} {number} is empty"
@@ -160,11 +141,7 @@ def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:
 
 
 def size_of(values: Sequence[float] | None) -> tuple[int, int] | None:
-    """Width and height that an annotation states; None for 0, as some tools leave it.
-
-    Args:
-        values: The two numbers; None where they are not there, or no numbers.
-    """
+    """Width and height of an annotation; None if missing or 0."""
     if values is None or not all(0 < value < 1e6 for value in values):
         return None
     return round(values[0]), round(values[1])

@@ -1,4 +1,4 @@
-"""Which images train and which evaluate: as the folder says, as told, or by a hash."""
+"""Split assignment: from the folder, the config, or a hash of the images."""
 
 from __future__ import annotations
 
@@ -31,17 +31,10 @@ def splits_by_folder(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def split_of_table(path: str, tables: Sequence[str]) -> str | None:
-    """What one of several files with many images each is called as a split.
+    """Split of one of several files with many images each.
 
-    Two files of one split, such as train2014 and train2017, may overlap: they go by
-    their paths.
-
-    Args:
-        path: The file.
-        tables: All of them.
-
-    Returns:
-        A split or the path; None for the only file where its name says nothing.
+    Files of one split, such as train2014 and train2017, may overlap: they keep their
+    paths.
     """
     split = split_of_file(path)
     if split is not None and [*map(split_of_file, tables)].count(split) == 1:
@@ -52,19 +45,10 @@ def split_of_table(path: str, tables: Sequence[str]) -> str | None:
 def splits_by_image_sets(
     tree: Tree, find: Callable[[str, str], Sample | None], ledger: Ledger
 ) -> dict[str, list[Sample]]:
-    """Read ``ImageSets/train.txt`` or ``ImageSets/Main/train.txt`` and their like.
+    """Read ``ImageSets/train.txt``, ``ImageSets/Main/train.txt`` etc. by list name.
 
-    Lists of one name in several folders (VOC2007 and VOC2012) are joined. VOC's lists
-    per class, with a second column, are passed over.
-
-    Args:
-        tree: The folder.
-        find: The sample of (the folder that ImageSets is in, a name); None if there is
-            none.
-        ledger: For names without a sample.
-
-    Returns:
-        Samples by ``train``, ``val``, ``test`` or the name of another list.
+    Lists of one name in several folders (VOC2007 and VOC2012) are joined; VOC's lists
+    per class are skipped. ``find`` maps a folder and a name to a sample or None.
     """
     splits: dict[str, list[Sample]] = {}
     for path in tree.with_suffix(".txt"):
@@ -89,13 +73,12 @@ def splits_by_image_sets(
 def choose_splits(
     tree: Tree, contents: Contents, options: Options, ledger: Ledger
 ) -> dict[str, list[Sample]]:
-    """Samples by split.
+    """Samples by split: from the entry, else from the folder.
 
-    Splits that an entry names come first, then those of the folder; if there is nothing
-    for validation, images of ``train`` are taken by a hash of their content.
+    Without validation images, some of ``train`` are chosen by a hash of their content.
 
     Raises:
-        ConfigError: If a named split is not there, or ``val_share`` contradicts.
+        ConfigError: If a named split is missing, or ``val_share`` contradicts.
     """
     own = contents.splits or {"train": contents.samples}
     chosen: dict[str, list[Sample]] = {}
@@ -130,10 +113,7 @@ def choose_splits(
 
 
 def _leave_out(chosen: dict[str, list[Sample]], options: Options) -> None:
-    """Take what an entry names for evaluation out of a train split it does not name.
-
-    Where train is named, too, both are as told: the overlap is then said, not mended.
-    """
+    """Remove evaluation images named by the entry from a train split of the folder."""
     for split in ("val", "test"):
         if getattr(options, split) is not None and options.train is None:
             held = {sample.image for sample in chosen[split]}
@@ -144,7 +124,7 @@ def _leave_out(chosen: dict[str, list[Sample]], options: Options) -> None:
 def _note_unused(
     contents: Contents, chosen: Mapping[str, list[Sample]], ledger: Ledger
 ) -> None:
-    """Count images, and records of images that other files annotate, in no split."""
+    """Count images, and records of images annotated elsewhere, that are in no split."""
     used = {id(sample) for samples in chosen.values() for sample in samples}
     images = {sample.image for samples in chosen.values() for sample in samples}
     for sample in contents.samples:
@@ -164,7 +144,7 @@ def _note_unused(
 def _selected(
     tree: Tree, contents: Contents, told: Iterable[str], split: str, ledger: Ledger
 ) -> list[Sample]:
-    """Samples of a list's name, of an annotation file, a folder or a list of images."""
+    """Samples of a named list, an annotation file, a folder or a list of images."""
     found: dict[int, Sample] = {}
     for one in told:
         name = one.replace("\\", "/").rstrip("/")
@@ -196,7 +176,7 @@ def _named(tree: Tree, contents: Contents, name: str, ledger: Ledger) -> list[Sa
 
 
 def _listed(tree: Tree, contents: Contents, path: str, ledger: Ledger) -> list[Sample]:
-    """Samples of a list of images, which may name them without folder and suffix."""
+    """Samples of a list of images, possibly without folder and suffix."""
     images: dict[str, list[str]] = {}
     for sample in contents.samples:
         for key in {sample.image, stem(sample.image)}:
@@ -216,11 +196,7 @@ def _listed(tree: Tree, contents: Contents, path: str, ledger: Ledger) -> list[S
 def _by_content(
     tree: Tree, samples: list[Sample], share: float, ledger: Ledger
 ) -> tuple[list[Sample], list[Sample]]:
-    """Split by a hash of the files: an image keeps its side whatever is added.
-
-    Equal files are on one side. Where no image falls below the share, the nearest one
-    is taken, so that a small folder also has something to evaluate on.
-    """
+    """Split by file hash, stable when images are added; at least one for validation."""
     shares = {
         name: 1.0 if isinstance(value, OSError) else value
         for name, value in for_all(

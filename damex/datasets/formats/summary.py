@@ -1,4 +1,4 @@
-"""What a conversion found, kept and left out, in words and as plain values."""
+"""Summary of a conversion: recognized, kept and dropped records."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ _SHOWN_CLASSES = 12
 
 @dataclass
 class SplitSummary:
-    """Size of one split.
-
-    Attributes:
-        images: Number of images.
-        empty: Number of those without boxes.
-        boxes: Boxes per class.
-    """
+    """Numbers of images, of images without boxes, and of boxes per class of a split."""
 
     images: int
     empty: int
@@ -34,7 +28,7 @@ class SplitSummary:
         return cls(images, images - len(filled), count_classes(document))
 
     def line(self) -> str:
-        """One line: images, boxes, and classes with most boxes first."""
+        """One line: images, boxes, and the most frequent classes."""
         counts = sorted(self.boxes.items(), key=lambda item: -item[1])
         shown = ", ".join(
             f"{' '.join(name.split())} {n}" for name, n in counts[:_SHOWN_CLASSES]
@@ -48,16 +42,13 @@ class SplitSummary:
 
 @dataclass
 class Summary:
-    """All that is to be known about a converted data set.
+    """Summary of a converted dataset.
 
     Attributes:
-        root: Its folder.
-        format: Name of the format.
-        evidence: What the format was recognised by.
-        classes: Class names.
+        evidence: Reason for recognizing the format.
         splits: Size per split.
-        dropped: What was left out, how often, and where for instance.
-        noted: What was changed, guessed or kept although it is odd.
+        dropped: Counts and examples of dropped records.
+        noted: The same for records that were changed, guessed or odd.
     """
 
     root: str
@@ -88,7 +79,7 @@ class Summary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Summary:
-        """Read what :meth:`to_dict` made."""
+        """Inverse of :meth:`to_dict`."""
         return cls(
             **{
                 **values,

@@ -1,4 +1,4 @@
-"""The files of a dataset folder: listed once, looked up by any spelling of a path."""
+"""The files of a dataset folder: listed once, found by any spelling of a path."""
 
 from __future__ import annotations
 
@@ -31,17 +31,12 @@ _SKIPPED_FOLDERS = frozenset({"__MACOSX", "__pycache__"})
 
 
 def split_name(word: str) -> str | None:
-    """``train``, ``val`` or ``test`` for what folders call them; None for others.
-
-    Example:
-        >>> split_name("Validation"), split_name("train2017"), split_name("cars")
-        ('val', 'train', None)
-    """
+    """``train``, ``val`` or ``test`` for words like ``Validation`` or ``train2017``."""
     return _SPLITS.get(re.sub(r"(19|20)\d\d$", "", word.lower()))
 
 
 def split_of_folder(folder: str) -> str | None:
-    """The split that a relative folder belongs to by its parts, the last one first."""
+    """The split that a relative folder belongs to; its last matching part decides."""
     for part in reversed(PurePosixPath(folder).parts):
         for word in re.split(r"[^A-Za-z0-9]+", part):
             if (split := split_name(word)) is not None:
@@ -50,19 +45,16 @@ def split_of_folder(folder: str) -> str | None:
 
 
 def split_of_file(path: str) -> str | None:
-    """The split that an annotation file is for: by its name, else by its folders."""
+    """The split of an annotation file: by its name, else by its folders."""
     pure = PurePosixPath(path)
     stem = pure.name.split(".")[0]
     return split_of_folder(stem) or split_of_folder(str(pure.parent))
 
 
 class Tree:
-    """All files below a folder, with sizes and times; hidden ones are left out.
+    """All visible files below a folder, with sizes and times; links are followed.
 
-    Paths are strings relative to the folder, with ``/``. Links to folders are followed.
-
-    Args:
-        root: The folder.
+    Paths are strings relative to the folder, with ``/``.
     """
 
     def __init__(self, root: Path) -> None:
@@ -71,7 +63,7 @@ class Tree:
         self._holds: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def digest(self) -> str:
-        """A hash of the list of files with their sizes and times."""
+        """Hash of the list of files with their sizes and times."""
         lines = (f"{path}\0{size}\0{time}\n" for path, (size, time) in self)
         return hashlib.sha256("".join(lines).encode("utf-8", "replace")).hexdigest()
 
@@ -79,21 +71,18 @@ class Tree:
         return iter(self.files.items())
 
     def with_suffix(self, *suffixes: str) -> list[str]:
-        """Files whose name ends so, in any case, in alphabetical order."""
+        """Sorted files whose name ends with a suffix, in any case."""
         return [path for path in self.files if path.lower().endswith(suffixes)]
 
     def text(self, path: str, limit: int = -1) -> str:
-        """The text of a file, or so many characters of it.
-
-        Bytes that are no UTF-8 become question marks.
-        """
+        """The text of a file up to ``limit``; bytes that are not UTF-8 become ``?``."""
         with open(  # noqa: PTH123 - a Path per file would double the time
             f"{self.root}/{path}", encoding="utf-8-sig", errors="replace"
         ) as file:
             return file.read(limit)
 
     def holds(self, path: str, *words: str) -> bool:
-        """Whether a file contains all of some words; it is read once to find out."""
+        """Whether a file contains all of some words."""
         if (path, words) not in self._holds:
             content = (self.root / path).read_bytes()
             found = all(word.encode() in content for word in words)
@@ -115,7 +104,7 @@ class Tree:
 
     @cached_property
     def folders(self) -> frozenset[str]:
-        """Folders with files in them or below; the root is the empty string."""
+        """Folders with files in or below them; the root is the empty string."""
         found = {""}
         for path in self.files:
             parts = path.split("/")[:-1]
@@ -124,7 +113,7 @@ class Tree:
 
     @cached_property
     def images_by_stem(self) -> dict[str, list[str]]:
-        """Images by their name in lower case, without folder and suffix."""
+        """Images by their lower-case name without folder and suffix."""
         index: dict[str, list[str]] = {}
         for path in self.images:
             index.setdefault(PurePosixPath(path).stem.lower(), []).append(path)
@@ -133,20 +122,12 @@ class Tree:
     def locate_image(
         self, name: str, near: Sequence[str] = (), split: str | None = None
     ) -> str | None:
-        """Find the image that an annotation means.
+        """Find the image that an annotation refers to; None if missing or ambiguous.
 
-        Annotations name images by paths of other machines, with another suffix or
-        none. A path that fits as it is wins; then the image whose folders agree longest
-        with those of the name, the folders of ``near`` settling a draw.
-
-        Args:
-            name: As the annotation spells it.
-            near: Folders to look into first, relative to the root.
-            split: What the annotation is for; images of other splits, which may have
-                equal names, are not guessed.
-
-        Returns:
-            The relative path; None if there is none, or if several fit equally.
+        Annotations may have paths of other machines, or another suffix or none. An
+        exact path wins, then the image with most equal parent folders; folders in
+        ``near`` break ties. Images of other splits than ``split``, possibly with equal
+        names, are not guessed.
         """
         name = _clean(name)
         exact = [join(folder, name) for folder in near]
@@ -180,11 +161,11 @@ class Tree:
         return None
 
     def below(self, folder: str, paths: Iterable[str]) -> list[str]:
-        """Those of the paths that are inside of a folder, at any depth."""
+        """The paths inside a folder, at any depth."""
         return [path for path in paths if not folder or path.startswith(f"{folder}/")]
 
     def describe(self) -> str:
-        """What lies here, by suffix, for messages: ``142 .jpg, 3 .txt``."""
+        """File counts by suffix, for messages: ``142 .jpg, 3 .txt``."""
         kinds = Counter(
             PurePosixPath(path).suffix.lower() or "without suffix"
             for path in self.files
@@ -215,7 +196,7 @@ def stem(path: str) -> str:
 
 
 def replace_part(folder: str, old: str, new: str) -> str | None:
-    """A folder with its last part of a name replaced; None if it has no such part."""
+    """Replace the last folder named ``old``; None if there is none."""
     parts = folder.split("/")
     for n in range(len(parts) - 1, -1, -1):
         if parts[n].lower() == old.lower():
@@ -226,12 +207,7 @@ def replace_part(folder: str, old: str, new: str) -> str | None:
 def _agreement(
     path: str, name: PurePosixPath, near: Sequence[str]
 ) -> tuple[int, int, bool]:
-    """How well an image of the right stem fits a name; greater is better.
-
-    Returns:
-        Number of equal folders from the end, rank of its folder in ``near``, whether
-        the suffix is the same.
-    """
+    """Sort key of images of the right stem: equal folders, rank in ``near``, suffix."""
     folders, wanted = path.split("/")[:-1], name.parts[:-1]
     common = 0
     for one, other in zip(reversed(folders), reversed(wanted), strict=False):
@@ -249,10 +225,7 @@ def _clean(name: str) -> str:
 def _walk(
     root: str, folder: str, entered: set[str]
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Files below a folder: relative path, size and time.
-
-    A folder that links lead back to is entered once.
-    """
+    """Relative path, size and time of files below a folder; link cycles are cut."""
     real = os.path.realpath(f"{root}/{folder}")
     if real in entered:
         return

@@ -1,7 +1,7 @@
-"""Pascal VOC: one XML file per image, beside it or in ``Annotations``.
+"""Pascal VOC: one XML file per image, next to it or in ``Annotations``.
 
-Coordinates are taken as they are, in pixels from the upper left corner. The devkit of
-VOC counts pixels from 1, but the tools that write this format today do not.
+Coordinates are used unchanged, with 0 as the first pixel. The VOC devkit counts from 1,
+but current tools do not.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def _fault(tree: Tree) -> str | None:
 def _is_annotation(
     root: ElementTree.Element | Exception,
 ) -> TypeGuard[ElementTree.Element]:
-    """Whether it is VOC's and not another ``<annotation>``, of an image at least."""
+    """Whether it is VOC's, not another ``<annotation>``, and of an image."""
     if isinstance(root, Exception) or root.tag != "annotation":
         return False
     return any(root.find(tag) is not None for tag in ("filename", "size", "object"))
 
 
 def _parse(tree: Tree, path: str) -> ElementTree.Element | Exception:
-    """The root of a file, or why it is not XML."""
+    """The root element of a file, or the parse error."""
     raw = (tree.root / path).read_bytes()
     content: str | bytes = raw
-    # Python knows encodings that the parser does not, such as GBK.
+    # Python supports encodings that the parser does not, such as GBK.
     if (found := _ENCODING.match(raw)) is not None:
         with contextlib.suppress(ValueError, LookupError):
             content = raw.decode(found[1].decode())
@@ -101,13 +101,13 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _base(path: str) -> str:
-    """The folder that ``Annotations`` is in: what a list of names refers to."""
+    """The parent folder of ``Annotations``, which image sets refer to."""
     folder = parent(path)
     return parent(folder) if folder.split("/")[-1] == "Annotations" else folder
 
 
 def _image(tree: Tree, path: str, root: ElementTree.Element) -> str | None:
-    """The image of an annotation: by its own name, else by the one that it states."""
+    """The image of an annotation: by its file name, else by the stated one."""
     folder = parent(path)
     near = [
         found

@@ -1,4 +1,4 @@
-"""WIDER FACE: blocks of an image, a number of faces, and as many lines of faces.
+"""WIDER FACE: blocks of an image, a number of faces, and a line per face.
 
 Columns of a line: x, y, width, height (pixels), blur, expression, illumination,
 invalid, occlusion, pose (Yang et al. 2016, readme.txt of wider_face_split).
@@ -46,7 +46,7 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 def _samples(
     tree: Tree, path: str, near: list[str], ledger: Ledger
 ) -> Iterator[Sample]:
-    """The blocks of a file; one without faces has one line of zeros, or none."""
+    """The blocks of a file; an empty one has a line of zeros, or none."""
     sample: Sample | None = None
     announced = 0
     for number, line in enumerate(tree.lines(path), start=1):

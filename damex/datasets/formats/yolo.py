@@ -1,11 +1,10 @@
-"""YOLO: one text file per image, one line per object, sizes as shares of the image.
+"""YOLO: one text file per image, one line per object, in relative coordinates.
 
-A line is the number of the class and centre x, centre y, width, height; or the number
-and the corners of a polygon, of which the upright box around it is taken. Keypoints
-that follow a box (``kpt_shape`` in ``data.yaml``) are left out. Names and splits come
-from a ``data.yaml`` (Ultralytics, Roboflow) or from darknet's ``.data``, ``.names`` and
-list files. An image without a label file, or with an empty one, shows no
-object: that is how YOLO writes it.
+A line is the class index and center x, center y, width, height; or the index and the
+corners of a polygon, reduced to its upright box. Keypoints after a box (``kpt_shape``
+in ``data.yaml``) are left out. Names and splits come from a ``data.yaml`` (Ultralytics,
+Roboflow) or from darknet's ``.data``, ``.names`` and list files. An image with a
+missing or empty label file has no objects.
 """
 
 from __future__ import annotations
@@ -49,16 +48,13 @@ from damex.datasets.formats.tree import (
 from damex.errors import ConfigError, DataError
 
 _NAME_FILES = (".names", "classes.txt", "labels.txt", "class_names.txt")
-# Rounding may put the border of a box this far out of the image.
+# Rounding may move the border of a box this far out of the image.
 _SLACK = 0.01
 
 
 @dataclass
 class _Config:
-    """Class names, and where the images of each split are: folders and list files.
-
-    ``keypoints`` counts the numbers that follow each box for its keypoints.
-    """
+    """Names, number of values per box for keypoints, and folders and lists by split."""
 
     source: str = ""
     names: tuple[str, ...] | None = None
@@ -76,7 +72,7 @@ def _recognise(tree: Tree) -> str | None:
 
 
 def _yaml_files(tree: Tree) -> list[str]:
-    """YAML files that name classes and images, ``data.yaml`` before others."""
+    """YAML files that name classes and images, ``data.yaml`` first."""
     files = sorted(
         tree.with_suffix(".yaml", ".yml"),
         key=lambda path: (path.count("/"), stem(path) != "data", path),
@@ -91,14 +87,10 @@ def _yaml_files(tree: Tree) -> list[str]:
 
 
 def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
-    """The content of a file.
-
-    Raises:
-        DataError: If it is not a YAML mapping.
-    """
+    """Read a YAML mapping; DataError for anything else."""
     try:
         content = yaml.safe_load(tree.text(path))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         mark = getattr(error, "problem_mark", None)
         where = f"{tree.root / path}" + (f":{mark.line + 1}" if mark else "")
         reason = getattr(error, "problem", None) or error
@@ -170,7 +162,7 @@ def _read_config(tree: Tree) -> _Config:
 
 
 def _from_yaml(tree: Tree, path: str) -> _Config:
-    """Read ``names`` (list or mapping), ``path`` and the places of the splits."""
+    """Read ``names`` (list or mapping), ``path`` and the locations of the splits."""
     content = _load_yaml(tree, path)
     names = content["names"]
     if isinstance(names, dict):
@@ -206,7 +198,7 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
 
 
 def _count_keypoints(source: Path, shape: object) -> int:
-    """How many numbers ``kpt_shape: [keypoints, 2 or 3]`` puts behind each box."""
+    """Number of values that ``kpt_shape: [keypoints, 2 or 3]`` appends to each box."""
     match shape:
         case [int(points), int(values)] if points > 0 and values in (2, 3):
             return points * values
@@ -216,11 +208,7 @@ def _count_keypoints(source: Path, shape: object) -> int:
 
 
 def _found_lists(tree: Tree, ledger: Ledger) -> dict[str, list[str]]:
-    """Images by list file where no config names the lists.
-
-    Lists of another copy of the data, most of whose images are not here, are passed
-    over: they would leave out what is here.
-    """
+    """Images by list file without a config; lists of missing images are skipped."""
     splits: dict[str, list[str]] = {}
     losses = Ledger()
     names = 0
@@ -250,7 +238,7 @@ def _is_list(tree: Tree, path: str) -> bool:
 
 
 def _split_images(tree: Tree, config: _Config, ledger: Ledger) -> dict[str, list[str]]:
-    """Images by split: as the config has it, else by folders named like splits."""
+    """Images by split: from the config, else by folders named like splits."""
     splits: dict[str, list[str]] = {}
     for split, places in config.places.items():
         for place in places:
@@ -273,7 +261,7 @@ def _images_at(
         folder = tree.locate_folder(place, near=(base, ""))
         if folder is not None:
             return tree.below(folder, tree.images)
-        if split == "test":  # named in a config far more often than handed out
+        if split == "test":  # often named in configs but not published
             ledger.note(f"no folder {place!r} for test", config.source)
             return []
         raise DataError(
@@ -309,7 +297,7 @@ def _listed(tree: Tree, path: str, ledger: Ledger) -> Iterator[str]:
 
 
 def _label_of_images(tree: Tree, ledger: Ledger) -> dict[str, str]:
-    """Image -> label file: by the folders that YOLO expects, else by the name."""
+    """Image -> label file: by YOLO's folder layout, else by name."""
     labels = {}
     for image in tree.images:
         folder = parent(image)

@@ -1,1 +1,1 @@
-"""A look inside: which dataset's tokens went to which expert, as tables and a page."""
+"""Expert report: routing of each dataset's tokens to experts."""

@@ -1,4 +1,4 @@
-"""The command ``damex experts``: a look inside, from the checkpoint alone."""
+"""The command ``damex experts``: expert usage from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ from damex.inference.stored import StoredDetector, millions
 def experts(arguments: Sequence[str]) -> int:
     """Write a page about the experts of a checkpoint, and print a table.
 
-    Args:
-        arguments: Command line without the program's name.
-
     Returns:
         1 if an image could not be read, else 0.
 
     Raises:
-        ConfigError: If an option cannot work, or the detector has no experts.
-        DataError: If there are no images, or the checkpoint cannot be read.
+        ConfigError: If an option is unusable, or the detector has no experts.
+        DataError: If images are missing, or the checkpoint cannot be read.
     """
     args = experts_parser().parse_args(arguments)
     filter_console()
@@ -80,7 +77,7 @@ def experts(arguments: Sequence[str]) -> int:
 def _report(
     page: Path, watched: Watched, notes: Sequence[str], alarms: Sequence[str]
 ) -> None:
-    """Print what the page says of each layer."""
+    """Print the layer summary of the page."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(box=box.SIMPLE)
     table.add_column("layer", no_wrap=True)
@@ -107,6 +104,6 @@ def _report(
 
 
 def _information(name: str, watched: Watched) -> str:
-    """Mutual information of dataset and expert if no image voted, nor was told."""
+    """Mutual information of dataset and expert, unless experts were voted or given."""
     tally = watched.chosen.get(name)
     return "-" if tally is None else f"{LayerUse.of(name, tally).information:.2f}"

@@ -1,4 +1,4 @@
-"""What the files beside a checkpoint tell of its training: scores and curves."""
+"""Training history next to a checkpoint: scores and curves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from damex.engine.schedule import length_key
 
 Curve = list[tuple[float, float]]
-# Title of a chart -> what its curves are called in the file; the group is their name.
+# Chart title -> pattern of its scalars; the group is the name of the curve.
 CHARTS = {
     "AP of each dataset": r"mixture/(?!mean/|pooled/)(.+)/AP",
     "Losses of the routers": r"(loss_moe_.+)",
@@ -26,13 +26,12 @@ SPLIT = re.compile(r"_(\d{8}_\d{6})$")
 
 @dataclass(frozen=True)
 class History:
-    """What a run wrote down.
+    """Logged scores and curves of a run.
 
     Attributes:
-        scores: Metrics of the evaluation of this checkpoint, by their names; empty
-            where there are none.
+        scores: Metrics of the evaluation of this checkpoint; empty if missing.
         charts: Curves over epochs or iterations by title and name.
-        note: What is missing, as a sentence; empty if nothing is.
+        note: Missing parts, as a sentence; empty if complete.
     """
 
     scores: Mapping[str, float]
@@ -46,10 +45,10 @@ def read_history(
     """Read ``vis_data/scalars.json`` of the run that wrote a checkpoint.
 
     Args:
-        checkpoint: Its file.
-        meta: What it holds beside the weights: ``experiment_name`` ends in the name of
-            the run's folder, which lies beside it; ``epoch`` and ``iter``.
-        train_cfg: Of the run's config; it says which of the two its loop counts.
+        checkpoint: The .pth file.
+        meta: Its metadata: ``experiment_name``, which ends in the name of the log
+            folder next to it, ``epoch`` and ``iter``.
+        train_cfg: Tells whether the training loop counts epochs or iterations.
     """
     found = SPLIT.search(str(meta.get("experiment_name", "")))
     folder = checkpoint.parent / (found.group(1) if found else "")
@@ -68,12 +67,7 @@ def read_history(
 
 
 def curves(lines: Iterable[Mapping[str, Any]], name: str) -> dict[str, Curve]:
-    """All points of the scalars whose whole name fits a pattern, by its first group.
-
-    Args:
-        lines: Of the file.
-        name: A regular expression with a group.
-    """
+    """Points of all scalars whose full name matches, keyed by the first regex group."""
     pattern, found = re.compile(name), dict[str, Curve]()
     for line in lines:
         for key, value in line.items():
@@ -85,7 +79,7 @@ def curves(lines: Iterable[Mapping[str, Any]], name: str) -> dict[str, Curve]:
 
 
 def _loads(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
-    """For each layer a chart of the shares of its experts."""
+    """Per layer, a chart of the load of its experts."""
     names = {key: re.fullmatch(LOADS, key) for line in lines for key in line}
     layers = dict.fromkeys(match.group(1) for match in names.values() if match)
     return {
@@ -95,7 +89,7 @@ def _loads(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
 
 
 def _scores_at(lines: Iterable[Mapping[str, Any]], step: Any) -> dict[str, float]:
-    """Metrics of the last evaluation at a step; none where the step is not known."""
+    """Metrics of the last evaluation at a step; empty if the step is unknown."""
     found: dict[str, float] = {}
     for line in lines:
         own = {k: v for k, v in line.items() if k.startswith("mixture/")}
@@ -105,7 +99,7 @@ def _scores_at(lines: Iterable[Mapping[str, Any]], step: Any) -> dict[str, float
 
 
 def _scores_of_summary(checkpoint: Path) -> dict[str, float]:
-    """Metrics in ``summary.json``, if they are of this checkpoint: a run's last."""
+    """Metrics in ``summary.json`` if of this checkpoint, the last of its run."""
     folder = checkpoint.parent
     try:
         last = (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
@@ -125,7 +119,7 @@ def _scores_of_summary(checkpoint: Path) -> dict[str, float]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that can be read; a run that was killed leaves half a line."""
+    """All readable lines; a killed run leaves a partial one."""
     found = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

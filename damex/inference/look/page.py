@@ -29,18 +29,14 @@ SCORES = ("images", "boxes", "AP", "AP50", "routing_accuracy")
 
 @dataclass(frozen=True)
 class LayerUse:
-    """How a layer uses its experts, in numbers.
+    """Expert usage of a layer; entropy and information are in nats.
 
     Attributes:
-        name: Of the layer.
         share_RE: Share of each row's tokens that an expert takes.
-        load_E: The same of all rows together, each row counting alike.
-        entropy: Of the load, in nats.
-        most_entropy: That of an even load.
-        information: Mutual information of row and expert in nats, each row counting
-            alike.
-        most_information: The most that so many rows and experts can have.
-        unused: Experts that no token went to.
+        load_E: Mean of ``share_RE`` over rows.
+        most_entropy: Entropy of a uniform load.
+        information: Mutual information of row and expert, rows weighted equally.
+        most_information: Its maximum for these numbers of rows and experts.
     """
 
     name: str
@@ -54,12 +50,7 @@ class LayerUse:
 
     @classmethod
     def of(cls, name: str, tally: LayerTally) -> LayerUse:
-        """Work the numbers out.
-
-        Args:
-            name: Of the layer.
-            tally: Routes by row.
-        """
+        """Compute the numbers from the routes of a layer."""
         share_RE = tally.counts_GE.double() / tally.tokens_G.clamp_min(1)[:, None]
         seen_RE = share_RE[tally.tokens_G > 0]
         load_E = seen_RE.mean(0)
@@ -89,21 +80,18 @@ def render(
     notes: Sequence[str],
     alarms: Sequence[str],
 ) -> str:
-    """Make the page.
+    """Render the page as self-contained HTML.
 
     Args:
-        title: Of the page.
+        title: Page title.
         about: A line about the checkpoint.
-        space: Its datasets and classes.
-        rows: What was looked at.
-        watched: What was seen.
+        space: Datasets and classes.
+        rows: Images by row.
+        watched: Routes and examples.
         kinds: Gate and experts of each layer, in words.
-        history: Of the training.
-        notes: What is missing.
-        alarms: What is wrong with the load of experts.
-
-    Returns:
-        HTML with everything in it.
+        history: Scores and curves.
+        notes: Missing parts.
+        alarms: Faults in the load of experts.
     """
     num_experts = max(len(t.share_E) for t in watched.served.values())
     colors = [*palette(f"expert {e}" for e in range(num_experts)).values()]
@@ -131,7 +119,7 @@ def render(
 def _tables(
     uses: Sequence[LayerUse], alone: Mapping[str, LayerUse]
 ) -> list[tuple[LayerUse, str, str]]:
-    """Heat maps: numbers, the anchor that links go to, and words behind the name."""
+    """Heat maps: numbers, link anchor, and suffix of the name."""
     tables = []
     for use in uses:
         tables.append((use, use.name, ""))
@@ -141,7 +129,7 @@ def _tables(
 
 
 def _datasets(space: LabelSpace, scores: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The mixture's card: a row for each dataset, None for what is not known."""
+    """A row of the mixture table for each dataset; None for unknown numbers."""
     found = []
     for number, name in enumerate(space.dataset_names):
         known = {key: scores.get(f"mixture/{name}/{key}") for key in SCORES}
@@ -155,7 +143,7 @@ def _datasets(space: LabelSpace, scores: Mapping[str, float]) -> list[dict[str, 
 def _tiles(
     example: Example, rows: Sequence[Row], colors: Sequence[Color]
 ) -> dict[str, Any]:
-    """An image beside the same image under the colours of the experts."""
+    """An image next to a copy colored by experts."""
     layers = {
         name: [data_uri(paint(example.picture, places, colors)) for places in maps]
         for name, maps in example.regions.items()
@@ -173,13 +161,9 @@ def _tiles(
 def paint(
     picture: Image.Image, expert_HW: np.ndarray, colors: Sequence[Color]
 ) -> Image.Image:
-    """Lay the colours of experts over a picture.
+    """Overlay a picture, in gray, with the colors of experts.
 
-    Args:
-        picture: RGB; its own colours are taken out.
-        expert_HW: Number of an expert for each pixel; one more than there are colours
-            where no expert is.
-        colors: Of the experts.
+    ``expert_HW`` is the expert of each pixel, ``len(colors)`` for none.
     """
     table = np.array([*colors, NOBODY], dtype=np.uint8)
     layer = Image.fromarray(table[np.minimum(expert_HW, len(colors))])
@@ -187,7 +171,7 @@ def paint(
 
 
 def _chart(title: str, found: Mapping[str, Curve]) -> dict[str, Any]:
-    """Curves as lines of SVG, with the ends of both axes."""
+    """Curves as SVG polylines, with the ends of both axes."""
     points = [point for curve in found.values() for point in curve]
     (left, right), (low, high) = (
         (min(column), max(column)) for column in zip(*points, strict=True)

@@ -1,4 +1,4 @@
-"""The images that are looked at: those of the command line, or of the mixture."""
+"""Images for the expert report: from the command line, or from the mixture."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from damex.inference.stored import StoredDetector
 
 @dataclass(frozen=True)
 class Row:
-    """Images that are one row of the tables.
+    """Images of one row of the tables.
 
     Attributes:
-        name: Of the dataset, or of the folder that the images lie in.
-        group: Number of the dataset's group; None for images of unknown dataset.
-        paths: Their files.
+        name: Name of the dataset or folder.
+        group: Index of the dataset group; None if the dataset is unknown.
     """
 
     name: str
@@ -30,14 +29,7 @@ class Row:
 
 
 def rows_of_words(words: Sequence[str]) -> list[Row]:
-    """One row for each folder in which images of a command line lie.
-
-    Args:
-        words: Files, folders or patterns; see `find_images`.
-
-    Raises:
-        DataError: If one of the words stands for nothing.
-    """
+    """Group the images of words (see `find_images`) into one row per folder."""
     folders: dict[Path, list[Path]] = {}
     for path in find_images(words):
         folders.setdefault(path.absolute().parent, []).append(path)
@@ -49,17 +41,15 @@ def rows_of_words(words: Sequence[str]) -> list[Row]:
 def rows_of_mixture(
     stored: StoredDetector, *, per_dataset: int
 ) -> tuple[list[Row], list[str]]:
-    """Some validation images of each dataset, if they are where they were in training.
+    """Sample validation images of each dataset, evenly over the annotation file.
 
-    Args:
-        stored: The checkpoint; paths of its config are seen from here.
-        per_dataset: How many images, evenly over the annotation file.
+    Paths of the config are relative to the working directory.
 
     Returns:
-        A row for each dataset that was found, and a sentence about each other.
+        A row for each dataset with images, and a sentence about each missing one.
 
     Raises:
-        DataError: If there is not a single image.
+        DataError: If no image is found.
     """
     rows, notes = [], []
     for name in stored.space.dataset_names:
@@ -82,15 +72,12 @@ def _group(space: LabelSpace, name: str) -> int:
 
 
 def validation_images(stored: StoredDetector, name: str, *, count: int) -> list[Path]:
-    """Some validation images of a dataset, if they are where they were in training.
+    """Sample ``count`` validation images of a dataset, evenly over the annotation file.
 
-    Args:
-        stored: The checkpoint; paths of its config are seen from here.
-        name: Of the dataset.
-        count: How many images, evenly over the annotation file.
+    Paths of the config are relative to the working directory.
 
     Raises:
-        ConfigError: If its entry names no COCO file.
+        ConfigError: If its entry does not name a COCO file.
         DataError: If the file, or all of its images, are missing.
     """
     try:

@@ -1,4 +1,4 @@
-"""What the layers of a detector do with images: counts, and places in the images.
+"""Record the routing of a detector on images: counts, and experts by image region.
 
 Axes: B images, N tokens per image, V real tokens, E experts, R rows of the tables.
 """
@@ -32,16 +32,14 @@ TILE = 192  # longer side of pictures in pixels
 
 @dataclass(frozen=True)
 class Example:
-    """An image and the experts of its places.
+    """An image and the experts of its regions.
 
     Attributes:
-        row: Number of its row.
-        path: Its file.
-        picture: What the detector saw, made small.
-        regions: For each layer of the encoder and each of its levels, finest first, the
-            expert at each pixel of the picture; E where none. Where the tokens of an
-            image vote, that is the expert for which a token votes.
-        elected: For each layer in which tokens vote the experts that took them all.
+        row: Index of its row.
+        picture: Downscaled input of the detector.
+        regions: For each encoder layer and level (finest first), the expert at each
+            pixel of the picture; E for none. If tokens vote, the expert each votes for.
+        elected: For each voting layer, the experts that took all tokens.
     """
 
     row: int
@@ -53,12 +51,11 @@ class Example:
 
 @dataclass
 class Watched:
-    """What was seen of all images.
+    """Routes of all images.
 
     Attributes:
-        served: For each layer the tokens of each row by their experts.
-        chosen: The same for the choice of single tokens, in layers that keep an image
-            to one group.
+        served: Per layer, the tokens of each row by the expert that took them.
+        chosen: Per layer, the choices of single tokens if images keep to one group.
         examples: The first images of each row.
     """
 
@@ -68,14 +65,10 @@ class Watched:
 
 
 class Watcher:
-    """Runs a detector on images and looks at its routing.
-
-    Args:
-        stored: The checkpoint.
-        device: Of the detector.
+    """Runs a detector on images and records its routing.
 
     Raises:
-        ConfigError: If it has no routed experts, or there is no such device.
+        ConfigError: If it has no routed experts, or the device is missing.
     """
 
     def __init__(self, stored: StoredDetector, *, device: str) -> None:
@@ -100,16 +93,11 @@ class Watcher:
         batch_size: int,
         advance: Callable[[], Any],
     ) -> tuple[Watched, list[str]]:
-        """Look at images.
-
-        Args:
-            rows: Which.
-            examples_per_row: How many of each row to keep with the places of experts.
-            batch_size: Images that are computed together.
-            advance: Called for each image.
+        """Run the detector on images and call ``advance`` after each.
 
         Returns:
-            What was seen, and a sentence about each image that cannot be read.
+            The routes with up to ``examples_per_row`` examples, and a sentence about
+            each unreadable image.
 
         Raises:
             DataError: If no image can be read.
@@ -132,7 +120,7 @@ class Watcher:
     def _loaded(
         self, rows: Sequence[Row], faults: list[str]
     ) -> Iterator[tuple[int, Path, dict[str, Any]]]:
-        """Number of the row, file and input of each image that can be read."""
+        """Row index, file and input of each readable image."""
         for number, row in enumerate(rows):
             for path in row.paths:
                 try:
@@ -145,7 +133,7 @@ class Watcher:
                 yield number, path, packed
 
     def _run(self, batch: list[dict[str, Any]]) -> None:
-        """Run the detector, and keep its records and the sizes of its levels."""
+        """Run the detector, and keep its routing records and feature sizes."""
         detector = self.detector
         records, levels = self._records, self._levels
         records.clear()
@@ -209,22 +197,16 @@ class Watcher:
     def _maps(
         self, expert_N: Tensor, size: tuple[int, int], scale: float
     ) -> list[np.ndarray]:
-        """The expert at each pixel of a picture, for each level.
-
-        Args:
-            expert_N: Experts of all tokens, level by level, row by row.
-            size: Width and height of the picture.
-            scale: Its size over that of the input, which may be padded.
-        """
+        """Expert maps in picture size per level; ``scale``: picture over input size."""
         lengths = [height * width for height, width in self._levels]
         if sum(lengths) != len(expert_N):
-            return []  # an encoder whose tokens are not those of the neck
+            return []  # the encoder's tokens differ from the neck's
         maps = []
         for part, level in zip(
             expert_N.cpu().split(lengths), self._levels, strict=True
         ):
             places = [
-                # Rounding may have made the picture half a pixel larger than the input.
+                # Rounding may make the picture half a pixel larger than the input.
                 ((np.arange(side) + 0.5) / scale * cells / whole)
                 .astype(int)
                 .clip(max=cells - 1)
@@ -237,7 +219,7 @@ class Watcher:
 
 
 def _is_kept_to_a_group(record: RoutingRecord) -> bool:
-    """Whether a vote, or the dataset, chose instead of the single token."""
+    """Whether a vote or a given dataset restricts the choice of single tokens."""
     return record.votes_BG is not None or record.is_forced
 
 
@@ -247,7 +229,7 @@ def _experts_of(record: RoutingRecord, image: int) -> list[int]:
 
 
 def _experts_of_rows(map_GE: Tensor | None, rows: Sequence[Row]) -> Tensor | None:
-    """True where a row's dataset may use an expert; None if one is unknown."""
+    """Mask of the experts allowed for each row's dataset; None if one is unknown."""
     groups = [row.group for row in rows]
     if map_GE is None or None in groups:
         return None
@@ -255,7 +237,7 @@ def _experts_of_rows(map_GE: Tensor | None, rows: Sequence[Row]) -> Tensor | Non
 
 
 def kinds_of(detector: RoutedDetector) -> dict[str, str]:
-    """For each layer with experts its gate and experts in words."""
+    """Describe the gate and experts of each layer with experts."""
     return {
         block.name: f"{type(block.moe.gate).__name__}, "
         f"{block.moe.num_experts} {type(block.moe.experts).__name__}"
