@@ -68,7 +68,7 @@ class Expectations:
         on_bad_box: ``error``, or ``drop`` to train without boxes outside of the image.
         filter_empty: Whether a training leaves out images without boxes.
         scales: Sizes that images may be resized to.
-        kept_scales: Those of them that keep the aspect ratio.
+        kept_scales: Those of them for whole images with their aspect ratio kept.
         num_queries: Number of objects that the detector can find in an image.
         applies_exif: Whether images are rotated by their EXIF orientation.
     """

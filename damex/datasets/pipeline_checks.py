@@ -50,10 +50,12 @@ def image_scales(
 
     Args:
         pipeline: Configs of transforms.
-        keep_ratio: Leave out those that change the aspect ratio.
+        keep_ratio: Only those of whole images with their aspect ratio kept.
     """
     found: list[Any] = []
     for step in _steps(pipeline):
+        if keep_ratio and "Crop" in str(step.get("type")):
+            break  # what follows resizes a part of the image
         is_resize = "Resize" in str(step.get("type"))
         if not is_resize or (keep_ratio and not step.get("keep_ratio")):
             continue
