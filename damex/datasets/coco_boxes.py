@@ -94,6 +94,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+@np.errstate(all="ignore")  # sums of NaN and of infinity
 def faults_of_shape(boxes: Boxes) -> dict[str, np.ndarray]:
     """Masks (B,) of boxes by their first fault in ``SHAPES``."""
     x, y, w, h = boxes.box_B4.T

@@ -67,8 +67,9 @@ class Expectations:
         is_choice: Whether the mixture entry names them.
         filter_empty: Whether training leaves out images without boxes.
         scales: Sizes that images may be resized to.
-        kept_scales: Those of them that keep the aspect ratio.
-        num_queries: Maximum number of detections per image.
+        kept_scales: Those of them for whole images with their aspect ratio kept.
+        num_queries: Number of objects that the detector can find in an image.
+        applies_exif: Whether images are rotated by their EXIF orientation.
     """
 
     classes: tuple[str, ...] | None = None

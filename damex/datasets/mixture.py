@@ -214,6 +214,7 @@ class MixtureDataset(Dataset):
         found = spec.coco_source(self.split)
         if found is None:
             kind = leaves(spec.dataset_config(self.split))[0]["type"]
+            kind = getattr(kind, "__name__", kind)
             return Place(spec.name, f"{kind} ({self.split})", self.split)
         root = spec.conversion.summary.root if spec.root is not None else ""
         return Place.of(spec.name, found.annotations, split=self.split, root=root)

@@ -42,9 +42,11 @@ def check_transforms(transforms: Any, where: str) -> None:
 def image_scales(
     pipeline: Any, *, keep_ratio: bool = False
 ) -> tuple[tuple[float, float], ...]:
-    """Sizes that a pipeline may resize to; ``keep_ratio`` omits distorting ones."""
+    """Sizes a pipeline may resize to; ``keep_ratio``: of whole, undistorted images."""
     found: list[Any] = []
     for step in _steps(pipeline):
+        if keep_ratio and "Crop" in str(step.get("type")):
+            break  # what follows resizes a part of the image
         is_resize = "Resize" in str(step.get("type"))
         if not is_resize or (keep_ratio and not step.get("keep_ratio")):
             continue

@@ -23,6 +23,7 @@ from damex.datasets.coco_records import Expectations
 from damex.datasets.findings import KINDS, LEVELS, Place
 from damex.datasets.image_checks import ImageRecord, check_image
 from damex.datasets.mixture import MixtureDataset
+from damex.datasets.pipeline_checks import image_scales
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 from tests.test_curation.conftest import CLASSES, SIZE, document, picture
@@ -429,8 +430,7 @@ def format_that_opencv_does_not_read(data):
     train_dataloader=SCALE,
 )
 def image_that_scaling_makes_empty(data):
-    data.save_image(2, picture(2, (9600, 64)))
-    data.train["images"][1]["width"] = 9600
+    elongated(data)
 
 
 @fault("image-size", "image 2", file="2.jpg")
@@ -688,6 +688,16 @@ def boxes_of_another_dataset_class(data):
     return dict(train=dict(type=OddDataset, path=f"{data.root}/images"))
 
 
+def elongated(data):
+    data.save_image(2, picture(2, (9600, 64)))
+    data.train["images"][1]["width"] = 9600
+
+
+@odd
+def elongated_image_that_nothing_resizes(data):
+    elongated(data)
+
+
 @odd
 def images_of_a_remote_storage(data):
     folder = data.root / "images"
@@ -852,6 +862,19 @@ def test_a_class_named_by_the_number_0_is_a_class(dataset):
         split["categories"][0]["name"] = 0
     found = dataset.check(entry=dict(classes=["0", "tree"]))
     assert {(f.kind, f.record) for f in found} == {("class-not-used", "class 'person'")}
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        (["Resize"], 1),
+        (["RandomCrop", "Resize"], 0),
+        (["FixScaleResize", "RandomCrop", "Resize"], 1),
+    ],
+)
+def test_sizes_of_parts_of_an_image_are_not_those_of_images(steps, found):
+    pipeline = [dict(type=step, scale=(9, 9), keep_ratio=True) for step in steps]
+    assert len(image_scales([[pipeline]], keep_ratio=True)) == found
 
 
 @pytest.mark.parametrize("scale", [(48, 32), [(24, 16), (48, 32)], (), 2])

@@ -248,7 +248,7 @@ def test_a_dict_instead_of_a_list_is_named(two_datasets):
 
 def test_wrong_annotation_path(two_datasets):
     two_datasets[1]["train"] = "trian.json"
-    with pytest.raises(DataError, match=r"'park': there is no .*park/trian\.json"):
+    with pytest.raises(DataError, match=r"'park': .*park/trian\.json: there is no"):
         resolve_config(config(two_datasets))
 
 
