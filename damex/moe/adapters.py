@@ -1,9 +1,7 @@
-"""Adapters: small private parts beside an FFN that all tokens share.
+"""Adapters: small per-expert corrections added to an FFN that all tokens share.
 
-A bank of these adds to the shared FFN what is particular to a token's expert. All of
-them start at zero, so that the layer starts as the shared FFN whatever the gate says,
-and what is zero has a gradient from the first step on (the weights of a gate, and what
-stands before the zeros, from the second).
+All start at zero, so a layer starts as its shared FFN for any gate; what is zero has a
+gradient from the first step on, all else from the second.
 
 Axes: D model width, L rank, E experts, R rows sorted by expert.
 """
@@ -25,24 +23,21 @@ from damex.moe.grouped import (
 
 
 class LowRankExperts(nn.Module):
-    """E linear maps of rank L: x -> x A_e B_e, without bias.
+    """E linear maps of rank L without bias, x -> x A_e B_e.
 
-    Low-rank experts of their own for each domain beside a net that all share (MoLA,
-    Zhou et al., ICML 2024, arXiv 2406.09679), initialised as LoRA is (Hu et al. 2021,
-    arXiv 2106.09685): A uniform in +-1/sqrt(D), B zero. LoRA's factor alpha / rank is
-    left out, as with Adam it only scales the learning rate.
-
-    Dtype policy: that of `nn.Linear`, autocast included.
+    MoLA (Zhou et al., ICML 2024, arXiv 2406.09679), initialized as LoRA (Hu et al.
+    2021, arXiv 2106.09685): A uniform in +-1/sqrt(D), B zero. LoRA's factor alpha /
+    rank is omitted, as with Adam it only scales the learning rate. Computes in the
+    dtype of `nn.Linear`, autocast included.
 
     Args:
         num_experts: E.
         embed_dims: D.
-        rank: L; a token costs 2 L D multiply-adds. By default D / 16, rounded up.
+        rank: L, at most D, by default ceil(D / 16); 2 L D multiply-adds per token.
         backend: See `damex.moe.grouped.grouped_linear`.
 
     Raises:
-        ValueError: If a size is not positive, the rank is above D, or the back-end is
-            unknown.
+        ValueError: If a size is not positive, L > D, or the backend is unknown.
     """
 
     needs_shared_expert: ClassVar[bool] = True
@@ -78,21 +73,13 @@ class LowRankExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws A anew and sets B to zero."""
+        """Re-initialize A and set B to zero."""
         bound = self.embed_dims**-0.5
         nn.init.uniform_(self.down_EDL, -bound, bound)
         nn.init.zeros_(self.up_ELD)
 
     def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its segment of rows.
-
-        Args:
-            tokens_RD: Rows sorted by expert.
-            counts_E: Rows of each expert, int64; must sum to R.
-
-        Returns:
-            out_RD: In the order of `tokens_RD`, unweighted.
-        """
+        """Apply each expert to its segment of rows; `counts_E` must sum to R."""
         backend = choose_backend(tokens_RD, self.down_EDL, backend=self.backend)
         if backend == "split":
             counts_E = counts_E.cpu()  # a GPU waits for the counts only once
@@ -102,7 +89,7 @@ class LowRankExperts(nn.Module):
         return rows
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
+        """Return the sizes, for `print(module)`."""
         return (
             f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
             f"rank={self.rank}"
@@ -110,15 +97,15 @@ class LowRankExperts(nn.Module):
 
 
 class AffineExperts(nn.Module):
-    """E scales and shifts: x -> gamma_e * x + beta_e, both zero at the start.
+    """E scales and shifts, x -> gamma_e * x + beta_e, all zero at the start.
 
-    Conditioning by feature-wise affine maps (FiLM, Perez et al., AAAI 2018, arXiv
-    1709.07871), as the cheapest rival of experts: if it does as well, capacity per
-    dataset is not what was missing. Nothing is read on the host.
+    FiLM (Perez et al., AAAI 2018, arXiv 1709.07871), as the cheapest baseline of
+    experts. D multiply-adds per token and 2 E D to look up its expert; the host is not
+    synchronized.
 
     Args:
         num_experts: E.
-        embed_dims: D; a token costs D multiply-adds, and 2 E D to look its expert up.
+        embed_dims: D.
 
     Raises:
         ValueError: If a size is not positive.
@@ -138,25 +125,17 @@ class AffineExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets all to zero."""
+        """Set all parameters to zero."""
         nn.init.zeros_(self.gamma_ED)
         nn.init.zeros_(self.beta_ED)
 
     def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its segment of rows.
-
-        Args:
-            tokens_RD: Rows sorted by expert.
-            counts_E: Rows of each expert, int64; must sum to R.
-
-        Returns:
-            out_RD: In the order of `tokens_RD`, unweighted.
-        """
+        """Apply each expert to its segment of rows; `counts_E` must sum to R."""
         both_EF = torch.cat([self.gamma_ED, self.beta_ED], dim=1)
         both_RF = spread_over_rows(both_EF, counts_E, tokens_RD.shape[0])
         gamma_RD, beta_RD = both_RF.chunk(2, dim=1)
         return gamma_RD * tokens_RD + beta_RD
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
+        """Return the sizes, for `print(module)`."""
         return f"num_experts={self.num_experts}, embed_dims={self.embed_dims}"

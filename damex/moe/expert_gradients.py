@@ -1,9 +1,9 @@
-"""Gradients of experts that are spread over processes, beside those that DDP averages.
+"""Gradients of experts that are sharded over processes, which DDP does not reduce.
 
-DDP averages gradients over all processes, as the loss is the mean of theirs. An expert
-has a gradient on the processes of its column only, and there it is the sum over the
-rows of tokens that came: the sum over the column, divided by the number of all
-processes, is the gradient of the same mean.
+DDP averages gradients over all processes, as the loss is the mean of their losses. The
+gradient of an expert exists on the processes of its column only and already sums over
+the rows of tokens that they received: its sum over the column, divided by the number of
+all processes, is the gradient of the same mean.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from damex.moe.shards import ExpertShards
 
 
 def sharded_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """The layers whose experts are spread over processes, by name.
-
-    Args:
-        model: Any module.
-    """
+    """Return the layers whose experts are sharded over processes, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -36,11 +32,7 @@ def sharded_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def sharded_names(model: nn.Module) -> list[str]:
-    """Names of the parameters and buffers that DDP must leave alone.
-
-    Args:
-        model: The module that DDP will wrap.
-    """
+    """Return the names of the parameters and buffers that DDP must ignore."""
     found = []
     for name, layer in sharded_layers(model).items():
         prefix = f"{name}.experts." if name else "experts."
@@ -57,12 +49,14 @@ def whole_experts(
     *,
     keep: bool = True,
 ) -> Iterator[None]:
-    """Gives models all of their experts for a while; see `ExpertShards.whole`.
+    """Gather the experts of all sharded layers for the duration of the context.
+
+    See `ExpertShards.whole`.
 
     Args:
-        models: With or without experts that are spread out.
-        optimizer: Of any of them; its state becomes whole, too.
-        keep: Whether this process needs them.
+        models: With or without sharded experts.
+        optimizer: Of any of them; its state is gathered as well.
+        keep: Whether this process needs the gathered experts.
     """
     with ExitStack() as stack:
         for model in models:
@@ -74,14 +68,13 @@ def whole_experts(
 
 
 class ExpertGradients:
-    """What DDP does for all other parameters, and clipping over all processes.
+    """Reduction of expert gradients, as DDP does for all others, and global clipping.
 
-    Once per step of the optimiser, after the backward pass and before anything reads
-    gradients: call `reduce`. With gradient accumulation that is once after the last
-    backward pass.
+    Call `reduce` once per optimizer step, after the (last accumulated) backward pass
+    and before anything reads gradients.
 
     Args:
-        model: With layers whose experts are spread over processes.
+        model: With layers whose experts are sharded over processes.
 
     Raises:
         ValueError: If it has none.
@@ -98,7 +91,7 @@ class ExpertGradients:
         self._ids = {id(parameter) for parameter in self._parameters}
 
     def reduce(self) -> None:
-        """Makes the gradients of experts those of the mean of all processes' losses."""
+        """Make expert gradients those of the mean loss of all processes."""
         shards = self._shards
         grads = [p.grad for p in self._parameters if p.grad is not None]
         is_alone = shards.num_processes == shards.size
@@ -120,19 +113,10 @@ class ExpertGradients:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, counting the experts of all processes.
+        """Clip as `torch.nn.utils.clip_grad_norm_`, over the experts of all processes.
 
-        So all processes clip by the same number. Call `reduce` before.
-
-        Args:
-            parameters: All that the optimiser trains.
-            max_norm: As there, like the rest.
-            norm_type: See there.
-            error_if_nonfinite: See there.
-            foreach: See there.
-
-        Returns:
-            The norm before.
+        All processes clip by the same number; call `reduce` before. Returns the norm
+        before clipping.
         """
         parameters = list(parameters)
         total = self._norm(parameters, norm_type, foreach)

@@ -1,4 +1,4 @@
-"""A bank of feed-forward experts in one tensor per parameter.
+"""Feed-forward experts, with one tensor per parameter for all experts.
 
 Axes: V real tokens, D model width, H hidden width, E experts, R rows sorted by expert.
 """
@@ -50,13 +50,11 @@ PRELU_SLOPE = 0.25  # as in nn.PReLU
 class FFNExperts(nn.Module):
     """E feed-forward networks: linear, activation, dropout, linear, dropout.
 
-    Each expert is what a DETR's FFN is without its identity path, and is initialised
-    as mmdet's DETR detectors initialise that: xavier uniform weights for each expert
-    on its own (so that the number of experts does not change their scale), biases as
-    in `nn.Linear`, uniform in +-1/sqrt(fan_in). Never hand the 3-D tensors to an
-    initialiser as a whole; call `reset_parameters` after one that did.
-
-    Dtype policy: that of `nn.Linear`, autocast included.
+    Each is the FFN of a DETR without its identity path and is initialized as mmdet
+    does: xavier uniform weights for each expert separately (E does not change their
+    scale), biases uniform in +-1/sqrt(fan_in). An initializer must not treat the 3-D
+    tensors as one matrix; call `reset_parameters` after one that did. Computes in the
+    dtype of `nn.Linear`, autocast included.
 
     Args:
         num_experts: E.
@@ -65,17 +63,17 @@ class FFNExperts(nn.Module):
         activation: One of `ACTIVATIONS`, or 'prelu' with one learned slope per expert.
             Released DAMEX uses 'gelu', DETR 'relu', DAB-DETR 'prelu'; Chen et al. 2022
             compare 'cubic' with linear experts, 'identity'.
-        dropout: Probability, applied at both places where DETR's FFN has it.
-        init_std: Standard deviation of weights drawn from a truncated normal, with
-            biases at zero, as released DAMEX has it with 0.005 (timm's initialiser: the
-            cut is at +-2, not at two deviations); None for the above.
-        output_bias: Whether the second bias learns. False fixes it at zero, or at that
-            of a dense FFN that is loaded; it stays in the checkpoint as a buffer.
+        dropout: Probability, applied twice as in the FFN of DETR.
+        init_std: Standard deviation of truncated normal weights with zero biases, 0.005
+            in released DAMEX (timm's initializer, which cuts at +-2 and not at two
+            deviations); None for the initialization above.
+        output_bias: Whether the second bias learns. Otherwise it is a buffer that holds
+            zero, or the bias of the dense FFN that is loaded.
         backend: See `damex.moe.grouped.grouped_linear`.
 
     Raises:
-        ValueError: If a size or `init_std` is not positive, the dropout is not in
-            [0, 1), or the activation or the back-end is unknown.
+        ValueError: If a size or `init_std` is not positive, the dropout is not in [0,
+            1), or the activation or the backend is unknown.
     """
 
     expert_rows = ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED", "slope_E1")
@@ -127,7 +125,7 @@ class FFNExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all experts anew, each from a stream of its own."""
+        """Re-initialize all experts, each with its own random numbers."""
         for weight_EIO, bias_EO in (
             (self.w1_EDH, self.b1_EH),
             (self.w2_EHD, self.b2_ED),
@@ -146,15 +144,7 @@ class FFNExperts(nn.Module):
             nn.init.constant_(self.slope_E1, PRELU_SLOPE)
 
     def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its segment of rows.
-
-        Args:
-            tokens_RD: Rows sorted by expert.
-            counts_E: Rows of each expert, int64; must sum to R.
-
-        Returns:
-            out_RD: In the order of `tokens_RD`, unweighted.
-        """
+        """Apply each expert to its segment of rows; `counts_E` must sum to R."""
         backend = choose_backend(tokens_RD, self.w1_EDH, backend=self.backend)
         slope_R1 = None
         if self.slope_E1 is not None:
@@ -174,16 +164,9 @@ class FFNExperts(nn.Module):
         return self._drop(out_RD)
 
     def forward_expert(self, tokens: Tensor, *, expert: int) -> Tensor:
-        """Applies one expert to all tokens, as a dense FFN, without sorting them.
+        """Apply one expert to all tokens (..., D), as a dense FFN without sorting.
 
         The other experts get zero gradients.
-
-        Args:
-            tokens: (..., D).
-            expert: Its number, in [0, E).
-
-        Returns:
-            out: Of the same shape.
         """
         slope = () if self.slope_E1 is None else (self.slope_E1[expert],)
         return self._one_expert(
@@ -196,22 +179,14 @@ class FFNExperts(nn.Module):
         )
 
     def activate(self, hidden: Tensor, slope: Tensor | None) -> Tensor:
-        """Applies activation and dropout.
-
-        Args:
-            hidden: (..., H), of any experts.
-            slope: Those of the rows' experts, (..., 1), for PReLU; None for others.
-
-        Returns:
-            hidden: Of the same shape.
-        """
+        """Apply activation and dropout to (..., H); PReLU has a slope (..., 1)."""
         if slope is None:
             return self._drop(ACTIVATIONS[self.activation](hidden))
         sloped = slope.to(hidden.dtype) * hidden
         return self._drop(torch.where(hidden > 0, hidden, sloped))
 
     def extra_repr(self) -> str:
-        """Sizes and options, for `print(module)`."""
+        """Return sizes and options, for `print(module)`."""
         return (
             f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
             f"hidden_dims={self.hidden_dims}, activation={self.activation!r}"
@@ -235,11 +210,10 @@ class FFNExperts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """What all datasets have in common, so that routed experts need not repeat it.
+    """One FFN for every real token, added to the routed output with weight 1.
 
-    One FFN on every real token, added to the routed output with weight 1 (DeepSeekMoE,
-    Dai et al. 2024, arXiv 2401.06066, eq. 9). It is part of no routing: records, losses
-    and metrics speak of the routed experts alone.
+    DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066, eq. 9). It takes no part in routing:
+    records, losses and metrics cover the routed experts only.
 
     Args:
         embed_dims: D.
@@ -248,7 +222,7 @@ class SharedExpert(nn.Module):
         dropout: As in `FFNExperts`.
 
     Raises:
-        ValueError: As `FFNExperts` does.
+        ValueError: As `FFNExperts`.
     """
 
     def __init__(
@@ -265,17 +239,10 @@ class SharedExpert(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Draws the expert anew."""
+        """Re-initialize the expert."""
         self.expert.reset_parameters()
 
     def forward(self, tokens_VD: Tensor) -> Tensor:
-        """Applies the expert to all tokens.
-
-        Args:
-            tokens_VD: (V, D).
-
-        Returns:
-            out_VD: Of the same shape.
-        """
+        """Apply the expert to all tokens."""
         counts_E = torch.full((1,), tokens_VD.shape[0], device=tokens_VD.device)
         return self.expert(tokens_VD, counts_E)

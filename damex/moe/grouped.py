@@ -1,4 +1,4 @@
-"""One linear map per expert over rows sorted by expert, and its back-ends.
+"""One linear map per expert over rows sorted by expert, and its backends.
 
 Axes: E experts, R rows, D input width and F output width of one linear map.
 """
@@ -26,29 +26,25 @@ def grouped_linear(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Applies expert e's linear map to the e-th segment of rows.
+    """Apply expert e's linear map to the e-th segment of rows.
 
-    All back-ends give the same result, run under autocast, and give experts without
-    rows (or all experts, when there are no rows) zero gradients, never None.
+    All backends give the same result, run under autocast, and give experts without rows
+    zero gradients, never None.
 
-    - 'split': one `linear` per segment; fastest on the CPU, reads the counts on the
-      host.
-    - 'grouped_mm': one kernel for all experts, nothing is read on the host.
-    - 'auto': 'grouped_mm' for bfloat16 on CUDA devices that have the fast kernel,
-      else 'split'.
+    - 'split': one `linear` per segment; fastest on the CPU, synchronizes with the host.
+    - 'grouped_mm': one kernel for all experts, without synchronization.
+    - 'auto': 'grouped_mm' for bfloat16 on CUDA devices with the fast kernel, else
+      'split'.
 
     Args:
         x_RD: Rows sorted by expert.
         weight_EDF: One (in, out) matrix per expert.
         bias_EF: One bias per expert, or None.
-        counts_E: Rows of each expert, int64; must sum to R.
+        counts_E: Rows of each expert, int64; sums to R.
         backend: One of `BACKENDS`.
 
-    Returns:
-        out_RF: In the order of `x_RD`.
-
     Raises:
-        ValueError: If the back-end is unknown or cannot do this input.
+        ValueError: If the backend is unknown or does not support the input.
     """
     backend = choose_backend(x_RD, weight_EDF, backend=backend)
     # A compiled graph cannot ask: its number of rows may be known only when it runs.
@@ -58,18 +54,9 @@ def grouped_linear(
 
 
 def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -> str:
-    """Resolves 'auto' and checks that the back-end can do this input.
+    """Resolve 'auto' to 'split' or 'grouped_mm' and check the backend.
 
-    Args:
-        x_RD: Rows sorted by expert.
-        weight_EDF: One (in, out) matrix per expert.
-        backend: One of `BACKENDS`.
-
-    Returns:
-        'split' or 'grouped_mm'.
-
-    Raises:
-        ValueError: If the back-end is unknown or cannot do this input.
+    Raises ValueError if the backend is unknown or does not support the input.
     """
     check_choice("grouped_linear", BACKENDS, backend=backend)
     if backend == "grouped_mm":
@@ -96,19 +83,16 @@ def map_segments(
     parameters: Sequence[Tensor],
     counts_E: Tensor,
 ) -> Tensor:
-    """Applies `function(rows, *parameters_of_e)` to each expert's segment of rows.
+    """Apply `function(rows, *parameters_of_e)` to each expert's segment of rows.
 
-    Empty segments are skipped, which costs their experts nothing and gives them zero
-    gradients. Reads the counts on the host, unless there is one expert only.
+    Empty segments are skipped, which gives their experts zero gradients. The counts are
+    read on the host unless there is only one expert.
 
     Args:
         function: Row-wise map from one segment of rows and one expert's parameters.
         x_RD: Rows sorted by expert.
         parameters: Tensors whose first axis is E.
-        counts_E: Rows of each expert, int64; must sum to R.
-
-    Returns:
-        The outputs in the order of `x_RD`.
+        counts_E: Rows of each expert, int64; sums to R.
     """
     num_experts = counts_E.shape[0]
     unbound = [parameter.unbind() for parameter in parameters]
@@ -124,18 +108,10 @@ def map_segments(
 
 
 def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
-    """Repeats each expert's values for every row of its segment.
+    """Repeat each expert's values for every row of its segment.
 
-    One-hot rows times the values is deterministic in the backward pass, where a gather
+    A product with one-hot rows is deterministic in the backward pass, where a gather
     would add with atomics.
-
-    Args:
-        values_EF: One row of values per expert.
-        counts_E: Rows of each expert, int64; must sum to R.
-        num_rows: R.
-
-    Returns:
-        values_RF: In the order of the rows.
     """
     experts_E = torch.arange(counts_E.shape[0], device=counts_E.device)
     # With output_size a GPU need not tell the host how many rows there are.
@@ -165,10 +141,10 @@ def _linear(rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None) ->
 
 
 class _SplitLinear(torch.autograd.Function):
-    """One product per expert, written where it belongs: nothing is joined afterwards.
+    """One product per expert, written in place into the result.
 
-    With many experts and few tokens the gradient of the weights is the largest tensor
-    of a step, and autograd would make it in pieces and copy these together.
+    With many experts and few tokens the weight gradient is the largest tensor of a
+    step; autograd would compute it in pieces and copy them together.
     """
 
     @staticmethod
@@ -218,15 +194,15 @@ class _SplitLinear(torch.autograd.Function):
 def _grouped_mm_linear(
     x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    """The only caller of `F.grouped_mm`; owns its hazards.
+    """Call `F.grouped_mm` (only here) and work around its hazards.
 
     - It ignores autocast: everything is cast here.
-    - It takes int32 offsets only, and rows past the last offset come out (and get
-      gradients) uninitialised: there are none, since the counts sum to R.
+    - It takes int32 offsets only, and rows past the last offset (and their gradients)
+      are uninitialized: the counts sum to R, so there are none.
     - It has no bias: `spread_over_rows` adds one.
     - It crashes on incoming gradients with stride 0, as `out.sum()` makes them.
-    - Its weight gradients of empty groups are not zero on every device
-      (pytorch/pytorch issue 172439).
+    - Its weight gradients of empty groups are not zero on every device (pytorch/pytorch
+      issue 172439).
     - Zero rows fail under torch.compile (pull 192497): the caller avoids them.
     """
     dtype = _compute_dtype(x_RD)
@@ -241,7 +217,7 @@ def _grouped_mm_linear(
 
 
 def _grouped_mm_obstacle(x_RD: Tensor, weight_EDF: Tensor) -> str | None:
-    """What keeps `F.grouped_mm` from doing this input, or None."""
+    """Return what `F.grouped_mm` needs and this input lacks, or None."""
     if not hasattr(functional, "grouped_mm"):
         return f"torch 2.10 or newer (this is {torch.__version__})"
     dtype = _compute_dtype(x_RD)
@@ -256,14 +232,14 @@ def _grouped_mm_obstacle(x_RD: Tensor, weight_EDF: Tensor) -> str | None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype `linear` would compute in: autocast's, which leaves float64 alone."""
+    """Return the dtype that `linear` computes in: autocast's, except for float64."""
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 class _ContiguousGrad(torch.autograd.Function):
-    """Identity whose incoming gradient is made contiguous."""
+    """Identity that makes the incoming gradient contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -275,7 +251,7 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class _ZeroGradWhenEmpty(torch.autograd.Function):
-    """Identity on expert weights; experts without rows get an exact zero gradient."""
+    """Identity on expert weights; experts without rows get exactly zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:

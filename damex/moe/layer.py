@@ -1,10 +1,10 @@
-"""The mixture-of-experts layer: router, gate, experts and losses put together.
+"""The mixture-of-experts layer, composed of router, gate, experts and losses.
 
-`MoELayer.forward` takes the real tokens out of the images at its start and puts them
-back at its end; whatever it calls sees real tokens only.
+`MoELayer.forward` packs the real tokens at its start and unpacks them at its end;
+everything that it calls sees real tokens only.
 
-Axes: B images, N tokens per image (padding included), V real tokens of the batch,
-D model width, E experts, R routes (token-expert pairs), G dataset groups.
+Axes: B images, N tokens per image (padding included), V real tokens of the batch, D
+model width, E experts, R routes (token-expert pairs), G dataset groups.
 """
 
 from __future__ import annotations
@@ -31,83 +31,79 @@ from damex.moe.shards import ExpertShards
 
 
 class Router(Protocol):
-    """A module that scores experts for tokens: (..., D) -> logits (..., E), row by row.
+    """A module that scores experts, (..., D) -> logits (..., E), row by row.
 
-    Logits are float32 (or float64) whatever autocast says, and their softmax over E is
-    the routing distribution. Rows must not look at each other.
+    Logits are float32 (or float64) even under autocast; their softmax over E is the
+    routing distribution.
     """
 
     num_experts: int
 
     def __call__(self, tokens: Tensor, /) -> Tensor:
-        """Returns the logits of each row of `tokens`."""
+        """Return the logits of each row of `tokens`."""
 
     def reset_parameters(self) -> None:
-        """Draws new parameters."""
+        """Re-initialize the parameters."""
 
 
 class Experts(Protocol):
-    """A module that is a bank of E experts, in one tensor per parameter.
+    """A module with E experts, stacked in one tensor per parameter.
 
-    Every parameter must get a gradient (zeros if need be) on every backward, also when
-    an expert, or all of them, received no token.
+    Every parameter must get a gradient (possibly zero) in every backward pass, even if
+    no token reaches an expert, or any of them.
 
-    A bank may name, in `output_names`, the parameters that make it answer zero when
-    they are zero; it can then be muted beside a shared expert that starts as a dense
-    FFN. It names in `expert_rows` the parameters and buffers whose first axis counts
-    experts; without that, datasets cannot be reordered, added or taken away (the same
-    holds for a router or a gate with tensors). One that says `needs_shared_expert` is
-    no FFN by itself.
+    Optional attributes: `output_names`, the parameters that make the output zero when
+    they are zero, needed to mute the experts next to a shared expert that starts as a
+    dense FFN; `expert_rows`, the parameters and buffers whose first axis counts
+    experts, needed to reorder, add or remove datasets (also of routers and gates with
+    tensors); `needs_shared_expert`, if the experts are not an FFN by themselves.
     """
 
     num_experts: int
 
     def __call__(self, tokens_RD: Tensor, counts_E: Tensor, /) -> Tensor:
-        """Maps rows sorted by expert to outputs of shape (R, D)."""
+        """Map rows sorted by expert to outputs (R, D)."""
 
     def reset_parameters(self) -> None:
-        """Draws new parameters."""
+        """Re-initialize the parameters."""
 
 
 class MoELayer(nn.Module):
-    """Routes tokens to experts and adds their weighted outputs up.
+    """Route tokens to experts and sum their weighted outputs.
 
-    There is no residual, norm or shared state in here: the caller adds the identity
-    path, and losses are returned in the RoutingRecord. In evaluation no loss is
-    computed, group ids change nothing (but for `GroupChoice.oracle`), and an image's
-    result does not depend on padding nor, unless the gate has an `ExpertCapacity`, on
-    the other images.
+    The caller adds the residual, and losses are returned in the RoutingRecord. In
+    evaluation no loss is computed, group ids have no effect (except with
+    `GroupChoice.oracle`), and the result of an image does not depend on padding nor,
+    unless the gate has an `ExpertCapacity`, on the other images.
 
-    torch.compile makes one graph (fullgraph=True) with any gate of damex when the
-    experts' backend is 'grouped_mm'; 'split' reads the counts on the host and breaks
-    the graph before the experts. Make the packing outside of the graph. Where the gate
-    decides how many routes there are, the graph has to be told to expect that: set
-    `torch._dynamo.config.capture_dynamic_output_shape_ops` for `DenseToSparseGate`
-    (unless its threshold is 0 and it has no `end_k`), an `ExpertCapacity`, and
-    `ExpertChoiceGate` with padding.
+    torch.compile gives one graph (fullgraph=True) for every gate of damex with experts
+    on the 'grouped_mm' backend; 'split' reads the counts on the host and breaks the
+    graph before the experts. Build the packing outside of the graph. Set
+    `torch._dynamo.config.capture_dynamic_output_shape_ops` for gates whose number of
+    routes depends on the data: `DenseToSparseGate` (unless its threshold is 0 and it
+    has no `end_k`), an `ExpertCapacity`, and `ExpertChoiceGate` with padding.
 
-    `spread_experts` shares the experts out among processes; all of them then have to
-    call the layer the same number of times, with any number of tokens.
-
-    Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
-    autocast's dtype if there is one; the output has the dtype of the tokens.
+    After `shard_experts` all processes must call the layer equally often, with any
+    number of tokens. The router computes in float32, the experts in the dtype of
+    autocast, if enabled; the output has the dtype of the tokens.
 
     Args:
         router: Tokens -> logits.
         gate: Logits -> Assignment.
         experts: Rows sorted by expert -> outputs.
-        shared_expert: What every token passes beside its routed experts, if any.
+        shared_expert: Applied to every token in addition to its routed experts.
         losses: Routing losses to compute in training.
-        group_experts: For each dataset group the ids of its experts; kept in the
-            checkpoint as `group_experts_GE`. Groups may share experts.
-        group_choice: Whether an image's tokens are kept to the experts of one group.
+        group_experts: For each dataset group the ids of its experts, possibly shared
+            with other groups; stored in the checkpoint as `group_experts_GE`.
+        group_choice: Whether an image's tokens are restricted to the experts of one
+            group.
 
     Raises:
         ValueError: If the parts do not fit together or `group_experts` is not a map
             from groups to one or more existing experts.
 
     Attributes:
-        shards: Where the experts are; None where all of them are here.
+        shards: Layout of experts that are sharded over processes, else None.
     """
 
     group_experts_GE: Tensor | None
@@ -153,7 +149,7 @@ class MoELayer(nn.Module):
         return self.experts.num_experts
 
     def reset_parameters(self) -> None:
-        """Draws the parameters of router and experts anew."""
+        """Re-initialize router and experts."""
         self.router.reset_parameters()
         with self._whole_experts():
             self.experts.reset_parameters()
@@ -161,16 +157,10 @@ class MoELayer(nn.Module):
             self.shared_expert.reset_parameters()
 
     def spread_experts(self, shards: ExpertShards) -> None:
-        """Keeps the experts of this process; the others answer through the exchange.
+        """Keep the experts of this process; tokens of the others are exchanged.
 
-        Router, gate and losses are as before. Gradients of experts are no matter of
-        DDP from here on, see `damex.moe.expert_gradients`.
-
-        Args:
-            shards: Which experts are where.
-
-        Raises:
-            ValueError: If they cannot be shared out, see `ExpertShards.keep_own`.
+        From here on DDP must not reduce expert gradients, see
+        `damex.moe.expert_gradients`. Raises ValueError as `ExpertShards.shard`.
         """
         shards.keep_own(cast(nn.Module, self.experts))
         self.shards = shards
@@ -184,24 +174,22 @@ class MoELayer(nn.Module):
         foreground_BN: Tensor | None = None,
         earlier_votes_BG: Tensor | None = None,
     ) -> tuple[Tensor, RoutingRecord]:
-        """Routes the tokens of a batch.
+        """Route the tokens of a batch.
 
         Args:
             tokens_BND: Tokens, batch first.
             packing: Which tokens are real; None when all are. Layers that see the same
                 tokens may share one.
-            group_ids_B: Dataset group of each image, -1 where unknown. Read only by
-                losses in training and where datasets choose the group (see
-                `GroupChoice`), and kept in the record for metrics. The range of
-                ids that live on a GPU is not checked, as that would stall it.
-            foreground_BN: bool, True for tokens on an object; read only by losses that
-                ask for it.
-            earlier_votes_BG: Where images choose their group, the `votes_BG` of the
-                layer before; None where this is the first.
+            group_ids_B: Dataset group of each image, -1 if unknown. Read by losses in
+                training, by `GroupChoice` and by metrics. Ids on a GPU are not
+                range-checked, which would synchronize it.
+            foreground_BN: bool, True for tokens on an object, for losses that read it.
+            earlier_votes_BG: With `image_vote`, `votes_BG` of the previous layer, if
+                any.
 
         Returns:
-            out_BND: In the dtype of the tokens; padded tokens are exactly zero.
-            record: What was routed, with the weighted losses when training.
+            out_BND, in the dtype of the tokens and exactly zero for padding, and the
+            record of the routing, with the weighted losses in training.
 
         Raises:
             ValueError: If shapes or ids are wrong, or a loss lacks its group ids.
@@ -230,20 +218,9 @@ class MoELayer(nn.Module):
         foreground_BN: Tensor | None = None,
         earlier_votes_BG: Tensor | None = None,
     ) -> RoutingRecord:
-        """Router, gate and losses alone, for callers that run the experts themselves.
+        """Compute router, gate and losses only, for callers that run the experts.
 
-        Args:
-            tokens_BND: As in `forward`, like the rest.
-            packing: See there.
-            group_ids_B: See there.
-            foreground_BN: See there.
-            earlier_votes_BG: See there.
-
-        Returns:
-            What was routed, with the weighted losses when training.
-
-        Raises:
-            ValueError: As `forward`.
+        Takes the arguments of `forward` and raises the same errors.
         """
         packing = self._check_forward(tokens_BND, packing, group_ids_B, foreground_BN)
         logits_VE = self.router(packing.pack(tokens_BND))
@@ -269,14 +246,14 @@ class MoELayer(nn.Module):
         return record
 
     def _answers(self, tokens_VD: Tensor, assignment: Assignment) -> Tensor:
-        """What the experts answer to each route, unweighted."""
+        """Return the unweighted output of the expert of each route."""
         rows_RD = assignment.dispatch(tokens_VD)
         if self.shards is None:
             return self.experts(rows_RD, assignment.counts_E)
         return self.shards.run(self.experts, rows_RD, assignment.counts_E)
 
     def _whole_experts(self) -> AbstractContextManager[None]:
-        """So that draws are those of one process, and not alike on all of them."""
+        """Gather sharded experts, so that random draws are those of one process."""
         if self.shards is None:
             return nullcontext()
         return self.shards.whole(cast(nn.Module, self.experts))
@@ -284,7 +261,7 @@ class MoELayer(nn.Module):
     def _count_votes(
         self, logits_VE: Tensor, packing: Packing, earlier_votes_BG: Tensor | None
     ) -> Tensor | None:
-        """Votes of these tokens and of the layers before; None where nobody votes."""
+        """Return the votes of these tokens and earlier layers; None without a vote."""
         chooser = self.group_choice.chooser(training=self.training)
         if chooser != "image" or self.group_experts_GE is None:
             return None
@@ -294,7 +271,7 @@ class MoELayer(nn.Module):
     def _allowed(
         self, packing: Packing, group_ids_V: Tensor | None, votes_BG: Tensor | None
     ) -> Tensor | None:
-        """Experts that each token may be routed to; None where all are open."""
+        """Return the mask of experts open to each token; None if all are."""
         chooser = self.group_choice.chooser(training=self.training)
         chosen_V = group_ids_V if chooser == "dataset" else None
         if votes_BG is not None:
@@ -304,18 +281,17 @@ class MoELayer(nn.Module):
         return allowed_experts(chosen_V, self.group_experts_GE)
 
     def set_group_choice(self, choice: GroupChoice) -> None:
-        """Sets who chooses the group from now on.
+        """Set what chooses the group from now on.
 
-        Raises:
-            ValueError: If there are no groups to choose, or the gate cannot keep tokens
-                to one; then all stays as it was.
+        Raises ValueError, changing nothing, without groups or if the gate does not
+        support it.
         """
         if choice.options:
             self._check_group_choice(choice)
         self.group_choice = choice
 
     def _check_group_choice(self, choice: GroupChoice) -> None:
-        """Refuses options where there is no group, or the gate cannot keep to one."""
+        """Reject options without groups or with a gate that cannot restrict tokens."""
         if self.group_experts_GE is None:
             raise ValueError(
                 f"{' and '.join(choice.options)} needs group_experts, the experts of "
@@ -331,7 +307,7 @@ class MoELayer(nn.Module):
         group_ids_B: Tensor | None,
         foreground_BN: Tensor | None,
     ) -> Packing:
-        """Returns the packing, that of all tokens if there is none."""
+        """Check the inputs and return the packing; by default all tokens are real."""
         if tokens_BND.dim() != 3:
             raise ValueError(
                 "MoELayer: tokens_BND must be (B, N, D), got shape "
@@ -360,7 +336,7 @@ class MoELayer(nn.Module):
         return packing
 
     def _check_no_group_ids(self) -> None:
-        """Refuses to go on without dataset groups where something reads them."""
+        """Reject missing group ids if something reads them."""
         readers = []
         if self.training:
             readers = [loss.name for loss in self.losses if loss.needs_groups]

@@ -1,4 +1,4 @@
-"""Numbers that tell where tokens went: pure functions, nothing is accumulated here.
+"""Metrics of routing: pure functions of a record or of counts.
 
 Counts add up over batches and layers; take entropies and shares of the sums.
 
@@ -14,17 +14,10 @@ from damex.moe.routing import RoutingRecord
 
 
 def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> Tensor:
-    """Counts the routes from each dataset group to each expert.
+    """Count the routes from each dataset group to each expert, without unknown groups.
 
-    Args:
-        record: Record of one forward with group ids.
-        num_groups: G; needed only when the layer has no group-expert map.
-
-    Returns:
-        counts_GE: int64. Tokens of unknown group are left out.
-
-    Raises:
-        ValueError: If the record has no group ids, or G is not known.
+    `num_groups` is needed only without a group-expert map. Raises ValueError if it is
+    missing, or the record has no group ids.
     """
     group_ids_V = _group_ids(record)
     if num_groups is None:
@@ -40,15 +33,9 @@ def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> 
 
 
 def count_pairs(row_R: Tensor, column_R: Tensor, size: tuple[int, int]) -> Tensor:
-    """Counts how often each row meets each column.
+    """Count how often each row occurs with each column, as an int64 matrix.
 
-    Args:
-        row_R: int64; pairs with a row of -1 are left out.
-        column_R: int64, of the same length or a single one for all.
-        size: Numbers of rows and columns.
-
-    Returns:
-        counts: int64 of this size.
+    Rows of -1 are ignored; `column_R` may also be a single column for all.
     """
     rows, columns = size
     # Rows of -1 are counted in a row of their own, which is then cut off.
@@ -59,13 +46,10 @@ def count_pairs(row_R: Tensor, column_R: Tensor, size: tuple[int, int]) -> Tenso
 
 
 def dispatch_entropy(counts_GE: Tensor) -> Tensor:
-    """How mixed the groups are within experts, in nats (Chen et al. 2022, eq. 6.1).
+    """Entropy of groups within experts, in nats (Chen et al. 2022, eq. 6.1).
 
     -sum_e (n_e / n) sum_g (n_ge / n_e) log(n_ge / n_e), over experts with tokens: 0
-    when each expert serves one group, log G when every expert sees all alike.
-
-    Args:
-        counts_GE: Routes by group and expert.
+    when each expert serves one group, log G when all experts see all groups alike.
     """
     counts_GE = counts_GE.double()
     counts_E = counts_GE.sum(0)
@@ -75,13 +59,10 @@ def dispatch_entropy(counts_GE: Tensor) -> Tensor:
 
 
 def mutual_information(counts_GE: Tensor) -> Tensor:
-    """What the expert tells about the group and vice versa, in nats.
+    """Mutual information of group and expert, in nats.
 
-    sum_ge p_ge log(p_ge / (p_g p_e)): 0 when routing ignores the group, at most
-    min(log G, log E).
-
-    Args:
-        counts_GE: Routes by group and expert.
+    sum_ge p_ge log(p_ge / (p_g p_e)): 0 when routing ignores the group, at most min(log
+    G, log E).
     """
     probs_GE = counts_GE.double() / counts_GE.sum().clamp_min(1)
     outer_GE = probs_GE.sum(1, keepdim=True) * probs_GE.sum(0, keepdim=True)
@@ -89,15 +70,7 @@ def mutual_information(counts_GE: Tensor) -> Tensor:
 
 
 def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Counts the routes beyond the capacity of their expert; for k=1 they are tokens.
-
-    Args:
-        record: Record of one forward.
-
-    Returns:
-        dropped: int64 scalar, 0 for a gate without capacity.
-        asked: int64 scalar, all routes, dropped or not.
-    """
+    """Count the routes dropped by a capacity (for k=1, tokens) and all routes."""
     assignment = record.assignment
     served = assignment.counts_E.sum()
     if assignment.dropped is None:
@@ -107,21 +80,14 @@ def dropped_counts(record: RoutingRecord) -> tuple[Tensor, Tensor]:
 
 
 def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Counts the tokens whose heaviest route goes to an expert of their own group.
+    """Count the tokens whose heaviest route goes to an expert of their group.
 
-    Ties of weight go to the lowest expert id. A token without routes is no hit. Where
-    the dataset chose the route (teacher forcing), the expert of the largest logit
-    counts instead: what the router would do by itself.
+    Ties go to the lowest expert id; a token without routes is a miss. With teacher
+    forcing the expert of the largest logit counts, which the router would choose by
+    itself.
 
-    Args:
-        record: Record of one forward with group ids and a group-expert map.
-
-    Returns:
-        hits_G: int64, such tokens of each group.
-        tokens_G: int64, all tokens of each group.
-
-    Raises:
-        ValueError: If the record has no group ids or no group-expert map.
+    Returns hits_G and tokens_G, int64: hits and all tokens of each group. Raises
+    ValueError if the record has no group ids or no group-expert map.
     """
     group_ids_V = _group_ids(record)
     if record.group_experts_GE is None:
@@ -142,15 +108,9 @@ def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
 
 
 def top1_expert(record: RoutingRecord) -> Tensor:
-    """The expert of each token's heaviest route.
+    """Return the expert of each token's heaviest route, E for tokens without a route.
 
-    Ties of weight go to the lowest expert id.
-
-    Args:
-        record: Record of one forward.
-
-    Returns:
-        expert_V: int64; E for tokens without a route.
+    Ties go to the lowest expert id.
     """
     assignment = record.assignment
     token_index_R, weight_R = assignment.token_index_R, assignment.weight_R.detach()

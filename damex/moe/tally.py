@@ -1,4 +1,4 @@
-"""What the router of a layer chose over many forward passes, and how evenly.
+"""The choices of a router over many forward passes, and how even they are.
 
 Axes: V real tokens, E experts, R routes (token-expert pairs), G dataset groups.
 """
@@ -20,13 +20,13 @@ NO_ROOM = 0.1
 
 @dataclass(frozen=True, eq=False)
 class LayerTally:
-    """Choices of one router. Those of several steps or processes add up.
+    """Choices of one router, which add up over steps and processes.
 
     Attributes:
-        counts_GE: Routes that were chosen, served or not, by the group of the token;
-            where no groups are known, one row for all.
-        tokens_G: Tokens that chose.
-        group_experts_GE: True where a group may use an expert; None without groups.
+        counts_GE: Routes that were chosen, including dropped ones, by group of the
+            token; one row for all tokens without groups.
+        tokens_G: Number of tokens.
+        group_experts_GE: True if a group may use an expert; None without groups.
     """
 
     counts_GE: Tensor
@@ -37,13 +37,9 @@ class LayerTally:
     def of(cls, record: RoutingRecord, *, num_groups: int | None = None) -> LayerTally:
         """Count the routes of one forward pass.
 
-        Where the dataset chose the route (teacher forcing), the expert of the largest
-        logit counts instead: what the router would do by itself. Tokens of unknown
-        group are left out of layers with groups.
-
-        Args:
-            record: Record of the layer.
-            num_groups: G; needed only to tell groups apart that have no experts.
+        With teacher forcing the expert of the largest logit counts, which the router
+        would choose by itself. Layers with groups ignore tokens of unknown group.
+        `num_groups` is needed only to separate groups that have no experts.
         """
         groups_V, map_GE = record.group_ids_V, record.group_experts_GE
         num_groups = num_groups if map_GE is None else map_GE.shape[0]
@@ -57,7 +53,7 @@ class LayerTally:
         return cls(counts_GE, tokens_G1[:, 0], map_GE)
 
     def plus(self, other: LayerTally) -> LayerTally:
-        """Both together."""
+        """Return the sum of both."""
         return replace(
             self,
             counts_GE=self.counts_GE + other.counts_GE,
@@ -71,7 +67,7 @@ class LayerTally:
 
     @property
     def expected_E(self) -> Tensor:
-        """Load if each group used its own experts alike; even where no groups are."""
+        """Load if each group used its experts evenly; uniform without groups."""
         if self.group_experts_GE is None:
             return torch.full_like(self.share_E, 1 / len(self.share_E))
         own_GE = self.group_experts_GE.double()
@@ -80,14 +76,11 @@ class LayerTally:
 
     @property
     def evenness(self) -> float | None:
-        """Entropy of the load between the least there can be (0) and the expected (1).
+        """Entropy of the load, from the least possible (0) to the expected (1).
 
-        A token that chooses K experts cannot leave less entropy than log K. Where each
-        dataset has its experts, a load as uneven as the datasets is what is expected.
-
-        Returns:
-            None where all loads are about alike: no tokens, one dataset, or experts
-            that take all tokens each.
+        K experts per token leave at least log K. With experts per dataset, the expected
+        load is as uneven as the datasets. None if all loads are about equal: no tokens,
+        one dataset, or experts that take all tokens.
         """
         share_E = self.share_E
         least = share_E.sum().clamp_min(1).log()
@@ -98,56 +91,43 @@ class LayerTally:
 
     @property
     def unused(self) -> list[int]:
-        """Experts that no token chose, but for those of groups without any token."""
+        """Experts that no token chose, except those of groups without tokens."""
         is_unused_E = (self.share_E == 0) & (self.expected_E > 0)
         return is_unused_E.nonzero().flatten().tolist()
 
 
 class RoutingTally:
-    """Choices of all layers of a detector since they were last taken."""
+    """Choices of all layers of a detector since the last `take`."""
 
     def __init__(self) -> None:
         self._layers: dict[str, LayerTally] = {}
 
     def add(self, records: Mapping[str, RoutingRecord]) -> None:
-        """Count one step; nothing is read back from a GPU.
-
-        Args:
-            records: By the name of the layer.
-        """
+        """Count one step, given records by layer name; does not synchronize a GPU."""
         add_tallies(
             self._layers, {name: LayerTally.of(r) for name, r in records.items()}
         )
 
     def take(self) -> dict[str, LayerTally]:
-        """Hand out what was counted, and begin anew."""
+        """Return the counts and reset them."""
         taken, self._layers = self._layers, {}
         return taken
 
 
 def add_tallies(to: dict[str, LayerTally], more: Mapping[str, LayerTally]) -> None:
-    """Add tallies to others, layer by layer.
-
-    Args:
-        to: By the name of the layer; changed in place.
-        more: The same.
-    """
+    """Add tallies to others in place, by layer name."""
     for name, tally in more.items():
         to[name] = to[name].plus(tally) if name in to else tally
 
 
 def entropy(counts_E: Tensor) -> Tensor:
-    """Entropy of shares, in nats.
-
-    Args:
-        counts_E: Anything in proportion to them.
-    """
+    """Entropy in nats of shares that are proportional to the counts."""
     share_E = counts_E.double() / counts_E.sum().clamp_min(1e-12)
     return -torch.xlogy(share_E, share_E).sum()
 
 
 def _choices(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Token and expert of all routes that the router chose."""
+    """Return token and expert of all routes that the router chose."""
     if record.is_forced:
         expert_V = record.logits_VE.argmax(1)
         return torch.arange(len(expert_V), device=expert_V.device), expert_V

@@ -1,6 +1,7 @@
 """The gating path of DeepMoE: which channels an image opens, and how far.
 
-Axes: B images, H and W their height and width, C channels, E entries of the embedding.
+Axes: B images, H and W their height and width, C channels, E entries of the embedding,
+V real pixels.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ class ShallowEmbedding(nn.Module):
     image, and one linear layer. Its output, the logits of the auxiliary loss, is e(x)
     itself, as in the authors' code.
 
-    With a mask, padding is as if it were not there: convolutions see zeros in its
-    place, as they do beyond the border, and batch norm and the mean leave it out. So
-    e(x) does not change with the content or amount of padding at the bottom and right,
-    in training and in evaluation (up to rounding).
-
-    Dtype policy: convolutions in autocast's dtype, the linear layer in float32.
+    With a mask, convolutions see zeros instead of padding, and batch norm and the mean
+    ignore it. So e(x) does not depend on the content or amount of padding at the bottom
+    and right, in training and in evaluation (up to rounding). Convolutions compute in
+    the dtype of autocast, the linear layer in float32.
 
     Args:
         embed_dims: E, the number of targets of the auxiliary loss.
@@ -38,7 +37,7 @@ class ShallowEmbedding(nn.Module):
         in_channels: Channels of the image.
 
     Raises:
-        ValueError: If a size is not positive or there is no convolution.
+        ValueError: If a size is not positive or `widths` is empty.
     """
 
     def __init__(
@@ -67,18 +66,11 @@ class ShallowEmbedding(nn.Module):
     def forward(
         self, images_BCHW: Tensor, image_mask_BHW: Tensor | None = None
     ) -> Tensor:
-        """Embeds a batch of images.
+        """Return e(x) of a batch of images, float32.
 
-        Args:
-            images_BCHW: As the base network sees them.
-            image_mask_BHW: bool, True for real pixels, a rectangle from the top left
-                corner; None when all are real.
-
-        Returns:
-            logits_BE: e(x), float32.
-
-        Raises:
-            ValueError: If the mask does not fit to the images.
+        `image_mask_BHW` is bool, True for real pixels, a rectangle from the top left
+        corner; None when all are real. Raises ValueError if it does not match the
+        images.
         """
         mask_BHW = image_mask_BHW
         x_BCHW = images_BCHW
@@ -101,7 +93,7 @@ class ShallowEmbedding(nn.Module):
 
 
 def _norm_where(norm: nn.Module, x_BCHW: Tensor, mask_BHW: Tensor | None) -> Tensor:
-    """Normalises real pixels, with statistics of real pixels; padding becomes zero."""
+    """Normalize by statistics of real pixels; padding becomes zero."""
     if mask_BHW is None:
         return norm(x_BCHW)
     if not norm.training:
@@ -127,9 +119,8 @@ INITS = ("uniform", "ones")
 class ChannelGate(nn.Module):
     """g(x) = ReLU(W e(x)): how much of each channel an image uses (Wang et al. 2019).
 
-    There is no bias: an image is all that opens a channel. What is zero is closed.
-
-    Dtype policy: float32 with autocast off, since rounding must not close a channel.
+    Without bias: only the image opens a channel; zero is closed. Computes in float32
+    with autocast off, since rounding must not close a channel.
 
     Args:
         embed_dims: E.
@@ -153,30 +144,23 @@ class ChannelGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Re-initialize the weights."""
         if self.init == "ones":
             nn.init.ones_(self.weight_CE)
         else:
             nn.init.uniform_(self.weight_CE, -0.5, 1.0)
 
     def forward(self, logits_BE: Tensor) -> Tensor:
-        """Gates of a batch.
-
-        Args:
-            logits_BE: The embedding e(x).
-
-        Returns:
-            gates_BC: float32, 0 or more; 0 closes a channel.
-        """
+        """Return the gates (B, C) of a batch, float32; 0 closes a channel."""
         return functional.relu(full_precision_linear(logits_BE, self.weight_CE, None))
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelGates:
-    """What the gating path says about a batch.
+    """The gates of a batch.
 
     Attributes:
-        logits_BE: The embedding e(x), on which the auxiliary loss acts.
+        logits_BE: The embedding e(x), input of the auxiliary loss.
         layers: Gates (B, C) of each layer by its name; 0 closes a channel.
     """
 
@@ -185,18 +169,15 @@ class ChannelGates:
 
 
 class GatingPath(nn.Module):
-    """Everything that decides about channels, apart from the network that has them.
-
-    It looks at the image once and answers for all layers, before the first of them
-    runs.
+    """The embedding and the gates of all layers, computed before the first layer runs.
 
     Args:
-        embedding: Image -> e(x); see `ShallowEmbedding` for what it must offer.
+        embedding: Image -> e(x).
         channels: Number of channels of each gated layer by its name.
         init: See `ChannelGate`.
 
     Raises:
-        ValueError: If there is no layer.
+        ValueError: If `channels` is empty.
     """
 
     def __init__(
@@ -222,26 +203,25 @@ class GatingPath(nn.Module):
     def forward(
         self, images_BCHW: Tensor, image_mask_BHW: Tensor | None = None
     ) -> ChannelGates:
-        """Gates of a batch of images; see `ShallowEmbedding` for the arguments."""
+        """Return the gates of a batch of images; arguments as in `ShallowEmbedding`."""
         logits_BE = self.embedding(images_BCHW, image_mask_BHW)
         layers = {name: self.heads[_key(name)](logits_BE) for name in self.names}
         return ChannelGates(logits_BE=logits_BE, layers=layers)
 
     def freeze(self) -> None:
-        """Ends stage 1 of the training: nothing in here changes from now on.
+        """Start stage 2: freeze this module, including its batch norm statistics.
 
-        Stage 2 fine-tunes the base network alone, with both loss weights at zero. The
-        statistics of batch norms stay as they are, too, also after `train()`.
+        Stage 2 fine-tunes the base network only, with both loss weights at zero.
         """
         self.frozen = True
         self.requires_grad_(False)
         self.eval()
 
     def train(self, mode: bool = True) -> GatingPath:
-        """Sets the training mode; a frozen path stays in evaluation."""
+        """Set the training mode; a frozen path stays in evaluation mode."""
         return super().train(mode and not self.frozen)
 
 
 def _key(name: str) -> str:
-    """Torch does not allow dots in the names of modules."""
+    """Return a module name without dots, which torch does not allow."""
     return name.replace(".", "_")

@@ -1,7 +1,7 @@
-"""Convolutions and FFNs whose channels an image opens and closes.
+"""Convolutions and FFNs whose channels are opened and closed per image.
 
-Axes: B images, C channels, H and W height and width of a map, N tokens per image,
-D and H widths of an FFN; O open channels of one image.
+Axes: B images, C channels, H and W height and width of a map, N tokens per image, D and
+H widths of an FFN; O open channels of one image.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def gated_conv2d(
 
     Args:
         x_BCHW: Input.
-        gates_BC: Gates of the output channels; None leaves all open as they are.
-        conv: Applied first; see `check_gateable` for what it may be.
+        gates_BC: Gates of the output channels; None leaves all open.
+        conv: Applied first; see `check_gateable` for what is supported.
         norm: Applied to the convolution's output, if any.
         activation: Applied last, if any.
-        in_gates_BC: Gates of the layer that made `x_BCHW`, where its closed channels
-            are still zero; with `skip_closed` they are not read.
-        skip_closed: Compute open channels only, image by image. On a GPU this waits
-            for the gates of each image. Batch norm must be in evaluation.
+        in_gates_BC: Gates of the layer before, if its closed channels are still zero in
+            `x_BCHW`; with `skip_closed` these channels are not read.
+        skip_closed: Compute open channels only, image by image. Synchronizes a GPU once
+            per image; batch norm must be in evaluation mode.
 
     Returns:
-        y_BCHW: In the dtype of the norm's output; closed channels are exactly zero.
+        y_BCHW, in the dtype of the norm's output; closed channels are exactly zero.
     """
     if skip_closed and (gates_BC is not None or in_gates_BC is not None):
         y_BCHW = torch.cat(
@@ -63,17 +63,16 @@ def gated_conv2d(
 def check_gateable(
     conv: nn.Module, norm: nn.Module | None, activation: nn.Module | None
 ) -> None:
-    """Refuses layers whose closed channels could not be left out.
+    """Reject layers whose closed channels cannot be skipped.
 
     Args:
         conv: Must be a Conv2d with groups=1 and zero padding.
-        norm: Must treat channels apart in evaluation: a batch norm with running
+        norm: Must treat channels separately in evaluation: a batch norm with running
             statistics, an Identity, or None.
-        activation: Must act on each value alone and keep zero at zero; that it keeps
-            zero is tested.
+        activation: Must be elementwise and map 0 to 0, which is tested.
 
     Raises:
-        ValueError: If one of them cannot be gated.
+        ValueError: If one of them is not supported.
     """
     if (
         not isinstance(conv, nn.Conv2d)
@@ -96,14 +95,7 @@ def check_gateable(
 
 
 def check_activation(activation: nn.Module) -> None:
-    """Refuses an activation behind which a closed channel would not be zero.
-
-    Args:
-        activation: Must act on each value alone; that it keeps zero is tested.
-
-    Raises:
-        ValueError: If it does not map 0 to 0.
-    """
+    """Raise ValueError if an elementwise activation does not map 0 to 0."""
     if activation(torch.zeros(1)).item() != 0.0:
         raise ValueError(
             "a closed channel must stay zero behind the activation, but "
@@ -119,7 +111,7 @@ def _one_image(
     conv: nn.Conv2d,
     norm: nn.Module | None,
 ) -> Tensor:
-    """The open channels of one image, from the open ones of its input."""
+    """Compute the open channels of one image from the open ones of its input."""
     open_O = None if gates_C is None else gates_C.nonzero().squeeze(1)
     weight, bias = conv.weight, conv.bias
     if open_O is not None:
@@ -141,7 +133,7 @@ def _one_image(
 def _conv(
     x_1CHW: Tensor, weight: Tensor, bias: Tensor | None, *, like: nn.Conv2d
 ) -> Tensor:
-    """Convolution with selected channels; of none of them nothing is computed."""
+    """Convolve selected channels; skip the computation if there are none."""
     if weight.shape[0] == 0 or weight.shape[1] == 0:
         size = [_out_size(x_1CHW.shape[2 + axis], like, axis) for axis in (0, 1)]
         y_1OHW = x_1CHW.new_zeros(1, weight.shape[0], *size)
@@ -158,7 +150,7 @@ def _out_size(size: int, conv: nn.Conv2d, axis: int) -> int:
 
 
 def _norm(y_1OHW: Tensor, norm: nn.Module | None, open_O: Tensor | None) -> Tensor:
-    """Batch norm of selected channels, if any, with their running statistics."""
+    """Apply batch norm, if any, to selected channels, with running statistics."""
     if not isinstance(norm, _BatchNorm) or y_1OHW.shape[1] == 0:
         return y_1OHW
 
@@ -186,20 +178,18 @@ def gated_ffn(
     second: nn.Linear,
     skip_closed: bool = False,
 ) -> Tensor:
-    """second(activation(g(x) * first(tokens))): DeepMoE's rule for a DETR's FFN.
+    """second(activation(g(x) * first(tokens))): DeepMoE's rule for the FFN of a DETR.
 
-    All tokens of an image share its gates of the hidden channels.
+    All tokens of an image share the gates of the hidden channels.
 
     Args:
         tokens_BND: Tokens, batch first.
-        gates_BH: Gates of the hidden channels.
+        gates_BH: Gates of the hidden channels; a channel with gate 0 contributes
+            nothing.
         first: D -> H.
-        activation: Keeps zero at zero; may drop out.
+        activation: Maps 0 to 0; may include dropout.
         second: H -> D.
         skip_closed: Compute open channels only, image by image.
-
-    Returns:
-        out_BND: With a gate of zero a hidden channel adds nothing.
     """
     if not skip_closed:
         hidden_BNH = first(tokens_BND)

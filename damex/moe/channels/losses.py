@@ -1,8 +1,8 @@
-"""The two losses of DeepMoE (Wang et al. 2019): few channels, and a telling embedding.
+"""The two losses of DeepMoE (Wang et al. 2019): sparse gates and class presence.
 
 Axes: B images, C channels of a layer, E entries of the embedding.
 
-Dtype policy: float32 or wider, as a sum over channels outgrows half precision.
+Computed in float32 or wider, as a sum over channels overflows half precision.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from torch.nn import functional
 
 
 def gate_l1(gates: Sequence[Tensor]) -> Tensor:
-    """The sparsity penalty sum_l ||g^l(x)||_1.
+    """The sparsity penalty sum_l ||g^l(x)||_1 of the gates (B, C) of each layer.
 
-    Reduction: sum over the channels and over the layers, mean over the batch. So it
-    grows with the width and depth of the network, and its weight (1e-3 in the paper)
-    belongs to this reduction. Gates are never negative, so that the norm is their sum.
-
-    Args:
-        gates: Gates (B, C) of each layer.
-
-    Returns:
-        loss: Scalar, 0 or more.
-
-    Raises:
-        ValueError: If there is no layer.
+    Summed over channels and layers and averaged over the batch, so it grows with width
+    and depth of the network; its weight in the paper, 1e-3, is for this reduction.
+    Raises ValueError without any layer.
     """
     if len(gates) == 0:
         raise ValueError("gate_l1: needs the gates of one or more layers, got none")
@@ -36,24 +27,15 @@ def gate_l1(gates: Sequence[Tensor]) -> Tensor:
 
 
 def presence_loss(logits_BE: Tensor, present_BE: Tensor) -> Tensor:
-    """Cross-entropy between softmax(e(x)) and what is present in the image, evenly.
+    """Cross-entropy of softmax(e(x)) with the classes present in the image, evenly.
 
-    For one class per image it is the paper's auxiliary loss, the cross-entropy of the
-    embedding's logits. An image of a detection data set has several; its target is
-    spread evenly over them. The softmax leaves the mean of e(x) free: a sigmoid per
-    class would push e(x) down for the many classes that are absent, and with it shut
-    the gates ReLU(W e(x)), whose weights are positive on average.
+    With one class per image it is the auxiliary loss of the paper; with several the
+    target is uniform over them. The softmax leaves the mean of e(x) free: a sigmoid per
+    class would decrease e(x) for the many absent classes, and so close the gates ReLU(W
+    e(x)), whose weights are positive on average.
 
-    Args:
-        logits_BE: The embedding e(x).
-        present_BE: bool, True for what is present.
-
-    Returns:
-        loss: Scalar; the mean over the images in which anything is present, and zero,
-            but attached to the graph, if there is none.
-
-    Raises:
-        ValueError: If the shapes differ.
+    Returns the mean over images with a class, zero with a graph without any. Raises
+    ValueError if the shapes of logits and bool targets differ.
     """
     if logits_BE.shape != present_BE.shape:
         raise ValueError(
@@ -73,12 +55,5 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def active_share(gates: Sequence[Tensor]) -> Tensor:
-    """Share of open channels, over all layers and images, in [0, 1].
-
-    Args:
-        gates: Gates (B, C) of each layer.
-
-    Returns:
-        share: Scalar, float32.
-    """
+    """Share of open channels, over all layers and images, in [0, 1]."""
     return torch.cat([gates_BC > 0 for gates_BC in gates], dim=1).float().mean()
