@@ -42,7 +42,7 @@ class ImageVotes:
         self._shares: list[Tensor] = []
 
     def count(self, logits_BNE: Tensor, experts_GE: Tensor) -> Tensor:
-        """Add the votes of a layer, as `damex.moe.group_choice.image_votes` has them.
+        """Add the votes of a layer, as `damex.moe.routing.image_votes` has them.
 
         Args:
             logits_BNE: Of its router.

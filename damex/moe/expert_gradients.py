@@ -1,9 +1,9 @@
 """Gradients of experts that are sharded over processes, which DDP does not reduce.
 
-DDP averages gradients over all processes, as the loss is the mean of their losses. The
-gradient of an expert exists on the processes of its column only and already sums over
-the rows of tokens that they received: its sum over the column, divided by the number of
-all processes, is the gradient of the same mean.
+DDP averages gradients over all processes, as the loss is the mean of their losses. That
+of an expert exists on the processes of its column only and sums over the tokens that
+they received: its sum over the column, divided by the number of all processes, is the
+gradient of the same mean.
 """
 
 from __future__ import annotations
@@ -43,27 +43,19 @@ def sharded_names(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def whole_experts(
+def gathered_experts(
     models: Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
     keep: bool = True,
 ) -> Iterator[None]:
-    """Gather the experts of all sharded layers for the duration of the context.
-
-    See `ExpertShards.whole`.
-
-    Args:
-        models: With or without sharded experts.
-        optimizer: Of any of them; its state is gathered as well.
-        keep: Whether this process needs the gathered experts.
-    """
+    """Gather the experts of all sharded layers, see `ExpertShards.gathered`."""
     with ExitStack() as stack:
         for model in models:
             for layer in sharded_layers(model).values():
                 bank, shards = cast(nn.Module, layer.experts), layer.shards
                 if shards is not None:
-                    stack.enter_context(shards.whole(bank, optimizer, keep=keep))
+                    stack.enter_context(shards.gathered(bank, optimizer, keep=keep))
         yield
 
 
@@ -71,21 +63,16 @@ class ExpertGradients:
     """Reduction of expert gradients, as DDP does for all others, and global clipping.
 
     Call `reduce` once per optimizer step, after the (last accumulated) backward pass
-    and before anything reads gradients.
-
-    Args:
-        model: With layers whose experts are sharded over processes.
-
-    Raises:
-        ValueError: If it has none.
+    and before anything reads gradients. Raises ValueError if the model has no sharded
+    experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         layers = [*sharded_layers(model).values()]
         if not layers:
-            raise ValueError("ExpertGradients: no layer's experts are spread out")
+            raise ValueError("ExpertGradients: the model has no sharded experts")
         self._shards: ExpertShards = layers[0].shards  # type: ignore[assignment]
-        # In one order on all processes: collectives are matched by order.
+        # In the same order on all processes, as collectives are matched by order.
         banks = [cast(nn.Module, layer.experts) for layer in layers]
         self._parameters = [p for bank in banks for p in bank.parameters()]
         self._ids = {id(parameter) for parameter in self._parameters}
@@ -115,8 +102,7 @@ class ExpertGradients:
     ) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_`, over the experts of all processes.
 
-        All processes clip by the same number; call `reduce` before. Returns the norm
-        before clipping.
+        Call `reduce` before. Returns the norm before clipping, equal on all processes.
         """
         parameters = list(parameters)
         total = self._norm(parameters, norm_type, foreach)
@@ -139,7 +125,7 @@ class ExpertGradients:
             )
             for wanted in (True, False)
         )
-        # Without any gradient (frozen experts) torch makes a norm on the CPU.
+        # Without gradients (frozen experts) torch returns a norm on the CPU.
         own, common = own.to(self._shards.device), common.to(self._shards.device)
         row = self._shards.row
         if math.isinf(order):

@@ -29,35 +29,23 @@ def grouped_linear(
     """Apply expert e's linear map to the e-th segment of rows.
 
     All backends give the same result, run under autocast, and give experts without rows
-    zero gradients, never None.
+    zero gradients, never None. Raises ValueError if the backend is unknown or does not
+    support the input.
 
     - 'split': one `linear` per segment; fastest on the CPU, synchronizes with the host.
     - 'grouped_mm': one kernel for all experts, without synchronization.
     - 'auto': 'grouped_mm' for bfloat16 on CUDA devices with the fast kernel, else
       'split'.
-
-    Args:
-        x_RD: Rows sorted by expert.
-        weight_EDF: One (in, out) matrix per expert.
-        bias_EF: One bias per expert, or None.
-        counts_E: Rows of each expert, int64; sums to R.
-        backend: One of `BACKENDS`.
-
-    Raises:
-        ValueError: If the backend is unknown or does not support the input.
     """
     backend = choose_backend(x_RD, weight_EDF, backend=backend)
-    # A compiled graph cannot ask: its number of rows may be known only when it runs.
+    # In a compiled graph the number of rows may be unknown until it runs.
     if backend == "grouped_mm" and (torch.compiler.is_compiling() or len(x_RD) > 0):
         return _grouped_mm_linear(x_RD, weight_EDF, bias_EF, counts_E)
     return _split_linear(x_RD, weight_EDF, bias_EF, counts_E)
 
 
 def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -> str:
-    """Resolve 'auto' to 'split' or 'grouped_mm' and check the backend.
-
-    Raises ValueError if the backend is unknown or does not support the input.
-    """
+    """Resolve 'auto' to 'split' or 'grouped_mm' and check the backend."""
     check_choice("grouped_linear", BACKENDS, backend=backend)
     if backend == "grouped_mm":
         obstacle = _grouped_mm_obstacle(x_RD, weight_EDF)
@@ -85,22 +73,17 @@ def map_segments(
 ) -> Tensor:
     """Apply `function(rows, *parameters_of_e)` to each expert's segment of rows.
 
-    Empty segments are skipped, which gives their experts zero gradients. The counts are
-    read on the host unless there is only one expert.
-
-    Args:
-        function: Row-wise map from one segment of rows and one expert's parameters.
-        x_RD: Rows sorted by expert.
-        parameters: Tensors whose first axis is E.
-        counts_E: Rows of each expert, int64; sums to R.
+    The first axis of `parameters` is E. Empty segments are skipped, which gives their
+    experts zero gradients. The counts are read on the host unless there is only one
+    expert.
     """
     num_experts = counts_E.shape[0]
     unbound = [parameter.unbind() for parameter in parameters]
     if num_experts == 1:
         return function(x_RD, *(slices[0] for slices in unbound))
     sizes = counts_E.tolist() if x_RD.shape[0] > 0 else [0] * num_experts
-    # Without any row expert 0 maps an empty slice, which ties all parameters to the
-    # graph: unbind gives the experts that are left out zero gradients.
+    # Without rows, expert 0 maps an empty slice, which connects all parameters to the
+    # graph: unbind gives the skipped experts zero gradients.
     used = [e for e, size in enumerate(sizes) if size > 0] or [0]
     segments = x_RD.split(sizes)
     outs = [function(segments[e], *(slices[e] for slices in unbound)) for e in used]
@@ -114,7 +97,7 @@ def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tens
     would add with atomics.
     """
     experts_E = torch.arange(counts_E.shape[0], device=counts_E.device)
-    # With output_size a GPU need not tell the host how many rows there are.
+    # output_size avoids a synchronization with the host.
     expert_index_R = experts_E.repeat_interleave(counts_E, output_size=num_rows)
     one_hot_RE = expert_index_R.unsqueeze(1) == experts_E
     return one_hot_RE.to(values_EF.dtype) @ values_EF
@@ -123,8 +106,8 @@ def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tens
 def _split_linear(
     x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    # What torch.compile and the transforms of torch.func (vmap, jacfwd; torch has no
-    # public name for the question) cannot look into is left to autograd.
+    # torch.compile and torch.func transforms (torch has no public test for them) do not
+    # support the custom function below.
     transformed = torch._C._are_functorch_transforms_active()
     if torch.compiler.is_compiling() or transformed or weight_EDF.shape[0] == 1:
         parameters = (weight_EDF,) if bias_EF is None else (weight_EDF, bias_EF)
@@ -197,8 +180,7 @@ def _grouped_mm_linear(
     """Call `F.grouped_mm` (only here) and work around its hazards.
 
     - It ignores autocast: everything is cast here.
-    - It takes int32 offsets only, and rows past the last offset (and their gradients)
-      are uninitialized: the counts sum to R, so there are none.
+    - Rows past the last (int32) offset are uninitialized: the counts sum to R.
     - It has no bias: `spread_over_rows` adds one.
     - It crashes on incoming gradients with stride 0, as `out.sum()` makes them.
     - Its weight gradients of empty groups are not zero on every device (pytorch/pytorch

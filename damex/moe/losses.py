@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from damex.errors import check_choice, check_number
 from damex.moe.gates import Gate
-from damex.moe.group_choice import allowed_experts, restrict
-from damex.moe.routing import Assignment, RoutingRecord
+from damex.moe.routing import Assignment, RoutingRecord, allowed_experts, restrict
 
 TokenChoice = Literal["all", "foreground"]
 
@@ -27,16 +26,10 @@ TokenChoice = Literal["all", "foreground"]
 class RoutingLoss:
     """Base class of training losses on the routing of one layer.
 
-    A subclass sets the defaults of `weight` and `name` and implements `compute`.
-
-    Attributes:
-        weight: Factor applied by the layer, 0 or more.
-        name: Key of the loss, unique within a layer.
-        tokens: Which tokens count: 'all', or 'foreground' for those on objects.
-        needs_groups: Whether the loss reads dataset group ids and the group-expert map.
-
-    Raises:
-        ValueError: If `tokens` is unknown.
+    A subclass sets the defaults of `weight` (0 or more, applied by the layer) and
+    `name` (unique within a layer) and implements `compute`. `tokens` is 'all', or
+    'foreground' for those on objects; `needs_groups`, whether the loss reads dataset
+    groups.
     """
 
     needs_groups: ClassVar[bool] = False
@@ -48,10 +41,9 @@ class RoutingLoss:
         check_choice(type(self).__name__, get_args(TokenChoice), tokens=self.tokens)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
-        """Reject a layer that the loss does not support; called when it is built.
+        """Raise ValueError for a layer that the loss does not support.
 
-        `num_groups` is None without a group-expert map. Raises ValueError for a
-        negative weight or a layer without what the loss needs.
+        `num_groups` is None without a group-expert map.
         """
         del gate
         check_number(f"loss {self.name!r}", ">= 0", weight=self.weight)
@@ -84,10 +76,8 @@ class RoutingLoss:
     ) -> Tensor:
         """Compute the unweighted loss.
 
-        Args:
-            logits_VE: Clean router logits of the tokens that count, float32 or wider.
-            record: The whole routing.
-            index_V: The tokens of the record that count; None for all of them.
+        `logits_VE` are clean, float32 or wider, and of the tokens that count; `index_V`
+        are their indices in the record, None for all.
         """
         raise NotImplementedError
 
@@ -128,7 +118,7 @@ class DatasetRoutingLoss(RoutingLoss):
         """Compute the loss, see the base class."""
         ids_V, experts_GE = self._groups(record, index_V)
         known_V = ids_V >= 0
-        # A row of unknown group is allowed everything: its loss and gradient are 0.
+        # All experts are allowed for an unknown group: loss and gradient are 0.
         allowed_VE = allowed_experts(ids_V, experts_GE)
         log_all_V = torch.logsumexp(logits_VE, dim=1)
         log_allowed_V = torch.logsumexp(restrict(logits_VE, allowed_VE), dim=1)
@@ -161,12 +151,9 @@ class LoadLoss(RoutingLoss):
     Phi is the normal distribution function and thr_v the k-th largest logit of the
     token: each term is the chance that new gaussian noise lifts expert e to the token's
     threshold (arXiv 1701.06538, eq. 8-11). Logits are compared with logits, whereas
-    Tutel and DAMEX compare probabilities with a logit. The gate must give all tokens
-    the same number k of experts.
-
-    Attributes:
-        noise_std: The gaussian noise scale of the gate, above 0; None for 1/E, as in
-            `TopKGate`.
+    Tutel and DAMEX compare probabilities with a logit. `noise_std` is that of the gate,
+    by default 1/E as in `TopKGate`; the gate must give all tokens the same number k of
+    experts.
     """
 
     weight: float = 0.05
@@ -205,12 +192,10 @@ class LoadBalanceLoss(RoutingLoss):
     """E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6; weight 0.01).
 
     f_e is the share of routes to expert e, including those beyond its capacity (no
-    gradient), P_e the mean probability of e. The value is 1 when either is uniform and
-    E when everything goes to one expert; it can be below 1 when f and P disagree.
-
-    It is constant at 1, without gradient, for gates with equal loads:
-    `DenseSoftmaxGate`, `ExpertChoiceGate` (unless tokens='foreground') and
-    `DenseToSparseGate` as long as it drops no weight.
+    gradient), P_e the mean probability of e. 1 when either is uniform, E when
+    everything goes to one expert, below 1 when they disagree. Constant, without
+    gradient, for equal loads: with `DenseSoftmaxGate`, `ExpertChoiceGate` (unless
+    tokens='foreground') and `DenseToSparseGate` as long as it drops no weight.
     """
 
     weight: float = 0.01
@@ -263,18 +248,12 @@ class SeparateRouterLoss(RoutingLoss):
 
     For two dataset groups, with y = +1 for group 0 and -1 for group 1 and router logits
     <w_g, x_v>, it is the mean of -y_v <w_0 - w_1, x_v> over the V tokens; for more, the
-    mean over pairs (a, b) of that on the tokens of a and b. The logit of a group is the
-    mean over its experts; tokens of unknown group are ignored.
+    mean over `pairs` (a, b), by default all, of that on the tokens of a and b. The
+    logit of a group is the mean over its experts; tokens of unknown group are ignored.
 
-    The loss is linear in the logits and has no minimum: gradient descent of a linear
-    router moves w_0 - w_1 along the difference of the group means, so train for a fixed
-    number of steps and then freeze the router.
-
-    Attributes:
-        pairs: Pairs of groups to separate; None for all of them.
-
-    Raises:
-        ValueError: If `pairs` are not pairs of two different groups.
+    It is linear in the logits and has no minimum: gradient descent of a linear router
+    moves w_0 - w_1 along the difference of the group means, so train for a fixed number
+    of steps and then freeze the router.
     """
 
     needs_groups: ClassVar[bool] = True
@@ -307,7 +286,7 @@ class SeparateRouterLoss(RoutingLoss):
         mean_GE = mask_GE / mask_GE.sum(1, keepdim=True)
         known_V1 = (ids_V >= 0).unsqueeze(1)
         own_VG = functional.one_hot(ids_V.clamp_min(0), num_groups) * known_V1
-        # In autocast's half precision a sum over many tokens would overflow.
+        # In half precision a sum over many tokens overflows.
         with torch.autocast(logits_VE.device.type, enabled=False):
             # sums_GG[a, b]: logits of group b, summed over the tokens of group a.
             sums_GG = own_VG.to(logits_VE.dtype).t() @ (logits_VE @ mean_GE.t())

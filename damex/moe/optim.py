@@ -19,17 +19,9 @@ class NormalizedGD(Optimizer):
     """Normalized gradient descent (Chen et al. 2022, arXiv 2208.02813, Algorithm 1).
 
     Expert e moves by lr * g_e / ||g_e||_F, where g_e is its gradient over all tensors
-    of the group, so that experts with few tokens keep up. Experts with zero gradient do
-    not move. Without momentum and weight decay.
-
-    Args:
-        params: Groups as from `expert_parameters`, one per bank of experts; the first
-            axis of each tensor counts experts.
-        lr: Length of the step of each expert, in Frobenius norm.
-
-    Raises:
-        ValueError: If `lr` is negative, or tensors of a group differ in their number of
-            experts.
+    of the group, so that experts with few tokens keep up; with zero gradient it stays.
+    Without momentum and weight decay. Groups are those of `expert_parameters`, one per
+    bank: the first axis of their tensors counts experts, else ValueError.
     """
 
     def __init__(
@@ -91,12 +83,8 @@ def copy_expert_to_all(
 ) -> None:
     """Make all experts of a bank copies of one, gradients and moments included.
 
-    Optimizer state that is not per expert, such as the step count, is unchanged.
-
-    Args:
-        bank: The first axis of all its parameters and buffers counts experts.
-        expert: The index of the expert to copy.
-        optimizer: Optimizer of the bank; None to copy weights and gradients only.
+    The first axis of all its parameters and buffers counts experts. Optimizer state
+    that is not per expert, such as the step count, is unchanged.
     """
     for tensor in (*bank.parameters(), *bank.buffers()):
         state = {} if optimizer is None else optimizer.state.get(tensor, {})
@@ -109,9 +97,8 @@ def copy_expert_to_all(
 def decay_to_mean(parameter: Tensor, share: float, *, parts: int = 1) -> None:
     """Move every expert in place by a share in [0, 1] of its distance to the mean.
 
-    The first axis of the parameter counts experts. For experts cut from copies of an
-    FFN (see `damex.moe.split`) into `parts`, the mean is over copies, for each part
-    separately.
+    The first axis counts experts. If they are cut from copies of an FFN into `parts`
+    (see `damex.moe.split`), the mean is over copies, for each part separately.
     """
     copies = parameter.unflatten(0, (-1, parts))
     copies.lerp_(copies.mean(0, keepdim=True).expand_as(copies), share)
@@ -135,19 +122,12 @@ class ChainedOptimizer(Optimizer):
 
     Its parameter groups are those of the first and then the second, the same dicts, so
     that schedulers, clipping, `zero_grad` and gradient scalers act on both. The state
-    dict has the usual form and contains both.
-
-    Args:
-        first: Also provides the `defaults` that trainers read, such as the learning
-            rate.
-        second: Of other parameters.
-
-    Raises:
-        ValueError: If a parameter belongs to both.
+    dict has the usual form and contains both; `defaults` are those of the first. Raises
+    ValueError if a parameter belongs to both.
     """
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
-        # Without defaults, as torch would write those of one into the other's groups.
+        # Without defaults, which torch would write into the groups of both.
         super().__init__([*first.param_groups, *second.param_groups], {})
         self.defaults = dict(first.defaults)
         self.first = first

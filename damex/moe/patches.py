@@ -56,16 +56,13 @@ def real_patches(
 ) -> Tensor:
     """Return a mask (B, N) of patches that contain a part of their image.
 
-    Args:
-        share_B2: Share of the map's (height, width) that is image, in (0, 1]; the rest,
-            at the bottom and right, is padding.
-        size: (H, W) of the map.
-        patch_size: (height, width) of a patch.
+    `share_B2` is the share of the map's (height, width), `size`, that is image, in (0,
+    1]; the rest, at the bottom and right, is padding.
     """
     down, across = patch_grid(size, patch_size)
     top = torch.arange(down, device=share_B2.device) * patch_size[0]
     left = torch.arange(across, device=share_B2.device) * patch_size[1]
-    # Half a pixel of a very large image is less than the tolerance against rounding.
+    # The tolerance against rounding is below half a pixel of very large images.
     rows_B = share_B2[:, :1].double() * size[0] - 1e-6
     columns_B = share_B2[:, 1:].double() * size[1] - 1e-6
     return ((top < rows_B).unsqueeze(2) & (left < columns_B).unsqueeze(1)).flatten(1)
@@ -81,8 +78,6 @@ class PatchConvExperts(nn.Module):
     the experts have its parameters, and each computes for its patches only.
 
     Args:
-        num_experts: E.
-        in_channels: C.
         out_channels: F; a multiple of E.
         patch_size: Side of a patch in cells, or (height, width).
         kernel_size: K, odd. 1 needs fewer parameters (pMoE on CIFAR-10).
@@ -90,10 +85,6 @@ class PatchConvExperts(nn.Module):
             independent as in the theory of pMoE, or 'neighbours', the actual map:
             experts that get all patches with weight 1 then equal a dense convolution,
             and pretrained kernels keep their meaning.
-
-    Raises:
-        ValueError: If a size is not positive, E does not divide `out_channels`, the
-            kernel is even or the border unknown.
     """
 
     expert_rows = ("weight_EOCKK",)
@@ -187,23 +178,13 @@ def route_patches(
     pMoE (Chowdhury et al., ICML 2023, arXiv 2306.04073), section 5.2: the router scores
     flattened patches, the gate chooses, and the outputs of the experts are concatenated
     as channels, zero for experts that did not take the patch. Only taken patches are
-    computed: expert choice of l of n patches costs l/n of a dense convolution.
+    computed: expert choice of l of n patches costs l/n of a dense convolution. The
+    weight of a route scales the output, which without bias equals scaling the patch, as
+    in the released code, up to the batch norm in between.
 
-    The weight of a route scales the output, which without bias equals scaling the
-    patch, as in the released code, up to the batch norm in between.
-
-    Args:
-        moe: Router, any gate, and `PatchConvExperts`; a token is a patch.
-        map_BCHW: Feature map, zero-padded at the bottom right to whole patches.
-        packing: Which patches to route, see `real_patches`; None for all.
-        group_ids_B: As in `MoELayer.forward`.
-        earlier_votes_BG: As in `MoELayer.forward`.
-
-    Returns:
-        out_BFHW, in the dtype of the convolution, and the record of the routing.
-
-    Raises:
-        ValueError: If the experts are of another kind, or as in `MoELayer.forward`.
+    The map is zero-padded at the bottom right to whole patches; `packing` may be that
+    of `real_patches`. Raises ValueError without `PatchConvExperts`, or as
+    `MoELayer.forward`.
     """
     experts = moe.experts
     if not isinstance(experts, PatchConvExperts):

@@ -9,6 +9,7 @@ Axes: D model width, E experts, H hidden width, P projected width, G dataset gro
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,22 @@ from torch.nn import functional
 
 from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.experts import ACTIVATIONS
-from damex.moe.routing import expert_groups
+
+
+class Router(Protocol):
+    """A module that scores experts, (..., D) -> logits (..., E), row by row.
+
+    Logits are float32 (or float64) even under autocast; their softmax over E is the
+    routing distribution.
+    """
+
+    num_experts: int
+
+    def __call__(self, tokens: Tensor, /) -> Tensor:
+        """Return the logits of each row of `tokens`."""
+
+    def reset_parameters(self) -> None:
+        """Re-initialize the parameters."""
 
 
 def full_precision_linear(
@@ -33,15 +49,8 @@ def full_precision_linear(
 class LinearRouter(nn.Module):
     """Logits as one linear map of the token.
 
-    Args:
-        embed_dims: D.
-        num_experts: E.
-        bias: Whether to add a bias per expert, zero at the start; DAMEX has none.
-        init_std: Standard deviation of the normal initial weights; 0.0 starts all
-            experts equal (Chen et al. 2022).
-
-    Raises:
-        ValueError: If a size is not positive or `init_std` is negative.
+    With a normal `init_std` of 0.0 all experts start equal (Chen et al. 2022). DAMEX
+    has no bias; it starts at zero.
     """
 
     expert_rows = ("weight_ED", "bias_E")
@@ -86,16 +95,10 @@ class MLPRouter(nn.Module):
     eq. 17 and Theorem 4). `activation` should differ from that of the experts.
 
     Args:
-        embed_dims: D.
-        num_experts: E.
         hidden_dims: H, by default D.
         activation: One of 'tanh', 'sigmoid', 'gelu', 'relu'.
         init_std: Standard deviation of the normal initial weights of the second layer;
             0.0 starts all experts equal. The first is xavier uniform, biases are zero.
-
-    Raises:
-        ValueError: If a size is not positive, the activation is unknown or `init_std`
-            is negative.
     """
 
     expert_rows = ("w2_EH", "b2_E")
@@ -147,20 +150,9 @@ class CosineRouter(nn.Module):
     """Logits as the cosine of the projected token and the key of an expert, over tau.
 
     Independent of the length of a token and within +-1 / tau. The learned temperature
-    tau is stored as log(1 / tau) and clamped from below at `min_temperature`, with zero
-    gradient while clamped, as in Tutel (`CosineTopKGate`; Li et al. 2023, arXiv
-    2206.04046; SM3Det, arXiv 2412.20665).
-
-    Args:
-        embed_dims: D.
-        num_experts: E.
-        proj_dims: P.
-        init_temperature: Initial tau.
-        min_temperature: The smallest tau.
-
-    Raises:
-        ValueError: If a size is not positive, or not 0 < `min_temperature` <=
-            `init_temperature`.
+    tau is stored as log(1 / tau), starts at `init_temperature` and is clamped from
+    below at `min_temperature`, with zero gradient while clamped, as in Tutel
+    (`CosineTopKGate`; Li et al. 2023, arXiv 2206.04046; SM3Det, arXiv 2412.20665).
     """
 
     expert_rows = ("key_EP",)
@@ -204,7 +196,7 @@ class CosineRouter(nn.Module):
     def reset_parameters(self) -> None:
         """Re-initialize projection, keys and temperature."""
         nn.init.xavier_uniform_(self.proj_PD)
-        # Not zero: the cosine of a zero token would have no direction to learn.
+        # Not zero: the cosine of a zero token would have no gradient.
         bound = self.embed_dims**-0.5
         nn.init.uniform_(self.bias_P, -bound, bound)
         nn.init.normal_(self.key_EP, std=0.01)
@@ -218,6 +210,18 @@ class CosineRouter(nn.Module):
         return cosine / self.temperature.to(cosine.dtype)
 
 
+def expert_groups(num_groups: int, num_experts: int) -> tuple[tuple[int, ...], ...]:
+    """Divide experts among dataset groups in order; the first groups get one more."""
+    if not 1 <= num_groups <= num_experts:
+        raise ValueError(
+            f"expert_groups needs 1 <= num_groups <= num_experts, got {num_groups} "
+            f"groups and {num_experts} experts"
+        )
+    small, more = divmod(num_experts, num_groups)
+    starts = [g * small + min(g, more) for g in range(num_groups + 1)]
+    return tuple(tuple(range(starts[g], starts[g + 1])) for g in range(num_groups))
+
+
 class HierarchicalRouter(nn.Module):
     """Logits as log softmax over groups + log softmax within the group.
 
@@ -225,17 +229,7 @@ class HierarchicalRouter(nn.Module):
     arXiv 2503.03213, eq. 20), and any gate can follow. Groups are those of
     `damex.moe.expert_groups`, like a layer's dataset groups: `DatasetRoutingLoss` then
     trains the first level only, and the second is free to divide the tokens of a
-    dataset among its experts.
-
-    Args:
-        embed_dims: D.
-        num_experts: E, at least G.
-        num_groups: G.
-        init_std: Standard deviation of the normal initial weights of both levels; the
-            biases start at zero.
-
-    Raises:
-        ValueError: If a size is not positive, G > E, or `init_std` is negative.
+    dataset among its experts. Weights are normal with `init_std`, biases zero.
     """
 
     expert_rows = ("weight_ED", "bias_E")
@@ -266,8 +260,7 @@ class HierarchicalRouter(nn.Module):
         self.group_bias_G = nn.Parameter(torch.empty(num_groups))
         self.weight_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
         self.bias_E = nn.Parameter(torch.empty(num_experts))
-        # Groups laid out side by side in rows of S; slots left over point to a column E
-        # of minus infinity.
+        # One row of S slots per group; unused slots point to a column E of -inf.
         rows = [[*group, *[num_experts] * (width - len(group))] for group in groups]
         slot_GS = torch.tensor(rows)
         self.register_buffer("slot_GS", slot_GS, persistent=False)

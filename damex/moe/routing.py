@@ -1,8 +1,5 @@
 """Data structures of routing: which token goes to which expert, with what weight.
 
-Within the layer there is no padding: a `Packing` gathers the real tokens of the images
-into rows, and indices count these rows.
-
 Axes: B images, N tokens per image (padding included), V real tokens of the batch, D
 model width, E experts, K experts per token, R routes (token-expert pairs), G dataset
 groups.
@@ -12,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,16 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The positions of the real tokens in a batch of images.
+    """The positions of the real tokens in a batch of images, gathered into V rows.
 
     `Packing(B, N)` has no padding, `of_mask` packs padded images. One packing serves
     all layers that see the same tokens; only building it synchronizes a GPU.
-
-    Attributes:
-        num_images: B.
-        num_tokens: N, padded tokens included.
-        position_V: Index of each real token among the B*N tokens, ascending; None when
-            all tokens are real.
+    `position_V` is the index of each real token among the B*N tokens, ascending; None
+    when all are real.
     """
 
     num_images: int
@@ -40,8 +34,7 @@ class Packing:
     def of_mask(cls, token_mask_BN: Tensor) -> Packing:
         """Pack padded images by a bool mask, True for real tokens.
 
-        This is the opposite of a DETR key_padding_mask. Raises ValueError if it is not
-        bool or not 2-D.
+        This is the opposite of a DETR key_padding_mask; others raise ValueError.
         """
         if token_mask_BN.dim() != 2 or token_mask_BN.dtype != torch.bool:
             raise ValueError(
@@ -77,17 +70,15 @@ class Packing:
 class Assignment:
     """A list of routes, sorted by expert (stable: equal experts keep token order).
 
-    Build it with `from_topk` or `from_pairs`, which sort. Each route is one (token,
-    expert, weight) triple; a token may have none, one or many.
+    Build it with `from_topk` or `from_pairs`, which sort. A token may have any number
+    of routes.
 
     Attributes:
         token_index_R: Token of each route, an index into the V real tokens.
         expert_index_R: Expert of each route, ascending.
         weight_R: Weight of the expert's output.
         counts_E: Number of routes of each expert, int64; sums to R.
-        num_tokens: V.
         routes_per_token: K if every token that has a route has exactly K, else None.
-            With K known, `combine` is deterministic on every device.
         dropped: Routes beyond the capacity of their expert (see `ExpertCapacity`), not
             counted in the other attributes; None without a capacity.
     """
@@ -141,15 +132,18 @@ class Assignment:
     ) -> Assignment:
         """Build an assignment from (token, expert, weight) triples in any order.
 
-        For gates whose experts choose tokens or whose number of experts varies by
-        token. Gradients flow through the weights, (R,).
-
-        Raises ValueError if the three are not 1-D of equal length or, on the CPU and
-        outside of a compiled graph, if an index is out of range.
+        Gradients flow through the weights. Raises ValueError if the three are not 1-D
+        of equal length or, on the CPU and outside of a compiled graph, if an index is
+        out of range.
         """
-        # A compiler knows the number of pairs only when the graph runs.
+        # In a compiled graph the number of pairs is unknown until it runs.
         if not torch.compiler.is_compiling():
-            _check_pairs(token_index, expert_index, weight)
+            shapes = [tuple(x.shape) for x in (token_index, expert_index, weight)]
+            if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+                raise ValueError(
+                    "Assignment.from_pairs: token_index, expert_index and weight must "
+                    f"be 1-D and of one length, got shapes {shapes}"
+                )
             _check_range("token_index", token_index, num_tokens)
             _check_range("expert_index", expert_index, num_experts)
         order_R = torch.argsort(expert_index, stable=True)
@@ -179,11 +173,10 @@ class Assignment:
     def combine(self, expert_out_RD: Tensor) -> Tensor:
         """Sum the weighted expert outputs of each token, zero without a route.
 
-        The sum is computed in the wider of the dtypes of outputs and weights, and
-        returned in that of the outputs. With `routes_per_token` known it is
-        bit-reproducible: routes are sorted by token and summed along an axis of length
-        K, without atomic adds. Otherwise rows are added in the order of the routes, on
-        a GPU after a sort.
+        In the wider of the dtypes of outputs and weights, returned in that of the
+        outputs. With `routes_per_token` it is bit-reproducible without atomic adds:
+        routes are sorted by token and summed along an axis of length K. Otherwise rows
+        are added in the order of the routes, on a GPU after a sort.
         """
         weighted_RD = expert_out_RD * self.weight_R.unsqueeze(1)
         if self.routes_per_token is None:
@@ -206,7 +199,7 @@ class Assignment:
             weight_R=self.weight_R.index_select(0, index_R),
             counts_E=_count(expert_index_R, self.num_experts),
             num_tokens=self.num_tokens,
-            # Of several routes a token may lose one and keep another.
+            # A token may lose one of several routes and keep another.
             routes_per_token=1 if self.routes_per_token == 1 else None,
         )
 
@@ -215,7 +208,7 @@ class Assignment:
         order_R = torch.argsort(self.token_index_R, stable=True)
         by_token_RD = weighted_RD.index_select(0, order_R)
         summed_VD = by_token_RD.view(num_routes // k, k, width).sum(1)
-        # In a compiled graph the number of routes may be known only when it runs.
+        # In a compiled graph the number of routes may be unknown until it runs.
         if not torch.compiler.is_compiling() and num_routes == self.num_tokens * k:
             return summed_VD
         tokens_V = self.token_index_R.index_select(0, order_R[::k])
@@ -240,15 +233,6 @@ def _count(expert_index: Tensor, num_experts: int) -> Tensor:
     return counts_E.scatter_add(0, expert_index, torch.ones_like(expert_index))
 
 
-def _check_pairs(*columns: Tensor) -> None:
-    shapes = [tuple(column.shape) for column in columns]
-    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-        raise ValueError(
-            "Assignment.from_pairs: token_index, expert_index and weight must be "
-            f"1-D and of one length, got shapes {shapes}"
-        )
-
-
 def _check_range(name: str, index: Tensor, limit: int) -> None:
     if index.device.type != "cpu" or index.numel() == 0:
         return
@@ -267,8 +251,6 @@ class RoutingRecord:
     Attributes:
         logits_VE: Clean router logits of all experts, before noise and restrictions,
             float32.
-        packing: Positions of the tokens in their images.
-        assignment: The routes that were computed.
         group_ids_V: Dataset group of each token's image, -1 if unknown; None without
             ids.
         group_experts_GE: True if a group may use an expert; None without a map.
@@ -301,20 +283,65 @@ class RoutingRecord:
         return self.logits_VE.shape[1]
 
 
-def expert_groups(num_groups: int, num_experts: int) -> tuple[tuple[int, ...], ...]:
-    """Divide experts among dataset groups, evenly and in order.
+@dataclass(frozen=True, kw_only=True)
+class GroupChoice:
+    """Options that restrict an image's tokens to the experts of one group.
 
-    The first groups get one more if G does not divide E. Raises ValueError if G > E.
+    The router chooses freely within the group. A route keeps the weight that the gate
+    gives its expert among all experts, so weights mean the same in training and
+    evaluation. (Weights within the group would be larger; in the evaluation of a
+    trained DAMEX they cost 0.01 AP.)
 
-    Example:
-        >>> expert_groups(2, 5)
-        ((0, 1, 2), (3, 4))
+    Attributes:
+        teacher_forcing: In training the dataset of the image, if known, chooses the
+            group. Losses see the logits of all experts, so the router learns as without
+            it.
+        image_vote: In evaluation the tokens of an image choose the group with the
+            largest log-probability, summed over tokens, in this layer and those before
+            it.
+        oracle: In evaluation the dataset of the image chooses and `image_vote` is
+            ignored. For analysis only, as users do not know the dataset.
     """
-    if not 1 <= num_groups <= num_experts:
-        raise ValueError(
-            f"expert_groups needs 1 <= num_groups <= num_experts, got {num_groups} "
-            f"groups and {num_experts} experts"
-        )
-    small, more = divmod(num_experts, num_groups)
-    starts = [g * small + min(g, more) for g in range(num_groups + 1)]
-    return tuple(tuple(range(starts[g], starts[g + 1])) for g in range(num_groups))
+
+    teacher_forcing: bool = False
+    image_vote: bool = False
+    oracle: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that are on."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name))
+
+    def chooser(self, *, training: bool) -> Literal["token", "image", "dataset"]:
+        """Return what chooses the group; 'token' if all experts are open."""
+        if training:
+            return "dataset" if self.teacher_forcing else "token"
+        if self.oracle:
+            return "dataset"
+        return "image" if self.image_vote else "token"
+
+
+def allowed_experts(group_ids_V: Tensor, group_experts_GE: Tensor) -> Tensor:
+    """Return a bool mask of the experts of each row's group, all for a group of -1."""
+    free_V1 = (group_ids_V < 0).unsqueeze(1)
+    return group_experts_GE[group_ids_V.clamp_min(0)] | free_V1
+
+
+def restrict(scores_VE: Tensor, allowed_VE: Tensor) -> Tensor:
+    """Set scores to minus infinity, without gradient, for experts not allowed."""
+    return scores_VE.masked_fill(~allowed_VE, -torch.inf)
+
+
+@torch.no_grad()
+def image_votes(
+    logits_VE: Tensor, group_experts_GE: Tensor, packing: Packing
+) -> Tensor:
+    """Sum the log-probability of each group's experts over the tokens of each image.
+
+    It is the log-likelihood of the group if tokens were independent: one certain token
+    outweighs several uncertain ones. In float64, so that padding and other images,
+    which change the order of the sum, do not change the winner.
+    """
+    log_prob_V1E = torch.log_softmax(logits_VE.double(), dim=1).unsqueeze(1)
+    own_VGE = log_prob_V1E.masked_fill(~group_experts_GE, -torch.inf)
+    return packing.unpack(torch.logsumexp(own_VGE, dim=2)).sum(1)

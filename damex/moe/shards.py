@@ -1,8 +1,8 @@
 """Experts of a layer sharded over processes, and the exchange of tokens between them.
 
 The processes form a grid (data, expert): those of one row share the experts, those of
-one column hold the same ones. Each process has its own tokens, sends each of them to
-the process of its row that holds the expert, and receives the outputs.
+one column hold the same ones. Each process sends its tokens to the process of its row
+that holds the expert, and receives the outputs.
 
 Axes: E experts, P processes of a row, L = E / P experts of one process, R rows of this
 process sorted by expert, S rows that the experts of this process serve, D width.
@@ -29,18 +29,9 @@ class ExpertShards:
     """Which experts this process holds, and how to reach those of other processes.
 
     One object serves all layers. All processes of the row, also those without tokens,
-    must call methods that communicate in the same order.
-
-    Args:
-        mesh: The grid, with the axes `MESH_AXES`.
-
-    Raises:
-        ValueError: If it has other axes.
-
-    Attributes:
-        mesh: The grid.
-        size: P.
-        index: Index of this process in its row.
+    must call methods that communicate in the same order. `size` is P, `index` that of
+    this process in its row; `mesh` is the grid, with the axes `MESH_AXES`, else
+    ValueError.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -55,24 +46,21 @@ class ExpertShards:
 
     @classmethod
     def of_world(cls, size: int, *, device_type: str = "cpu") -> ExpertShards:
-        """Build the grid of all processes; collective.
+        """Build the grid of all processes, with `size` P; collective.
 
         Neighbors share experts: with size=4, processes 0 to 3 hold each expert once, as
-        do 4 to 7, so that tokens stay within a machine of 4 or 8 GPUs.
-
-        Args:
-            size: P, which must divide the number of processes (else ValueError).
-            device_type: Device of the tokens, 'cpu' or 'cuda'.
+        do 4 to 7, so that tokens stay within a machine of 4 or 8 GPUs. Raises
+        ValueError if P does not divide the number of processes.
         """
         count = distributed.get_world_size()
         if size < 1 or count % size:
             raise ValueError(
                 f"ExpertShards: the number of processes, {count}, must be a multiple "
-                f"of the {size} that share experts out"
+                f"of the {size} that share the experts"
             )
         shape = (count // size, size)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES)
-        _hand_on_timeout(mesh)
+        _copy_timeout(mesh)
         return cls(mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
@@ -110,7 +98,7 @@ class ExpertShards:
         distributed.all_gather(slices, local_L, group=self.row)
         return torch.cat(slices).to(values_L.device)
 
-    def keep_own(self, bank: nn.Module) -> None:
+    def shard(self, bank: nn.Module) -> None:
         """Drop the experts of other processes from a bank, in place.
 
         All processes start from the weights of the first one, as under DDP;
@@ -120,15 +108,15 @@ class ExpertShards:
         num_experts = cast(Any, bank).num_experts
         if num_experts % self.size:
             raise ValueError(
-                f"ExpertShards: {num_experts} experts cannot be shared out among "
-                f"{self.size} processes evenly"
+                f"ExpertShards: {num_experts} experts cannot be divided evenly among "
+                f"{self.size} processes"
             )
         for name, tensor in bank.state_dict().items():
             if tensor.shape[:1] != (num_experts,):
                 raise ValueError(
                     f"ExpertShards: {name} of {type(bank).__name__} has the shape "
-                    f"{tuple(tensor.shape)}, and no slice for each of the "
-                    f"{num_experts} experts along its first axis"
+                    f"{tuple(tensor.shape)}, but its first axis must count the "
+                    f"{num_experts} experts"
                 )
         for tensor in _tensors(bank):
             first_E = tensor.data.to(self.device)  # models are built on the CPU
@@ -136,19 +124,14 @@ class ExpertShards:
             tensor.data = self.own(first_E).to(tensor.device, copy=True)
 
     @contextmanager
-    def whole(
+    def gathered(
         self, bank: nn.Module, optimizer: Optimizer | None = None, *, keep: bool = True
     ) -> Iterator[None]:
         """Gather all experts of a bank within the context, to draw, load or save them.
 
-        Afterwards each process keeps its slice of the result. Nested contexts have no
-        effect.
-
-        Args:
-            bank: With sharded experts, see `shard`.
-            optimizer: Its state of the bank's parameters is gathered as well.
-            keep: Whether this process needs them. All processes must enter, but those
-                that do not keep the experts need no memory for them.
+        The state of `optimizer` is gathered as well. All processes must enter; without
+        `keep` the experts take no memory. Afterwards each process keeps its slice of
+        the result. Nested contexts have no effect.
         """
         num_experts = cast(Any, bank).num_experts
         parts = [t for t in _tensors(bank) if t.shape[0] < num_experts]
@@ -184,13 +167,8 @@ class ExpertShards:
         """Apply the expert of each row, on whichever process holds it.
 
         Gradients return the same way. The counts are read on the host, as an exchange
-        needs its sizes.
-
-        Args:
-            experts: The bank of this process: rows (S, D) sorted by expert and counts
-                (L,) -> rows of any width, also for S = 0.
-            rows_RD: Sorted by expert.
-            counts_E: Rows of each expert, int64; sums to R.
+        needs its sizes. `experts` are those of this process: rows (S, D) sorted by
+        expert and counts (L,) -> rows of any width, also for S = 0.
         """
         plan = self._plan(counts_E)
         rows_SD = _Exchange.apply(rows_RD, plan.sent, plan.received, self.row)
@@ -203,7 +181,7 @@ class ExpertShards:
         sent_PL = counts_E.view(self.size, -1)
         received_PL = torch.empty_like(sent_PL)
         distributed.all_to_all_single(received_PL, sent_PL.contiguous(), group=self.row)
-        # Rows come process by process, sorted by expert within each of them.
+        # Rows arrive process by process, sorted by expert within each.
         experts_PL = torch.arange(
             received_PL.shape[1], device=counts_E.device
         ).expand_as(received_PL)
@@ -220,14 +198,9 @@ class ExpertShards:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """One exchange.
+    """Row counts of one exchange, by process and by local expert.
 
-    Attributes:
-        sent: Rows for each process of the row.
-        received: Rows from each of them.
-        counts_L: Rows for each expert of this process.
-        order_S: Sorts the received rows by expert.
-        back_S: Inverse of `order_S`.
+    `order_S` sorts the received rows by expert, `back_S` undoes that.
     """
 
     sent: list[int]
@@ -268,10 +241,10 @@ def _all_to_all(
     return found
 
 
-def _hand_on_timeout(mesh: DeviceMesh) -> None:
+def _copy_timeout(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh the timeout of the world; torch sets its default."""
     c10d: Any = distributed.distributed_c10d
-    # torch 2.6 has the private one alone.
+    # torch 2.6 has the private one only.
     set_timeout = getattr(distributed, "set_timeout", None) or c10d._set_pg_timeout
     device = torch.device(mesh.device_type)
     timeout = _timeout_of(distributed.group.WORLD, device)

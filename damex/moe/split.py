@@ -37,7 +37,7 @@ def shared_hidden_dims(hidden_dims: int, *, parts: int, shared: int) -> int:
             f"shared_hidden_dims: shared must lie in [0, parts={parts}), as one part "
             f"or more is routed, got {shared}"
         )
-    smallest, over = divmod(hidden_dims, parts)  # the first parts take what is over
+    smallest, over = divmod(hidden_dims, parts)  # the first parts are one larger
     return shared * smallest + min(shared, over)
 
 
@@ -62,22 +62,18 @@ def load_dense_split(
 
     The mixture equals the FFN with `repeat_router_rows` and `TopKGate(k=parts,
     renormalize=True, weight_scale=parts)`: the k parts of one copy tie, are chosen
-    together and have weight 1 each. Dropout must be 0.
-
-    Args:
-        experts: Overwritten; their hidden width is `split_hidden_dims(H, parts)`.
-        w1_HD: Weight of the first `nn.Linear`, (out, in).
-        b1_H: Its bias.
-        w2_DH: Weight of the second `nn.Linear`.
-        b2_D: Its bias.
-        parts: Parts per copy; divides the number of experts.
-        slope_1: Weight of the `nn.PReLU` in between, copied to all 'prelu' experts.
-
-    Raises:
-        ValueError: If sizes do not match, or `slope_1` is given without 'prelu' experts
-            or missing with them.
+    together and have weight 1 each. Dropout must be 0. Weights are those of two
+    `nn.Linear`; `slope_1`, of the `nn.PReLU` in between, is for 'prelu' experts. Raises
+    ValueError if sizes do not match, or a slope is missing or not used.
     """
-    _check_width(experts, w1_HD, parts)
+    hidden_dims, embed_dims = w1_HD.shape
+    width = split_hidden_dims(hidden_dims, parts=parts)
+    if (experts.embed_dims, experts.hidden_dims) != (embed_dims, width):
+        raise ValueError(
+            f"load_dense_split: an FFN {embed_dims}-{hidden_dims}-{embed_dims} in "
+            f"{parts} parts needs experts with D={embed_dims} and H={width}, got "
+            f"D={experts.embed_dims} and H={experts.hidden_dims}"
+        )
     _check_divides("load_dense_split", parts, experts.num_experts)
     if (slope_1 is None) != (experts.slope_E1 is None):
         raise ValueError(
@@ -133,17 +129,6 @@ def repeat_router_rows(router: LinearRouter, *, parts: int) -> None:
     _check_divides("repeat_router_rows", parts, router.num_experts)
     for parameter in router.parameters():
         parameter.copy_(parameter[::parts].repeat_interleave(parts, dim=0))
-
-
-def _check_width(experts: FFNExperts, w1_HD: Tensor, parts: int) -> None:
-    hidden_dims, embed_dims = w1_HD.shape
-    width = split_hidden_dims(hidden_dims, parts=parts)
-    if (experts.embed_dims, experts.hidden_dims) != (embed_dims, width):
-        raise ValueError(
-            f"load_dense_split: an FFN {embed_dims}-{hidden_dims}-{embed_dims} in "
-            f"{parts} parts needs experts with D={embed_dims} and H={width}, got "
-            f"D={experts.embed_dims} and H={experts.hidden_dims}"
-        )
 
 
 def _check_divides(owner: str, parts: int, num_experts: int) -> None:

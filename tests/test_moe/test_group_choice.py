@@ -26,7 +26,7 @@ from damex.moe import (
     RouterZLoss,
     TopKGate,
 )
-from damex.moe.group_choice import image_votes
+from damex.moe.routing import image_votes
 
 D, H, E = 8, 12, 6
 GROUPS = [[0, 1], [2, 3], [4, 5]]
@@ -309,7 +309,11 @@ def test_a_bias_opens_no_closed_expert():
     ("gate", "choice", "message"),
     [
         (lambda: TopKGate(3), FORCED, "k=3 and a group has 2; set k=2"),
-        (lambda: TopKGate(1, balance=BiasBalancer(E)), FORCED, "leave balance or"),
+        (
+            lambda: TopKGate(1, balance=BiasBalancer(E)),
+            FORCED,
+            "combined with balance",
+        ),
         (DenseSoftmaxGate, VOTE, "DenseSoftmaxGate does not keep .* image_vote"),
         (lambda: DenseToSparseGate(threshold=0.0), ORACLE, "set threshold=0.01"),
         (lambda: ExpertChoiceGate(share=0.5), FORCED, "ExpertChoiceGate does not"),

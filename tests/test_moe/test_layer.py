@@ -34,7 +34,7 @@ from damex.moe import (
     TopKGate,
     load_dense_split,
 )
-from damex.moe.group_choice import group_experts_mask
+from damex.moe.layer import group_experts_mask
 
 D, H, E = 8, 12, 4
 GROUP_EXPERTS = [[0], [1, 2], [3]]
@@ -585,9 +585,7 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match=r"\(B, N, D\), got shape \(7, 8\)"):
         layer(tokens[0], group_ids_B=group_ids)
     mask = torch.ones(7, 2, dtype=torch.bool)
-    with pytest.raises(
-        ValueError, match=r"of 7 images with 2 tokens each, .* 2 with 7"
-    ):
+    with pytest.raises(ValueError, match=r"7 images with 2 tokens each, .* 2 with 7"):
         layer(tokens, packing=Packing.of_mask(mask), group_ids_B=group_ids)
     with pytest.raises(ValueError, match=r"bool of shape \(2, 7\), got torch.bool"):
         layer(tokens, foreground_BN=mask, group_ids_B=group_ids)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from damex.moe.group_choice import GroupChoice
-from damex.moe.routing import Assignment, Packing
+from damex.moe.routing import Assignment, GroupChoice, Packing
 
 
 class Gate(nn.Module):
@@ -28,21 +27,15 @@ class Gate(nn.Module):
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
         """Reject a restriction to one group's experts; called when a layer is built.
 
-        A subclass that supports it overrides this, and its `forward` takes
-        `allowed_VE`: bool, at least one expert per token, None for all. It restricts
-        the choice and does not change the weights.
-
-        Args:
-            choice: Options, at least one of them on.
-            smallest: Number of experts of the smallest group.
-
-        Raises:
-            ValueError: If the gate does not support it.
+        `smallest` is the size of the smallest group. A subclass that supports it
+        overrides this, and its `forward` takes `allowed_VE`: bool, at least one expert
+        per token, None for all. It restricts the choice and does not change the
+        weights.
         """
         raise ValueError(
-            f"{type(self).__name__} does not keep a token to the experts of one group, "
-            f"as {' and '.join(choice.options)} would have it; use TopKGate, or "
-            f"leave {' and '.join(choice.options)} out"
+            f"{type(self).__name__} does not keep a token to the experts of one group "
+            f"and cannot be combined with {' and '.join(choice.options)}; use "
+            "TopKGate, or leave the option out"
         )
 
     def begin_step(self, progress: float | None) -> None:
@@ -52,11 +45,5 @@ class Gate(nn.Module):
         """End a training step: its counts are complete."""
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Choose the routes.
-
-        Args:
-            logits_VE: Clean router logits of the real tokens, image by image.
-            packing: The image of each token, for gates that separate images; None for
-                one image.
-        """
+        """Choose the routes; gates that separate images need a packing of several."""
         raise NotImplementedError

@@ -24,14 +24,10 @@ class ExpertCapacity:
     are served before second ones, and of these the tokens with the highest probability
     of their first choice (batch-priority routing of V-MoE, arXiv 2106.05974).
 
-    The factor also holds in evaluation. As the only option of this package, a capacity
-    makes the result of an image depend on the other images of its batch. Queries of a
-    decoder share it regardless of their attention mask: in training the denoising
-    queries of DINO, made from the ground truth, take capacity from the matching
-    queries, and there are none at test time. This coupling is that of released DAMEX.
-
-    Attributes:
-        factor: Capacity relative to perfect balance; above 0, else ValueError.
+    Also in evaluation, where no other option makes the result of an image depend on the
+    other images of its batch. Queries of a decoder share it regardless of their
+    attention mask: in training the denoising queries of DINO, made from the ground
+    truth, take capacity from the matching queries, as in released DAMEX.
     """
 
     factor: float = 1.25
@@ -40,12 +36,7 @@ class ExpertCapacity:
         check_number("ExpertCapacity", "above 0", factor=self.factor)
 
     def capacity(self, num_tokens: int, num_experts: int, *, k: int) -> int:
-        """Return the largest number of routes of each expert.
-
-        Example:
-            >>> ExpertCapacity(factor=1.25).capacity(900, 8, k=1)
-            141
-        """
+        """Return the largest number of routes of each expert."""
         return k * int(self.factor * -(-num_tokens // num_experts))
 
     def apply(
@@ -53,10 +44,8 @@ class ExpertCapacity:
     ) -> Assignment:
         """Drop the routes beyond the capacity of their expert.
 
-        Args:
-            assignment: Routes of a gate with K experts for each real token.
-            ids_VK: Experts of each token, best first.
-            probs_VE: Probabilities that set the order of service; detached.
+        `ids_VK` are the experts of each token, best first; the probabilities set the
+        order of service, without gradient.
         """
         k = ids_VK.shape[1]
         tokens_R, experts_R = assignment.token_index_R, assignment.expert_index_R
@@ -88,23 +77,14 @@ class BiasBalancer(nn.Module):
     scores. Scores are probabilities, as `rate` is meant for numbers between 0 and 1.
 
     A forward pass in training only counts, since a bias that changed there would break
-    activation recomputation; `step` moves the bias once per training step. The
-    detectors of damex call `all_reduce` after each forward pass and `step` before the
-    next one, so a checkpoint between two training steps, written by one process,
-    contains the load of all of them, and a resumed run continues exactly, on any number
-    of processes. Unsummed counts are not saved.
+    activation recomputation; `step` moves the bias. The detectors of damex call
+    `all_reduce` after each forward pass and `step` before the next one, so a checkpoint
+    contains the load of all processes, and a resumed run continues exactly, on any
+    number of them. With gradient accumulation, divide the rate by the number of
+    micro-batches for the same movement per update.
 
     `broadcast_buffers` of DDP overwrites the unsummed counts of other processes: with
     it, call `all_reduce` or `step` after every forward pass.
-
-    Args:
-        num_experts: E.
-        rate: Step of the bias, above 0. Detectors of damex step once per forward pass
-            in training; with gradient accumulation, divide the rate by the number of
-            micro-batches for the same movement per update.
-
-    Raises:
-        ValueError: If `num_experts` or `rate` is not positive.
     """
 
     expert_rows = ("bias_E", "counts_E")
@@ -118,19 +98,16 @@ class BiasBalancer(nn.Module):
         check_number("BiasBalancer", "above 0", rate=rate)
         self.rate = rate
         self.register_buffer("bias_E", torch.zeros(num_experts))
-        # Of all processes, waiting for the step.
+        # Of all processes, until the next step.
         self.register_buffer("counts_E", torch.zeros(num_experts, dtype=torch.int64))
-        # Of this process alone, waiting to be summed.
+        # Of this process only, not yet summed.
         seen_E = torch.zeros(num_experts, dtype=torch.int64)
         self.register_buffer("seen_E", seen_E, persistent=False)
         self._is_reduced = False
 
     @torch.no_grad()
     def forward(self, logits_VE: Tensor) -> Tensor:
-        """Return probabilities plus bias, without gradient, of (noisy) logits.
-
-        Raises ValueError if the number of experts differs.
-        """
+        """Return probabilities plus bias, without gradient, of (noisy) logits."""
         if logits_VE.shape[-1] != self.bias_E.shape[0]:
             raise ValueError(
                 f"BiasBalancer: made for {self.bias_E.shape[0]} experts, but the "

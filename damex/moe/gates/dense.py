@@ -10,8 +10,7 @@ from torch import Tensor
 
 from damex.errors import check_number
 from damex.moe.gates import Gate
-from damex.moe.group_choice import GroupChoice, restrict
-from damex.moe.routing import Assignment, Packing
+from damex.moe.routing import Assignment, GroupChoice, Packing, restrict
 
 
 class DenseToSparseGate(Gate):
@@ -22,29 +21,20 @@ class DenseToSparseGate(Gate):
     2112.14397; Nguyen et al. 2025, arXiv 2503.03213, eq. 12). The best expert of a
     token (ties go to the lowest id) is always kept, and weights are not renormalized.
 
-    With `end_k` training ends in top-k routing: the number of experts per token falls
-    from E to `end_k` in equal steps, and stays there for the last 1 / (E - end_k + 1)
-    of the training and in evaluation. The threshold may drop more; with `threshold=0.0`
-    every token then has exactly `end_k` routes.
-
     tau = start * (end / start)^p for the training progress p in [0, 1], which
     `begin_step` sets and the checkpoint stores, so that evaluation uses the last
-    temperature.
-
-    Unless all routes are kept (`threshold=0.0` without `end_k`), their number depends
-    on the logits, which synchronizes a GPU; for compiled graphs see `MoELayer`. The
-    norm of a linear router's weights can undo any temperature (eq. 15 there), that of
-    an `MLPRouter` cannot.
+    temperature. The norm of a linear router's weights can undo any temperature (eq. 15
+    there), that of an `MLPRouter` cannot. The number of routes depends on the logits,
+    which synchronizes a GPU, unless all are kept.
 
     Args:
         start_temperature: tau at p = 0, above 0.
         end_temperature: tau at p = 1, above 0.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
-        end_k: Most experts of a token at p = 1; None for no limit.
-
-    Raises:
-        ValueError: If a temperature is not positive, the threshold is not in [0, 1) or
-            `end_k` is not a positive integer.
+        end_k: Most experts of a token at p = 1; None for no limit. It falls from E in
+            equal steps, and stays for the last 1 / (E - end_k + 1) of the training and
+            in evaluation. With `threshold=0.0` every token then has exactly `end_k`
+            routes.
     """
 
     progress: Tensor
@@ -75,7 +65,7 @@ class DenseToSparseGate(Gate):
         self.threshold = threshold
         self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
-        self._is_told = start_temperature == end_temperature and end_k is None
+        self._has_progress = start_temperature == end_temperature and end_k is None
 
     @property
     def has_fixed_routes(self) -> bool:
@@ -118,7 +108,7 @@ class DenseToSparseGate(Gate):
             return
         check_number("DenseToSparseGate", "in [0, 1]", progress=progress)
         self.progress.fill_(progress)
-        self._is_told = True
+        self._has_progress = True
 
     def forward(
         self,
@@ -130,11 +120,11 @@ class DenseToSparseGate(Gate):
 
         Raises RuntimeError in training before the progress is set.
         """
-        if self.training and not self._is_told:
+        if self.training and not self._has_progress:
             raise RuntimeError(
-                "DenseToSparseGate: the temperature follows the progress of the "
-                "training, which nobody has told this gate; call begin_step(progress), "
-                "from 0 to 1, before each forward in training"
+                "DenseToSparseGate: the temperature depends on the progress of the "
+                "training, which is not set; call begin_step(progress), from 0 to 1, "
+                "before each forward in training"
             )
         num_tokens, num_experts = logits_VE.shape
         weights_VE = torch.softmax(logits_VE / self.temperature, dim=-1)
@@ -144,7 +134,7 @@ class DenseToSparseGate(Gate):
         if allowed_VE is not None:
             keep_VE = keep_VE & allowed_VE
             logits_VE = restrict(logits_VE, allowed_VE)
-        # Of the logits, as equal weights may hide a difference; argmax of the first.
+        # By logits, as equal weights may hide a difference.
         order_VE = torch.sort(logits_VE, dim=-1, descending=True, stable=True)[1]
         rank_VE = torch.argsort(order_VE, dim=-1)
         keep_VE = (keep_VE | (rank_VE == 0)) & (rank_VE < self.limit(num_experts))

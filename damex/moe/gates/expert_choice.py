@@ -34,9 +34,6 @@ class ExpertChoiceGate(Gate):
     even those that an attention mask hides from it: damex rejects this gate in decoders
     whose denoising queries exist in training only (DINO).
 
-    Without padding the number of routes follows from the shape; with padding it
-    synchronizes a GPU, and for compiled graphs see `MoELayer`.
-
     Args:
         num_tokens: l for every image; an image with fewer real tokens gives all. Set
             either this or `share`.
@@ -48,10 +45,6 @@ class ExpertChoiceGate(Gate):
         mean_one: Multiply the weights by the number of tokens of the softmax, so that
             their mean is 1, the scale that pretrained experts and frozen batch norms
             expect.
-
-    Raises:
-        ValueError: If not exactly one of `num_tokens` and `share` is set, one is out of
-            range, `weights` is unknown, or 'one' is combined with `mean_one`.
     """
 
     def __init__(
@@ -74,13 +67,13 @@ class ExpertChoiceGate(Gate):
         check_choice("ExpertChoiceGate", WEIGHTS, weights=weights)
         if weights == "one" and mean_one:
             raise ValueError(
-                "ExpertChoiceGate: weights='one' have the mean 1; leave mean_one out"
+                "ExpertChoiceGate: weights='one' have mean 1; leave mean_one out"
             )
         self.num_tokens = num_tokens
         self.share = share
         self.weights = weights
         self.mean_one = mean_one
-        # A number is a limit on the share of one, a share has no limit.
+        # num_tokens limits a share of 1; a share has no limit.
         self._share = 1.0 if share is None else share
         self._limit = sys.maxsize if num_tokens is None else num_tokens
 
@@ -94,7 +87,7 @@ class ExpertChoiceGate(Gate):
         num_tokens, num_experts = logits_VE.shape
         if packing is None:
             packing = Packing(1, num_tokens)
-        # A finite number: a row of minus infinities would have a softmax of NaN.
+        # Finite: the softmax of a row of -inf is NaN.
         lowest = torch.finfo(logits_VE.dtype).min
         scores_BEN = packing.unpack(logits_VE, fill=lowest).transpose(1, 2)
         row_V = torch.arange(num_tokens, device=logits_VE.device)
@@ -116,7 +109,7 @@ class ExpertChoiceGate(Gate):
             expert_E1.expand_as(pick_BEL),
             weight_BEL,
         )
-        # Without padding all picks count, and no GPU has to tell how many there are.
+        # Without padding all picks are taken, without synchronization.
         token_R, expert_R, weight_R = (
             column.flatten() if packing.position_V is None else column[taken_BEL]
             for column in columns

@@ -13,8 +13,7 @@ from torch import Tensor
 from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
-from damex.moe.group_choice import GroupChoice, restrict
-from damex.moe.routing import Assignment, Packing
+from damex.moe.routing import Assignment, GroupChoice, Packing, restrict
 
 NOISES = ("gaussian", "uniform")
 
@@ -24,18 +23,15 @@ class TopKGate(Gate):
 
     The weight of a route is the softmax over all E experts, taken at the chosen expert
     (DAMEX, Switch, V-MoE), so the router learns from the task loss. With `renormalize`
-    the K weights of a token sum to 1; for k=1 the weight is then always 1, and the
-    router learns from the routing losses alone. With `renormalize` and `weight_scale=k`
-    each weight is 1 if the chosen logits tie, as experts cut from one FFN need it (see
-    `damex.moe.split`), and the router still learns.
-
-    Ties go to the lowest expert id, on every device. Noise is added in training only.
+    the K weights of a token sum to 1; for k=1 the router then learns from the routing
+    losses alone. With `renormalize` and `weight_scale=k` each weight is 1 if the chosen
+    logits tie, as experts cut from one FFN need it (see `damex.moe.split`). Ties go to
+    the lowest expert id, on every device.
 
     Args:
-        k: K, experts per token.
         renormalize: Whether to take the softmax over the K chosen experts instead.
-        noise: Added to the logits before choosing: 'gaussian' for N(0, 1) (V-MoE,
-            DAMEX), 'uniform' for U[0, 1) (Chen et al. 2022), or None.
+        noise: Added to the logits in training before choosing: 'gaussian' for N(0, 1)
+            (V-MoE, DAMEX), 'uniform' for U[0, 1) (Chen et al. 2022), or None.
         noise_scale: Factor on the noise, by default 1/E (gaussian) or 1 (uniform).
         noisy_weights: Whether weights come from the noisy logits, as in the released
             code of DAMEX, rather than from the clean ones.
@@ -43,10 +39,6 @@ class TopKGate(Gate):
         balance: Balances the load of the experts by a bias on the choice.
         capacity: Limits how many tokens an expert serves; by default nothing is
             dropped. Makes an image's result depend on its batch, see `ExpertCapacity`.
-
-    Raises:
-        ValueError: If k < 1, the noise is unknown, its scale is negative, the weight
-            scale is not positive, or a noise option is set without noise.
     """
 
     def __init__(
@@ -96,10 +88,9 @@ class TopKGate(Gate):
             )
         if choice.teacher_forcing and self.balance is not None:
             raise ValueError(
-                "TopKGate: with teacher_forcing the datasets decide the load of the "
-                "groups, so the bias of a BiasBalancer would grow without end, and "
-                "choose for the router in evaluation; leave balance or teacher_forcing "
-                "out"
+                "TopKGate: teacher_forcing cannot be combined with balance: the load "
+                "of the groups is that of the datasets, so the bias would grow without "
+                "limit and override the router in evaluation; leave one of them out"
             )
 
     def begin_step(self, progress: float | None) -> None:
@@ -129,7 +120,7 @@ class TopKGate(Gate):
                 f"{num_experts} experts; lower k or raise num_experts"
             )
         noisy_VE = self._add_noise(logits_VE)
-        # torch.topk may break ties differently on each device; a stable sort may not.
+        # A stable sort, as torch.topk may break ties differently on each device.
         rank_by_VE = noisy_VE if self.balance is None else self.balance(noisy_VE)
         if allowed_VE is not None:
             rank_by_VE = restrict(rank_by_VE, allowed_VE)

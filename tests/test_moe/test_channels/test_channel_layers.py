@@ -153,9 +153,9 @@ def test_half_precision_stays_half(x_BCHW):
     ("conv", "norm", "activation", "message"),
     [
         (nn.Conv2d(4, 4, 3, groups=2), None, None, "groups=1"),
-        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), None, None, "zeros"),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), None, None, "zero p"),
         (nn.Conv2d(4, 4, 3, padding="same"), None, None, "in numbers"),
-        (nn.ConvTranspose2d(4, 4, 3), None, None, "of a Conv2d"),
+        (nn.ConvTranspose2d(4, 4, 3), None, None, "need a Conv2d"),
         (nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), None, "mix the channels"),
         (
             nn.Conv2d(4, 4, 3),
