@@ -20,7 +20,6 @@ from damex.moe import (
     ImportanceLoss,
     LinearRouter,
     LoadBalanceLoss,
-    LoadLoss,
     MoELayer,
     Packing,
     RouterZLoss,
@@ -162,13 +161,6 @@ def test_with_one_expert_each_only_the_dataset_loss_teaches_the_router(router):
         torch.testing.assert_close(with_task, without)
 
 
-def test_load_loss_sees_the_free_logits():
-    layer = make_layer(FORCED, losses=[LoadLoss(weight=1.0)])
-    _, record = layer(make_tokens(), group_ids_B=IDS)
-    _, free = make_layer(None, losses=[LoadLoss(weight=1.0)])(make_tokens())
-    assert torch.equal(record.losses["load"], free.losses["load"])
-
-
 @every_router
 @every_gate
 def test_the_oracle_takes_the_routes_of_teacher_forcing(gate, router):
@@ -205,15 +197,6 @@ def test_a_sure_token_outvotes_a_majority():
     tokens[0, :, :2] = prob_V2.log()
     _, record = layer.eval()(tokens)
     assert record.assignment.expert_index_R.tolist() == [1, 1, 1]
-
-
-def test_a_group_has_the_summed_probability_of_its_experts():
-    """p = .4, .35, .25: one expert leads, two of the other group have more: .6."""
-    logits = torch.tensor([[0.4, 0.35, 0.25]]).log()
-    experts_GE = torch.tensor([[True, False, False], [False, True, True]])
-    votes = image_votes(logits, experts_GE, Packing(1, 1))
-    expected = torch.tensor([[0.4, 0.6]], dtype=torch.float64).log()
-    torch.testing.assert_close(votes, expected, atol=1e-6, rtol=0)
 
 
 class AsLogits(torch.nn.Module):

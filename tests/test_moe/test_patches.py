@@ -165,31 +165,6 @@ def test_flops_are_l_of_n_of_the_dense_convolution(num_patches):
     assert sum(counts.values()) - found == 16 * 16 * 3 * 2
 
 
-def test_exactly_l_patches_per_expert_and_image_are_not_zero():
-    moe = make_layer(ExpertChoiceGate(num_tokens=3))
-    out, record = route_patches(moe, torch.randn(2, 4, 6, 8))
-    patches = split_patches(out, (2, 2)).unflatten(2, (3, 2))
-    taken_BNE = patches.flatten(3).abs().sum(3) > 0
-    assert taken_BNE.sum(1).tolist() == [[3, 3, 3], [3, 3, 3]]
-    assert record.assignment.counts_E.tolist() == [6, 6, 6]
-
-
-@pytest.mark.parametrize("weights", ["selected", "all"])
-def test_gates_of_an_expert_and_image_sum_to_one_or_less(weights):
-    moe = make_layer(ExpertChoiceGate(num_tokens=3, weights=weights))
-    _, record = route_patches(moe, torch.randn(2, 4, 6, 8))
-    routes = record.assignment
-    sums = torch.zeros(2, 3).index_put(
-        (routes.token_index_R // 12, routes.expert_index_R),
-        routes.weight_R,
-        accumulate=True,
-    )
-    if weights == "selected":
-        torch.testing.assert_close(sums, torch.ones(2, 3))
-    else:
-        assert (sums < 1).all()
-
-
 def test_padding_is_not_routed_and_changes_nothing():
     moe = make_layer(ExpertChoiceGate(share=0.5))
     map_BCHW = torch.randn(1, 4, 4, 4)
@@ -236,32 +211,6 @@ def test_an_expert_without_patches_has_zero_gradients():
     assert record.assignment.counts_E.tolist() == [4, 0, 0]
     grad_E = moe.experts.weight_EOCKK.grad.flatten(1).abs().sum(1)
     assert (grad_E > 0).tolist() == [True, False, False]
-
-
-def test_half_precision_keeps_its_dtype():
-    moe = make_layer(ExpertChoiceGate(num_tokens=2)).bfloat16()
-    out, record = route_patches(moe, torch.randn(1, 4, 4, 4, dtype=torch.bfloat16))
-    assert out.dtype == torch.bfloat16
-    assert record.logits_VE.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(num_experts=4), "4 experts and 6 channels"),
-        (dict(num_experts=0), "num_experts must be at least 1, got 0"),
-        (dict(kernel_size=2), "odd positive integer, got 2"),
-        (dict(kernel_size=3.0), "odd positive integer, got 3.0"),
-        (dict(patch_size=0), "pair of them, got 0"),
-        (dict(patch_size=(2, 2, 2)), r"got \(2, 2, 2\)"),
-        (dict(patch_size="2"), "got '2'"),
-        (dict(border="reflect"), r"border 'reflect'; use one of \['zeros', 'neigh"),
-    ],
-)
-def test_experts_that_cannot_work(changes, message):
-    values = dict(num_experts=3, in_channels=4, out_channels=6, patch_size=2)
-    with pytest.raises(ValueError, match=message):
-        PatchConvExperts(**{**values, **changes})
 
 
 def test_other_experts_are_refused():
