@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from damex.moe import (
-    Assignment,
     DatasetRoutingLoss,
     ExpertCapacity,
     FFNExperts,
@@ -77,9 +76,7 @@ def test_both_losses_say_what_their_record_lacks(loss, missing):
         loss(record)
 
 
-LOSSES = [DatasetRoutingLoss, ImportanceLoss, LoadLoss, LoadBalanceLoss]
-
-
+LOSSES = [DatasetRoutingLoss, ImportanceLoss, LoadLoss, LoadBalanceLoss, RouterZLoss]
 # Probabilities (3/4, 1/4), (1/4, 3/4), (1/2, 1/2).
 LOGITS = torch.tensor([[LOG3, 0.0], [0.0, LOG3], [0.0, 0.0]])
 
@@ -96,21 +93,17 @@ def test_load_balance_counts_the_demand_of_dropped_tokens(tokens):
     torch.testing.assert_close(loss(record), loss(free))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_foreground_is_the_loss_of_those_tokens_alone(loss):
-    torch.manual_seed(0)
-    logits = torch.randn(20, 2)
-    foreground = (torch.arange(20) % 3 == 0).tolist()
-    some = loss(tokens="foreground")(second_group(logits, foreground))
-    alone = loss()(second_group(logits[::3]))
-    torch.testing.assert_close(some, alone)
-    assert not torch.isclose(some, loss()(second_group(logits)))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_without_foreground_the_loss_is_zero_with_a_graph(loss):
-    logits = torch.randn(4, 2, requires_grad=True)
-    value = loss(tokens="foreground")(second_group(logits, [False] * 4))
+@pytest.mark.parametrize("loss", [*LOSSES, SeparateRouterLoss])
+@pytest.mark.parametrize("case", ["no token", "no foreground", "no known group"])
+def test_zero_with_a_graph_if_no_token_counts(loss, case):
+    logits = torch.randn(0 if case == "no token" else 4, 2, requires_grad=True)
+    record = second_group(logits, [False] * len(logits))
+    if case == "no known group":
+        if not loss.needs_groups:
+            pytest.skip("counts tokens of unknown group")
+        record = dataclasses.replace(record, group_ids_V=torch.full((4,), -1))
+    tokens = "foreground" if case == "no foreground" else "all"
+    value = loss(tokens=tokens)(record)
     assert value.item() == 0.0
     value.backward()
     assert torch.equal(logits.grad, torch.zeros_like(logits))
@@ -128,7 +121,7 @@ def one_hot(*experts, num_experts):
     return functional.one_hot(torch.tensor(experts), num_experts).bool()
 
 
-def test_by_hand():
+def test_dataset_loss_by_hand():
     # probabilities: token 0 (1/6, 2/6, 3/6), token 1 (1/4, 1/4, 2/4)
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 2.0]]).log()
     target = torch.tensor([[False, False, True], [True, True, False]])
@@ -173,47 +166,14 @@ def test_confident_right_and_wrong_routers_stay_finite():
     assert logits.grad.tolist() == [[1.0, -1.0]]
 
 
-BALANCE_LOSSES = {
-    "load_balance": LoadBalanceLoss,
-    "importance": ImportanceLoss,
-    "load": LoadLoss,
-    "router_z": RouterZLoss,
-}
-every_balance_loss = pytest.mark.parametrize(
-    "kind", BALANCE_LOSSES.values(), ids=BALANCE_LOSSES.keys()
-)
-
-
-def load_balance(logits_VE, counts):
-    """The loss of tokens with the given number of routes to each expert."""
-    experts_R = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    routes = Assignment.from_pairs(
-        torch.zeros_like(experts_R),
-        experts_R,
-        torch.ones(len(experts_R)),
-        num_tokens=len(logits_VE),
-        num_experts=len(counts),
-    )
-    return LoadBalanceLoss()(make(logits_VE, routes=routes))
-
-
 def test_load_balance_by_hand():
-    # probabilities (3/4, 1/4) and (1/4, 3/4) and (2/4, 2/4); mean P = (1/2, 1/2)
-    logits = torch.tensor([[3.0, 1.0], [1.0, 3.0], [1.0, 1.0]]).log()
-    # 2 * (2/3 * 1/2 + 1/3 * 1/2) = 1
-    assert load_balance(logits, [2, 1]).item() == pytest.approx(1.0)
+    # f = (2/3, 1/3), the tie to the lowest; mean P = (1/2, 1/2): 2 * 1/2
+    assert LoadBalanceLoss()(make(LOGITS)).item() == pytest.approx(1.0)
     # first token alone: P = (3/4, 1/4), f = (1, 0): 2 * 3/4
-    assert load_balance(logits[:1], [1, 0]).item() == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_load_balance_extremes(k):
-    balanced = load_balance(torch.zeros(8, 4), [2 * k] * 4)
-    assert balanced.item() == pytest.approx(1.0)
+    assert LoadBalanceLoss()(make(LOGITS[:1])).item() == pytest.approx(1.5)
     collapsed = torch.full((8, 4), -50.0)
     collapsed[:, 2] = 50.0
-    loss = load_balance(collapsed, [0, 0, 8, 0])
-    assert loss.item() == pytest.approx(4.0)
+    assert LoadBalanceLoss()(make(collapsed)).item() == pytest.approx(4.0)
 
 
 def test_importance_by_hand():
@@ -257,7 +217,7 @@ def test_router_z_by_hand():
     assert loss.item() == pytest.approx(math.log(2) ** 2)
 
 
-@pytest.mark.parametrize("kind", [*BALANCE_LOSSES.values(), *LOSSES[:1]])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_background_does_not_count_even_if_nan(kind):
     torch.manual_seed(0)
     logits = torch.randn(11, 2)
@@ -275,9 +235,8 @@ def test_background_does_not_count_even_if_nan(kind):
     assert torch.equal(mixed.grad[~foreground], torch.zeros(5, 2))
 
 
-@pytest.mark.parametrize("name", ["load_balance", "importance"])
-def test_descent_balances_a_skewed_router(name):
-    loss = BALANCE_LOSSES[name]()
+@pytest.mark.parametrize("loss", [LoadBalanceLoss(), ImportanceLoss()])
+def test_descent_balances_a_skewed_router(loss):
     torch.manual_seed(0)
     tokens = torch.randn(200, 6)
     weight = torch.randn(6, 4, requires_grad=True)

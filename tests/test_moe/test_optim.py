@@ -150,6 +150,9 @@ def test_learning_rates_of_both_follow_the_groups_also_after_loading():
     dense, bank, joined = make()
     joined.load_state_dict(other.state_dict())
     assert [group["lr"] for group in joined.param_groups] == [0.01, 0.5]
+    assert "betas" in joined.param_groups[0]
+    assert "betas" not in joined.param_groups[1]
+    assert joined.defaults["lr"] == 0.01
     for group in joined.param_groups:
         group["lr"] *= 0.5
     set_grads(dense, bank)

@@ -140,6 +140,13 @@ def test_gates_and_weights_get_gradients(x_BCHW):
     assert moved_C.tolist() == [True, False, True, True, False, True, False, True]
 
 
+@pytest.mark.parametrize("skip_closed", [True, False])
+def test_half_precision_stays_half(x_BCHW, skip_closed):
+    conv, x_BCHW = nn.Conv2d(6, 8, 1).bfloat16(), x_BCHW.bfloat16()
+    y_BCHW = gated_conv2d(x_BCHW, TWO_IMAGES, conv=conv, skip_closed=skip_closed)
+    assert y_BCHW.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("conv", "norm", "activation", "message"),
     [

@@ -130,6 +130,9 @@ def test_a_good_router_leaves_one_expert_with_141_of_900_tokens():
     assert assignment.counts_E.tolist() == [0, 0, 0, 141, 0, 0, 0, 0]
     record = RoutingRecord(logits, Packing(1, 900), assignment)
     assert [int(x) for x in dropped_counts(record)] == [900 - 141, 900]
+    record = RoutingRecord(logits, Packing(1, 900), TopKGate(1)(logits))
+    assert record.assignment.dropped is None
+    assert [int(x) for x in dropped_counts(record)] == [0, 900]
 
 
 def test_deterministic_and_equal_under_permutation_of_distinct_tokens():

@@ -91,6 +91,8 @@ def test_at_the_end_every_token_has_its_k_best_experts(end_k):
     chosen = assignment.expert_index_R[order].view(50, end_k)
     best = logits.topk(end_k).indices.sort(dim=1).values
     assert torch.equal(chosen.sort(dim=1).values, best)
+    ties = [3] * end_k + [0] * (5 - end_k)
+    assert gate(torch.zeros(3, 5)).counts_E.tolist() == ties
     # the weights are those without a limit: softmax over all, at half the temperature
     probs = torch.softmax(logits / 0.5, dim=-1)
     at_route = probs[assignment.token_index_R, assignment.expert_index_R]
