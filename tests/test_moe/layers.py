@@ -37,13 +37,8 @@ def biased(gate):
     return gate
 
 
-def halfway(gate):
-    gate.begin_step(0.5)
-    return gate
-
-
-def ended(gate):
-    gate.begin_step(1.0)
+def begun(gate, progress):
+    gate.begin_step(progress)
     return gate
 
 
@@ -68,8 +63,8 @@ GATES = {
     "top2 noisy": lambda: TopKGate(2, noise="gaussian", noisy_weights=True),
     "top2 balanced": lambda: biased(TopKGate(2, balance=BiasBalancer(E))),
     "dense": DenseSoftmaxGate,
-    "dense to sparse": lambda: halfway(DenseToSparseGate(threshold=0.2)),
-    "dense to top2": lambda: ended(DenseToSparseGate(threshold=0.0, end_k=2)),
+    "dense to sparse": lambda: begun(DenseToSparseGate(threshold=0.2), 0.5),
+    "dense to top2": lambda: begun(DenseToSparseGate(threshold=0.0, end_k=2), 1.0),
     "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
     "expert choice all": lambda: ExpertChoiceGate(share=0.4, weights="all"),
 }

@@ -22,10 +22,6 @@ from tests.test_moe.layers import (
 MASK = torch.arange(7) < torch.tensor([[7], [4]])
 # The number of routes depends on the data.
 DATA_DEPENDENT = ("dense to sparse", "dense to top2", *CAPPED)
-    "dense to sparse",
-    "dense to top2",
-    *(n for n in LAYERS if "cap" in n),
-)
 COMPILED = {
     **{name: parts for name, parts in LAYERS.items() if name != "top2"},
     "load loss": dict(losses=[LoadLoss()]),

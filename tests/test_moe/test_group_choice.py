@@ -26,6 +26,7 @@ from damex.moe import (
     TopKGate,
 )
 from damex.moe.routing import image_votes
+from tests.test_moe.layers import begun
 
 D, H, E = 8, 12, 6
 GROUPS = [[0, 1], [2, 3], [4, 5]]
@@ -35,11 +36,6 @@ VOTE = GroupChoice(image_vote=True)
 ORACLE = GroupChoice(oracle=True)
 
 
-def told(gate, progress):
-    gate.begin_step(progress)
-    return gate
-
-
 GATES = {
     "top1": lambda: TopKGate(1),
     "top2 renormalised": lambda: TopKGate(2, renormalize=True),
@@ -47,8 +43,8 @@ GATES = {
         2, noise="gaussian", noise_scale=50.0, noisy_weights=True
     ),
     "with a capacity": lambda: TopKGate(1, capacity=ExpertCapacity(factor=1.0)),
-    "dense to sparse": lambda: told(DenseToSparseGate(threshold=0.01), 0.2),
-    "dense to top1": lambda: told(DenseToSparseGate(threshold=0.0, end_k=1), 0.1),
+    "dense to sparse": lambda: begun(DenseToSparseGate(threshold=0.01), 0.2),
+    "dense to top1": lambda: begun(DenseToSparseGate(threshold=0.0, end_k=1), 0.1),
 }
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
 ROUTERS = {
@@ -120,11 +116,13 @@ def test_images_of_unknown_dataset_stay_free(gate):
     assert torch.equal(out, expected)
 
 
-def test_forcing_acts_in_training_alone():
-    layer = make_layer(FORCED).eval()
-    tokens = make_tokens()
-    out, _ = layer(tokens, group_ids_B=IDS)
-    assert torch.equal(out, make_layer(None).eval()(tokens)[0])
+@pytest.mark.parametrize("choice", [FORCED, VOTE])
+def test_forcing_acts_in_training_only_and_votes_in_evaluation_only(choice):
+    training = choice is VOTE
+    layer, free = (make_layer(c).train(training) for c in (choice, None))
+    out, record = layer(make_tokens(), group_ids_B=IDS)
+    assert record.votes_BG is None
+    assert torch.equal(out, free(make_tokens())[0])
 
 
 def test_forced_routes_are_the_best_of_the_group_with_the_weights_of_all_experts():
@@ -307,7 +305,7 @@ def test_gates_that_cannot_keep_to_a_group_are_refused(gate, choice, message):
         make_layer(choice, gate)
 
 
-def test_what_is_missing_is_said():
+def test_missing_groups_are_named():
     with pytest.raises(ValueError, match="image_vote needs group_experts"):
         MoELayer(
             router=LinearRouter(D, E),

@@ -31,7 +31,7 @@ from tests.test_moe.layers import (
     D,
     E,
     H,
-    ended,
+    begun,
     every_layer,
     make_batch,
     make_layer,
@@ -40,7 +40,7 @@ from tests.test_moe.layers import (
 
 MORE_GATES = {
     **CAPPED,
-    "dense to dense": lambda: ended(DenseToSparseGate(threshold=0.0)),
+    "dense to dense": lambda: begun(DenseToSparseGate(threshold=0.0), 1.0),
 }
 
 

@@ -137,19 +137,6 @@ def test_gathered_patches_equal_masked_ones_in_outputs_and_gradients(
     assert all(part.abs().sum() > 0 for part in found[0])
 
 
-def test_all_patches_with_weight_one_are_a_dense_convolution():
-    moe = make_layer(TopKGate(3), border="neighbours")
-    map_BCHW = torch.randn(2, 4, 5, 7)
-    bank = moe.experts
-    rows = split_patches(map_BCHW, (2, 2), halo=1).flatten(2).flatten(0, 1)
-    counts_E = torch.full((3,), len(rows))
-    out_RD = bank(rows.repeat(3, 1), counts_E)
-    # (expert, patch, channel) -> channels of all experts side by side
-    patches = out_RD.view(3, 2, 12, 2, 2, 2).permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-    dense = functional.conv2d(map_BCHW, bank.weight_EOCKK.flatten(0, 1), padding=1)
-    torch.testing.assert_close(merge_patches(patches, (5, 7)), dense)
-
-
 @pytest.mark.parametrize("num_patches", [1, 2, 4, 8])
 def test_flops_are_l_of_n_of_the_dense_convolution(num_patches):
     moe = make_layer(ExpertChoiceGate(num_tokens=num_patches))

@@ -67,7 +67,7 @@ def test_the_capacity_is_shared_by_the_images_of_a_batch():
     assert assignment.token_index_R.tolist() == [1, 3, 4, 6, 9]
 
 
-def test_first_choices_are_served_before_second_ones():
+def test_first_choices_are_served_before_second_ones_and_weights_stay():
     # Token 0 is surer of everything, but expert 1 is its second choice.
     logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
     assignment = capped(factor=1.0, k=2)(logits)
@@ -75,24 +75,11 @@ def test_first_choices_are_served_before_second_ones():
     assert pairs(assignment) == [(0, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
     assert pairs(assignment.dropped) == [(0, 1)]
     assert assignment.routes_per_token is None
-
-
-def test_second_choices_are_dropped_on_their_own_and_weights_stay():
-    logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
-    free, limited = TopKGate(2)(logits), capped(factor=1.0, k=2)(logits)
+    free = TopKGate(2)(logits)
     weights = dict(zip(pairs(free), free.weight_R.tolist(), strict=True))
-    for routes in (limited, limited.dropped):
+    for routes in (assignment, assignment.dropped):
         for pair, weight in zip(pairs(routes), routes.weight_R.tolist(), strict=True):
             assert weight == pytest.approx(weights[pair])
-
-
-def test_noise_decides_priority_in_training_and_not_in_evaluation():
-    gate = capped(noise="gaussian", noise_scale=5.0)
-    torch.manual_seed(0)
-    trained = {tuple(gate(ONE_SIDED).token_index_R.tolist()) for _ in range(8)}
-    assert len(trained) > 1
-    gate.eval()
-    assert gate(ONE_SIDED).token_index_R.tolist() == [1, 3, 4]
 
 
 def test_a_balance_sees_the_demand_before_the_cut():
@@ -133,16 +120,6 @@ def test_a_good_router_leaves_one_expert_with_141_of_900_tokens():
     record = RoutingRecord(logits, Packing(1, 900), TopKGate(1)(logits))
     assert record.assignment.dropped is None
     assert [int(x) for x in dropped_counts(record)] == [0, 900]
-
-
-def test_deterministic_and_equal_under_permutation_of_distinct_tokens():
-    torch.manual_seed(3)
-    logits = torch.randn(40, 4)
-    order = torch.randperm(40)
-    first = capped(factor=0.5)(logits)
-    second = capped(factor=0.5)(logits[order])
-    served = order[second.token_index_R].tolist()
-    assert sorted(served) == sorted(first.token_index_R.tolist())
 
 
 def test_bias_moves_against_the_load_by_hand():

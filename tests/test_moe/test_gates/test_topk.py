@@ -60,14 +60,6 @@ def test_tied_experts_weigh_one_each_and_the_router_still_learns(k):
     assert logits.grad[0, 0] > 0
 
 
-def test_uniform_noise_gives_the_chance_of_a_triangle():
-    # r1 - r0 of two uniforms has density 1 - |z|: P(0.5 + r0 >= r1) = 1 - 0.5^2 / 2
-    torch.manual_seed(0)
-    logits = torch.tensor([0.5, 0.0]).expand(40_000, 2)
-    share = TopKGate(1, noise="uniform")(logits).counts_E[0].item() / 40_000
-    assert share == pytest.approx(0.875, abs=0.008)  # five deviations
-
-
 def test_balance_moves_choices_and_no_weight():
     logits = torch.tensor([[LOG3, 0.0], [LOG3, 0.0]])  # probabilities 3/4, 1/4
     gate = TopKGate(1, balance=BiasBalancer(2, rate=0.3))
