@@ -32,7 +32,12 @@ from damex.engine.fully_sharded import (
 )
 from damex.engine.schedule import ExpertMeanDecayHook, bare_model
 from damex.errors import ConfigError
-from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_experts
+from damex.moe import (
+    ExpertGradients,
+    gathered_experts,
+    sharded_layers,
+    sharded_names,
+)
 
 
 class ShardedRunner(Runner):
@@ -122,7 +127,7 @@ class ShardedRunner(Runner):
             if isinstance(hook, EMAHook) and hasattr(hook, "ema_model")
         ]
         models = [bare_model(self), *averages]
-        return whole_experts(models, self._optimizer, keep=keep)
+        return gathered_experts(models, self._optimizer, keep=keep)
 
     @property
     def _asks_for_sharding(self) -> bool:

@@ -40,7 +40,7 @@ class ImageVotes:
         self._shares: list[Tensor] = []
 
     def count(self, logits_BNE: Tensor, experts_GE: Tensor) -> Tensor:
-        """Add the votes of a layer, like `damex.moe.group_choice.image_votes`.
+        """Add the votes of a layer, like `damex.moe.routing.image_votes`.
 
         ``experts_GE`` marks the one expert of each group; returns group_B, elected so
         far.

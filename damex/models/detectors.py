@@ -51,7 +51,7 @@ from damex.models.queries import (
 from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
 from damex.models.told_dataset import choose_datasets, group_posterior
-from damex.moe import RoutingTally, whole_experts
+from damex.moe import RoutingTally, gathered_experts
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -189,7 +189,7 @@ class RoutedDetector(_Detector):
         wrong scale. Backbone experts may hold pretrained kernels and are not drawn
         again.
         """
-        with whole_experts([self]):
+        with gathered_experts([self]):
             with ffns_in_place(self) as places:
                 super().init_weights()
             with own_random_stream():

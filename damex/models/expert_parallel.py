@@ -72,7 +72,7 @@ def spread_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -
 
 def _spread(moe: MoELayer, shards: ExpertShards, size: int) -> None:
     try:
-        moe.spread_experts(shards)
+        moe.shard_experts(shards)
     except ValueError as error:
         raise ConfigError(
             f"moe.expert_parallel={size}: {error}; set moe.expert_parallel=1."

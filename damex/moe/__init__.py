@@ -1,11 +1,15 @@
-"""The mathematics of mixtures of experts; imports torch and nothing else."""
+"""The mathematics of mixtures of experts and its public names; needs torch only."""
 
-from damex.moe.adapters import AffineExperts, LowRankExperts
+# ruff: noqa: F401
+
 from damex.moe.channels.gates import (
     ChannelGate,
     ChannelGates,
     GatingPath,
     ShallowEmbedding,
+    active_share,
+    gate_l1,
+    presence_loss,
 )
 from damex.moe.channels.layers import (
     check_activation,
@@ -13,22 +17,18 @@ from damex.moe.channels.layers import (
     gated_conv2d,
     gated_ffn,
 )
-from damex.moe.channels.losses import active_share, gate_l1, presence_loss
 from damex.moe.expert_gradients import (
     ExpertGradients,
+    gathered_experts,
     sharded_layers,
     sharded_names,
-    whole_experts,
 )
-from damex.moe.experts import FFNExperts, SharedExpert
+from damex.moe.experts import AffineExperts, FFNExperts, LowRankExperts, SharedExpert
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
 from damex.moe.gates.dense import DenseSoftmaxGate, DenseToSparseGate
 from damex.moe.gates.expert_choice import ExpertChoiceGate
 from damex.moe.gates.topk import TopKGate
-from damex.moe.group_choice import (
-    GroupChoice,
-)
 from damex.moe.grouped import grouped_linear
 from damex.moe.layer import MoELayer
 from damex.moe.losses import (
@@ -41,9 +41,13 @@ from damex.moe.losses import (
     SeparateRouterLoss,
 )
 from damex.moe.metrics import (
+    LayerTally,
+    RoutingTally,
+    add_tallies,
     dispatch_counts,
     dispatch_entropy,
     dropped_counts,
+    entropy,
     mutual_information,
     routing_hits,
     top1_expert,
@@ -56,8 +60,14 @@ from damex.moe.optim import (
     expert_parameters,
 )
 from damex.moe.patches import PatchConvExperts, real_patches, route_patches
-from damex.moe.routers import CosineRouter, HierarchicalRouter, LinearRouter, MLPRouter
-from damex.moe.routing import Assignment, Packing, RoutingRecord, expert_groups
+from damex.moe.routers import (
+    CosineRouter,
+    HierarchicalRouter,
+    LinearRouter,
+    MLPRouter,
+    expert_groups,
+)
+from damex.moe.routing import Assignment, GroupChoice, Packing, RoutingRecord
 from damex.moe.shards import ExpertShards
 from damex.moe.split import (
     load_dense_split,
@@ -66,75 +76,5 @@ from damex.moe.split import (
     shared_hidden_dims,
     split_hidden_dims,
 )
-from damex.moe.tally import LayerTally, RoutingTally, add_tallies, entropy
 
-__all__ = [
-    "AffineExperts",
-    "Assignment",
-    "BiasBalancer",
-    "ChainedOptimizer",
-    "ChannelGate",
-    "ChannelGates",
-    "CosineRouter",
-    "DatasetRoutingLoss",
-    "DenseSoftmaxGate",
-    "DenseToSparseGate",
-    "ExpertCapacity",
-    "ExpertChoiceGate",
-    "ExpertGradients",
-    "ExpertShards",
-    "FFNExperts",
-    "Gate",
-    "GatingPath",
-    "GroupChoice",
-    "HierarchicalRouter",
-    "ImportanceLoss",
-    "LayerTally",
-    "LinearRouter",
-    "LoadBalanceLoss",
-    "LoadLoss",
-    "LowRankExperts",
-    "MLPRouter",
-    "MoELayer",
-    "NormalizedGD",
-    "Packing",
-    "PatchConvExperts",
-    "RouterZLoss",
-    "RoutingLoss",
-    "RoutingRecord",
-    "RoutingTally",
-    "SeparateRouterLoss",
-    "ShallowEmbedding",
-    "SharedExpert",
-    "TopKGate",
-    "active_share",
-    "add_tallies",
-    "check_activation",
-    "check_gateable",
-    "copy_expert_to_all",
-    "decay_to_mean",
-    "dispatch_counts",
-    "dispatch_entropy",
-    "dropped_counts",
-    "entropy",
-    "expert_groups",
-    "expert_parameters",
-    "gate_l1",
-    "gated_conv2d",
-    "gated_ffn",
-    "grouped_linear",
-    "load_dense_split",
-    "load_shared_split",
-    "mutual_information",
-    "presence_loss",
-    "real_patches",
-    "repeat_router_rows",
-    "route_patches",
-    "routing_hits",
-    "sharded_layers",
-    "sharded_names",
-    "shared_hidden_dims",
-    "split_hidden_dims",
-    "top1_expert",
-    "whole_experts",
-]
+whole_experts = gathered_experts  # the former name

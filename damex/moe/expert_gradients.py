@@ -1,9 +1,9 @@
-"""Gradients of experts that are spread over processes, beside those that DDP averages.
+"""Gradients of experts that are sharded over processes, which DDP does not reduce.
 
-DDP averages gradients over all processes, as the loss is the mean of theirs. An expert
-has a gradient on the processes of its column only, and there it is the sum over the
-rows of tokens that came: the sum over the column, divided by the number of all
-processes, is the gradient of the same mean.
+DDP averages gradients over all processes, as the loss is the mean of their losses. That
+of an expert exists on the processes of its column only and sums over the tokens that
+they received: its sum over the column, divided by the number of all processes, is the
+gradient of the same mean.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from damex.moe.shards import ExpertShards
 
 
 def sharded_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """The layers whose experts are spread over processes, by name.
-
-    Args:
-        model: Any module.
-    """
+    """Return the layers whose experts are sharded over processes, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -36,11 +32,7 @@ def sharded_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def sharded_names(model: nn.Module) -> list[str]:
-    """Names of the parameters and buffers that DDP must leave alone.
-
-    Args:
-        model: The module that DDP will wrap.
-    """
+    """Return the names of the parameters and buffers that DDP must ignore."""
     found = []
     for name, layer in sharded_layers(model).items():
         prefix = f"{name}.experts." if name else "experts."
@@ -51,54 +43,42 @@ def sharded_names(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def whole_experts(
+def gathered_experts(
     models: Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
     keep: bool = True,
 ) -> Iterator[None]:
-    """Gives models all of their experts for a while; see `ExpertShards.whole`.
-
-    Args:
-        models: With or without experts that are spread out.
-        optimizer: Of any of them; its state becomes whole, too.
-        keep: Whether this process needs them.
-    """
+    """Gather the experts of all sharded layers, see `ExpertShards.gathered`."""
     with ExitStack() as stack:
         for model in models:
             for layer in sharded_layers(model).values():
                 bank, shards = cast(nn.Module, layer.experts), layer.shards
                 if shards is not None:
-                    stack.enter_context(shards.whole(bank, optimizer, keep=keep))
+                    stack.enter_context(shards.gathered(bank, optimizer, keep=keep))
         yield
 
 
 class ExpertGradients:
-    """What DDP does for all other parameters, and clipping over all processes.
+    """Reduction of expert gradients, as DDP does for all others, and global clipping.
 
-    Once per step of the optimiser, after the backward pass and before anything reads
-    gradients: call `reduce`. With gradient accumulation that is once after the last
-    backward pass.
-
-    Args:
-        model: With layers whose experts are spread over processes.
-
-    Raises:
-        ValueError: If it has none.
+    Call `reduce` once per optimizer step, after the (last accumulated) backward pass
+    and before anything reads gradients. Raises ValueError if the model has no sharded
+    experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         layers = [*sharded_layers(model).values()]
         if not layers:
-            raise ValueError("ExpertGradients: no layer's experts are spread out")
+            raise ValueError("ExpertGradients: the model has no sharded experts")
         self._shards: ExpertShards = layers[0].shards  # type: ignore[assignment]
-        # In one order on all processes: collectives are matched by order.
+        # In the same order on all processes, as collectives are matched by order.
         banks = [cast(nn.Module, layer.experts) for layer in layers]
         self._parameters = [p for bank in banks for p in bank.parameters()]
         self._ids = {id(parameter) for parameter in self._parameters}
 
     def reduce(self) -> None:
-        """Makes the gradients of experts those of the mean of all processes' losses."""
+        """Make expert gradients those of the mean loss of all processes."""
         shards = self._shards
         grads = [p.grad for p in self._parameters if p.grad is not None]
         is_alone = shards.num_processes == shards.size
@@ -120,19 +100,9 @@ class ExpertGradients:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, counting the experts of all processes.
+        """Clip as `torch.nn.utils.clip_grad_norm_`, over the experts of all processes.
 
-        So all processes clip by the same number. Call `reduce` before.
-
-        Args:
-            parameters: All that the optimiser trains.
-            max_norm: As there, like the rest.
-            norm_type: See there.
-            error_if_nonfinite: See there.
-            foreach: See there.
-
-        Returns:
-            The norm before.
+        Call `reduce` before. Returns the norm before clipping, equal on all processes.
         """
         parameters = list(parameters)
         total = self._norm(parameters, norm_type, foreach)
@@ -155,7 +125,7 @@ class ExpertGradients:
             )
             for wanted in (True, False)
         )
-        # Without any gradient (frozen experts) torch makes a norm on the CPU.
+        # Without gradients (frozen experts) torch returns a norm on the CPU.
         own, common = own.to(self._shards.device), common.to(self._shards.device)
         row = self._shards.row
         if math.isinf(order):

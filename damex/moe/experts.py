@@ -1,6 +1,11 @@
-"""A bank of feed-forward experts in one tensor per parameter.
+"""Experts, with one tensor per parameter for all of them: FFNs and adapters.
 
-Axes: V real tokens, D model width, H hidden width, E experts, R rows sorted by expert.
+Adapters (`LowRankExperts`, `AffineExperts`) are small corrections per expert, added to
+an FFN that all tokens share. They start at zero, so a layer starts as its shared FFN
+for any gate.
+
+Axes: V real tokens, D model width, H hidden width, L rank, E experts, R rows sorted by
+expert.
 """
 
 from __future__ import annotations
@@ -21,15 +26,6 @@ from damex.moe.grouped import (
     spread_over_rows,
 )
 
-
-def _cubic(z: Tensor) -> Tensor:
-    return z * z * z
-
-
-def _identity(z: Tensor) -> Tensor:
-    return z
-
-
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "relu": functional.relu,
@@ -38,11 +34,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "silu": functional.silu,
         "tanh": torch.tanh,
         "sigmoid": torch.sigmoid,
-        "cubic": _cubic,
-        "identity": _identity,
+        "cubic": lambda z: z * z * z,
+        "identity": lambda z: z,
     }
 )
-# Not a fixed function: has a learned slope per expert.
+# With a learned slope per expert.
 PRELU = "prelu"
 PRELU_SLOPE = 0.25  # as in nn.PReLU
 
@@ -50,32 +46,23 @@ PRELU_SLOPE = 0.25  # as in nn.PReLU
 class FFNExperts(nn.Module):
     """E feed-forward networks: linear, activation, dropout, linear, dropout.
 
-    Each expert is what a DETR's FFN is without its identity path, and is initialised
-    as mmdet's DETR detectors initialise that: xavier uniform weights for each expert
-    on its own (so that the number of experts does not change their scale), biases as
-    in `nn.Linear`, uniform in +-1/sqrt(fan_in). Never hand the 3-D tensors to an
-    initialiser as a whole; call `reset_parameters` after one that did.
-
-    Dtype policy: that of `nn.Linear`, autocast included.
+    Each is the FFN of a DETR without its identity path and is initialized as in mmdet:
+    xavier uniform weights for each expert separately (E does not change their scale),
+    biases uniform in +-1/sqrt(fan_in). An initializer must not treat the 3-D tensors as
+    one matrix; call `reset_parameters` after one that did. Computes in the dtype of
+    `nn.Linear`.
 
     Args:
-        num_experts: E.
-        embed_dims: D.
-        hidden_dims: H.
         activation: One of `ACTIVATIONS`, or 'prelu' with one learned slope per expert.
             Released DAMEX uses 'gelu', DETR 'relu', DAB-DETR 'prelu'; Chen et al. 2022
             compare 'cubic' with linear experts, 'identity'.
-        dropout: Probability, applied at both places where DETR's FFN has it.
-        init_std: Standard deviation of weights drawn from a truncated normal, with
-            biases at zero, as released DAMEX has it with 0.005 (timm's initialiser: the
-            cut is at +-2, not at two deviations); None for the above.
-        output_bias: Whether the second bias learns. False fixes it at zero, or at that
-            of a dense FFN that is loaded; it stays in the checkpoint as a buffer.
+        dropout: Probability in [0, 1), applied twice as in the FFN of DETR.
+        init_std: Standard deviation of truncated normal weights (timm's, cut at +-2)
+            with zero biases, 0.005 in released DAMEX; None for the initialization
+            above.
+        output_bias: Whether the second bias learns. Otherwise it is a buffer that holds
+            zero, or the bias of the dense FFN that is loaded.
         backend: See `damex.moe.grouped.grouped_linear`.
-
-    Raises:
-        ValueError: If a size or `init_std` is not positive, the dropout is not in
-            [0, 1), or the activation or the back-end is unknown.
     """
 
     expert_rows = ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED", "slope_E1")
@@ -121,13 +108,13 @@ class FFNExperts(nn.Module):
             self.b2_ED = nn.Parameter(b2_ED)
         else:
             self.register_buffer("b2_ED", b2_ED)
-        # One column, to have the shape of nn.PReLU's weight for each expert.
+        # One column, the shape of nn.PReLU's weight for each expert.
         slope_E1 = torch.empty(num_experts, 1) if activation == PRELU else None
         self.slope_E1 = None if slope_E1 is None else nn.Parameter(slope_E1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all experts anew, each from a stream of its own."""
+        """Re-initialize all experts, each with its own random numbers."""
         for weight_EIO, bias_EO in (
             (self.w1_EDH, self.b1_EH),
             (self.w2_EHD, self.b2_ED),
@@ -146,21 +133,13 @@ class FFNExperts(nn.Module):
             nn.init.constant_(self.slope_E1, PRELU_SLOPE)
 
     def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its segment of rows.
-
-        Args:
-            tokens_RD: Rows sorted by expert.
-            counts_E: Rows of each expert, int64; must sum to R.
-
-        Returns:
-            out_RD: In the order of `tokens_RD`, unweighted.
-        """
+        """Apply each expert to its segment of rows; `counts_E` must sum to R."""
         backend = choose_backend(tokens_RD, self.w1_EDH, backend=self.backend)
         slope_R1 = None
         if self.slope_E1 is not None:
             slope_R1 = spread_over_rows(self.slope_E1, counts_E, tokens_RD.shape[0])
         if backend == "split":
-            counts_E = counts_E.cpu()  # a GPU waits for the counts only once
+            counts_E = counts_E.cpu()  # synchronizes a GPU only once
         hidden_RH = grouped_linear(
             tokens_RD, self.w1_EDH, self.b1_EH, counts_E, backend=backend
         )
@@ -174,81 +153,36 @@ class FFNExperts(nn.Module):
         return self._drop(out_RD)
 
     def forward_expert(self, tokens: Tensor, *, expert: int) -> Tensor:
-        """Applies one expert to all tokens, as a dense FFN, without sorting them.
-
-        The other experts get zero gradients.
-
-        Args:
-            tokens: (..., D).
-            expert: Its number, in [0, E).
-
-        Returns:
-            out: Of the same shape.
-        """
-        slope = () if self.slope_E1 is None else (self.slope_E1[expert],)
-        return self._one_expert(
-            tokens,
-            self.w1_EDH[expert],
-            self.b1_EH[expert],
-            self.w2_EHD[expert],
-            self.b2_ED[expert],
-            *slope,
-        )
+        """Apply one expert to all tokens (..., D); the others get zero gradients."""
+        slope = None if self.slope_E1 is None else self.slope_E1[expert]
+        hidden = functional.linear(tokens, self.w1_EDH[expert].t(), self.b1_EH[expert])
+        hidden = self.activate(hidden, slope)
+        out = functional.linear(hidden, self.w2_EHD[expert].t(), self.b2_ED[expert])
+        return self._drop(out)
 
     def activate(self, hidden: Tensor, slope: Tensor | None) -> Tensor:
-        """Applies activation and dropout.
-
-        Args:
-            hidden: (..., H), of any experts.
-            slope: Those of the rows' experts, (..., 1), for PReLU; None for others.
-
-        Returns:
-            hidden: Of the same shape.
-        """
+        """Apply activation and dropout to (..., H); PReLU has a slope (..., 1)."""
         if slope is None:
             return self._drop(ACTIVATIONS[self.activation](hidden))
         sloped = slope.to(hidden.dtype) * hidden
         return self._drop(torch.where(hidden > 0, hidden, sloped))
 
     def extra_repr(self) -> str:
-        """Sizes and options, for `print(module)`."""
+        """Return sizes and options, for `print(module)`."""
         return (
             f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
             f"hidden_dims={self.hidden_dims}, activation={self.activation!r}"
         )
-
-    def _one_expert(
-        self,
-        rows_RD: Tensor,
-        w1_DH: Tensor,
-        b1_H: Tensor,
-        w2_HD: Tensor,
-        b2_D: Tensor,
-        slope_1: Tensor | None = None,
-    ) -> Tensor:
-        hidden_RH = functional.linear(rows_RD, w1_DH.t(), b1_H)
-        hidden_RH = self.activate(hidden_RH, slope_1)
-        return self._drop(functional.linear(hidden_RH, w2_HD.t(), b2_D))
 
     def _drop(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, training=self.training)
 
 
 class SharedExpert(nn.Module):
-    """What all datasets have in common, so that routed experts need not repeat it.
+    """One FFN for every real token, added to the routed output with weight 1.
 
-    One FFN on every real token, added to the routed output with weight 1 (DeepSeekMoE,
-    Dai et al. 2024, arXiv 2401.06066, eq. 9). It is part of no routing: records, losses
-    and metrics speak of the routed experts alone.
-
-    Args:
-        embed_dims: D.
-        hidden_dims: H.
-        activation: As in `FFNExperts`.
-        dropout: As in `FFNExperts`.
-
-    Raises:
-        ValueError: As `FFNExperts` does.
+    DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066, eq. 9). Records, losses and metrics
+    cover the routed experts only.
     """
 
     def __init__(
@@ -265,17 +199,114 @@ class SharedExpert(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Draws the expert anew."""
+        """Re-initialize the expert."""
         self.expert.reset_parameters()
 
     def forward(self, tokens_VD: Tensor) -> Tensor:
-        """Applies the expert to all tokens.
-
-        Args:
-            tokens_VD: (V, D).
-
-        Returns:
-            out_VD: Of the same shape.
-        """
+        """Apply the expert to all tokens."""
         counts_E = torch.full((1,), tokens_VD.shape[0], device=tokens_VD.device)
         return self.expert(tokens_VD, counts_E)
+
+
+class LowRankExperts(nn.Module):
+    """E linear maps of rank L without bias, x -> x A_e B_e.
+
+    MoLA (Zhou et al., ICML 2024, arXiv 2406.09679), initialized as LoRA (Hu et al.
+    2021, arXiv 2106.09685): A uniform in +-1/sqrt(D), B zero. LoRA's factor alpha /
+    rank is omitted, as with Adam it only scales the learning rate. `rank` is L, at most
+    D, by default ceil(D / 16), for 2 L D multiply-adds per token. Computes in the dtype
+    of `nn.Linear`.
+    """
+
+    needs_shared_expert: ClassVar[bool] = True
+    expert_rows = ("down_EDL", "up_ELD")
+    output_names: ClassVar[tuple[str, ...]] = ("up_ELD",)
+
+    def __init__(
+        self,
+        num_experts: int,
+        embed_dims: int,
+        rank: int | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if rank is None:
+            rank = -(-embed_dims // 16)
+        check_sizes(
+            "LowRankExperts", num_experts=num_experts, embed_dims=embed_dims, rank=rank
+        )
+        if rank > embed_dims:
+            raise ValueError(
+                f"LowRankExperts: rank must be at most embed_dims={embed_dims}, beyond "
+                f"which a map gains nothing, got {rank}"
+            )
+        check_choice("LowRankExperts", BACKENDS, backend=backend)
+        self.num_experts = num_experts
+        self.embed_dims = embed_dims
+        self.rank = rank
+        self.backend = backend
+        self.down_EDL = nn.Parameter(torch.empty(num_experts, embed_dims, rank))
+        self.up_ELD = nn.Parameter(torch.empty(num_experts, rank, embed_dims))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Re-initialize A and set B to zero."""
+        bound = self.embed_dims**-0.5
+        nn.init.uniform_(self.down_EDL, -bound, bound)
+        nn.init.zeros_(self.up_ELD)
+
+    def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Apply each expert to its segment of rows; `counts_E` must sum to R."""
+        backend = choose_backend(tokens_RD, self.down_EDL, backend=self.backend)
+        if backend == "split":
+            counts_E = counts_E.cpu()  # synchronizes a GPU only once
+        rows = tokens_RD
+        for weight in (self.down_EDL, self.up_ELD):
+            rows = grouped_linear(rows, weight, None, counts_E, backend=backend)
+        return rows
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for `print(module)`."""
+        return (
+            f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
+            f"rank={self.rank}"
+        )
+
+
+class AffineExperts(nn.Module):
+    """E scales and shifts, x -> gamma_e * x + beta_e, all zero at the start.
+
+    FiLM (Perez et al., AAAI 2018, arXiv 1709.07871), as the cheapest baseline of
+    experts: D multiply-adds per token and 2 E D to look up its expert, without host
+    synchronization.
+    """
+
+    needs_shared_expert: ClassVar[bool] = True
+    expert_rows = ("gamma_ED", "beta_ED")
+    output_names: ClassVar[tuple[str, ...]] = ("gamma_ED", "beta_ED")
+
+    def __init__(self, num_experts: int, embed_dims: int) -> None:
+        super().__init__()
+        check_sizes("AffineExperts", num_experts=num_experts, embed_dims=embed_dims)
+        self.num_experts = num_experts
+        self.embed_dims = embed_dims
+        self.gamma_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
+        self.beta_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to zero."""
+        nn.init.zeros_(self.gamma_ED)
+        nn.init.zeros_(self.beta_ED)
+
+    def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Apply each expert to its segment of rows; `counts_E` must sum to R."""
+        both_EF = torch.cat([self.gamma_ED, self.beta_ED], dim=1)
+        both_RF = spread_over_rows(both_EF, counts_E, tokens_RD.shape[0])
+        gamma_RD, beta_RD = both_RF.chunk(2, dim=1)
+        return gamma_RD * tokens_RD + beta_RD
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for `print(module)`."""
+        return f"num_experts={self.num_experts}, embed_dims={self.embed_dims}"

@@ -1,4 +1,4 @@
-"""One linear map per expert over rows sorted by expert, and its back-ends.
+"""One linear map per expert over rows sorted by expert, and its backends.
 
 Axes: E experts, R rows, D input width and F output width of one linear map.
 """
@@ -26,51 +26,26 @@ def grouped_linear(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Applies expert e's linear map to the e-th segment of rows.
+    """Apply expert e's linear map to the e-th segment of rows.
 
-    All back-ends give the same result, run under autocast, and give experts without
-    rows (or all experts, when there are no rows) zero gradients, never None.
+    All backends give the same result, run under autocast, and give experts without rows
+    zero gradients, never None. Raises ValueError if the backend is unknown or does not
+    support the input.
 
-    - 'split': one `linear` per segment; fastest on the CPU, reads the counts on the
-      host.
-    - 'grouped_mm': one kernel for all experts, nothing is read on the host.
-    - 'auto': 'grouped_mm' for bfloat16 on CUDA devices that have the fast kernel,
-      else 'split'.
-
-    Args:
-        x_RD: Rows sorted by expert.
-        weight_EDF: One (in, out) matrix per expert.
-        bias_EF: One bias per expert, or None.
-        counts_E: Rows of each expert, int64; must sum to R.
-        backend: One of `BACKENDS`.
-
-    Returns:
-        out_RF: In the order of `x_RD`.
-
-    Raises:
-        ValueError: If the back-end is unknown or cannot do this input.
+    - 'split': one `linear` per segment; fastest on the CPU, synchronizes with the host.
+    - 'grouped_mm': one kernel for all experts, without synchronization.
+    - 'auto': 'grouped_mm' for bfloat16 on CUDA devices with the fast kernel, else
+      'split'.
     """
     backend = choose_backend(x_RD, weight_EDF, backend=backend)
-    # A compiled graph cannot ask: its number of rows may be known only when it runs.
+    # In a compiled graph the number of rows may be unknown until it runs.
     if backend == "grouped_mm" and (torch.compiler.is_compiling() or len(x_RD) > 0):
         return _grouped_mm_linear(x_RD, weight_EDF, bias_EF, counts_E)
     return _split_linear(x_RD, weight_EDF, bias_EF, counts_E)
 
 
 def choose_backend(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = "auto") -> str:
-    """Resolves 'auto' and checks that the back-end can do this input.
-
-    Args:
-        x_RD: Rows sorted by expert.
-        weight_EDF: One (in, out) matrix per expert.
-        backend: One of `BACKENDS`.
-
-    Returns:
-        'split' or 'grouped_mm'.
-
-    Raises:
-        ValueError: If the back-end is unknown or cannot do this input.
-    """
+    """Resolve 'auto' to 'split' or 'grouped_mm' and check the backend."""
     check_choice("grouped_linear", BACKENDS, backend=backend)
     if backend == "grouped_mm":
         obstacle = _grouped_mm_obstacle(x_RD, weight_EDF)
@@ -96,27 +71,19 @@ def map_segments(
     parameters: Sequence[Tensor],
     counts_E: Tensor,
 ) -> Tensor:
-    """Applies `function(rows, *parameters_of_e)` to each expert's segment of rows.
+    """Apply `function(rows, *parameters_of_e)` to each expert's segment of rows.
 
-    Empty segments are skipped, which costs their experts nothing and gives them zero
-    gradients. Reads the counts on the host, unless there is one expert only.
-
-    Args:
-        function: Row-wise map from one segment of rows and one expert's parameters.
-        x_RD: Rows sorted by expert.
-        parameters: Tensors whose first axis is E.
-        counts_E: Rows of each expert, int64; must sum to R.
-
-    Returns:
-        The outputs in the order of `x_RD`.
+    The first axis of `parameters` is E. Empty segments are skipped, which gives their
+    experts zero gradients. The counts are read on the host unless there is only one
+    expert.
     """
     num_experts = counts_E.shape[0]
     unbound = [parameter.unbind() for parameter in parameters]
     if num_experts == 1:
         return function(x_RD, *(slices[0] for slices in unbound))
     sizes = counts_E.tolist() if x_RD.shape[0] > 0 else [0] * num_experts
-    # Without any row expert 0 maps an empty slice, which ties all parameters to the
-    # graph: unbind gives the experts that are left out zero gradients.
+    # Without rows, expert 0 maps an empty slice, which connects all parameters to the
+    # graph: unbind gives the skipped experts zero gradients.
     used = [e for e, size in enumerate(sizes) if size > 0] or [0]
     segments = x_RD.split(sizes)
     outs = [function(segments[e], *(slices[e] for slices in unbound)) for e in used]
@@ -124,21 +91,13 @@ def map_segments(
 
 
 def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
-    """Repeats each expert's values for every row of its segment.
+    """Repeat each expert's values for every row of its segment.
 
-    One-hot rows times the values is deterministic in the backward pass, where a gather
+    A product with one-hot rows is deterministic in the backward pass, where a gather
     would add with atomics.
-
-    Args:
-        values_EF: One row of values per expert.
-        counts_E: Rows of each expert, int64; must sum to R.
-        num_rows: R.
-
-    Returns:
-        values_RF: In the order of the rows.
     """
     experts_E = torch.arange(counts_E.shape[0], device=counts_E.device)
-    # With output_size a GPU need not tell the host how many rows there are.
+    # output_size avoids a synchronization with the host.
     expert_index_R = experts_E.repeat_interleave(counts_E, output_size=num_rows)
     one_hot_RE = expert_index_R.unsqueeze(1) == experts_E
     return one_hot_RE.to(values_EF.dtype) @ values_EF
@@ -147,8 +106,8 @@ def spread_over_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tens
 def _split_linear(
     x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    # What torch.compile and the transforms of torch.func (vmap, jacfwd; torch has no
-    # public name for the question) cannot look into is left to autograd.
+    # torch.compile and torch.func transforms (torch has no public test for them) do not
+    # support the custom function below.
     transformed = torch._C._are_functorch_transforms_active()
     if torch.compiler.is_compiling() or transformed or weight_EDF.shape[0] == 1:
         parameters = (weight_EDF,) if bias_EF is None else (weight_EDF, bias_EF)
@@ -165,10 +124,10 @@ def _linear(rows_RD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None) ->
 
 
 class _SplitLinear(torch.autograd.Function):
-    """One product per expert, written where it belongs: nothing is joined afterwards.
+    """One product per expert, written in place into the result.
 
-    With many experts and few tokens the gradient of the weights is the largest tensor
-    of a step, and autograd would make it in pieces and copy these together.
+    With many experts and few tokens the weight gradient is the largest tensor of a
+    step; autograd would compute it in pieces and copy them together.
     """
 
     @staticmethod
@@ -218,15 +177,14 @@ class _SplitLinear(torch.autograd.Function):
 def _grouped_mm_linear(
     x_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, counts_E: Tensor
 ) -> Tensor:
-    """The only caller of `F.grouped_mm`; owns its hazards.
+    """Call `F.grouped_mm` (only here) and work around its hazards.
 
     - It ignores autocast: everything is cast here.
-    - It takes int32 offsets only, and rows past the last offset come out (and get
-      gradients) uninitialised: there are none, since the counts sum to R.
+    - Rows past the last (int32) offset are uninitialized: the counts sum to R.
     - It has no bias: `spread_over_rows` adds one.
     - It crashes on incoming gradients with stride 0, as `out.sum()` makes them.
-    - Its weight gradients of empty groups are not zero on every device
-      (pytorch/pytorch issue 172439).
+    - Its weight gradients of empty groups are not zero on every device (pytorch/pytorch
+      issue 172439).
     - Zero rows fail under torch.compile (pull 192497): the caller avoids them.
     """
     dtype = _compute_dtype(x_RD)
@@ -241,7 +199,7 @@ def _grouped_mm_linear(
 
 
 def _grouped_mm_obstacle(x_RD: Tensor, weight_EDF: Tensor) -> str | None:
-    """What keeps `F.grouped_mm` from doing this input, or None."""
+    """Return what `F.grouped_mm` needs and this input lacks, or None."""
     if not hasattr(functional, "grouped_mm"):
         return f"torch 2.10 or newer (this is {torch.__version__})"
     dtype = _compute_dtype(x_RD)
@@ -256,14 +214,14 @@ def _grouped_mm_obstacle(x_RD: Tensor, weight_EDF: Tensor) -> str | None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype `linear` would compute in: autocast's, which leaves float64 alone."""
+    """Return the dtype that `linear` computes in: autocast's, except for float64."""
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 class _ContiguousGrad(torch.autograd.Function):
-    """Identity whose incoming gradient is made contiguous."""
+    """Identity that makes the incoming gradient contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -275,7 +233,7 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class _ZeroGradWhenEmpty(torch.autograd.Function):
-    """Identity on expert weights; experts without rows get an exact zero gradient."""
+    """Identity on expert weights; experts without rows get exactly zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:

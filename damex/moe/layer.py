@@ -1,17 +1,13 @@
-"""The mixture-of-experts layer: router, gate, experts and losses put together.
+"""The mixture-of-experts layer, composed of router, gate, experts and losses.
 
-`MoELayer.forward` takes the real tokens out of the images at its start and puts them
-back at its end; whatever it calls sees real tokens only.
-
-Axes: B images, N tokens per image (padding included), V real tokens of the batch,
-D model width, E experts, R routes (token-expert pairs), G dataset groups.
+Axes: B images, N tokens per image (padding included), V real tokens of the batch, D
+model width, E experts, R routes (token-expert pairs), G dataset groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -19,95 +15,62 @@ from torch import Tensor, nn
 
 from damex.moe.experts import SharedExpert
 from damex.moe.gates import Gate
-from damex.moe.group_choice import (
+from damex.moe.losses import RoutingLoss
+from damex.moe.routers import Router
+from damex.moe.routing import (
     GroupChoice,
+    Packing,
+    RoutingRecord,
     allowed_experts,
-    group_experts_mask,
     image_votes,
 )
-from damex.moe.losses import RoutingLoss
-from damex.moe.routing import Assignment, Packing, RoutingRecord
 from damex.moe.shards import ExpertShards
 
 
-class Router(Protocol):
-    """A module that scores experts for tokens: (..., D) -> logits (..., E), row by row.
-
-    Logits are float32 (or float64) whatever autocast says, and their softmax over E is
-    the routing distribution. Rows must not look at each other.
-    """
-
-    num_experts: int
-
-    def __call__(self, tokens: Tensor, /) -> Tensor:
-        """Returns the logits of each row of `tokens`."""
-
-    def reset_parameters(self) -> None:
-        """Draws new parameters."""
-
-
 class Experts(Protocol):
-    """A module that is a bank of E experts, in one tensor per parameter.
+    """A module with E experts, stacked in one tensor per parameter.
 
-    Every parameter must get a gradient (zeros if need be) on every backward, also when
-    an expert, or all of them, received no token.
-
-    A bank may name, in `output_names`, the parameters that make it answer zero when
-    they are zero; it can then be muted beside a shared expert that starts as a dense
-    FFN. It names in `expert_rows` the parameters and buffers whose first axis counts
-    experts; without that, datasets cannot be reordered, added or taken away (the same
-    holds for a router or a gate with tensors). One that says `needs_shared_expert` is
-    no FFN by itself.
+    Every parameter must get a gradient (possibly zero) in every backward pass, also
+    without tokens. Optional attributes: `output_names`, the parameters whose zero makes
+    the output zero (to start a layer as its shared expert); `expert_rows`, the
+    parameters and buffers whose first axis counts experts (to reorder, add or remove
+    datasets; also of routers and gates); `needs_shared_expert`, if the experts are not
+    an FFN by themselves.
     """
 
     num_experts: int
 
     def __call__(self, tokens_RD: Tensor, counts_E: Tensor, /) -> Tensor:
-        """Maps rows sorted by expert to outputs of shape (R, D)."""
+        """Map rows sorted by expert to outputs (R, D)."""
 
     def reset_parameters(self) -> None:
-        """Draws new parameters."""
+        """Re-initialize the parameters."""
 
 
 class MoELayer(nn.Module):
-    """Routes tokens to experts and adds their weighted outputs up.
+    """Route tokens to experts and sum their weighted outputs.
 
-    There is no residual, norm or shared state in here: the caller adds the identity
-    path, and losses are returned in the RoutingRecord. In evaluation no loss is
-    computed, group ids change nothing (but for `GroupChoice.oracle`), and an image's
-    result does not depend on padding nor, unless the gate has an `ExpertCapacity`, on
-    the other images.
+    Packs the real tokens at the start and unpacks them at the end: all parts see real
+    tokens only. The caller adds the residual; losses are returned in the RoutingRecord.
+    In evaluation no loss is computed, group ids have no effect (except with
+    `GroupChoice.oracle`), and the result of an image does not depend on padding nor,
+    unless the gate has an `ExpertCapacity`, on the other images. The router computes in
+    float32, the experts in the dtype of autocast, if enabled; the output has the dtype
+    of the tokens.
 
-    torch.compile makes one graph (fullgraph=True) with any gate of damex when the
-    experts' backend is 'grouped_mm'; 'split' reads the counts on the host and breaks
-    the graph before the experts. Make the packing outside of the graph. Where the gate
-    decides how many routes there are, the graph has to be told to expect that: set
-    `torch._dynamo.config.capture_dynamic_output_shape_ops` for `DenseToSparseGate`
-    (unless its threshold is 0 and it has no `end_k`), an `ExpertCapacity`, and
-    `ExpertChoiceGate` with padding.
-
-    `spread_experts` shares the experts out among processes; all of them then have to
-    call the layer the same number of times, with any number of tokens.
-
-    Dtype policy: the router computes in float32 (see `LinearRouter`), the experts in
-    autocast's dtype if there is one; the output has the dtype of the tokens.
+    torch.compile gives one graph (fullgraph=True) with the 'grouped_mm' backend;
+    'split' breaks it before the experts. Build the packing outside of the graph, and
+    set `torch._dynamo.config.capture_dynamic_output_shape_ops` if the number of routes
+    depends on the data: for `DenseToSparseGate`, unless it keeps all routes,
+    `ExpertCapacity`, and `ExpertChoiceGate` with padding.
 
     Args:
-        router: Tokens -> logits.
-        gate: Logits -> Assignment.
-        experts: Rows sorted by expert -> outputs.
-        shared_expert: What every token passes beside its routed experts, if any.
+        shared_expert: Applied to every token in addition to its routed experts.
         losses: Routing losses to compute in training.
-        group_experts: For each dataset group the ids of its experts; kept in the
-            checkpoint as `group_experts_GE`. Groups may share experts.
-        group_choice: Whether an image's tokens are kept to the experts of one group.
-
-    Raises:
-        ValueError: If the parts do not fit together or `group_experts` is not a map
-            from groups to one or more existing experts.
-
-    Attributes:
-        shards: Where the experts are; None where all of them are here.
+        group_experts: For each dataset group the ids of its experts, possibly shared
+            with other groups; stored in the checkpoint as `group_experts_GE`.
+        group_choice: Whether an image's tokens are restricted to the experts of one
+            group.
     """
 
     group_experts_GE: Tensor | None
@@ -153,26 +116,23 @@ class MoELayer(nn.Module):
         return self.experts.num_experts
 
     def reset_parameters(self) -> None:
-        """Draws the parameters of router and experts anew."""
+        """Re-initialize router and experts."""
         self.router.reset_parameters()
-        with self._whole_experts():
+        if self.shards is None:
             self.experts.reset_parameters()
+        else:  # so that random draws are those of one process
+            with self.shards.gathered(cast(nn.Module, self.experts)):
+                self.experts.reset_parameters()
         if self.shared_expert is not None:
             self.shared_expert.reset_parameters()
 
-    def spread_experts(self, shards: ExpertShards) -> None:
-        """Keeps the experts of this process; the others answer through the exchange.
+    def shard_experts(self, shards: ExpertShards) -> None:
+        """Keep the experts of this process; all processes exchange tokens in `forward`.
 
-        Router, gate and losses are as before. Gradients of experts are no matter of
-        DDP from here on, see `damex.moe.expert_gradients`.
-
-        Args:
-            shards: Which experts are where.
-
-        Raises:
-            ValueError: If they cannot be shared out, see `ExpertShards.keep_own`.
+        They must call it equally often, with any number of tokens, and DDP must not
+        reduce expert gradients, see `damex.moe.expert_gradients`.
         """
-        shards.keep_own(cast(nn.Module, self.experts))
+        shards.shard(cast(nn.Module, self.experts))
         self.shards = shards
 
     def forward(
@@ -184,27 +144,21 @@ class MoELayer(nn.Module):
         foreground_BN: Tensor | None = None,
         earlier_votes_BG: Tensor | None = None,
     ) -> tuple[Tensor, RoutingRecord]:
-        """Routes the tokens of a batch.
+        """Route the tokens of a batch, or raise ValueError for wrong shapes or ids.
 
         Args:
             tokens_BND: Tokens, batch first.
-            packing: Which tokens are real; None when all are. Layers that see the same
-                tokens may share one.
-            group_ids_B: Dataset group of each image, -1 where unknown. Read only by
-                losses in training and where datasets choose the group (see
-                `GroupChoice`), and kept in the record for metrics. The range of
-                ids that live on a GPU is not checked, as that would stall it.
-            foreground_BN: bool, True for tokens on an object; read only by losses that
-                ask for it.
-            earlier_votes_BG: Where images choose their group, the `votes_BG` of the
-                layer before; None where this is the first.
+            packing: Which tokens are real; None when all are. Layers may share one.
+            group_ids_B: Dataset group of each image, -1 if unknown. Read by losses in
+                training, by `GroupChoice` and by metrics. Range-checked on the CPU
+                only.
+            foreground_BN: bool, True for tokens on an object, for losses that read it.
+            earlier_votes_BG: With `image_vote`, `votes_BG` of the previous layer, if
+                any.
 
         Returns:
-            out_BND: In the dtype of the tokens; padded tokens are exactly zero.
-            record: What was routed, with the weighted losses when training.
-
-        Raises:
-            ValueError: If shapes or ids are wrong, or a loss lacks its group ids.
+            out_BND, in the dtype of the tokens and exactly zero for padding, and the
+            record of the routing, with the weighted losses in training.
         """
         record = self.route(
             tokens_BND,
@@ -215,7 +169,11 @@ class MoELayer(nn.Module):
         )
         tokens_VD = record.packing.pack(tokens_BND)
         assignment = record.assignment
-        out_RD = self._answers(tokens_VD, assignment)
+        rows_RD, counts_E = assignment.dispatch(tokens_VD), assignment.counts_E
+        if self.shards is None:
+            out_RD = self.experts(rows_RD, counts_E)
+        else:
+            out_RD = self.shards.run(self.experts, rows_RD, counts_E)
         out_VD = assignment.combine(out_RD).to(tokens_BND.dtype)
         if self.shared_expert is not None:
             out_VD = out_VD + self.shared_expert(tokens_VD).to(out_VD.dtype)
@@ -230,99 +188,67 @@ class MoELayer(nn.Module):
         foreground_BN: Tensor | None = None,
         earlier_votes_BG: Tensor | None = None,
     ) -> RoutingRecord:
-        """Router, gate and losses alone, for callers that run the experts themselves.
+        """Compute router, gate and losses only, for callers that run the experts.
 
-        Args:
-            tokens_BND: As in `forward`, like the rest.
-            packing: See there.
-            group_ids_B: See there.
-            foreground_BN: See there.
-            earlier_votes_BG: See there.
-
-        Returns:
-            What was routed, with the weighted losses when training.
-
-        Raises:
-            ValueError: As `forward`.
+        Takes the arguments of `forward` and raises the same errors.
         """
         packing = self._check_forward(tokens_BND, packing, group_ids_B, foreground_BN)
         logits_VE = self.router(packing.pack(tokens_BND))
         group_ids_V = None
         if group_ids_B is not None:
             group_ids_V = packing.spread(group_ids_B.to(logits_VE.device))
-        votes_BG = self._count_votes(logits_VE, packing, earlier_votes_BG)
-        allowed_VE = self._allowed(packing, group_ids_V, votes_BG)
-        limits = {} if allowed_VE is None else {"allowed_VE": allowed_VE}
+        votes_BG = None
+        if self._chooser == "image" and self.group_experts_GE is not None:
+            votes_BG = image_votes(logits_VE, self.group_experts_GE, packing)
+            if earlier_votes_BG is not None:
+                votes_BG = earlier_votes_BG + votes_BG
+        allowed = self._restrict(packing, group_ids_V, votes_BG)
         record = RoutingRecord(
             logits_VE=logits_VE,
             packing=packing,
-            assignment=self.gate(logits_VE, packing, **limits),
+            assignment=self.gate(logits_VE, packing, **allowed),
             group_ids_V=group_ids_V,
             group_experts_GE=self.group_experts_GE,
             foreground_V=None if foreground_BN is None else packing.pack(foreground_BN),
             votes_BG=votes_BG,
-            is_forced=self.group_choice.chooser(training=self.training) == "dataset",
+            is_forced=self._chooser == "dataset",
         )
         if self.training:
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}
             record = dataclasses.replace(record, losses=losses)
         return record
 
-    def _answers(self, tokens_VD: Tensor, assignment: Assignment) -> Tensor:
-        """What the experts answer to each route, unweighted."""
-        rows_RD = assignment.dispatch(tokens_VD)
-        if self.shards is None:
-            return self.experts(rows_RD, assignment.counts_E)
-        return self.shards.run(self.experts, rows_RD, assignment.counts_E)
-
-    def _whole_experts(self) -> AbstractContextManager[None]:
-        """So that draws are those of one process, and not alike on all of them."""
-        if self.shards is None:
-            return nullcontext()
-        return self.shards.whole(cast(nn.Module, self.experts))
-
-    def _count_votes(
-        self, logits_VE: Tensor, packing: Packing, earlier_votes_BG: Tensor | None
-    ) -> Tensor | None:
-        """Votes of these tokens and of the layers before; None where nobody votes."""
-        chooser = self.group_choice.chooser(training=self.training)
-        if chooser != "image" or self.group_experts_GE is None:
-            return None
-        votes_BG = image_votes(logits_VE, self.group_experts_GE, packing)
-        return votes_BG if earlier_votes_BG is None else earlier_votes_BG + votes_BG
-
-    def _allowed(
+    def _restrict(
         self, packing: Packing, group_ids_V: Tensor | None, votes_BG: Tensor | None
-    ) -> Tensor | None:
-        """Experts that each token may be routed to; None where all are open."""
-        chooser = self.group_choice.chooser(training=self.training)
-        chosen_V = group_ids_V if chooser == "dataset" else None
+    ) -> dict[str, Tensor]:
+        """Return the mask of experts open to each token, empty if all are."""
+        chosen_V = group_ids_V if self._chooser == "dataset" else None
         if votes_BG is not None:
             chosen_V = packing.spread(votes_BG.argmax(1))
         if chosen_V is None or self.group_experts_GE is None:
-            return None
-        return allowed_experts(chosen_V, self.group_experts_GE)
+            return {}
+        return {"allowed_VE": allowed_experts(chosen_V, self.group_experts_GE)}
+
+    @property
+    def _chooser(self) -> str:
+        return self.group_choice.chooser(training=self.training)
 
     def set_group_choice(self, choice: GroupChoice) -> None:
-        """Sets who chooses the group from now on.
+        """Set what chooses the group from now on.
 
-        Raises:
-            ValueError: If there are no groups to choose, or the gate cannot keep tokens
-                to one; then all stays as it was.
+        Raises ValueError, changing nothing, without groups or if the gate does not
+        support it.
         """
         if choice.options:
-            self._check_group_choice(choice)
+            if self.group_experts_GE is None:
+                raise ValueError(
+                    f"{' and '.join(choice.options)} needs group_experts, the experts "
+                    "of each dataset group, e.g. group_experts=[[0], [1]] for two "
+                    "datasets"
+                )
+            smallest = int(self.group_experts_GE.sum(1).min())
+            self.gate.check_group_choice(choice, smallest=smallest)
         self.group_choice = choice
-
-    def _check_group_choice(self, choice: GroupChoice) -> None:
-        """Refuses options where there is no group, or the gate cannot keep to one."""
-        if self.group_experts_GE is None:
-            raise ValueError(
-                f"{' and '.join(choice.options)} needs group_experts, the experts of "
-                "each dataset group, e.g. group_experts=[[0], [1]] for two datasets"
-            )
-        smallest = int(self.group_experts_GE.sum(1).min())
-        self.gate.check_group_choice(choice, smallest=smallest)
 
     def _check_forward(
         self,
@@ -331,7 +257,7 @@ class MoELayer(nn.Module):
         group_ids_B: Tensor | None,
         foreground_BN: Tensor | None,
     ) -> Packing:
-        """Returns the packing, that of all tokens if there is none."""
+        """Check the inputs and return the packing; by default all tokens are real."""
         if tokens_BND.dim() != 3:
             raise ValueError(
                 "MoELayer: tokens_BND must be (B, N, D), got shape "
@@ -342,9 +268,9 @@ class MoELayer(nn.Module):
             packing = Packing(*size)
         if (packing.num_images, packing.num_tokens) != size:
             raise ValueError(
-                f"MoELayer: the packing is of {packing.num_images} images with "
+                f"MoELayer: the packing has {packing.num_images} images with "
                 f"{packing.num_tokens} tokens each, but tokens_BND has {size[0]} with "
-                f"{size[1]}; make it of the mask of these tokens"
+                f"{size[1]}; build it from the mask of these tokens"
             )
         if foreground_BN is not None and (
             foreground_BN.shape != size or foreground_BN.dtype != torch.bool
@@ -360,17 +286,17 @@ class MoELayer(nn.Module):
         return packing
 
     def _check_no_group_ids(self) -> None:
-        """Refuses to go on without dataset groups where something reads them."""
+        """Reject missing group ids if something reads them."""
         readers = []
         if self.training:
             readers = [loss.name for loss in self.losses if loss.needs_groups]
-        if self.group_choice.chooser(training=self.training) == "dataset":
+        if self._chooser == "dataset":
             readers.append("teacher_forcing" if self.training else "oracle")
         if readers:
             raise ValueError(
                 f"MoELayer: in {'training' if self.training else 'evaluation'} "
                 f"{readers} need group_ids_B, the dataset group of each image (-1 "
-                "where unknown), but got None"
+                "if unknown), but got None"
             )
 
     def _check_group_ids(self, group_ids_B: Tensor, num_images: int) -> None:
@@ -381,7 +307,7 @@ class MoELayer(nn.Module):
             )
         if self.group_experts_GE is None or group_ids_B.device.type != "cpu":
             return
-        if torch.compiler.is_compiling():  # values are known only when the graph runs
+        if torch.compiler.is_compiling():  # values are unknown until the graph runs
             return
         num_groups = self.group_experts_GE.shape[0]
         if any(not -1 <= group < num_groups for group in group_ids_B.tolist()):
@@ -389,3 +315,29 @@ class MoELayer(nn.Module):
                 f"MoELayer: group_ids_B must lie in [-1, {num_groups}), as "
                 f"group_experts has {num_groups} groups, got {group_ids_B.tolist()}"
             )
+
+
+def group_experts_mask(
+    group_experts: Sequence[Sequence[int]], *, num_experts: int
+) -> Tensor:
+    """Turn lists of expert ids, one per dataset group, into a bool mask (G, E).
+
+    Raises ValueError for no group, an empty one, or an id that is out of range.
+    """
+    if len(group_experts) == 0:
+        raise ValueError("group_experts: needs at least one dataset group, got none")
+    mask_GE = torch.zeros(len(group_experts), num_experts, dtype=torch.bool)
+    for group, experts in enumerate(group_experts):
+        if len(experts) == 0:
+            raise ValueError(
+                f"group_experts: group {group} has no expert; name one or more ids in "
+                f"[0, {num_experts})"
+            )
+        for expert in experts:
+            if not 0 <= expert < num_experts:
+                raise ValueError(
+                    f"group_experts: group {group} names expert {expert}, but ids must "
+                    f"lie in [0, {num_experts}); raise num_experts or correct the map"
+                )
+            mask_GE[group, expert] = True
+    return mask_GE

@@ -1,6 +1,4 @@
-"""Losses on the routing of a layer.
-
-Each is a scalar, zero but attached to the graph when no token counts.
+"""Losses on the routing of a layer: scalars, zero with a graph if no token counts.
 
 Axes: V tokens that count, E experts, G dataset groups, P pairs of them.
 """
@@ -19,8 +17,7 @@ from torch.nn import functional
 
 from damex.errors import check_choice, check_number
 from damex.moe.gates import Gate
-from damex.moe.group_choice import allowed_experts, restrict
-from damex.moe.routing import Assignment, RoutingRecord
+from damex.moe.routing import Assignment, RoutingRecord, allowed_experts, restrict
 
 TokenChoice = Literal["all", "foreground"]
 
@@ -29,16 +26,10 @@ TokenChoice = Literal["all", "foreground"]
 class RoutingLoss:
     """Base class of training losses on the routing of one layer.
 
-    A subclass gives `weight` and `name` their defaults and implements `compute`.
-
-    Attributes:
-        weight: Factor that the layer applies, 0 or more.
-        name: Key of the loss; unique within a layer.
-        tokens: Which tokens count: 'all', or 'foreground' for those on objects.
-        needs_groups: Whether the loss reads dataset group ids and the group-expert map.
-
-    Raises:
-        ValueError: If `tokens` is unknown.
+    A subclass sets the defaults of `weight` (0 or more, applied by the layer) and
+    `name` (unique within a layer) and implements `compute`. `tokens` is 'all', or
+    'foreground' for those on objects; `needs_groups`, whether the loss reads dataset
+    groups.
     """
 
     needs_groups: ClassVar[bool] = False
@@ -50,14 +41,9 @@ class RoutingLoss:
         check_choice(type(self).__name__, get_args(TokenChoice), tokens=self.tokens)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
-        """Refuses a layer that the loss cannot work with; called when one is built.
+        """Raise ValueError for a layer that the loss does not support.
 
-        Args:
-            gate: The layer's gate.
-            num_groups: Number of dataset groups; None without a group-expert map.
-
-        Raises:
-            ValueError: If the weight is negative or the layer lacks what is needed.
+        `num_groups` is None without a group-expert map.
         """
         del gate
         check_number(f"loss {self.name!r}", ">= 0", weight=self.weight)
@@ -68,13 +54,9 @@ class RoutingLoss:
             )
 
     def __call__(self, record: RoutingRecord) -> Tensor:
-        """Returns the unweighted loss of one forward.
+        """Return the unweighted loss of one forward pass.
 
-        Args:
-            record: What was routed.
-
-        Raises:
-            ValueError: If the record lacks what the loss reads.
+        Raises ValueError if the record lacks what the loss reads.
         """
         dtype = torch.promote_types(record.logits_VE.dtype, torch.float32)
         logits_VE = record.logits_VE.to(dtype)
@@ -92,19 +74,17 @@ class RoutingLoss:
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """Computes the unweighted loss.
+        """Compute the unweighted loss.
 
-        Args:
-            logits_VE: Clean router logits of the tokens that count, float32 or wider.
-            record: All that was routed.
-            index_V: The tokens of the record that count; None for all of them.
+        `logits_VE` are clean, float32 or wider, and of the tokens that count; `index_V`
+        are their indices in the record, None for all.
         """
         raise NotImplementedError
 
     def _groups(
         self, record: RoutingRecord, index_V: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Group of every token that counts (-1 where unknown), experts of groups."""
+        """Return the groups of tokens that count and the experts of groups."""
         if record.group_ids_V is None or record.group_experts_GE is None:
             raise ValueError(
                 f"{type(self).__name__}: the routing record needs group_ids_V and "
@@ -121,12 +101,10 @@ class RoutingLoss:
 class DatasetRoutingLoss(RoutingLoss):
     """Mean of -log(probability of the experts of a token's group), in nats.
 
-    With one expert per group this is the cross-entropy of DAMEX (NeurIPS 2023, arXiv
-    2311.04894), L = (1/V) sum_v -log softmax(z_v)[h(d(v))]; several experts may share
-    a group's tokens as they like. Tokens of unknown group are left out.
-
-    Attributes:
-        weight: 0.1 in DAMEX.
+    With one expert per group it is the cross-entropy of DAMEX (NeurIPS 2023, arXiv
+    2311.04894), L = (1/V) sum_v -log softmax(z_v)[h(d(v))]; several experts may divide
+    the tokens of a group freely. Tokens of unknown group are ignored. The weight in
+    DAMEX is 0.1.
     """
 
     needs_groups: ClassVar[bool] = True
@@ -137,10 +115,10 @@ class DatasetRoutingLoss(RoutingLoss):
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """See the base class."""
+        """Compute the loss, see the base class."""
         ids_V, experts_GE = self._groups(record, index_V)
         known_V = ids_V >= 0
-        # A row of unknown group is allowed everything: its loss and gradient are 0.
+        # All experts are allowed for an unknown group: loss and gradient are 0.
         allowed_VE = allowed_experts(ids_V, experts_GE)
         log_all_V = torch.logsumexp(logits_VE, dim=1)
         log_allowed_V = torch.logsumexp(restrict(logits_VE, allowed_VE), dim=1)
@@ -151,11 +129,9 @@ class DatasetRoutingLoss(RoutingLoss):
 class ImportanceLoss(RoutingLoss):
     """CV^2 over experts of I_e = sum_v p_ve (arXiv 1701.06538, eq. 6-7; V-MoE).
 
-    0 when balanced, E - 1 when one expert has all the probability.
-
-    Attributes:
-        weight: DAMEX's vanilla MoE baseline weights the mean of importance and load by
-            0.1, so 0.05 each, on foreground tokens.
+    0 when balanced, E - 1 when one expert has all the probability. The vanilla MoE
+    baseline of DAMEX weights the mean of importance and load by 0.1, so 0.05 each, on
+    foreground tokens.
     """
 
     weight: float = 0.05
@@ -164,7 +140,7 @@ class ImportanceLoss(RoutingLoss):
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """See the base class."""
+        """Compute the loss, see the base class."""
         return _squared_cv(torch.softmax(logits_VE, dim=1).sum(0))
 
 
@@ -173,18 +149,11 @@ class LoadLoss(RoutingLoss):
     """CV^2 over experts of Load_e = sum_v Phi((z_ve - thr_v) / noise_std).
 
     Phi is the normal distribution function and thr_v the k-th largest logit of the
-    token, so each term is the chance that fresh gaussian noise on expert e lifts it
-    to the token's threshold (arXiv 1701.06538, eq. 8-11). Logits are compared with
-    logits; Tutel, and with it DAMEX, compares probabilities with a logit. The gate has
-    to give all tokens the same number k of experts.
-
-    Attributes:
-        weight: See `ImportanceLoss.weight`.
-        noise_std: The gaussian noise scale of the gate; None stands for 1/E, as in
-            `TopKGate`.
-
-    Raises:
-        ValueError: If `noise_std` is not positive, too.
+    token: each term is the chance that new gaussian noise lifts expert e to the token's
+    threshold (arXiv 1701.06538, eq. 8-11). Logits are compared with logits, whereas
+    Tutel and DAMEX compare probabilities with a logit. `noise_std` is that of the gate,
+    by default 1/E as in `TopKGate`; the gate must give all tokens the same number k of
+    experts.
     """
 
     weight: float = 0.05
@@ -196,7 +165,7 @@ class LoadLoss(RoutingLoss):
         check_number("LoadLoss", "above 0", noise_std=self.noise_std)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
-        """Refuses a gate that gives tokens different numbers of experts, too."""
+        """Reject a gate with a varying number of experts per token as well."""
         super().check_layer(gate=gate, num_groups=num_groups)
         if not gate.has_fixed_routes:
             raise ValueError(
@@ -208,7 +177,7 @@ class LoadLoss(RoutingLoss):
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """See the base class."""
+        """Compute the loss, see the base class."""
         k = record.assignment.routes_per_token
         if k is None:
             raise ValueError("LoadLoss: needs the same number of experts per token")
@@ -220,20 +189,13 @@ class LoadLoss(RoutingLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalanceLoss(RoutingLoss):
-    """E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6).
+    """E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6; weight 0.01).
 
-    f_e is the share of all routes that go to expert e, those beyond its capacity
-    included (no gradient), P_e the mean probability of e. The value is 1 when either of
-    them is uniform, and E when everything goes to one expert. (1 is where descent
-    leads, not a bound: f and P that disagree can give less.)
-
-    It acts on gates whose load can be uneven. Where each expert has the same load, it
-    is 1 whatever the router says and has no gradient: with `DenseSoftmaxGate`; with
-    `ExpertChoiceGate`, unless tokens='foreground'; and with `DenseToSparseGate` as long
-    as it drops no weight.
-
-    Attributes:
-        weight: 0.01 in Switch Transformer.
+    f_e is the share of routes to expert e, including those beyond its capacity (no
+    gradient), P_e the mean probability of e. 1 when either is uniform, E when
+    everything goes to one expert, below 1 when they disagree. Constant, without
+    gradient, for equal loads: with `DenseSoftmaxGate`, `ExpertChoiceGate` (unless
+    tokens='foreground') and `DenseToSparseGate` as long as it drops no weight.
     """
 
     weight: float = 0.01
@@ -242,7 +204,7 @@ class LoadBalanceLoss(RoutingLoss):
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """See the base class."""
+        """Compute the loss, see the base class."""
         routes = record.assignment
         counted_V = None if index_V is None else record.foreground_V
         counts_E = _counts(routes, counted_V)
@@ -254,7 +216,7 @@ class LoadBalanceLoss(RoutingLoss):
 
 
 def _counts(routes: Assignment, counted_V: Tensor | None) -> Tensor:
-    """Routes of each expert that start at tokens that count."""
+    """Count the routes of each expert that start at tokens that count."""
     if counted_V is None:
         return routes.counts_E
     counts_R = counted_V.index_select(0, routes.token_index_R)
@@ -266,10 +228,7 @@ def _counts(routes: Assignment, counted_V: Tensor | None) -> Tensor:
 class RouterZLoss(RoutingLoss):
     """Mean over tokens of logsumexp(z_v)^2 (ST-MoE, arXiv 2202.08906, eq. 5).
 
-    It keeps logits small, so that rounding matters less.
-
-    Attributes:
-        weight: 0.001 in ST-MoE.
+    Keeps logits small, so that rounding matters less. The weight in ST-MoE is 0.001.
     """
 
     weight: float = 0.001
@@ -278,29 +237,23 @@ class RouterZLoss(RoutingLoss):
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """See the base class."""
+        """Compute the loss, see the base class."""
         squares_V = torch.logsumexp(logits_VE, dim=1).square()
         return squares_V.sum() / max(len(squares_V), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateRouterLoss(RoutingLoss):
-    """Eq. 6 of pMoE (Chowdhury et al., ICML 2023, arXiv 2306.04073), token by token.
+    """Eq. 6 of pMoE (Chowdhury et al., ICML 2023, arXiv 2306.04073) per token.
 
     For two dataset groups, with y = +1 for group 0 and -1 for group 1 and router logits
     <w_g, x_v>, it is the mean of -y_v <w_0 - w_1, x_v> over the V tokens; for more, the
-    mean over pairs (a, b) of that on the tokens of a and b alone. The logit of a group
-    is the mean over its experts; tokens of unknown group are left out.
+    mean over `pairs` (a, b), by default all, of that on the tokens of a and b. The
+    logit of a group is the mean over its experts; tokens of unknown group are ignored.
 
     It is linear in the logits and has no minimum: gradient descent of a linear router
-    moves w_0 - w_1 straight along the difference of the group means, so train for a
-    chosen number of steps and then freeze the router.
-
-    Attributes:
-        pairs: Pairs of groups to part; None for all of them.
-
-    Raises:
-        ValueError: If `pairs` are no pairs of two different groups, too.
+    moves w_0 - w_1 along the difference of the group means, so train for a fixed number
+    of steps and then freeze the router.
     """
 
     needs_groups: ClassVar[bool] = True
@@ -314,7 +267,7 @@ class SeparateRouterLoss(RoutingLoss):
         self._check_pairs(None)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
-        """Refuses one group and pairs of unknown groups, too."""
+        """Reject a single group and pairs of unknown groups as well."""
         super().check_layer(gate=gate, num_groups=num_groups)
         if num_groups == 1:
             raise ValueError(
@@ -325,7 +278,7 @@ class SeparateRouterLoss(RoutingLoss):
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
-        """See the base class."""
+        """Compute the loss, see the base class."""
         ids_V, experts_GE = self._groups(record, index_V)
         num_groups = experts_GE.shape[0]
         pairs = self.pairs or list(combinations(range(num_groups), 2))
@@ -333,7 +286,7 @@ class SeparateRouterLoss(RoutingLoss):
         mean_GE = mask_GE / mask_GE.sum(1, keepdim=True)
         known_V1 = (ids_V >= 0).unsqueeze(1)
         own_VG = functional.one_hot(ids_V.clamp_min(0), num_groups) * known_V1
-        # In autocast's half precision a sum over many tokens would overflow.
+        # In half precision a sum over many tokens overflows.
         with torch.autocast(logits_VE.device.type, enabled=False):
             # sums_GG[a, b]: logits of group b, summed over the tokens of group a.
             sums_GG = own_VG.to(logits_VE.dtype).t() @ (logits_VE @ mean_GE.t())
@@ -364,10 +317,10 @@ class SeparateRouterLoss(RoutingLoss):
 
 
 def _squared_cv(values_E: Tensor) -> Tensor:
-    """Squared coefficient of variation, Var / (Mean^2 + 1e-10).
+    """Return the squared coefficient of variation, Var / (Mean^2 + 1e-10).
 
-    The variance is the population one, as in V-MoE, so one expert gives 0. (Tutel, and
-    with it DAMEX, divides by E - 1.)
+    The population variance, as in V-MoE, gives 0 for one expert; Tutel and DAMEX divide
+    by E - 1.
     """
     variance = values_E.var(correction=0)
     return variance / (values_E.mean().square() + 1e-10)

@@ -1,4 +1,4 @@
-"""Gradient descent in which every expert moves by the same length, and mean decay.
+"""Normalized gradient descent for experts, and operations across experts.
 
 Axes: E experts, P tensors of a bank of experts.
 """
@@ -16,20 +16,12 @@ from damex.moe.layer import MoELayer
 
 
 class NormalizedGD(Optimizer):
-    """Normalised gradient descent (Chen et al. 2022, arXiv 2208.02813, Algorithm 1).
+    """Normalized gradient descent (Chen et al. 2022, arXiv 2208.02813, Algorithm 1).
 
     Expert e moves by lr * g_e / ||g_e||_F, where g_e is its gradient over all tensors
-    of the group together, so that experts with few tokens keep up. Experts without
-    gradient do not move. There is no momentum and no weight decay.
-
-    Args:
-        params: Groups as `expert_parameters` gives them, one per bank of experts; each
-            tensor of a group has one slice per expert along its first axis.
-        lr: Length of the step of each expert, in Frobenius norm.
-
-    Raises:
-        ValueError: If `lr` is negative, or tensors of a group differ in their number of
-            experts.
+    of the group, so that experts with few tokens keep up; with zero gradient it stays.
+    Without momentum and weight decay. Groups are those of `expert_parameters`, one per
+    bank: the first axis of their tensors counts experts, else ValueError.
     """
 
     def __init__(
@@ -51,14 +43,7 @@ class NormalizedGD(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Moves all experts.
-
-        Args:
-            closure: Computes the loss and its gradients anew, if given.
-
-        Returns:
-            What `closure` returned.
-        """
+        """Move all experts and return the loss of `closure`, if given."""
         loss = _evaluate(closure)
         for group in self.param_groups:
             _move(group["params"], lr=group["lr"])
@@ -75,17 +60,10 @@ def _evaluate(closure: Callable[[], float] | None) -> float | None:
 def expert_parameters(
     model: nn.Module,
 ) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
-    """Parts the parameters of a model for `NormalizedGD` and another optimiser.
+    """Split the parameters of a model for `NormalizedGD` and another optimizer.
 
-    Args:
-        model: With one or more MoE layers.
-
-    Returns:
-        experts: One group per MoE layer, ready for `NormalizedGD`.
-        others: All other parameters: routers, shared experts and the rest.
-
-    Raises:
-        ValueError: If there is no MoE layer.
+    Returns one group per MoE layer for `NormalizedGD`, and all other parameters
+    (routers and shared experts among them). Raises ValueError without an MoE layer.
     """
     banks = [m.experts for m in model.modules() if isinstance(m, MoELayer)]
     groups: list[dict[str, Any]] = [
@@ -103,15 +81,10 @@ def expert_parameters(
 def copy_expert_to_all(
     bank: nn.Module, *, expert: int, optimizer: Optimizer | None = None
 ) -> None:
-    """Makes all experts of a bank copies of one, gradients and moments included.
+    """Make all experts of a bank copies of one, gradients and moments included.
 
-    What an optimiser keeps once per parameter, such as its count of steps, stays.
-
-    Args:
-        bank: All its parameters and buffers have one slice per expert along their first
-            axis.
-        expert: The number of the one.
-        optimizer: Trains the bank; None for the weights alone.
+    The first axis of all its parameters and buffers counts experts. Optimizer state
+    that is not per expert, such as the step count, is unchanged.
     """
     for tensor in (*bank.parameters(), *bank.buffers()):
         state = {} if optimizer is None else optimizer.state.get(tensor, {})
@@ -122,14 +95,10 @@ def copy_expert_to_all(
 
 @torch.no_grad()
 def decay_to_mean(parameter: Tensor, share: float, *, parts: int = 1) -> None:
-    """Moves every expert a share of the way to the mean of the experts.
+    """Move every expert in place by a share in [0, 1] of its distance to the mean.
 
-    Args:
-        parameter: One slice per expert along its first axis; changed in place. The mean
-            stays where it is.
-        share: In [0, 1]; 1 makes all experts equal.
-        parts: Where experts are cut from copies of an FFN (see `damex.moe.split`),
-            parts per copy: the mean is over copies, for each part on its own.
+    The first axis counts experts. If they are cut from copies of an FFN into `parts`
+    (see `damex.moe.split`), the mean is over copies, for each part separately.
     """
     copies = parameter.unflatten(0, (-1, parts))
     copies.lerp_(copies.mean(0, keepdim=True).expand_as(copies), share)
@@ -149,24 +118,16 @@ def _move(bank: list[nn.Parameter], *, lr: float) -> None:
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps two optimisers of different parameters as one.
+    """Step two optimizers of different parameters as one.
 
-    Its parameter groups are those of the first and then those of the second, the same
-    dicts, so a scheduler moves the learning rates of both; so do clipping, `zero_grad`
-    and a gradient scaler see all parameters. The state dict has the form of any torch
-    optimiser's and holds both.
-
-    Args:
-        first: Gives the default values that trainers ask for, such as the learning
-            rate.
-        second: Of other parameters.
-
-    Raises:
-        ValueError: If a parameter belongs to both.
+    Its parameter groups are those of the first and then the second, the same dicts, so
+    that schedulers, clipping, `zero_grad` and gradient scalers act on both. The state
+    dict has the usual form and contains both; `defaults` are those of the first. Raises
+    ValueError if a parameter belongs to both.
     """
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
-        # Without defaults, as torch would write those of one into the other's groups.
+        # Without defaults, which torch would write into the groups of both.
         super().__init__([*first.param_groups, *second.param_groups], {})
         self.defaults = dict(first.defaults)
         self.first = first
@@ -178,23 +139,19 @@ class ChainedOptimizer(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Steps both; see `NormalizedGD.step`."""
+        """Step both; return the loss of `closure`."""
         loss = _evaluate(closure)
         self.first.step()
         self.second.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads groups and state of both.
-
-        Args:
-            state_dict: Of a `ChainedOptimizer` of the same parameters.
-        """
+        """Load groups and state of both."""
         super().load_state_dict(state_dict)
         self._share()
 
     def _share(self) -> None:
-        """Hands this optimiser's groups and state to the two."""
+        """Give the two optimizers the groups and state of this one."""
         border = len(self.first.param_groups)
         self.first.param_groups = self.param_groups[:border]
         self.second.param_groups = self.param_groups[border:]

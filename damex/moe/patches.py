@@ -1,7 +1,7 @@
-"""Feature maps as grids of patches, and which of these hold a part of an image.
+"""Experts on patches of feature maps (pMoE).
 
 Axes: B images, C channels, H x W cells of a map, N patches per map in rows from the top
-left, P x Q cells of a patch (with its halo, where there is one).
+left, P x Q cells of a patch (including its halo, if any).
 """
 
 from __future__ import annotations
@@ -20,31 +20,17 @@ from damex.moe.routing import Assignment, Packing, RoutingRecord
 
 
 def patch_grid(size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
-    """Patches down and across; what does not divide gets one patch more.
-
-    Args:
-        size: (H, W) of the map.
-        patch_size: (height, width) of a patch.
-    """
+    """Return the number of patches down and across, rounded up."""
     return -(-size[0] // patch_size[0]), -(-size[1] // patch_size[1])
 
 
 def split_patches(
     map_BCHW: Tensor, patch_size: tuple[int, int], *, halo: int = 0
 ) -> Tensor:
-    """Cuts a map into patches that do not overlap.
+    """Cut a map into patches that do not overlap, zero-padded at the bottom right.
 
-    A map whose sides the patch does not divide is filled up with zeros at the right and
-    at the bottom, as a convolution does at the border.
-
-    Args:
-        map_BCHW: Feature map.
-        patch_size: (height, width) of a patch.
-        halo: Cells of the neighbours that each patch sees on every side as well; zeros
-            outside of the map.
-
-    Returns:
-        patches_BNCPQ: P and Q are the patch size + 2 * halo.
+    With a halo, each patch includes that many cells of its neighbors on every side
+    (zeros outside of the map), so P and Q are the patch size + 2 * halo.
     """
     height, width = patch_size
     down, across = patch_grid((map_BCHW.shape[2], map_BCHW.shape[3]), patch_size)
@@ -57,15 +43,7 @@ def split_patches(
 
 
 def merge_patches(patches_BNCPQ: Tensor, size: tuple[int, int]) -> Tensor:
-    """Puts patches without a halo back; the opposite of `split_patches`.
-
-    Args:
-        patches_BNCPQ: All patches of every map.
-        size: (H, W) of the map; cells that hang over are cut off.
-
-    Returns:
-        map_BCHW.
-    """
+    """Undo `split_patches` without halo; padding beyond `size` (H, W) is cut off."""
     patch_size = (patches_BNCPQ.shape[3], patches_BNCPQ.shape[4])
     grid = patch_grid(size, patch_size)
     rows = patches_BNCPQ.unflatten(1, grid).permute(0, 3, 1, 4, 2, 5)
@@ -76,21 +54,15 @@ def merge_patches(patches_BNCPQ: Tensor, size: tuple[int, int]) -> Tensor:
 def real_patches(
     share_B2: Tensor, size: tuple[int, int], patch_size: tuple[int, int]
 ) -> Tensor:
-    """Which patches hold a part of their image and not only padding.
+    """Return a mask (B, N) of patches that contain a part of their image.
 
-    Args:
-        share_B2: The part of the (height, width) of the map that is image, in (0, 1];
-            the rest, at the bottom and at the right, is padding.
-        size: (H, W) of the map.
-        patch_size: (height, width) of a patch.
-
-    Returns:
-        mask_BN: True for a patch whose first cell, at least, touches the image.
+    `share_B2` is the share of the map's (height, width), `size`, that is image, in (0,
+    1]; the rest, at the bottom and right, is padding.
     """
     down, across = patch_grid(size, patch_size)
     top = torch.arange(down, device=share_B2.device) * patch_size[0]
     left = torch.arange(across, device=share_B2.device) * patch_size[1]
-    # Half a pixel of a very large image is less than the tolerance against rounding.
+    # The tolerance against rounding is below half a pixel of very large images.
     rows_B = share_B2[:, :1].double() * size[0] - 1e-6
     columns_B = share_B2[:, 1:].double() * size[1] - 1e-6
     return ((top < rows_B).unsqueeze(2) & (left < columns_B).unsqueeze(1)).flatten(1)
@@ -103,22 +75,16 @@ class PatchConvExperts(nn.Module):
     """E convolutions without bias, each with an equal slice of the output channels.
 
     Expert e holds output channels e*O to (e+1)*O - 1 of a dense convolution: together
-    the experts have its parameters, and each computes for its own patches only.
+    the experts have its parameters, and each computes for its patches only.
 
     Args:
-        num_experts: E.
-        in_channels: C.
         out_channels: F; a multiple of E.
         patch_size: Side of a patch in cells, or (height, width).
         kernel_size: K, odd. 1 needs fewer parameters (pMoE on CIFAR-10).
-        border: What a kernel sees outside of its patch: 'zeros', so that patches do not
-            know of each other as in pMoE's theory, or 'neighbours', the map as it is:
+        border: What a kernel sees outside of its patch: 'zeros', so that patches are
+            independent as in the theory of pMoE, or 'neighbours', the actual map:
             experts that get all patches with weight 1 then equal a dense convolution,
             and pretrained kernels keep their meaning.
-
-    Raises:
-        ValueError: If a size is not positive, E does not divide `out_channels`, the
-            kernel is even or the border unknown.
     """
 
     expert_rows = ("weight_EOCKK",)
@@ -171,32 +137,23 @@ class PatchConvExperts(nn.Module):
 
     @property
     def halo(self) -> int:
-        """Cells around a patch that a row holds as well."""
+        """Cells of the neighbors around a patch that a row includes."""
         return self.kernel_size // 2 if self.border == "neighbours" else 0
 
     @property
     def embed_dims(self) -> int:
-        """Numbers in a patch, which the router scores."""
+        """Number of values of a patch, which the router scores."""
         return self.in_channels * self.patch_size[0] * self.patch_size[1]
 
     def reset_parameters(self) -> None:
-        """Draws the kernels as mmdet's ResNet draws the dense convolution.
-
-        Kaiming normal with the fan-out of all F channels.
-        """
+        """Re-initialize as mmdet's ResNet, kaiming normal with fan-out F K^2."""
         fan_out = self.out_channels * self.kernel_size**2
         nn.init.normal_(self.weight_EOCKK, std=math.sqrt(2.0 / fan_out))
 
     def forward(self, patches_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its segment of patches.
+        """Apply each expert to its segment of flattened patches (with halo).
 
-        Args:
-            patches_RD: Flattened patches, with their halo if there is one, sorted by
-                expert.
-            counts_E: Patches of each expert, int64; must sum to R.
-
-        Returns:
-            out_RD: (R, O * patch height * patch width), unweighted.
+        Returns rows of O * patch height * patch width values; `counts_E` sums to R.
         """
         height, width = (side + 2 * self.halo for side in self.patch_size)
         patches = patches_RD.unflatten(1, (self.in_channels, height, width))
@@ -216,31 +173,18 @@ def route_patches(
     group_ids_B: Tensor | None = None,
     earlier_votes_BG: Tensor | None = None,
 ) -> tuple[Tensor, RoutingRecord]:
-    """Convolves a map patch by patch with the experts that took each patch.
+    """Convolve a map patch by patch with the experts that chose each patch.
 
     pMoE (Chowdhury et al., ICML 2023, arXiv 2306.04073), section 5.2: the router scores
-    flattened patches, the gate chooses, and the outputs of the experts stand side by
-    side as channels. A patch has zeros in the channels of experts that did not take it.
-    Only taken patches are computed, so that with expert choice of l of n patches the
-    convolution costs l/n of a dense one.
+    flattened patches, the gate chooses, and the outputs of the experts are concatenated
+    as channels, zero for experts that did not take the patch. Only taken patches are
+    computed: expert choice of l of n patches costs l/n of a dense convolution. The
+    weight of a route scales the output, which without bias equals scaling the patch, as
+    in the released code, up to the batch norm in between.
 
-    The weight of a route scales the output. Without bias that is the same as scaling
-    the patch, as the paper's released code does, up to its batch norm in between.
-
-    Args:
-        moe: Router, any gate, and `PatchConvExperts`; a token is a patch.
-        map_BCHW: Feature map. Sides that the patch does not divide are filled up with
-            zeros, at the right and at the bottom.
-        packing: Which patches to route, see `real_patches`; None for all.
-        group_ids_B: As in `MoELayer.forward`.
-        earlier_votes_BG: As there.
-
-    Returns:
-        out_BFHW: In the dtype that the convolution answers in.
-        record: What was routed, patches being tokens.
-
-    Raises:
-        ValueError: If the experts are others, or as in `MoELayer.forward`.
+    The map is zero-padded at the bottom right to whole patches; `packing` may be that
+    of `real_patches`. Raises ValueError without `PatchConvExperts`, or as
+    `MoELayer.forward`.
     """
     experts = moe.experts
     if not isinstance(experts, PatchConvExperts):
@@ -268,7 +212,7 @@ def route_patches(
 def _side_by_side(
     out_RD: Tensor, assignment: Assignment, experts: PatchConvExperts
 ) -> Tensor:
-    """Weighted outputs of the experts as channels of their patches, (V, F, P, Q)."""
+    """Concatenate the weighted outputs of experts as channels of their patches."""
     weighted_RD = (out_RD * assignment.weight_R.unsqueeze(1)).to(out_RD.dtype)
     slot_R = assignment.token_index_R * experts.num_experts + assignment.expert_index_R
     # One slot per patch and slice of channels.

@@ -1,11 +1,15 @@
-"""Routers: tokens -> logits, in float32 or wider whatever autocast says.
+"""Routers: tokens (..., D) -> logits (..., E), in float32 even under autocast.
 
-Routing must not flip between experts because of bfloat16 rounding.
+Routing must not flip between experts because of bfloat16 rounding. float64 tokens or
+parameters stay float64.
+
+Axes: D model width, E experts, H hidden width, P projected width, G dataset groups.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +17,28 @@ from torch.nn import functional
 
 from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.experts import ACTIVATIONS
-from damex.moe.routing import expert_groups
+
+
+class Router(Protocol):
+    """A module that scores experts, (..., D) -> logits (..., E), row by row.
+
+    Logits are float32 (or float64) even under autocast; their softmax over E is the
+    routing distribution.
+    """
+
+    num_experts: int
+
+    def __call__(self, tokens: Tensor, /) -> Tensor:
+        """Return the logits of each row of `tokens`."""
+
+    def reset_parameters(self) -> None:
+        """Re-initialize the parameters."""
 
 
 def full_precision_linear(
     x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None
 ) -> Tensor:
-    """`functional.linear` in float32 with autocast off; float64 stays float64.
-
-    Args:
-        x: (..., in), of any float dtype.
-        weight_OI: (out, in).
-        bias_O: Bias per output, or None.
-
-    Returns:
-        (..., out), float32 (float64 for float64 input).
-    """
+    """`functional.linear` in float32 with autocast off; float64 stays float64."""
     dtype = torch.promote_types(x.dtype, weight_OI.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     bias_O = None if bias_O is None else bias_O.to(dtype)
@@ -39,18 +49,8 @@ def full_precision_linear(
 class LinearRouter(nn.Module):
     """Logits as one linear map of the token.
 
-    Dtype policy: computed in float32 with autocast off, also in a half-precision model;
-    float64 tokens or parameters keep float64.
-
-    Args:
-        embed_dims: D.
-        num_experts: E.
-        bias: Whether to add a bias per expert; DAMEX has none.
-        init_std: Standard deviation of the normal initial weights; 0.0 starts all
-            experts equal (Chen et al. 2022). The bias starts at zero.
-
-    Raises:
-        ValueError: If a size is not positive or `init_std` is negative.
+    With a normal `init_std` of 0.0 all experts start equal (Chen et al. 2022). DAMEX
+    has no bias; it starts at zero.
     """
 
     expert_rows = ("weight_ED", "bias_E")
@@ -74,20 +74,13 @@ class LinearRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew and zeroes the bias."""
+        """Re-initialize the weights and set the bias to zero."""
         nn.init.normal_(self.weight_ED, std=self.init_std)
         if self.bias_E is not None:
             nn.init.zeros_(self.bias_E)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every token.
-
-        Args:
-            tokens: (..., D).
-
-        Returns:
-            logits: (..., E), float32 (float64 for float64 input).
-        """
+        """Score every expert for every token."""
         return full_precision_linear(tokens, self.weight_ED, self.bias_E)
 
 
@@ -97,24 +90,15 @@ MLP_ACTIVATIONS = ("tanh", "sigmoid", "gelu", "relu")
 class MLPRouter(nn.Module):
     """Logits as linear(activation(linear(token))).
 
-    With a linear router a temperature can be traded for the size of the router's
-    weights, so neither can be estimated; a non-linear router mends that (Nguyen et al.
-    2025, arXiv 2503.03213, eq. 17 and Theorem 4). `activation` should then differ from
-    that of the experts.
-
-    Dtype policy: that of `LinearRouter`.
+    For a linear router, the temperature and the norm of its weights are not
+    identifiable; for a non-linear one they are (Nguyen et al. 2025, arXiv 2503.03213,
+    eq. 17 and Theorem 4). `activation` should differ from that of the experts.
 
     Args:
-        embed_dims: D.
-        num_experts: E.
-        hidden_dims: H of the router; None stands for D.
+        hidden_dims: H, by default D.
         activation: One of 'tanh', 'sigmoid', 'gelu', 'relu'.
         init_std: Standard deviation of the normal initial weights of the second layer;
             0.0 starts all experts equal. The first is xavier uniform, biases are zero.
-
-    Raises:
-        ValueError: If a size is not positive, the activation is unknown or `init_std`
-            is negative.
     """
 
     expert_rows = ("w2_EH", "b2_E")
@@ -149,39 +133,26 @@ class MLPRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew and zeroes the biases."""
+        """Re-initialize the weights and set the biases to zero."""
         nn.init.xavier_uniform_(self.w1_HD)
         nn.init.normal_(self.w2_EH, std=self.init_std)
         nn.init.zeros_(self.b1_H)
         nn.init.zeros_(self.b2_E)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every token, as `LinearRouter.forward` does."""
+        """Score every expert for every token."""
         hidden = full_precision_linear(tokens, self.w1_HD, self.b1_H)
         hidden = ACTIVATIONS[self.activation](hidden)
         return full_precision_linear(hidden, self.w2_EH, self.b2_E)
 
 
 class CosineRouter(nn.Module):
-    """Logits as the cosine of the projected token and an expert's key, over tau.
+    """Logits as the cosine of the projected token and the key of an expert, over tau.
 
-    The length of a token does not count, and logits stay within 1 / tau. The learned
-    temperature tau is kept as log(1 / tau) and clamped from below at `min_temperature`;
-    its gradient is zero while it is clamped, as in Tutel (`CosineTopKGate`; Li et al.
-    2023, arXiv 2206.04046; SM3Det, arXiv 2412.20665).
-
-    Dtype policy: that of `LinearRouter`.
-
-    Args:
-        embed_dims: D.
-        num_experts: E.
-        proj_dims: P.
-        init_temperature: tau at the start.
-        min_temperature: The smallest tau.
-
-    Raises:
-        ValueError: If a size is not positive, or not 0 < `min_temperature` <=
-            `init_temperature`.
+    Independent of the length of a token and within +-1 / tau. The learned temperature
+    tau is stored as log(1 / tau), starts at `init_temperature` and is clamped from
+    below at `min_temperature`, with zero gradient while clamped, as in Tutel
+    (`CosineTopKGate`; Li et al. 2023, arXiv 2206.04046; SM3Det, arXiv 2412.20665).
     """
 
     expert_rows = ("key_EP",)
@@ -219,47 +190,46 @@ class CosineRouter(nn.Module):
 
     @property
     def temperature(self) -> Tensor:
-        """tau, never below `min_temperature`; a scalar of the parameters' dtype."""
+        """tau, at least `min_temperature`; a scalar in the dtype of the parameters."""
         return torch.exp(-self.log_scale.clamp(max=-math.log(self.min_temperature)))
 
     def reset_parameters(self) -> None:
-        """Draws projection and keys anew and sets the temperature back."""
+        """Re-initialize projection, keys and temperature."""
         nn.init.xavier_uniform_(self.proj_PD)
-        # Not zero: the cosine of a zero token would have no direction to learn.
+        # Not zero: the cosine of a zero token would have no gradient.
         bound = self.embed_dims**-0.5
         nn.init.uniform_(self.bias_P, -bound, bound)
         nn.init.normal_(self.key_EP, std=0.01)
         nn.init.constant_(self.log_scale, -math.log(self.init_temperature))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every token, as `LinearRouter.forward` does."""
+        """Score every expert for every token."""
         projected = full_precision_linear(tokens, self.proj_PD, self.bias_P)
         key_EP = functional.normalize(self.key_EP.to(projected.dtype), dim=-1)
         cosine = full_precision_linear(functional.normalize(projected, dim=-1), key_EP)
         return cosine / self.temperature.to(cosine.dtype)
 
 
+def expert_groups(num_groups: int, num_experts: int) -> tuple[tuple[int, ...], ...]:
+    """Divide experts among dataset groups in order; the first groups get one more."""
+    if not 1 <= num_groups <= num_experts:
+        raise ValueError(
+            f"expert_groups needs 1 <= num_groups <= num_experts, got {num_groups} "
+            f"groups and {num_experts} experts"
+        )
+    small, more = divmod(num_experts, num_groups)
+    starts = [g * small + min(g, more) for g in range(num_groups + 1)]
+    return tuple(tuple(range(starts[g], starts[g + 1])) for g in range(num_groups))
+
+
 class HierarchicalRouter(nn.Module):
-    """Logits as log softmax over groups + log softmax inside of the group.
+    """Logits as log softmax over groups + log softmax within the group.
 
-    The softmax over all experts is then the product of the two levels (Nguyen et al.
-    2025, arXiv 2503.03213, eq. 20), and any gate can follow. Groups are those of
-    `damex.moe.expert_groups`, as a layer's dataset groups are: `DatasetRoutingLoss`
-    then teaches the first level alone, and the second is free to divide a dataset's
-    tokens between its experts.
-
-    Dtype policy: that of `LinearRouter`.
-
-    Args:
-        embed_dims: D.
-        num_experts: E, at least G.
-        num_groups: G.
-        init_std: Standard deviation of the normal initial weights of both levels; the
-            biases start at zero.
-
-    Raises:
-        ValueError: If a size is not positive, there are more groups than experts, or
-            `init_std` is negative.
+    The softmax over all experts is the product of the two levels (Nguyen et al. 2025,
+    arXiv 2503.03213, eq. 20), and any gate can follow. Groups are those of
+    `damex.moe.expert_groups`, like a layer's dataset groups: `DatasetRoutingLoss` then
+    trains the first level only, and the second is free to divide the tokens of a
+    dataset among its experts. Weights are normal with `init_std`, biases zero.
     """
 
     expert_rows = ("weight_ED", "bias_E")
@@ -290,8 +260,7 @@ class HierarchicalRouter(nn.Module):
         self.group_bias_G = nn.Parameter(torch.empty(num_groups))
         self.weight_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
         self.bias_E = nn.Parameter(torch.empty(num_experts))
-        # Groups laid out side by side in rows of S; slots left over point to a column E
-        # of minus infinity.
+        # One row of S slots per group; unused slots point to a column E of -inf.
         rows = [[*group, *[num_experts] * (width - len(group))] for group in groups]
         slot_GS = torch.tensor(rows)
         self.register_buffer("slot_GS", slot_GS, persistent=False)
@@ -300,14 +269,14 @@ class HierarchicalRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew and zeroes the biases."""
+        """Re-initialize the weights and set the biases to zero."""
         for weight in (self.group_weight_GD, self.weight_ED):
             nn.init.normal_(weight, std=self.init_std)
         for bias in (self.group_bias_G, self.bias_E):
             nn.init.zeros_(bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every token by log probabilities that sum to 1."""
+        """Score every expert for every token by log-probabilities."""
         group = full_precision_linear(tokens, self.group_weight_GD, self.group_bias_G)
         inner = full_precision_linear(tokens, self.weight_ED, self.bias_E)
         inner = functional.pad(inner, (0, 1), value=-torch.inf)

@@ -1,18 +1,16 @@
-"""The one language of routing: which token goes to which expert, with what weight.
+"""Data structures of routing: which token goes to which expert, with what weight.
 
-Below the layer there is no padding: tokens are rows that a `Packing` took out of the
-images, and indices count these rows.
-
-Axes: B images, N tokens per image (padding included), V real tokens of the batch,
-D model width, E experts, K experts per token, R routes (token-expert pairs),
-G dataset groups.
+Axes: B images, N tokens per image (padding included), V real tokens of the batch, D
+model width, E experts, K experts per token, R routes (token-expert pairs), G dataset
+groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,17 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the real tokens of a batch of images stand.
+    """The positions of the real tokens in a batch of images, gathered into V rows.
 
-    `Packing(B, N)` has no padding, `of_mask` makes one of padded images. One packing
-    serves all layers that see the same tokens; only its making reads something back
-    from a GPU.
-
-    Attributes:
-        num_images: B.
-        num_tokens: N, padded tokens included.
-        position_V: Place of each real token among the B*N tokens, in rising order; None
-            when all tokens are real.
+    `Packing(B, N)` has no padding, `of_mask` packs padded images. One packing serves
+    all layers that see the same tokens; only building it synchronizes a GPU.
+    `position_V` is the index of each real token among the B*N tokens, ascending; None
+    when all are real.
     """
 
     num_images: int
@@ -39,14 +32,9 @@ class Packing:
 
     @classmethod
     def of_mask(cls, token_mask_BN: Tensor) -> Packing:
-        """Packs the real tokens of padded images.
+        """Pack padded images by a bool mask, True for real tokens.
 
-        Args:
-            token_mask_BN: bool, True for real tokens (the opposite of a DETR
-                key_padding_mask).
-
-        Raises:
-            ValueError: If the mask is not bool or has not two axes.
+        This is the opposite of a DETR key_padding_mask; others raise ValueError.
         """
         if token_mask_BN.dim() != 2 or token_mask_BN.dtype != torch.bool:
             raise ValueError(
@@ -57,29 +45,14 @@ class Packing:
         return cls(token_mask_BN.shape[0], token_mask_BN.shape[1], position_V)
 
     def pack(self, values_BN: Tensor) -> Tensor:
-        """Takes the rows of real tokens out.
-
-        Args:
-            values_BN: (B, N, ...).
-
-        Returns:
-            values_V: (V, ...), image by image.
-        """
+        """Gather the rows of real tokens, (B, N, ...) -> (V, ...), image by image."""
         values = values_BN.flatten(0, 1)
         if self.position_V is None:
             return values
         return values.index_select(0, self.position_V)
 
     def unpack(self, values_V: Tensor, *, fill: float = 0) -> Tensor:
-        """Puts the rows of real tokens back.
-
-        Args:
-            values_V: (V, ...).
-            fill: Value of padded tokens.
-
-        Returns:
-            values_BN: (B, N, ...).
-        """
+        """Scatter the rows of real tokens, (V, ...) -> (B, N, ...), and fill others."""
         shape = (self.num_images, self.num_tokens)
         if self.position_V is None:
             return values_V.unflatten(0, shape)
@@ -87,14 +60,7 @@ class Packing:
         return blank.index_copy(0, self.position_V, values_V).unflatten(0, shape)
 
     def spread(self, values_B: Tensor) -> Tensor:
-        """Gives every real token the value of its image.
-
-        Args:
-            values_B: (B, ...).
-
-        Returns:
-            values_V: (V, ...).
-        """
+        """Give every real token the value of its image, (B, ...) -> (V, ...)."""
         if self.position_V is None:
             return values_B.repeat_interleave(self.num_tokens, dim=0)
         return values_B.index_select(0, self.position_V // self.num_tokens)
@@ -104,20 +70,17 @@ class Packing:
 class Assignment:
     """A list of routes, sorted by expert (stable: equal experts keep token order).
 
-    Build it with `from_topk` or `from_pairs`, which do the sorting. Each route is one
-    (token, expert, weight) triple; a token may have none, one or many.
+    Build it with `from_topk` or `from_pairs`, which sort. A token may have any number
+    of routes.
 
     Attributes:
         token_index_R: Token of each route, an index into the V real tokens.
-        expert_index_R: Expert of each route, in rising order.
-        weight_R: Weight with which the expert's output is added to the token.
+        expert_index_R: Expert of each route, ascending.
+        weight_R: Weight of the expert's output.
         counts_E: Number of routes of each expert, int64; sums to R.
-        num_tokens: V.
-        routes_per_token: K when every token that has a route has exactly K of them,
-            else None. Known K makes `combine` deterministic on every device.
-        dropped: Routes that were chosen and went beyond the capacity of their expert
-            (see `ExpertCapacity`); None where experts take any number. The others of
-            these attributes do not count them.
+        routes_per_token: K if every token that has a route has exactly K, else None.
+        dropped: Routes beyond the capacity of their expert (see `ExpertCapacity`), not
+            counted in the other attributes; None without a capacity.
     """
 
     token_index_R: Tensor
@@ -132,17 +95,10 @@ class Assignment:
     def from_topk(
         cls, expert_ids_VK: Tensor, weights_VK: Tensor, *, num_experts: int
     ) -> Assignment:
-        """Builds the routes of a gate that gives every token K experts.
+        """Build the routes of a gate that gives every token K experts.
 
-        No value is read back to the host, so a GPU is not stalled.
-
-        Args:
-            expert_ids_VK: int64 expert ids, each in [0, num_experts).
-            weights_VK: Weights of the same shape; gradients flow through them.
-            num_experts: E.
-
-        Raises:
-            ValueError: If the shapes do not fit together.
+        Does not synchronize a GPU; gradients flow through the weights. Raises
+        ValueError if the shapes do not match.
         """
         if expert_ids_VK.dim() != 2 or expert_ids_VK.shape != weights_VK.shape:
             raise ValueError(
@@ -174,26 +130,20 @@ class Assignment:
         num_tokens: int,
         num_experts: int,
     ) -> Assignment:
-        """Builds an assignment from any set of (token, expert, weight) triples.
+        """Build an assignment from (token, expert, weight) triples in any order.
 
-        This is the door for gates where experts choose tokens, or where the number
-        of experts differs from token to token.
-
-        Args:
-            token_index: int64 (R,), each in [0, num_tokens), in any order.
-            expert_index: int64 (R,), each in [0, num_experts).
-            weight: (R,); gradients flow through it.
-            num_tokens: V.
-            num_experts: E.
-
-        Raises:
-            ValueError: If the three are not 1-D of one length, or (checked on the
-                CPU only, a GPU would have to wait) if an index is out of range.
-                Not checked in a compiled graph.
+        Gradients flow through the weights. Raises ValueError if the three are not 1-D
+        of equal length or, on the CPU and outside of a compiled graph, if an index is
+        out of range.
         """
-        # A compiler knows the number of pairs only when the graph runs.
+        # In a compiled graph the number of pairs is unknown until it runs.
         if not torch.compiler.is_compiling():
-            _check_pairs(token_index, expert_index, weight)
+            shapes = [tuple(x.shape) for x in (token_index, expert_index, weight)]
+            if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+                raise ValueError(
+                    "Assignment.from_pairs: token_index, expert_index and weight must "
+                    f"be 1-D and of one length, got shapes {shapes}"
+                )
             _check_range("token_index", token_index, num_tokens)
             _check_range("expert_index", expert_index, num_experts)
         order_R = torch.argsort(expert_index, stable=True)
@@ -213,34 +163,20 @@ class Assignment:
 
     @property
     def num_experts(self) -> int:
-        """E, experts without a route included."""
+        """E, including experts without a route."""
         return self.counts_E.shape[0]
 
     def dispatch(self, tokens_VD: Tensor) -> Tensor:
-        """Copies the tokens in the order of the routes.
-
-        Args:
-            tokens_VD: (V, D).
-
-        Returns:
-            tokens_RD: (R, D), one row per route, grouped by expert.
-        """
+        """Copy the tokens in the order of the routes, (R, D)."""
         return tokens_VD.index_select(0, self.token_index_R)
 
     def combine(self, expert_out_RD: Tensor) -> Tensor:
-        """Adds the weighted expert outputs up, token by token.
+        """Sum the weighted expert outputs of each token, zero without a route.
 
-        The sum is taken in the wider of the two dtypes (float32 weights make it
-        float32) and returned in the dtype of `expert_out_RD`. It is bit-equal on
-        repeat when `routes_per_token` is known: the routes are put back into token
-        order and summed along an axis of length K, so there are no atomic adds. Without
-        it rows are added in the order of the routes, on a GPU after a sort.
-
-        Args:
-            expert_out_RD: (R, D), in the order of the routes.
-
-        Returns:
-            tokens_VD: (V, D); tokens without a route are exactly zero.
+        In the wider of the dtypes of outputs and weights, returned in that of the
+        outputs. With `routes_per_token` it is bit-reproducible without atomic adds:
+        routes are sorted by token and summed along an axis of length K. Otherwise rows
+        are added in the order of the routes, on a GPU after a sort.
         """
         weighted_RD = expert_out_RD * self.weight_R.unsqueeze(1)
         if self.routes_per_token is None:
@@ -251,11 +187,7 @@ class Assignment:
         return tokens_VD.to(expert_out_RD.dtype)
 
     def keep(self, keep_R: Tensor) -> Assignment:
-        """Keeps some routes and moves the others to `dropped`.
-
-        Args:
-            keep_R: True for the routes to keep.
-        """
+        """Keep the routes that are True and move the others to `dropped`."""
         return dataclasses.replace(self._subset(keep_R), dropped=self._subset(~keep_R))
 
     def _subset(self, mask_R: Tensor) -> Assignment:
@@ -267,7 +199,7 @@ class Assignment:
             weight_R=self.weight_R.index_select(0, index_R),
             counts_E=_count(expert_index_R, self.num_experts),
             num_tokens=self.num_tokens,
-            # Of several routes a token may lose one and keep another.
+            # A token may lose one of several routes and keep another.
             routes_per_token=1 if self.routes_per_token == 1 else None,
         )
 
@@ -276,7 +208,7 @@ class Assignment:
         order_R = torch.argsort(self.token_index_R, stable=True)
         by_token_RD = weighted_RD.index_select(0, order_R)
         summed_VD = by_token_RD.view(num_routes // k, k, width).sum(1)
-        # In a compiled graph the number of routes may be known only when it runs.
+        # In a compiled graph the number of routes may be unknown until it runs.
         if not torch.compiler.is_compiling() and num_routes == self.num_tokens * k:
             return summed_VD
         tokens_V = self.token_index_R.index_select(0, order_R[::k])
@@ -285,10 +217,10 @@ class Assignment:
 
 
 def _add_rows(into_VD: Tensor, index_R: Tensor, rows_RD: Tensor) -> Tensor:
-    """`index_add` along axis 0 in the same order at every call.
+    """`index_add` along axis 0 in a reproducible order.
 
-    On a GPU `index_add` is atomic, so equal inputs give sums that differ in the last
-    bits; accumulating `index_put` sorts first.
+    On a GPU `index_add` is atomic, so its sums differ in the last bits between calls;
+    accumulating `index_put` sorts first.
     """
     if into_VD.device.type == "cpu":
         return into_VD.index_add(0, index_R, rows_RD)
@@ -296,18 +228,9 @@ def _add_rows(into_VD: Tensor, index_R: Tensor, rows_RD: Tensor) -> Tensor:
 
 
 def _count(expert_index: Tensor, num_experts: int) -> Tensor:
-    """Routes per expert; scatter_add because bincount stalls a GPU."""
+    """Count the routes per expert; scatter_add because bincount synchronizes a GPU."""
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_index.device)
     return counts_E.scatter_add(0, expert_index, torch.ones_like(expert_index))
-
-
-def _check_pairs(*columns: Tensor) -> None:
-    shapes = [tuple(column.shape) for column in columns]
-    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-        raise ValueError(
-            "Assignment.from_pairs: token_index, expert_index and weight must be "
-            f"1-D and of one length, got shapes {shapes}"
-        )
 
 
 def _check_range(name: str, index: Tensor, limit: int) -> None:
@@ -323,22 +246,20 @@ def _check_range(name: str, index: Tensor, limit: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RoutingRecord:
-    """The routing of one forward; returned by the layer and stored nowhere.
+    """The routing of one forward pass; returned by the layer, which does not store it.
 
     Attributes:
-        logits_VE: Clean router logits (before any gate noise, and of all experts also
-            where a token is kept to those of one group), float32.
-        packing: Where the tokens stand in their images.
-        group_ids_V: Dataset group of each token's image, -1 where unknown; None when
-            no ids were given.
-        assignment: The routes that were computed.
-        group_experts_GE: True where a group may use an expert; None without a map.
-        foreground_V: True for tokens on an object; None where that is not known.
+        logits_VE: Clean router logits of all experts, before noise and restrictions,
+            float32.
+        group_ids_V: Dataset group of each token's image, -1 if unknown; None without
+            ids.
+        group_experts_GE: True if a group may use an expert; None without a map.
+        foreground_V: True for tokens on an object; None if unknown.
         losses: Weighted losses by name; empty in evaluation.
         votes_BG: Log-probability of each group summed over the tokens of each image, in
-            this layer and those before; None where images do not choose their group.
+            this layer and those before; None unless images choose their group.
         is_forced: Whether the dataset of the image chose the group, so that the routes
-            say nothing about the router.
+            do not depend on the router alone.
     """
 
     logits_VE: Tensor
@@ -353,7 +274,7 @@ class RoutingRecord:
 
     @property
     def probs_VE(self) -> Tensor:
-        """Softmax of the clean logits over all experts, (V, E)."""
+        """Softmax of the clean logits over all experts."""
         return torch.softmax(self.logits_VE, dim=-1)
 
     @property
@@ -362,29 +283,65 @@ class RoutingRecord:
         return self.logits_VE.shape[1]
 
 
-def expert_groups(num_groups: int, num_experts: int) -> tuple[tuple[int, ...], ...]:
-    """Share experts among dataset groups, evenly and in order.
+@dataclass(frozen=True, kw_only=True)
+class GroupChoice:
+    """Options that restrict an image's tokens to the experts of one group.
 
-    Args:
-        num_groups: Number of groups (G).
-        num_experts: Number of experts (E), at least G.
+    The router chooses freely within the group. A route keeps the weight that the gate
+    gives its expert among all experts, so weights mean the same in training and
+    evaluation. (Weights within the group would be larger; in the evaluation of a
+    trained DAMEX they cost 0.01 AP.)
 
-    Returns:
-        The experts of each group. When G does not divide E, the first groups get one
-        more.
-
-    Raises:
-        ValueError: If there are more groups than experts.
-
-    Example:
-        >>> expert_groups(2, 5)
-        ((0, 1, 2), (3, 4))
+    Attributes:
+        teacher_forcing: In training the dataset of the image, if known, chooses the
+            group. Losses see the logits of all experts, so the router learns as without
+            it.
+        image_vote: In evaluation the tokens of an image choose the group with the
+            largest log-probability, summed over tokens, in this layer and those before
+            it.
+        oracle: In evaluation the dataset of the image chooses and `image_vote` is
+            ignored. For analysis only, as users do not know the dataset.
     """
-    if not 1 <= num_groups <= num_experts:
-        raise ValueError(
-            f"expert_groups needs 1 <= num_groups <= num_experts, got {num_groups} "
-            f"groups and {num_experts} experts"
-        )
-    small, more = divmod(num_experts, num_groups)
-    starts = [g * small + min(g, more) for g in range(num_groups + 1)]
-    return tuple(tuple(range(starts[g], starts[g + 1])) for g in range(num_groups))
+
+    teacher_forcing: bool = False
+    image_vote: bool = False
+    oracle: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that are on."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name))
+
+    def chooser(self, *, training: bool) -> Literal["token", "image", "dataset"]:
+        """Return what chooses the group; 'token' if all experts are open."""
+        if training:
+            return "dataset" if self.teacher_forcing else "token"
+        if self.oracle:
+            return "dataset"
+        return "image" if self.image_vote else "token"
+
+
+def allowed_experts(group_ids_V: Tensor, group_experts_GE: Tensor) -> Tensor:
+    """Return a bool mask of the experts of each row's group, all for a group of -1."""
+    free_V1 = (group_ids_V < 0).unsqueeze(1)
+    return group_experts_GE[group_ids_V.clamp_min(0)] | free_V1
+
+
+def restrict(scores_VE: Tensor, allowed_VE: Tensor) -> Tensor:
+    """Set scores to minus infinity, without gradient, for experts not allowed."""
+    return scores_VE.masked_fill(~allowed_VE, -torch.inf)
+
+
+@torch.no_grad()
+def image_votes(
+    logits_VE: Tensor, group_experts_GE: Tensor, packing: Packing
+) -> Tensor:
+    """Sum the log-probability of each group's experts over the tokens of each image.
+
+    It is the log-likelihood of the group if tokens were independent: one certain token
+    outweighs several uncertain ones. In float64, so that padding and other images,
+    which change the order of the sum, do not change the winner.
+    """
+    log_prob_V1E = torch.log_softmax(logits_VE.double(), dim=1).unsqueeze(1)
+    own_VGE = log_prob_V1E.masked_fill(~group_experts_GE, -torch.inf)
+    return packing.unpack(torch.logsumexp(own_VGE, dim=2)).sum(1)

@@ -1,8 +1,8 @@
-"""Experts of a layer spread over processes, and the exchange of tokens between them.
+"""Experts of a layer sharded over processes, and the exchange of tokens between them.
 
-The processes form a grid (data, expert): those of one row share out the experts, those
-of one column hold the same ones. Every process has tokens of its own, sends each of
-them to the process of its row that holds the expert, and gets the answers back.
+The processes form a grid (data, expert): those of one row share the experts, those of
+one column hold the same ones. Each process sends its tokens to the process of its row
+that holds the expert, and receives the outputs.
 
 Axes: E experts, P processes of a row, L = E / P experts of one process, R rows of this
 process sorted by expert, S rows that the experts of this process serve, D width.
@@ -26,21 +26,12 @@ MESH_AXES = ("data", "expert")
 
 
 class ExpertShards:
-    """Which experts this process holds, and how tokens reach those of the others.
+    """Which experts this process holds, and how to reach those of other processes.
 
-    All methods that exchange something have to be called by all processes of the row,
-    in the same order; those without tokens, too. One object serves all layers.
-
-    Args:
-        mesh: The grid, with the axes `MESH_AXES`.
-
-    Raises:
-        ValueError: If its axes are others.
-
-    Attributes:
-        mesh: The grid.
-        size: P.
-        index: Which of the P this process is.
+    One object serves all layers. All processes of the row, also those without tokens,
+    must call methods that communicate in the same order. `size` is P, `index` that of
+    this process in its row; `mesh` is the grid, with the axes `MESH_AXES`, else
+    ValueError.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -55,46 +46,40 @@ class ExpertShards:
 
     @classmethod
     def of_world(cls, size: int, *, device_type: str = "cpu") -> ExpertShards:
-        """Makes the grid of all processes; all of them call this.
+        """Build the grid of all processes, with `size` P; collective.
 
-        Neighbours share experts out: with size=4, processes 0 to 3 hold each expert
-        once, as do 4 to 7. On machines of 4 or 8 GPUs tokens then stay inside of one.
-
-        Args:
-            size: P.
-            device_type: Where tokens live, 'cpu' or 'cuda'.
-
-        Raises:
-            ValueError: If P does not divide the number of processes.
+        Neighbors share experts: with size=4, processes 0 to 3 hold each expert once, as
+        do 4 to 7, so that tokens stay within a machine of 4 or 8 GPUs. Raises
+        ValueError if P does not divide the number of processes.
         """
         count = distributed.get_world_size()
         if size < 1 or count % size:
             raise ValueError(
                 f"ExpertShards: the number of processes, {count}, must be a multiple "
-                f"of the {size} that share experts out"
+                f"of the {size} that share the experts"
             )
         shape = (count // size, size)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES)
-        _hand_on_timeout(mesh)
+        _copy_timeout(mesh)
         return cls(mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
-        """Itself: copies of a layer talk to the same processes."""
+        """Return itself: copies of a layer communicate with the same processes."""
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where tensors have to be for an exchange; nccl takes none of the CPU."""
+        """Device of tensors in an exchange; nccl does not take CPU tensors."""
         return torch.device(self.mesh.device_type)
 
     @property
     def num_processes(self) -> int:
-        """All processes of the grid."""
+        """Number of all processes of the grid."""
         return self.mesh.size()
 
     @property
     def row(self) -> ProcessGroup:
-        """The processes that share the experts out."""
+        """The processes that share the experts."""
         return self.mesh.get_group("expert")
 
     @property
@@ -103,41 +88,35 @@ class ExpertShards:
         return self.mesh.get_group("data")
 
     def own(self, values_E: Tensor) -> Tensor:
-        """The slice of this process, (L, ...)."""
+        """Return the slice of this process, (E, ...) -> (L, ...)."""
         return values_E.tensor_split(self.size)[self.index]
 
     def gather(self, values_L: Tensor) -> Tensor:
-        """The slices of all processes of the row, (E, ...)."""
+        """Gather the slices of all processes of the row, (L, ...) -> (E, ...)."""
         local_L = values_L.to(self.device).contiguous()
         slices = [torch.empty_like(local_L) for _ in range(self.size)]
         distributed.all_gather(slices, local_L, group=self.row)
         return torch.cat(slices).to(values_L.device)
 
-    def keep_own(self, bank: nn.Module) -> None:
-        """Lets go of the experts that other processes hold.
+    def shard(self, bank: nn.Module) -> None:
+        """Drop the experts of other processes from a bank, in place.
 
-        All processes start from the weights of the first one, as under DDP.
-
-        Args:
-            bank: All its parameters and buffers have one slice per expert along their
-                first axis; changed in place, but for its `num_experts`, which stays E.
-
-        Raises:
-            ValueError: If P does not divide the number of experts, or a tensor has no
-                slice per expert.
+        All processes start from the weights of the first one, as under DDP;
+        `num_experts` of the bank stays E. Raises ValueError if P does not divide E, or
+        the first axis of a parameter or buffer does not count experts.
         """
         num_experts = cast(Any, bank).num_experts
         if num_experts % self.size:
             raise ValueError(
-                f"ExpertShards: {num_experts} experts cannot be shared out among "
-                f"{self.size} processes evenly"
+                f"ExpertShards: {num_experts} experts cannot be divided evenly among "
+                f"{self.size} processes"
             )
         for name, tensor in bank.state_dict().items():
             if tensor.shape[:1] != (num_experts,):
                 raise ValueError(
                     f"ExpertShards: {name} of {type(bank).__name__} has the shape "
-                    f"{tuple(tensor.shape)}, and no slice for each of the "
-                    f"{num_experts} experts along its first axis"
+                    f"{tuple(tensor.shape)}, but its first axis must count the "
+                    f"{num_experts} experts"
                 )
         for tensor in _tensors(bank):
             first_E = tensor.data.to(self.device)  # models are built on the CPU
@@ -145,19 +124,14 @@ class ExpertShards:
             tensor.data = self.own(first_E).to(tensor.device, copy=True)
 
     @contextmanager
-    def whole(
+    def gathered(
         self, bank: nn.Module, optimizer: Optimizer | None = None, *, keep: bool = True
     ) -> Iterator[None]:
-        """Gives a bank all of its experts for a while, to be drawn, loaded or saved.
+        """Gather all experts of a bank within the context, to draw, load or save them.
 
-        At the end each process keeps its own, as they are then. Inside of another such
-        context nothing happens.
-
-        Args:
-            bank: Its experts are shared out; see `keep_own`.
-            optimizer: Its state of the bank's parameters becomes whole, too.
-            keep: Whether this process needs them. All processes have to enter, but
-                those that do not keep the whole need no memory for it.
+        The state of `optimizer` is gathered as well. All processes must enter; without
+        `keep` the experts take no memory. Afterwards each process keeps its slice of
+        the result. Nested contexts have no effect.
         """
         num_experts = cast(Any, bank).num_experts
         parts = [t for t in _tensors(bank) if t.shape[0] < num_experts]
@@ -190,19 +164,11 @@ class ExpertShards:
         rows_RD: Tensor,
         counts_E: Tensor,
     ) -> Tensor:
-        """Has each row answered by its expert, wherever that is.
+        """Apply the expert of each row, on whichever process holds it.
 
-        Gradients go back the way that rows came. The counts are read on the host, as an
-        exchange has to know its sizes.
-
-        Args:
-            experts: The bank of this process: rows (S, D) sorted by expert and counts
-                (L,) -> rows of any width, but for 0 rows, too.
-            rows_RD: Sorted by expert.
-            counts_E: Rows of each expert, int64; must sum to R.
-
-        Returns:
-            What the experts answered, in the order of `rows_RD`.
+        Gradients return the same way. The counts are read on the host, as an exchange
+        needs its sizes. `experts` are those of this process: rows (S, D) sorted by
+        expert and counts (L,) -> rows of any width, also for S = 0.
         """
         plan = self._plan(counts_E)
         rows_SD = _Exchange.apply(rows_RD, plan.sent, plan.received, self.row)
@@ -211,11 +177,11 @@ class ExpertShards:
         return _Exchange.apply(out_SD, plan.received, plan.sent, self.row)
 
     def _plan(self, counts_E: Tensor) -> _Plan:
-        """Exchanges how many rows come for which expert."""
+        """Exchange the number of rows for each expert."""
         sent_PL = counts_E.view(self.size, -1)
         received_PL = torch.empty_like(sent_PL)
         distributed.all_to_all_single(received_PL, sent_PL.contiguous(), group=self.row)
-        # Rows come process by process, sorted by expert within each of them.
+        # Rows arrive process by process, sorted by expert within each.
         experts_PL = torch.arange(
             received_PL.shape[1], device=counts_E.device
         ).expand_as(received_PL)
@@ -232,14 +198,9 @@ class ExpertShards:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """One exchange.
+    """Row counts of one exchange, by process and by local expert.
 
-    Attributes:
-        sent: Rows for each process of the row.
-        received: Rows from each of them.
-        counts_L: Rows for each expert of this process.
-        order_S: Sorts the rows that came by expert.
-        back_S: Undoes that.
+    `order_S` sorts the received rows by expert, `back_S` undoes that.
     """
 
     sent: list[int]
@@ -250,10 +211,9 @@ class _Plan:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, whose gradients take the way back.
+    """All-to-all of rows that is differentiable.
 
-    torch has this in `torch.distributed.nn.functional`, which is deprecated, and in
-    private modules.
+    The one in `torch.distributed.nn.functional` is deprecated, others are private.
     """
 
     @staticmethod
@@ -281,13 +241,10 @@ def _all_to_all(
     return found
 
 
-def _hand_on_timeout(mesh: DeviceMesh) -> None:
-    """Has the groups of a mesh wait as long as that of all processes does.
-
-    torch gives them its default of up to half an hour, whatever was asked for.
-    """
+def _copy_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the timeout of the world; torch sets its default."""
     c10d: Any = distributed.distributed_c10d
-    # torch 2.6 has the private one alone.
+    # torch 2.6 has the private one only.
     set_timeout = getattr(distributed, "set_timeout", None) or c10d._set_pg_timeout
     device = torch.device(mesh.device_type)
     timeout = _timeout_of(distributed.group.WORLD, device)
@@ -298,7 +255,7 @@ def _hand_on_timeout(mesh: DeviceMesh) -> None:
 
 
 def _timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """How long a group waits; None where its backend never does."""
+    """Return the timeout of a group; None if its backend has none."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -308,5 +265,5 @@ def _tensors(bank: nn.Module) -> list[Tensor]:
 
 
 def _is_shaped(value: Any, tensor: Tensor) -> bool:
-    """Whether something is a tensor with one number for each number of another."""
+    """Return whether a value is a tensor of the shape of another."""
     return isinstance(value, Tensor) and value.shape == tensor.shape

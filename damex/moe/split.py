@@ -1,4 +1,4 @@
-"""Fine-grained experts cut from one dense FFN, which they equal at the start.
+"""Fine-grained experts cut from one dense FFN, initially equal to it.
 
 Axes: D model width, H hidden width of the dense FFN, E experts = copies x parts, S
 hidden units that all copies share.
@@ -14,14 +14,9 @@ from damex.moe.routers import LinearRouter
 
 
 def split_hidden_dims(hidden_dims: int, *, parts: int) -> int:
-    """Hidden width of each expert when an FFN is cut into parts: H / parts, rounded up.
+    """Hidden width of each part of an FFN, ceil(H / parts).
 
-    Args:
-        hidden_dims: H.
-        parts: Number of parts.
-
-    Raises:
-        ValueError: If `parts` is not in [1, H].
+    Raises ValueError if `parts` is not in [1, H].
     """
     if not 1 <= parts <= hidden_dims:
         raise ValueError(
@@ -31,18 +26,10 @@ def split_hidden_dims(hidden_dims: int, *, parts: int) -> int:
 
 
 def shared_hidden_dims(hidden_dims: int, *, parts: int, shared: int) -> int:
-    """Hidden units in the first parts of an FFN, which one expert keeps for all tokens.
+    """S, the hidden units of the first `shared` parts of an FFN.
 
-    Args:
-        hidden_dims: H.
-        parts: Number of parts that the FFN is cut into.
-        shared: How many of them are shared.
-
-    Returns:
-        S; the other H - S units are the routed experts'.
-
-    Raises:
-        ValueError: If `parts` is not in [1, H] or `shared` not in [0, parts).
+    The other H - S units belong to routed experts. Raises ValueError if `parts` is not
+    in [1, H] or `shared` not in [0, parts).
     """
     split_hidden_dims(hidden_dims, parts=parts)
     if not 0 <= shared < parts:
@@ -50,7 +37,7 @@ def shared_hidden_dims(hidden_dims: int, *, parts: int, shared: int) -> int:
             f"shared_hidden_dims: shared must lie in [0, parts={parts}), as one part "
             f"or more is routed, got {shared}"
         )
-    smallest, over = divmod(hidden_dims, parts)  # the first parts take what is over
+    smallest, over = divmod(hidden_dims, parts)  # the first parts are one larger
     return shared * smallest + min(shared, over)
 
 
@@ -65,33 +52,28 @@ def load_dense_split(
     parts: int,
     slope_1: Tensor | None = None,
 ) -> None:
-    """Cuts a dense FFN along its hidden axis and loads the parts into experts.
+    """Cut a dense FFN along its hidden axis and load the parts into experts.
 
     Experts c*parts to (c+1)*parts - 1 are copy c of the FFN: part j has its share of
     the hidden units and b2 / parts, so the outputs of one copy add up to that of the
-    FFN (Dynamic-DINO, ICCV 2025, arXiv 2507.17436). Where `parts` does not divide H,
-    the later parts have one hidden unit over: it keeps its random first layer and has
-    zeros in the second, so it answers nothing at first and can learn.
+    FFN (Dynamic-DINO, ICCV 2025, arXiv 2507.17436). If `parts` does not divide H, the
+    later parts have one extra hidden unit: its first layer stays random and its second
+    is zero, so it is silent at first and can learn.
 
-    The mixture as a whole equals the FFN behind `repeat_router_rows` and
-    `TopKGate(k=parts, renormalize=True, weight_scale=parts)`: the k parts of one copy
-    tie, are chosen together and weigh 1 each. Dropout has to be 0 for that.
-
-    Args:
-        experts: To be filled; their hidden width is `split_hidden_dims(H, parts)`.
-        w1_HD: Weight of the first `nn.Linear`, (out, in).
-        b1_H: Its bias.
-        w2_DH: Weight of the second `nn.Linear`.
-        b2_D: Its bias.
-        parts: Parts per copy; divides the number of experts.
-        slope_1: Weight of the `nn.PReLU` between them, for 'prelu' experts only; all
-            parts get it.
-
-    Raises:
-        ValueError: If sizes do not fit together, or a slope is given to experts that
-            have none, or none to those that have.
+    The mixture equals the FFN with `repeat_router_rows` and `TopKGate(k=parts,
+    renormalize=True, weight_scale=parts)`: the k parts of one copy tie, are chosen
+    together and have weight 1 each. Dropout must be 0. Weights are those of two
+    `nn.Linear`; `slope_1`, of the `nn.PReLU` in between, is for 'prelu' experts. Raises
+    ValueError if sizes do not match, or a slope is missing or not used.
     """
-    _check_width(experts, w1_HD, parts)
+    hidden_dims, embed_dims = w1_HD.shape
+    width = split_hidden_dims(hidden_dims, parts=parts)
+    if (experts.embed_dims, experts.hidden_dims) != (embed_dims, width):
+        raise ValueError(
+            f"load_dense_split: an FFN {embed_dims}-{hidden_dims}-{embed_dims} in "
+            f"{parts} parts needs experts with D={embed_dims} and H={width}, got "
+            f"D={experts.embed_dims} and H={experts.hidden_dims}"
+        )
     _check_divides("load_dense_split", parts, experts.num_experts)
     if (slope_1 is None) != (experts.slope_E1 is None):
         raise ValueError(
@@ -125,24 +107,11 @@ def load_shared_split(
     parts: int,
     slope_1: Tensor | None = None,
 ) -> None:
-    """Cuts a dense FFN into a shared expert and routed ones, and loads both.
+    """Cut a dense FFN into a shared expert and routed ones, and load both.
 
-    The shared expert (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066) keeps the first
-    hidden units, as many as it has, and the second bias; what remains is cut as in
-    `load_dense_split`, whose gate makes the sum equal to the FFN here, too.
-
-    Args:
-        shared_expert: To be filled.
-        experts: To be filled; their hidden width is `split_hidden_dims(H - S, parts)`.
-        w1_HD: As in `load_dense_split`, like the rest.
-        b1_H: See there.
-        w2_DH: See there.
-        b2_D: See there.
-        parts: Routed parts per copy.
-        slope_1: See there.
-
-    Raises:
-        ValueError: As `load_dense_split`.
+    The shared expert (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066) takes the first S
+    hidden units, its hidden width, and the second bias; `load_dense_split` cuts the
+    rest, with the same arguments, gate and errors.
     """
     units = shared_expert.expert.hidden_dims
     first = (w1_HD[:units], b1_H[:units], w2_DH[:, :units], b2_D)
@@ -153,29 +122,13 @@ def load_shared_split(
 
 @torch.no_grad()
 def repeat_router_rows(router: LinearRouter, *, parts: int) -> None:
-    """Gives all parts of a copy the router row of its first part, so that they tie.
+    """Copy the router row of the first part to all parts of a copy, so that they tie.
 
-    Args:
-        router: Its number of experts is a multiple of `parts`; changed in place.
-        parts: Parts per copy.
-
-    Raises:
-        ValueError: If `parts` does not divide the number of experts.
+    Raises ValueError if `parts`, per copy, does not divide the number of experts.
     """
     _check_divides("repeat_router_rows", parts, router.num_experts)
     for parameter in router.parameters():
         parameter.copy_(parameter[::parts].repeat_interleave(parts, dim=0))
-
-
-def _check_width(experts: FFNExperts, w1_HD: Tensor, parts: int) -> None:
-    hidden_dims, embed_dims = w1_HD.shape
-    width = split_hidden_dims(hidden_dims, parts=parts)
-    if (experts.embed_dims, experts.hidden_dims) != (embed_dims, width):
-        raise ValueError(
-            f"load_dense_split: an FFN {embed_dims}-{hidden_dims}-{embed_dims} in "
-            f"{parts} parts needs experts with D={embed_dims} and H={width}, got "
-            f"D={experts.embed_dims} and H={experts.hidden_dims}"
-        )
 
 
 def _check_divides(owner: str, parts: int, num_experts: int) -> None:

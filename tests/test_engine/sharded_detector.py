@@ -22,7 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 import damex.registry  # noqa: F401
 from damex.engine.fully_sharded import shard_fully
 from damex.models.insertion import moe_blocks
-from damex.moe import ExpertGradients, sharded_layers, sharded_names, whole_experts
+from damex.moe import (
+    ExpertGradients,
+    gathered_experts,
+    sharded_layers,
+    sharded_names,
+)
 
 ROOT = Path(__file__).parents[2]
 STEPS, MAX_NORM, NUM_EXPERTS = 3, 0.1, 8
@@ -41,7 +46,7 @@ def make_detector(size):
     detector = MODELS.build(model)
     detector.init_weights()
     generator = torch.Generator().manual_seed(0)
-    with whole_experts([detector]):
+    with gathered_experts([detector]):
         for block in moe_blocks(detector):
             for parameter in block.moe.experts.parameters():  # adapters start at zero
                 noise = torch.randn(parameter.shape, generator=generator)
@@ -166,7 +171,7 @@ def train_together(rank, size):
         norm = whole(clip(detector.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-        with whole_experts([detector]):
+        with gathered_experts([detector]):
             end = parameters_of(detector)
         found.append(dict(loss=loss.detach(), grads=grads, norm=norm, end=end))
     return found, scores_of(detector, rank)

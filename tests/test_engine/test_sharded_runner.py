@@ -254,7 +254,7 @@ def spread_runner(build, group, monkeypatch, tmp_path):
     detector = build(moe={**DAMEX, "num_experts": 4})
     shards = ExpertShards.of_world(1)
     for block in moe_blocks(detector):
-        block.moe.spread_experts(shards)
+        block.moe.shard_experts(shards)
     for name in ("train", "test"):
         monkeypatch.setattr(Runner, name, lambda self: "done")
     runner = object.__new__(MixtureRunner)

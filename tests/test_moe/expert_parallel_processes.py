@@ -34,6 +34,7 @@ from damex.moe import (
     Packing,
     SharedExpert,
     TopKGate,
+    gathered_experts,
     sharded_layers,
     sharded_names,
 )
@@ -159,7 +160,7 @@ def train_together(case, rank, shards, device):
         parameter.data.add_(rank)
     if shards is not None:
         for layer in net.layers:
-            layer.spread_experts(shards)
+            layer.shard_experts(shards)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             net, sharded_names(net)
         )
@@ -185,15 +186,8 @@ def train_together(case, rank, shards, device):
         optimizer.step()
         optimizer.zero_grad()
         found.append(dict(output=output.detach(), grads=grads, norm=norm))
-    with whole(net):
+    with gathered_experts([net]):
         return found, state_of(net)
-
-
-def whole(net):
-    """All experts on this process for a while."""
-    from damex.moe import whole_experts
-
-    return whole_experts([net])
 
 
 def grads_of(net):

@@ -1,4 +1,4 @@
-"""Tests of damex.moe.experts."""
+"""Experts: FFNs, and adapters added to a shared FFN."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 from damex.moe import (
+    AffineExperts,
+    DenseSoftmaxGate,
+    ExpertChoiceGate,
     FFNExperts,
     LinearRouter,
+    LowRankExperts,
     MoELayer,
     SharedExpert,
     TopKGate,
@@ -19,22 +23,82 @@ from damex.moe import (
 )
 from damex.moe.experts import ACTIVATIONS
 
-
-def dense_ffn(embed_dims=6, hidden_dims=10, activation=nn.ReLU):
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(embed_dims, hidden_dims),
-        activation(),
-        nn.Linear(hidden_dims, embed_dims),
+D, L, E = 8, 4, 3
+ADAPTERS = {
+    "low rank, split": lambda e=E: LowRankExperts(e, D, L, backend="split"),
+    "low rank, grouped_mm": lambda e=E: LowRankExperts(e, D, L, backend="grouped_mm"),
+    "affine": lambda e=E: AffineExperts(e, D),
+}
+FFNS = {
+    f"{activation}, {backend}": lambda a=activation, b=backend: FFNExperts(
+        E, D, 12, activation=a, backend=b
     )
+    for activation in ("gelu", "prelu")
+    for backend in ("split", "grouped_mm")
+}
 
 
-def load(experts, ffn, **kwargs):
+def every(banks):
+    """Parametrize by banks of experts."""
+    needs = pytest.mark.skipif(
+        not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
+    )
+    rows = [
+        pytest.param(make, id=name, marks=needs if "grouped_mm" in name else ())
+        for name, make in banks.items()
+    ]
+    return pytest.mark.parametrize("make", rows)
+
+
+def drawn(bank):
+    """The bank with no zero left."""
+    for parameter in bank.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return bank
+
+
+def definition(bank, rows, expert):
+    if isinstance(bank, LowRankExperts):
+        return rows @ bank.down_EDL[expert] @ bank.up_ELD[expert]
+    if isinstance(bank, AffineExperts):
+        return bank.gamma_ED[expert] * rows + bank.beta_ED[expert]
+    hidden = rows @ bank.w1_EDH[expert] + bank.b1_EH[expert]
+    if bank.slope_E1 is None:
+        hidden = functional.gelu(hidden)
+    else:
+        hidden = functional.prelu(hidden, bank.slope_E1[expert])
+    return hidden @ bank.w2_EHD[expert] + bank.b2_ED[expert]
+
+
+@every(ADAPTERS | FFNS)
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 1, 0], [0, 0, 0]])
+def test_outputs_and_gradients_are_those_of_the_definition(make, counts):
+    def by_hand(bank, tokens, counts_E):
+        segments = enumerate(tokens.split(counts_E.tolist()))
+        return torch.cat([definition(bank, rows, e) for e, rows in segments])
+
+    results = []
+    for function in (by_hand, lambda bank, *inputs: bank(*inputs)):
+        torch.manual_seed(0)
+        bank, tokens = drawn(make()), torch.randn(sum(counts), D, requires_grad=True)
+        out = function(bank, tokens, torch.tensor(counts))
+        out.square().sum().backward()
+        results.append([out, tokens.grad, *(p.grad for p in bank.parameters())])
+    torch.testing.assert_close(*results)
+    for grad in results[1][2:]:  # zeros, not None, where no token came
+        assert not grad[torch.tensor(counts) == 0].any()
+
+
+def dense_ffn(activation=nn.ReLU):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 10), activation(), nn.Linear(10, 6))
+
+
+def load(experts, ffn):
     first, middle, second = ffn
-    if isinstance(middle, nn.PReLU):
-        kwargs["slope_1"] = middle.weight
     dense = (first.weight, first.bias, second.weight, second.bias)
-    load_dense_split(experts, *dense, parts=1, **kwargs)
+    slope = middle.weight if isinstance(middle, nn.PReLU) else None
+    load_dense_split(experts, *dense, parts=1, slope_1=slope)
 
 
 class Cubic(nn.Module):
@@ -55,9 +119,9 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize(("name", "module"), MODULES.items())
-def test_loaded_experts_equal_the_dense_ffn(name, module):
-    ffn = dense_ffn(activation=module)
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "prelu"])
+def test_loaded_experts_equal_the_dense_ffn(name):
+    ffn = dense_ffn(activation=MODULES[name])
     experts = FFNExperts(3, 6, 10, activation=name)
     load(experts, ffn)
     tokens = torch.randn(7, 6)
@@ -65,105 +129,19 @@ def test_loaded_experts_equal_the_dense_ffn(name, module):
     torch.testing.assert_close(out, ffn(tokens))
 
 
-def test_every_activation_is_tested_above():
-    assert set(MODULES) == {*ACTIVATIONS, "prelu"}
-
-
-BACKENDS = [
-    "split",
-    pytest.param(
-        "grouped_mm",
-        marks=pytest.mark.skipif(
-            not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 1, 0], [0, 0, 0]])
-@pytest.mark.parametrize("activation", ["gelu", "prelu"])
-def test_backends_agree_with_the_definition(backend, counts, activation):
-    def by_hand(experts, tokens, counts_E):
-        outs = []
-        for e, rows in enumerate(tokens.split(counts_E.tolist())):
-            hidden = rows @ experts.w1_EDH[e] + experts.b1_EH[e]
-            if experts.slope_E1 is None:
-                hidden = functional.gelu(hidden)
-            else:
-                hidden = functional.prelu(hidden, experts.slope_E1[e])
-            outs.append(hidden @ experts.w2_EHD[e] + experts.b2_ED[e])
-        return torch.cat(outs)
-
-    results = []
-    for function in (by_hand, FFNExperts.__call__):
-        torch.manual_seed(0)
-        experts = FFNExperts(3, 8, 12, activation=activation, backend=backend)
-        if experts.slope_E1 is not None:
-            experts.slope_E1.data += torch.arange(3.0).view(3, 1)
-        tokens = torch.randn(sum(counts), 8, requires_grad=True)
-        out = function(experts, tokens, torch.tensor(counts))
-        out.square().sum().backward()
-        results.append([out, tokens.grad, *(p.grad for p in experts.parameters())])
-    torch.testing.assert_close(*results)
-
-
-def test_every_prelu_expert_learns_a_slope_of_its_own():
-    experts = FFNExperts(3, 1, 1, activation="prelu")
-    assert experts.slope_E1.tolist() == [[0.25]] * 3
-    with torch.no_grad():
-        for weight, bias in (
-            (experts.w1_EDH, experts.b1_EH),
-            (experts.w2_EHD, experts.b2_ED),
-        ):
-            weight.fill_(1.0)
-            bias.zero_()
-        experts.slope_E1.copy_(torch.tensor([[0.5], [3.0], [7.0]]))
-    tokens = torch.tensor([[2.0], [-2.0], [-3.0], [5.0]])
-    out = experts(tokens, torch.tensor([2, 2, 0]))
-    assert out.tolist() == [[2.0], [-1.0], [-9.0], [5.0]]
-    out.sum().backward()
-    # the slope's gradient is the sum of the negative hidden values
-    assert experts.slope_E1.grad.tolist() == [[-2.0], [-3.0], [0.0]]
-
-
-def test_load_dense_copies_and_does_not_alias():
-    ffn = dense_ffn()
-    experts = FFNExperts(2, 6, 10)
-    load(experts, ffn)
-    with torch.no_grad():
-        experts.w1_EDH[0].zero_()
-    assert ffn[0].weight.abs().sum() > 0
-    assert torch.equal(experts.w1_EDH[1], ffn[0].weight.T)
-
-
 @pytest.mark.parametrize("num_experts", [1, 16])
 def test_initial_scale_does_not_depend_on_the_number_of_experts(num_experts):
     torch.manual_seed(0)
-    experts = FFNExperts(num_experts, 64, 256)
+    experts = FFNExperts(num_experts, 64, 256, activation="prelu")
     # xavier uniform: bound sqrt(6 / (fan_in + fan_out)) = sqrt(6 / 320) = 0.13693
     bound = math.sqrt(6 / 320)
     for weight in (experts.w1_EDH, experts.w2_EHD):
         assert 0.99 * bound < weight.abs().max() <= bound
+        assert num_experts == 1 or not torch.equal(weight[0], weight[1])
     # biases of nn.Linear: 1 / sqrt(fan_in) = 1/8 and 1/16
     assert 0.9 / 8 < experts.b1_EH.abs().max() <= 1 / 8
     assert 0.7 / 16 < experts.b2_ED.abs().max() <= 1 / 16
-
-
-def test_experts_start_different_from_each_other():
-    experts = FFNExperts(2, 8, 8)
-    assert not torch.equal(experts.w1_EDH[0], experts.w1_EDH[1])
-
-
-def test_each_run_of_rows_sees_its_own_expert_only():
-    experts = FFNExperts(3, 6, 10)
-    tokens, counts = torch.randn(6, 6), torch.tensor([1, 2, 3])
-    before = experts(tokens, counts)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter[1] += 1.0
-    changed = (experts(tokens, counts) != before).any(dim=1)
-    assert changed.tolist() == [False, True, True, False, False, False]
+    assert experts.slope_E1.tolist() == [[0.25]] * num_experts
 
 
 def test_dropout_acts_in_training_only_and_at_both_places():
@@ -181,24 +159,7 @@ def test_dropout_acts_in_training_only_and_at_both_places():
     assert not torch.allclose(dropped[kept], 2 * clean[kept])
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
-        FFNExperts(0, 4, 8)
-    with pytest.raises(ValueError, match=r"unknown activation 'swish'.*'silu'"):
-        FFNExperts(2, 4, 8, activation="swish")
-    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1.0"):
-        FFNExperts(2, 4, 8, dropout=1.0)
-    with pytest.raises(ValueError, match="unknown backend"):
-        FFNExperts(2, 4, 8, backend="cutlass")
-    with pytest.raises(ValueError, match=r"'relu' have no slope_1"):
-        load(FFNExperts(2, 6, 10), dense_ffn(activation=nn.PReLU))
-    with pytest.raises(ValueError, match=r"'prelu' need a slope_1"):
-        load(FFNExperts(2, 6, 10, activation="prelu"), dense_ffn())
-    with pytest.raises(ValueError, match="with D=6 and H=10, got D=6 and H=12"):
-        load(FFNExperts(2, 6, 12), dense_ffn())
-
-
-def test_released_initialisation_has_small_weights_and_no_biases():
+def test_released_initialization_has_small_weights_and_no_biases():
     torch.manual_seed(0)
     experts = FFNExperts(4, 32, 64, init_std=0.005)
     for weight in (experts.w1_EDH, experts.w2_EHD):
@@ -206,70 +167,19 @@ def test_released_initialisation_has_small_weights_and_no_biases():
         assert weight.std().item() == pytest.approx(0.005, rel=0.04)
     assert not experts.b1_EH.any()
     assert not experts.b2_ED.any()
-    experts.reset_parameters()
-    assert experts.w1_EDH.abs().max() < 0.05
 
 
 def test_without_output_bias_the_second_bias_is_fixed_and_in_the_checkpoint():
     experts = FFNExperts(2, 4, 8, output_bias=False)
-    assert {name for name, _ in experts.named_parameters()} == {
-        "w1_EDH",
-        "b1_EH",
-        "w2_EHD",
-    }
+    names = [name for name, _ in experts.named_parameters()]
+    assert names == ["w1_EDH", "b1_EH", "w2_EHD"]
     assert torch.equal(experts.state_dict()["b2_ED"], torch.zeros(2, 4))
-    # relu(b1) = 0 for negative b1: nothing but the second bias is left
-    torch.nn.init.constant_(experts.b1_EH, -1.0)
+    # relu(b1) = 0 for negative b1: only the second bias is left
+    nn.init.constant_(experts.b1_EH, -1.0)
     out = experts(torch.zeros(3, 4), torch.tensor([1, 2]))
     assert torch.equal(out, torch.zeros(3, 4))
-
-
-@pytest.mark.parametrize("backend", ["split"])
-def test_experts_without_output_bias_train(backend):
-    experts = FFNExperts(3, 4, 8, output_bias=False, backend=backend)
-    experts(torch.randn(5, 4), torch.tensor([2, 0, 3])).square().sum().backward()
-    assert all(p.grad is not None for p in experts.parameters())
-
-
-def test_a_spread_that_is_not_positive_is_refused():
-    with pytest.raises(ValueError, match=r"init_std must be above 0, got -0\.1"):
-        FFNExperts(2, 4, 8, init_std=-0.1)
-
-
-def test_every_token_passes_the_shared_expert():
-    shared = SharedExpert(4, 6, activation="gelu")
-    first, second = nn.Linear(4, 6), nn.Linear(6, 4)
-    dense = (first.weight, first.bias, second.weight, second.bias)
-    load_dense_split(shared.expert, *dense, parts=1)
-    tokens = torch.randn(5, 4)
-    expected = second(nn.functional.gelu(first(tokens)))
-    torch.testing.assert_close(shared(tokens), expected)
-
-
-def test_a_layer_adds_it_with_weight_one_and_routes_as_before():
-    torch.manual_seed(0)
-    parts = dict(
-        router=LinearRouter(4, 3), gate=TopKGate(1), experts=FFNExperts(3, 4, 6)
-    )
-    shared = SharedExpert(4, 8)
-    tokens = torch.randn(2, 5, 4)
-    plain, record = MoELayer(**parts)(tokens)
-    both, shared_record = MoELayer(**parts, shared_expert=shared)(tokens)
-    expected = plain + shared(tokens.flatten(0, 1)).view(2, 5, 4)
-    torch.testing.assert_close(both, expected)
-    assert torch.equal(record.assignment.counts_E, shared_record.assignment.counts_E)
-
-
-def test_reset_of_the_layer_reaches_it():
-    layer = MoELayer(
-        router=LinearRouter(4, 3),
-        gate=TopKGate(1),
-        experts=FFNExperts(3, 4, 6),
-        shared_expert=SharedExpert(4, 6),
-    )
-    nn.init.constant_(layer.shared_expert.expert.w1_EDH, 7.0)
-    layer.reset_parameters()
-    assert (layer.shared_expert.expert.w1_EDH != 7.0).all()
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in experts.parameters())
 
 
 @pytest.mark.parametrize("activation", ["relu", "prelu"])
@@ -283,3 +193,85 @@ def test_one_expert_for_all_tokens_is_the_bank_with_all_rows_its_own(activation)
     for parameter in experts.parameters():
         assert parameter.grad[1].any()
         assert not parameter.grad[[0, 2]].any()
+
+
+def test_a_layer_adds_a_shared_expert_with_weight_one_and_routes_as_before():
+    torch.manual_seed(0)
+    parts = dict(
+        router=LinearRouter(4, 3), gate=TopKGate(1), experts=FFNExperts(3, 4, 6)
+    )
+    shared = SharedExpert(4, 8)
+    tokens = torch.randn(2, 5, 4)
+    plain, record = MoELayer(**parts)(tokens)
+    both, shared_record = MoELayer(**parts, shared_expert=shared)(tokens)
+    expected = plain + shared(tokens.flatten(0, 1)).view(2, 5, 4)
+    torch.testing.assert_close(both, expected)
+    assert torch.equal(record.assignment.counts_E, shared_record.assignment.counts_E)
+
+
+@every(ADAPTERS)
+def test_adapters_start_at_zero_and_what_is_zero_learns(make):
+    torch.manual_seed(0)
+    bank = drawn(make())
+    bank.reset_parameters()
+    tokens = torch.randn(6, D)
+    out = bank(tokens, torch.tensor([1, 2, 3]))
+    assert torch.equal(out, torch.zeros(6, D))
+    (out - 1.0).square().sum().backward()
+    for name in bank.output_names:
+        assert (getattr(bank, name).grad != 0).flatten(1).any(1).all(), name
+    zero = {name for name, parameter in bank.named_parameters() if not parameter.any()}
+    assert {*bank.output_names} == zero
+
+
+@pytest.mark.parametrize(("width", "rank"), [(8, 1), (64, 4), (65, 5), (256, 16)])
+def test_the_default_rank_follows_the_width(width, rank):
+    assert LowRankExperts(E, width).up_ELD.shape == (E, rank, width)
+
+
+def test_low_rank_experts_start_different_within_the_bound_of_lora():
+    torch.manual_seed(0)
+    down_EDL = LowRankExperts(16, 64, 16).down_EDL
+    assert 0.99 / 8 < down_EDL.abs().max() <= 1 / 8  # 1 / sqrt(64)
+    assert not torch.equal(down_EDL[0], down_EDL[1])
+
+
+GATES = {
+    "top1": lambda: TopKGate(1),
+    "top2 of weight 1": lambda: TopKGate(2, renormalize=True, weight_scale=2.0),
+    "dense": DenseSoftmaxGate,
+    "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
+}
+
+
+def make_layer(make, *, gate=GATES["top1"], num_experts=E):
+    torch.manual_seed(0)
+    return MoELayer(
+        router=LinearRouter(D, num_experts, init_std=1.0),
+        gate=gate(),
+        experts=make(num_experts),
+        shared_expert=SharedExpert(D, 12),
+    )
+
+
+@every(ADAPTERS)
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
+def test_a_layer_of_adapters_starts_as_its_shared_ffn_with_any_gate(make, gate):
+    layer = make_layer(make, gate=gate)
+    tokens = torch.randn(2, 5, D)
+    alone = layer.shared_expert(tokens.flatten(0, 1)).view(2, 5, D)
+    assert torch.equal(layer(tokens)[0], alone)
+    nn.init.normal_(layer.experts.get_parameter(layer.experts.output_names[0]))
+    assert not torch.equal(layer(tokens)[0], alone)
+
+
+@every(ADAPTERS)
+def test_one_adapter_is_a_dense_ffn_with_a_correction(make):
+    layer = make_layer(make, num_experts=1)
+    drawn(layer.experts)
+    first, second = nn.Linear(D, 12), nn.Linear(12, D)
+    dense = (first.weight, first.bias, second.weight, second.bias)
+    load_dense_split(layer.shared_expert.expert, *dense, parts=1)
+    tokens = torch.randn(2, 5, D)
+    expected = second(first(tokens).relu()) + definition(layer.experts, tokens, 0)
+    torch.testing.assert_close(layer(tokens)[0], expected)

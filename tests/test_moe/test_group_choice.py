@@ -20,13 +20,13 @@ from damex.moe import (
     ImportanceLoss,
     LinearRouter,
     LoadBalanceLoss,
-    LoadLoss,
     MoELayer,
     Packing,
     RouterZLoss,
     TopKGate,
 )
-from damex.moe.group_choice import image_votes
+from damex.moe.routing import image_votes
+from tests.test_moe.layers import begun
 
 D, H, E = 8, 12, 6
 GROUPS = [[0, 1], [2, 3], [4, 5]]
@@ -36,11 +36,6 @@ VOTE = GroupChoice(image_vote=True)
 ORACLE = GroupChoice(oracle=True)
 
 
-def told(gate, progress):
-    gate.begin_step(progress)
-    return gate
-
-
 GATES = {
     "top1": lambda: TopKGate(1),
     "top2 renormalised": lambda: TopKGate(2, renormalize=True),
@@ -48,8 +43,8 @@ GATES = {
         2, noise="gaussian", noise_scale=50.0, noisy_weights=True
     ),
     "with a capacity": lambda: TopKGate(1, capacity=ExpertCapacity(factor=1.0)),
-    "dense to sparse": lambda: told(DenseToSparseGate(threshold=0.01), 0.2),
-    "dense to top1": lambda: told(DenseToSparseGate(threshold=0.0, end_k=1), 0.1),
+    "dense to sparse": lambda: begun(DenseToSparseGate(threshold=0.01), 0.2),
+    "dense to top1": lambda: begun(DenseToSparseGate(threshold=0.0, end_k=1), 0.1),
 }
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
 ROUTERS = {
@@ -121,11 +116,13 @@ def test_images_of_unknown_dataset_stay_free(gate):
     assert torch.equal(out, expected)
 
 
-def test_forcing_acts_in_training_alone():
-    layer = make_layer(FORCED).eval()
-    tokens = make_tokens()
-    out, _ = layer(tokens, group_ids_B=IDS)
-    assert torch.equal(out, make_layer(None).eval()(tokens)[0])
+@pytest.mark.parametrize("choice", [FORCED, VOTE])
+def test_forcing_acts_in_training_only_and_votes_in_evaluation_only(choice):
+    training = choice is VOTE
+    layer, free = (make_layer(c).train(training) for c in (choice, None))
+    out, record = layer(make_tokens(), group_ids_B=IDS)
+    assert record.votes_BG is None
+    assert torch.equal(out, free(make_tokens())[0])
 
 
 def test_forced_routes_are_the_best_of_the_group_with_the_weights_of_all_experts():
@@ -160,13 +157,6 @@ def test_with_one_expert_each_only_the_dataset_loss_teaches_the_router(router):
     assert any(grad.abs().sum() > 0 for grad in grads[0])
     for without, with_task in zip(*grads, strict=True):
         torch.testing.assert_close(with_task, without)
-
-
-def test_load_loss_sees_the_free_logits():
-    layer = make_layer(FORCED, losses=[LoadLoss(weight=1.0)])
-    _, record = layer(make_tokens(), group_ids_B=IDS)
-    _, free = make_layer(None, losses=[LoadLoss(weight=1.0)])(make_tokens())
-    assert torch.equal(record.losses["load"], free.losses["load"])
 
 
 @every_router
@@ -205,15 +195,6 @@ def test_a_sure_token_outvotes_a_majority():
     tokens[0, :, :2] = prob_V2.log()
     _, record = layer.eval()(tokens)
     assert record.assignment.expert_index_R.tolist() == [1, 1, 1]
-
-
-def test_a_group_has_the_summed_probability_of_its_experts():
-    """p = .4, .35, .25: one expert leads, two of the other group have more: .6."""
-    logits = torch.tensor([[0.4, 0.35, 0.25]]).log()
-    experts_GE = torch.tensor([[True, False, False], [False, True, True]])
-    votes = image_votes(logits, experts_GE, Packing(1, 1))
-    expected = torch.tensor([[0.4, 0.6]], dtype=torch.float64).log()
-    torch.testing.assert_close(votes, expected, atol=1e-6, rtol=0)
 
 
 class AsLogits(torch.nn.Module):
@@ -309,7 +290,11 @@ def test_a_bias_opens_no_closed_expert():
     ("gate", "choice", "message"),
     [
         (lambda: TopKGate(3), FORCED, "k=3 and a group has 2; set k=2"),
-        (lambda: TopKGate(1, balance=BiasBalancer(E)), FORCED, "leave balance or"),
+        (
+            lambda: TopKGate(1, balance=BiasBalancer(E)),
+            FORCED,
+            "combined with balance",
+        ),
         (DenseSoftmaxGate, VOTE, "DenseSoftmaxGate does not keep .* image_vote"),
         (lambda: DenseToSparseGate(threshold=0.0), ORACLE, "set threshold=0.01"),
         (lambda: ExpertChoiceGate(share=0.5), FORCED, "ExpertChoiceGate does not"),
@@ -320,7 +305,7 @@ def test_gates_that_cannot_keep_to_a_group_are_refused(gate, choice, message):
         make_layer(choice, gate)
 
 
-def test_what_is_missing_is_said():
+def test_missing_groups_are_named():
     with pytest.raises(ValueError, match="image_vote needs group_experts"):
         MoELayer(
             router=LinearRouter(D, E),

@@ -19,7 +19,6 @@ from damex.moe import (
     TopKGate,
     expert_groups,
 )
-from damex.moe.routers import MLP_ACTIVATIONS
 
 
 def test_logits_by_hand():
@@ -29,10 +28,6 @@ def test_logits_by_hand():
         router.bias_E.copy_(torch.tensor([0.0, 0.5, 0.0]))
     logits = router(torch.tensor([[[3.0, 4.0]]]))
     assert logits.tolist() == [[[3.0, 8.5, -1.0]]]
-
-
-def test_no_bias_by_default():
-    assert [name for name, _ in LinearRouter(4, 2).named_parameters()] == ["weight_ED"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -47,11 +42,6 @@ def test_computes_in_float32_under_autocast_and_in_half_models(dtype):
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_float64_is_kept():
-    logits = LinearRouter(4, 2).double()(torch.randn(3, 4, dtype=torch.float64))
-    assert logits.dtype == torch.float64
-
-
 def test_initialisation_and_reset():
     torch.manual_seed(0)
     router = LinearRouter(256, 64, bias=True, init_std=0.05)
@@ -63,13 +53,6 @@ def test_initialisation_and_reset():
     assert abs(router.weight_ED.std().item() - 0.05) < 0.002
     assert (router.bias_E == 0).all()
     assert (LinearRouter(8, 4, init_std=0.0).weight_ED == 0).all()
-
-
-def test_errors():
-    with pytest.raises(ValueError, match="embed_dims must be at least 1, got 0"):
-        LinearRouter(0, 4)
-    with pytest.raises(ValueError, match=r"init_std must be >= 0, got -0.1"):
-        LinearRouter(4, 4, init_std=-0.1)
 
 
 @pytest.mark.parametrize(
@@ -94,39 +77,6 @@ def test_mlp_logits_by_hand(activation, of_one, of_minus_one):
     logits = router(torch.tensor([3.0, -2.0]))
     expected = torch.tensor([of_one + 0.5, 10 * of_one + 2 * of_minus_one])
     torch.testing.assert_close(logits, expected)
-
-
-def test_every_activation_is_tested_above():
-    assert set(MLP_ACTIVATIONS) == {"relu", "tanh", "sigmoid", "gelu"}
-
-
-def test_temperature_cannot_be_traded_for_the_first_layers_weights():
-    # Nguyen et al. 2025: for a linear router c*w and c*tau leave the softmax unchanged
-    torch.manual_seed(0)
-    router = MLPRouter(4, 3, init_std=1.0).double()
-    tokens = torch.randn(5, 4, dtype=torch.float64)
-    before = router(tokens)
-    with torch.no_grad():
-        router.w1_HD.mul_(2.0)
-    assert (router(tokens) / 2.0 - before).abs().max() > 1e-3
-
-
-def test_hidden_width_is_that_of_the_tokens_by_default():
-    assert MLPRouter(6, 3).w1_HD.shape == (6, 6)
-
-
-def test_second_layer_of_std_zero_starts_all_experts_equal():
-    router = MLPRouter(4, 3, init_std=0.0)
-    assert torch.equal(router(torch.randn(2, 4)), torch.zeros(2, 3))
-
-
-def test_mlp_errors():
-    with pytest.raises(ValueError, match="dims must be at least 1, got 0"):
-        MLPRouter(4, 2, hidden_dims=0)
-    with pytest.raises(ValueError, match="unknown activation 'elu'"):
-        MLPRouter(4, 2, activation="elu")
-    with pytest.raises(ValueError, match=r"init_std must be >= 0, got -1.0"):
-        MLPRouter(4, 2, init_std=-1.0)
 
 
 def test_cosine_logits_by_hand():
@@ -170,15 +120,6 @@ def test_a_zero_token_has_a_direction_and_finite_gradients():
     tokens = torch.zeros(1, 4, requires_grad=True)
     router(tokens)[0, 0].backward()
     assert 0 < tokens.grad.abs().max() < 100
-
-
-def test_cosine_errors():
-    with pytest.raises(ValueError, match="dims must be at least 1, got 0"):
-        CosineRouter(4, 2, proj_dims=0)
-    with pytest.raises(ValueError, match=r"got 0.01 and 0.001"):
-        CosineRouter(4, 2, init_temperature=0.001)
-    with pytest.raises(ValueError, match=r"got 0.0 and 0.5"):
-        CosineRouter(4, 2, min_temperature=0.0)
 
 
 def test_softmax_is_the_product_of_both_levels_by_hand():
@@ -231,13 +172,6 @@ def test_dataset_loss_teaches_the_first_level_alone():
     assert (router.group_weight_GD.grad != 0).all()
 
 
-def test_one_expert_per_group_has_no_second_level():
-    router = HierarchicalRouter(4, 3, num_groups=3, init_std=1.0)
-    tokens = torch.randn(5, 4)
-    expected = functional.linear(tokens, router.group_weight_GD).log_softmax(-1)
-    torch.testing.assert_close(router(tokens), expected)
-
-
 def test_large_logits_stay_finite_in_value_and_gradient():
     router = HierarchicalRouter(4, 5, num_groups=2, init_std=1e3)
     tokens = torch.randn(5, 4, requires_grad=True)
@@ -246,12 +180,3 @@ def test_large_logits_stay_finite_in_value_and_gradient():
     assert logits.isfinite().all()
     assert tokens.grad.isfinite().all()
     assert all(p.grad.isfinite().all() for p in router.parameters())
-
-
-def test_hierarchical_errors():
-    with pytest.raises(ValueError, match="embed_dims must be at least 1, got 0"):
-        HierarchicalRouter(0, 4, num_groups=2)
-    with pytest.raises(ValueError, match="got 5 groups and 4 experts"):
-        HierarchicalRouter(4, 4, num_groups=5)
-    with pytest.raises(ValueError, match=r"init_std must be >= 0, got -1.0"):
-        HierarchicalRouter(4, 4, num_groups=2, init_std=-1.0)

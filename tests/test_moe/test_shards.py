@@ -100,7 +100,7 @@ def make_layer():
 
 def test_a_group_of_one_is_the_layer_itself(group):
     alone, spread = make_layer(), make_layer()
-    spread.spread_experts(ExpertShards.of_world(1))
+    spread.shard_experts(ExpertShards.of_world(1))
     tokens_BND = torch.randn(2, 5, 6)
     outputs = [layer(tokens_BND)[0] for layer in (alone, spread)]
     assert torch.equal(*outputs)
@@ -113,7 +113,7 @@ def test_a_group_of_one_is_the_layer_itself(group):
 
 def test_a_copy_of_a_layer_talks_to_the_same_processes(group):
     layer = make_layer()
-    layer.spread_experts(ExpertShards.of_world(1))
+    layer.shard_experts(ExpertShards.of_world(1))
     layer(torch.randn(2, 5, 6))[0].sum().backward()
     assert copy.deepcopy(layer).shards is layer.shards
 
@@ -121,7 +121,7 @@ def test_a_copy_of_a_layer_talks_to_the_same_processes(group):
 def test_names_are_those_of_the_experts_alone(group):
     layer = make_layer()
     assert sharded_names(layer) == []
-    layer.spread_experts(ExpertShards.of_world(1))
+    layer.shard_experts(ExpertShards.of_world(1))
     outer = torch.nn.ModuleDict(dict(one=make_layer(), two=layer))
     names = [f"experts.{n}" for n in ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED")]
     assert sharded_names(layer) == names
@@ -131,7 +131,7 @@ def test_names_are_those_of_the_experts_alone(group):
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 def test_clipping_in_a_group_of_one_is_that_of_torch(group, order):
     layer, other = make_layer(), make_layer()
-    layer.spread_experts(ExpertShards.of_world(1))
+    layer.shard_experts(ExpertShards.of_world(1))
     tokens_BND = torch.randn(2, 5, 6)
     for one in (layer, other):
         one(tokens_BND)[0].square().sum().backward()
@@ -145,7 +145,7 @@ def test_clipping_in_a_group_of_one_is_that_of_torch(group, order):
 
 def test_a_norm_that_is_not_finite_can_be_an_error(group):
     layer = make_layer()
-    layer.spread_experts(ExpertShards.of_world(1))
+    layer.shard_experts(ExpertShards.of_world(1))
     layer(torch.randn(2, 5, 6))[0].sum().backward()
     layer.experts.w1_EDH.grad[0, 0, 0] = float("nan")
     gradients = ExpertGradients(layer)
@@ -159,13 +159,13 @@ def test_what_cannot_be_shared_out_is_refused(group):
         ExpertShards.of_world(2)
     with pytest.raises(ValueError, match=r"axes \('data', 'expert'\), got \('a',\)"):
         ExpertShards(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
-    with pytest.raises(ValueError, match="no layer's experts are spread"):
+    with pytest.raises(ValueError, match="no sharded experts"):
         ExpertGradients(make_layer())
     shards = ExpertShards.of_world(1)
     bank = FFNExperts(4, 6, 8)
     bank.register_buffer("scale", torch.ones(()))
     with pytest.raises(ValueError, match=r"scale of FFNExperts has the shape \(\)"):
-        shards.keep_own(bank)
+        shards.shard(bank)
     shards.size = 3
     with pytest.raises(ValueError, match=r"4 experts .* among 3 processes"):
-        shards.keep_own(FFNExperts(4, 6, 8))
+        shards.shard(FFNExperts(4, 6, 8))

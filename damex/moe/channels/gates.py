@@ -1,6 +1,10 @@
-"""The gating path of DeepMoE: which channels an image opens, and how far.
+"""The gating path of DeepMoE (Wang et al. 2019) and its two losses.
 
-Axes: B images, H and W their height and width, C channels, E entries of the embedding.
+It decides which channels an image opens, and how far. Losses are computed in float32
+or wider, as a sum over channels overflows half precision.
+
+Axes: B images, H and W their height and width, C channels, E entries of the embedding,
+V real pixels.
 """
 
 from __future__ import annotations
@@ -22,23 +26,14 @@ class ShallowEmbedding(nn.Module):
 
     3x3 convolutions of stride 2, each with batch norm and ReLU, the mean over the
     image, and one linear layer. Its output, the logits of the auxiliary loss, is e(x)
-    itself, as in the authors' code.
+    itself, as in the authors' code. `widths` are the channels of the convolutions; the
+    paper has 4 for small images and 5 for ImageNet, at about 2 % of the base network's
+    compute.
 
-    With a mask, padding is as if it were not there: convolutions see zeros in its
-    place, as they do beyond the border, and batch norm and the mean leave it out. So
-    e(x) does not change with the content or amount of padding at the bottom and right,
-    in training and in evaluation (up to rounding).
-
-    Dtype policy: convolutions in autocast's dtype, the linear layer in float32.
-
-    Args:
-        embed_dims: E, the number of targets of the auxiliary loss.
-        widths: Channels of the convolutions; the paper has 4 for small images and 5 for
-            ImageNet, at about 2 % of the base network's compute.
-        in_channels: Channels of the image.
-
-    Raises:
-        ValueError: If a size is not positive or there is no convolution.
+    With a mask, convolutions see zeros instead of padding, and batch norm and the mean
+    ignore it. So e(x) does not depend on the content or amount of padding at the bottom
+    and right, in training and in evaluation (up to rounding). Convolutions compute in
+    the dtype of autocast, the linear layer in float32.
     """
 
     def __init__(
@@ -67,28 +62,25 @@ class ShallowEmbedding(nn.Module):
     def forward(
         self, images_BCHW: Tensor, image_mask_BHW: Tensor | None = None
     ) -> Tensor:
-        """Embeds a batch of images.
+        """Return e(x) of a batch of images, float32.
 
-        Args:
-            images_BCHW: As the base network sees them.
-            image_mask_BHW: bool, True for real pixels, a rectangle from the top left
-                corner; None when all are real.
-
-        Returns:
-            logits_BE: e(x), float32.
-
-        Raises:
-            ValueError: If the mask does not fit to the images.
+        `image_mask_BHW` is bool, True for real pixels, a rectangle from the top left
+        corner; None when all are real.
         """
         mask_BHW = image_mask_BHW
         x_BCHW = images_BCHW
         if mask_BHW is not None:
-            _check_mask(images_BCHW, mask_BHW)
+            expected = (images_BCHW.shape[0], *images_BCHW.shape[2:])
+            if mask_BHW.shape != expected or mask_BHW.dtype != torch.bool:
+                raise ValueError(
+                    f"ShallowEmbedding: image_mask_BHW must be bool of shape {expected}"
+                    f", got {mask_BHW.dtype} of shape {tuple(mask_BHW.shape)}"
+                )
             x_BCHW = x_BCHW.masked_fill(~mask_BHW[:, None], 0.0)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x_BCHW = conv(x_BCHW)
             if mask_BHW is not None:
-                # The output at i is centred on the input at 2i.
+                # The output at i is centered on the input at 2i.
                 mask_BHW = mask_BHW[:, ::2, ::2]
             x_BCHW = functional.relu(_norm_where(norm, x_BCHW, mask_BHW))
         wide = torch.promote_types(x_BCHW.dtype, torch.float32)
@@ -101,7 +93,7 @@ class ShallowEmbedding(nn.Module):
 
 
 def _norm_where(norm: nn.Module, x_BCHW: Tensor, mask_BHW: Tensor | None) -> Tensor:
-    """Normalises real pixels, with statistics of real pixels; padding becomes zero."""
+    """Normalize by statistics of real pixels; padding becomes zero."""
     if mask_BHW is None:
         return norm(x_BCHW)
     if not norm.training:
@@ -112,33 +104,16 @@ def _norm_where(norm: nn.Module, x_BCHW: Tensor, mask_BHW: Tensor | None) -> Ten
     return out_BHWC.index_put((mask_BHW,), normed_VC).movedim(-1, 1)
 
 
-def _check_mask(images_BCHW: Tensor, mask_BHW: Tensor) -> None:
-    expected = (images_BCHW.shape[0], *images_BCHW.shape[2:])
-    if mask_BHW.shape != expected or mask_BHW.dtype != torch.bool:
-        raise ValueError(
-            f"ShallowEmbedding: image_mask_BHW must be bool of shape {expected}, got "
-            f"{mask_BHW.dtype} of shape {tuple(mask_BHW.shape)}"
-        )
-
-
 INITS = ("uniform", "ones")
 
 
 class ChannelGate(nn.Module):
     """g(x) = ReLU(W e(x)): how much of each channel an image uses (Wang et al. 2019).
 
-    There is no bias: an image is all that opens a channel. What is zero is closed.
-
-    Dtype policy: float32 with autocast off, since rounding must not close a channel.
-
-    Args:
-        embed_dims: E.
-        num_channels: C.
-        init: 'uniform' draws weights from [-0.5, 1), as the authors do for ImageNet;
-            'ones' starts all channels equal.
-
-    Raises:
-        ValueError: If a size is not positive or `init` is unknown.
+    Without bias: only the image opens a channel; zero is closed. In float32 with
+    autocast off, since rounding must not close a channel. `init` 'uniform' draws
+    weights from [-0.5, 1), as the authors do for ImageNet; 'ones' starts all channels
+    equal.
     """
 
     def __init__(
@@ -153,50 +128,29 @@ class ChannelGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Re-initialize the weights."""
         if self.init == "ones":
             nn.init.ones_(self.weight_CE)
         else:
             nn.init.uniform_(self.weight_CE, -0.5, 1.0)
 
     def forward(self, logits_BE: Tensor) -> Tensor:
-        """Gates of a batch.
-
-        Args:
-            logits_BE: The embedding e(x).
-
-        Returns:
-            gates_BC: float32, 0 or more; 0 closes a channel.
-        """
+        """Return the gates (B, C) of a batch, float32; 0 closes a channel."""
         return functional.relu(full_precision_linear(logits_BE, self.weight_CE, None))
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelGates:
-    """What the gating path says about a batch.
-
-    Attributes:
-        logits_BE: The embedding e(x), on which the auxiliary loss acts.
-        layers: Gates (B, C) of each layer by its name; 0 closes a channel.
-    """
+    """The embedding e(x) of a batch, and the gates (B, C) of each layer by its name."""
 
     logits_BE: Tensor
     layers: Mapping[str, Tensor]
 
 
 class GatingPath(nn.Module):
-    """Everything that decides about channels, apart from the network that has them.
+    """The embedding and the gates of all layers, computed before the first layer runs.
 
-    It looks at the image once and answers for all layers, before the first of them
-    runs.
-
-    Args:
-        embedding: Image -> e(x); see `ShallowEmbedding` for what it must offer.
-        channels: Number of channels of each gated layer by its name.
-        init: See `ChannelGate`.
-
-    Raises:
-        ValueError: If there is no layer.
+    `channels` are the numbers of channels by layer name; `init` as in `ChannelGate`.
     """
 
     def __init__(
@@ -212,36 +166,74 @@ class GatingPath(nn.Module):
         self.embedding = embedding
         self.names = tuple(channels)
         self.frozen = False
-        self.heads = nn.ModuleDict(
-            {
-                _key(name): ChannelGate(embedding.embed_dims, count, init=init)
-                for name, count in channels.items()
-            }
-        )
+        self.heads = nn.ModuleDict()
+        for name, count in channels.items():
+            self.heads[_key(name)] = ChannelGate(embedding.embed_dims, count, init=init)
 
     def forward(
         self, images_BCHW: Tensor, image_mask_BHW: Tensor | None = None
     ) -> ChannelGates:
-        """Gates of a batch of images; see `ShallowEmbedding` for the arguments."""
+        """Return the gates of a batch of images; arguments as in `ShallowEmbedding`."""
         logits_BE = self.embedding(images_BCHW, image_mask_BHW)
         layers = {name: self.heads[_key(name)](logits_BE) for name in self.names}
         return ChannelGates(logits_BE=logits_BE, layers=layers)
 
     def freeze(self) -> None:
-        """Ends stage 1 of the training: nothing in here changes from now on.
+        """Start stage 2: freeze this module, including its batch norm statistics.
 
-        Stage 2 fine-tunes the base network alone, with both loss weights at zero. The
-        statistics of batch norms stay as they are, too, also after `train()`.
+        Stage 2 fine-tunes the base network only, with both loss weights at zero.
         """
         self.frozen = True
         self.requires_grad_(False)
         self.eval()
 
     def train(self, mode: bool = True) -> GatingPath:
-        """Sets the training mode; a frozen path stays in evaluation."""
+        """Set the training mode; a frozen path stays in evaluation mode."""
         return super().train(mode and not self.frozen)
 
 
 def _key(name: str) -> str:
-    """Torch does not allow dots in the names of modules."""
+    """Return a module name without dots, which torch does not allow."""
     return name.replace(".", "_")
+
+
+def gate_l1(gates: Sequence[Tensor]) -> Tensor:
+    """The sparsity penalty sum_l ||g^l(x)||_1 of the gates (B, C) of each layer.
+
+    Summed over channels and layers and averaged over the batch, so it grows with width
+    and depth of the network; its weight in the paper, 1e-3, is for this reduction.
+    Raises ValueError without any layer.
+    """
+    if len(gates) == 0:
+        raise ValueError("gate_l1: needs the gates of one or more layers, got none")
+    return torch.stack([_wide(gates_BC).sum(dim=1) for gates_BC in gates]).sum(0).mean()
+
+
+def presence_loss(logits_BE: Tensor, present_BE: Tensor) -> Tensor:
+    """Cross-entropy of softmax(e(x)) with the classes present in the image, evenly.
+
+    With one class per image it is the auxiliary loss of the paper. The softmax leaves
+    the mean of e(x) free: a sigmoid per class would decrease e(x) for the many absent
+    classes, and so close the gates ReLU(W e(x)), whose weights are positive on average.
+    The mean is over images with a class, and zero with a graph without any.
+    """
+    if logits_BE.shape != present_BE.shape:
+        raise ValueError(
+            f"presence_loss: present_BE must have the shape {tuple(logits_BE.shape)} "
+            f"of the logits, got {tuple(present_BE.shape)}"
+        )
+    logits_BE = _wide(logits_BE)
+    present_BE = present_BE.to(logits_BE.dtype)
+    count_B = present_BE.sum(dim=1)
+    target_BE = present_BE / count_B.clamp(min=1.0)[:, None]
+    losses_B = -(target_BE * functional.log_softmax(logits_BE, dim=1)).sum(dim=1)
+    return losses_B.sum() / (count_B > 0).sum().clamp(min=1)
+
+
+def active_share(gates: Sequence[Tensor]) -> Tensor:
+    """Share of open channels, over all layers and images, in [0, 1]."""
+    return torch.cat([gates_BC > 0 for gates_BC in gates], dim=1).float().mean()
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

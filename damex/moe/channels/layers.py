@@ -1,10 +1,12 @@
-"""Convolutions and FFNs whose channels an image opens and closes.
+"""Convolutions and FFNs whose channels are opened and closed per image.
 
-Axes: B images, C channels, H and W height and width of a map, N tokens per image,
-D and H widths of an FFN; O open channels of one image.
+Axes: B images, C channels, H and W height and width of a map, N tokens per image, D and
+H widths of an FFN; O open channels of one image.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +26,11 @@ def gated_conv2d(
 ) -> Tensor:
     """y_c = activation(g_c(x) * norm_c(conv_c(x))) (Wang et al. 2019).
 
-    Args:
-        x_BCHW: Input.
-        gates_BC: Gates of the output channels; None leaves all open as they are.
-        conv: Applied first; see `check_gateable` for what it may be.
-        norm: Applied to the convolution's output, if any.
-        activation: Applied last, if any.
-        in_gates_BC: Gates of the layer that made `x_BCHW`, where its closed channels
-            are still zero; with `skip_closed` they are not read.
-        skip_closed: Compute open channels only, image by image. On a GPU this waits
-            for the gates of each image. Batch norm must be in evaluation.
-
-    Returns:
-        y_BCHW: In the dtype of the norm's output; closed channels are exactly zero.
+    Closed channels are exactly zero; without gates all are open. `skip_closed` computes
+    open channels only, image by image, which synchronizes a GPU once per image and
+    needs batch norm in evaluation mode. It does not read the channels that
+    `in_gates_BC` closes: the gates of the layer before, if its closed channels are
+    still zero in `x_BCHW`. See `check_gateable` for what is supported.
     """
     if skip_closed and (gates_BC is not None or in_gates_BC is not None):
         y_BCHW = torch.cat(
@@ -63,17 +57,10 @@ def gated_conv2d(
 def check_gateable(
     conv: nn.Module, norm: nn.Module | None, activation: nn.Module | None
 ) -> None:
-    """Refuses layers whose closed channels could not be left out.
+    """Raise ValueError for layers whose closed channels cannot be skipped.
 
-    Args:
-        conv: Must be a Conv2d with groups=1 and zero padding.
-        norm: Must treat channels apart in evaluation: a batch norm with running
-            statistics, an Identity, or None.
-        activation: Must act on each value alone and keep zero at zero; that it keeps
-            zero is tested.
-
-    Raises:
-        ValueError: If one of them cannot be gated.
+    Supported are a Conv2d with groups=1 and zero padding, a batch norm with running
+    statistics, an Identity or no norm, and elementwise activations that map 0 to 0.
     """
     if (
         not isinstance(conv, nn.Conv2d)
@@ -82,31 +69,24 @@ def check_gateable(
         or isinstance(conv.padding, str)
     ):
         raise ValueError(
-            "channels can be gated of a Conv2d with groups=1, zeros as padding and its "
-            f"amount in numbers, got {conv}"
+            "gated channels need a Conv2d with groups=1 and zero padding given in "
+            f"numbers, got {conv}"
         )
     per_channel = isinstance(norm, _BatchNorm) and norm.running_mean is not None
     if norm is not None and not per_channel and not isinstance(norm, nn.Identity):
         raise ValueError(
-            "channels can be gated behind a batch norm with running statistics, as "
-            f"other norms mix the channels of an image, got {norm}"
+            "gated channels need a batch norm with running statistics, as other norms "
+            f"mix the channels of an image, got {norm}"
         )
     if activation is not None:
         check_activation(activation)
 
 
 def check_activation(activation: nn.Module) -> None:
-    """Refuses an activation behind which a closed channel would not be zero.
-
-    Args:
-        activation: Must act on each value alone; that it keeps zero is tested.
-
-    Raises:
-        ValueError: If it does not map 0 to 0.
-    """
+    """Raise ValueError if an elementwise activation does not map 0 to 0."""
     if activation(torch.zeros(1)).item() != 0.0:
         raise ValueError(
-            "a closed channel must stay zero behind the activation, but "
+            "a closed channel must stay zero after the activation, but "
             f"{activation} of 0 is not 0"
         )
 
@@ -119,12 +99,9 @@ def _one_image(
     conv: nn.Conv2d,
     norm: nn.Module | None,
 ) -> Tensor:
-    """The open channels of one image, from the open ones of its input."""
+    """Compute the open channels of one image from the open ones of its input."""
     open_O = None if gates_C is None else gates_C.nonzero().squeeze(1)
-    weight, bias = conv.weight, conv.bias
-    if open_O is not None:
-        weight = weight.index_select(0, open_O)
-        bias = None if bias is None else bias.index_select(0, open_O)
+    weight, bias = _select(conv.weight, open_O), _select(conv.bias, open_O)
     if in_gates_C is not None:
         open_in = in_gates_C.nonzero().squeeze(1)
         weight = weight.index_select(1, open_in)
@@ -141,7 +118,7 @@ def _one_image(
 def _conv(
     x_1CHW: Tensor, weight: Tensor, bias: Tensor | None, *, like: nn.Conv2d
 ) -> Tensor:
-    """Convolution with selected channels; of none of them nothing is computed."""
+    """Convolve selected channels; skip the computation if there are none."""
     if weight.shape[0] == 0 or weight.shape[1] == 0:
         size = [_out_size(x_1CHW.shape[2 + axis], like, axis) for axis in (0, 1)]
         y_1OHW = x_1CHW.new_zeros(1, weight.shape[0], *size)
@@ -158,23 +135,12 @@ def _out_size(size: int, conv: nn.Conv2d, axis: int) -> int:
 
 
 def _norm(y_1OHW: Tensor, norm: nn.Module | None, open_O: Tensor | None) -> Tensor:
-    """Batch norm of selected channels, if any, with their running statistics."""
+    """Apply batch norm, if any, to selected channels, with running statistics."""
     if not isinstance(norm, _BatchNorm) or y_1OHW.shape[1] == 0:
         return y_1OHW
-
-    def chosen(values_C: Tensor | None) -> Tensor | None:
-        if values_C is None or open_O is None:
-            return values_C
-        return values_C.index_select(0, open_O)
-
-    return functional.batch_norm(
-        y_1OHW,
-        chosen(norm.running_mean),
-        chosen(norm.running_var),
-        chosen(norm.weight),
-        chosen(norm.bias),
-        eps=norm.eps,
-    )
+    values = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    selected = (_select(values_C, open_O) for values_C in values)
+    return functional.batch_norm(y_1OHW, *selected, eps=norm.eps)
 
 
 def gated_ffn(
@@ -186,20 +152,10 @@ def gated_ffn(
     second: nn.Linear,
     skip_closed: bool = False,
 ) -> Tensor:
-    """second(activation(g(x) * first(tokens))): DeepMoE's rule for a DETR's FFN.
+    """second(activation(g(x) * first(tokens))): DeepMoE's rule for the FFN of a DETR.
 
-    All tokens of an image share its gates of the hidden channels.
-
-    Args:
-        tokens_BND: Tokens, batch first.
-        gates_BH: Gates of the hidden channels.
-        first: D -> H.
-        activation: Keeps zero at zero; may drop out.
-        second: H -> D.
-        skip_closed: Compute open channels only, image by image.
-
-    Returns:
-        out_BND: With a gate of zero a hidden channel adds nothing.
+    All tokens of an image share the gates of the hidden channels, 0 closes a channel.
+    `skip_closed` computes open channels only, image by image.
     """
     if not skip_closed:
         hidden_BNH = first(tokens_BND)
@@ -208,19 +164,14 @@ def gated_ffn(
     outputs = []
     for tokens_ND, gates_H in zip(tokens_BND, gates_BH, strict=True):
         open_O = gates_H.nonzero().squeeze(1)
-        hidden_NO = functional.linear(
-            tokens_ND, first.weight.index_select(0, open_O), _chosen(first.bias, open_O)
-        )
-        hidden_NO = hidden_NO * gates_H.index_select(0, open_O).to(hidden_NO.dtype)
-        outputs.append(
-            functional.linear(
-                activation(hidden_NO),
-                second.weight.index_select(1, open_O),
-                second.bias,
-            )
-        )
+        weight, bias = _select(first.weight, open_O), _select(first.bias, open_O)
+        hidden_NO = functional.linear(tokens_ND, weight, bias)
+        hidden_NO = activation(hidden_NO * _select(gates_H, open_O).to(hidden_NO.dtype))
+        weight = second.weight.index_select(1, open_O)
+        outputs.append(functional.linear(hidden_NO, weight, second.bias))
     return torch.stack(outputs)
 
 
-def _chosen(bias_H: Tensor | None, open_O: Tensor) -> Tensor | None:
-    return None if bias_H is None else bias_H.index_select(0, open_O)
+def _select(values: Any, index: Tensor | None) -> Any:
+    """Select along axis 0; None stays None, and without an index all is selected."""
+    return values if values is None or index is None else values.index_select(0, index)

@@ -1,4 +1,4 @@
-"""What a gate is: the base class of all of them.
+"""The base class of gates.
 
 Axes: V real tokens, E experts.
 """
@@ -7,64 +7,43 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from damex.moe.group_choice import GroupChoice
-from damex.moe.routing import Assignment, Packing
+from damex.moe.routing import Assignment, GroupChoice, Packing
 
 
 class Gate(nn.Module):
     """Turns router logits into routes.
 
-    A subclass implements `forward`, which in evaluation has to be deterministic. A
-    forward must not change what a repetition of it would choose, or activation
-    recomputation would go wrong: state moves in `begin_step` and `end_step`, which the
-    trainer calls before and after every forward in training.
+    A subclass implements `forward`, which must be deterministic in evaluation. A
+    forward pass must not change what its repetition would choose, or activation
+    recomputation would be wrong: state changes in `begin_step` and `end_step`, called
+    by the trainer before and after every forward pass in training.
     """
 
     @property
     def has_fixed_routes(self) -> bool:
-        """Whether all tokens that are routed get the same number of experts."""
+        """Whether all routed tokens get the same number of experts."""
         return True
 
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
-        """Refuses to keep tokens to one group's experts; called when a layer is built.
+        """Reject a restriction to one group's experts; called when a layer is built.
 
-        A subclass that can overrides this, and its `forward` takes `allowed_VE`: bool,
-        the experts that a token may be routed to, one or more per token; None for all.
-        It changes the choice and not the weights: these mean the same for all tokens.
-
-        Args:
-            choice: Options, one of them on.
-            smallest: Experts of the smallest group.
-
-        Raises:
-            ValueError: If the gate cannot do it.
+        `smallest` is the size of the smallest group. A subclass that supports it
+        overrides this, and its `forward` takes `allowed_VE`: bool, at least one expert
+        per token, None for all. It restricts the choice and does not change the
+        weights.
         """
         raise ValueError(
-            f"{type(self).__name__} does not keep a token to the experts of one group, "
-            f"as {' and '.join(choice.options)} would have it; use TopKGate, or "
-            f"leave {' and '.join(choice.options)} out"
+            f"{type(self).__name__} does not keep a token to the experts of one group "
+            f"and cannot be combined with {' and '.join(choice.options)}; use "
+            "TopKGate, or leave the option out"
         )
 
     def begin_step(self, progress: float | None) -> None:
-        """Begins a training step.
-
-        Args:
-            progress: Share of the training that is done, from 0 to 1; None where
-                nobody knows.
-        """
+        """Begin a training step at a share of the training in [0, 1], if known."""
 
     def end_step(self) -> None:
-        """Ends a training step: what is counted in it is complete."""
+        """End a training step: its counts are complete."""
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Chooses the routes.
-
-        Args:
-            logits_VE: Clean router logits of the real tokens, image by image.
-            packing: To which image each token belongs, for gates that keep images
-                apart; None for one image.
-
-        Returns:
-            The routes; tokens are counted as the rows of `logits_VE`.
-        """
+        """Choose the routes; gates that separate images need a packing of several."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""From all experts to few: a softmax whose temperature falls during training.
+"""Gates from dense to sparse: a softmax over all experts, optionally thresholded.
 
 Axes: V real tokens, E experts, R routes (token-expert pairs).
 """
@@ -10,43 +10,31 @@ from torch import Tensor
 
 from damex.errors import check_number
 from damex.moe.gates import Gate
-from damex.moe.group_choice import GroupChoice, restrict
-from damex.moe.routing import Assignment, Packing
+from damex.moe.routing import Assignment, GroupChoice, Packing, restrict
 
 
 class DenseToSparseGate(Gate):
-    """Weights softmax(logits / tau), routes of small weight dropped.
+    """Weights softmax(logits / tau), without routes of small weight.
 
-    While tau is high all experts learn from all tokens; as it falls, ever more weights
-    drop below the threshold and their experts are not computed (Nie et al. 2021, arXiv
+    At a high tau all experts learn from all tokens; as it falls, more weights drop
+    below the threshold and their experts are not computed (Nie et al. 2021, arXiv
     2112.14397; Nguyen et al. 2025, arXiv 2503.03213, eq. 12). The best expert of a
-    token (of equals the lowest id) is always kept, and weights are not renormalised.
+    token (ties go to the lowest id) is always kept, and weights are not renormalized.
 
-    With `end_k` training ends in top-k routing: the number of experts that a token may
-    keep falls from E to `end_k` in equal steps, and stays there for the last
-    1 / (E - end_k + 1) of the training and in evaluation. The threshold may still drop
-    more; with `threshold=0.0` every token then has exactly `end_k` routes.
-
-    tau follows the training progress p in [0, 1]: start * (end / start)^p. `begin_step`
-    tells it; p is kept in the checkpoint, so that
-    evaluation uses the temperature that was trained last.
-
-    Unless all routes are kept (`threshold=0.0` and no `end_k`) their number depends on
-    the logits, so a GPU has to tell it to the host, and a compiled graph has to be told
-    to expect that; see `MoELayer`.
-
-    With a linear router the size of its weights can undo any temperature (eq. 15
-    there), with `MLPRouter` not.
+    tau = start * (end / start)^p for the training progress p in [0, 1], which
+    `begin_step` sets and the checkpoint stores, so that evaluation uses the last
+    temperature. The norm of a linear router's weights can undo any temperature (eq. 15
+    there), that of an `MLPRouter` cannot. The number of routes depends on the logits,
+    which synchronizes a GPU, unless all are kept.
 
     Args:
         start_temperature: tau at p = 0, above 0.
         end_temperature: tau at p = 1, above 0.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
-        end_k: Most experts of a token at p = 1; None for no such limit.
-
-    Raises:
-        ValueError: If a temperature is not positive, the threshold is not in [0, 1) or
-            `end_k` is not a positive integer.
+        end_k: Most experts of a token at p = 1; None for no limit. It falls from E in
+            equal steps, and stays for the last 1 / (E - end_k + 1) of the training and
+            in evaluation. With `threshold=0.0` every token then has exactly `end_k`
+            routes.
     """
 
     progress: Tensor
@@ -77,7 +65,7 @@ class DenseToSparseGate(Gate):
         self.threshold = threshold
         self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
-        self._is_told = start_temperature == end_temperature and end_k is None
+        self._has_progress = start_temperature == end_temperature and end_k is None
 
     @property
     def has_fixed_routes(self) -> bool:
@@ -86,18 +74,14 @@ class DenseToSparseGate(Gate):
 
     @property
     def temperature(self) -> Tensor:
-        """The tau of the present progress, a scalar."""
+        """The tau of the current progress, a scalar."""
         start, end = self.start_temperature, self.end_temperature
         return start * (end / start) ** self.progress
 
     def limit(self, num_experts: int) -> Tensor:
-        """Most experts of a token at the present progress, a scalar.
+        """Return the most experts of a token at the current progress, a scalar.
 
-        Args:
-            num_experts: E.
-
-        Raises:
-            ValueError: If there are fewer than `end_k` experts.
+        Raises ValueError if there are fewer than `end_k` experts.
         """
         end = num_experts if self.end_k is None else self.end_k
         if end > num_experts:
@@ -110,7 +94,7 @@ class DenseToSparseGate(Gate):
         return (num_experts - dropped).clamp_min(end)
 
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
-        """Refuses settings that keep all routes."""
+        """Reject settings that keep all routes."""
         if self.has_fixed_routes:
             raise ValueError(
                 "DenseToSparseGate: threshold=0.0 without end_k routes each token to "
@@ -119,19 +103,12 @@ class DenseToSparseGate(Gate):
             )
 
     def begin_step(self, progress: float | None) -> None:
-        """Sets the temperature and the limit of the step.
-
-        Args:
-            progress: p, 0 at the start and 1 at the end; None leaves them as they are.
-
-        Raises:
-            ValueError: If it is not in [0, 1].
-        """
+        """Set temperature and limit by the progress p; None leaves them unchanged."""
         if progress is None:
             return
         check_number("DenseToSparseGate", "in [0, 1]", progress=progress)
         self.progress.fill_(progress)
-        self._is_told = True
+        self._has_progress = True
 
     def forward(
         self,
@@ -139,16 +116,15 @@ class DenseToSparseGate(Gate):
         packing: Packing | None = None,
         allowed_VE: Tensor | None = None,
     ) -> Assignment:
-        """Chooses 1 to E routes for each token, those of large weight.
+        """Choose the routes of large weight, 1 to E per token.
 
-        Raises:
-            RuntimeError: In training, if nobody has told the progress.
+        Raises RuntimeError in training before the progress is set.
         """
-        if self.training and not self._is_told:
+        if self.training and not self._has_progress:
             raise RuntimeError(
-                "DenseToSparseGate: the temperature follows the progress of the "
-                "training, which nobody has told this gate; call begin_step(progress), "
-                "from 0 to 1, before each forward in training"
+                "DenseToSparseGate: the temperature depends on the progress of the "
+                "training, which is not set; call begin_step(progress), from 0 to 1, "
+                "before each forward in training"
             )
         num_tokens, num_experts = logits_VE.shape
         weights_VE = torch.softmax(logits_VE / self.temperature, dim=-1)
@@ -158,7 +134,7 @@ class DenseToSparseGate(Gate):
         if allowed_VE is not None:
             keep_VE = keep_VE & allowed_VE
             logits_VE = restrict(logits_VE, allowed_VE)
-        # Of the logits, as equal weights may hide a difference; argmax of the first.
+        # By logits, as equal weights may hide a difference.
         order_VE = torch.sort(logits_VE, dim=-1, descending=True, stable=True)[1]
         rank_VE = torch.argsort(order_VE, dim=-1)
         keep_VE = (keep_VE | (rank_VE == 0)) & (rank_VE < self.limit(num_experts))
@@ -173,19 +149,18 @@ class DenseToSparseGate(Gate):
 
 
 class DenseSoftmaxGate(Gate):
-    """The classical mixture of experts (Nguyen et al. 2025, eq. 2): no expert is off.
+    """The classical dense mixture of all experts (Nguyen et al. 2025, eq. 2).
 
-    Smooth in the router's weights and without unused experts, at E times the compute
-    of one expert.
+    Smooth in the router's weights and without unused experts, at E times the compute.
     """
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Routes each token to all experts, with weights that sum to 1."""
+        """Route each token to all experts, with weights that sum to 1."""
         return _all_routes(torch.softmax(logits_VE, dim=-1))
 
 
 def _all_routes(weights_VE: Tensor) -> Assignment:
-    """Every token with every expert."""
+    """Route every token to every expert."""
     num_experts = weights_VE.shape[1]
     ids_E = torch.arange(num_experts, device=weights_VE.device)
     return Assignment.from_topk(

@@ -1,7 +1,7 @@
 """Expert choice: in every image each expert takes the tokens it scores highest.
 
-Axes: B images, N tokens per image (padding included), V real tokens, E experts,
-R routes (token-expert pairs), L tokens that an expert can take from an image.
+Axes: B images, N tokens per image (padding included), V real tokens, E experts, R
+routes (token-expert pairs), L tokens that an expert can take from an image.
 """
 
 from __future__ import annotations
@@ -25,34 +25,26 @@ ROUNDING = 1e-9
 class ExpertChoiceGate(Gate):
     """pMoE (Chowdhury et al. 2023, arXiv 2306.04073), also Zhou et al. 2022.
 
-    Every expert gets the same number l of tokens from every image, so the load is
+    Every expert takes the same number l of tokens from every image, so the load is
     balanced without a loss; a token may get several experts (their outputs add up) or
-    none (its block is the identity). Of equal scores the earlier token is taken.
+    none (its block is the identity). Ties go to the earlier token.
 
-    Images do not see each other and padding is never taken nor counted. An expert
-    chooses among the tokens of an image, so a token's result depends on all others of
-    its image, also on those that an attention mask would hide from it. Tokens that
-    exist in training alone, such as the denoising queries of DINO, therefore do not
-    belong in here; damex refuses this gate in a decoder that has them.
-
-    Without padding the number of routes follows from the shape; with it a GPU has to
-    tell it to the host, and a compiled graph to expect that; see `MoELayer`.
+    Images are independent, and padding is neither taken nor counted. As experts choose
+    among the tokens of an image, a token's result depends on all others of its image,
+    even those that an attention mask hides from it: damex rejects this gate in decoders
+    whose denoising queries exist in training only (DINO).
 
     Args:
-        num_tokens: l, for every image; an image with fewer real tokens gives all.
+        num_tokens: l for every image; an image with fewer real tokens gives all. Set
+            either this or `share`.
         share: l as a share of the real tokens of the image, in (0, 1], rounded up.
-            Set one of the two.
-        weights: 'selected' for a softmax over the l tokens that the expert took (eq. 4
-            of the paper), 'all' for one over all real tokens of the image (the paper's
-            released code for wide residual networks), 'one' for 1 (eq. 3, a router
-            that is trained on its own: the output gives it no gradient).
-        mean_one: Multiply the weights by the number of tokens that the softmax is over,
-            so that their mean is 1. They scale the experts' output; this keeps it at
-            the scale that pretrained experts and frozen batch norms behind them expect.
-
-    Raises:
-        ValueError: If not exactly one of `num_tokens` and `share` is set, one is out
-            of range, `weights` is unknown, or 'one' is to have its mean scaled.
+        weights: 'selected' for a softmax over the l tokens of the expert (eq. 4 of the
+            paper), 'all' for one over all real tokens of the image (the released code
+            for wide residual networks), 'one' for 1 (eq. 3, a separately trained
+            router, which gets no gradient from the output).
+        mean_one: Multiply the weights by the number of tokens of the softmax, so that
+            their mean is 1, the scale that pretrained experts and frozen batch norms
+            expect.
     """
 
     def __init__(
@@ -75,27 +67,27 @@ class ExpertChoiceGate(Gate):
         check_choice("ExpertChoiceGate", WEIGHTS, weights=weights)
         if weights == "one" and mean_one:
             raise ValueError(
-                "ExpertChoiceGate: weights='one' have the mean 1; leave mean_one out"
+                "ExpertChoiceGate: weights='one' have mean 1; leave mean_one out"
             )
         self.num_tokens = num_tokens
         self.share = share
         self.weights = weights
         self.mean_one = mean_one
-        # A number is a limit on the share of one, a share has no limit.
+        # num_tokens limits a share of 1; a share has no limit.
         self._share = 1.0 if share is None else share
         self._limit = sys.maxsize if num_tokens is None else num_tokens
 
     @property
     def has_fixed_routes(self) -> bool:
-        """False: experts choose, so that a token may have any number of them."""
+        """False: a token may have any number of experts."""
         return False
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Lets the experts choose: l routes for each expert and image."""
+        """Choose l routes for each expert and image."""
         num_tokens, num_experts = logits_VE.shape
         if packing is None:
             packing = Packing(1, num_tokens)
-        # A finite number: a row of minus infinities would have a softmax of NaN.
+        # Finite: the softmax of a row of -inf is NaN.
         lowest = torch.finfo(logits_VE.dtype).min
         scores_BEN = packing.unpack(logits_VE, fill=lowest).transpose(1, 2)
         row_V = torch.arange(num_tokens, device=logits_VE.device)
@@ -117,7 +109,7 @@ class ExpertChoiceGate(Gate):
             expert_E1.expand_as(pick_BEL),
             weight_BEL,
         )
-        # Without padding all picks count, and no GPU has to tell how many there are.
+        # Without padding all picks are taken, without synchronization.
         token_R, expert_R, weight_R = (
             column.flatten() if packing.position_V is None else column[taken_BEL]
             for column in columns
@@ -127,7 +119,7 @@ class ExpertChoiceGate(Gate):
         )
 
     def _weigh(self, scores_BEN: Tensor, pick_BEL: Tensor, taken_BEL: Tensor) -> Tensor:
-        """Weights of the picks; of those that are not taken they mean nothing."""
+        """Return the weights of the picks; those of picks not taken are meaningless."""
         if self.weights == "all":
             return torch.softmax(scores_BEN, dim=-1).gather(-1, pick_BEL)
         picked_BEL = scores_BEN.gather(-1, pick_BEL)
@@ -137,10 +129,10 @@ class ExpertChoiceGate(Gate):
         return picked_BEL.masked_fill(~taken_BEL, lowest).softmax(-1)
 
     def _most(self, num_tokens: int) -> int:
-        """L: l of an image without padding, so that no GPU has to tell its counts."""
+        """Return L, l of an image without padding, which needs no synchronization."""
         return min(math.ceil(self._share * num_tokens - ROUNDING), self._limit)
 
     def _quota(self, real_B: Tensor) -> Tensor:
-        """How many tokens an expert takes, for every image."""
+        """Return the number of tokens per expert for every image."""
         wanted_B = torch.ceil(real_B.double() * self._share - ROUNDING).long()
         return wanted_B.clamp_max(self._limit)

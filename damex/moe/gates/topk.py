@@ -13,8 +13,7 @@ from torch import Tensor
 from damex.errors import check_choice, check_number, check_sizes
 from damex.moe.gates import Gate
 from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
-from damex.moe.group_choice import GroupChoice, restrict
-from damex.moe.routing import Assignment, Packing
+from damex.moe.routing import Assignment, GroupChoice, Packing, restrict
 
 NOISES = ("gaussian", "uniform")
 
@@ -24,33 +23,22 @@ class TopKGate(Gate):
 
     The weight of a route is the softmax over all E experts, taken at the chosen expert
     (DAMEX, Switch, V-MoE), so the router learns from the task loss. With `renormalize`
-    the K weights of a token sum to 1; for k=1 the weight is then always 1, and the
-    router learns from the routing losses alone.
-
-    `weight_scale` multiplies every weight: with `renormalize` and `weight_scale=k` each
-    weight is 1 where the chosen logits tie, as experts cut from one FFN need it (see
-    `damex.moe.split`), and the router still learns.
-
-    Ties go to the lowest expert id, on every device. Noise is added in training only.
+    the K weights of a token sum to 1; for k=1 the router then learns from the routing
+    losses alone. With `renormalize` and `weight_scale=k` each weight is 1 if the chosen
+    logits tie, as experts cut from one FFN need it (see `damex.moe.split`). Ties go to
+    the lowest expert id, on every device.
 
     Args:
-        k: K, experts per token.
         renormalize: Whether to take the softmax over the K chosen experts instead.
-        noise: What to add to the logits before choosing: 'gaussian' for N(0, 1) (V-MoE,
-            DAMEX), 'uniform' for U[0, 1) (Chen et al. 2022), None for nothing.
-        noise_scale: Factor on the noise; None stands for 1/E (gaussian) or 1 (uniform).
+        noise: Added to the logits in training before choosing: 'gaussian' for N(0, 1)
+            (V-MoE, DAMEX), 'uniform' for U[0, 1) (Chen et al. 2022), or None.
+        noise_scale: Factor on the noise, by default 1/E (gaussian) or 1 (uniform).
         noisy_weights: Whether weights come from the noisy logits, as in the released
             code of DAMEX, rather than from the clean ones.
         weight_scale: Factor on the weights, above 0.
-        balance: Evens out the load of the experts by a bias on the choice; None for no
-            bias.
-        capacity: Limits how many tokens an expert serves; None, the default, drops
-            nothing. With it an image's result depends on the other images of its
-            batch, see `ExpertCapacity`.
-
-    Raises:
-        ValueError: If k < 1, the noise is unknown, its scale is negative, the weight
-            scale is not positive, or a noise option is set without noise.
+        balance: Balances the load of the experts by a bias on the choice.
+        capacity: Limits how many tokens an expert serves; by default nothing is
+            dropped. Makes an image's result depend on its batch, see `ExpertCapacity`.
     """
 
     def __init__(
@@ -87,11 +75,11 @@ class TopKGate(Gate):
 
     @property
     def has_fixed_routes(self) -> bool:
-        """False only where a capacity may drop some of the k routes of a token."""
+        """False only if a capacity may drop some of the k routes of a token."""
         return self.capacity is None or self.k == 1
 
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
-        """Refuses more routes than a group has experts, and a bias against it."""
+        """Reject k above the size of a group, and a bias with teacher forcing."""
         if self.k > smallest:
             raise ValueError(
                 f"TopKGate: {' and '.join(choice.options)} keeps a token to the "
@@ -100,19 +88,18 @@ class TopKGate(Gate):
             )
         if choice.teacher_forcing and self.balance is not None:
             raise ValueError(
-                "TopKGate: with teacher_forcing the datasets decide the load of the "
-                "groups, so the bias of a BiasBalancer would grow without end, and "
-                "choose for the router in evaluation; leave balance or teacher_forcing "
-                "out"
+                "TopKGate: teacher_forcing cannot be combined with balance: the load "
+                "of the groups is that of the datasets, so the bias would grow without "
+                "limit and override the router in evaluation; leave one of them out"
             )
 
     def begin_step(self, progress: float | None) -> None:
-        """Moves the bias by the load of the step before."""
+        """Move the bias by the load of the previous step."""
         if self.balance is not None:
             self.balance.step()
 
     def end_step(self) -> None:
-        """Sums the load of the step over all processes."""
+        """Sum the load of the step over all processes."""
         if self.balance is not None:
             self.balance.all_reduce()
 
@@ -122,10 +109,9 @@ class TopKGate(Gate):
         packing: Packing | None = None,
         allowed_VE: Tensor | None = None,
     ) -> Assignment:
-        """Chooses K routes for each token, less those that go beyond a capacity.
+        """Choose K routes for each token, minus those beyond a capacity.
 
-        Raises:
-            ValueError: If there are fewer than k experts.
+        Raises ValueError if there are fewer than k experts.
         """
         num_experts = logits_VE.shape[-1]
         if self.k > num_experts:
@@ -134,7 +120,7 @@ class TopKGate(Gate):
                 f"{num_experts} experts; lower k or raise num_experts"
             )
         noisy_VE = self._add_noise(logits_VE)
-        # torch.topk may break ties differently on each device; a stable sort may not.
+        # A stable sort, as torch.topk may break ties differently on each device.
         rank_by_VE = noisy_VE if self.balance is None else self.balance(noisy_VE)
         if allowed_VE is not None:
             rank_by_VE = restrict(rank_by_VE, allowed_VE)
@@ -152,7 +138,7 @@ class TopKGate(Gate):
         return assignment
 
     def extra_repr(self) -> str:
-        """Options, for `print(module)`."""
+        """Return the options, for `print(module)`."""
         return (
             f"k={self.k}, renormalize={self.renormalize}, noise={self.noise!r}, "
             f"capacity={self.capacity}"

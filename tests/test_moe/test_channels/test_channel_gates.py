@@ -1,6 +1,7 @@
-"""None"""
+"""The gating path of DeepMoE and its losses."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import ChannelGate, GatingPath, ShallowEmbedding, gate_l1, gated_conv2d
+from damex.moe import (
+    ChannelGate,
+    GatingPath,
+    ShallowEmbedding,
+    active_share,
+    gate_l1,
+    gated_conv2d,
+    presence_loss,
+)
 
 
 @pytest.fixture
@@ -78,24 +87,6 @@ def test_flops_by_hand():
     assert counter.get_total_flops() == 2 * products
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(embed_dims=0), "needs positive embed_dims"),
-        (dict(embed_dims=2, widths=()), "one or more positive widths"),
-        (dict(embed_dims=2, widths=(4, 0)), r"got 2, 3 and \[4, 0\]"),
-    ],
-)
-def test_bad_sizes_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ShallowEmbedding(**arguments)
-
-
-def test_a_mask_of_another_size_is_refused(net):
-    with pytest.raises(ValueError, match=r"bool of shape \(1, 8, 8\), got torch.bool"):
-        net(torch.zeros(1, 3, 8, 8), torch.ones(1, 8, 9, dtype=torch.bool))
-
-
 def test_gates_by_hand():
     gate = ChannelGate(2, 3)
     with torch.no_grad():
@@ -122,11 +113,6 @@ def test_gates_are_full_precision_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         gates_BC = gate(logits_BE)
     assert torch.equal(gates_BC, gate(logits_BE))
-
-
-def test_an_unknown_init_is_named():
-    with pytest.raises(ValueError, match=r"unknown init 'zeros'; .*'uniform'"):
-        ChannelGate(2, 3, init="zeros")
 
 
 @pytest.fixture
@@ -182,13 +168,52 @@ def test_stage_one_trains_all_of_it(path, images_BCHW):
     assert not torch.equal(path.embedding.norms[0].running_mean, before)
 
 
-def test_a_frozen_copy_stays_frozen(path):
-    path.freeze()
-    other = copy.deepcopy(path)
-    other.train()
-    assert not other.embedding.norms[0].training
+def test_l1_is_summed_over_channels_and_layers_and_averaged_over_images():
+    first_BC = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.5, 0.0]])
+    second_BC = torch.tensor([[0.25, 0.0], [0.0, 4.0]])
+    # Image 0: 3 + 0.25; image 1: 1 + 4; mean 4.125.
+    assert gate_l1([first_BC, second_BC]).item() == 4.125
 
 
-def test_layers_are_needed():
-    with pytest.raises(ValueError, match="one or more layers"):
-        GatingPath(ShallowEmbedding(3), {})
+def test_one_class_per_image_is_the_cross_entropy_of_the_paper():
+    logits_BE = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    target_B = torch.tensor([0, 4, 2, 2])
+    present_BE = functional.one_hot(target_B, 5).bool()
+    torch.testing.assert_close(
+        presence_loss(logits_BE, present_BE),
+        functional.cross_entropy(logits_BE, target_B),
+    )
+
+
+def test_several_classes_share_the_target():
+    # Image 0: probabilities 1/2, 1/4, 1/4, target 1/2, 1/2, 0:
+    # (ln 2 + ln 4) / 2 = 1.5 ln 2. Image 1 has no class and does not count.
+    logits_BE = torch.tensor([[math.log(2.0), 0.0, 0.0], [3.0, 1.0, 0.0]])
+    present_BE = torch.tensor([[True, True, False], [False, False, False]])
+    loss = presence_loss(logits_BE, present_BE)
+    assert loss.item() == pytest.approx(1.5 * math.log(2.0))
+
+
+def test_it_leaves_the_mean_of_the_embedding_free():
+    """A pull on the mean would open or shut all channels at once."""
+    logits_BE = torch.randn(3, 5, requires_grad=True)
+    present_BE = torch.rand(3, 5) < 0.5
+    presence_loss(logits_BE, present_BE).backward()
+    torch.testing.assert_close(logits_BE.grad.sum(dim=1), torch.zeros(3))
+
+
+def test_a_batch_without_classes_is_zero_with_a_gradient():
+    logits_BE = torch.randn(2, 3, requires_grad=True)
+    loss = presence_loss(logits_BE, torch.zeros(2, 3, dtype=torch.bool))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(logits_BE.grad, torch.zeros(2, 3))
+
+
+FIRST = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.0, 0.5], [0.0, 0.0, 9.0]])
+SECOND = torch.tensor([[0.25, 0.0], [4.0, 0.0], [4.0, 0.0]])
+
+
+def test_active_share_by_hand():
+    # Open: 2 + 2 + 1 of 9 and 1 + 1 + 1 of 6.
+    assert active_share([FIRST, SECOND]).item() == torch.tensor(8 / 15).item()

@@ -1,4 +1,4 @@
-"""None"""
+"""Convolutions and FFNs with gated channels."""
 
 import pytest
 import torch
@@ -140,22 +140,20 @@ def test_gates_and_weights_get_gradients(x_BCHW):
     assert moved_C.tolist() == [True, False, True, True, False, True, False, True]
 
 
-def test_half_precision_stays_half(x_BCHW):
-    conv = nn.Conv2d(6, 8, 1).bfloat16()
-    for skip_closed in (True, False):
-        y_BCHW = gated_conv2d(
-            x_BCHW.bfloat16(), TWO_IMAGES, conv=conv, skip_closed=skip_closed
-        )
-        assert y_BCHW.dtype == torch.bfloat16
+@pytest.mark.parametrize("skip_closed", [True, False])
+def test_half_precision_stays_half(x_BCHW, skip_closed):
+    conv, x_BCHW = nn.Conv2d(6, 8, 1).bfloat16(), x_BCHW.bfloat16()
+    y_BCHW = gated_conv2d(x_BCHW, TWO_IMAGES, conv=conv, skip_closed=skip_closed)
+    assert y_BCHW.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("conv", "norm", "activation", "message"),
     [
         (nn.Conv2d(4, 4, 3, groups=2), None, None, "groups=1"),
-        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), None, None, "zeros"),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), None, None, "zero p"),
         (nn.Conv2d(4, 4, 3, padding="same"), None, None, "in numbers"),
-        (nn.ConvTranspose2d(4, 4, 3), None, None, "of a Conv2d"),
+        (nn.ConvTranspose2d(4, 4, 3), None, None, "need a Conv2d"),
         (nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), None, "mix the channels"),
         (
             nn.Conv2d(4, 4, 3),

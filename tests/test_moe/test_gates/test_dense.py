@@ -91,16 +91,12 @@ def test_at_the_end_every_token_has_its_k_best_experts(end_k):
     chosen = assignment.expert_index_R[order].view(50, end_k)
     best = logits.topk(end_k).indices.sort(dim=1).values
     assert torch.equal(chosen.sort(dim=1).values, best)
+    ties = [3] * end_k + [0] * (5 - end_k)
+    assert gate(torch.zeros(3, 5)).counts_E.tolist() == ties
     # the weights are those without a limit: softmax over all, at half the temperature
     probs = torch.softmax(logits / 0.5, dim=-1)
     at_route = probs[assignment.token_index_R, assignment.expert_index_R]
     torch.testing.assert_close(assignment.weight_R, at_route)
-
-
-def test_equal_scores_end_with_the_lowest_experts():
-    gate = at(1.0, end_k=2)
-    gate.begin_step(1.0)
-    assert gate(torch.zeros(3, 5)).counts_E.tolist() == [3, 3, 0, 0, 0]
 
 
 def test_a_gate_that_keeps_all_routes_says_how_many_there_are():
@@ -134,19 +130,6 @@ def test_progress_is_part_of_the_checkpoint():
     assert other.temperature.item() == gate.temperature.item() != 2.0
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"start_temperature must be above 0, got 0.0"):
-        at(0.0)
-    with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\), got 1.0"):
-        DenseToSparseGate(threshold=1.0)
-    with pytest.raises(ValueError, match=r"progress must be in \[0, 1\], got 1.5"):
-        DenseToSparseGate().begin_step(1.5)
-    with pytest.raises(ValueError, match=r"end_k must be .* 1 or more.* 0"):
-        DenseToSparseGate(end_k=0)
-    with pytest.raises(ValueError, match=r"end_k=3 experts .* only 2 experts"):
-        at(1.0, end_k=3)(torch.zeros(1, 2))
-
-
 def test_every_token_goes_to_every_expert_by_hand():
     # softmax of (log 3, 0, 0): 3/5, 1/5, 1/5
     logits = torch.tensor([[math.log(3.0), 0.0, 0.0], [0.0, 0.0, math.log(3.0)]])
@@ -156,14 +139,3 @@ def test_every_token_goes_to_every_expert_by_hand():
     expected = torch.tensor([0.6, 0.2, 0.2, 0.2, 0.2, 0.6])
     torch.testing.assert_close(assignment.weight_R, expected)
     assert assignment.routes_per_token == 3
-
-
-def test_weights_are_smooth_in_the_logits():
-    logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: DenseSoftmaxGate()(x).weight_R, logits)
-
-
-def test_a_common_shift_of_the_logits_changes_nothing():
-    logits = torch.randn(6, 4)
-    shifted = DenseSoftmaxGate()(logits + 8.0).weight_R
-    torch.testing.assert_close(shifted, DenseSoftmaxGate()(logits).weight_R)

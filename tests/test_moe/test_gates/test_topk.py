@@ -51,12 +51,6 @@ def test_ties_go_to_the_lowest_expert(k, num_experts):
     assert assignment.counts_E.tolist() == [50] * k + [0] * (num_experts - k)
 
 
-def test_weight_scale_multiplies_the_weights():
-    logits = torch.tensor([[0.0, LOG3, math.log(6.0)]])  # probabilities .1 .3 .6
-    plain = TopKGate(2, weight_scale=2.5)(logits)
-    torch.testing.assert_close(plain.weight_R, torch.tensor([0.75, 1.5]))
-
-
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_tied_experts_weigh_one_each_and_the_router_still_learns(k):
     logits = torch.tensor([[1.0] * k + [0.5]], requires_grad=True)
@@ -64,14 +58,6 @@ def test_tied_experts_weigh_one_each_and_the_router_still_learns(k):
     torch.testing.assert_close(weights, torch.ones(k))
     weights[0].backward()
     assert logits.grad[0, 0] > 0
-
-
-def test_uniform_noise_gives_the_chance_of_a_triangle():
-    # r1 - r0 of two uniforms has density 1 - |z|: P(0.5 + r0 >= r1) = 1 - 0.5^2 / 2
-    torch.manual_seed(0)
-    logits = torch.tensor([0.5, 0.0]).expand(40_000, 2)
-    share = TopKGate(1, noise="uniform")(logits).counts_E[0].item() / 40_000
-    assert share == pytest.approx(0.875, abs=0.008)  # five deviations
 
 
 def test_balance_moves_choices_and_no_weight():
@@ -119,20 +105,3 @@ def test_noise_changes_choices_but_weights_stay_clean_unless_asked():
         at_route = clean[assignment.token_index_R, assignment.expert_index_R]
         same = torch.allclose(assignment.weight_R, at_route)
         assert same == (not noisy_weights)
-
-
-def test_errors():
-    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        TopKGate(0)
-    with pytest.raises(ValueError, match=r"k=3 experts .* only 2 experts"):
-        TopKGate(3)(torch.zeros(1, 2))
-    with pytest.raises(ValueError, match="unknown noise 'gumbel'"):
-        TopKGate(1, noise="gumbel")
-    with pytest.raises(ValueError, match=r"noise_scale must be >= 0, got -1.0"):
-        TopKGate(1, noise="uniform", noise_scale=-1.0)
-    with pytest.raises(ValueError, match=r"weight_scale must be above 0, got 0.0"):
-        TopKGate(1, weight_scale=0.0)
-    with pytest.raises(ValueError, match="no effect without noise"):
-        TopKGate(1, noise_scale=1.0)
-    with pytest.raises(ValueError, match="no effect without noise"):
-        TopKGate(1, noisy_weights=True)
