@@ -287,10 +287,9 @@ def _neighbours(old: Tensor, new: Any, step: Tensor) -> tuple[Tensor, Tensor]:
     place = ((torch.arange(new).double() + 0.5) * step - 0.5).float()
     first = place.floor()
     share = place - first
-    both = torch.stack([first, first + 1]).long().clamp(min=0)
-    return torch.minimum(both, old - 1), (
-        torch.stack([1 - share, share]) * 2048
-    ).round()
+    both_2N = torch.stack([first, first + 1]).long().clamp(min=0)
+    weights_2N = torch.stack([1 - share, share]) * 2048
+    return torch.minimum(both_2N, old - 1), weights_2N.round()
 
 
 def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:

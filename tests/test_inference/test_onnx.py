@@ -383,6 +383,17 @@ def test_images_too_small_for_the_queries_are_left_out():
         compare(of_mmdet, of_mmdet, [small])
 
 
+def test_one_answer_of_nan_is_not_close():
+    def run(score):
+        box, label = np.ones((1, 4)), np.ones(1)
+        return lambda image: Answers(box, np.array([score(image)]), label)
+
+    images = [np.full((9, 9, 3), value, np.uint8) for value in (1, 0, 1)]
+    good, bad = run(lambda _: 1.0), run(lambda image: 1.0 if image.any() else np.nan)
+    assert compare(good, good, images).is_close
+    assert not compare(good, bad, images).is_close
+
+
 def test_a_graph_that_fails_on_a_size_is_named():
     class Session:
         def run(self, *_):
