@@ -341,7 +341,8 @@ def _traced(graph: DetectorGraph) -> bytes:
     it does not know what is in a tensor.
 
     Raises:
-        ConfigError: If ONNX has no name for what the detector computes.
+        ConfigError: If ONNX has no name for what the detector computes, or the detector
+            fails on images of its size.
     """
     file: Any = io.BytesIO()  # which torch takes, but does not declare
     width, height = graph.scale
@@ -363,8 +364,11 @@ def _traced(graph: DetectorGraph) -> bytes:
                 opset_version=OPSET,
                 dynamo=False,
             )
-        except torch.onnx.errors.OnnxExporterError as error:
+        except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
+            if not isinstance(error, torch.onnx.errors.OnnxExporterError):
+                # Such as fewer tokens than queries.
+                reason += f" with {width} x {height} pixels; say a larger --image-size."
             raise ConfigError(
                 f"the detector cannot be written as ONNX (opset {OPSET}): {reason}"
             ) from error

@@ -428,6 +428,14 @@ def test_an_operation_that_onnx_has_not(save, tmp_path, capsys, monkeypatch):
     assert not out.exists()
 
 
+def test_a_size_too_small_for_the_queries(save, tmp_path, capsys):
+    checkpoint, out = save(), tmp_path / "park.onnx"
+    capsys.readouterr()
+    assert export(checkpoint, out, "--image-size", 16, 16) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.endswith("with 16 x 16 pixels; say a larger --image-size.")
+
+
 def test_missing_packages_are_named_first(tmp_path, capsys, monkeypatch):
     found = {"onnx": object(), "onnxruntime": None}
     monkeypatch.setattr(onnx_graph, "find_spec", found.get)
