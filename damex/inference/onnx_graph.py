@@ -260,10 +260,9 @@ def _neighbours(old: Tensor, new: Any, step: Tensor) -> tuple[Tensor, Tensor]:
     place = ((torch.arange(new).double() + 0.5) * step - 0.5).float()
     first = place.floor()
     share = place - first
-    both = torch.stack([first, first + 1]).long().clamp(min=0)
-    return torch.minimum(both, old - 1), (
-        torch.stack([1 - share, share]) * 2048
-    ).round()
+    both_2N = torch.stack([first, first + 1]).long().clamp(min=0)
+    weights_2N = torch.stack([1 - share, share]) * 2048
+    return torch.minimum(both_2N, old - 1), weights_2N.round()
 
 
 def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
@@ -324,8 +323,11 @@ def _traced(graph: DetectorGraph) -> bytes:
                 opset_version=OPSET,
                 dynamo=False,
             )
-        except torch.onnx.errors.OnnxExporterError as error:
+        except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
+            if not isinstance(error, torch.onnx.errors.OnnxExporterError):
+                # Such as fewer tokens than queries.
+                reason += f" with {width} x {height} pixels; say a larger --image-size."
             raise ConfigError(
                 f"the detector cannot be written as ONNX (opset {OPSET}): {reason}"
             ) from error

@@ -109,10 +109,11 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
     if not parities:
         raise ConfigError(
             f"mmdet itself fails on images of this size ({fault}); say a larger "
-            "--image-size WIDTH HEIGHT."
+            "--image-size."
         )
-    numbers, leasts, scores, boxes = zip(*parities, strict=True)
-    return Parity(len(parities), sum(numbers), min(leasts), max(scores), max(boxes))
+    numbers, leasts, *differences = zip(*parities, strict=True)
+    scores, boxes = np.max(differences, axis=1).tolist()  # of NaN, which max may hide
+    return Parity(len(parities), sum(numbers), min(leasts), scores, boxes)
 
 
 def start_session(content: bytes) -> Any:

@@ -383,6 +383,17 @@ def test_images_too_small_for_the_queries_are_left_out():
         compare(of_mmdet, of_mmdet, [small])
 
 
+def test_one_answer_of_nan_is_not_close():
+    def run(score):
+        box, label = np.ones((1, 4)), np.ones(1)
+        return lambda image: Answers(box, np.array([score(image)]), label)
+
+    images = [np.full((9, 9, 3), value, np.uint8) for value in (1, 0, 1)]
+    good, bad = run(lambda _: 1.0), run(lambda image: 1.0 if image.any() else np.nan)
+    assert compare(good, good, images).is_close
+    assert not compare(good, bad, images).is_close
+
+
 def test_a_graph_that_fails_on_a_size_is_named():
     class Session:
         def run(self, *_):
@@ -415,6 +426,14 @@ def test_an_operation_that_onnx_has_not(save, tmp_path, capsys, monkeypatch):
     assert "cannot be written as ONNX (opset 17)" in error
     assert "special_i1" in error
     assert not out.exists()
+
+
+def test_a_size_too_small_for_the_queries(save, tmp_path, capsys):
+    checkpoint, out = save(), tmp_path / "park.onnx"
+    capsys.readouterr()
+    assert export(checkpoint, out, "--image-size", 16, 16) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.endswith("with 16 x 16 pixels; say a larger --image-size.")
 
 
 def test_missing_packages_are_named_first(tmp_path, capsys, monkeypatch):
