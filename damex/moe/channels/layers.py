@@ -139,8 +139,8 @@ def _norm(y_1OHW: Tensor, norm: nn.Module | None, open_O: Tensor | None) -> Tens
     if not isinstance(norm, _BatchNorm) or y_1OHW.shape[1] == 0:
         return y_1OHW
     values = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    selected = (_select(values_C, open_O) for values_C in values)
-    return functional.batch_norm(y_1OHW, *selected, eps=norm.eps)
+    mean, var, weight, bias = (_select(values_C, open_O) for values_C in values)
+    return functional.batch_norm(y_1OHW, mean, var, weight, bias, eps=norm.eps)
 
 
 def gated_ffn(

@@ -45,5 +45,5 @@ class Gate(nn.Module):
         """End a training step: its counts are complete."""
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Choose the routes; gates that separate images need a packing of several."""
+        """Choose the routes; without a packing all tokens belong to one image."""
         raise NotImplementedError
