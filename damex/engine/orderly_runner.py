@@ -42,6 +42,7 @@ class OrderlyRunner(ShardedRunner):
     """
 
     has_begun = False  # to train or to evaluate
+    is_running = False
     evaluates = False
     _load_from: Any
 
@@ -60,8 +61,14 @@ class OrderlyRunner(ShardedRunner):
         logger = super().build_logger(*args, **kwargs)
         for handler in logger.handlers:
             if isinstance(handler, logging.FileHandler):
-                handler.handleError = _raise_disk_errors  # type: ignore
+                handler.handleError = self._log_failed  # type: ignore[method-assign]
         return logger
+
+    def _log_failed(self, _: logging.LogRecord) -> None:
+        """Raise the error of a line that could not be written, during a run only."""
+        error = sys.exc_info()[1]
+        if self.is_running and isinstance(error, OSError):
+            raise error
 
     def check_start(self) -> None:
         """Reject a training that cannot work; a hook for subclasses."""
@@ -150,16 +157,11 @@ class OrderlyRunner(ShardedRunner):
             self.folder.iterations[filename] = kwargs["meta"]["iter"]
 
 
-def _raise_disk_errors(_: logging.LogRecord) -> None:
-    error = sys.exc_info()[1]
-    if isinstance(error, OSError):
-        raise error
-
-
 @contextmanager
 def _orderly(runner: OrderlyRunner) -> Iterator[None]:
     """End a block in one line on Ctrl-C, SIGTERM, full disks and divergence."""
     others = {*multiprocessing.active_children()}
+    runner.is_running = True
     with _interruptible() as signals:
         try:
             yield
@@ -179,6 +181,7 @@ def _orderly(runner: OrderlyRunner) -> Iterator[None]:
             kind = ConfigError if isinstance(error, Exception) else KeyboardInterrupt
             raise kind(fault) from raised
         finally:
+            runner.is_running = False
             runner.folder.unlock()
 
 

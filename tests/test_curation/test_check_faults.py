@@ -704,7 +704,7 @@ def images_of_a_remote_storage(data):
     backend = type("Backend", (OddBackend,), dict(folder=folder))
     register_backend("odd", backend, force=True, prefixes="odd")
     return dict(
-        data_root=str(data.root),
+        data_root="",
         train=f"{data.root}/train.json",
         val=f"{data.root}/val.json",
         img="odd://bucket/",

@@ -694,10 +694,10 @@ def test_garbage_is_not_looked_for_in_all_of_torch(
 ):
     # mmengine does after each dataset, which takes seconds.
     gc.freeze() if is_frozen else gc.unfreeze()
-    before, seen = gc.get_freeze_count(), []
+    seen = []
     monkeypatch.setattr("gc.collect", lambda: seen.append(gc.get_freeze_count()))
     MixtureDataset(datasets=two_datasets, pipeline=[])
     assert len(seen) == 2
     assert min(seen) > 10_000
-    assert gc.get_freeze_count() == before
+    assert (gc.get_freeze_count() > 10_000) == is_frozen
     gc.freeze()
