@@ -77,8 +77,9 @@ class Run:
         options: ``key=value`` overrides of the config.
         is_scored: Whether it needs an evaluation to count as finished, and can be
             resumed; other runs are timed.
-        command: Name of the ``damex`` command.
+        command: Its name.
         inputs: Its arguments after the config.
+        module: The module that is run with the command.
     """
 
     config: str
@@ -87,6 +88,7 @@ class Run:
     is_scored: bool = False
     command: str = "train"
     inputs: tuple[str, ...] = ()
+    module: str = "damex"
 
     @property
     def log(self) -> Path:
@@ -132,8 +134,8 @@ class Run:
         resume = ["--resume"] if goes_on else []
         options = ["--cfg-options", *self.options] if self.options else []
         command = [
-            *[sys.executable, "-m", "damex", self.command, self.config, *self.inputs],
-            *[*resume, "--work-dir", str(self.folder), *options],
+            *[sys.executable, "-m", self.module, self.command, self.config],
+            *[*self.inputs, *resume, "--work-dir", str(self.folder), *options],
         ]
         with self.log.open("ab") as log:
             return subprocess.Popen(
