@@ -297,7 +297,7 @@ def headroom_parser() -> Parser:
         nargs="*",
         choices=RUNGS,
         default=list(RUNGS),
-        help="beside dense (default: all; none if no name follows)",
+        help="in addition to dense (default: all; none if no name follows)",
     )
     parser.add_argument(
         "--experts",

@@ -36,7 +36,7 @@ from damex.models.sites import COMPONENTS
 ABLATIONS = MappingProxyType(
     {
         "zero_ffns": "AP of a dense detector without single FFNs",
-        "tell_datasets": "AP of experts that are told the dataset of an image",
+        "tell_datasets": "AP of experts that are given the dataset of an image",
     }
 )
 

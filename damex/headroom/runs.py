@@ -59,7 +59,7 @@ def write_config(cfg: Config, folder: Path) -> Path:
             )
     elif has_runs:
         raise ConfigError(
-            f"{folder} has runs, and no config.py that says of which config; name "
+            f"{folder} has runs, and no config.py that names their config; name "
             "another --work-dir, or delete that folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class Run:
             return None
         if not isinstance(summary, dict) or not {"command", "datasets"} <= {*summary}:
             raise ConfigError(
-                f"{path} is no summary of a run (it says no command, or no datasets); "
+                f"{path} is not a summary of a run (command or datasets are missing); "
                 "name another --work-dir, or delete that folder."
             )
         command, _, options = summary["command"].partition(" --cfg-options ")
@@ -159,7 +159,7 @@ def training(config: Path, seed: int) -> Run:
 
 
 def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
-    """Run what is unfinished, `jobs` at a time, with progress; return failed runs.
+    """Run the unfinished ones, `jobs` at a time, with progress; return failed runs.
 
     Raises:
         ConfigError: If a folder holds a run with other settings.

@@ -32,7 +32,7 @@ def test_a_summary_that_is_cut_off_is_none(tmp_path):
 @pytest.mark.parametrize("content", [[], dict(datasets={}), dict(command="damex")])
 def test_a_file_that_is_no_summary_is_one_line(tmp_path, content):
     (tmp_path / "summary.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"summary\.json is no summary of a run"):
+    with pytest.raises(ConfigError, match=r"summary\.json is not a summary of a run"):
         Run("config.py", tmp_path).summary()
 
 

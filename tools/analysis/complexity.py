@@ -162,7 +162,7 @@ def complexity_parser() -> Parser:
     parser.add_argument(
         "--groups",
         type=at_least(1),
-        help="dataset groups, beside --classes (default: 2)",
+        help="number of dataset groups, with --classes (default: 2)",
     )
     return parser
 
