@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from damex import __version__
-from damex.commandline import commands, measuring
+from damex.commandline import commands
 from damex.commandline.parser import asks_for_help
 from damex.commandline.run import run_command
 from damex.errors import ConfigError, did_you_mean
@@ -41,20 +41,7 @@ COMMANDS = MappingProxyType(
         "merge": Command("damex.growth.commands", "let datasets share experts in it"),
         "data": Command("damex.commandline.data", "look at datasets before a training"),
         "doctor": Command("damex.doctor", "check the installation"),
-        "headroom": Command("damex.analysis.headroom", "what experts could win"),
-        "compare_moe": Command(
-            "damex.analysis.compare", "compare mixtures of experts over seeds"
-        ),
-        "zero_ffns": Command(
-            "damex.analysis.ablations", "what single FFNs of a dense detector bring"
-        ),
-        "tell_datasets": Command(
-            "damex.analysis.ablations", "what experts reach if told the dataset"
-        ),
-        "complexity": Command(
-            "damex.analysis.complexity", "count parameters and FLOPs of a config"
-        ),
-        "benchmark": Command("damex.analysis.benchmark", "time layers of experts"),
+        "headroom": Command("damex.headroom.command", "what experts could win"),
     }
 )
 EXAMPLES = """
@@ -88,8 +75,7 @@ def _run(name: str, arguments: Sequence[str]) -> int | None:
             f"damex has no command {name!r}; {did_you_mean(name, COMMANDS)}"
         )
     if name != "data" and asks_for_help(arguments):  # data has subcommands
-        room = commands if hasattr(commands, f"{name}_parser") else measuring
-        getattr(room, f"{name}_parser")().print_help()
+        getattr(commands, f"{name}_parser")().print_help()
         return None
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         # Imports take seconds. Not shown in files and pipes.

@@ -9,7 +9,7 @@ import pytest
 
 import damex
 import damex.__main__ as program
-from damex.commandline import commands, data, measuring
+from damex.commandline import commands, data
 from damex.commandline.parser import Parser
 from damex.commandline.run import run_command
 from damex.datasets.formats.conversion import FORMATS
@@ -68,7 +68,7 @@ def test_every_command_has_help_with_an_example(capsys):
         assert f"examples:\n  damex {typed}" in said
 
 
-@pytest.mark.parametrize("module", [commands, data, measuring])
+@pytest.mark.parametrize("module", [commands, data])
 def test_examples_are_command_lines_that_work(module):
     for name, make in vars(module).items():
         if not name.endswith("_parser"):

@@ -160,7 +160,7 @@ assert not [name for name in names if name in sys.modules]
                 "models.blocks",
                 "engine.runner",
                 "datasets.coco",
-                "analysis.complexity",
+                "headroom.command",
             )
         ),
     ],

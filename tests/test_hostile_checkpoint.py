@@ -15,9 +15,11 @@ import torch
 from mmengine.config import Config
 
 from damex.__main__ import COMMANDS, main
-from damex.commandline import commands, measuring
+from damex.commandline import commands
+from damex.commandline.run import run_command
 from damex.engine.cli import build_runner
 from damex.growth.prune import NOT_KEPT
+from damex.headroom import ablations
 from damex.inference.literal_config import read_literals
 from tests.test_engine.conftest import write_config_to  # noqa: F401
 
@@ -149,6 +151,9 @@ CONFIGURED = {
         f"train DATA/config.py --resume PTH {SHORT} max_epochs=1",
     ],
     "test": ["test DATA/config.py PTH --work-dir work"],
+}
+# Those that ``damex headroom`` starts as processes.
+ABLATIONS = {
     "tell_datasets": ["tell_datasets DATA/config.py PTH --work-dir work"],
     "zero_ffns": ["zero_ffns DATA/dense.py PTH --work-dir work"],
 }
@@ -161,14 +166,14 @@ def lines_of(*tables):
 def run(line, trained, checkpoint):
     """Run a command line in the current folder; returns its status."""
     line = line.replace("DATA", str(trained.parent)).replace("PTH", checkpoint)
-    return main(line.split())
+    words = line.split()
+    return run_command(ablations.main, words) if words[0] in ABLATIONS else main(words)
 
 
 def test_every_command_that_reads_a_checkpoint_is_in_a_table():
     reading = set()
     for name in COMMANDS:
-        room = commands if hasattr(commands, f"{name}_parser") else measuring
-        make = getattr(room, f"{name}_parser", None)
+        make = getattr(commands, f"{name}_parser", None)
         if make is None:
             assert name in ("data", "doctor")  # which have none
             continue
@@ -176,6 +181,7 @@ def test_every_command_that_reads_a_checkpoint_is_in_a_table():
         if taken & {"checkpoint", "resume"}:
             reading.add(name)
     assert reading == {*READING, *WRITING, *CONFIGURED}
+    assert {*ablations.ABLATIONS} == {*ABLATIONS}
 
 
 def broken_files(bait):
@@ -189,7 +195,7 @@ def broken_files(bait):
         yield "text.pth", "is not a checkpoint of torch, or is cut off"
 
 
-@pytest.mark.parametrize("line", lines_of(READING, WRITING, CONFIGURED))
+@pytest.mark.parametrize("line", lines_of(READING, WRITING, CONFIGURED, ABLATIONS))
 def test_every_command_refuses_a_broken_checkpoint_in_a_line(
     bait, trained, line, capsys
 ):
@@ -232,7 +238,7 @@ def test_the_rest_of_a_config_is_not_used(bait, trained, line):
         assert Config.fromfile(left).model
 
 
-@pytest.mark.parametrize("line", lines_of(CONFIGURED))
+@pytest.mark.parametrize("line", lines_of(CONFIGURED, ABLATIONS))
 def test_the_config_of_the_user_is_the_one_that_runs(bait, trained, line):
     name = "dense" if "dense" in line else "config"
     changes = [*AROUND.values()] + ([] if name == "dense" else [*IN_DETECTOR.values()])

@@ -45,8 +45,8 @@ step tests "$python" -m pytest -q "$tests"
 small=() amp=(--amp)
 if [ "$device" = cpu ]; then small=(--small --rounds 1) amp=(); fi
 for dtype in float32 bfloat16; do
-  step "layers_$dtype" "$python" -m damex benchmark --device "$device" --dtype "$dtype" \
-    "${small[@]}" --out "$out/layers_$dtype.md"
+  step "layers_$dtype" "$python" tools/analysis/benchmark.py --device "$device" \
+    --dtype "$dtype" "${small[@]}" --out "$out/layers_$dtype.md"
 done
 processes=2 layout=device
 if [ "$device" != cpu ]; then

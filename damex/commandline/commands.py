@@ -5,6 +5,8 @@ from __future__ import annotations
 from damex.commandline.parser import Parser, at_least, share
 
 LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+# Optional rungs of the headroom ladder.
+RUNGS = ("dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed")
 
 
 def train_parser() -> Parser:
@@ -16,7 +18,6 @@ def train_parser() -> Parser:
             "damex train quickstart",
             "damex train configs/my_mixture.py --cfg-options max_epochs=12 moe=dense",
             "damex train configs/my_mixture.py --resume",
-            "damex train configs/my_mixture.py --dry-run --processes 8",
         ),
     )
     parser.add_config()
@@ -32,17 +33,6 @@ def train_parser() -> Parser:
         nargs="?",
         const="auto",
         help="continue from a checkpoint; without a path from the last one of work-dir",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what each process would hold and send, and start nothing",
-    )
-    parser.add_argument(
-        "--processes",
-        type=at_least(1),
-        default=1,
-        help="for --dry-run: how many there would be (default %(default)s)",
     )
     return parser
 
@@ -288,4 +278,34 @@ def doctor_parser() -> Parser:
     )
     silent = "print nothing unless there is a problem"
     parser.add_argument("--quiet", action="store_true", help=silent)
+    return parser
+
+
+def headroom_parser() -> Parser:
+    """Arguments of ``damex headroom``."""
+    parser = Parser(
+        "headroom",
+        "Train the headroom ladder of a config: what experts could win",
+        examples=(
+            "damex headroom my_mixture.py --seeds 0 1 2 --rungs single",
+            "damex headroom my_mixture.py --experts damex_best",
+        ),
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--rungs",
+        nargs="*",
+        choices=RUNGS,
+        default=list(RUNGS),
+        help="in addition to dense (default: all; none if no name follows)",
+    )
+    parser.add_argument(
+        "--experts",
+        nargs="+",
+        default=[],
+        metavar="MOE",
+        help="also train these mixtures of experts, to score the verdict: names of "
+        "files in configs/_base_/moe, or paths of files that set moe or more",
+    )
+    parser.add_runs(work_dir="work_dirs/headroom")
     return parser

@@ -19,12 +19,17 @@ class Parser(argparse.ArgumentParser):
     """Argument parser with one-line errors, and examples below the options."""
 
     def __init__(
-        self, command: str, description: str, *, examples: tuple[str, ...] = ()
+        self,
+        command: str,
+        description: str,
+        *,
+        examples: tuple[str, ...] = (),
+        program: str = "damex",
     ) -> None:
         self._examples = examples
         lines = ["examples:", *(f"  {line}" for line in examples)]
         super().__init__(
-            prog=f"damex {command}",
+            prog=f"{program} {command}",
             description=description,
             epilog="\n".join(lines) if examples else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -56,6 +61,17 @@ class Parser(argparse.ArgumentParser):
             help=CFG_OPTIONS_HELP,
         )
         self.set_defaults(option_words=())
+
+    def add_runs(self, *, work_dir: str) -> None:
+        """Add the arguments shared by commands with many runs."""
+        self.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+        self.add_argument("--work-dir", default=work_dir)
+        self.add_argument(
+            "--jobs",
+            type=at_least(1),
+            default=1,
+            help="trainings at a time; they share the cores",
+        )
 
 
 class Overrides(argparse.Action):

@@ -20,17 +20,6 @@ def train(arguments: Sequence[str]) -> None:
     """Train as mmdet's ``tools/train.py`` does, from command-line arguments."""
     args = train_parser().parse_args(arguments)
     cfg = load_config(args)
-    if args.dry_run:
-        from damex.analysis.layout import dry_run
-
-        dry_run(cfg, processes=args.processes)
-        return
-    if args.processes != 1:
-        raise ConfigError(
-            "--processes is for --dry-run; torchrun starts them: torchrun "
-            f"--nproc_per_node={args.processes} tools/train.py CONFIG --launcher "
-            "pytorch."
-        )
     if args.amp:
         if get_device() == "cpu":
             raise ConfigError("--amp needs a GPU, and none is seen here; leave it out.")

@@ -9,7 +9,7 @@ import math
 import os
 import reprlib
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,18 @@ def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
         place + name.removeprefix(other) if name.startswith(other) else name: value
         for name, value in options.items()
     }
+
+
+def size_of_test_images(cfg: Config) -> tuple[int, int]:
+    """Return height and width that the test pipeline resizes to."""
+    for step in cfg.get("test_pipeline") or ():
+        if step.get("type") == "Resize" and isinstance(step.get("scale"), Sequence):
+            width, height = step["scale"]
+            return int(height), int(width)
+    raise ConfigError(
+        "the config has no test_pipeline with Resize(scale=(width, height)); add "
+        "one (tools/analysis/complexity.py also takes --shape HEIGHT WIDTH)."
+    )
 
 
 def mixture_datasets(dataset: Any) -> list[dict]:

@@ -232,6 +232,12 @@ def score_table(scores: Mapping[str, float]) -> Table:
     return table
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table; all columns but the first are right-aligned."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 

@@ -15,12 +15,11 @@ from mmengine.device import get_device
 from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
 
-from damex.analysis.comparison import markdown
 from damex.commandline.bar import Bar
 from damex.commandline.commands import grow_parser, merge_parser, prune_parser
 from damex.engine.config_files import config_of, mixture_datasets
 from damex.engine.console import filter_console
-from damex.engine.summary import scores_of, summarise
+from damex.engine.summary import markdown, scores_of, summarise
 from damex.errors import ConfigError
 from damex.evaluation import MixtureMetric
 from damex.growth.grow import Grown, add_datasets

@@ -22,7 +22,7 @@ WORDS = {"yes": "help", "no": "no help", "undecided": "undecided"}
 
 
 def collect(arguments: Sequence[str]) -> None:
-    """Read what ``tools/headroom.py --experts damex_best`` wrote, and join it."""
+    """Read what ``damex headroom --experts damex_best`` wrote, and join it."""
     known = json.loads(OUT.read_text("utf-8")) if OUT.is_file() else {"mixtures": {}}
     for argument in arguments:
         name, _, path = argument.partition("=")

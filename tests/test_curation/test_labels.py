@@ -1,4 +1,4 @@
-"""``tools/data.py labels``: the merge table, near misses and conflicts."""
+"""``damex data labels``: the merge table, near misses and conflicts."""
 
 from __future__ import annotations
 

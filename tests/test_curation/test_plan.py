@@ -1,4 +1,4 @@
-"""``tools/data.py plan``: groups of datasets that look alike."""
+"""``damex data plan``: groups of datasets that look alike."""
 
 from __future__ import annotations
 

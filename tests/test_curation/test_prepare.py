@@ -1,4 +1,4 @@
-"""``tools/data.py prepare uodb``: what is missing, and what is made of the rest."""
+"""``damex data prepare uodb``: what is missing, and what is made of the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # UODB, the eleven datasets of the DAMEX paper, and its map from datasets to experts: 12
 # image sets (VOC's two years apart) on 8 experts. KITTI shares LISA's; VOC and Comic
 # share COCO's. data/README.md says what lies where, and
-#   python tools/data.py prepare uodb
+#   damex data prepare uodb
 # what is missing. Splits: UODB's own; Wang et al. 2019, arXiv 1904.04402.
 shared = dict(kitti="lisa", voc="coco", comic="coco")
 mixture = [

@@ -59,7 +59,7 @@ def write_config(cfg: Config, folder: Path) -> Path:
             )
     elif has_runs:
         raise ConfigError(
-            f"{folder} has runs, and no config.py that says of which config; name "
+            f"{folder} has runs, and no config.py that names their config; name "
             "another --work-dir, or delete that folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,8 +77,9 @@ class Run:
         options: ``key=value`` overrides of the config.
         is_scored: Whether it needs an evaluation to count as finished, and can be
             resumed; other runs are timed.
-        command: Name of the ``damex`` command.
+        command: Its name.
         inputs: Its arguments after the config.
+        module: The module that is run with the command.
     """
 
     config: str
@@ -87,6 +88,7 @@ class Run:
     is_scored: bool = False
     command: str = "train"
     inputs: tuple[str, ...] = ()
+    module: str = "damex"
 
     @property
     def log(self) -> Path:
@@ -113,7 +115,7 @@ class Run:
             return None
         if not isinstance(summary, dict) or not {"command", "datasets"} <= {*summary}:
             raise ConfigError(
-                f"{path} is no summary of a run (it says no command, or no datasets); "
+                f"{path} is not a summary of a run (command or datasets are missing); "
                 "name another --work-dir, or delete that folder."
             )
         command, _, options = summary["command"].partition(" --cfg-options ")
@@ -132,8 +134,8 @@ class Run:
         resume = ["--resume"] if goes_on else []
         options = ["--cfg-options", *self.options] if self.options else []
         command = [
-            *[sys.executable, "-m", "damex", self.command, self.config, *self.inputs],
-            *[*resume, "--work-dir", str(self.folder), *options],
+            *[sys.executable, "-m", self.module, self.command, self.config],
+            *[*self.inputs, *resume, "--work-dir", str(self.folder), *options],
         ]
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -157,7 +159,7 @@ def training(config: Path, seed: int) -> Run:
 
 
 def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
-    """Run what is unfinished, `jobs` at a time, with progress; return failed runs.
+    """Run the unfinished ones, `jobs` at a time, with progress; return failed runs.
 
     Raises:
         ConfigError: If a folder holds a run with other settings.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from damex.analysis.runs import Run, run_all, training, write_config
 from damex.engine.config_files import read_config
 from damex.errors import ConfigError
+from damex.headroom.runs import Run, run_all, training, write_config
 
 
 def test_a_run_without_its_evaluation_has_not_finished(tmp_path):
@@ -32,16 +32,21 @@ def test_a_summary_that_is_cut_off_is_none(tmp_path):
 @pytest.mark.parametrize("content", [[], dict(datasets={}), dict(command="damex")])
 def test_a_file_that_is_no_summary_is_one_line(tmp_path, content):
     (tmp_path / "summary.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"summary\.json is no summary of a run"):
+    with pytest.raises(ConfigError, match=r"summary\.json is not a summary of a run"):
         Run("config.py", tmp_path).summary()
 
 
-def test_a_run_of_other_inputs_is_refused(tmp_path):
-    summary = dict(datasets={"a": {}}, command="damex zero_ffns config.py one.pth")
+@pytest.mark.parametrize(
+    "program", ["damex", "/x/__main__.py", "/x/damex/headroom/ablations.py"]
+)
+def test_a_run_of_other_inputs_is_refused(tmp_path, program):
+    command = f"{program} zero_ffns config.py one.pth --work-dir {tmp_path}"
+    summary = dict(datasets={"a": {}}, command=command)
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    same = Run("config.py", tmp_path, command="zero_ffns", inputs=("one.pth",))
+    ablation = dict(command="zero_ffns", module="damex.headroom.ablations")
+    same = Run("config.py", tmp_path, inputs=("one.pth",), **ablation)
     assert same.summary() == summary
-    other = Run("config.py", tmp_path, command="zero_ffns", inputs=("two.pth",))
+    other = Run("config.py", tmp_path, inputs=("two.pth",), **ablation)
     with pytest.raises(ConfigError, match="belongs to a run with other settings"):
         other.summary()
 
@@ -133,7 +138,7 @@ def test_ends_come_in_their_order_with_their_status():
 def test_no_training_outlives_the_command(number):
     script = """if True:
         import signal, subprocess, sys
-        from damex.analysis.runs import run_all
+        from damex.headroom.runs import run_all
 
         # Where tests run in a shell's background, Ctrl-C is ignored from the start.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,8 +11,8 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
-from damex.analysis.complexity import complexity, count_complexity
 from damex.errors import ConfigError
+from tools.analysis.complexity import complexity, count_complexity
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "damex_dino" / "damex-dino-4scale_r50_8xb2-12e_coco-voc.py"
@@ -147,7 +147,7 @@ def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
     arguments = [str(CONFIG), "--classes", "80", "--shape", "256", "320"]
     monkeypatch.setattr(sys, "argv", ["complexity.py", *arguments])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "tools" / "complexity.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "tools/analysis/complexity.py"), run_name="__main__")
     assert end.value.code == 0
     output = capsys.readouterr().out
     assert output.startswith("one image of 256 x 320")

@@ -1,19 +1,26 @@
-"""``damex benchmark``: rivals that do the same work, and a report."""
+"""The benchmark: baselines that do the same work, and a report."""
+
+import re
+import subprocess
 
 import pytest
 import torch
 
-from damex.analysis import benchmark
-from damex.analysis.rivals import loop_over_experts, rivals_of
 from damex.errors import ConfigError
 from damex.moe import FFNExperts, MoELayer
+from tools.analysis import benchmark
+from tools.analysis.benchmark import baselines_of, loop_over_experts
 
 TINY = benchmark.Case(2, 24, 4, padding=0.25)
 
 
 def damex_layer(k):
-    rivals = rivals_of(4, k, embed_dims=8, hidden_dims=16)
-    return next(rival.module for rival in rivals if isinstance(rival.module, MoELayer))
+    baselines = baselines_of(4, k, width=8, hidden=16)
+    return next(
+        baseline.module
+        for baseline in baselines
+        if isinstance(baseline.module, MoELayer)
+    )
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -26,9 +33,9 @@ def test_the_loop_answers_what_the_layer_answers(k):
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_dense_ffn_has_the_active_size_of_the_experts(k):
-    dense, *_ = rivals_of(4, k, embed_dims=8, hidden_dims=16)
+    dense, *_ = baselines_of(4, k, width=8, hidden=16)
     assert dense.module[0].out_features == 16 * k
-    names = [rival.name for rival in rivals_of(4, k, embed_dims=8, hidden_dims=16)]
+    names = [baseline.name for baseline in baselines_of(4, k, width=8, hidden=16)]
     assert ("damex: shared FFN, low-rank maps" in names) == (k == 1)
 
 
@@ -50,9 +57,17 @@ def test_what_a_dense_ffn_keeps_is_its_input_and_hidden_rows():
     assert [timing.saved for timing in inference] == [0] * len(timings)
 
 
-def test_every_layer_has_its_turn_in_every_place():
-    orders = [list(benchmark._rotated(3, number)) for number in range(3)]
-    assert sorted(orders) == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+def test_every_layer_has_its_turn_in_every_place(monkeypatch):
+    order = []
+    monkeypatch.setattr(benchmark, "_step", lambda layer, *_: layer.name)
+    monkeypatch.setattr(
+        benchmark, "_time", lambda step, device: order.append(step) or 1.0
+    )
+    names = [one.name for one in benchmark.run_case(TINY, False, 1, "cpu")]
+    order.clear()
+    benchmark.run_case(TINY, False, len(names) - 1, "cpu")  # and the warm-up
+    for place in range(len(names)):
+        assert {*order[place :: len(names)]} == {*names}
 
 
 def test_a_layer_that_answers_wrongly_is_not_timed(monkeypatch):
@@ -87,21 +102,19 @@ def test_the_report_has_a_row_for_each_case(monkeypatch, tmp_path, capsys):
 
 
 def test_the_commit_is_that_of_a_checkout_alone(monkeypatch, tmp_path):
-    package = tmp_path / "damex" / "__init__.py"
-    monkeypatch.setattr(benchmark.damex, "__file__", str(package))
-    asked = []
-
-    def run(command, *, cwd, **options):
-        asked.append(cwd)
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init"], [*identity, "commit", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
     unknown = f"of damex {benchmark.damex.__version__}"
+    inside = tmp_path / "site-packages" / "damex" / "__init__.py"
+    monkeypatch.setattr(benchmark.damex, "__file__", str(inside))
     assert benchmark._commit() == unknown
-    assert asked == []
-    (tmp_path / ".git").touch()  # a file in a worktree
+    monkeypatch.setattr(
+        benchmark.damex, "__file__", str(tmp_path / "damex/__init__.py")
+    )
+    assert re.fullmatch("[0-9a-f]{7,}", benchmark._commit())
+    monkeypatch.setenv("PATH", "")  # git is not installed
     assert benchmark._commit() == unknown
-    assert asked == [tmp_path]
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_timed(

@@ -1,9 +1,13 @@
-"""``--dry-run``: memory and traffic per process, computed in one process."""
+"""Memory and traffic per process of a training, computed in one process.
+
+Run as ``python tools/analysis/dry_run.py CONFIG --processes N``.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +23,11 @@ from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 from torch import Tensor, distributed, nn
 
-from damex.analysis.complexity import size_of_test_images
+import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
+from damex.commandline.parser import Parser, at_least
+from damex.commandline.run import run_command
 from damex.engine.config import resolve_config
+from damex.engine.config_files import config_of, size_of_test_images
 from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
 from damex.engine.schedule import set_length
@@ -67,10 +74,29 @@ class Layout:
     steps: int
 
 
-def dry_run(cfg: Config, *, processes: int) -> None:
+def dry_run_parser() -> Parser:
+    """Arguments of the command line."""
+    parser = Parser(
+        "tools/analysis/dry_run.py",
+        "What each process of a training would hold and send; nothing is started",
+        examples=("python tools/analysis/dry_run.py quickstart --processes 8",),
+        program="python",
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--processes",
+        type=at_least(1),
+        default=1,
+        help="of the training (default %(default)s)",
+    )
+    return parser
+
+
+def dry_run(arguments: Sequence[str]) -> None:
     """Print the layout of a training; see :func:`lay_out`."""
+    args = dry_run_parser().parse_args(arguments)
     filter_console(MMLogger.get_instance("dry_run"))
-    print(describe(lay_out(cfg, processes=processes)))
+    print(describe(lay_out(config_of(args), processes=args.processes)))
 
 
 def lay_out(cfg: Config, *, processes: int) -> Layout:
@@ -265,3 +291,7 @@ def _sample(shape: tuple[int, int]) -> DetDataSample:
 
 def _bytes(count: float) -> str:
     return f"{count / 1e6:,.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(dry_run))

@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from damex.analysis.headroom import headroom, report
 from damex.errors import ConfigError
+from damex.headroom.command import headroom
 
 
 @pytest.mark.slow
 def test_a_ladder_is_trained_measured_and_goes_on_where_it_was(
-    tmp_path, config, run_tool
+    tmp_path, config, run_python
 ):
     folder = tmp_path / "ladder"
     common = (config, "--work-dir", folder, "--seeds", "3")
-    first = run_tool("headroom.py", *common, "--rungs", "zeroed")
+    first = run_python("-m", "damex", "headroom", *common, "--rungs", "zeroed")
     assert first.returncode == 0, first.stderr + first.stdout
     assert "together 1 trainings, 8 images" in first.stdout
     assert "zeroed: 1 x 8 evaluations" in first.stdout
@@ -24,7 +24,7 @@ def test_a_ladder_is_trained_measured_and_goes_on_where_it_was(
     before = [path.stat().st_mtime_ns for path in kept]
 
     more = ("--rungs", "zeroed", "single", "dense_lr2", "--jobs", "2")
-    second = run_tool("headroom.py", *common, *more)
+    second = run_python("-m", "damex", "headroom", *common, *more)
     assert second.returncode == 0, second.stderr + second.stdout
     assert "4 runs, 1 finished before; 2 at a time" in second.stdout
     assert [path.stat().st_mtime_ns for path in kept] == before
@@ -45,18 +45,20 @@ def test_a_ladder_is_trained_measured_and_goes_on_where_it_was(
     assert "Not included: wide_decoder" in (folder / "headroom.md").read_text()
 
     options = ("--cfg-options", "train_cfg.max_epochs=2")
-    other = run_tool("headroom.py", *common, "--rungs", "zeroed", *options)
+    other = run_python(
+        "-m", "damex", "headroom", *common, "--rungs", "zeroed", *options
+    )
     assert other.returncode == 2
     assert "runs of a config that differs in train_cfg;" in other.stderr
 
 
 @pytest.mark.slow
 def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
-    tmp_path, config, run_tool
+    tmp_path, config, run_python
 ):
     folder = tmp_path / "ladder"
     common = (config, "--work-dir", folder, "--seeds", "3", "--rungs", "oracle")
-    first = run_tool("headroom.py", *common)
+    first = run_python("-m", "damex", "headroom", *common)
     assert first.returncode == 0, first.stderr + first.stdout
     assert "oracle: 1 evaluations of damex_best" in first.stdout
     found = json.loads((folder / "headroom.json").read_text())
@@ -65,7 +67,7 @@ def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
     assert told["routing_accuracy"]["mean"] == 1.0
     assert found["rungs"]["oracle"]["mean_ap"] == [told["mean_ap"]]
 
-    second = run_tool("headroom.py", *common, "--experts", "damex_best")
+    second = run_python("-m", "damex", "headroom", *common, "--experts", "damex_best")
     assert second.returncode == 0, second.stderr + second.stdout
     assert "finished before" not in second.stdout  # nothing is left to run
     scored = json.loads((folder / "headroom.json").read_text())
@@ -107,61 +109,3 @@ def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
 def test_mistakes_on_the_command_line_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         headroom(arguments)
-
-
-def summary(**ap):
-    return dict(
-        mean_ap50=0.5,
-        mean_ap=sum(ap.values()) / len(ap),
-        pooled_ap=0.25,
-        datasets={name: dict(ap=value, ap50=0.5) for name, value in ap.items()},
-    )
-
-
-def test_the_report_joins_the_singles_and_can_be_json():
-    found = report(
-        {
-            "dense": [summary(a=0.25, b=0.25), summary(a=0.25, b=0.375)],
-            "single_a": [summary(a=0.5), summary(a=0.5)],
-            "single_b": [summary(b=0.5), summary(b=0.625)],
-        },
-        datasets=["a", "b"],
-        seeds=[4, 5],
-    )
-    found = json.loads(json.dumps(found))
-    assert list(found["rungs"]) == ["dense", "single"]
-    assert found["rungs"]["single"]["minus_dense"] == dict(mean=0.25, ci95=[0.25, 0.25])
-    verdict = found["verdict"]
-    assert (verdict["answer"], verdict["above"]) == ("yes", ["single"])
-    assert verdict["differences"]["single"]["mean"] == 0.25
-    assert "interference" in verdict["text"]
-    assert found["zeroed"] == {}
-
-
-@pytest.mark.parametrize(
-    ("scores", "helps"), [((0.5, 0.625), True), ((0.5, 0.25), False)]
-)
-def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
-    found = report(
-        {
-            "dense": [summary(a=0.125), summary(a=0.25)],
-            "dense_lr2": [summary(a=0.25), summary(a=0.375)],
-            "wide_decoder": [summary(a=0.25), summary(a=0.375)],
-            "mine": [summary(a=score) for score in scores],
-        },
-        datasets=["a"],
-        seeds=[0, 1],
-        experts=["mine"],
-    )
-    one = json.loads(json.dumps(found["experts"]["mine"]))
-    # Seed by seed: 0.5 - 0.25 and the other one - 0.375.
-    assert one["minus_best_dense"]["mean"] == (0.25 + scores[1] - 0.375) / 2
-    assert one["helps"] is helps
-    assert found["verdict"]["answer"] == "no"  # the experts are no part of the verdict
-
-
-def test_experts_without_a_finished_seed_are_left_out():
-    runs = {name: [summary(a=0.25)] for name in ("dense", "wide_decoder")}
-    runs["mine"] = [None]
-    found = report(runs, datasets=["a"], seeds=[0], experts=["mine"])
-    assert found["experts"] == {}

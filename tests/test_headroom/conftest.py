@@ -1,4 +1,4 @@
-"""A config that trains in seconds, and the scripts of ``tools/``."""
+"""A config that trains in seconds, and commands in a process of their own."""
 
 import os
 import subprocess
@@ -37,12 +37,12 @@ def config(tmp_path, two_datasets):
 
 
 @pytest.fixture
-def run_tool():
-    """Run a script of ``tools/`` in a process of its own, on one thread."""
+def run_python():
+    """Run python with some arguments in a process of its own, on one thread."""
 
-    def run(tool, *arguments):
+    def run(*arguments):
         return subprocess.run(
-            [sys.executable, f"tools/{tool}", *map(str, arguments)],
+            [sys.executable, *map(str, arguments)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
             capture_output=True,

@@ -1,8 +1,9 @@
 """Evaluate trained checkpoints without single FFNs, or with oracle routing.
 
-``damex zero_ffns`` shows how much a dense detector depends on an FFN, not how much a
-better one would gain: the layers around it were trained to expect it. ``damex
-tell_datasets`` shows what experts reach with perfect routing.
+Run as ``python -m damex.headroom.ablations NAME CONFIG CHECKPOINT``. ``zero_ffns``
+shows how much a dense detector depends on an FFN, not how much a better one would gain:
+the layers around it were trained to expect it. ``tell_datasets`` shows what experts
+reach with perfect routing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,20 +23,47 @@ from mmengine.runner import Runner
 from rich.console import Console
 from torch import nn
 
-from damex.analysis.ladder import SCORES, ladder_table, with_differences, zeroed_rows
-from damex.commandline.measuring import tell_datasets_parser, zero_ffns_parser
 from damex.commandline.parser import Parser
+from damex.commandline.run import run_command
 from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model
 from damex.engine.summary import score_table, scores_of, summarise
 from damex.errors import ConfigError
 from damex.files import write_json
+from damex.headroom.report import SCORES, ladder_table, with_differences, zeroed_rows
 from damex.models.sites import COMPONENTS
+
+ABLATIONS = MappingProxyType(
+    {
+        "zero_ffns": "AP of a dense detector without single FFNs",
+        "tell_datasets": "AP of experts that are given the dataset of an image",
+    }
+)
+
+
+def ablation_parser(name: str) -> Parser:
+    """Arguments of an ablation."""
+    program = "python -m damex.headroom.ablations"
+    example = f"{program} {name} my_mixture.py work_dirs/my_mixture/epoch_4.pth"
+    parser = Parser(name, ABLATIONS[name], examples=(example,), program=program)
+    parser.add_config()
+    parser.add_argument("checkpoint", help="a .pth file that the config trained")
+    parser.add_argument("--work-dir", help="folder for the log and summary.json")
+    parser.set_defaults(launcher="none")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the ablation named by the first argument."""
+    name, *rest = arguments or [""]
+    if name not in ABLATIONS:
+        raise ConfigError(f"name an ablation, {' or '.join(ABLATIONS)}, got {name!r}.")
+    dict(zero_ffns=zero_ffns, tell_datasets=tell_datasets)[name](rest)
 
 
 def zero_ffns(arguments: Sequence[str]) -> None:
     """Evaluate a checkpoint as it is, and again without each FFN."""
-    runner = _runner(_config(zero_ffns_parser(), arguments))
+    runner = _runner(_config("zero_ffns", arguments))
     sites = ffn_sites(bare_model(runner))
     console = Console(file=sys.stdout, markup=False, emoji=False)
     number = len(sites) + 1
@@ -55,7 +84,7 @@ def zero_ffns(arguments: Sequence[str]) -> None:
 
 def tell_datasets(arguments: Sequence[str]) -> None:
     """Evaluate a checkpoint with oracle routing by dataset."""
-    cfg = _config(tell_datasets_parser(), arguments)
+    cfg = _config("tell_datasets", arguments)
     if not isinstance(cfg.get("moe"), Mapping):
         raise ConfigError(
             f"moe is {cfg.get('moe')!r} in the config, and tell_datasets is for "
@@ -69,9 +98,9 @@ def tell_datasets(arguments: Sequence[str]) -> None:
     _write(runner, summarise(scores), console)
 
 
-def _config(parser: Parser, arguments: Sequence[str]) -> Config:
-    """The config of a command line, set to load its checkpoint."""
-    args = parser.parse_args(arguments)
+def _config(name: str, arguments: Sequence[str]) -> Config:
+    """The config of an ablation's command line, set to load its checkpoint."""
+    args = ablation_parser(name).parse_args(arguments)
     cfg = load_config(args)
     cfg.load_from = args.checkpoint
     return cfg
@@ -128,3 +157,7 @@ def zeroed(ffns: Iterable[FFN]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

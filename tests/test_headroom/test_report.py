@@ -1,9 +1,13 @@
 """Rows of a ladder from summaries made by hand, and their table."""
 
+import json
+
 import pytest
 
-from damex.analysis.ladder import (
+from damex.headroom.report import (
+    dot_plot,
     ladder_table,
+    report,
     rung_row,
     single_row,
     with_differences,
@@ -77,3 +81,70 @@ def test_zeroed_rows_are_compared_with_the_detector_as_it_is():
     assert rows["encoder.0"]["minus_none"] == dict(mean=-0.375, ci95=None)
     assert "-0.375" in ladder_table(rows, kind="zeroed FFN")
     assert zeroed_rows([None]) == {}
+
+
+def test_the_report_joins_the_singles_and_can_be_json():
+    found = report(
+        {
+            "dense": [summary(a=0.25, b=0.25), summary(a=0.25, b=0.375)],
+            "single_a": [summary(a=0.5), summary(a=0.5)],
+            "single_b": [summary(b=0.5), summary(b=0.625)],
+        },
+        datasets=["a", "b"],
+        seeds=[4, 5],
+    )
+    found = json.loads(json.dumps(found))
+    assert list(found["rungs"]) == ["dense", "single"]
+    assert found["rungs"]["single"]["minus_dense"] == dict(mean=0.25, ci95=[0.25, 0.25])
+    verdict = found["verdict"]
+    assert (verdict["answer"], verdict["above"]) == ("yes", ["single"])
+    assert verdict["differences"]["single"]["mean"] == 0.25
+    assert "interference" in verdict["text"]
+    assert found["zeroed"] == {}
+
+
+@pytest.mark.parametrize(
+    ("scores", "helps"), [((0.5, 0.625), True), ((0.5, 0.25), False)]
+)
+def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
+    found = report(
+        {
+            "dense": [summary(a=0.125), summary(a=0.25)],
+            "dense_lr2": [summary(a=0.25), summary(a=0.375)],
+            "wide_decoder": [summary(a=0.25), summary(a=0.375)],
+            "mine": [summary(a=score) for score in scores],
+        },
+        datasets=["a"],
+        seeds=[0, 1],
+        experts=["mine"],
+    )
+    one = json.loads(json.dumps(found["experts"]["mine"]))
+    # Seed by seed: 0.5 - 0.25 and the other one - 0.375.
+    assert one["minus_best_dense"]["mean"] == (0.25 + scores[1] - 0.375) / 2
+    assert one["helps"] is helps
+    assert found["verdict"]["answer"] == "no"  # the experts are no part of the verdict
+
+
+def test_experts_without_a_finished_seed_are_left_out():
+    runs = {name: [summary(a=0.25)] for name in ("dense", "wide_decoder")}
+    runs["mine"] = [None]
+    found = report(runs, datasets=["a"], seeds=[0], experts=["mine"])
+    assert found["experts"] == {}
+
+
+def test_every_seed_is_a_dot_beside_its_name():
+    rows = dict(dense=[0.2, 0.4], failed=[None], damex=[0.6, None])
+    axes = dot_plot(rows, score="mean AP50").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["dense", "damex"]
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [list(line.get_xdata()) for line in dots] == [[0.2, 0.4], [0.6]]
+    assert [list(line.get_ydata()) for line in dots] == [[0, 0], [1]]
+    band = axes.patches[0]
+    deviation = 0.02**0.5  # of 0.2 and 0.4 from 0.3, by one degree of freedom
+    assert band.get_x() == pytest.approx(0.3 - deviation)
+    assert band.get_width() == pytest.approx(2 * deviation)
+
+
+def test_nothing_finished_is_an_empty_picture():
+    axes = dot_plot(dict(failed=[]), score="mean AP50").axes[0]
+    assert not axes.lines

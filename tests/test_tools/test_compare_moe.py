@@ -5,34 +5,41 @@ from pathlib import Path
 
 import pytest
 
-from damex.analysis import compare
-from damex.analysis.compare import compare_moe
-from damex.analysis.comparison import (
+from damex.engine.config_files import read_config
+from damex.errors import ConfigError
+from tools.analysis import compare_moe as tool
+from tools.analysis.compare_moe import (
+    compare_moe,
     comparison_row,
-    dot_plot,
     markdown_table,
     with_differences,
 )
-from damex.engine.config_files import read_config
-from damex.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_a_comparison_trains_measures_and_goes_on_where_it_was(
-    tmp_path, config, run_tool
+    tmp_path, config, run_python
 ):
     common = ("--work-dir", str(tmp_path / "compared"), "--seeds", "0")
-    first = run_tool(
-        "compare_moe.py", config, "--moe", "damex", *common, "--timed-rounds", "0"
+    first = run_python(
+        "tools/analysis/compare_moe.py",
+        config,
+        "--moe",
+        "damex",
+        *common,
+        "--timed-rounds",
+        "0",
     )
     assert first.returncode == 0, first.stderr + first.stdout
     kept = tmp_path / "compared" / "damex" / "seed0" / "summary.json"
     before = kept.stat().st_mtime_ns
 
     more = ("--moe", "dense", "damex", "--timed-rounds", "1", "--timed-samples", "2")
-    second = run_tool("compare_moe.py", config, *common, *more, "--jobs", "2")
+    second = run_python(
+        "tools/analysis/compare_moe.py", config, *common, *more, "--jobs", "2"
+    )
     assert second.returncode == 0, second.stderr + second.stdout
     assert "2 runs, 1 finished before; 2 at a time" in second.stdout
     assert kept.stat().st_mtime_ns == before
@@ -49,8 +56,8 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
     assert dense["seconds_per_iteration"] > 0
     assert dense["peak_memory_mib"] > 100
 
-    other = run_tool(
-        "compare_moe.py",
+    other = run_python(
+        "tools/analysis/compare_moe.py",
         config,
         "--moe",
         "damex",
@@ -64,12 +71,12 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
 
 @pytest.mark.slow
 def test_a_failed_training_is_named_and_missing_in_the_table(
-    tmp_path, config, run_tool
+    tmp_path, config, run_python
 ):
     wrong = tmp_path / "wrong.py"
     wrong.write_text("moe = dict(layers=dict(decoder=[9]))\n")
-    result = run_tool(
-        "compare_moe.py",
+    result = run_python(
+        "tools/analysis/compare_moe.py",
         config,
         *("--moe", str(wrong), "--seeds", "0", "--timed-rounds", "0"),
         *("--work-dir", str(tmp_path / "compared")),
@@ -103,9 +110,7 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, monkeypatch)
 def run_nothing(monkeypatch):
     """Lists of the runs that would be started."""
     asked = []
-    monkeypatch.setattr(
-        compare, "finish", lambda runs, *_, **__: asked.append(runs) or []
-    )
+    monkeypatch.setattr(tool, "finish", lambda runs, *_, **__: asked.append(runs) or [])
     return asked
 
 
@@ -243,21 +248,3 @@ def test_the_table_compares_with_the_first_row(rows):
     assert cells[2] == [*dense, "-", "-", "0.250", "1.00", "901 MiB"]
     routed = ["50.0%", "25.0%", "0.300", "1.20", "1000 MiB"]
     assert cells[3] == [*damex, "0.125 ± 0.000", *routed]
-
-
-def test_every_seed_is_a_dot_beside_its_name():
-    rows = dict(dense=[0.2, 0.4], failed=[None], damex=[0.6, None])
-    axes = dot_plot(rows, score="mean AP50").axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["dense", "damex"]
-    dots = [line for line in axes.lines if line.get_marker() == "o"]
-    assert [list(line.get_xdata()) for line in dots] == [[0.2, 0.4], [0.6]]
-    assert [list(line.get_ydata()) for line in dots] == [[0, 0], [1]]
-    band = axes.patches[0]
-    deviation = 0.02**0.5  # of 0.2 and 0.4 from 0.3, by one degree of freedom
-    assert band.get_x() == pytest.approx(0.3 - deviation)
-    assert band.get_width() == pytest.approx(2 * deviation)
-
-
-def test_nothing_finished_is_an_empty_picture():
-    axes = dot_plot(dict(failed=[]), score="mean AP50").axes[0]
-    assert not axes.lines

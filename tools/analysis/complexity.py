@@ -1,8 +1,12 @@
-"""Parameters and FLOPs of a detector: total, and active per image or token."""
+"""Parameters and FLOPs of a detector: total, and active per image or token.
+
+Run as ``python tools/analysis/complexity.py CONFIG``.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -18,9 +22,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.commandline.measuring import complexity_parser
+import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
+from damex.commandline.parser import Parser, at_least
+from damex.commandline.run import run_command
 from damex.engine.config import DATASET_OPTIONS, resolve_config
-from damex.engine.config_files import config_of
+from damex.engine.config_files import config_of, size_of_test_images
 from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError
@@ -130,6 +136,37 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def complexity_parser() -> Parser:
+    """Arguments of the command line."""
+    parser = Parser(
+        "tools/analysis/complexity.py",
+        "Parameters and FLOPs of a config: total, active, and dense",
+        examples=(
+            "python tools/analysis/complexity.py quickstart --classes 24 --groups 5",
+        ),
+        program="python",
+    )
+    parser.add_config()
+    parser.add_argument(
+        "--shape",
+        nargs=2,
+        type=at_least(1),
+        metavar=("HEIGHT", "WIDTH"),
+        help="image size in pixels (default: that of Resize in test_pipeline)",
+    )
+    parser.add_argument(
+        "--classes",
+        type=at_least(1),
+        help="number of classes, to count without the datasets",
+    )
+    parser.add_argument(
+        "--groups",
+        type=at_least(1),
+        help="number of dataset groups, with --classes (default: 2)",
+    )
+    return parser
+
+
 def complexity(arguments: Sequence[str]) -> None:
     """Print parameters and FLOPs per part, compared with the dense detector."""
     args = complexity_parser().parse_args(arguments)
@@ -175,18 +212,6 @@ def complexity_table(
     return table
 
 
-def size_of_test_images(cfg: Config) -> tuple[int, int]:
-    """Return height and width that the test pipeline resizes to."""
-    for step in cfg.get("test_pipeline") or ():
-        if step.get("type") == "Resize" and isinstance(step.get("scale"), Sequence):
-            width, height = step["scale"]
-            return int(height), int(width)
-    raise ConfigError(
-        "the config has no test_pipeline with Resize(scale=(width, height)); name the "
-        "size with --shape HEIGHT WIDTH."
-    )
-
-
 def _resolved_model(
     cfg: Config, *, classes: int | None, groups: int | None
 ) -> dict[str, Any]:
@@ -228,3 +253,7 @@ def _cells(part: PartComplexity, dense: PartComplexity) -> tuple[str, ...]:
         *(f"{flops / 1e9:.3f}" for flops in (part.flops, dense.flops)),
         f"{part.flops / dense.flops:.3f}" if dense.flops else "-",
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(complexity))

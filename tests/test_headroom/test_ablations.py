@@ -4,8 +4,8 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import FFN
 
-from damex.analysis.ablations import ffn_sites, zeroed
 from damex.errors import ConfigError
+from damex.headroom.ablations import ffn_sites, main, zeroed
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5], ids=["plain", "layer_scale"])
@@ -71,3 +71,9 @@ def test_experts_cannot_be_zeroed(build):
 def test_a_detector_without_transformer_has_none():
     with pytest.raises(ConfigError, match="Linear has no layers in an encoder"):
         ffn_sites(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("arguments", [[], ["zero"], ["--help"]])
+def test_an_unknown_ablation_is_an_error(arguments):
+    with pytest.raises(ConfigError, match="zero_ffns or tell_datasets"):
+        main(arguments)

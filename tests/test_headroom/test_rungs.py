@@ -4,10 +4,10 @@ import pytest
 from mmdet.registry import DATA_SAMPLERS, DATASETS, MODELS
 from mmengine.optim import build_optim_wrapper
 
-from damex.analysis.rungs import experts_of, read_joint, rungs_of
 from damex.engine.config import resolve_config
 from damex.engine.config_files import CONFIGS, merge_options, moe_of_file, read_config
 from damex.errors import ConfigError
+from damex.headroom.rungs import experts_of, read_joint, rungs_of
 from damex.models.insertion import moe_blocks
 
 

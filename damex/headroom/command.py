@@ -1,4 +1,4 @@
-"""``tools/headroom.py``: is there any headroom for experts?
+"""``damex headroom``: is there any headroom for experts?
 
 Each rung of the ladder is a training in ``WORK_DIR/RUNG/seedN`` of the config
 ``WORK_DIR/RUNG/config.py``. Finished runs are skipped.
@@ -7,7 +7,6 @@ Each rung of the ladder is a training in ``WORK_DIR/RUNG/seedN`` of the config
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,24 +16,13 @@ from typing import Any
 from mmengine.config import Config
 from rich.console import Console
 
-from damex.analysis.comparison import dot_plot
-from damex.analysis.intervals import paired_difference
-from damex.analysis.ladder import (
-    ladder_table,
-    rung_row,
-    single_row,
-    with_differences,
-    zeroed_rows,
-)
-from damex.analysis.rungs import (
-    RECIPE,
-    Rung,
-    experts_of,
-    read_joint,
-    rungs_of,
-    single_name,
-)
-from damex.analysis.runs import (
+from damex.commandline.commands import RUNGS, headroom_parser
+from damex.engine.config_files import config_of
+from damex.engine.work_dir import latest_checkpoint
+from damex.errors import ConfigError
+from damex.headroom.report import dot_plot, ladder_table, report
+from damex.headroom.rungs import RECIPE, Rung, experts_of, read_joint, rungs_of
+from damex.headroom.runs import (
     Run,
     check_finished,
     check_seeds,
@@ -42,16 +30,9 @@ from damex.analysis.runs import (
     training,
     write_config,
 )
-from damex.analysis.verdict import Verdict, is_above, judge
-from damex.commandline.measuring import RUNGS, headroom_parser
-from damex.engine.config_files import config_of
-from damex.engine.work_dir import latest_checkpoint
-from damex.errors import ConfigError
 from damex.models.sites import COMPONENTS
 
-Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
-
-# Rungs that re-evaluate the trainings of another one, and by which command.
+# Rungs that re-evaluate the trainings of another one, and by which ablation.
 AGAIN = MappingProxyType(
     {"oracle": (RECIPE, "tell_datasets"), "zeroed": ("dense", "zero_ffns")}
 )
@@ -164,71 +145,9 @@ def _again(trained: Run, name: str, command: str) -> Run:
     return Run(
         trained.config,
         trained.folder / name,
+        module="damex.headroom.ablations",
         command=command,
         inputs=(str(latest_checkpoint(trained.folder)),),
-    )
-
-
-def report(
-    summaries: Summaries,
-    *,
-    datasets: Sequence[str],
-    seeds: Sequence[int],
-    experts: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Collect all results as plain values.
-
-    Args:
-        summaries: Of each rung, one per seed; None if missing. The rung ``zeroed``
-            holds the output of ``zero_ffns``.
-        datasets: Names in the mixture.
-        seeds: Their numbers.
-        experts: Rungs that are mixtures of experts.
-
-    Returns:
-        ``seeds``; ``rungs`` and ``zeroed``, rows of scores with one number per seed and
-        their differences to the first row; ``verdict``, or None; ``experts``, the gain
-        of each over the verdict's reference.
-    """
-    trained = {n: found for n, found in summaries.items() if n != "zeroed"}
-    if RECIPE not in experts:  # trained for the oracle
-        trained.pop(RECIPE, None)
-    rows = {name: rung_row(found) for name, found in trained.items()}
-    singles = {n: rows.pop(single_name(n)) for n in datasets if single_name(n) in rows}
-    if singles:
-        rows["single"] = single_row(singles)
-    rows |= {name: rows.pop(name) for name in experts}  # below the ladder
-    verdict = judge({name: row["mean_ap"] for name, row in rows.items()})
-    judged, outcomes = None, {}
-    if verdict is not None:
-        judged = {**dataclasses.asdict(verdict), "text": str(verdict)}
-        judged["differences"] = {
-            name: one._asdict() for name, one in verdict.differences.items()
-        }
-        outcomes = {name: _outcome(rows, verdict, name) for name in experts}
-    return dict(
-        seeds=list(seeds),
-        rungs=with_differences(rows, base="dense"),
-        zeroed=with_differences(zeroed_rows(summaries.get("zeroed", ())), base="none"),
-        verdict=judged,
-        experts={name: one for name, one in outcomes.items() if one is not None},
-    )
-
-
-def _outcome(
-    rows: Mapping[str, Mapping[str, Any]], verdict: Verdict, name: str
-) -> dict[str, Any] | None:
-    """A mixture of experts against the verdict; None without a finished seed."""
-    scores = rows[name]["mean_ap"], rows[verdict.reference]["mean_ap"]
-    difference = paired_difference(*scores)
-    if difference is None:
-        return None
-    helps = is_above(difference)
-    return dict(
-        minus_best_dense=difference._asdict(),
-        helps=helps,
-        text=f"{name} {'helps' if helps else 'is not shown to help'}: "
-        f"{difference} over {verdict.reference} in mean AP.",
     )
 
 

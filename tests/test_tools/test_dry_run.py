@@ -5,11 +5,10 @@ import torch
 from mmdet.registry import MODELS
 from torch import distributed
 
-from damex.analysis.layout import describe, lay_out
-from damex.engine.cli import train
 from damex.engine.config import resolve_config
 from damex.engine.config_files import read_config
 from damex.errors import ConfigError
+from tools.analysis.dry_run import describe, dry_run, lay_out
 
 # 64 channels, FFN of 256, experts in the decoder's layers 0 and 2.
 LAYERS = 2
@@ -99,11 +98,11 @@ def test_a_dense_detector_and_a_length_in_iterations(read):
     assert "the training 7 steps" in found
 
 
-def test_the_command_prints_it_and_starts_nothing(config, tmp_path, capsys):
-    arguments = [str(config), "--work-dir", str(tmp_path / "work")]
-    train([*arguments, "--dry-run", "--processes", "2"])
+def test_the_command_prints_it_and_starts_nothing(
+    config, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    dry_run([str(config), "--processes", "2"])
     assert "a batch is 2 x 2 = 4 images" in capsys.readouterr().out
-    assert not (tmp_path / "work").exists()
-    with pytest.raises(ConfigError, match="--processes is for --dry-run"):
-        train([*arguments, "--processes", "2"])
+    assert not (tmp_path / "work_dirs").exists()
     assert torch.is_grad_enabled()

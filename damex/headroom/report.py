@@ -1,0 +1,231 @@
+"""Rows, table and plot of a headroom ladder.
+
+A row holds one score per seed, in the order of the seeds, None if a run is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from damex.engine.summary import markdown
+from damex.headroom.rungs import RECIPE, single_name
+from damex.headroom.verdict import (
+    Difference,
+    Scores,
+    Verdict,
+    is_above,
+    judge,
+    paired_difference,
+    spread,
+)
+
+Summaries = Mapping[str, Sequence[Mapping[str, Any] | None]]
+SCORES = ("mean_ap50", "mean_ap", "pooled_ap")
+
+
+def report(
+    summaries: Summaries,
+    *,
+    datasets: Sequence[str],
+    seeds: Sequence[int],
+    experts: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Collect all results as plain values.
+
+    Args:
+        summaries: Of each rung, one per seed; None if missing. The rung ``zeroed``
+            holds the output of ``zero_ffns``.
+        datasets: Names in the mixture.
+        seeds: Their numbers.
+        experts: Rungs that are mixtures of experts.
+
+    Returns:
+        ``seeds``; ``rungs`` and ``zeroed``, rows of scores with one number per seed and
+        their differences to the first row; ``verdict``, or None; ``experts``, the gain
+        of each over the verdict's reference.
+    """
+    trained = {n: found for n, found in summaries.items() if n != "zeroed"}
+    if RECIPE not in experts:  # trained for the oracle
+        trained.pop(RECIPE, None)
+    rows = {name: rung_row(found) for name, found in trained.items()}
+    singles = {n: rows.pop(single_name(n)) for n in datasets if single_name(n) in rows}
+    if singles:
+        rows["single"] = single_row(singles)
+    rows |= {name: rows.pop(name) for name in experts}  # below the ladder
+    verdict = judge({name: row["mean_ap"] for name, row in rows.items()})
+    judged, outcomes = None, {}
+    if verdict is not None:
+        judged = {**dataclasses.asdict(verdict), "text": str(verdict)}
+        judged["differences"] = {
+            name: one._asdict() for name, one in verdict.differences.items()
+        }
+        outcomes = {name: _outcome(rows, verdict, name) for name in experts}
+    return dict(
+        seeds=list(seeds),
+        rungs=with_differences(rows, base="dense"),
+        zeroed=with_differences(zeroed_rows(summaries.get("zeroed", ())), base="none"),
+        verdict=judged,
+        experts={name: one for name, one in outcomes.items() if one is not None},
+    )
+
+
+def _outcome(
+    rows: Mapping[str, Mapping[str, Any]], verdict: Verdict, name: str
+) -> dict[str, Any] | None:
+    """A mixture of experts against the verdict; None without a finished seed."""
+    scores = rows[name]["mean_ap"], rows[verdict.reference]["mean_ap"]
+    difference = paired_difference(*scores)
+    if difference is None:
+        return None
+    helps = is_above(difference)
+    return dict(
+        minus_best_dense=difference._asdict(),
+        helps=helps,
+        text=f"{name} {'helps' if helps else 'is not shown to help'}: "
+        f"{difference} over {verdict.reference} in mean AP.",
+    )
+
+
+def rung_row(summaries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Scores of one rung, from ``summary.json`` of each seed.
+
+    Returns:
+        ``mean_ap50``, ``mean_ap`` and ``pooled_ap``, and ``datasets`` with ``ap50`` and
+        ``ap`` of each; all are lists over seeds.
+    """
+    found = [summary for summary in summaries if summary is not None]
+    names = found[0]["datasets"] if found else ()
+    row: dict[str, Any] = {
+        key: [run and run[key] for run in summaries] for key in SCORES
+    }
+    row["datasets"] = {
+        name: {
+            key: [run and run["datasets"][name][key] for run in summaries]
+            for key in ("ap50", "ap")
+        }
+        for name in names
+    }
+    return row
+
+
+def single_row(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine the rows of single-dataset detectors into one.
+
+    Means are over datasets, for seeds in which all finished. Nothing is pooled: no
+    detector knows all classes.
+    """
+    row: dict[str, Any] = {
+        key: [
+            _mean(values)
+            for values in zip(*(r[key] for r in rows.values()), strict=True)
+        ]
+        for key in ("mean_ap50", "mean_ap")
+    }
+    row["pooled_ap"] = [None] * len(row["mean_ap"])
+    row["datasets"] = {
+        name: own for one in rows.values() for name, own in one["datasets"].items()
+    }
+    return row
+
+
+def zeroed_rows(
+    summaries: Sequence[Mapping[str, Any] | None],
+) -> dict[str, dict[str, Any]]:
+    """Scores by zeroed site, from the output of ``zero_ffns`` for each seed.
+
+    The row ``none`` is the unchanged detector.
+    """
+    found = [run and {"none": run, **run["zeroed"]} for run in summaries]
+    sites = next((list(run) for run in found if run), [])
+    return {
+        site: {key: [run and run[site][key] for run in found] for key in SCORES}
+        for site in sites
+    }
+
+
+def _mean(values: Scores) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
+
+
+def with_differences(
+    rows: Mapping[str, Mapping[str, Any]], *, base: str
+) -> dict[str, dict[str, Any]]:
+    """Add ``minus_<base>`` to rows: mean and ``ci95`` of the paired AP difference.
+
+    ``ci95`` is None for one seed; the entry is None for `base` itself, or without a
+    common seed.
+    """
+    compared = {}
+    for name, row in rows.items():
+        found = None
+        if name != base and base in rows:
+            found = paired_difference(row["mean_ap"], rows[base]["mean_ap"])
+        compared[name] = {**row, f"minus_{base}": found and found._asdict()}
+    return compared
+
+
+def ladder_table(rows: Mapping[str, Mapping[str, Any]], *, kind: str) -> str:
+    """Format the rows of :func:`with_differences` as Markdown: mean and deviation.
+
+    `kind` is the header of the first column; `rows` are compared with the first.
+    """
+    base = next(iter(rows), "")
+    names = dict.fromkeys(n for row in rows.values() for n in row.get("datasets", ()))
+    header = [kind, "mean AP50", "mean AP", f"minus {base} [95 %]", "pooled AP"]
+    lines = []
+    for name, row in rows.items():
+        difference = row[f"minus_{base}"]
+        own = [row["datasets"].get(n, {}).get("ap", ()) for n in names]
+        cells = [
+            spread(row["mean_ap50"]),
+            spread(row["mean_ap"]),
+            None if difference is None else Difference(**difference),
+            spread(row["pooled_ap"]),
+            *map(spread, own),
+        ]
+        lines.append([name, *map(cell, cells)])
+    return markdown([*header, *(f"{name} AP" for name in names)], lines)
+
+
+def cell(value: Any) -> str:
+    """Format a table cell; ``-`` for None."""
+    return "-" if value is None else str(value)
+
+
+def dot_plot(rows: Mapping[str, Scores], *, score: str) -> Figure:
+    """Plot a dot per seed and a bar at the mean of each row, against the first row.
+
+    A band marks mean and sample deviation of the first row. `rows` hold one `score` per
+    seed, None if unfinished; rows without any are omitted.
+    """
+    known = {
+        name: [value for value in values if value is not None]
+        for name, values in rows.items()
+    }
+    shown = {name: values for name, values in known.items() if values}
+    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    spreads = [spread(values) for values in shown.values()]
+    for place, (values, row) in enumerate(zip(shown.values(), spreads, strict=True)):
+        axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
+        if row is not None:
+            axes.plot(row.mean, place, "|", color="black", markersize=14)
+    first = spreads[0] if spreads else None
+    if first is not None:
+        axes.axvline(first.mean, color="#b2603a", linewidth=1)
+        if first.deviation is not None:
+            reach = (first.mean - first.deviation, first.mean + first.deviation)
+            axes.axvspan(*reach, color="#b2603a", alpha=0.15)
+    axes.set_yticks(range(len(shown)), list(shown))
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel(
+        f"{score} (dots: seeds, bars: their mean, band: first row, mean and deviation)"
+    )
+    return figure

@@ -1,0 +1,291 @@
+"""One config, several mixtures of experts, compared over seeds.
+
+Run as ``python tools/analysis/compare_moe.py CONFIG``. Runs are trainings in
+``WORK_DIR/NAME/seedN`` of ``WORK_DIR/NAME/config.py``. Finished runs are skipped, so
+that a killed comparison can be continued, and seeds or mixtures can be added later.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+from rich.console import Console
+
+import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
+from damex.commandline.parser import Parser, at_least
+from damex.commandline.run import run_command
+from damex.engine.config_files import (
+    CONFIGS,
+    MOE,
+    find_config,
+    merge_options,
+    moe_of_file,
+    read_config,
+)
+from damex.engine.schedule import length_key, set_length
+from damex.engine.summary import markdown
+from damex.errors import ConfigError
+from damex.headroom.report import cell, dot_plot
+from damex.headroom.runs import (
+    Run,
+    check_finished,
+    check_seeds,
+    finish,
+    training,
+    write_config,
+)
+from damex.headroom.verdict import Spread, paired_difference, spread
+
+HEADER = (
+    "mixture of experts",
+    "mean AP50",
+    "minus the first row's [95 %]",
+    "mean AP",
+    "pooled AP",
+    "routing accuracy",
+    "max load",
+    "s / iteration",
+    "times the first row's",
+    "peak memory",
+)
+# Not compared by default: they start from another training's checkpoint.
+SECOND_STAGES = ("deepmoe_stage2",)
+
+
+def compare_moe_parser() -> Parser:
+    """Arguments of the command line."""
+    parser = Parser(
+        "tools/analysis/compare_moe.py",
+        "Train one config with several mixtures of experts and seeds",
+        examples=(
+            "python tools/analysis/compare_moe.py my_mixture.py --moe dense damex",
+        ),
+        program="python",
+    )
+    parser.add_config()
+    add = parser.add_argument
+    add(
+        "--moe",
+        nargs="+",
+        help="names of files in configs/_base_/moe, or paths; the first row is what "
+        "AP50 and times are compared with (default: dense, then all others)",
+    )
+    parser.add_runs(work_dir="work_dirs/compare_moe")
+    add(
+        "--timed-rounds",
+        type=at_least(0),
+        default=3,
+        help="short runs of each mixture that measure time and memory; 0 for none",
+    )
+    add("--timed-samples", type=at_least(1), default=320, help="samples in a timed run")
+    return parser
+
+
+def compare_moe(arguments: Sequence[str]) -> None:
+    """Train, measure and write the table; ConfigError if a run failed."""
+    args = compare_moe_parser().parse_args(arguments)
+    check_seeds(args.seeds)
+    console, folder = Console(markup=False, emoji=False), Path(args.work_dir)
+    mixtures, base = _mixtures(args.moe), read_config(args.config)
+    complete = {
+        name: _config_with(moe, base, args.cfg_options or {})
+        for name, moe in mixtures.items()
+    }
+    configs = {name: write_config(cfg, folder / name) for name, cfg in complete.items()}
+    # Seed by seed, so that an interrupted comparison covers all mixtures.
+    scored = [
+        {name: training(config, seed) for name, config in configs.items()}
+        for seed in args.seeds
+    ]
+    failed = finish(_in_order(scored), console, jobs=args.jobs)
+    # Round by round, one at a time: background load affects all mixtures alike.
+    timed = [
+        {
+            name: Run(
+                str(config),
+                config.parent / f"timed{number}",
+                _short(complete[name], args.timed_samples),
+            )
+            for name, config in configs.items()
+        }
+        for number in range(args.timed_rounds)
+    ]
+    failed += finish(_in_order(timed), console, jobs=1)
+    rows = [
+        comparison_row(name, _summaries(scored, name), _summaries(timed, name))
+        for name in mixtures
+    ]
+    rows = with_differences(rows)
+    _write(folder, rows, console)
+    check_finished(failed)
+
+
+def _mixtures(names: Sequence[str] | None) -> dict[str, str]:
+    """Values of ``moe`` by row; runs are stored under the file's stem."""
+    if names is None:
+        all_names = {file.stem for file in (CONFIGS / MOE).glob("*.py")}
+        names = ["dense", *sorted(all_names - {"dense", *SECOND_STAGES})]
+    chosen: dict[str, str] = {}
+    for name in names:
+        stem = find_config(name, MOE).stem
+        if stem in chosen:
+            raise ConfigError(
+                f"--moe names {stem!r} twice, and the runs of both would be stored in "
+                "one folder; leave one out, or rename a file."
+            )
+        chosen[stem] = name
+    return chosen
+
+
+def _config_with(moe: str, base: Config, options: Mapping[str, Any]) -> Config:
+    """The complete config of a row, independent of later edits to other files."""
+    if "moe" in options:
+        raise ConfigError(
+            f"--cfg-options moe={options['moe']}: name what is compared with --moe."
+        )
+    cfg = copy.deepcopy(base)
+    cfg["model"].pop("moe", None)  # set by a written config
+    cfg["moe"] = moe_of_file(moe)
+    merge_options(cfg, options)
+    set_length(cfg)
+    cfg.pop("work_dir", None)  # set for each run
+    return cfg
+
+
+def _short(cfg: Config, samples: int) -> tuple[str, ...]:
+    """Options for one short epoch, or as many iterations, without evaluation."""
+    if length_key(cfg.get("train_cfg") or {}) == "max_epochs":
+        sampler = f"train_dataloader.sampler.samples_per_epoch={samples}"
+        return "max_epochs=1", "train_cfg.val_begin=9", sampler
+    iters = max(1, samples // cfg["train_dataloader"]["batch_size"])
+    return f"max_iters={iters}", f"train_cfg.val_begin={iters + 1}"
+
+
+def _in_order(rows: Sequence[Mapping[str, Run]]) -> list[Run]:
+    return [run for row in rows for run in row.values()]
+
+
+def _summaries(rows: Sequence[Mapping[str, Run]], name: str) -> list[dict | None]:
+    return [row[name].summary() for row in rows]
+
+
+def comparison_row(
+    name: str,
+    scored: Sequence[Mapping[str, Any] | None],
+    timed: Sequence[Mapping[str, Any] | None] = (),
+) -> dict[str, Any]:
+    """Mean and spread over seeds, and medians over timed rounds.
+
+    Args:
+        name: Name of the row.
+        scored: ``summary.json`` of one run per seed; None if unfinished.
+        timed: ``summary.json`` of the short runs that measure time and memory.
+
+    Returns:
+        Pairs of mean and sample deviation (None if a run lacks the number; no deviation
+        for a single run) as ``ap50``, ``ap``, ``pooled_ap``, ``routing_accuracy``,
+        ``max_load`` and, by dataset, ``datasets`` (AP50); ``ap50_seeds`` with the AP50
+        of every seed; ``seeds``, the number of finished ones; ``seconds_per_iteration``
+        and ``peak_memory_mib``.
+    """
+    runs = [run for run in scored if run is not None]
+    rounds = [run for run in timed if run is not None and _trained(run)]
+    shares = [(run.get("routing_accuracy") or {}).get("mean") for run in runs]
+    names = runs[0]["datasets"] if runs else ()
+    return dict(
+        name=name,
+        seeds=len(runs),
+        ap50=_spread([run["mean_ap50"] for run in runs]),
+        ap50_seeds=[None if run is None else run["mean_ap50"] for run in scored],
+        ap=_spread([run["mean_ap"] for run in runs]),
+        pooled_ap=_spread([run.get("pooled_ap") for run in runs]),
+        routing_accuracy=_spread(shares),
+        max_load=_spread([run.get("max_load") for run in runs]),
+        datasets={
+            dataset: _spread([run["datasets"][dataset]["ap50"] for run in runs])
+            for dataset in names
+        },
+        seconds_per_iteration=_median(
+            [run["train_seconds"] / _trained(run) for run in rounds]
+        ),
+        peak_memory_mib=_median([run["peak_memory_mib"] for run in rounds]),
+    )
+
+
+def with_differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add ``ap50_minus_first`` to rows of the same seeds: mean and 95 % interval.
+
+    It is None for the first row, and without a seed finished in both.
+    """
+    return [
+        dict(
+            row,
+            ap50_minus_first=paired_difference(row["ap50_seeds"], rows[0]["ap50_seeds"])
+            if place
+            else None,
+        )
+        for place, row in enumerate(rows)
+    ]
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format the rows of :func:`with_differences` as Markdown."""
+    base = rows[0]["seconds_per_iteration"] if rows else None
+    return markdown(HEADER, [_cells(row, base) for row in rows])
+
+
+def _cells(row: Mapping[str, Any], base: float | None) -> tuple[str, ...]:
+    seconds, memory = row["seconds_per_iteration"], row["peak_memory_mib"]
+    return (
+        row["name"],
+        cell(row["ap50"]),
+        cell(row["ap50_minus_first"]),
+        cell(row["ap"]),
+        cell(row["pooled_ap"]),
+        _percent(row["routing_accuracy"]),
+        _percent(row["max_load"]),
+        "-" if seconds is None else f"{seconds:.3f}",
+        "-" if seconds is None or not base else f"{seconds / base:.2f}",
+        "-" if memory is None else f"{memory:.0f} MiB",
+    )
+
+
+def _trained(run: Mapping[str, Any]) -> int:
+    """Iterations covered by ``train_seconds``; all of them in older summaries."""
+    return run.get("trained_iterations", run["iterations"])
+
+
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    """Spread, or None if a run lacks the number."""
+    return None if None in values else spread(values)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _percent(spread: tuple[float, float | None] | None) -> str:
+    return "-" if spread is None else f"{spread[0]:.1%}"
+
+
+def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> None:
+    table = markdown_table(rows)
+    (folder / "comparison.md").write_text(table, encoding="utf-8")
+    text = json.dumps(rows, indent=2) + "\n"
+    (folder / "comparison.json").write_text(text, encoding="utf-8")
+    console.print(table, soft_wrap=True, highlight=False)
+    dots = {row["name"]: row["ap50_seeds"] for row in rows}
+    dot_plot(dots, score="mean AP50").savefig(folder / "comparison.png", dpi=150)
+    console.print(f"written: {folder / 'comparison.md'}, comparison.json and .png")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(compare_moe))
