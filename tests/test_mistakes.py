@@ -81,7 +81,7 @@ def typed(world, monkeypatch, capfd):
     def run(words):
         monkeypatch.chdir(world)
         capfd.readouterr()
-        status = main(words.split())
+        status = main(words.format(here=world).split())
         return status, *capfd.readouterr()
 
     return run
@@ -128,7 +128,7 @@ COMMANDS = {
     "train config.py --resume note.txt": ("note.txt",),
     "test config.py folder": ("folder",),
     "test config.py note.txt": ("note.txt",),
-    "test config.py work/epoch_1.pth --show-dir note.txt": ("note.txt",),
+    "test config.py work/epoch_1.pth --show-dir {here}/note.txt": ("note.txt",),
     "predict note.txt photos": ("note.txt",),
     "predict folder photos": ("folder",),
     "predict work/epoch_1.pth none": ("none",),
