@@ -48,9 +48,7 @@ def test_gates_of_a_detector_follow_the_training(
 def test_a_gate_that_is_never_told_the_progress_refuses_to_train(build, make_batch):
     detector = build(moe=MOE).train()
     data = detector.data_preprocessor(make_batch([0, 1]), True)
-    with pytest.raises(
-        RuntimeError, match="the training, which is not set"
-    ):
+    with pytest.raises(RuntimeError, match="the training, which is not set"):
         detector(**data, mode="loss")
 
 
