@@ -64,7 +64,7 @@ class OrderlyRunner(ShardedRunner):
                 handler.handleError = self._log_failed  # type: ignore[method-assign]
         return logger
 
-    def _log_failed(self, _: logging.LogRecord) -> None:
+    def _log_failed(self, record: logging.LogRecord) -> None:
         """Raise the error of a line that could not be written, during a run only."""
         error = sys.exc_info()[1]
         if self.is_running and isinstance(error, OSError):
