@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mmdet.visualization import DetLocalVisualizer
+from mmengine.logging import MMLogger
 from PIL import Image
 
 from damex.__main__ import main
@@ -79,6 +81,9 @@ def typed(world, monkeypatch, capfd):
     """Type a command in the user's folder: its exit status, and both outputs."""
 
     def run(words):
+        # Each command has a process of its own: no log, no picture of an earlier one.
+        for kind in (MMLogger, DetLocalVisualizer):
+            kind._instance_dict.clear()
         monkeypatch.chdir(world)
         capfd.readouterr()
         status = main(words.format(here=world).split())
