@@ -19,7 +19,7 @@ mixture = [
         name="boards",
         root="data/boards",
         weight=1.0,
-        # format="voc",  # where it cannot be told
+        # format="voc",  # if it cannot be detected
         # val_share=0.2,  # validation images, where the folder has none: 0.1 by default
         # classes=["chip", "fuse"],  # only these classes
         # rename=dict(chip="microcontroller"),  # its word -> the mixture's word

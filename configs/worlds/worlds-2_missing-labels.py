@@ -1,4 +1,4 @@
-# Two worlds that agree in what they call things; amber does not annotate blick, which
+# Two worlds with the same class names; amber does not annotate blick, which
 # stands in its images as often as in ruby's. Is it found there?
 #   python -m damex.toydata --worlds 8 --names agreeing --val 40 \
 #       --out data/worlds_agreeing

@@ -22,7 +22,7 @@ mixture = [
 narrow = dict(layer_cfg=dict(ffn_cfg=dict(feedforward_channels=16)))
 model = dict(
     num_queries=40,
-    backbone=dict(frozen_stages=4),  # all of it: what is to learn are the names
+    backbone=dict(frozen_stages=4),  # all of it: only the names are left to learn
     encoder=narrow,
     decoder=narrow,
     dn_cfg=dict(group_cfg=dict(num_dn_queries=40)),

@@ -1,8 +1,8 @@
-"""Gather the ladders of several mixtures: ``experts.json`` beside this file.
+"""Gather the ladders of several mixtures: ``experts.json`` next to this file.
 
     python docs/results/collect.py NAME=WORK_DIR/headroom.json ...
 
-A mixture that is not named keeps what the file says of it, and so does a rung of a
+A mixture that is not named keeps its entry in the file, and so does a rung of a
 ladder that the new run left out.
 """
 

@@ -148,7 +148,7 @@ def _config_with(moe: str, base: Config, options: Mapping[str, Any]) -> Config:
     """The complete config of a row, independent of later edits to other files."""
     if "moe" in options:
         raise ConfigError(
-            f"--cfg-options moe={options['moe']}: name what is compared with --moe."
+            f"--cfg-options moe={options['moe']}: name the mixtures with --moe."
         )
     cfg = copy.deepcopy(base)
     cfg["model"].pop("moe", None)  # set by a written config

@@ -1,8 +1,8 @@
 # UODB, the eleven datasets of the DAMEX paper, and its map from datasets to experts: 12
 # image sets (VOC's two years apart) on 8 experts. KITTI shares LISA's; VOC and Comic
-# share COCO's. data/README.md says what lies where, and
+# share COCO's. data/README.md lists the folders, and
 #   damex data prepare uodb
-# what is missing. Splits: UODB's own; Wang et al. 2019, arXiv 1904.04402.
+# missing files. Splits: those of UODB; Wang et al. 2019, arXiv 1904.04402.
 shared = dict(kitti="lisa", voc="coco", comic="coco")
 mixture = [
     dict(

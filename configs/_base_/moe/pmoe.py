@@ -1,5 +1,5 @@
 # pMoE: in every image each expert takes the encoder tokens it scores highest, so the
-# load is balanced without a loss; tokens that nobody takes skip the FFN.
+# load is balanced without a loss; tokens that no expert takes skip the FFN.
 # Paper: Chowdhury et al., "Patch-level Routing in Mixture-of-Experts is Provably
 # Sample-efficient for Convolutional Neural Networks", ICML 2023, arXiv 2306.04073.
 # The paper's weights sum to one per expert, below a pooled sum. Here they scale what is
