@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from damex import __version__
-from damex.commandline.commands import doctor_parser
-from damex.commandline.run import run_command
 from damex.compat import OpsReport, ensure_ops
 
 try:
@@ -84,9 +82,8 @@ def judge(row: Finding, ok: bool, problem: str, mend: str) -> Finding:
     return row if ok else replace(row, problem=problem, mend=mend)
 
 
-def doctor(arguments: Sequence[str]) -> int:
+def doctor(*, quiet: bool = False) -> int:
     """Print the table and return the exit status."""
-    quiet = doctor_parser().parse_args(arguments).quiet
     findings = examine()
     problems = any(row.problem for row in findings)
     if problems or not quiet:
@@ -288,4 +285,4 @@ def _devices() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(doctor))
+    sys.exit(doctor(quiet="--quiet" in sys.argv))

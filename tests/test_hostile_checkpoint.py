@@ -14,8 +14,8 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from damex.__main__ import COMMANDS, main
-from damex.commandline import commands
+from damex.__main__ import main
+from damex.commandline.commands import app
 from damex.commandline.run import run_command
 from damex.engine.cli import build_runner
 from damex.growth.prune import NOT_KEPT
@@ -167,21 +167,17 @@ def run(line, trained, checkpoint):
     """Run a command line in the current folder; returns its status."""
     line = line.replace("DATA", str(trained.parent)).replace("PTH", checkpoint)
     words = line.split()
-    return run_command(ablations.main, words) if words[0] in ABLATIONS else main(words)
+    return run_command(ablations.app, words) if words[0] in ABLATIONS else main(words)
 
 
 def test_every_command_that_reads_a_checkpoint_is_in_a_table():
     reading = set()
-    for name in COMMANDS:
-        make = getattr(commands, f"{name}_parser", None)
-        if make is None:
-            assert name in ("data", "doctor")  # which have none
-            continue
-        taken = {action.dest for action in make()._actions}
-        if taken & {"checkpoint", "resume"}:
+    for name in app:
+        taken = {argument.name for argument in app[name].assemble_argument_collection()}
+        if taken & {"CHECKPOINT", "--resume"}:
             reading.add(name)
     assert reading == {*READING, *WRITING, *CONFIGURED}
-    assert {*ablations.ABLATIONS} == {*ABLATIONS}
+    assert {name for name in ablations.app if name[0] != "-"} == {*ABLATIONS}
 
 
 def broken_files(bait):

@@ -10,7 +10,6 @@ from typing import Any
 from PIL import Image
 
 from damex.commandline.bar import Bar
-from damex.commandline.data import browse_parser
 from damex.curation.page import render
 from damex.curation.sheets import contact_sheet, draw_tile, palette
 from damex.curation.sources import expectations, sources_of
@@ -21,18 +20,24 @@ from damex.engine.config_files import mixture_config_of
 from damex.files import atomic_write, make_folder, write_text
 
 
-def browse(arguments: Sequence[str]) -> None:
+def browse(
+    config: str,
+    *,
+    cfg_options: Sequence[str],
+    out: str | None,
+    samples: int,
+    seed: int,
+) -> None:
     """Write a page about the datasets of a config, and a contact sheet of each split.
 
     Raises:
         ConfigError: If the command line or the mixture is invalid.
     """
-    args = browse_parser().parse_args(arguments)
-    cfg = mixture_config_of(args)
-    folder = Path(args.out or Path("work_dirs") / Path(args.config).stem / "browse")
+    cfg = mixture_config_of(config, cfg_options)
+    folder = Path(out or Path("work_dirs") / Path(config).stem / "browse")
     make_folder(folder)
     with Bar() as progress:
-        views, notes = _read(cfg, progress, num_samples=args.samples, seed=args.seed)
+        views, notes = _read(cfg, progress, num_samples=samples, seed=seed)
         classes = dict.fromkeys(name for view in views for name in view.counts)
         colors = palette(classes)
         tiles: dict[str, list[tuple[str, Image.Image]]] = {}
@@ -46,7 +51,7 @@ def browse(arguments: Sequence[str]) -> None:
         name = re.sub(r"\W+", "_", f"{view.dataset}_{view.split}")
         with atomic_write(folder / f"{name}.png") as part:
             contact_sheet(view.title, tiles[view.title]).save(part)
-    page = render(f"Data of {Path(args.config).stem}", views, tiles, colors, notes)
+    page = render(f"Data of {Path(config).stem}", views, tiles, colors, notes)
     write_text(folder / "index.html", page)
     print(f"{folder / 'index.html'}: {len(views)} splits; their sheets are beside it.")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 
 from damex.commandline.bar import Bar
-from damex.commandline.data import EXAMPLES, check_parser
 from damex.curation.inspection import Inspection, check_config, errors_of
 from damex.curation.sources import coco_file
 from damex.datasets.coco_records import Expectations
@@ -21,34 +20,42 @@ from damex.errors import ConfigError
 from damex.files import check_file, write_json
 
 
-def check(arguments: Sequence[str]) -> int:
+def check(
+    config: str | None,
+    *,
+    cfg_options: Sequence[str],
+    coco: str | None,
+    images: str | None,
+    json: str | None,
+    quick: bool,
+    examples: int,
+) -> int:
     """Check the datasets of a config, or one COCO file; 1 if there is an error, else 0.
 
     Raises:
         ConfigError: If the command line or the mixture is invalid.
     """
-    args = check_parser().parse_args(arguments)
-    if (args.config is None) == (args.coco is None):
+    if (config is None) == (coco is None):
         raise ConfigError(
             "check takes a config or the folder of a dataset, or --coco FILE --images "
             "DIR; see --help."
         )
-    if (args.coco is None) != (args.images is None):
+    if (coco is None) != (images is None):
         raise ConfigError("--coco FILE and --images DIR belong together; see --help.")
-    if args.json is not None:
-        check_file(Path(args.json))  # before the work
+    if json is not None:
+        check_file(Path(json))  # before the work
     started = time.monotonic()
     with Bar() as progress:
-        if args.coco is not None:
-            found = check_coco(args.coco, args.images, args.quick, progress)
+        if config is None:
+            found = check_coco(str(coco), str(images), quick, progress)
         else:
-            cfg = mixture_config_of(args)
-            found = check_config(cfg, quick=args.quick, progress=progress)
-    print_report(found.findings, Console(), examples=args.examples)
-    _print_end(found, time.monotonic() - started, quick=args.quick)
-    if args.json is not None:
+            cfg = mixture_config_of(config, cfg_options)
+            found = check_config(cfg, quick=quick, progress=progress)
+    print_report(found.findings, Console(), examples=examples)
+    _print_end(found, time.monotonic() - started, quick=quick)
+    if json is not None:
         report = dict(findings=[finding.to_json() for finding in found.findings])
-        write_json(args.json, report, indent=1)
+        write_json(json, report, indent=1)
     return 1 if any(errors_of(found.findings)) else 0
 
 
@@ -64,7 +71,7 @@ def check_coco(file: str, images: str, quick: bool, progress: Bar) -> Inspection
 
 
 def print_report(
-    findings: Sequence[Finding], console: Console, *, examples: int = EXAMPLES
+    findings: Sequence[Finding], console: Console, *, examples: int = 3
 ) -> None:
     """Print findings by dataset and kind, each with examples.
 

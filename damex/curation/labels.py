@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from damex.commandline.data import labels_parser
+import damex.registry  # noqa: F401  (keeps mmdet's import silent)
 from damex.curation.dataset_features import scale_and_shape
 from damex.curation.near_names import near_pairs
 from damex.datasets.coco_checks import read_coco
@@ -46,18 +46,17 @@ class ClassCount:
 Counts = Mapping[str, Sequence[ClassCount]]  # per dataset
 
 
-def labels(arguments: Sequence[str]) -> None:
+def labels(config: str, *, cfg_options: Sequence[str], out: str | None) -> None:
     """Print the merge table of a config, and write an initial label file.
 
     Raises:
         ConfigError: If the mixture is invalid, or the file exists.
     """
-    args = labels_parser().parse_args(arguments)
-    cfg = mixture_config_of(args)
+    cfg = mixture_config_of(config, cfg_options)
     specs = parse_mixture(cfg["mixture"])
     rules = cfg.get("label_space") or "union"
-    if args.out is not None:
-        _check_target(args.out)
+    if out is not None:
+        _check_target(Path(out))
     counts = {
         spec.name: count_classes(spec, mapping)
         for spec, mapping in zip(
@@ -65,14 +64,14 @@ def labels(arguments: Sequence[str]) -> None:
         )
     }
     print("\n".join(report(counts)))
-    if args.out is not None:
+    if out is not None:
         file = starting_file(specs, counts)
-        write_text(args.out, file.to_text())
+        write_text(out, file.to_text())
         renaming = ", ".join(spec.name for spec in specs if spec.rename)
         also = f", and remove rename from the entries of {renaming}" if renaming else ""
         print(
-            f"\nwritten: {args.out}. Edit it, and set label_space = "
-            f"{str(args.out)!r} at the top level of the config{also}."
+            f"\nwritten: {out}. Edit it, and set label_space = "
+            f"{out!r} at the top level of the config{also}."
         )
 
 

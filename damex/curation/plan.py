@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from damex.commandline.data import plan_parser
+import damex.registry  # noqa: F401  (keeps mmdet's import silent)
 from damex.curation.dataset_features import (
     BACKBONE,
     PARTS,
@@ -44,25 +44,26 @@ class ExpertPlan:
     bound: float
 
 
-def plan(arguments: Sequence[str]) -> None:
+def plan(
+    config: str, *, cfg_options: Sequence[str], experts: int | None, capacity: float
+) -> None:
     """Propose dataset groups for a config.
 
     Raises:
         ConfigError: If the mixture is invalid, or there is nothing to plan.
         DataError: If a dataset cannot be read.
     """
-    args = plan_parser().parse_args(arguments)
-    cfg = mixture_config_of(args)
+    cfg = mixture_config_of(config, cfg_options)
     specs = parse_mixture(cfg["mixture"])
-    experts = args.experts or (len(specs) + 1) // 2
+    experts = experts or (len(specs) + 1) // 2
     if not experts < len(specs):
         raise ConfigError(
             f"plan: {experts} experts for {len(specs)} datasets leave nothing to plan: "
             "without group=... each dataset has an expert of its own. Give fewer by "
             "--experts."
         )
-    if not args.capacity >= 1:
-        raise ConfigError(f"--capacity must be 1 or more, got {args.capacity}.")
+    if not capacity >= 1:
+        raise ConfigError(f"--capacity must be 1 or more, got {capacity}.")
     rules = cfg.get("label_space") or "union"
     space = LabelSpace.from_specs(specs, mode=rules)
     with_backbone = can_use_backbone()
@@ -77,7 +78,7 @@ def plan(arguments: Sequence[str]) -> None:
     ]
     shares = np.array(weights) / sum(weights)
     near = affinities(found)
-    made = propose(found, shares, near["all"], experts=experts, slack=args.capacity)
+    made = propose(found, shares, near["all"], experts=experts, slack=capacity)
     looks = f"features of {BACKBONE}" if with_backbone else "colours and edges"
     print(
         f"{experts} experts for {len(specs)} datasets, each for {made.capacity:.0%} of "

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from damex.commandline.data import prepare_parser
+import damex.registry  # noqa: F401  (keeps mmdet's import silent)
 from damex.datasets.coco_checks import read_coco
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean
@@ -171,7 +171,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def prepare(arguments: Sequence[str]) -> int:
+def prepare(benchmark: str, names: Sequence[str], *, root: str) -> int:
     """Prepare the datasets of a benchmark.
 
     Returns:
@@ -181,14 +181,12 @@ def prepare(arguments: Sequence[str]) -> int:
         ConfigError: If a dataset is unknown.
         DataError: If the files of a dataset cannot be read.
     """
-    args = prepare_parser().parse_args(arguments)
-    for name in args.names:
+    for name in names:
         if name not in RECIPES:
             raise ConfigError(
                 f"UODB has no dataset {name!r}; {did_you_mean(name, RECIPES)}"
             )
-    names = args.names or list(RECIPES)
-    ready = [_prepare(name, args.root / name) for name in names]
+    ready = [_prepare(name, Path(root) / name) for name in names or RECIPES]
     print(f"{sum(ready)} of {len(ready)} datasets are ready")
     return 0 if all(ready) else 1
 

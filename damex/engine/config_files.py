@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import keyword
 import math
@@ -11,10 +10,11 @@ import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.utils import import_modules_from_strings
 
 import damex
@@ -97,33 +97,58 @@ def find_config(name: str, folder: str = "") -> Path:
     return shipped[key]
 
 
-def config_of(args: argparse.Namespace, *, needs_model: bool = True) -> Config:
-    """Read the config of a command line and apply its ``cfg_options``."""
-    cfg = read_config(args.config, needs_model=needs_model)
-    merge_options(cfg, args.cfg_options or {})
+def config_of(
+    config: str, options: Sequence[str] = (), *, needs_model: bool = True
+) -> Config:
+    """Read the config of a command line and apply its ``--cfg-options``."""
+    cfg = read_config(config, needs_model=needs_model)
+    merge_options(cfg, parse_options(options))
     return cfg
 
 
-def mixture_config_of(args: argparse.Namespace) -> Config:
+def parse_options(words: Sequence[str]) -> dict[str, Any]:
+    """Parse the ``key=value`` words of ``--cfg-options`` as mmengine does."""
+    read = SimpleNamespace()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--cfg-options: {word!r} is not key=value.")
+        if "dict(" in value:
+            raise ConfigError(
+                f"--cfg-options: {word!r}: values are numbers, words and lists of "
+                "them; write dicts into a config file, or name a field of one, as in "
+                f"{key}.0.type=..."
+            )
+        try:
+            DictAction(["--cfg-options"], "options")(None, read, [word])
+        except (AssertionError, RecursionError) as error:
+            raise ConfigError(
+                f"--cfg-options: the brackets of {word!r} are not those of a list; "
+                "write key=[a,b] or key=(a,b), in quotes if the shell needs them."
+            ) from error
+    return getattr(read, "options", {})
+
+
+def mixture_config_of(config: str, options: Sequence[str] = ()) -> Config:
     """Read the config, or dataset folder, of a command about data.
 
     Raises:
         ConfigError: If the config cannot be read, or has no mixture.
     """
-    folder = Path(args.config).expanduser()
+    folder = Path(config).expanduser()
     if folder.is_dir():
         name = folder.resolve().name
         cfg = Config(dict(mixture=[dict(name=name, root=str(folder))]))
-        merge_options(cfg, args.cfg_options or {})
+        merge_options(cfg, parse_options(options))
         return cfg
     try:
-        find_config(args.config)
+        find_config(config)
     except ConfigError as error:
-        raise ConfigError(f"{args.config!r} is not a folder, and {error}") from error
-    cfg = config_of(args, needs_model=False)
+        raise ConfigError(f"{config!r} is not a folder, and {error}") from error
+    cfg = config_of(config, options, needs_model=False)
     if cfg.get("mixture") is None:
         raise ConfigError(
-            f"{args.config} sets no mixture=[dict(name=..., ...), ...]; see "
+            f"{config} sets no mixture=[dict(name=..., ...), ...]; see "
             "configs/own_datasets.py. In place of a config, name the folder of a "
             "dataset."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import shlex
 from collections.abc import Mapping, Sequence
@@ -10,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import ConfigDict, DictAction
+from mmengine.config import ConfigDict
 from mmengine.device import get_device
 from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
 
 from damex.commandline.bar import Bar
-from damex.commandline.commands import grow_parser, merge_parser, prune_parser
-from damex.engine.config_files import config_of, mixture_datasets
+from damex.engine.config_files import config_of, mixture_datasets, parse_options
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown, scores_of, summarise
 from damex.errors import ConfigError
@@ -28,27 +26,36 @@ from damex.inference.stored import StoredDetector, millions
 from damex.inference.writing import check_target, write_checkpoint
 
 
-def grow(arguments: Sequence[str]) -> None:
+def grow(
+    checkpoint: str,
+    config: str,
+    *,
+    cfg_options: Sequence[str],
+    out: str,
+    like: str,
+    images: int,
+) -> None:
     """Write a checkpoint from which to start a training with new datasets.
 
     Raises:
         ConfigError: If the config does not extend the mixture of the checkpoint.
         DataError: If the checkpoint or an image cannot be read.
     """
-    args = grow_parser().parse_args(arguments)
     filter_console()
-    check_target(Path(args.out), with_config=False)
-    stored = StoredDetector.read(args.checkpoint)
-    grown = add_datasets(stored, config_of(args), like=args.like, images=args.images)
+    check_target(Path(out), with_config=False)
+    stored = StoredDetector.read(checkpoint)
+    cfg = config_of(config, cfg_options)
+    grown = add_datasets(stored, cfg, like=like, images=images)
     write_checkpoint(
-        Path(args.out),
+        Path(out),
         grown.state,
         config=grown.config.pretty_text,
         with_config=False,
         dataset_meta=grown.space.to_metainfo(),
         moe=dict(grown.moe),
     )
-    print("\n".join([*_lines(grown, args.out), *_next_steps(grown, args)]))
+    steps = _next_steps(grown, out, config, cfg_options)
+    print("\n".join([*_lines(grown, out), *steps]))
 
 
 def _lines(grown: Grown, out: str) -> list[str]:
@@ -69,26 +76,28 @@ def _lines(grown: Grown, out: str) -> list[str]:
     return found + [f"note: {note}" for note in grown.notes]
 
 
-def _next_steps(grown: Grown, args: argparse.Namespace) -> list[str]:
+def _next_steps(
+    grown: Grown, out: str, config: str, options: Sequence[str]
+) -> list[str]:
     """Training commands for the whole detector and for the new parts alone."""
-    settings: dict[str, str | list[str]] = dict(load_from=args.out)
-    found = ["to train all of it:", *_command(args, settings)]
+    settings: dict[str, str | list[str]] = dict(load_from=out)
+    found = ["to train all of it:", *_command(config, options, settings)]
     if grown.alone_fault:
         return [*found, f"what is new cannot be trained alone: {grown.alone_fault}"]
     settings["train_only"] = [*grown.new_datasets]
     found.append(
         "to train what is new alone, so that the other datasets stay as they are:"
     )
-    return found + _command(args, settings)
+    return found + _command(config, options, settings)
 
 
 def _command(
-    args: argparse.Namespace, settings: Mapping[str, str | list[str]]
+    config: str, given: Sequence[str], settings: Mapping[str, str | list[str]]
 ) -> list[str]:
     """A training command, plus a line per setting that must go into the config."""
     options = {key: _option(key, value) for key, value in settings.items()}
-    words = [*args.option_words, *(o for o in options.values() if o is not None)]
-    command = ["damex", "train", args.config]
+    words = [*given, *(o for o in options.values() if o is not None)]
+    command = ["damex", "train", config]
     return [
         f"  {shlex.join([*command, *(['--cfg-options', *words] if words else [])])}",
         *(
@@ -102,37 +111,34 @@ def _command(
 def _option(key: str, value: str | list[str]) -> str | None:
     """A ``--cfg-options`` word; None if mmengine would parse it into another value."""
     text = f"{key}={value if isinstance(value, str) else '[' + ','.join(value) + ']'}"
-    read = argparse.Namespace()
     try:
-        DictAction(["--cfg-options"], "options")(None, read, [text])
-    except AssertionError:  # brackets that do not match
+        return text if parse_options([text]) == {key: value} else None
+    except ConfigError:  # brackets that do not match
         return None
-    return text if read.options == {key: value} else None
 
 
-def prune(arguments: Sequence[str]) -> None:
+def prune(checkpoint: str, *, drop: Sequence[str], out: str) -> None:
     """Write a checkpoint and config without some datasets.
 
     Raises:
         ConfigError: If a dataset is unknown or the others need its experts.
         DataError: If the checkpoint cannot be read.
     """
-    args = prune_parser().parse_args(arguments)
     filter_console()
-    check_target(Path(args.out))
-    stored = StoredDetector.read(args.checkpoint)
-    pruned = drop_datasets(stored, args.drop)
+    check_target(Path(out))
+    stored = StoredDetector.read(checkpoint)
+    pruned = drop_datasets(stored, drop)
     gone = [name for name in stored.space.classes if name not in pruned.space.classes]
     _write(
         pruned,
         stored,
-        Path(args.out),
+        Path(out),
         f"datasets: {', '.join(pruned.space.dataset_names)}; classes: "
         f"{pruned.space.num_classes}; gone: {', '.join(gone) or 'none'}",
     )
 
 
-def merge(arguments: Sequence[str]) -> None:
+def merge(checkpoint: str, *, datasets: Sequence[str], out: str, no_test: bool) -> None:
     """Write a checkpoint in which datasets share experts, and print the change in AP.
 
     Raises:
@@ -140,17 +146,15 @@ def merge(arguments: Sequence[str]) -> None:
             written).
         DataError: If the checkpoint cannot be read.
     """
-    args = merge_parser().parse_args(arguments)
     filter_console()
-    out = Path(args.out)
-    check_target(out)
-    stored = StoredDetector.read(args.checkpoint)
-    merged = merge_groups(stored, args.datasets)
+    check_target(Path(out))
+    stored = StoredDetector.read(checkpoint)
+    merged = merge_groups(stored, datasets)
     groups = ", ".join(merged.space.group_names)
-    _write(merged, stored, out, f"groups of datasets with experts: {groups}")
-    if not args.no_test:
+    _write(merged, stored, Path(out), f"groups of datasets with experts: {groups}")
+    if not no_test:
         before = _scores(stored, "before")
-        print(_cost(before, _scores(StoredDetector.read(args.out), "after")))
+        print(_cost(before, _scores(StoredDetector.read(out), "after")))
 
 
 def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from mmcv.cnn.bricks.transformer import FFN
@@ -23,7 +22,7 @@ from mmengine.runner import Runner
 from rich.console import Console
 from torch import nn
 
-from damex.commandline.parser import Parser
+from damex.commandline.app import CfgOptions, ConfigName, Parameter, program
 from damex.commandline.run import run_command
 from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model
@@ -33,37 +32,26 @@ from damex.files import write_json
 from damex.headroom.report import SCORES, ladder_table, with_differences, zeroed_rows
 from damex.models.sites import COMPONENTS
 
-ABLATIONS = MappingProxyType(
-    {
-        "zero_ffns": "AP of a dense detector without single FFNs",
-        "tell_datasets": "AP of experts that are given the dataset of an image",
-    }
+app = program(
+    "python -m damex.headroom.ablations",
+    "Evaluate trained checkpoints without single FFNs, or with oracle routing.",
+    "python -m damex.headroom.ablations zero_ffns my_mixture.py epoch_4.pth",
 )
+WorkDir = Annotated[str | None, Parameter(help="Folder for the log and summary.json.")]
 
 
-def ablation_parser(name: str) -> Parser:
-    """Arguments of an ablation."""
-    program = "python -m damex.headroom.ablations"
-    example = f"{program} {name} my_mixture.py work_dirs/my_mixture/epoch_4.pth"
-    parser = Parser(name, ABLATIONS[name], examples=(example,), program=program)
-    parser.add_config()
-    parser.add_argument("checkpoint", help="a .pth file that the config trained")
-    parser.add_argument("--work-dir", help="folder for the log and summary.json")
-    parser.set_defaults(launcher="none")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run the ablation named by the first argument."""
-    name, *rest = arguments or [""]
-    if name not in ABLATIONS:
-        raise ConfigError(f"name an ablation, {' or '.join(ABLATIONS)}, got {name!r}.")
-    dict(zero_ffns=zero_ffns, tell_datasets=tell_datasets)[name](rest)
-
-
-def zero_ffns(arguments: Sequence[str]) -> None:
-    """Evaluate a checkpoint as it is, and again without each FFN."""
-    runner = _runner(_config("zero_ffns", arguments))
+@app.command(name="zero_ffns")
+def zero_ffns(
+    config: ConfigName,
+    checkpoint: str,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    work_dir: WorkDir = None,
+) -> None:
+    """Evaluate a dense detector without single FFNs."""
+    cfg = load_config(config, cfg_options=cfg_options, work_dir=work_dir)
+    runner = _runner(cfg, checkpoint)
     sites = ffn_sites(bare_model(runner))
     console = Console(file=sys.stdout, markup=False, emoji=False)
     number = len(sites) + 1
@@ -82,9 +70,17 @@ def zero_ffns(arguments: Sequence[str]) -> None:
     _write(runner, summary, console)
 
 
-def tell_datasets(arguments: Sequence[str]) -> None:
-    """Evaluate a checkpoint with oracle routing by dataset."""
-    cfg = _config("tell_datasets", arguments)
+@app.command(name="tell_datasets")
+def tell_datasets(
+    config: ConfigName,
+    checkpoint: str,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    work_dir: WorkDir = None,
+) -> None:
+    """Evaluate experts that are given the dataset of each image."""
+    cfg = load_config(config, cfg_options=cfg_options, work_dir=work_dir)
     if not isinstance(cfg.get("moe"), Mapping):
         raise ConfigError(
             f"moe is {cfg.get('moe')!r} in the config, and tell_datasets is for "
@@ -92,22 +88,18 @@ def tell_datasets(arguments: Sequence[str]) -> None:
             "with."
         )
     cfg["moe"]["oracle"] = True
-    runner, console = _runner(cfg), Console(file=sys.stdout, markup=False, emoji=False)
+    runner, console = (
+        _runner(cfg, checkpoint),
+        Console(file=sys.stdout, markup=False, emoji=False),
+    )
     scores = scores_of(runner.val())
     console.print(score_table(scores))
     _write(runner, summarise(scores), console)
 
 
-def _config(name: str, arguments: Sequence[str]) -> Config:
-    """The config of an ablation's command line, set to load its checkpoint."""
-    args = ablation_parser(name).parse_args(arguments)
-    cfg = load_config(args)
-    cfg.load_from = args.checkpoint
-    return cfg
-
-
-def _runner(cfg: Config) -> Runner:
+def _runner(cfg: Config, checkpoint: str) -> Runner:
     """A runner that saves nothing; mmengine's save_best fails outside of a training."""
+    cfg.load_from = checkpoint
     cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
     return build_runner(cfg)
 
@@ -160,4 +152,4 @@ def zeroed(ffns: Iterable[FFN]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(app))

@@ -6,7 +6,6 @@ Each rung of the ladder is a training in ``WORK_DIR/RUNG/seedN`` of the config
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from mmengine.config import Config
 from rich.console import Console
 
-from damex.commandline.commands import RUNGS, headroom_parser
+from damex.commandline.commands import RUNGS
 from damex.engine.config_files import config_of
 from damex.engine.work_dir import latest_checkpoint
 from damex.errors import ConfigError
@@ -43,43 +42,51 @@ ABOUT_ZEROED = (
 )
 
 
-def headroom(arguments: Sequence[str]) -> None:
+def headroom(
+    config: str,
+    *,
+    cfg_options: Sequence[str],
+    rungs: Sequence[str],
+    experts: Sequence[str],
+    seeds: Sequence[int],
+    work_dir: str,
+    jobs: int,
+) -> None:
     """Train the rungs, write table and plot, and print the verdict.
 
     Raises:
         ConfigError: If the config does not fit a rung, or a run failed.
     """
-    args = headroom_parser().parse_args(arguments)
-    check_seeds(args.seeds)
-    args.rungs = list(dict.fromkeys(args.rungs))
-    console, folder = Console(markup=False, emoji=False), Path(args.work_dir)
-    cfg = config_of(args)
-    _check_checkpoints(cfg, args.rungs)
+    check_seeds(seeds)
+    names = list(dict.fromkeys(rungs))
+    console, folder = Console(markup=False, emoji=False), Path(work_dir)
+    cfg = config_of(config, cfg_options)
+    _check_checkpoints(cfg, names)
     joint = read_joint(cfg)
-    rungs = rungs_of(joint, ["dense", *(n for n in args.rungs if n != "zeroed")])
-    experts = experts_of(joint, args.experts)
-    rungs += _new(experts, rungs)
-    _print_cost(rungs, args, console)
-    configs = {r.name: write_config(r.config, folder / r.name) for r in rungs}
+    trained = rungs_of(joint, ["dense", *(n for n in names if n != "zeroed")])
+    scored = experts_of(joint, experts)
+    trained += _new(scored, trained)
+    _print_cost(trained, names, len(seeds), console)
+    configs = {r.name: write_config(r.config, folder / r.name) for r in trained}
     # Seed by seed, so that an interrupted ladder covers all rungs.
     runs = {
-        (name, seed): training(config, seed)
-        for seed in args.seeds
-        for name, config in configs.items()
+        (name, seed): training(path, seed)
+        for seed in seeds
+        for name, path in configs.items()
     }
-    failed = finish(list(runs.values()), console, jobs=args.jobs)
+    failed = finish(list(runs.values()), console, jobs=jobs)
     again = {
-        (name, seed): _again(runs[trained, seed], name, command)
-        for name, (trained, command) in AGAIN.items()
-        for seed in args.seeds
-        if name in args.rungs and runs[trained, seed] not in failed
+        (name, seed): _again(runs[rung, seed], name, command)
+        for name, (rung, command) in AGAIN.items()
+        for seed in seeds
+        if name in names and runs[rung, seed] not in failed
     }
-    failed += finish(list(again.values()), console, jobs=args.jobs)
+    failed += finish(list(again.values()), console, jobs=jobs)
     result = report(
-        _summaries(runs | again, seeds=args.seeds),
+        _summaries(runs | again, seeds=seeds),
         datasets=list(joint.shares),
-        seeds=args.seeds,
-        experts=[rung.name for rung in experts],
+        seeds=seeds,
+        experts=[rung.name for rung in scored],
     )
     _write(folder, result, console)
     check_finished(failed)
@@ -122,18 +129,17 @@ def _check_checkpoints(cfg: Config, rungs: Sequence[str]) -> None:
 
 
 def _print_cost(
-    rungs: Sequence[Rung], args: argparse.Namespace, console: Console
+    rungs: Sequence[Rung], names: Sequence[str], seeds: int, console: Console
 ) -> None:
     """Print how much will be trained."""
-    seeds = len(args.seeds)
     lines = [f"{rung.name}: {seeds} x {rung.images:,} images" for rung in rungs]
     images = seeds * sum(rung.images for rung in rungs)
     lines.append(f"together {seeds * len(rungs)} trainings, {images:,} images")
-    if "zeroed" in args.rungs:
+    if "zeroed" in names:
         layers = [rungs[0].config.model.get(name) or {} for name in COMPONENTS]
         count = 1 + sum(layer.get("num_layers", 0) + 1 for layer in layers)
         lines.append(f"zeroed: {seeds} x {count} evaluations of dense")
-    if "oracle" in args.rungs:
+    if "oracle" in names:
         lines.append(f"oracle: {seeds} evaluations of {RECIPE}")
     if rungs[0].config.get("load_from") is not None:
         lines.append("load_from: what has no place in its tensors starts at random")

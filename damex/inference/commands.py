@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,6 @@ from rich.console import Console
 
 from damex import __version__
 from damex.commandline.bar import Bar
-from damex.commandline.commands import export_parser, predict_parser
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError
 from damex.files import atomic_write
@@ -57,7 +55,19 @@ from damex.inference.writing import (
 )
 
 
-def predict(arguments: Sequence[str]) -> int:
+def predict(
+    checkpoint: str,
+    images: Sequence[str],
+    *,
+    dataset: str,
+    json: str | None,
+    csv: str | None,
+    draw: str | None,
+    min_score: float,
+    min_probability: float,
+    batch_size: int,
+    device: str | None,
+) -> int:
     """Detect objects in images and videos, and write the detections.
 
     Returns:
@@ -67,14 +77,13 @@ def predict(arguments: Sequence[str]) -> int:
         ConfigError: If an option or the checkpoint is unusable.
         DataError: If images are missing, or the checkpoint cannot be read.
     """
-    args = predict_parser().parse_args(arguments)
-    paths = find_images(args.images, videos=True)
-    files = [Path(file) for file in (args.json, args.csv) if file is not None]
-    check_outputs(files, [*paths, Path(args.checkpoint)])
-    if args.draw is not None:
-        check_draw_folder(Path(args.draw), paths)
+    paths = find_images(images, videos=True)
+    files = [Path(file) for file in (json, csv) if file is not None]
+    check_outputs(files, [*paths, Path(checkpoint)])
+    if draw is not None:
+        check_draw_folder(Path(draw), paths)
     filter_console()
-    predictor = Predictor(args.checkpoint, device=args.device)
+    predictor = Predictor(checkpoint, device=device)
     names = dict(zip(paths, names_of(paths), strict=True))
     # On a terminal the bar redirects stdout to stay below the lines; a file or pipe
     # must get the lines, too.
@@ -82,20 +91,21 @@ def predict(arguments: Sequence[str]) -> int:
     console = Console(
         file=file, highlight=False, soft_wrap=True, markup=False, emoji=False
     )
-    if args.dataset == "auto" and predictor.auto_note is not None:
+    if dataset == "auto" and predictor.auto_note is not None:
         console.print(f"note: {predictor.auto_note}")
-        args.dataset = "all"
+        dataset = "all"
     predictions: list[Prediction] = []
     faults: list[DataError] = []
-    settings = (args.dataset, args.min_score, args.batch_size)
+    settings = (dataset, min_score, batch_size)
     found = predictor.stream(paths, *settings, skip=faults.append)
     total = sum(map(_images_in, paths))
     stopped: BaseException | None = None
     try:
-        with Bar() as bar, _outputs(args, names, predictor.classes) as write:
+        outputs = _outputs(json, csv, draw, names, predictor.classes)
+        with Bar() as bar, outputs as write:
             bar.begin("images", total)
             for one in found:
-                console.print(line_of(one, name_of(one, names), args.min_probability))
+                console.print(line_of(one, name_of(one, names), min_probability))
                 predictions.append(one)
                 write(one)
                 bar.advance()
@@ -103,7 +113,7 @@ def predict(arguments: Sequence[str]) -> int:
         if not predictions:
             raise
         stopped = error
-    console.print(_summary(predictions, faults, len(paths), args.min_probability))
+    console.print(_summary(predictions, faults, len(paths), min_probability))
     if stopped is None:
         return 1 if faults else 0
     console.print(f"partial: stopped after {len(predictions)} of {total} images")
@@ -114,18 +124,22 @@ def predict(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _outputs(
-    args: Namespace, names: Mapping[Path, str], classes: Sequence[str]
+    json: str | None,
+    csv: str | None,
+    draw: str | None,
+    names: Mapping[Path, str],
+    classes: Sequence[str],
 ) -> Iterator[Callable[[Prediction], None]]:
     """Open all requested outputs and yield their write functions."""
     with ExitStack() as stack:
         adders: list[Add] = []
-        if args.json is not None:
-            document = json_document(Path(args.json), classes)
+        if json is not None:
+            document = json_document(Path(json), classes)
             adders.append(stack.enter_context(document))
-        if args.csv is not None:
-            adders.append(stack.enter_context(csv_table(Path(args.csv))))
-        if args.draw is not None:
-            drawings = Drawings(Path(args.draw), names, classes)
+        if csv is not None:
+            adders.append(stack.enter_context(csv_table(Path(csv))))
+        if draw is not None:
+            drawings = Drawings(Path(draw), names, classes)
             stack.enter_context(drawings)
             adders.append(lambda one, _: drawings.add(one))
 
@@ -194,7 +208,13 @@ def _summary(
     return "\n".join(lines)
 
 
-def export(arguments: Sequence[str]) -> None:
+def export(
+    checkpoint: str,
+    *,
+    out: str,
+    dataset: str | None,
+    image_size: tuple[int, int] | None,
+) -> None:
     """Write a dense detector of one dataset, or a whole mixture for onnxruntime.
 
     Raises:
@@ -202,58 +222,65 @@ def export(arguments: Sequence[str]) -> None:
             equivalent.
         DataError: If the checkpoint cannot be read.
     """
-    args = export_parser().parse_args(arguments)
     filter_console()
-    out = Path(args.out)
-    as_onnx = out.suffix == ".onnx"
-    check_target(out, suffixes=(".pth", ".onnx"), with_config=not as_onnx)
+    path = Path(out)
+    as_onnx = path.suffix == ".onnx"
+    check_target(path, suffixes=(".pth", ".onnx"), with_config=not as_onnx)
     if as_onnx:
         check_packages()
-    elif args.image_size is not None:
+    elif image_size is not None:
         raise ConfigError(
             "--image-size is for a .onnx file; a .pth takes images of any size."
         )
-    elif args.dataset is None:
+    elif dataset is None:
         raise ConfigError(
             "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
             "be a .onnx file."
         )
-    stored = StoredDetector.read(args.checkpoint)
-    if args.dataset is None:
-        print("\n".join(_export_mixture(stored, args)))
+    stored = StoredDetector.read(checkpoint)
+    if dataset is None:
+        print("\n".join(_export_mixture(stored, path, image_size)))
         return
-    specialist = take_out(stored, args.dataset)
+    specialist = take_out(stored, dataset)
     if as_onnx:
-        first, *lines = _export_specialist(stored, specialist, args)
+        first, *lines = _export_specialist(
+            stored, specialist, dataset, path, image_size
+        )
         needs = "onnxruntime alone"
     else:
-        first, lines = f"written: {out} and {specialist.write(out)}", []
+        first, lines = f"written: {path} and {specialist.write(path)}", []
         needs = f"mmdet, without damex{specialist.needs}"
     classes = specialist.classes
     words = "1 class" if len(classes) == 1 else f"{len(classes)} classes"
     about = (
-        f"{args.dataset}: {words}, {millions(specialist.state)} million parameters of "
+        f"{dataset}: {words}, {millions(specialist.state)} million parameters of "
         f"{millions(stored.state)}; for {needs}"
     )
     print("\n".join([first, about, *lines]))
 
 
 def _export_specialist(
-    stored: StoredDetector, specialist: Specialist, args: Namespace
+    stored: StoredDetector,
+    specialist: Specialist,
+    dataset: str,
+    out: Path,
+    image_size: tuple[int, int] | None,
 ) -> list[str]:
     """Write a specialist as an ONNX graph, if their detections agree."""
-    pipeline = resizing_to(stored.pipeline, args.image_size)
+    pipeline = resizing_to(stored.pipeline, image_size)
     detector = specialist.build()
     graph = DetectorGraph(detector, pipeline).eval()
-    about = dict(classes=specialist.classes, dataset=args.dataset)
-    images = [_image_of(stored, args.dataset, graph.scale)]
-    return _write_onnx(graph, about, detector, images, Path(args.out))
+    about = dict(classes=specialist.classes, dataset=dataset)
+    images = [_image_of(stored, dataset, graph.scale)]
+    return _write_onnx(graph, about, detector, images, out)
 
 
-def _export_mixture(stored: StoredDetector, args: Namespace) -> list[str]:
+def _export_mixture(
+    stored: StoredDetector, out: Path, image_size: tuple[int, int] | None
+) -> list[str]:
     """Write a mixture of experts as an ONNX graph, if their detections agree."""
     space = stored.space
-    pipeline = resizing_to(stored.pipeline, args.image_size)
+    pipeline = resizing_to(stored.pipeline, image_size)
     detector, votes = voted_detector(stored.build(), stored.path)
     labels = labels_by_group(space)
     graph = DetectorGraph(detector, pipeline, Routing(votes, labels)).eval()
@@ -263,7 +290,7 @@ def _export_mixture(stored: StoredDetector, args: Namespace) -> list[str]:
         labels=dict(zip(space.group_names, labels, strict=True)),
     )
     images = [_image_of(stored, one, graph.scale) for one in space.dataset_names]
-    lines = _write_onnx(graph, about, stored.build(), images, Path(args.out))
+    lines = _write_onnx(graph, about, stored.build(), images, out)
     known = (
         f"{len(space.dataset_names)} datasets, {space.num_classes} classes, "
         f"{millions(stored.state)} million parameters; for onnxruntime alone"

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 from mmengine.dataset import Compose
 
-from damex.commandline.data import COMMANDS, data
+from damex.commandline.data import data
 from damex.commandline.run import run_command
 from damex.curation.inspection import check_config
 from damex.datasets.coco import NamedCocoDataset
@@ -122,13 +122,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_check(
     status, out, err = run("check", tmp_path / "street", "--json", tmp_path)
     assert (status, out) == (2, "")
     assert f"{tmp_path} is a folder; name a file to write to." in err
-
-
-def test_help_lists_all_commands(run):
-    assert run("--help") == run()
-    rows = run("--help")[1].split("commands:\n")[1].splitlines()
-    assert [row.split()[0] for row in rows] == [*COMMANDS]
-    assert rows[0].split(maxsplit=1)[1] == "Check datasets before a training"
 
 
 @pytest.mark.parametrize(

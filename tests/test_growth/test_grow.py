@@ -9,7 +9,7 @@ import torch
 from mmengine.config import Config
 
 from damex.__main__ import main
-from damex.commandline.commands import train_parser
+from damex.commandline.commands import app
 from damex.engine.cli import build_runner
 from damex.engine.config_files import config_of, merge_options
 from damex.errors import ConfigError
@@ -103,13 +103,13 @@ def test_the_printed_commands_train_what_was_asked_for(
     *_, first, second = capsys.readouterr().out.split(":\n  damex train ")
     for text, wanted in ((first, None), (second, [name])):
         command, *lines = text.splitlines()
-        args = train_parser().parse_args(shlex.split(command))
-        cfg = config_of(args)
+        _, options, _ = app.parse_args(["train", *shlex.split(command)])
+        cfg = config_of(*options.args, options.kwargs.get("cfg_options", ()))
         for line in lines:
             if "config: " in line:
                 key, value = line.partition("config: ")[2].split(" = ")
                 cfg[key] = ast.literal_eval(value)
-        assert args.config == str(config)
+        assert options.args == (str(config),)
         assert (cfg.max_epochs, cfg.train_dataloader.batch_size) == (3, 1)
         assert cfg.load_from == out
         assert cfg.get("train_only") == wanted

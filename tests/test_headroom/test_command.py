@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from damex.commandline.commands import app
 from damex.errors import ConfigError
-from damex.headroom.command import headroom
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_what_is_evaluated_once_more_needs_checkpoints(tmp_path, config, rung):
         file.write("default_hooks = dict(checkpoint=None)\n")
     command = [str(config), "--work-dir", str(tmp_path), "--rungs", "single", rung]
     with pytest.raises(ConfigError, match=f"is None, and {rung} evaluate checkpoints"):
-        headroom(command)
+        app(["headroom", *command])
 
 
 def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
@@ -90,7 +90,7 @@ def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
     own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
     common = [str(config), "--work-dir", str(tmp_path / "ladder")]
     with pytest.raises(ConfigError, match="'damex_best' that is not the one of damex"):
-        headroom([*common, "--rungs", "oracle", "--experts", str(own)])
+        app(["headroom", *common, "--rungs", "oracle", "--experts", str(own)])
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
         (["missing.py"], "there is no config file 'missing.py'"),
         (
             ["quickstart", "--rungs", "wider"],
-            "invalid choice: 'wider'.*see damex",
+            '"wider" for --rungs.*See damex',
         ),
         (["quickstart", "--seeds", "1", "1"], "--seeds must be different numbers"),
-        (["quickstart", "--jobs", "0"], "--jobs: must be 1 or more, got 0"),
+        (["quickstart", "--jobs", "0"], '"0" for --jobs'),
         (["quickstart", "--cfg-options", "modl.a=1"], "did you mean 'model'"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        headroom(arguments)
+        app(["headroom", *arguments])

@@ -86,7 +86,7 @@ def test_the_report_has_a_row_for_each_case(monkeypatch, tmp_path, capsys):
     threads = torch.get_num_threads()
     out = tmp_path / "new" / "report.md"
     try:
-        benchmark.benchmark(["--small", "--rounds", "1", "--out", str(out)])
+        benchmark.app(["--small", "--rounds", "1", "--out", str(out)])
     finally:
         torch.set_num_threads(threads)
     text = out.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_is_timed(
     (tmp_path / "file").touch()
     monkeypatch.setattr(benchmark, "run_case", None)
     with pytest.raises(OSError, match="file"):
-        benchmark.benchmark(["--out", str(tmp_path / "file" / "report.md")])
+        benchmark.app(["--out", str(tmp_path / "file" / "report.md")])
 
 
 def test_work_of_several_threads_is_divided_by_their_number(monkeypatch):
@@ -136,4 +136,4 @@ def test_work_of_several_threads_is_divided_by_their_number(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_said():
     with pytest.raises(ConfigError, match="finds no GPU"):
-        benchmark.benchmark(["--device", "cuda"])
+        benchmark.app(["--device", "cuda"])

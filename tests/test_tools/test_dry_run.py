@@ -8,7 +8,7 @@ from torch import distributed
 from damex.engine.config import resolve_config
 from damex.engine.config_files import read_config
 from damex.errors import ConfigError
-from tools.analysis.dry_run import describe, dry_run, lay_out
+from tools.analysis.dry_run import app, describe, lay_out
 
 # 64 channels, FFN of 256, experts in the decoder's layers 0 and 2.
 LAYERS = 2
@@ -102,7 +102,7 @@ def test_the_command_prints_it_and_starts_nothing(
     config, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    dry_run([str(config), "--processes", "2"])
+    app([str(config), "--processes", "2"])
     assert "a batch is 2 x 2 = 4 images" in capsys.readouterr().out
     assert not (tmp_path / "work_dirs").exists()
     assert torch.is_grad_enabled()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import damex
 from damex import moe
+from damex.commandline.app import PositiveInt, program
 from damex.commandline.bar import Bar
-from damex.commandline.parser import Parser, at_least
 from damex.commandline.run import run_command
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
@@ -165,46 +165,51 @@ def _of_transformers(experts: int, width: int, hidden: int, k: int) -> list[Base
     return baselines
 
 
-def benchmark_parser() -> Parser:
-    """Arguments of the command line."""
-    parser = Parser(
-        "tools/analysis/benchmark.py",
-        "Time MoE layers against the FFN that they replace",
-        examples=("python tools/analysis/benchmark.py --small --device cuda",),
-        program="python",
-    )
-    add = parser.add_argument
-    add("--out", default="work_dirs/benchmark.md", help="report in Markdown")
-    add("--small", action="store_true", help="three quick cases")
-    add("--rounds", type=at_least(1), default=11)
-    add("--threads", type=at_least(1), default=1)
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    half = "bfloat16 is by autocast; routers stay in float32"
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=half)
-    return parser
+app = program(
+    "python tools/analysis/benchmark.py",
+    "Time MoE layers against the FFN that they replace.",
+    "python tools/analysis/benchmark.py --small --device cuda",
+)
 
 
-def benchmark(arguments: Sequence[str]) -> None:
-    """Time MoE layers and write a report."""
-    args = benchmark_parser().parse_args(arguments)
-    if args.device == "cuda" and not torch.cuda.is_available():
+@app.default
+def benchmark(
+    *,
+    out: str = "work_dirs/benchmark.md",
+    small: bool = False,
+    rounds: PositiveInt = 11,
+    threads: PositiveInt = 1,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> None:
+    """Time MoE layers and write a report.
+
+    Args:
+        out: Report in Markdown.
+        small: Three quick cases.
+        rounds: Measurements of each layer.
+        threads: Of torch.
+        device: Where the layers run.
+        dtype: bfloat16 is by autocast; routers stay in float32.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU; leave --device out.")
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(args.threads)
-    cases = SMALL if args.small else CASES
-    is_half = args.dtype == "bfloat16"
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(threads)
+    cases = SMALL if small else CASES
+    is_half = dtype == "bfloat16"
     runs: dict[bool, dict[str, list[Timing]]] = {}
     with Bar() as bar:
         bar.begin("cases", 2 * len(cases))
         for training in (True, False):
             for case in cases:
-                with torch.autocast(args.device, torch.bfloat16, enabled=is_half):
-                    timings = run_case(case, training, args.rounds, args.device)
+                with torch.autocast(device, torch.bfloat16, enabled=is_half):
+                    timings = run_case(case, training, rounds, device)
                 runs.setdefault(training, {})[case.name] = timings
                 bar.advance()
     parts = [
-        _head(args),
+        _head(device, dtype, threads, rounds),
         _table("Training: forward and backward", runs[True], _ratio),
         _table("Inference: forward", runs[False], _ratio),
         _table(
@@ -213,13 +218,13 @@ def benchmark(arguments: Sequence[str]) -> None:
             lambda timing: f"{timing.saved / 2**20:.0f}",
         ),
     ]
-    if args.device == "cuda":
+    if device == "cuda":
         title = "How often the host waits for the GPU in a training step"
         parts.append(_table(title, runs[True], lambda timing: str(timing.syncs)))
     text = "\n".join(parts)
-    out.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     Console(highlight=False, soft_wrap=True, markup=False).print(text)
-    print(f"written: {out}")
+    print(f"written: {path}")
 
 
 def run_case(case: Case, training: bool, rounds: int, device: str) -> list[Timing]:
@@ -355,13 +360,13 @@ def _ratio(timing: Timing) -> str:
     return f"{timing.ratio:.2f}{taken}"
 
 
-def _head(args: Any) -> str:
+def _head(device: str, dtype: str, threads: int, rounds: int) -> str:
     absent = "not installed (pip install 'damex[benchmark]')"
     facts = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "hardware": _hardware(args.device),
-        "threads": args.threads,
-        "rounds": args.rounds,
+        "hardware": _hardware(device),
+        "threads": threads,
+        "rounds": rounds,
         "commit": _commit(),
         "torch": torch.__version__,
         "damex": damex.__version__,
@@ -369,7 +374,7 @@ def _head(args: Any) -> str:
     }
     lines = [f"- {key}: {value}" for key, value in facts.items()]
     about = (
-        f"FFN {WIDTH}-{HIDDEN}-{WIDTH} in {args.dtype}. A dense FFN of the same active "
+        f"FFN {WIDTH}-{HIDDEN}-{WIDTH} in {dtype}. A dense FFN of the same active "
         "size is 1.00; medians of rounds in which all layers of a case take turns, in "
         "processor time on the CPU."
     )
@@ -396,4 +401,4 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(benchmark))
+    sys.exit(run_command(app))

@@ -19,7 +19,15 @@ from mmengine.config import Config
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.parser import Parser, at_least
+from damex.commandline.app import (
+    CfgOptions,
+    ConfigName,
+    Jobs,
+    NonNegativeInt,
+    PositiveInt,
+    Seeds,
+    program,
+)
 from damex.commandline.run import run_command
 from damex.engine.config_files import (
     CONFIGS,
@@ -27,6 +35,7 @@ from damex.engine.config_files import (
     find_config,
     merge_options,
     moe_of_file,
+    parse_options,
     read_config,
 )
 from damex.engine.schedule import length_key, set_length
@@ -59,63 +68,63 @@ HEADER = (
 SECOND_STAGES = ("deepmoe_stage2",)
 
 
-def compare_moe_parser() -> Parser:
-    """Arguments of the command line."""
-    parser = Parser(
-        "tools/analysis/compare_moe.py",
-        "Train one config with several mixtures of experts and seeds",
-        examples=(
-            "python tools/analysis/compare_moe.py my_mixture.py --moe dense damex",
-        ),
-        program="python",
-    )
-    parser.add_config()
-    add = parser.add_argument
-    add(
-        "--moe",
-        nargs="+",
-        help="names of files in configs/_base_/moe, or paths; the first row is what "
-        "AP50 and times are compared with (default: dense, then all others)",
-    )
-    parser.add_runs(work_dir="work_dirs/compare_moe")
-    add(
-        "--timed-rounds",
-        type=at_least(0),
-        default=3,
-        help="short runs of each mixture that measure time and memory; 0 for none",
-    )
-    add("--timed-samples", type=at_least(1), default=320, help="samples in a timed run")
-    return parser
+app = program(
+    "python tools/analysis/compare_moe.py",
+    "Train one config with several mixtures of experts and seeds.",
+    "python tools/analysis/compare_moe.py my_mixture.py --moe dense damex",
+)
 
 
-def compare_moe(arguments: Sequence[str]) -> None:
-    """Train, measure and write the table; ConfigError if a run failed."""
-    args = compare_moe_parser().parse_args(arguments)
-    check_seeds(args.seeds)
-    console, folder = Console(markup=False, emoji=False), Path(args.work_dir)
-    mixtures, base = _mixtures(args.moe), read_config(args.config)
+@app.default
+def compare_moe(
+    config: ConfigName,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    moe: tuple[str, ...] = (),
+    seeds: Seeds = (0, 1, 2),
+    work_dir: str = "work_dirs/compare_moe",
+    jobs: Jobs = 1,
+    timed_rounds: NonNegativeInt = 3,
+    timed_samples: PositiveInt = 320,
+) -> None:
+    """Train, measure and write the table; ConfigError if a run failed.
+
+    Args:
+        config: A file, or the name of a config of damex.
+        cfg_options: Overrides of its settings.
+        moe: Names of files in configs/_base_/moe, or paths; AP50 and times are compared
+            with the first (default: dense, then all others).
+        seeds: Of the trainings.
+        work_dir: Output folder.
+        jobs: Trainings at a time.
+        timed_rounds: Short runs of each mixture that measure time and memory.
+        timed_samples: Samples in a timed run.
+    """
+    check_seeds(seeds)
+    console, folder = Console(markup=False, emoji=False), Path(work_dir)
+    mixtures, base = _mixtures(moe), read_config(config)
+    options = parse_options(cfg_options)
     complete = {
-        name: _config_with(moe, base, args.cfg_options or {})
-        for name, moe in mixtures.items()
+        name: _config_with(file, base, options) for name, file in mixtures.items()
     }
     configs = {name: write_config(cfg, folder / name) for name, cfg in complete.items()}
     # Seed by seed, so that an interrupted comparison covers all mixtures.
     scored = [
-        {name: training(config, seed) for name, config in configs.items()}
-        for seed in args.seeds
+        {name: training(path, seed) for name, path in configs.items()} for seed in seeds
     ]
-    failed = finish(_in_order(scored), console, jobs=args.jobs)
+    failed = finish(_in_order(scored), console, jobs=jobs)
     # Round by round, one at a time: background load affects all mixtures alike.
     timed = [
         {
             name: Run(
-                str(config),
-                config.parent / f"timed{number}",
-                _short(complete[name], args.timed_samples),
+                str(path),
+                path.parent / f"timed{number}",
+                _short(complete[name], timed_samples),
             )
-            for name, config in configs.items()
+            for name, path in configs.items()
         }
-        for number in range(args.timed_rounds)
+        for number in range(timed_rounds)
     ]
     failed += finish(_in_order(timed), console, jobs=1)
     rows = [
@@ -127,9 +136,9 @@ def compare_moe(arguments: Sequence[str]) -> None:
     check_finished(failed)
 
 
-def _mixtures(names: Sequence[str] | None) -> dict[str, str]:
+def _mixtures(names: Sequence[str]) -> dict[str, str]:
     """Values of ``moe`` by row; runs are stored under the file's stem."""
-    if names is None:
+    if not names:
         all_names = {file.stem for file in (CONFIGS / MOE).glob("*.py")}
         names = ["dense", *sorted(all_names - {"dense", *SECOND_STAGES})]
     chosen: dict[str, str] = {}
@@ -288,4 +297,4 @@ def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> No
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(compare_moe))
+    sys.exit(run_command(app))

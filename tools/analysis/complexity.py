@@ -9,7 +9,7 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from mmdet.registry import MODELS
@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.parser import Parser, at_least
+from damex.commandline.app import (
+    CfgOptions,
+    ConfigName,
+    Parameter,
+    PositiveInt,
+    program,
+)
 from damex.commandline.run import run_command
 from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.config_files import config_of, size_of_test_images
@@ -136,50 +142,44 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def complexity_parser() -> Parser:
-    """Arguments of the command line."""
-    parser = Parser(
-        "tools/analysis/complexity.py",
-        "Parameters and FLOPs of a config: total, active, and dense",
-        examples=(
-            "python tools/analysis/complexity.py quickstart --classes 24 --groups 5",
-        ),
-        program="python",
-    )
-    parser.add_config()
-    parser.add_argument(
-        "--shape",
-        nargs=2,
-        type=at_least(1),
-        metavar=("HEIGHT", "WIDTH"),
-        help="image size in pixels (default: that of Resize in test_pipeline)",
-    )
-    parser.add_argument(
-        "--classes",
-        type=at_least(1),
-        help="number of classes, to count without the datasets",
-    )
-    parser.add_argument(
-        "--groups",
-        type=at_least(1),
-        help="number of dataset groups, with --classes (default: 2)",
-    )
-    return parser
+app = program(
+    "python tools/analysis/complexity.py",
+    "Parameters and FLOPs of a config: total, active, and dense.",
+    "python tools/analysis/complexity.py quickstart --classes 24 --groups 5",
+)
 
 
-def complexity(arguments: Sequence[str]) -> None:
-    """Print parameters and FLOPs per part, compared with the dense detector."""
-    args = complexity_parser().parse_args(arguments)
-    if args.groups is not None and args.classes is None:
+@app.default
+def complexity(
+    config: ConfigName,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    shape: Annotated[
+        tuple[PositiveInt, PositiveInt] | None, Parameter(metavar="HEIGHT WIDTH")
+    ] = None,
+    classes: PositiveInt | None = None,
+    groups: PositiveInt | None = None,
+) -> None:
+    """Print parameters and FLOPs per part, compared with the dense detector.
+
+    Args:
+        config: A file, or the name of a config of damex.
+        cfg_options: Overrides of its settings.
+        shape: Image size in pixels (default: that of Resize in test_pipeline).
+        classes: Number of classes, to count without the datasets.
+        groups: Number of dataset groups, with --classes (default: 2).
+    """
+    if groups is not None and classes is None:
         raise ConfigError(
             "--groups is for a count without datasets and needs --classes; else the "
             "groups are those of the mixture."
         )
-    cfg = config_of(args)
+    cfg = config_of(config, cfg_options)
     init_default_scope(cfg.get("default_scope", "mmdet"))
     filter_console(MMLogger.get_instance("complexity"))
-    height, width = args.shape or size_of_test_images(cfg)
-    model = _resolved_model(cfg, classes=args.classes, groups=args.groups)
+    height, width = shape or size_of_test_images(cfg)
+    model = _resolved_model(cfg, classes=classes, groups=groups)
     size = dict(height=height, width=width)
     routed = count_complexity(_build(model), **size)
     without = {**model, "moe": None} if "moe" in model else model
@@ -256,4 +256,4 @@ def _cells(part: PartComplexity, dense: PartComplexity) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(complexity))
+    sys.exit(run_command(app))

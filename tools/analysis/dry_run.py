@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from mmengine.structures import InstanceData
 from torch import Tensor, distributed, nn
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.parser import Parser, at_least
+from damex.commandline.app import CfgOptions, ConfigName, PositiveInt, program
 from damex.commandline.run import run_command
 from damex.engine.config import resolve_config
 from damex.engine.config_files import config_of, size_of_test_images
@@ -74,29 +74,24 @@ class Layout:
     steps: int
 
 
-def dry_run_parser() -> Parser:
-    """Arguments of the command line."""
-    parser = Parser(
-        "tools/analysis/dry_run.py",
-        "What each process of a training would hold and send; nothing is started",
-        examples=("python tools/analysis/dry_run.py quickstart --processes 8",),
-        program="python",
-    )
-    parser.add_config()
-    parser.add_argument(
-        "--processes",
-        type=at_least(1),
-        default=1,
-        help="of the training (default %(default)s)",
-    )
-    return parser
+app = program(
+    "python tools/analysis/dry_run.py",
+    "What each process of a training would hold and send; nothing is started.",
+    "python tools/analysis/dry_run.py quickstart --processes 8",
+)
 
 
-def dry_run(arguments: Sequence[str]) -> None:
+@app.default
+def dry_run(
+    config: ConfigName,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    processes: PositiveInt = 1,
+) -> None:
     """Print the layout of a training; see :func:`lay_out`."""
-    args = dry_run_parser().parse_args(arguments)
     filter_console(MMLogger.get_instance("dry_run"))
-    print(describe(lay_out(config_of(args), processes=args.processes)))
+    print(describe(lay_out(config_of(config, cfg_options), processes=processes)))
 
 
 def lay_out(cfg: Config, *, processes: int) -> Layout:
@@ -294,4 +289,4 @@ def _bytes(count: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(dry_run))
+    sys.exit(run_command(app))

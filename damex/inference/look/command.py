@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from damex.commandline.bar import Bar
-from damex.commandline.commands import experts_parser
 from damex.engine.console import filter_console
 from damex.engine.routing_alarm import LEAST_EVENNESS, routing_faults
 from damex.files import make_folder, write_text
@@ -22,7 +21,16 @@ from damex.inference.look.watch import Watched, Watcher, kinds_of
 from damex.inference.stored import StoredDetector, millions
 
 
-def experts(arguments: Sequence[str]) -> int:
+def experts(
+    checkpoint: str,
+    *,
+    images: Sequence[str],
+    out: str | None,
+    images_per_dataset: int,
+    examples: int,
+    batch_size: int,
+    device: str | None,
+) -> int:
     """Write a page about the experts of a checkpoint, and print a table.
 
     Returns:
@@ -32,33 +40,32 @@ def experts(arguments: Sequence[str]) -> int:
         ConfigError: If an option is unusable, or the detector has no experts.
         DataError: If images are missing, or the checkpoint cannot be read.
     """
-    args = experts_parser().parse_args(arguments)
     filter_console()
-    stored = StoredDetector.read(args.checkpoint)
-    watcher = Watcher(stored, device=args.device or get_device())
+    stored = StoredDetector.read(checkpoint)
+    watcher = Watcher(stored, device=device or get_device())
     notes: list[str] = []
-    if args.images:
-        rows = rows_of_words(args.images)
+    if images:
+        rows = rows_of_words(images)
     else:
-        rows, notes = rows_of_mixture(stored, per_dataset=args.images_per_dataset)
-    folder = Path(args.out or Path(args.checkpoint).with_suffix("").name + "_experts")
+        rows, notes = rows_of_mixture(stored, per_dataset=images_per_dataset)
+    folder = Path(out or Path(checkpoint).with_suffix("").name + "_experts")
     make_folder(folder)
     with Bar() as bar:
         bar.begin("images", sum(len(row.paths) for row in rows))
         watched, faults = watcher.watch(
             rows,
-            examples_per_row=args.examples,
-            batch_size=args.batch_size,
+            examples_per_row=examples,
+            batch_size=batch_size,
             advance=bar.advance,
         )
     train_cfg = stored.config.get("train_cfg") or {}
-    history = read_history(Path(args.checkpoint), stored.meta, train_cfg)
+    history = read_history(Path(checkpoint), stored.meta, train_cfg)
     notes += faults + [history.note] * bool(history.note)
     alarms = routing_faults(watched.served, least_evenness=LEAST_EVENNESS)
     epoch = stored.meta.get("epoch")
     page = render(
-        title=f"Experts of {Path(args.checkpoint).name}",
-        about=f"{args.checkpoint}: {stored.model.get('type')}, "
+        title=f"Experts of {Path(checkpoint).name}",
+        about=f"{checkpoint}: {stored.model.get('type')}, "
         f"{millions(stored.state)} million parameters"
         + (f", epoch {epoch}" if epoch is not None else ""),
         space=stored.space,
