@@ -1,13 +1,18 @@
-"""Atomic file writes."""
+"""Files written whole or not at all, and HTML pages."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader
+from PIL import Image
 
 from damex.errors import ConfigError
 
@@ -72,3 +77,25 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(
             f"{folder} cannot be written to ({error.strerror}); name another folder."
         ) from error
+
+
+def fill(package: str, **values: Any) -> str:
+    """Fill the template ``page.html`` of a package, which may extend ``base.html``.
+
+    Text is escaped. The values include a ``title``.
+    """
+    loaders = [PackageLoader(package, ""), PackageLoader("damex", "")]
+    environment = Environment(loader=ChoiceLoader(loaders), autoescape=True)
+    return environment.get_template("page.html").render(**values)
+
+
+def css_color(color: tuple[int, int, int]) -> str:
+    """Return an 8-bit RGB colour for a style sheet."""
+    return "#{:02x}{:02x}{:02x}".format(*color)
+
+
+def data_uri(picture: Image.Image) -> str:
+    """Return a picture as a data URI, to embed it into a page."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=80, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

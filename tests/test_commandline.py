@@ -11,8 +11,8 @@ import pytest
 
 import damex
 import damex.__main__ as program
-from damex.commandline import app as commands
 from damex.commandline import data
+from damex.commandline import run as commands
 from damex.commandline.commands import app
 from damex.commandline.run import run_command
 from damex.datasets.formats.conversion import FORMATS

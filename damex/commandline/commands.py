@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from damex.commandline.app import (
+from cyclopts import Parameter
+
+from damex.commandline.data import data
+from damex.commandline.run import (
     CfgOptions,
     Checkpoint,
     ConfigName,
     Jobs,
     NonNegativeInt,
-    Parameter,
     PositiveInt,
     Seeds,
     Share,
     command,
     program,
 )
-from damex.commandline.data import data
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from damex.commandline.app import (
+from cyclopts import Parameter
+
+from damex.commandline.run import (
     CfgOptions,
     ConfigName,
     ConfigOrFolder,
     NonNegativeInt,
-    Parameter,
     PositiveInt,
     command,
     program,

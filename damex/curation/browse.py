@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from damex.commandline.bar import Bar
+from damex.commandline.run import Bar
 from damex.curation.page import render
 from damex.curation.sheets import contact_sheet, draw_tile, palette
 from damex.curation.sources import expectations, sources_of

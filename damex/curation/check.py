@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from damex.commandline.bar import Bar
+from damex.commandline.run import Bar
 from damex.curation.inspection import Inspection, check_config, errors_of
 from damex.curation.sources import coco_file
 from damex.datasets.coco_records import Expectations

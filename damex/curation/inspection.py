@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from damex.commandline.bar import Bar
+from damex.commandline.run import Bar
 from damex.curation.classes import ClassCounts, check_classes
 from damex.curation.images import check_existence, image_records, look_at
 from damex.curation.leaks import find_leaks, same_files

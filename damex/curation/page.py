@@ -10,7 +10,7 @@ from PIL import Image
 
 from damex.curation.sheets import Color
 from damex.curation.views import LARGE, SMALL, SplitView
-from damex.pages import css_color, data_uri, fill
+from damex.files import css_color, data_uri, fill
 
 # Sides of boxes from 1 to 2048 px, two bins for each doubling.
 EDGES = 2.0 ** np.arange(0, 11.5, 0.5)

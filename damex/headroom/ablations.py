@@ -16,14 +16,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.config import Config
 from mmengine.runner import Runner
 from rich.console import Console
 from torch import nn
 
-from damex.commandline.app import CfgOptions, ConfigName, Parameter, program
-from damex.commandline.run import run_command
+from damex.commandline.run import (
+    CfgOptions,
+    ConfigName,
+    program,
+    run_command,
+)
 from damex.engine.cli import build_runner, load_config
 from damex.engine.schedule import bare_model
 from damex.engine.summary import score_table, scores_of, summarise

@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 from damex import __version__
-from damex.commandline.bar import Bar
+from damex.commandline.run import Bar
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError
 from damex.files import atomic_write

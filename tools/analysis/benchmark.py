@@ -28,9 +28,7 @@ from torch import Tensor, nn
 
 import damex
 from damex import moe
-from damex.commandline.app import PositiveInt, program
-from damex.commandline.bar import Bar
-from damex.commandline.run import run_command
+from damex.commandline.run import Bar, PositiveInt, program, run_command
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
 

@@ -19,7 +19,7 @@ from mmengine.config import Config
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.app import (
+from damex.commandline.run import (
     CfgOptions,
     ConfigName,
     Jobs,
@@ -27,8 +27,8 @@ from damex.commandline.app import (
     PositiveInt,
     Seeds,
     program,
+    run_command,
 )
-from damex.commandline.run import run_command
 from damex.engine.config_files import (
     CONFIGS,
     MOE,

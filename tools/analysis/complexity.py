@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -23,14 +24,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.app import (
+from damex.commandline.run import (
     CfgOptions,
     ConfigName,
-    Parameter,
     PositiveInt,
     program,
+    run_command,
 )
-from damex.commandline.run import run_command
 from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.config_files import config_of, size_of_test_images
 from damex.engine.console import filter_console

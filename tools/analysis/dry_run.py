@@ -24,8 +24,13 @@ from mmengine.structures import InstanceData
 from torch import Tensor, distributed, nn
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.app import CfgOptions, ConfigName, PositiveInt, program
-from damex.commandline.run import run_command
+from damex.commandline.run import (
+    CfgOptions,
+    ConfigName,
+    PositiveInt,
+    program,
+    run_command,
+)
 from damex.engine.config import resolve_config
 from damex.engine.config_files import config_of, size_of_test_images
 from damex.engine.console import filter_console

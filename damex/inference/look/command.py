@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from damex.commandline.bar import Bar
+from damex.commandline.run import Bar
 from damex.engine.console import filter_console
 from damex.engine.routing_alarm import LEAST_EVENNESS, routing_faults
 from damex.files import make_folder, write_text

@@ -15,11 +15,11 @@ from PIL import Image
 
 from damex.curation.sheets import Color, palette
 from damex.datasets.label_space import LabelSpace
+from damex.files import css_color, data_uri, fill
 from damex.inference.look.history import Curve, History
 from damex.inference.look.samples import Row
 from damex.inference.look.watch import Example, Watched
 from damex.moe import LayerTally, entropy, mutual_information
-from damex.pages import css_color, data_uri, fill
 
 CHART_WIDTH, CHART_HEIGHT = 320, 140
 OPACITY = 0.45  # of experts over an image
