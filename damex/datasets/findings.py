@@ -164,13 +164,14 @@ class Place:
         usual = "warning" if usual == "error" and not self.is_file else usual
         what = file + (f": {record}" if record else "")
         what += f" of {owner}" if owner else ""
+        start = f"dataset {self.dataset!r}: " if self.dataset else ""
         return Finding(
             level=level or usual,
             kind=kind,
             dataset=self.dataset,
             file=file,
             record=record,
-            message=f"dataset {self.dataset!r}: {what}: {text}",
+            message=f"{start}{what}: {text}",
             count=count,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 from damex.datasets.formats.conversion import convert_tree, open_root
-from damex.datasets.formats.records import Options
-from damex.datasets.formats.summary import Summary
+from damex.datasets.formats.records import Options, Summary
 
 ORIENTATION = 0x0112
 
@@ -90,12 +89,20 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Read]:
 
 
 @pytest.fixture
-def write() -> Callable[[Path, str], None]:
-    """``write(path, text)`` with its folders."""
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """``folder(images, files)``: the folder with images and text or JSON files."""
 
-    def make(path: Path, text: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    def make(
+        images: str | Sequence[str] = "", files: Mapping[str, Any] | None = None
+    ) -> Path:
+        for name in images.split() if isinstance(images, str) else images:
+            _write_image(tmp_path / name)
+        for name, content in (files or {}).items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = content if isinstance(content, str) else json.dumps(content)
+            path.write_text(text, encoding="utf-8")
+        return tmp_path
 
     return make
 

@@ -1,7 +1,7 @@
 """COCO JSON, as laid out by the COCO dataset, Roboflow, CVAT and others.
 
-Boxes are read, polygons are not. Records are not trusted: ids may repeat, sizes may be
-wrong, a category may be only the name of the dataset.
+Boxes are read, polygons are not. Files are checked as in training (``coco_records``),
+but broken images and annotations are only left out.
 """
 
 from __future__ import annotations
@@ -9,31 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
-from damex.datasets.coco_records import without_dummies
+import numpy as np
+
+from damex.datasets.coco_boxes import is_number
+from damex.datasets.coco_records import LISTS, Records, parse_records, read_json
+from damex.datasets.findings import Place, raise_first
 from damex.datasets.formats.records import (
     Box,
     Contents,
     Format,
-    Ledger,
     Options,
     Sample,
-    fault_of_names,
-    size_of,
+    Summary,
 )
 from damex.datasets.formats.splits import split_of_table
-from damex.datasets.formats.tree import (
-    Tree,
-    parent,
-    some,
-    split_name,
-    split_of_file,
-    stem,
-)
-from damex.errors import DataError
+from damex.datasets.formats.tree import Tree, some, split_of_file, stem
 
-_LISTS = ("images", "annotations", "categories")
 _MANY_FILES = 40
 
 
@@ -42,10 +35,15 @@ def _files(tree: Tree) -> list[str]:
     files = tree.with_suffix(".json")
     if len(files) > _MANY_FILES:  # one per image: not COCO
         files = [path for path in files if split_of_file(path) or "coco" in path]
-    keys = [f'"{key}"' for key in _LISTS]
-    found = [path for path in files if tree.holds(path, *keys)]
+    keys = [f'"{key}"'.encode() for key in LISTS]
+    texts = ((path, (tree.root / path).read_bytes()) for path in files)
+    found = [path for path, text in texts if all(key in text for key in keys)]
     instances = [path for path in found if stem(path).startswith("instances_")]
     return instances or found
+
+
+def _recognise(tree: Tree) -> str | None:
+    return some(_files(tree)) or None
 
 
 def _fault(tree: Tree) -> str | None:
@@ -59,155 +57,112 @@ def _fault(tree: Tree) -> str | None:
         if isinstance(first, dict) and "score" in first:
             return f"{path} is a list of detections, not ground truth: {first!r:.80}"
         known = document if isinstance(document, dict) else {}
-        lacks = [key for key in _LISTS if key not in known]
-        if 0 < len(lacks) < len(_LISTS):
+        lacks = [key for key in LISTS if key not in known]
+        if 0 < len(lacks) < len(LISTS):
             return f"{path} has no list {lacks[0]!r}"
     return None
 
 
-def _recognise(tree: Tree) -> str | None:
-    return some(_files(tree)) or None
-
-
-def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
+def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
     files = _files(tree)
     contents = Contents([])
-    categories: list[Mapping[str, Any]] = []
-    used: set[str] = set()
+    names: dict[str, bool] = {}  # and whether it is a class, not a heading
     for path in files:
-        document = _load(tree, path, ledger)
-        categories += document["categories"]
-        samples = list(_samples(tree, path, document, ledger))
-        used.update(box.label for sample in samples for box in sample.boxes)
+        document, records = _load(tree, path, options, summary)
+        kept = records.categories.values()
+        for category in document["categories"]:
+            name = str(category["name"])
+            names[name] = names.get(name, False) or name in kept
+        samples = list(_samples(tree, path, records, summary))
         contents.samples += samples
         if (split := split_of_table(path, files)) is not None:
             contents.splits[split] = samples
-    kept = without_dummies(categories, used | set(options.classes or ()))
-    names = dict.fromkeys(category["name"] for category in categories)
-    left = dict.fromkeys(category["name"] for category in kept)
-    for name in names.keys() - left.keys():
-        what = f"category {name!r} left out: no box uses it, others stand below it"
-        ledger.note(what, files[0])
-    contents.classes = tuple(left)
+    for name in names:
+        if not names[name]:
+            what = f"category {name!r} left out: no box uses it, it heads others"
+            summary.note(what, files[0])
+    contents.classes = tuple(name for name in names if names[name])
     return contents
 
 
-def _load(tree: Tree, path: str, ledger: Ledger) -> dict[str, Any]:
-    """The document of a file, without unreadable records."""
-    file = tree.root / path
-    try:
-        document = json.loads(tree.text(path))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file} is not a JSON file ({error}).") from error
-    for key in _LISTS:
-        records = document.get(key) if isinstance(document, dict) else None
-        if not isinstance(records, list):
-            raise DataError(f"{file} has no list {key!r}; COCO files have.")
-        document[key] = [record for record in records if _is_record(record)]
-        broken = next((one for one in records if not _is_record(one)), None)
-        what = f"records of {key!r} that are no objects, or have a list for an id"
-        lost = len(records) - len(document[key])
-        ledger.drop(what, f"{path}: {broken!r:.80}", lost)
-    names: dict[Any, str] = {}
-    for category in document["categories"]:
-        if not {"id", "name"} <= category.keys():
-            raise DataError(f"{file}: a category has no 'id' or 'name': {category!r}.")
-        category["name"] = name = str(category["name"])
-        if names.setdefault(category["id"], name) != name:
-            raise DataError(
-                f"{file}: the categories {names[category['id']]!r} and {name!r} have "
-                f"one id, {category['id']!r}; give each its own."
-            )
-    used = {record.get("category_id") for record in document["annotations"]}
-    kept = without_dummies(document["categories"], used, key="id")
-    fault = fault_of_names([category["name"] for category in kept], "category")
-    if fault is not None:
-        raise DataError(f"{file}: {fault}. Give each category a name of its own.")
-    return document
-
-
-def _is_record(record: Any) -> bool:
-    return isinstance(record, dict) and all(
-        isinstance(record.get(key), (int, float, str, type(None)))
-        for key in ("id", "image_id", "category_id")
+def _load(
+    tree: Tree, path: str, options: Options, summary: Summary
+) -> tuple[dict[str, Any], Records]:
+    """A document and its readable records; DataError if its categories are faulty."""
+    place = Place("", str(tree.root / path))
+    document, findings = read_json(tree.root / path, place)
+    raise_first(findings)
+    records, findings = parse_records(document, place, options.classes)
+    of_classes = ("category", "class")
+    raise_first(
+        finding
+        for finding in findings
+        if records is None or (finding.record or "").startswith(of_classes)
     )
+    assert records is not None
+    for key, kept in (("images", records.images), ("annotations", records.annotations)):
+        known = {*map(id, kept)}
+        lost = [record for record in document[key] if id(record) not in known]
+        for record in lost:
+            what = f"records of {key!r} that are not objects with valid ids"
+            summary.drop(what, f"{path}: {record!r:.80}")
+    return document, records
 
 
 def _samples(
-    tree: Tree, path: str, document: Mapping[str, Any], ledger: Ledger
+    tree: Tree, path: str, records: Records, summary: Summary
 ) -> Iterator[Sample]:
-    names = {category["id"]: category["name"] for category in document["categories"]}
     boxes: dict[Any, list[Box]] = {}
-    for record in document["annotations"]:
-        image_id = record.get("image_id")
-        box = _box(record, names, path, ledger)
-        boxes.setdefault(image_id, []).extend([] if box is None else [box])
-    near = _image_folders(path)
+    for record in records.annotations:
+        box = _box(record, records.categories, path, summary)
+        boxes.setdefault(record["image_id"], []).extend([box] if box else [])
+    find = tree.image_finder(path)
     listed = set()
-    for record in document["images"]:
-        place = f"{path}: image {record.get('id')!r}"
-        if "id" not in record or record["id"] in listed:
-            ledger.drop("image records without an id of their own", place)
+    for record, size in zip(records.images, records.size_M2, strict=True):
+        number = record["id"]
+        place = f"{path}: image {number!r}"
+        if number in listed:
+            summary.drop("image records with the id of another", place)
             continue
-        listed.add(record["id"])
+        listed.add(number)
         name = str(record.get("file_name") or "")
-        image = tree.locate_image(name, near, split_of_file(path)) if name else None
-        if image is None:
-            ledger.drop("annotated images that are not there", f"{place}: {name}")
-            lost = len(boxes.get(record["id"], ()))
-            ledger.drop("boxes of images that are not there", place, lost)
+        if (image := find(name)) is None:
+            summary.drop("annotated images that are missing", f"{place}: {name}")
+            lost = len(boxes.get(number, ()))
+            summary.drop("boxes of images that are missing", place, lost)
             continue
-        sides = record.get("width"), record.get("height")
-        stated = size_of(sides if all(map(_is_number, sides)) else None)
-        yield Sample(image, path, boxes.get(record["id"], []), stated)
-    for image_id in boxes.keys() - listed:
-        where = f"{path}: image_id {image_id!r}"
-        lost = len(boxes[image_id])
-        ledger.drop("boxes of images that the file does not list", where, lost)
-
-
-def _image_folders(path: str) -> list[str]:
-    """Candidate image folders of an annotation file, likely ones first."""
-    folder, split = parent(path), split_of_file(path)
-    above = parent(folder)
-    words = [word for word in stem(path).replace(".", "_").split("_") if word]
-    named = [word for word in words if split_name(word)]
-    likely = [*named, *([split] if split else []), ""]
-    bases = [folder] if not folder else [folder, above]
-    return [
-        "/".join(part for part in (base, images, name) if part)
-        for name in likely
-        for base in bases
-        for images in ("", "images")
-    ]
+        width, height = map(round, np.nan_to_num(size).tolist())
+        stated = (width, height) if width and height else None
+        yield Sample(image, path, boxes.get(number, []), stated)
+    for number in boxes.keys() - listed:
+        where = f"{path}: image_id {number!r}"
+        lost = len(boxes[number])
+        summary.drop("boxes of images that the file does not list", where, lost)
 
 
 def _box(
-    record: Mapping[str, Any], names: Mapping[Any, str], path: str, ledger: Ledger
+    record: Mapping[str, Any], names: Mapping[Any, str], path: str, summary: Summary
 ) -> Box | None:
-    where = f"{path}: annotation {record.get('id')!r}"
-    bbox, category = record.get("bbox"), record.get("category_id")
-    if category not in names:
-        ledger.drop("boxes of an unknown category id", f"{where}: {category!r}")
+    place = f"annotation {record.get('id')!r}"
+    where, bbox = f"{path}: {place}", record.get("bbox")
+    if record["category_id"] not in names:
+        what = "boxes of an unknown category id"
+        summary.drop(what, f"{where}: {record['category_id']!r}")
         return None
-    if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(_is_number, bbox)):
+    if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(is_number, bbox)):
         what = "annotations without a bbox of four numbers"
-        ledger.drop(what, f"{where}: bbox is {bbox!r:.80}")
+        summary.drop(what, f"{where}: bbox is {bbox!r:.80}")
         return None
     if record.get("ignore"):
-        ledger.drop("boxes marked 'ignore'", where)
+        summary.drop("boxes marked 'ignore'", where)
         return None
-    x, y, w, h = (float(value) for value in bbox)
-    area, crowd = record.get("area"), bool(record.get("iscrowd"))
-    if crowd:
-        ledger.note("boxes marked iscrowd: kept as crowd", where)
-    stated = float(area) if _is_number(area) and 0 < area < math.inf else None
-    place = f"annotation {record.get('id')!r}"
-    return Box((x, y, x + w, y + h), names[category], place, crowd, stated)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float))
+    x, y, w, h = map(float, bbox)
+    if crowd := bool(record.get("iscrowd")):
+        summary.note("boxes marked iscrowd: kept as crowd", where)
+    area = record.get("area")
+    stated = float(area) if is_number(area) and 0 < area < math.inf else None
+    corners = (x, y, x + w, y + h)
+    return Box(corners, names[record["category_id"]], place, crowd, stated)
 
 
 COCO = Format(

@@ -1,21 +1,28 @@
-"""Convert a folder of images and annotations to one COCO file per split."""
+"""Convert a folder of images and annotations to one COCO file per split.
+
+Conversions of mixture entries are kept in the user's cache until the files change.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from damex.datasets.formats.coco import COCO
-from damex.datasets.formats.csv_boxes import CSV
-from damex.datasets.formats.documents import DocumentWriter
-from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS
-from damex.datasets.formats.records import Contents, Format, Ledger, Options
-from damex.datasets.formats.splits import choose_splits
-from damex.datasets.formats.summary import SplitSummary, Summary
+from damex.datasets.formats.documents import coco_document
+from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS, VOC
+from damex.datasets.formats.records import Format, Options, Summary
+from damex.datasets.formats.splits import SPLITS, choose_splits
+from damex.datasets.formats.tables import CSV, WIDER_FACE
 from damex.datasets.formats.tree import Tree, parent
-from damex.datasets.formats.voc import VOC
-from damex.datasets.formats.wider_face import WIDER_FACE
 from damex.datasets.formats.yolo import YOLO
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.files import write_json
@@ -24,7 +31,7 @@ FORMATS: tuple[Format, ...] = (
     *(COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV),
     KITTI_DETECTIONS,
 )
-SUMMARY_FILE = "summary.json"
+_SUMMARY_FILE = "summary.json"
 
 
 class Conversion(NamedTuple):
@@ -49,7 +56,7 @@ def open_root(root: str | Path) -> Tree:
         )
     if not path.is_dir():
         raise ConfigError(
-            f"root={str(root)!r}: there is no such folder (seen from {Path.cwd()})."
+            f"root={str(root)!r}: the folder does not exist (seen from {Path.cwd()})."
         )
     try:
         return Tree(path.resolve())
@@ -57,31 +64,16 @@ def open_root(root: str | Path) -> Tree:
         raise ConfigError(f"root={str(root)!r} cannot be listed: {error}.") from error
 
 
-def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
+def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     """Return the format of a folder and the evidence; a given name is not guessed.
 
     Raises:
         ConfigError: If the name is unknown, nothing fits, or several formats do.
     """
-    names = {fmt.name: fmt for fmt in FORMATS}
-    if told is not None:
-        if told not in names:
-            raise ConfigError(
-                f"format={told!r} is unknown; {did_you_mean(told, names)}"
-            )
-        evidence = names[told].recognise(tree)
-        if evidence is None:
-            raise ConfigError(
-                f"{tree.root} does not look like {told}: there is no "
-                f"{names[told].looks_for}. It holds {tree.describe()}. "
-                f"{names[told].fault(tree) or ''}".strip()
-            )
-        return names[told], evidence
-    found = [
-        (fmt, evidence)
-        for fmt in FORMATS
-        if fmt.guessed and (evidence := fmt.recognise(tree)) is not None
-    ]
+    if name is not None:
+        check_format(name)
+    known = [f for f in FORMATS if (f.guessed if name is None else f.name == name)]
+    found = [(f, evidence) for f in known if (evidence := f.recognise(tree))]
     if len(found) > 1:
         seen = "; ".join(f"{fmt.name}: {evidence}" for fmt, evidence in found)
         raise ConfigError(
@@ -89,14 +81,22 @@ def recognise(tree: Tree, told: str | None) -> tuple[Format, str]:
             f"one with format={found[0][0].name!r}, or let root be a folder inside."
         )
     if not found:
-        known = [fmt for fmt in FORMATS if fmt.guessed]
+        what = "in a format that damex knows" if name is None else f"of format {name!r}"
         wanted = "; ".join(f"{fmt.name}: {fmt.looks_for}" for fmt in known)
         fault = next(filter(None, (fmt.fault(tree) for fmt in known)), None)
         raise ConfigError(
-            f"{tree.root} holds annotations in no format that damex knows: it has "
-            f"{tree.describe()}. {fault or f'Looked for {wanted}'}."
+            f"{tree.root} holds no annotations {what}, but {tree.describe()}. "
+            f"{fault or f'Looked for {wanted}'}."
         )
     return found[0]
+
+
+def check_format(name: str, where: str = "") -> None:
+    """ConfigError for an unknown name of a format."""
+    names = [fmt.name for fmt in FORMATS]
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise ConfigError(f"{where}format={name!r} is unknown; {hint}")
 
 
 def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
@@ -107,47 +107,142 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
         DataError: If a file is broken, or no box is left.
     """
     fmt, evidence = recognise(tree, options.format)
-    ledger = Ledger()
+    summary = Summary(str(tree.root), fmt.name, evidence)
     if not tree.images:
         raise ConfigError(f"{tree.root} holds no images, only {tree.describe()}.")
-    contents = fmt.read(tree, options, ledger)
-    summary = Summary(str(tree.root), fmt.name, evidence, _classes(contents))
-    summary.dropped, summary.noted = ledger.dropped, ledger.noted
+    contents = fmt.read(tree, options, summary)
+    summary.classes = contents.classes or tuple(
+        sorted({box.label for sample in contents.samples for box in sample.boxes})
+    )
     if contents.samples:
-        splits = choose_splits(tree, contents, options, ledger)
-        writer = DocumentWriter(tree.root, summary.classes, ledger)
-        for split, samples in splits.items():
-            document = writer.write(samples)
-            summary.splits[split] = SplitSummary.of(document)
-            document = {
-                "info": dict(source=str(tree.root), format=fmt.name),
-                **document,
-            }
-            write_json(folder / f"{split}.json", document)
-    _note_unannotated(tree, contents, ledger)
+        info = dict(source=str(tree.root), format=fmt.name)
+        for split, samples in choose_splits(tree, contents, options, summary).items():
+            document = coco_document(tree.root, split, samples, summary)
+            write_json(folder / f"{split}.json", {"info": info, **document})
+    # Unannotated images are counted only in folders with annotated ones.
+    used = {sample.image for sample in contents.samples}
+    folders = {parent(image) for image in used}
+    for image in tree.images:
+        if image not in used and parent(image) in folders:
+            summary.drop("images without an annotation", image)
     if not any(sum(split.boxes.values()) for split in summary.splits.values()):
         lost = "; ".join(
-            f"{entry.times} {what}, for instance {entry.example}"
-            for what, entry in ledger.dropped.items()
+            f"{count.times} {what}, for instance {count.example}"
+            for what, count in summary.dropped.items()
         )
         raise DataError(
             f"{tree.root} ({fmt.name}: {evidence}): no box is left. Left out: "
             f"{lost or 'nothing; the annotations are empty'}."
         )
-    write_json(folder / SUMMARY_FILE, summary.to_dict(), indent=1)
+    write_json(folder / _SUMMARY_FILE, summary.to_dict(), indent=1)
     return Conversion(folder, summary)
 
 
-def _classes(contents: Contents) -> tuple[str, ...]:
-    if contents.classes is not None:
-        return contents.classes
-    return tuple(sorted({b.label for s in contents.samples for b in s.boxes}))
+def convert_entry(entry: Mapping[str, Any]) -> Conversion:
+    """Convert the ``root`` of a mixture entry, or reuse an earlier conversion.
+
+    Raises:
+        ConfigError: If the format is ambiguous.
+        DataError: If the data cannot be read.
+    """
+    options = Options(
+        format=entry.get("format"),
+        val_share=entry.get("val_share"),
+        **{key: _words(entry.get(key)) for key in (*SPLITS, "classes")},
+    )
+    try:
+        return convert_cached(entry["root"], options)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"dataset {entry['name']!r}: {error}") from error
 
 
-def _note_unannotated(tree: Tree, contents: Contents, ledger: Ledger) -> None:
-    """Count unannotated images, only in folders with annotated ones."""
-    used = {sample.image for sample in contents.samples}
-    folders = {parent(image) for image in used}
-    rest = [i for i in tree.images if i not in used and parent(i) in folders]
-    if rest:
-        ledger.drop("images without an annotation", rest[0], len(rest))
+def check_entry(entry: Mapping[str, Any], where: str) -> None:
+    """Reject keys that contradict or need ``root``, and wrong values (ConfigError)."""
+    has_root = entry.get("root") is not None
+    for key in ("data_root", "img") if has_root else ("format", "val_share"):
+        if entry.get(key) not in (None, ""):
+            fault = "cannot be combined with" if has_root else "needs"
+            raise ConfigError(
+                f"{where}: {key} {fault} root='<folder>', which finds annotations and "
+                f"images itself. {'Remove one of the two' if has_root else 'Add it'}, "
+                f"or {'name the files' if has_root else f'remove {key}'}."
+            )
+    for split in SPLITS if has_root else ():
+        if entry.get(split) is not None and not _words(entry[split]):
+            raise ConfigError(
+                f"{where}: with root, {split} is a split, folder, list of images or "
+                f"annotation file inside of it, got {entry[split]!r}."
+            )
+    if entry.get("format") is not None:
+        check_format(str(entry["format"]), f"{where}: ")
+    share = entry.get("val_share")
+    is_share = isinstance(share, (int, float)) and 0.0 <= share < 1.0
+    if share is not None and not is_share:
+        raise ConfigError(
+            f"{where}: val_share must be a number from 0 to below 1, got {share!r}."
+        )
+
+
+def _words(value: Any) -> tuple[str, ...] | None:
+    """One word or several as a tuple; None for None, empty for other types."""
+    if value is None:
+        return None
+    words = [value] if isinstance(value, str) else value
+    is_list = isinstance(words, (list, tuple))
+    return tuple(words) if is_list and all(isinstance(w, str) for w in words) else ()
+
+
+def convert_cached(root: str | Path, options: Options) -> Conversion:
+    """Convert a dataset, or reuse a conversion of the same files, options and readers.
+
+    Files are the same if names, sizes and times are. Conversions are kept in
+    ``$XDG_CACHE_HOME/damex/datasets`` or below ``~/.cache``, and are safe to delete. A
+    new folder is renamed when complete, so that concurrent processes share the first.
+
+    Raises:
+        ConfigError: If an option is invalid, or the cache cannot be written.
+        DataError: If the data cannot be read.
+    """
+    tree = open_root(root)
+    key = json.dumps([str(tree.root), asdict(options), tree.digest(), _version()])
+    name = f"{tree.root.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "damex" / "datasets" / name
+    existed = folder.exists()
+    if (found := _read(folder)) is not None:
+        return found
+    if existed:  # incomplete: files were deleted
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{name}-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as draft:
+            conversion = convert_tree(tree, options, Path(draft))
+            Path(draft).rename(folder)
+            return conversion._replace(folder=folder)
+    except OSError as error:
+        if (found := _read(folder)) is not None:
+            return found  # another process was first
+        raise ConfigError(
+            f"{tree.root} cannot be converted to {folder} ({error}); make both "
+            "accessible, or set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+
+
+def _read(folder: Path) -> Conversion | None:
+    """A complete conversion in a folder, or None."""
+    try:
+        text = (folder / _SUMMARY_FILE).read_text(encoding="utf-8")
+        conversion = Conversion(folder, Summary.from_dict(json.loads(text)))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    files = [folder / f"{split}.json" for split in conversion.summary.splits]
+    return conversion if all(file.is_file() for file in files) else None
+
+
+@cache
+def _version() -> str:
+    """Hash of the code of this package, to invalidate the cache."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

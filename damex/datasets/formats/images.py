@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple, TypeVar
@@ -21,7 +20,6 @@ ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
 _HASHED_BYTES = 1 << 16
 _OPENCV_PIXELS = 1 << 30  # OpenCV's limit
 _ONE_THREAD = RLock()
-_BATCH = 256
 
 T = TypeVar("T")
 
@@ -64,14 +62,13 @@ def read_header(path: Path) -> Header:
     """Read size and rotation without decoding; OSError if missing or not an image."""
     try:
         with Image.open(path) as image:
-            width, height = stored_size(image)
             is_turned = image.format in ROTATED_WHEN_LOADED
             orientation = exif_orientation(image) if is_turned else 1
+            return Header(*stored_size(image), orientation)
     except OSError:
         raise
     except Exception as error:  # Pillow's readers raise anything
         raise OSError(str(error)) from error
-    return Header(width, height, orientation)
 
 
 def stored_size(image: Image.Image) -> tuple[int, int]:
@@ -104,15 +101,12 @@ def turn_box(
     """Move x1, y1, x2, y2 from stored to shown pixels; swapped corners stay swapped."""
     x1, y1, x2, y2 = corners
     w, h = header.stored
-    mirrored = (w - x2, y1, w - x1, y2)
-    flipped = (x1, h - y2, x2, h - y1)
-    upside_down = (w - x2, h - y2, w - x1, h - y1)
     # EXIF 2.32, tag 0x0112: 5 to 8 swap rows and columns; 6 is shown turned clockwise.
     return {
         1: corners,
-        2: mirrored,
-        3: upside_down,
-        4: flipped,
+        2: (w - x2, y1, w - x1, y2),
+        3: (w - x2, h - y2, w - x1, h - y1),
+        4: (x1, h - y2, x2, h - y1),
         5: (y1, x1, y2, x2),
         6: (h - y2, x1, h - y1, x2),
         7: (h - y2, w - x2, h - y1, w - x1),
@@ -136,17 +130,12 @@ def for_all(
 ) -> dict[str, T | OSError]:
     """Call a function for many image files in parallel; OSErrors become values."""
 
-    def call(batch: Sequence[str]) -> list[T | OSError]:
-        answers: list[T | OSError] = []
-        for name in batch:
-            try:
-                answers.append(function(root / name))
-            except OSError as error:
-                answers.append(error)
-        return answers
+    def call(name: str) -> T | OSError:
+        try:
+            return function(root / name)
+        except OSError as error:
+            return error
 
     names = list(dict.fromkeys(images))
-    batches = [names[n : n + _BATCH] for n in range(0, len(names), _BATCH)]
     with ThreadPoolExecutor(8) as pool:
-        answers = chain.from_iterable(pool.map(call, batches))
-        return dict(zip(names, answers, strict=True))
+        return dict(zip(names, pool.map(call, names), strict=True))

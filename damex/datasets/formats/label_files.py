@@ -1,46 +1,120 @@
-"""Folders with one text file of labels per image: KITTI, DOTA, and YOLO's files.
+"""One annotation file per image: Pascal VOC (XML), KITTI and DOTA (text).
 
-The format is recognized by the lines; the image is found by the name of the file.
-YOLO's names and splits are in other files, read by ``yolo.py``.
+Text files are recognized by their lines; the image is found by the name of the file.
+YOLO's text files are read by ``yolo.py``, as their names and splits are elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from xml.etree import ElementTree
 
 from damex.datasets.formats.records import (
     Box,
     Contents,
     Format,
-    Ledger,
     Options,
     Sample,
+    Summary,
     numbers,
+    size_of,
 )
-from damex.datasets.formats.splits import splits_by_folder, splits_by_image_sets
-from damex.datasets.formats.tree import (
-    Tree,
-    parent,
-    replace_part,
-    split_of_folder,
-    stem,
-)
+from damex.datasets.formats.splits import splits_of_label_files
+from damex.datasets.formats.tree import Tree, parent, stem
 from damex.errors import DataError
 
-# Folder of labels -> sibling folders of images.
-_IMAGE_FOLDERS = {
-    "labels": ("images", "image", "JPEGImages", "img", ""),
-    "label": ("images", "image", "img", ""),
-    "label_2": ("image_2",),
-    "annotations": ("images", "image", "JPEGImages", ""),
-}
 _LOOKED_AT = 40
 _HEADERS = ("imagesource:", "gsd:")  # of DOTA
 _SCORED = "detections with a score taken as ground truth"
+_DIFFICULT = "objects marked difficult: kept as crowd"
+_ENCODING = re.compile(rb"<\?xml[^>]*encoding=[\"']([\w.-]+)")
+_Parse = Callable[[list[str]], Box]
+
+
+def _recognise_voc(tree: Tree) -> str | None:
+    files = tree.with_suffix(".xml")
+    for path in files[:_LOOKED_AT]:
+        if not isinstance(_parse_voc(tree, path), str):
+            return f"{len(files)} XML files such as {path}"
+    return None
+
+
+def _fault_of_voc(tree: Tree) -> str | None:
+    for path in tree.with_suffix(".xml")[:_LOOKED_AT]:
+        fault = _parse_voc(tree, path)
+        if isinstance(fault, str) and not fault.startswith("<"):
+            return f"{path} is {fault}"
+    return None
+
+
+def _parse_voc(tree: Tree, path: str) -> ElementTree.Element | str:
+    """The root element of a VOC file, or why it is not one."""
+    raw = (tree.root / path).read_bytes()
+    content: str | bytes = raw
+    # Python supports encodings that the parser does not, such as GBK.
+    if (found := _ENCODING.match(raw)) is not None:
+        with contextlib.suppress(ValueError, LookupError):
+            content = raw.decode(found[1].decode())
+    try:
+        root = ElementTree.fromstring(content)
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        return f"not an XML file ({error})"
+    tags = ("filename", "size", "object")  # other tools have an <annotation>, too
+    if root.tag != "annotation" or all(root.find(tag) is None for tag in tags):
+        return f"<{root.tag}>"
+    return root
+
+
+def _read_voc(tree: Tree, options: Options, summary: Summary) -> Contents:
+    """Read XML files next to their images or in ``Annotations``.
+
+    Coordinates are used unchanged, with 0 as the first pixel. The VOC devkit counts
+    from 1, but current tools do not.
+    """
+    samples = []
+    for path in tree.with_suffix(".xml"):
+        root = _parse_voc(tree, path)
+        if isinstance(root, str):
+            summary.drop("XML files that are not VOC annotations", f"{path}: {root}")
+            continue
+        stated = root.findtext("filename") or root.findtext("path") or ""
+        image = tree.image_of_label(path, stated)
+        if image is None:
+            summary.drop("annotation files without an image", path)
+            continue
+        boxes = list(_boxes_of_voc(root, path, summary))
+        sides = [root.findtext(f"size/{key}") or "" for key in ("width", "height")]
+        samples.append(Sample(image, path, boxes, size_of(numbers(sides))))
+    return Contents(samples, splits_of_label_files(tree, samples, summary))
+
+
+def _boxes_of_voc(
+    root: ElementTree.Element, path: str, summary: Summary
+) -> Iterator[Box]:
+    for number, record in enumerate(root.findall("object"), start=1):
+        place = f"{path}: object {number}"
+        name = (record.findtext("name") or "").strip()
+        keys = ("xmin", "ymin", "xmax", "ymax")
+        words = [record.findtext(f"bndbox/{key}") or "" for key in keys]
+        corners = numbers(words)
+        if not name or corners is None:
+            what = "objects without a name or a box of four numbers"
+            summary.drop(what, f"{place}: name {name!r}, box {' '.join(words)!r:.80}")
+            continue
+        if difficult := (record.findtext("difficult") or "").strip() == "1":
+            summary.note(_DIFFICULT, place)
+        x1, y1, x2, y2 = corners
+        yield Box((x1, y1, x2, y2), name, f"object {number}", crowd=difficult)
+
+
+def is_yolo_shape(words: list[str]) -> bool:
+    """Whether the number of words fits a box, or a polygon of 3 or more points."""
+    return len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
 
 
 def kind_of_line(line: str) -> str | None:
@@ -50,11 +124,9 @@ def kind_of_line(line: str) -> str | None:
         return "kitti"
     if len(words) in (9, 10) and numbers(words[:8]) and not numbers(words[8:9]):
         return "dota"
-    if re.fullmatch(r"\d+(\.0+)?", words[0]) and len(words) >= 5:
+    if re.fullmatch(r"\d+(\.0+)?", words[0]) and is_yolo_shape(words):
         values = numbers(words[1:])
-        # A box, or a polygon of three points or more.
-        is_shape = len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
-        if values and is_shape and all(-1 <= v <= 2 or math.isnan(v) for v in values):
+        if values and all(-1 <= v <= 2 or math.isnan(v) for v in values):
             return "yolo"
     return None
 
@@ -66,8 +138,8 @@ def fault_of_line(line: str) -> str:
     if re.search("[,;]", line):
         fault = "columns are separated by spaces, not by commas"
     elif len(words) in (15, 16):
-        wrong = repr(no_numbers[-1]) if no_numbers else repr(words[0])
-        fault = f"KITTI has a class and then numbers, not {wrong}"
+        wrong = no_numbers[-1] if no_numbers else words[0]
+        fault = f"KITTI has a class and then numbers, not {wrong!r}"
     elif len(words) == 5 and no_numbers == words[:1]:
         fault = "a YOLO label begins with the number of its class"
     elif len(words) == 6 and not no_numbers:
@@ -85,59 +157,31 @@ def fault_of_line(line: str) -> str:
     return f"{line[:80]!r}: {fault}"
 
 
+def _named_like_images(tree: Tree) -> list[str]:
+    files = tree.with_suffix(".txt")
+    return [path for path in files if stem(path).lower() in tree.images_by_stem]
+
+
 def first_fault(tree: Tree) -> str | None:
     """The first line, in a file named like an image, that is a label of no format."""
-    for path in tree.with_suffix(".txt"):
-        if stem(path).lower() in tree.images_by_stem:
-            for number, line in enumerate(tree.lines(path), start=1):
-                if line and kind_of_line(line) is None:
-                    return f"{path}:{number}: {fault_of_line(line)}"
+    for path in _named_like_images(tree):
+        for number, line in enumerate(tree.lines(path), start=1):
+            if line and kind_of_line(line) is None:
+                return f"{path}:{number}: {fault_of_line(line)}"
     return None
 
 
 def kind_of_file(tree: Tree, path: str) -> str | None:
     """The format of a label file by its first recognizable line."""
-    for line in tree.lines(path)[:20]:
+    for line in tree.lines(path)[:_LOOKED_AT]:
         if line and not line.lower().startswith(_HEADERS):
             return kind_of_line(line)
     return None
 
 
-def image_of(tree: Tree, path: str) -> str | None:
-    """The image of a label file, by name: in the sibling folder or anywhere."""
-    folder = parent(path)
-    near = [folder]
-    for part in reversed(folder.split("/")):
-        others = _IMAGE_FOLDERS.get(part.lower(), ())
-        if part.lower().startswith("labeltxt"):
-            others = ("images", "image", "")
-        found = (replace_part(folder, part, other) for other in others)
-        near = [*(one for one in found if one is not None), *near]
-        if others:
-            break
-    return tree.locate_image(stem(path), near, split_of_folder(folder))
-
-
-def label_files(tree: Tree, kind: str) -> list[str]:
-    """Text files of a kind; empty ones count if all others in their folder do."""
-    files = tree.with_suffix(".txt")
-    kinds = {path: kind_of_file(tree, path) for path in files}
-    folders = {parent(path) for path, found in kinds.items() if found == kind}
-    return [
-        path
-        for path, found in kinds.items()
-        if found == kind
-        or (found is None and parent(path) in folders and image_of(tree, path))
-    ]
-
-
 def recognise_kind(tree: Tree, kind: str) -> str | None:
     """Evidence that the text files named like images are mostly of a kind, or None."""
-    named = [
-        path
-        for path in tree.with_suffix(".txt")
-        if stem(path).lower() in tree.images_by_stem
-    ]
+    named = _named_like_images(tree)
     step = max(len(named) // _LOOKED_AT, 1)
     kinds = Counter(kind_of_file(tree, path) for path in named[::step])
     kinds.pop(None, None)
@@ -146,35 +190,50 @@ def recognise_kind(tree: Tree, kind: str) -> str | None:
     return None
 
 
-Parse = Callable[[str, Ledger, str], Box | None]
+def _read_labels(tree: Tree, kind: str, parse: _Parse, summary: Summary) -> Contents:
+    """Read all text files of a kind, and empty ones in their folders.
 
-
-def read_label_files(tree: Tree, kind: str, parse: Parse, ledger: Ledger) -> Contents:
-    """Read all label files of a kind; splits are folders named like splits.
-
-    ``parse`` makes a box of a line, or records in the ledger (at its third argument)
-    why not.
+    ``parse`` makes a box of the words of a valid line.
     """
+    kinds = {path: kind_of_file(tree, path) for path in tree.with_suffix(".txt")}
+    folders = {parent(path) for path, found in kinds.items() if found == kind}
     samples = []
-    for path in label_files(tree, kind):
-        image = image_of(tree, path)
-        if image is None:
-            ledger.drop("annotation files without an image", path)
+    for path, found in kinds.items():
+        if found != kind and (found is not None or parent(path) not in folders):
             continue
-        sample = Sample(image, path)
-        for number, line in enumerate(tree.lines(path), start=1):
-            if not line or line.lower().startswith(_HEADERS):
-                continue
-            box = parse(line, ledger, f"{path}:{number}")
-            if box is not None:
-                sample.boxes.append(box._replace(place=number))
-        samples.append(sample)
-    return Contents(samples, splits_by_folder(samples))
+        if (image := tree.image_of_label(path)) is not None:
+            boxes = list(_boxes_of_text(tree, path, kind, parse, summary))
+            samples.append(Sample(image, path, boxes))
+        elif found == kind:
+            summary.drop("annotation files without an image", path)
+    return Contents(samples, splits_of_label_files(tree, samples, summary))
 
 
-def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
-    contents = read_label_files(tree, "kitti", _kitti_box, ledger)
-    scored = ledger.noted.get(_SCORED)
+def _boxes_of_text(
+    tree: Tree, path: str, kind: str, parse: _Parse, summary: Summary
+) -> Iterator[Box]:
+    for number, line in enumerate(tree.lines(path), start=1):
+        place, words = f"{path}:{number}", line.split()
+        if not words or line.lower().startswith(_HEADERS):
+            continue
+        if kind_of_line(line) != kind:
+            what = f"lines that are not {kind.upper()} labels"
+            summary.drop(what, f"{place}: {fault_of_line(line)}")
+            continue
+        if words[0] == "DontCare":  # of KITTI
+            summary.drop("DontCare regions", place)
+            continue
+        if len(words) == 16:
+            summary.note(_SCORED, f"{place}: {words[15]}")
+        box = parse(words)
+        if box.crowd:
+            summary.note(_DIFFICULT, place)
+        yield box._replace(place=number)
+
+
+def _read_kitti(tree: Tree, options: Options, summary: Summary) -> Contents:
+    contents = _read_labels(tree, "kitti", _kitti_box, summary)
+    scored = summary.noted.get(_SCORED)
     if scored is not None and options.format != "kitti_detections":
         raise DataError(
             f"{tree.root}: {scored.times} lines have a 16th column, which is a score "
@@ -182,74 +241,45 @@ def _read_kitti(tree: Tree, options: Options, ledger: Ledger) -> Contents:
             "ground truth. Use the labels with 15 columns, or train on the detections "
             "with format='kitti_detections'."
         )
-    by_stem: dict[str, list[Sample]] = {}
-    for sample in contents.samples:
-        by_stem.setdefault(stem(sample.source), []).append(sample)
-
-    def find(base: str, name: str) -> Sample | None:
-        """The sample below the folder of ImageSets; training/ comes first."""
-        below = f"{base}/" if base else ""
-        found = [s for s in by_stem.get(name, ()) if s.source.startswith(below)]
-        found.sort(key=lambda sample: split_of_folder(parent(sample.source)) != "train")
-        return found[0] if found else None
-
-    contents.splits = splits_by_image_sets(tree, find, ledger) or contents.splits
     return contents
 
 
-def _kitti_box(line: str, ledger: Ledger, place: str) -> Box | None:
+def _kitti_box(words: list[str]) -> Box:
     """Parse 15 or 16 columns (Geiger et al. 2012, devkit_object/readme.txt)."""
-    words = line.split()
-    if kind_of_line(line) != "kitti":
-        what = "lines that are no KITTI label of 15 or 16 columns"
-        ledger.drop(what, f"{place}: {fault_of_line(line)}")
-        return None
-    if words[0] == "DontCare":
-        ledger.drop("DontCare regions", place)
-        return None
-    if len(words) == 16:
-        ledger.note(_SCORED, f"{place}: {words[15]}")
     # type, truncated, occluded, alpha, left, top, right, bottom, 7 of the 3D box
-    x1, y1, x2, y2 = numbers(words[4:8]) or (0.0,) * 4
+    x1, y1, x2, y2 = map(float, words[4:8])
     return Box((x1, y1, x2, y2), words[0], 0)
 
 
+def _dota_box(words: list[str]) -> Box:
+    """Parse four corners, class and difficulty (Xia et al. 2018) to an upright box."""
+    values = [float(word) for word in words[:8]]
+    xs, ys = values[0::2], values[1::2]
+    # min and max could hide a NaN.
+    broken = math.nan if any(map(math.isnan, values)) else 0.0
+    corners = (min(xs) + broken, min(ys), max(xs), max(ys))
+    return Box(corners, words[8], 0, crowd=words[9:] == ["1"])
+
+
+VOC = Format(
+    name="voc",
+    looks_for="Annotations/*.xml with images in JPEGImages/, or *.xml next to them",
+    recognise=_recognise_voc,
+    read=_read_voc,
+    fault=_fault_of_voc,
+)
 KITTI = Format(
     name="kitti",
-    looks_for="label_2/*.txt with 15 columns, beside image_2/",
+    looks_for="label_2/*.txt with 15 columns, with images in image_2/",
     recognise=lambda tree: recognise_kind(tree, "kitti"),
     read=_read_kitti,
     fault=first_fault,
 )
 KITTI_DETECTIONS = replace(KITTI, name="kitti_detections", guessed=False)
-
-
-def _read_dota(tree: Tree, options: Options, ledger: Ledger) -> Contents:
-    return read_label_files(tree, "dota", _dota_box, ledger)
-
-
-def _dota_box(line: str, ledger: Ledger, place: str) -> Box | None:
-    """Parse four corners, class and difficulty (Xia et al. 2018) to an upright box."""
-    words = line.split()
-    if kind_of_line(line) != "dota":
-        what = "lines that are no DOTA label (8 numbers, class, difficult)"
-        ledger.drop(what, f"{place}: {fault_of_line(line)}")
-        return None
-    values = numbers(words[:8]) or ()
-    xs, ys = values[0::2], values[1::2]
-    difficult = words[9:] == ["1"]
-    if difficult:
-        ledger.note("objects marked difficult: kept as crowd", place)
-    # min and max could hide a NaN.
-    broken = sum(values) if sum(values) != sum(values) else 0.0
-    corners = (min(xs) + broken, min(ys) + broken, max(xs), max(ys))
-    return Box(corners, words[8], 0, crowd=difficult)
-
-
 DOTA = Format(
     name="dota",
-    looks_for="labelTxt/*.txt with 8 coordinates and a class, beside images/",
+    looks_for="labelTxt/*.txt with 8 coordinates and a class, with images in images/",
     recognise=lambda tree: recognise_kind(tree, "dota"),
-    read=_read_dota,
+    read=lambda tree, _, summary: _read_labels(tree, "dota", _dota_box, summary),
     fault=first_fault,
 )

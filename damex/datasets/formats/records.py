@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from damex.datasets.formats.tree import Tree
+
+_SHOWN_CLASSES = 12
+
+Corners = tuple[float, float, float, float]
 
 
 class Box(NamedTuple):
@@ -19,7 +23,7 @@ class Box(NamedTuple):
         area: As stated, in square pixels; None for the area of the box.
     """
 
-    corners: tuple[float, float, float, float]
+    corners: Corners
     label: str
     place: int | str
     crowd: bool = False
@@ -40,35 +44,6 @@ class Sample:
     normalised: bool = False
 
 
-class Entry(NamedTuple):
-    """How often something happened, and an example."""
-
-    times: int
-    example: str
-
-
-@dataclass
-class Ledger:
-    """Counts of dropped records and of other facts for the user."""
-
-    dropped: dict[str, Entry] = field(default_factory=dict)
-    noted: dict[str, Entry] = field(default_factory=dict)
-
-    def drop(self, reason: str, example: str, count: int = 1) -> None:
-        """Count records that are left out."""
-        _add(self.dropped, reason, example, count)
-
-    def note(self, what: str, example: str, count: int = 1) -> None:
-        """Count something that was kept, changed or guessed."""
-        _add(self.noted, what, example, count)
-
-
-def _add(entries: dict[str, Entry], what: str, example: str, count: int) -> None:
-    if count:
-        first = entries.get(what, Entry(0, example))
-        entries[what] = Entry(first.times + count, first.example)
-
-
 @dataclass
 class Contents:
     """Everything that a reader found.
@@ -82,6 +57,90 @@ class Contents:
     samples: list[Sample]
     splits: dict[str, list[Sample]] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
+
+
+class Count(NamedTuple):
+    """How often something happened, and an example."""
+
+    times: int
+    example: str
+
+
+@dataclass
+class SplitSummary:
+    """Numbers of images, of images without boxes, and of boxes per class of a split."""
+
+    images: int
+    empty: int
+    boxes: dict[str, int]
+
+    def line(self) -> str:
+        """One line: images, boxes, and the most frequent classes."""
+        counts = sorted(self.boxes.items(), key=lambda item: -item[1])
+        shown = [f"{' '.join(name.split())} {n}" for name, n in counts[:_SHOWN_CLASSES]]
+        if len(counts) > _SHOWN_CLASSES:
+            shown.append(f"and {len(counts) - _SHOWN_CLASSES} classes more")
+        empty = f" ({self.empty} without boxes)" if self.empty else ""
+        total = sum(self.boxes.values())
+        return f"{self.images} images{empty}, {total} boxes: {', '.join(shown)}"
+
+
+@dataclass
+class Summary:
+    """Summary of a converted dataset, with its drop counts.
+
+    Attributes:
+        evidence: Reason for recognizing the format.
+        splits: Size per split.
+        dropped: Counts and examples of dropped records, by reason.
+        noted: The same for records that were changed, guessed or odd.
+    """
+
+    root: str
+    format: str
+    evidence: str
+    classes: tuple[str, ...] = ()
+    splits: dict[str, SplitSummary] = field(default_factory=dict)
+    dropped: dict[str, Count] = field(default_factory=dict)
+    noted: dict[str, Count] = field(default_factory=dict)
+
+    def drop(self, reason: str, example: str, times: int = 1) -> None:
+        """Count records that are left out."""
+        _add(self.dropped, reason, example, times)
+
+    def note(self, what: str, example: str, times: int = 1) -> None:
+        """Count something that was kept, changed or guessed."""
+        _add(self.noted, what, example, times)
+
+    def text(self, name: str) -> str:
+        """Several lines for the screen; the first begins with ``name``."""
+        lines = [f"{name}: {self.format} data in {self.root} ({self.evidence})"]
+        lines += [f"  {split}: {size.line()}" for split, size in self.splits.items()]
+        for word, counts in (("left out", self.dropped), ("note", self.noted)):
+            lines += [
+                f"  {word}: {count.times} {what} (for instance {count.example})"
+                for what, count in counts.items()
+            ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Summary:
+        """Inverse of :meth:`to_dict`."""
+        summary = cls(**{**values, "classes": tuple(values["classes"])})
+        summary.splits = {k: SplitSummary(**v) for k, v in summary.splits.items()}
+        summary.dropped = {k: Count(*v) for k, v in summary.dropped.items()}
+        summary.noted = {k: Count(*v) for k, v in summary.noted.items()}
+        return summary
+
+
+def _add(counts: dict[str, Count], what: str, example: str, times: int) -> None:
+    if times:
+        first = counts.get(what, Count(0, example))
+        counts[what] = Count(first.times + times, first.example)
 
 
 @dataclass(frozen=True)
@@ -110,16 +169,17 @@ class Format:
     Attributes:
         looks_for: Required contents of the folder, for messages.
         recognise: Returns the evidence in a folder; None if it is not of this format.
-        guessed: Whether it is recognized without ``format=``.
+        read: Returns the images, and counts drops.
         fault: Explains why a folder that is nearly of the format is not recognized.
+        guessed: Whether it is recognized without ``format=``.
     """
 
     name: str
     looks_for: str
     recognise: Callable[[Tree], str | None]
-    read: Callable[[Tree, Options, Ledger], Contents]
-    guessed: bool = True
+    read: Callable[[Tree, Options, Summary], Contents]
     fault: Callable[[Tree], str | None] = lambda _: None
+    guessed: bool = True
 
 
 def numbers(words: Sequence[str]) -> tuple[float, ...] | None:

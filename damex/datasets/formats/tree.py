@@ -7,7 +7,7 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -28,6 +28,8 @@ _SPLITS = {
     "testing": "test",
 }
 _SKIPPED_FOLDERS = frozenset({"__MACOSX", "__pycache__"})
+# Sibling folders of a folder of label files that may hold the images, likely first.
+_IMAGE_FOLDERS = ("JPEGImages", "images", "image", "Images", "img", "")
 
 
 def split_name(word: str) -> str | None:
@@ -37,7 +39,7 @@ def split_name(word: str) -> str | None:
 
 def split_of_folder(folder: str) -> str | None:
     """The split that a relative folder belongs to; its last matching part decides."""
-    for part in reversed(PurePosixPath(folder).parts):
+    for part in reversed(folder.split("/")):
         for word in re.split(r"[^A-Za-z0-9]+", part):
             if (split := split_name(word)) is not None:
                 return split
@@ -46,9 +48,8 @@ def split_of_folder(folder: str) -> str | None:
 
 def split_of_file(path: str) -> str | None:
     """The split of an annotation file: by its name, else by its folders."""
-    pure = PurePosixPath(path)
-    stem = pure.name.split(".")[0]
-    return split_of_folder(stem) or split_of_folder(str(pure.parent))
+    name = path.rpartition("/")[2].split(".")[0]
+    return split_of_folder(name) or split_of_folder(parent(path))
 
 
 class Tree:
@@ -60,15 +61,13 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = dict(sorted(_walk(str(root), "", set())))
-        self._holds: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def digest(self) -> str:
         """Hash of the list of files with their sizes and times."""
-        lines = (f"{path}\0{size}\0{time}\n" for path, (size, time) in self)
+        lines = (
+            f"{path}\0{size}\0{time}\n" for path, (size, time) in self.files.items()
+        )
         return hashlib.sha256("".join(lines).encode("utf-8", "replace")).hexdigest()
-
-    def __iter__(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        return iter(self.files.items())
 
     def with_suffix(self, *suffixes: str) -> list[str]:
         """Sorted files whose name ends with a suffix, in any case."""
@@ -81,14 +80,6 @@ class Tree:
         ) as file:
             return file.read(limit)
 
-    def holds(self, path: str, *words: str) -> bool:
-        """Whether a file contains all of some words."""
-        if (path, words) not in self._holds:
-            content = (self.root / path).read_bytes()
-            found = all(word.encode() in content for word in words)
-            self._holds[path, words] = found
-        return self._holds[path, words]
-
     def lines(self, path: str) -> list[str]:
         """The lines of a file, stripped."""
         return [line.strip() for line in self.text(path).splitlines()]
@@ -96,27 +87,23 @@ class Tree:
     @cached_property
     def images(self) -> list[str]:
         """Files with the suffix of an image."""
-        return [
-            path
-            for path in self.files
-            if PurePosixPath(path).suffix.lower() in IMAGE_SUFFIXES
-        ]
+        return self.with_suffix(*IMAGE_SUFFIXES)
 
     @cached_property
-    def folders(self) -> frozenset[str]:
-        """Folders with files in or below them; the root is the empty string."""
+    def folders(self) -> dict[str, None]:
+        """Sorted folders with files in or below them; the root is the empty string."""
         found = {""}
         for path in self.files:
-            parts = path.split("/")[:-1]
-            found.update("/".join(parts[: n + 1]) for n in range(len(parts)))
-        return frozenset(found)
+            while (path := parent(path)) not in found:
+                found.add(path)
+        return dict.fromkeys(sorted(found))
 
     @cached_property
     def images_by_stem(self) -> dict[str, list[str]]:
         """Images by their lower-case name without folder and suffix."""
         index: dict[str, list[str]] = {}
         for path in self.images:
-            index.setdefault(PurePosixPath(path).stem.lower(), []).append(path)
+            index.setdefault(stem(path).lower(), []).append(path)
         return index
 
     def locate_image(
@@ -130,9 +117,8 @@ class Tree:
         names, are not guessed.
         """
         name = _clean(name)
-        exact = [join(folder, name) for folder in near]
-        for path in (*exact, name):
-            if path in self.files:
+        for folder in (*near, ""):
+            if (path := join(folder, name)) in self.files:
                 return path
         pure = PurePosixPath(name)
         has_suffix = pure.suffix.lower() in IMAGE_SUFFIXES
@@ -140,29 +126,64 @@ class Tree:
         found = self.images_by_stem.get(key, [])
         if split is not None:
             found = [p for p in found if split_of_folder(parent(p)) in (split, None)]
-        if not found:
-            return None
         ranks = [_agreement(path, pure, near) for path in found]
-        best = max(ranks)
-        return found[ranks.index(best)] if ranks.count(best) == 1 else None
+        best = max(ranks, default=None)
+        return found[ranks.index(best)] if best and ranks.count(best) == 1 else None
 
-    def locate_folder(self, name: str, near: Sequence[str] = ("",)) -> str | None:
-        """Find a folder by a path that may begin with parts of another machine."""
+    def image_of_label(self, path: str, stated: str = "") -> str | None:
+        """The image of a label file: by its own name, else by the ``stated`` one.
+
+        It lies in a sibling of the folder of labels, next to the file, or anywhere.
+        """
+        folder = parent(path)
+        near = [folder]
+        for part in folder.split("/"):
+            if part.lower() == "label_2":  # of KITTI
+                near = [replace_part(folder, part, "image_2"), folder]
+            elif re.fullmatch(r"labels?|annotations|labeltxt.*", part.lower()):
+                near = [replace_part(folder, part, name) for name in _IMAGE_FOLDERS]
+                near.append(folder)
+        split = split_of_folder(folder)
+        found = self.locate_image(stem(path), near, split)
+        if found is None and stated.strip():
+            found = self.locate_image(stated, near, split)
+        return found
+
+    def image_finder(self, path: str) -> Callable[[str], str | None]:
+        """Find images by the names in ``path``, a file about many images.
+
+        They lie in its folder, in a folder of its split, or in ``images``.
+        """
+        split, folder = split_of_file(path), parent(path)
+        bases, words = (folder, parent(folder)), re.split(r"[._]", stem(path))
+
+        def order(one: str) -> tuple[bool, ...]:
+            apart = (not f"{one}/".startswith(f"{base}/") for base in bases if base)
+            return (*apart, _last(one) not in words)
+
+        near = [
+            one
+            for one in self.folders
+            if split_of_folder(one) == split is not None
+            and (split_of_folder(_last(one)) or _last(one).lower() == "images")
+        ]
+        others = [join(base, n) for base in bases for n in ("", "images", "Images")]
+        near = [folder, *sorted(near, key=order), *others]
+        return lambda name: self.locate_image(name, near, split) if name else None
+
+    def locate(
+        self, name: str, near: Sequence[str], among: Container[str]
+    ) -> str | None:
+        """Find a path that may begin with parts of another machine."""
         parts = [part for part in _clean(name).split("/") if part not in ("", ".")]
-        while parts and parts[0] == "..":
-            parts = parts[1:]
-        if not parts:
-            return near[0]
-        for start in range(len(parts)):
-            for folder in near:
-                path = join(folder, "/".join(parts[start:]))
-                if path in self.folders:
-                    return path
-        return None
-
-    def below(self, folder: str, paths: Iterable[str]) -> list[str]:
-        """The paths inside a folder, at any depth."""
-        return [path for path in paths if not folder or path.startswith(f"{folder}/")]
+        while parts[:1] == [".."]:
+            del parts[0]
+        trials = (
+            join(folder, "/".join(parts[start:]))
+            for start in range(max(len(parts), 1))
+            for folder in near
+        )
+        return next((trial for trial in trials if trial in among), None)
 
     def describe(self) -> str:
         """File counts by suffix, for messages: ``142 .jpg, 3 .txt``."""
@@ -195,27 +216,28 @@ def stem(path: str) -> str:
     return PurePosixPath(path).stem
 
 
-def replace_part(folder: str, old: str, new: str) -> str | None:
-    """Replace the last folder named ``old``; None if there is none."""
+def replace_part(folder: str, old: str, new: str) -> str:
+    """Replace the last folder named ``old``, in any case; unchanged if missing."""
     parts = folder.split("/")
     for n in range(len(parts) - 1, -1, -1):
         if parts[n].lower() == old.lower():
             return "/".join([*parts[:n], *([new] if new else []), *parts[n + 1 :]])
-    return None
+    return folder
+
+
+def _last(folder: str) -> str:
+    return folder.rpartition("/")[2]
 
 
 def _agreement(
     path: str, name: PurePosixPath, near: Sequence[str]
 ) -> tuple[int, int, bool]:
     """Sort key of images of the right stem: equal folders, rank in ``near``, suffix."""
-    folders, wanted = path.split("/")[:-1], name.parts[:-1]
-    common = 0
-    for one, other in zip(reversed(folders), reversed(wanted), strict=False):
-        if one != other:
-            break
-        common += 1
-    rank = [len(near) - n for n, one in enumerate(near) if one == "/".join(folders)]
-    return common, max(rank, default=0), path.endswith(name.name)
+    folder = parent(path)
+    wanted = [*reversed(name.parts[:-1])]
+    common = len(posixpath.commonprefix([folder.split("/")[::-1], wanted]))
+    rank = len(near) - near.index(folder) if folder in near else 0
+    return common, rank, path.endswith(name.name)
 
 
 def _clean(name: str) -> str:

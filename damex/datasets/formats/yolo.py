@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,17 +19,18 @@ import yaml
 from damex.datasets.formats.label_files import (
     fault_of_line,
     first_fault,
-    image_of,
+    is_yolo_shape,
     kind_of_file,
     recognise_kind,
 )
 from damex.datasets.formats.records import (
     Box,
     Contents,
+    Corners,
     Format,
-    Ledger,
     Options,
     Sample,
+    Summary,
     fault_of_names,
     numbers,
 )
@@ -57,7 +57,7 @@ class _Config:
     """Names, number of values per box for keypoints, and folders and lists by split."""
 
     source: str = ""
-    names: tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
     keypoints: int = 0
     places: dict[str, list[str]] = field(default_factory=dict)
 
@@ -65,18 +65,15 @@ class _Config:
 def _recognise(tree: Tree) -> str | None:
     if paths := _yaml_files(tree):
         return paths[0]
-    if (found := recognise_kind(tree, "yolo")) is None:
-        return None
-    names = [path for path in tree.files if path.lower().endswith(_NAME_FILES)]
-    return f"{names[0]} and {found}" if names else found
+    found = recognise_kind(tree, "yolo")
+    names = tree.with_suffix(*_NAME_FILES)
+    return f"{names[0]} and {found}" if names and found else found
 
 
 def _yaml_files(tree: Tree) -> list[str]:
     """YAML files that name classes and images, ``data.yaml`` first."""
-    files = sorted(
-        tree.with_suffix(".yaml", ".yml"),
-        key=lambda path: (path.count("/"), stem(path) != "data", path),
-    )
+    files = tree.with_suffix(".yaml", ".yml")
+    files.sort(key=lambda path: (path.count("/"), stem(path) != "data", path))
     found = []
     for path in files[:20]:
         with contextlib.suppress(DataError):
@@ -100,18 +97,17 @@ def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
     return content
 
 
-def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
+def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
     config = _read_config(tree)
     names = config.names or options.classes
     if not names:
         raise ConfigError(
             f"{tree.root}: YOLO labels hold class numbers, and no file names the "
             "classes (looked for data.yaml with names: and train:, *.names, "
-            "classes.txt); add "
-            "classes=['...', ...] in the order of the numbers."
+            "classes.txt); add classes=['...', ...] in the order of the numbers."
         )
-    splits = _split_images(tree, config, ledger)
-    labels = _label_of_images(tree, ledger)
+    splits = _split_images(tree, config, summary)
+    labels = _label_of_images(tree, summary)
     listed = [image for images in splits.values() for image in images]
     if not splits:
         folders = {parent(image) for image in labels}
@@ -119,11 +115,11 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
     samples = {}
     for image in dict.fromkeys([*listed, *labels]):
         label = labels.get(image)
-        if label is None:
-            ledger.note("images without a label file: kept as without objects", image)
         sample = Sample(image, label or config.source or image, normalised=True)
-        if label is not None:
-            sample.boxes = list(_boxes(tree, label, names, config.keypoints, ledger))
+        if label is None:
+            summary.note("images without a label file: kept as without objects", image)
+        else:
+            sample.boxes = list(_boxes(tree, label, names, config.keypoints, summary))
         samples[image] = sample
     by_split = {
         split: [samples[image] for image in images] for split, images in splits.items()
@@ -132,10 +128,11 @@ def _read(tree: Tree, options: Options, ledger: Ledger) -> Contents:
 
 
 def _read_config(tree: Tree) -> _Config:
+    """Read a ``data.yaml``, or darknet's files."""
     paths = _yaml_files(tree)
     if len({parent(path) for path in paths}) > 1 and parent(paths[0]):
         raise ConfigError(
-            f"{tree.root} holds several data sets ({some(paths)}); give each its own "
+            f"{tree.root} holds several datasets ({some(paths)}); give each its own "
             f"entry, such as root={str(tree.root / parent(paths[0]))!r}."
         )
     if paths:
@@ -144,7 +141,7 @@ def _read_config(tree: Tree) -> _Config:
         if stem(path) == "data":
             _load_yaml(tree, path)  # raises if it is broken
     config = _Config()
-    for path in tree.with_suffix(*_NAME_FILES):
+    for path in tree.with_suffix(*_NAME_FILES)[:1]:
         names = "\n".join(tree.lines(path)).rstrip().split("\n")
         if names != [""] and (fault := fault_of_names(names, "line")):
             raise DataError(
@@ -152,7 +149,6 @@ def _read_config(tree: Tree) -> _Config:
                 "and so on. Correct the file."
             )
         config.names, config.source = tuple(filter(None, names)), path
-        break
     for path in tree.with_suffix(".data"):
         for line in tree.lines(path):
             key, _, value = (part.strip() for part in line.partition("="))
@@ -162,30 +158,24 @@ def _read_config(tree: Tree) -> _Config:
 
 
 def _from_yaml(tree: Tree, path: str) -> _Config:
-    """Read ``names`` (list or mapping), ``path`` and the locations of the splits."""
+    """Read the names, ``kpt_shape``, ``path`` and the locations of the splits."""
     content = _load_yaml(tree, path)
-    names = content["names"]
-    if isinstance(names, dict):
-        try:
-            numbered = {int(key): str(name) for key, name in names.items()}
-        except (ValueError, TypeError) as error:  # TypeError: no key, as in "~: cat"
-            raise DataError(f"{tree.root / path}: names: {error}.") from error
-        last = max(numbered, default=-1)
-        names = [numbered.get(n, f"class {n}") for n in range(last + 1)]
-    if not isinstance(names, list) or not names:
+    try:
+        config = _Config(path, _names_of(content))
+    except (ValueError, TypeError) as error:  # TypeError: no key, as in "~: cat"
         raise DataError(
-            f"{tree.root / path}: names must be a list of class names, or a mapping "
-            f"from number to name, got {names!r}."
-        )
-    config = _Config(path, tuple(str(name) for name in names))
-    count = content.get("nc", len(names))
-    fault = fault_of_names(config.names or ())
-    if count != len(names):
-        fault = f"nc is {count!r}, and names lists {len(names)} classes"
-    if fault is not None:
-        raise DataError(f"{tree.root / path}: {fault}. Correct the file.")
-    if (shape := content.get("kpt_shape")) is not None:
-        config.keypoints = _count_keypoints(tree.root / path, shape)
+            f"{tree.root / path}: names: {error}. Correct the file."
+        ) from error
+    match content.get("kpt_shape"):
+        case None:
+            pass
+        case [int(points), int(values)] if points > 0 and values in (2, 3):
+            config.keypoints = points * values
+        case shape:
+            raise DataError(
+                f"{tree.root / path}: kpt_shape must be [number of keypoints, 2 or 3], "
+                f"got {shape!r}."
+            )
     prefix = str(content.get("path") or "")
     for key, value in content.items():
         split = split_name(str(key))
@@ -197,54 +187,36 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
     return config
 
 
-def _count_keypoints(source: Path, shape: object) -> int:
-    """Number of values that ``kpt_shape: [keypoints, 2 or 3]`` appends to each box."""
-    match shape:
-        case [int(points), int(values)] if points > 0 and values in (2, 3):
-            return points * values
-    raise DataError(
-        f"{source}: kpt_shape must be [number of keypoints, 2 or 3], got {shape!r}."
-    )
+def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """The classes by number; ValueError or TypeError if ``names`` is faulty."""
+    names = content["names"]
+    if isinstance(names, dict):
+        numbered = {int(key): name for key, name in names.items()}
+        count = max(numbered, default=-1) + 1
+        names = [numbered.get(n, f"class {n}") for n in range(count)]
+    if not isinstance(names, list) or not names:
+        raise ValueError(
+            f"expected a list of class names, or a mapping from numbers, got {names!r}"
+        )
+    names = tuple(map(str, names))
+    count = content.get("nc", len(names))
+    if count != len(names):
+        raise ValueError(f"nc is {count!r}, and names lists {len(names)} classes")
+    if (fault := fault_of_names(names)) is not None:
+        raise ValueError(fault)
+    return names
 
 
-def _found_lists(tree: Tree, ledger: Ledger) -> dict[str, list[str]]:
-    """Images by list file without a config; lists of missing images are skipped."""
-    splits: dict[str, list[str]] = {}
-    losses = Ledger()
-    names = 0
-    for path in tree.with_suffix(".txt"):
-        if _is_list(tree, path):
-            names += sum(map(bool, tree.lines(path)))
-            split = split_name(stem(path)) or stem(path)
-            splits.setdefault(split, []).extend(_listed(tree, path, losses))
-    found = sum(map(len, splits.values()))
-    if found < 0.5 * names:
-        what = "images of list files are not there: the lists are passed over"
-        example = next(iter(losses.dropped.values())).example
-        ledger.note(what, example, names - found)
-        return {}
-    ledger.dropped.update(losses.dropped)
-    return splits
-
-
-def _is_list(tree: Tree, path: str) -> bool:
-    """Whether a text file is a list of image files."""
-    if stem(path).lower() in tree.images_by_stem:
-        return False
-    lines = [line for line in tree.lines(path)[:20] if line]
-    return bool(lines) and all(
-        line.lower().endswith(tuple(IMAGE_SUFFIXES)) for line in lines
-    )
-
-
-def _split_images(tree: Tree, config: _Config, ledger: Ledger) -> dict[str, list[str]]:
-    """Images by split: from the config, else by folders named like splits."""
+def _split_images(
+    tree: Tree, config: _Config, summary: Summary
+) -> dict[str, list[str]]:
+    """Images by split: from the config, lists, or folders named like splits."""
     splits: dict[str, list[str]] = {}
     for split, places in config.places.items():
         for place in places:
-            images = _images_at(tree, place, config, ledger, split)
+            images = _images_at(tree, place, config, summary, split)
             splits.setdefault(split, []).extend(images)
-    splits = splits or _found_lists(tree, ledger)
+    splits = splits or _found_lists(tree, summary)
     if not splits:
         for image in tree.images:
             if (by_folder := split_of_folder(parent(image))) is not None:
@@ -253,56 +225,69 @@ def _split_images(tree: Tree, config: _Config, ledger: Ledger) -> dict[str, list
 
 
 def _images_at(
-    tree: Tree, place: str, config: _Config, ledger: Ledger, split: str
+    tree: Tree, place: str, config: _Config, summary: Summary, split: str
 ) -> list[str]:
     """Images in a folder, or in a list file."""
-    base = parent(config.source)
-    if not place.endswith(".txt"):
-        folder = tree.locate_folder(place, near=(base, ""))
-        if folder is not None:
-            return tree.below(folder, tree.images)
-        if split == "test":  # often named in configs but not published
-            ledger.note(f"no folder {place!r} for test", config.source)
-            return []
+    near = (parent(config.source), "")
+    is_list = place.endswith(".txt")
+    path = tree.locate(place, near, tree.files if is_list else tree.folders)
+    if path is None and split == "test" and not is_list:
+        # Often named in configs but not published.
+        summary.note(f"no folder {place!r} for test", config.source)
+        return []
+    if path is None:
+        kind = "list" if is_list else "folder"
         raise DataError(
-            f"{tree.root / config.source}: {split} is {place!r}, and there is no such "
-            f"folder in {tree.root}. Correct the file, or let root be the folder that "
+            f"{tree.root / config.source}: {split} is the {kind} {place!r}, which is "
+            f"not in {tree.root}. Correct the file, or let root be the folder that "
             "holds it."
         )
-    parts = place.replace("\\", "/").split("/")
-    trials = [
-        join(near, "/".join(parts[n:]))
-        for n in range(len(parts))
-        for near in (base, "")
-    ]
-    path = next((trial for trial in trials if trial in tree.files), None)
-    if path is None:
-        raise DataError(
-            f"{tree.root / config.source}: {split} is the list {place!r}, and there is "
-            f"no such file in {tree.root}. Correct the file."
-        )
-    return list(_listed(tree, path, ledger))
+    if is_list:
+        return _listed(tree, path, summary)
+    return [image for image in tree.images if not path or image.startswith(f"{path}/")]
 
 
-def _listed(tree: Tree, path: str, ledger: Ledger) -> Iterator[str]:
+def _found_lists(tree: Tree, summary: Summary) -> dict[str, list[str]]:
+    """Images by list file without a config; lists of missing images are skipped."""
+    splits: dict[str, list[str]] = {}
+    losses = Summary("", "", "")
+    for path in tree.with_suffix(".txt"):
+        lines = [line for line in tree.lines(path)[:20] if line]
+        is_list = all(line.lower().endswith(tuple(IMAGE_SUFFIXES)) for line in lines)
+        if lines and is_list and stem(path).lower() not in tree.images_by_stem:
+            split = split_name(stem(path)) or stem(path)
+            splits.setdefault(split, []).extend(_listed(tree, path, losses))
+    found = sum(map(len, splits.values()))
+    lost = sum(count.times for count in losses.dropped.values())
+    if found < lost:
+        what = "images of list files are missing: the lists are ignored"
+        example = next(iter(losses.dropped.values())).example
+        summary.note(what, example, lost)
+        return {}
+    summary.dropped.update(losses.dropped)
+    return splits
+
+
+def _listed(tree: Tree, path: str, summary: Summary) -> list[str]:
+    """The images of a list file."""
+    find = tree.image_finder(path)
+    found = []
     for number, line in enumerate(tree.lines(path), start=1):
-        if not line:
-            continue
-        image = tree.locate_image(line, (parent(path),), split_name(stem(path)))
-        if image is None:
-            what = f"images of the list {path} that are not there"
-            ledger.drop(what, f"{path}:{number}: {line}")
-        else:
-            yield image
+        if (image := find(line)) is not None:
+            found.append(image)
+        elif line:
+            what = f"images of the list {path} that are missing"
+            summary.drop(what, f"{path}:{number}: {line}")
+    return found
 
 
-def _label_of_images(tree: Tree, ledger: Ledger) -> dict[str, str]:
+def _label_of_images(tree: Tree, summary: Summary) -> dict[str, str]:
     """Image -> label file: by YOLO's folder layout, else by name."""
     labels = {}
     for image in tree.images:
         folder = parent(image)
         for where in (replace_part(folder, "images", "labels"), folder):
-            path = join(where, f"{stem(image)}.txt") if where is not None else ""
+            path = join(where, f"{stem(image)}.txt")
             if path in tree.files:
                 labels[image] = path
                 break
@@ -310,15 +295,15 @@ def _label_of_images(tree: Tree, ledger: Ledger) -> dict[str, str]:
     for path in tree.with_suffix(".txt"):
         if path in used or kind_of_file(tree, path) != "yolo":
             continue
-        if (found := image_of(tree, path)) is None:
-            ledger.drop("annotation files without an image", path)
+        if (found := tree.image_of_label(path)) is None:
+            summary.drop("annotation files without an image", path)
         else:
             labels.setdefault(found, path)
     return labels
 
 
 def _boxes(
-    tree: Tree, path: str, names: tuple[str, ...], keypoints: int, ledger: Ledger
+    tree: Tree, path: str, names: tuple[str, ...], keypoints: int, summary: Summary
 ) -> Iterator[Box]:
     for number, line in enumerate(tree.lines(path), start=1):
         words, place = line.split(), f"{path}:{number}"
@@ -327,26 +312,20 @@ def _boxes(
         if keypoints and len(words) == 5 + keypoints:
             words = words[:5]
         values = numbers(words)
-        is_shape = len(words) == 5 or (len(words) >= 7 and len(words) % 2 == 1)
-        if values is None or not is_shape:
-            what = "lines that are no box or polygon of a class"
-            ledger.drop(what, f"{place}: {fault_of_line(line)}")
-            continue
-        if not values[0].is_integer() or not 0 <= values[0] < len(names):
-            ledger.drop(
-                "boxes of an unknown class number",
-                f"{place}: {words[0]}; there are 0 to {len(names) - 1}",
-            )
-            continue
-        shape = values[1:]
-        if any(value > 1 + _SLACK for value in shape):
-            what = "boxes that are no shares of the image (above 1)"
-            ledger.drop(what, f"{place}: {fault_of_line(line)}")
-            continue
-        yield Box(_corners(shape), names[int(values[0])], number)
+        if values is None or not is_yolo_shape(words):
+            what = "lines that are not a box or polygon of a class"
+            summary.drop(what, f"{place}: {fault_of_line(line)}")
+        elif not values[0].is_integer() or not 0 <= values[0] < len(names):
+            what = f"{place}: {words[0]}; there are 0 to {len(names) - 1}"
+            summary.drop("boxes of an unknown class number", what)
+        elif any(value > 1 + _SLACK for value in values[1:]):
+            what = "boxes that are not fractions of the image (above 1)"
+            summary.drop(what, f"{place}: {fault_of_line(line)}")
+        else:
+            yield Box(_corners(values[1:]), names[int(values[0])], number)
 
 
-def _corners(shape: tuple[float, ...]) -> tuple[float, float, float, float]:
+def _corners(shape: tuple[float, ...]) -> Corners:
     if len(shape) == 4:
         x, y, w, h = shape
         return x - w / 2, y - h / 2, x + w / 2, y + h / 2
@@ -356,7 +335,7 @@ def _corners(shape: tuple[float, ...]) -> tuple[float, float, float, float]:
 
 YOLO = Format(
     name="yolo",
-    looks_for="data.yaml, or *.txt with a class number and 4 shares per line",
+    looks_for="data.yaml, or *.txt with a class number and 4 fractions per line",
     recognise=_recognise,
     read=_read,
     fault=first_fault,

@@ -1,0 +1,332 @@
+"""Files with the boxes of many images: CSV, and the text files of WIDER FACE.
+
+CSV has one box per row. Columns are found by name (``filename,width,height,class,xmin,
+ymin,xmax,ymax`` and common synonyms, Open Images' relative boxes included). Without a
+header a row is ``path,x1,y1,x2,y2,class`` (keras-retinanet), with five empty fields for
+an image without objects.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from damex.datasets.formats.records import (
+    Box,
+    Contents,
+    Format,
+    Options,
+    Sample,
+    Summary,
+    numbers,
+    size_of,
+)
+from damex.datasets.formats.splits import split_of_table
+from damex.datasets.formats.tree import (
+    IMAGE_SUFFIXES,
+    Tree,
+    some,
+    split_name,
+    split_of_file,
+)
+from damex.errors import ConfigError, DataError
+
+# Column -> its names; case, blanks, dots and underscores are ignored.
+_SYNONYMS: Mapping[str, str] = MappingProxyType(
+    {
+        "image": "filename file image imagepath filepath path img imagename imgname "
+        "imageid imgid fname externalpath",
+        "label": "class label name category classname labelname categoryname "
+        "objectclass classlabel",
+        "xmin": "xmin x1 left bboxxmin bboxx1 xtl xlower",
+        "ymin": "ymin y1 top bboxymin bboxy1 ytl ylower",
+        "xmax": "xmax x2 right bboxxmax bboxx2 xbr xupper",
+        "ymax": "ymax y2 bottom bboxymax bboxy2 ybr yupper",
+        "x": "x bboxx xleft",
+        "y": "y bboxy ytop",
+        "w": "w bw bboxw bboxwidth boxwidth",
+        "h": "h bh bboxh bboxheight boxheight",
+        "width": "width imagewidth imgwidth imwidth",
+        "height": "height imageheight imgheight imheight",
+        "split": "split set subset fold dataset usage",
+        "crowd": "isgroupof iscrowd difficult",
+    }
+)
+_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+# Columns of a box, likely first; width and height may be the image's or the box's.
+_BOXES = (
+    _CORNERS,
+    ("x", "y", "w", "h"),
+    ("x", "y", "width", "height"),
+    ("xmin", "ymin", "w", "h"),
+    ("xmin", "ymin", "width", "height"),
+)
+_HEADERLESS = ("image", *_CORNERS, "label")
+_SHARE_OF_SWAPPED = 0.1
+_LOOKED_AT = 200_000  # characters read to recognize a file
+_MISSING_BOXES = "boxes of images that are missing"
+
+
+@dataclass
+class _Table:
+    """Rows of a CSV file (line number and fields), and its columns by name."""
+
+    path: str
+    columns: Mapping[str, int]
+    box: tuple[str, ...]
+    rows: list[tuple[int, list[str]]]
+    header: bool = True
+    fault: str | None = None
+
+    def fields(self, row: Sequence[str], *columns: str) -> list[str]:
+        """The fields of some columns; empty if the row is too short."""
+        places = [self.columns.get(column, len(row)) for column in columns]
+        return [row[place] if place < len(row) else "" for place in places]
+
+
+def _recognise_csv(tree: Tree) -> str | None:
+    found = []
+    for path in tree.with_suffix(".csv"):
+        if (table := _open(tree, path, limit=_LOOKED_AT)) is not None:
+            found.append(f"{path}{'' if table.header else ' (without a header)'}")
+    return some(found) or None
+
+
+def _fault_of_csv(tree: Tree) -> str | None:
+    """Header of the first file, if it has no box columns."""
+    for path in tree.with_suffix(".csv")[:1]:
+        header = tree.text(path, _LOOKED_AT).partition("\n")[0].strip()
+        wanted = "filename, class, xmin, ymin, xmax and ymax"
+        return f"{path}:1: {header[:80]!r} lacks columns such as {wanted}"
+    return None
+
+
+def _open(tree: Tree, path: str, limit: int = -1) -> _Table | None:
+    """Read a file; None if it holds no boxes, such as a list of classes."""
+    text = tree.text(path, limit)
+    first = text.partition("\n")[0]
+    reader = csv.reader(io.StringIO(text), delimiter=max(",;\t", key=first.count))
+    rows, fault = [], None
+    try:
+        for row in reader:
+            if any(row):
+                rows.append((reader.line_num, [field.strip() for field in row]))
+    except csv.Error as error:
+        fault = f'cannot be read beyond line {reader.line_num} ({error}); is a " lost?'
+    if not rows:
+        return None
+    header = rows[0][1]
+    keys = ["".join(c for c in word.lower() if c.isalnum()) for word in header]
+    columns = {
+        column: keys.index(known[0])
+        for column, names in _SYNONYMS.items()
+        if (known := [name for name in names.split() if name in keys])
+    }
+    for box in _BOXES:
+        if columns.keys() >= {"image", *box}:
+            return _Table(path, columns, box, rows[1:], fault=fault)
+    if not _has_image(header):
+        return None
+    places = {column: place for place, column in enumerate(_HEADERLESS)}
+    fault = fault or _fault_of_rows(rows)
+    return _Table(path, places, _CORNERS, rows, header=False, fault=fault)
+
+
+def _has_image(row: Sequence[str]) -> bool:
+    return any(field.lower().endswith(tuple(IMAGE_SUFFIXES)) for field in row)
+
+
+def _fault_of_rows(rows: list[tuple[int, list[str]]]) -> str | None:
+    """Why rows without a header are not in the only order that can be recognized."""
+    boxes = [corners for _, row in rows if (corners := numbers(row[1:5])) is not None]
+    fitting = [
+        row
+        for _, row in rows
+        if len(row) == len(_HEADERLESS)
+        and _has_image(row[:1])
+        and (numbers(row[1:5]) or not any(row[1:]))
+    ]
+    swapped = sum(len(b) == 4 and (b[2] <= b[0] or b[3] <= b[1]) for b in boxes)
+    names_are_numbers = all(numbers(row[5:6]) for row in fitting if row[5])
+    if len(fitting) < 0.5 * len(rows) or (boxes and names_are_numbers):
+        fault = f"the meaning of its {len(rows[0][1])} columns is unclear"
+    elif swapped > _SHARE_OF_SWAPPED * max(len(boxes), 1):
+        fault = (
+            f"{swapped} of {len(boxes)} rows are not path,x1,y1,x2,y2,class (x2 is not "
+            "above x1, or y2 not above y1)"
+        )
+    else:
+        return None
+    return (
+        f"has no header, and {fault}. Put a first line such as filename,xmin,ymin,"
+        "xmax,ymax,class (or filename,x,y,w,h,class) above it."
+    )
+
+
+def _read_csv(tree: Tree, options: Options, summary: Summary) -> Contents:
+    contents = Contents([])
+    names = _descriptions(tree)
+    opened = (_open(tree, path) for path in tree.with_suffix(".csv"))
+    tables = [table for table in opened if table is not None]
+    for table in tables:
+        if table.fault is not None:
+            raise DataError(f"{tree.root / table.path} {table.fault}")
+    for table in tables:
+        samples, splits = _samples(tree, table, options, names, summary)
+        own = split_of_table(table.path, [table.path for table in tables])
+        if not splits and own is not None:
+            splits = {own: samples}
+        contents.samples += samples
+        for split, listed in splits.items():
+            contents.splits.setdefault(split, []).extend(listed)
+    return contents
+
+
+def _descriptions(tree: Tree) -> dict[str, str]:
+    """Open Images' class codes such as /m/01g317, and their names."""
+    names = {}
+    for path in tree.with_suffix(".csv"):
+        if "class-descriptions" in path:
+            rows = csv.reader(io.StringIO(tree.text(path)))
+            names.update({row[0]: row[1] for row in rows if len(row) == 2})
+    return names
+
+
+def _samples(
+    tree: Tree,
+    table: _Table,
+    options: Options,
+    names: Mapping[str, str],
+    summary: Summary,
+) -> tuple[list[Sample], dict[str, list[Sample]]]:
+    """One sample per image, in the order of the file, and those with a named split."""
+    only_class = _only_class(tree, table, options)
+    normalised = _is_normalised(table)
+    find = tree.image_finder(table.path)
+    found: dict[str, Sample | None] = {}
+    splits: dict[str, list[Sample]] = {}
+    for line, row in table.rows:
+        place = f"{table.path}:{line}"
+        name, label, split, crowd = table.fields(
+            row, "image", "label", "split", "crowd"
+        )
+        if name not in found:
+            image, size = find(name), None
+            if "width" not in table.box:
+                size = size_of(numbers(table.fields(row, "width", "height")))
+            new = Sample(image or "", table.path, [], size, normalised)
+            found[name] = new if image else None
+            if image and split:
+                splits.setdefault(split_name(split) or split, []).append(new)
+        if (sample := found[name]) is None:
+            summary.drop(_MISSING_BOXES, f"{place}: {name}")
+            continue
+        words = table.fields(row, *table.box)
+        values, label = numbers(words), only_class or names.get(label, label)
+        if not any(words) and (only_class or not label):
+            continue  # an image without objects
+        if values is None or not label:
+            what = "rows without four numbers and a class"
+            summary.drop(what, f"{place}: {','.join(row)!r:.80}")
+            continue
+        if is_crowd := crowd.lower() in ("1", "true"):
+            summary.note("boxes marked as group or difficult: kept as crowd", place)
+        a, b, c, d = values
+        corners = (a, b, c, d) if table.box == _CORNERS else (a, b, a + c, b + d)
+        sample.boxes.append(Box(corners, label, line, is_crowd))
+    return [sample for sample in found.values() if sample is not None], splits
+
+
+def _only_class(tree: Tree, table: _Table, options: Options) -> str | None:
+    """The class of all boxes if no column has it."""
+    if "label" in table.columns:
+        return None
+    if options.classes is not None and len(options.classes) == 1:
+        return options.classes[0]
+    raise ConfigError(
+        f"{tree.root / table.path} has no column with class names (class, label, name, "
+        "category, LabelName); if all boxes are of one class, add "
+        "classes=['its name']."
+    )
+
+
+def _is_normalised(table: _Table) -> bool:
+    """Whether boxes are relative: none above 1, and one neither 0 nor 1."""
+    # Pixels are excluded: all boxes would be within the first one.
+    any_fraction = False
+    for _, row in table.rows:
+        for value in numbers(table.fields(row, *table.box)) or ():
+            if value > 1.0 + 1e-6:
+                return False
+            any_fraction |= 0.0 < value < 1.0
+    return any_fraction
+
+
+def _wider_files(tree: Tree) -> list[str]:
+    return tree.with_suffix("_bbx_gt.txt")
+
+
+def _read_wider(tree: Tree, options: Options, summary: Summary) -> Contents:
+    """Read blocks of an image, a number of faces, and a line per face.
+
+    Columns of a line: x, y, width, height (pixels), blur, expression, illumination,
+    invalid, occlusion, pose (Yang et al. 2016, readme.txt of wider_face_split).
+    """
+    contents = Contents([], classes=("face",))
+    for path in _wider_files(tree):
+        samples = list(_wider_samples(tree, path, summary))
+        contents.samples += samples
+        if (split := split_of_file(path)) is not None:
+            contents.splits.setdefault(split, []).extend(samples)
+    return contents
+
+
+def _wider_samples(tree: Tree, path: str, summary: Summary) -> Iterator[Sample]:
+    """The blocks of a file; an empty one has a line of zeros, or none."""
+    find = tree.image_finder(path)
+    sample: Sample | None = None
+    announced = 0
+    for number, line in enumerate(tree.lines(path), start=1):
+        place, words = f"{path}:{number}", line.split()
+        quoted = f"{place}: {line!r:.80}"
+        if _has_image([line]):
+            sample, announced = Sample(find(line) or "", path), 0
+            if sample.image:
+                yield sample
+            else:
+                what = "annotated images that are missing"
+                summary.drop(what, f"{place}: {line}")
+        elif sample is None or not words or (len(words) == 1 and words[0].isdigit()):
+            announced = int(words[0]) if len(words) == 1 and sample else announced
+        elif not announced:
+            if {*words} != {"0"}:
+                summary.drop("lines below an image without a number of faces", quoted)
+        elif (values := numbers(words)) is None or len(values) < 4:
+            summary.drop("lines that are not a face of 4 or 10 numbers", quoted)
+        elif not sample.image:
+            summary.drop(_MISSING_BOXES, place)
+        else:
+            x, y, width, height = values[:4]
+            if invalid := values[7:8] == (1,):
+                summary.note("faces marked invalid: kept as crowd", place)
+            corners = (x, y, x + width, y + height)
+            sample.boxes.append(Box(corners, "face", number, crowd=invalid))
+
+
+CSV = Format(
+    name="csv",
+    looks_for="a .csv with the columns filename, xmin, ymin, xmax, ymax, class, or "
+    "without a header path,x1,y1,x2,y2,class",
+    recognise=_recognise_csv,
+    read=_read_csv,
+    fault=_fault_of_csv,
+)
+WIDER_FACE = Format(
+    name="wider_face",
+    looks_for="wider_face_train_bbx_gt.txt with images in WIDER_train/images/",
+    recognise=lambda tree: some(_wider_files(tree)[:1]) or None,
+    read=_read_wider,
+)
