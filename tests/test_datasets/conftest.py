@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     """``folder(images, files)``: the folder with images and text or JSON files."""
 
     def make(
-        images: str | Sequence[str] = "", files: Mapping[str, Any] | None = None
+        images: str | Collection[str] = "", files: Mapping[str, Any] | None = None
     ) -> Path:
         for name in images.split() if isinstance(images, str) else images:
             _write_image(tmp_path / name)

@@ -78,10 +78,22 @@ for one in HEADED["categories"]:
 HEADED["categories"].insert(0, dict(id=0, name="pets-x1"))
 LABELLED = dict.fromkeys(("a.txt", "b.txt", "c.txt"), CAT_LINE) | {"x.names": "cat\nd"}
 
-# Layout -> images, files, options, boxes by split and image, drops and notes.
-LAYOUTS = {
-    "voc devkit": (
-        "JPEGImages/a.jpg JPEGImages/b.jpg JPEGImages/c.jpg SegmentationClass/a.png",
+
+def layout(name, files, counts=None, more="", options=None, **splits):
+    """Files, drops and notes, and images with the labels of their boxes by split."""
+    rows = {k: [row.split() for row in text.split(",")] for k, text in splits.items()}
+    boxes = dict(cat=CAT, dog=DOG)
+    expected = {
+        split: {image: [boxes[k] for k in labels] for image, *labels in images}
+        for split, images in rows.items()
+    }
+    images = {image for row in expected.values() for image in row} | {*more.split()}
+    return pytest.param(images, files, counts or {}, options or {}, expected, id=name)
+
+
+LAYOUTS = [
+    layout(
+        "voc devkit",
         {
             "Annotations/a.xml": xml(CAT, DOG),
             "Annotations/b.xml": xml(DOG),
@@ -90,17 +102,13 @@ LAYOUTS = {
             "ImageSets/Main/cat_train.txt": "a  1\nc -1\n",
             "ImageSets/Main/val.txt": "b\nmissing\n",
         },
-        {},
-        {
-            "train": {"JPEGImages/a.jpg": [CAT, DOG], "JPEGImages/c.jpg": []},
-            "val": {"JPEGImages/b.jpg": [DOG]},
-        },
         {"names in a list of images without an annotation": 1},
+        more="SegmentationClass/a.png",
+        train="JPEGImages/a.jpg cat dog, JPEGImages/c.jpg",
+        val="JPEGImages/b.jpg dog",
     ),
-    # Ids of one year occur in the other.
-    "two years of voc": (
-        "VOC2007/JPEGImages/1.jpg VOC2007/JPEGImages/2.jpg "
-        "VOC2012/JPEGImages/1.jpg VOC2012/JPEGImages/2.jpg",
+    layout(
+        "two years of voc",
         {
             f"VOC{year}/{file}": text
             for year, box in ((2007, CAT), (2012, DOG))
@@ -111,85 +119,67 @@ LAYOUTS = {
                 "ImageSets/Main/val.txt": "2",
             }.items()
         },
-        {},
-        {
-            "train": {
-                "VOC2007/JPEGImages/1.jpg": [CAT],
-                "VOC2012/JPEGImages/1.jpg": [DOG],
-            },
-            "val": {
-                "VOC2007/JPEGImages/2.jpg": [CAT],
-                "VOC2012/JPEGImages/2.jpg": [DOG],
-            },
-        },
-        {},
+        train="VOC2007/JPEGImages/1.jpg cat, VOC2012/JPEGImages/1.jpg dog",
+        val="VOC2007/JPEGImages/2.jpg cat, VOC2012/JPEGImages/2.jpg dog",
     ),
-    "voc in one folder": (
-        "a.JPG b.webp",
+    layout(
+        "voc in one folder",
         {"a.xml": xml(CAT, filename="a.jpg"), "b.xml": xml(DOG, size=(0, 0))},
-        dict(val_share=0.0),
-        {"train": {"a.JPG": [CAT], "b.webp": [DOG]}},
-        {},
+        options=dict(val_share=0.0),
+        train="a.JPG cat, b.webp dog",
     ),
-    "coco": (
-        "train2017/0.jpg val2017/0.jpg",
+    layout(
+        "coco",
         {
             "annotations/instances_train2017.json": coco(["0.jpg"], [(1, DOG)]),
             "annotations/instances_val2017.json": coco(["0.jpg"]),
             "annotations/captions_train2017.json": coco((), ()),
         },
-        {},
-        {"train": {"train2017/0.jpg": [DOG]}, "val": {"val2017/0.jpg": [CAT]}},
-        {},
+        train="train2017/0.jpg dog",
+        val="val2017/0.jpg cat",
     ),
-    "coco with one folder of images": (
-        "images/a.jpg images/b.jpg",
+    layout(
+        "coco with one folder of images",
         {"train.json": coco(), "val.json": coco(["b.jpg"]), "stats.json": "{}"},
-        {},
-        {"train": {"images/a.jpg": [CAT]}, "val": {"images/b.jpg": [CAT]}},
-        {},
+        train="images/a.jpg cat",
+        val="images/b.jpg cat",
     ),
-    "roboflow's coco": (
-        "train/a.jpg valid/a.jpg test/a.jpg",
+    layout(
+        "roboflow's coco",
         {f"{s}/_annotations.coco.json": HEADED for s in ("train", "valid", "test")},
-        {},
-        {
-            "train": {"train/a.jpg": [CAT]},
-            "val": {"valid/a.jpg": [CAT]},
-            "test": {"test/a.jpg": [CAT]},
-        },
         {"category 'pets-x1' left out: no box uses it, it heads others": 1},
+        train="train/a.jpg cat",
+        val="valid/a.jpg cat",
+        test="test/a.jpg cat",
     ),
-    "an image of another split is not a missing one": (
-        "train/0.jpg train/1.jpg val/1.jpg",
+    layout(
+        "an image of another split is not a missing one",
         {
             "train/_annotations.coco.json": coco(["0.jpg", "1.jpg"]),
             "val/_annotations.coco.json": coco(
                 ["0.jpg", "1.jpg"], [(1, CAT), (2, DOG)]
             ),
         },
-        {},
-        {
-            "train": {"train/0.jpg": [CAT], "train/1.jpg": []},
-            "val": {"val/1.jpg": [DOG]},
-        },
         {
             "annotated images that are missing": 1,
             "boxes of images that are missing": 1,
         },
+        train="train/0.jpg cat, train/1.jpg",
+        val="val/1.jpg dog",
     ),
-    "kitti devkit": (
-        "training/image_2/0.png training/image_2/1.png testing/image_2/0.png",
+    layout(
+        "kitti devkit",
         {
             "training/label_2/0.txt": f"{kitti(*CAT)}\n{kitti('DontCare', DOG[1])}",
             "training/label_2/1.txt": f"{kitti(*DOG)}\n",
         },
-        dict(val_share=0.0),
-        {"train": {"training/image_2/0.png": [CAT], "training/image_2/1.png": [DOG]}},
         {"DontCare regions": 1},
+        more="testing/image_2/0.png",
+        options=dict(val_share=0.0),
+        train="training/image_2/0.png cat, training/image_2/1.png dog",
     ),
-    "lists of kitti name the images of their own folder": (
-        "1/training/image_2/0.png 1/testing/image_2/0.png 2/training/image_2/0.png",
+    layout(
+        "lists of kitti name the images of their own folder",
         {
             "1/training/label_2/0.txt": kitti(*CAT),
             "1/testing/label_2/0.txt": kitti(*DOG),
@@ -197,63 +187,56 @@ LAYOUTS = {
             "1/ImageSets/train.txt": "0\n",
             "2/ImageSets/val.txt": "0\n",
         },
-        {},
-        {
-            "train": {"1/training/image_2/0.png": [CAT]},
-            "val": {"2/training/image_2/0.png": [DOG]},
-        },
         {"annotated images in no split that is used": 1},
+        more="1/testing/image_2/0.png",
+        train="1/training/image_2/0.png cat",
+        val="2/training/image_2/0.png dog",
     ),
-    "dota": (
-        "train/images/P1.png val/images/P2.png",
+    layout(
+        "dota",
         {
             "train/labelTxt/P1.txt": "imagesource:GoogleEarth\ngsd:0.146\n"
             "9.0 2.0 15.0 5.0 9.0 8.0 3.0 5.0 cat 0\n"  # a rhombus
-            "1 1 5 1 5 5 1 5 small-vehicle 1\n",
+            "20 5 30 5 30 19 20 19 dog 1\n",
             "val/labelTxt/P2.txt": "20 5 30 5 30 19 20 19 dog\n",
         },
-        {},
-        {
-            "train": {"train/images/P1.png": [CAT, ("small-vehicle", (1, 1, 5, 5))]},
-            "val": {"val/images/P2.png": [DOG]},
-        },
         {"objects marked difficult: kept as crowd": 1},
+        train="train/images/P1.png cat dog",
+        val="val/images/P2.png dog",
     ),
-    "csv of splits": (
-        "a.jpg b.jpg c.jpg",
+    layout(
+        "csv of splits",
         {
             "train_labels.csv": CSV_CAT,
             "validation_labels.csv": f"{CSV}b.jpg,cat,3,2,15,8\n",
             "test_labels.csv": f"{CSV}c.jpg,dog,20,5,30,19\n",
             "masks.csv": f"rle,score\n{'1 2 ' * 50_000},1\n",
         },
-        {},
-        {"train": {"a.jpg": [CAT]}, "val": {"b.jpg": [CAT]}, "test": {"c.jpg": [DOG]}},
-        {},
+        train="a.jpg cat",
+        val="b.jpg cat",
+        test="c.jpg dog",
     ),
-    "csv with a column of splits": (
-        "a.jpg b.jpg c.jpg",
+    layout(
+        "csv with a column of splits",
         {
             "x.csv": "set,filename,class,x1,y1,x2,y2\nTRAIN,a.jpg,cat,3,2,15,8\n"
             "VALIDATION,b.jpg,cat,3,2,15,8\nTRAIN,c.jpg,,,,,\n"
         },
-        {},
-        {"train": {"a.jpg": [CAT], "c.jpg": []}, "val": {"b.jpg": [CAT]}},
-        {},
+        train="a.jpg cat, c.jpg",
+        val="b.jpg cat",
     ),
-    "open images": (
-        "train/a.jpg",
+    layout(
+        "open images",
         {
             "train-annotations-bbox.csv": "ImageID,LabelName,XMin,XMax,YMin,YMax,"
             "IsGroupOf\na,/m/01yrx,0.075,0.375,0.1,0.4,1\n",
             "class-descriptions-boxable.csv": "/m/01yrx,cat\n",
         },
-        {},
-        {"train": {"train/a.jpg": [CAT]}},
         {"boxes marked as group or difficult: kept as crowd": 1},
+        train="train/a.jpg cat",
     ),
-    "yolo with lists of images": (
-        YOLO_IMAGES,
+    layout(
+        "yolo with lists of images",
         {
             **YOLO_LABELS,
             "lists/train.txt": "./train/images/a.jpg\n",
@@ -262,101 +245,96 @@ LAYOUTS = {
                 "valid", "lists/val.txt"
             ),
         },
-        {},
-        YOLO_SPLITS,
-        {},
+        train="train/images/a.jpg cat",
+        val="valid/images/a.jpg dog",
     ),
-    "other yaml files": (
-        YOLO_IMAGES,
+    layout(
+        "other yaml files",
         {
             **YOLO_LABELS,
             "data.yaml": YAML,
             "export.yaml": "made: 2024-02-31\n",
             "other.yaml": "{",
         },
-        {},
-        YOLO_SPLITS,
-        {},
+        train="train/images/a.jpg cat",
+        val="valid/images/a.jpg dog",
     ),
-    "darknet": (
-        "obj/a.JPG obj/b.JPG obj/c.JPG",
+    layout(
+        "darknet",
         DARKNET,
-        {},
-        {"train": {"obj/a.JPG": [CAT]}, "val": {"obj/b.JPG": [DOG]}},
         {
             "images of the list valid.txt that are missing": 1,
             "annotated images in no split that is used": 1,
         },
+        more="obj/c.JPG",
+        train="obj/a.JPG cat",
+        val="obj/b.JPG dog",
     ),
-    "yolo lists without a config": (
-        "a.jpg b.jpg c.jpg",
+    layout(
+        "yolo lists without a config",
         {**LABELLED, "train.txt": "a.jpg\nc.jpg\n", "val.txt": "b.jpg\n"},
-        {},
-        {"train": {"a.jpg": [CAT], "c.jpg": [CAT]}, "val": {"b.jpg": [CAT]}},
-        {},
+        train="a.jpg cat, c.jpg cat",
+        val="b.jpg cat",
     ),
-    "yolo lists of another copy": (
-        "a.jpg b.jpg c.jpg",
+    layout(
+        "yolo lists of another copy",
         {**LABELLED, "train.txt": "a.jpg\n" + "".join(f"{i}.jpg\n" for i in range(9))},
-        dict(val_share=0.0),
-        {"train": {"a.jpg": [CAT], "b.jpg": [CAT], "c.jpg": [CAT]}},
         {"images of list files are missing: the lists are ignored": 9},
+        options=dict(val_share=0.0),
+        train="a.jpg cat, b.jpg cat, c.jpg cat",
     ),
-    "folders images and labels": (
-        "images/train/a.png images/val/a.png",
+    layout(
+        "folders images and labels",
         {
             "labels/train/a.txt": CAT_LINE,
             "labels/val/a.txt": DOG_LINE,
             "labels/classes.txt": "cat\ndog\n\n\n",
         },
-        {},
-        {"train": {"images/train/a.png": [CAT]}, "val": {"images/val/a.png": [DOG]}},
-        {},
+        train="images/train/a.png cat",
+        val="images/val/a.png dog",
     ),
-    "polygons, and names of the entry": (
-        "a.jpg",
+    layout(
+        "polygons, and names of the entry",
         {
             "a.txt": "0 0.075 0.25 0.225 0.1 0.375 0.25 0.225 0.4\n"  # a rhombus
             "1 0.5 0.25 0.75 0.25 0.5 0.95\n",  # a triangle
         },
-        dict(classes=("cat", "dog")),
-        {"train": {"a.jpg": [CAT, DOG]}},
-        {},
+        options=dict(classes=("cat", "dog")),
+        train="a.jpg cat dog",
     ),
-    "keypoints": (
-        YOLO_IMAGES,
+    layout(
+        "keypoints",
         {
             "data.yaml": f"{YAML}kpt_shape: [2, 3]",
             # The box does not reach them.
             "train/labels/a.txt": f"{CAT_LINE} 0.9 0.9 2 0.01 0.01 0\n",
             "valid/labels/a.txt": f"{DOG_LINE} 0.9 0.9 2 0.01 0.01 0\n{DOG_LINE} 0.5",
         },
-        {},
-        YOLO_SPLITS,
         {"lines that are not a box or polygon of a class": 1},
+        train="train/images/a.jpg cat",
+        val="valid/images/a.jpg dog",
     ),
-    "images without objects": (
-        "a.jpg empty.jpg none.jpg",
+    layout(
+        "images without objects",
         {"a.txt": CAT_LINE, "empty.txt": "\n"},
-        dict(classes=("cat",), val_share=0.0),
-        {"train": {"a.jpg": [CAT], "empty.jpg": [], "none.jpg": []}},
         {"images without a label file: kept as without objects": 1},
+        options=dict(classes=("cat",), val_share=0.0),
+        train="a.jpg cat, empty.jpg, none.jpg",
     ),
-    "validation images that are training images": (
-        "train/images/a.jpg",
+    layout(
+        "validation images that are training images",
         {"train/labels/a.txt": CAT_LINE, "data.yaml": YAML.replace("valid", "train")},
-        {},
-        {split: {"train/images/a.jpg": [CAT]} for split in ("train", "val")},
         {"WARNING: images of val are images of train, too": 1},
+        train="train/images/a.jpg cat",
+        val="train/images/a.jpg cat",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout(folder, read, name):
-    images, files, options, splits, counts = LAYOUTS[name]
+@pytest.mark.parametrize(("images", "files", "counts", "options", "expected"), LAYOUTS)
+def test_layout(folder, read, images, files, counts, options, expected):
     found = read(folder(images, files), **options)
-    assert found.splits == splits
+    assert found.splits == expected
     assert found.dropped | found.noted == counts
     crowds = [r["iscrowd"] for d in found.documents.values() for r in d["annotations"]]
     assert sum(crowds) == sum(n for what, n in counts.items() if "crowd" in what)

@@ -134,10 +134,10 @@ def _samples(
         width, height = map(round, np.nan_to_num(size).tolist())
         stated = (width, height) if width and height else None
         yield Sample(image, path, boxes.get(number, []), stated)
-    for number in boxes.keys() - listed:
-        where = f"{path}: image_id {number!r}"
-        lost = len(boxes[number])
-        summary.drop("boxes of images that the file does not list", where, lost)
+    for number, left in boxes.items():
+        if number not in listed:
+            what = "boxes of images that the file does not list"
+            summary.drop(what, f"{path}: image_id {number!r}", len(left))
 
 
 def _box(
@@ -159,7 +159,7 @@ def _box(
     x, y, w, h = map(float, bbox)
     if crowd := bool(record.get("iscrowd")):
         summary.note("boxes marked iscrowd: kept as crowd", where)
-    area = record.get("area")
+    area = record.get("area", 0)
     stated = float(area) if is_number(area) and 0 < area < math.inf else None
     corners = (x, y, x + w, y + h)
     return Box(corners, names[record["category_id"]], place, crowd, stated)

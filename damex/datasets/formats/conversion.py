@@ -20,9 +20,9 @@ from damex.datasets.formats.coco import COCO
 from damex.datasets.formats.documents import coco_document
 from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS, VOC
 from damex.datasets.formats.records import Format, Options, Summary
-from damex.datasets.formats.splits import SPLITS, choose_splits
+from damex.datasets.formats.splits import choose_splits
 from damex.datasets.formats.tables import CSV, WIDER_FACE
-from damex.datasets.formats.tree import Tree, parent
+from damex.datasets.formats.tree import SPLITS, Tree, parent
 from damex.datasets.formats.yolo import YOLO
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.files import write_json

@@ -130,11 +130,13 @@ class Summary:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Summary:
         """Inverse of :meth:`to_dict`."""
-        summary = cls(**{**values, "classes": tuple(values["classes"])})
-        summary.splits = {k: SplitSummary(**v) for k, v in summary.splits.items()}
-        summary.dropped = {k: Count(*v) for k, v in summary.dropped.items()}
-        summary.noted = {k: Count(*v) for k, v in summary.noted.items()}
-        return summary
+        splits = {k: SplitSummary(**v) for k, v in values["splits"].items()}
+        counts = {
+            key: {what: Count(*count) for what, count in values[key].items()}
+            for key in ("dropped", "noted")
+        }
+        classes = tuple(values["classes"])
+        return cls(**{**values, **counts, "splits": splits, "classes": classes})
 
 
 def _add(counts: dict[str, Count], what: str, example: str, times: int) -> None:

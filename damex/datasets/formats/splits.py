@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from damex.datasets.formats.images import content_share, for_all
 from damex.datasets.formats.records import Contents, Options, Sample, Summary
 from damex.datasets.formats.tree import (
+    SPLITS,
     Tree,
     parent,
     some,
@@ -19,7 +20,6 @@ from damex.datasets.formats.tree import (
 from damex.errors import ConfigError, did_you_mean
 
 DEFAULT_VAL_SHARE = 0.1
-SPLITS = ("train", "val", "test")
 
 
 def split_of_table(path: str, tables: Sequence[str]) -> str | None:
@@ -59,8 +59,8 @@ def splits_of_label_files(
         split = split_name(stem(path)) or stem(path)
         for number, name in enumerate(names, start=1):
             near = (s for s in by_stem.get(name, ()) if s.source.startswith(base))
-            if (sample := next(near, None)) is not None:
-                splits.setdefault(split, []).append(sample)
+            if (found := next(near, None)) is not None:
+                splits.setdefault(split, []).append(found)
             elif name:
                 what = "names in a list of images without an annotation"
                 summary.drop(what, f"{path}:{number}: {name}")

@@ -67,6 +67,7 @@ _BOXES = (
 _HEADERLESS = ("image", *_CORNERS, "label")
 _SHARE_OF_SWAPPED = 0.1
 _LOOKED_AT = 200_000  # characters read to recognize a file
+_WIDER = "_bbx_gt.txt"
 _MISSING_BOXES = "boxes of images that are missing"
 
 
@@ -131,7 +132,12 @@ def _open(tree: Tree, path: str, limit: int = -1) -> _Table | None:
     if not _has_image(header):
         return None
     places = {column: place for place, column in enumerate(_HEADERLESS)}
-    fault = fault or _fault_of_rows(rows)
+    if fault is None and not _are_headerless(rows):
+        fault = (
+            "has no header, and its rows are not path,x1,y1,x2,y2,class. Put a first "
+            "line such as filename,xmin,ymin,xmax,ymax,class (or filename,x,y,w,h,"
+            "class) above it."
+        )
     return _Table(path, places, _CORNERS, rows, header=False, fault=fault)
 
 
@@ -139,8 +145,8 @@ def _has_image(row: Sequence[str]) -> bool:
     return any(field.lower().endswith(tuple(IMAGE_SUFFIXES)) for field in row)
 
 
-def _fault_of_rows(rows: list[tuple[int, list[str]]]) -> str | None:
-    """Why rows without a header are not in the only order that can be recognized."""
+def _are_headerless(rows: list[tuple[int, list[str]]]) -> bool:
+    """Whether rows are in the only order of columns that is clear without a header."""
     boxes = [corners for _, row in rows if (corners := numbers(row[1:5])) is not None]
     fitting = [
         row
@@ -151,18 +157,10 @@ def _fault_of_rows(rows: list[tuple[int, list[str]]]) -> str | None:
     ]
     swapped = sum(len(b) == 4 and (b[2] <= b[0] or b[3] <= b[1]) for b in boxes)
     names_are_numbers = all(numbers(row[5:6]) for row in fitting if row[5])
-    if len(fitting) < 0.5 * len(rows) or (boxes and names_are_numbers):
-        fault = f"the meaning of its {len(rows[0][1])} columns is unclear"
-    elif swapped > _SHARE_OF_SWAPPED * max(len(boxes), 1):
-        fault = (
-            f"{swapped} of {len(boxes)} rows are not path,x1,y1,x2,y2,class (x2 is not "
-            "above x1, or y2 not above y1)"
-        )
-    else:
-        return None
     return (
-        f"has no header, and {fault}. Put a first line such as filename,xmin,ymin,"
-        "xmax,ymax,class (or filename,x,y,w,h,class) above it."
+        len(fitting) >= 0.5 * len(rows)
+        and not (boxes and names_are_numbers)
+        and swapped <= _SHARE_OF_SWAPPED * max(len(boxes), 1)
     )
 
 
@@ -265,10 +263,6 @@ def _is_normalised(table: _Table) -> bool:
     return any_fraction
 
 
-def _wider_files(tree: Tree) -> list[str]:
-    return tree.with_suffix("_bbx_gt.txt")
-
-
 def _read_wider(tree: Tree, options: Options, summary: Summary) -> Contents:
     """Read blocks of an image, a number of faces, and a line per face.
 
@@ -276,7 +270,7 @@ def _read_wider(tree: Tree, options: Options, summary: Summary) -> Contents:
     invalid, occlusion, pose (Yang et al. 2016, readme.txt of wider_face_split).
     """
     contents = Contents([], classes=("face",))
-    for path in _wider_files(tree):
+    for path in tree.with_suffix(_WIDER):
         samples = list(_wider_samples(tree, path, summary))
         contents.samples += samples
         if (split := split_of_file(path)) is not None:
@@ -327,6 +321,6 @@ CSV = Format(
 WIDER_FACE = Format(
     name="wider_face",
     looks_for="wider_face_train_bbx_gt.txt with images in WIDER_train/images/",
-    recognise=lambda tree: some(_wider_files(tree)[:1]) or None,
+    recognise=lambda tree: some(tree.with_suffix(_WIDER)[:1]) or None,
     read=_read_wider,
 )

@@ -17,15 +17,10 @@ IMAGE_SUFFIXES = frozenset(
         *(".gif", ".ppm", ".pgm", ".jp2"),
     }
 )
+SPLITS = ("train", "val", "test")
 _SPLITS = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "dev": "val",
-    "test": "test",
-    "testing": "test",
+    **{name: name for name in SPLITS},
+    **dict(training="train", valid="val", validation="val", dev="val", testing="test"),
 }
 _SKIPPED_FOLDERS = frozenset({"__MACOSX", "__pycache__"})
 # Sibling folders of a folder of label files that may hold the images, likely first.
