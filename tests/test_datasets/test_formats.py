@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import errno
+import io
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -112,12 +112,15 @@ def write_dota(images):
 
 
 def write_csv(images):
+    text = io.StringIO()
     rows = _rows(
         images,
-        lambda name, k, x1, y1, x2, y2: f"{x2!r},{y2!r},{name},{k},{x1!r},{y1!r}",
-        lambda name: f",,{name},,,",
+        lambda name, k, x1, y1, x2, y2: (x2, y2, name, k, x1, y1),
+        lambda name: ("", "", name, "", "", ""),
     )
-    return {"boxes.csv": "\n".join(["xmax,ymax,file,label,xmin,ymin", *rows])}
+    header = ("xmax", "ymax", "file", "label", "xmin", "ymin")
+    csv.writer(text).writerows([header, *rows])
+    return {"boxes.csv": text.getvalue()}
 
 
 def write_retinanet(images):
@@ -227,15 +230,9 @@ def test_odd_names_come_through(tmp_path, write_image, read, kind, monkeypatch):
     file = 'im\'s "0" 猫.png'
     write_image(root / file)
     boxes = [(name, (1.0 + i, 2.0, 9.0 + i, 9.0)) for i, name in enumerate(names)]
-    if kind == "csv":
-        with (root / "boxes.csv").open("w", newline="") as table:
-            rows = [(file, name, *corners) for name, corners in boxes]
-            header = ("filename", "class", "xmin", "ymin", "xmax", "ymax")
-            csv.writer(table).writerows([header, *rows])
-    else:
-        for name, text in WRITERS[kind]({file: ((40, 20), boxes)}).items():
-            text = text if isinstance(text, str) else json.dumps(text)
-            (root / name).write_text(text)
+    for name, text in WRITERS[kind]({file: ((40, 20), boxes)}).items():
+        content = text if isinstance(text, str) else json.dumps(text)
+        (root / name).write_text(content, newline="")
     found = read(root, val_share=0.0)
     assert found.boxes() == {file: boxes}
     assert len(found.summary.splits["train"].line().splitlines()) == 1
@@ -420,41 +417,27 @@ def test_a_file_of_all_images_with_those_of_the_splits(folder, read):
         read(root, val=("all.json",))
 
 
-def _convert(root):
-    return convert_cached(root, Options()).file("train")
-
-
 def test_conversion_is_reused_until_something_changes(csv_folder, cache):
     files = sorted(csv_folder.rglob("*"))
-    first = _convert(csv_folder)
+    first = convert_cached(csv_folder, Options())
     assert sorted(csv_folder.rglob("*")) == files  # the user's folder stays
-    assert first.is_relative_to(cache)
-    stamp = first.stat().st_mtime_ns
-    assert _convert(csv_folder) == first
-    assert first.stat().st_mtime_ns == stamp
+    assert first.folder.parent == cache
+    stamp = first.file("train").stat().st_mtime_ns
+    assert convert_cached(csv_folder, Options()) == first
+    assert first.file("train").stat().st_mtime_ns == stamp
     # Options, content and times each ask for a new one.
-    assert convert_cached(csv_folder, Options(val_share=0.5)).file("train") != first
-    image = csv_folder / "3.png"
-    os.utime(image, ns=(1, 1))
-    second = _convert(csv_folder)
-    assert second != first
+    assert convert_cached(csv_folder, Options(val_share=0.5)).folder != first.folder
+    os.utime(csv_folder / "3.png", ns=(1, 1))
+    assert convert_cached(csv_folder, Options()).folder != first.folder
     with (csv_folder / "boxes.csv").open("a") as boxes:
         boxes.write("\n0.png,bee,1,1,5,5")
     third = convert_cached(csv_folder, Options())
-    totals = [sum(s.boxes.values()) for s in third.summary.splits.values()]
-    assert sum(totals) == 41
+    assert sum(sum(s.boxes.values()) for s in third.summary.splits.values()) == 41
     # A file that somebody took out is made again; nothing else is left behind.
     third.file("val").unlink()
     assert convert_cached(csv_folder, Options()).file("val").is_file()
     assert len(list(cache.iterdir())) == 4
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
-
-
-def test_processes_at_once_agree(csv_folder, cache):
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        files = pool.map(_convert, [csv_folder] * 3, chunksize=1)
-    assert {*files} == {_convert(csv_folder)}
-    assert len(list(cache.iterdir())) == 1
 
 
 def test_the_loser_of_a_race_takes_the_winners_files(csv_folder, cache, monkeypatch):
@@ -476,9 +459,7 @@ def test_the_loser_of_a_race_takes_the_winners_files(csv_folder, cache, monkeypa
 
 def test_cache_that_cannot_be_written(csv_folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(csv_folder / "boxes.csv"))
-    with pytest.raises(
-        ConfigError, match=r"cannot be converted to .*set XDG_CACHE_HOME"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be conv.*set XDG_CACHE_HOME"):
         convert_cached(csv_folder, Options())
 
 
@@ -535,10 +516,7 @@ def test_summary_is_said_once(csv_folder, monkeypatch):
         (dict(img="x/"), r"img cannot be combined with root="),
         (dict(train=dict(type="VOCDataset")), r"with root, train is a split, folder"),
         (dict(format="vocc"), r"format='vocc' is unknown; did you mean 'voc'\?"),
-        (
-            dict(val_share=1.0),
-            r"val_share must be a number from 0 to below 1, got 1\.0",
-        ),
+        (dict(val_share=1.0), r"val_share must be .* to below 1, got 1\.0"),
         (dict(val_share="x"), r"val_share must be a number"),
         (dict(root=None, format="voc"), r"format needs root="),
         (dict(root=None, val_share=0.2), r"val_share needs root="),
@@ -570,9 +548,7 @@ def test_faults_of_a_root_name_the_dataset(csv_folder, tmp_path):
         spec.dataset_config("val")
     (tmp_path / "empty").mkdir()
     spec = DatasetSpec("cars", root=str(tmp_path / "empty"))
-    with pytest.raises(
-        ConfigError, match=r"dataset 'cars': .* no annotations in a form"
-    ):
+    with pytest.raises(ConfigError, match=r"dataset 'cars': .* no annotations in"):
         spec.own_classes  # noqa: B018
 
 
@@ -581,18 +557,15 @@ def test_convert_command(csv_folder, tmp_path, capsys):
     data(["convert", str(csv_folder), "--out", str(out), "--val-share", "0.25"])
     text = capsys.readouterr().out
     assert "set: csv data in " in text
-    assert sorted(path.name for path in out.iterdir()) == [
-        "summary.json",
-        "train.json",
-        "val.json",
-    ]
+    files = {path.name for path in out.iterdir()}
+    assert files == {"summary.json", "train.json", "val.json"}
     entry = eval(text.partition("for a mixture:\n")[2].strip().rstrip(","))
     theirs = MixtureDataset(datasets=[entry], pipeline=PIPELINE)
     root = dict(name="set", root=str(csv_folder), val_share=0.25)
     ours = MixtureDataset(datasets=[root], pipeline=PIPELINE)
-    assert [i["img_path"] for i in map(theirs.get_data_info, range(len(theirs)))] == [
-        i["img_path"] for i in map(ours.get_data_info, range(len(ours)))
-    ]
+    for i in range(max(len(theirs), len(ours))):
+        paths = [d.get_data_info(i)["img_path"] for d in (theirs, ours)]
+        assert paths[0] == paths[1]
 
 
 def test_convert_writes_all_files_or_none(csv_folder, tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from damex.datasets.formats.images import Header, read_header, turn_box
+from damex.datasets.formats.images import read_header, turn_box
 from damex.datasets.mixture import MixtureDataset
 from damex.errors import DataError
 
@@ -75,41 +75,27 @@ def test_header_is_the_image_as_loaded(tmp_path, orientation, kind):
         assert red_box(sample["inputs"]) == turned
 
 
-@pytest.mark.parametrize("orientation", [1, 5, 6, 7, 8])
-def test_boxes_for_the_stored_pixels_are_turned(tmp_path, read, orientation):
-    paint(tmp_path / "a.jpg", orientation)
-    (tmp_path / "x.csv").write_text(csv_row(STORED_BOX, SIZE))
-    sample = load(tmp_path)
-    (box,) = sample["data_samples"].gt_instances.bboxes.numpy()
-    assert red_box(sample["inputs"]) == box.tolist()
-    assert read(tmp_path, val_share=0.0).noted == (
-        {} if orientation == 1 else {TURNED: 1}
-    )
-
-
-@pytest.mark.parametrize("orientation", range(2, 9))
-def test_boxes_for_the_image_as_shown_stay(tmp_path, read, orientation):
-    paint(tmp_path / "a.jpg", orientation)
-    header = read_header(tmp_path / "a.jpg")
-    text = csv_row(turn_box(STORED_BOX, header), header.shown)
-    (tmp_path / "x.csv").write_text(text)
-    sample = load(tmp_path)
-    (box,) = sample["data_samples"].gt_instances.bboxes.numpy()
-    assert red_box(sample["inputs"]) == box.tolist()
-    assert read(tmp_path, val_share=0.0).noted == {AS_SHOWN: 1}
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_yolo_means_the_image_as_shown(tmp_path, orientation):
+@pytest.mark.parametrize("written_for", ["stored", "shown", "fractions"])
+def test_boxes_lie_on_the_pixels(tmp_path, read, written_for, orientation):
     paint(tmp_path / "a.jpg", orientation)
     header = read_header(tmp_path / "a.jpg")
-    x1, y1, x2, y2 = turn_box(STORED_BOX, header)
-    w, h = header.shown
-    shares = [(x1 + x2) / 2 / w, (y1 + y2) / 2 / h, (x2 - x1) / w, (y2 - y1) / h]
-    (tmp_path / "a.txt").write_text(f"0 {' '.join(map(str, shares))}")
-    sample = load(tmp_path, classes=["x"])
-    (box,) = sample["data_samples"].gt_instances.bboxes.numpy()
-    np.testing.assert_allclose(red_box(sample["inputs"]), box, atol=1e-4)
+    box, noted = turn_box(STORED_BOX, header), {AS_SHOWN: 1}
+    if written_for == "fractions":  # of the image as shown
+        (x1, y1, x2, y2), (w, h) = box, header.shown
+        shares = [(x1 + x2) / 2 / w, (y1 + y2) / 2 / h, (x2 - x1) / w, (y2 - y1) / h]
+        (tmp_path / "a.txt").write_text(f"0 {' '.join(map(str, shares))}")
+        (tmp_path / "classes.txt").write_text("x")
+    elif written_for == "shown" or orientation < 5:
+        (tmp_path / "x.csv").write_text(csv_row(box, header.shown))
+    else:
+        (tmp_path / "x.csv").write_text(csv_row(STORED_BOX, SIZE))
+        noted = {TURNED: 1}
+    sample = load(tmp_path)
+    (found,) = sample["data_samples"].gt_instances.bboxes.numpy()
+    np.testing.assert_allclose(red_box(sample["inputs"]), found, atol=1e-4)
+    counts = read(tmp_path, val_share=0.0).noted
+    assert counts == ({} if orientation == 1 else noted)
 
 
 def test_without_a_stated_size_boxes_that_only_fit_the_stored_pixels_are_turned(
@@ -130,19 +116,6 @@ def test_neither_size_fits(tmp_path, read):
         DataError, match=r"no box is left. Left out: 1 images of another"
     ):
         read(tmp_path)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_turning_keeps_area_and_whether_corners_are_swapped(orientation):
-    header = Header(48, 32, orientation)
-    rng = np.random.default_rng(orientation)
-    for _ in range(50):
-        x1, x2 = rng.uniform(0, 48, 2)
-        y1, y2 = rng.uniform(0, 32, 2)
-        a, b, c, d = turn_box((x1, y1, x2, y2), header)
-        assert (c - a) * (d - b) == pytest.approx((x2 - x1) * (y2 - y1))
-        sides, turned = sorted([x2 - x1, y2 - y1]), sorted([c - a, d - b])
-        np.testing.assert_allclose(turned, sides)
 
 
 def test_aerial_image_above_pillows_limit(tmp_path, read, monkeypatch):
@@ -178,10 +151,9 @@ def test_plain_coco_file_with_a_rotated_image_is_an_error_when_it_is_loaded(
     with pytest.raises(DataError) as caught:
         dataset[0]
     text = str(caught.value)
-    assert "dataset 'a'" in text
+    assert text.startswith("dataset 'a'")
     assert "images/a.jpg is rotated by EXIF (orientation 8)" in text
     assert "training loads 32 x 48, and its record states 48 x 32" in text
-    assert "EXIF" in text
     assert "\n" not in text
     unrotated = dict(PIPELINE[0], color_type="color_ignore_orientation")
     dataset = MixtureDataset(datasets=[entry], pipeline=[unrotated, *PIPELINE[1:]])
