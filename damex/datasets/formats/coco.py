@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from damex.datasets.coco_boxes import is_number
 from damex.datasets.coco_records import LISTS, Records, parse_records, read_json
 from damex.datasets.findings import Place, raise_first
 from damex.datasets.formats.records import (
@@ -149,7 +148,7 @@ def _box(
         what = "boxes of an unknown category id"
         summary.drop(what, f"{where}: {record['category_id']!r}")
         return None
-    if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(is_number, bbox)):
+    if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(_is_number, bbox)):
         what = "annotations without a bbox of four numbers"
         summary.drop(what, f"{where}: bbox is {bbox!r:.80}")
         return None
@@ -160,9 +159,13 @@ def _box(
     if crowd := bool(record.get("iscrowd")):
         summary.note("boxes marked iscrowd: kept as crowd", where)
     area = record.get("area", 0)
-    stated = float(area) if is_number(area) and 0 < area < math.inf else None
+    stated = float(area) if _is_number(area) and 0 < area < math.inf else None
     corners = (x, y, x + w, y + h)
     return Box(corners, names[record["category_id"]], place, crowd, stated)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 COCO = Format(
