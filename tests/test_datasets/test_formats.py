@@ -433,7 +433,7 @@ def test_conversion_is_reused_until_something_changes(csv_folder, cache):
         boxes.write("\n0.png,bee,1,1,5,5")
     third = convert_cached(csv_folder, Options())
     assert sum(sum(s.boxes.values()) for s in third.summary.splits.values()) == 41
-    # A file that somebody took out is made again; nothing else is left behind.
+    # A deleted file is written again; nothing else is left behind.
     third.file("val").unlink()
     assert convert_cached(csv_folder, Options()).file("val").is_file()
     assert len(list(cache.iterdir())) == 4
@@ -491,7 +491,7 @@ def test_entry_with_a_root_trains_and_evaluates(
     assert entries[0] == dict(name="bugs", root=str(csv_folder), val_share=0.25)
 
 
-def test_summary_is_said_once(csv_folder, monkeypatch):
+def test_summary_is_logged_once(csv_folder, monkeypatch):
     (csv_folder / "1.png").write_bytes(b"")
     seen, levels = [], []
 
@@ -594,9 +594,9 @@ def test_convert_writes_all_files_or_none(csv_folder, tmp_path, capsys, monkeypa
         (["--out", "{tmp}/full/train.json"], "train.json cannot be written to"),
         (["--out", "/proc/x"], "/proc/x cannot be written to"),
         (["--out", "{tmp}/out", "--val-share", "2"], "--val-share must be from 0"),
-        (["--out", "{tmp}/out", "--format", "vco"], "invalid choice: 'vco'"),
+        (["--out", "{tmp}/out", "--format", "vco"], 'Invalid value "vco" for --format'),
         (["--out", "{tmp}/out", "--classes", "a", "a"], "name 1 and name 2 are both"),
-        ([], "required: --out"),
+        ([], "--out requires an argument"),
     ],
 )
 def test_mistakes_of_the_command(csv_folder, tmp_path, capsys, arguments, fault):

@@ -21,6 +21,7 @@ from damex.datasets.formats.records import (
     Options,
     Sample,
     Summary,
+    enclosing_box,
     numbers,
     size_of,
 )
@@ -253,11 +254,7 @@ def _kitti_box(words: list[str]) -> Box:
 
 def _dota_box(words: list[str]) -> Box:
     """Parse four corners, class and difficulty (Xia et al. 2018) to an upright box."""
-    values = [float(word) for word in words[:8]]
-    xs, ys = values[0::2], values[1::2]
-    # min and max could hide a NaN.
-    broken = math.nan if any(map(math.isnan, values)) else 0.0
-    corners = (min(xs) + broken, min(ys), max(xs), max(ys))
+    corners = enclosing_box([float(word) for word in words[:8]])
     return Box(corners, words[8], 0, crowd=words[9:] == ["1"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -190,6 +191,13 @@ def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
         return tuple(float(word) for word in words)
     except ValueError:
         return None
+
+
+def enclosing_box(points: Sequence[float]) -> Corners:
+    """The upright box around points x1, y1, x2, y2, ...; NaN if one is."""
+    if any(map(math.isnan, points)):
+        return (math.nan,) * 4
+    return min(points[::2]), min(points[1::2]), max(points[::2]), max(points[1::2])
 
 
 def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:

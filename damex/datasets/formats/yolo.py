@@ -26,11 +26,11 @@ from damex.datasets.formats.label_files import (
 from damex.datasets.formats.records import (
     Box,
     Contents,
-    Corners,
     Format,
     Options,
     Sample,
     Summary,
+    enclosing_box,
     fault_of_names,
     numbers,
 )
@@ -322,15 +322,13 @@ def _boxes(
             what = "boxes that are not fractions of the image (above 1)"
             summary.drop(what, f"{place}: {fault_of_line(line)}")
         else:
-            yield Box(_corners(values[1:]), names[int(values[0])], number)
-
-
-def _corners(shape: tuple[float, ...]) -> Corners:
-    if len(shape) == 4:
-        x, y, w, h = shape
-        return x - w / 2, y - h / 2, x + w / 2, y + h / 2
-    xs, ys = shape[0::2], shape[1::2]
-    return min(xs), min(ys), max(xs), max(ys)
+            shape = values[1:]
+            if len(shape) == 4:
+                x, y, w, h = shape
+                shape = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+            else:
+                shape = enclosing_box(shape)
+            yield Box(shape, names[int(values[0])], number)
 
 
 YOLO = Format(
