@@ -82,7 +82,7 @@ LABELLED = dict.fromkeys(("a.txt", "b.txt", "c.txt"), CAT_LINE) | {"x.names": "c
 def layout(name, files, counts=None, more="", options=None, **splits):
     """Files, drops and notes, and images with the labels of their boxes by split."""
     rows = {k: [row.split() for row in text.split(",")] for k, text in splits.items()}
-    boxes = dict(cat=CAT, dog=DOG)
+    boxes = dict(cat=CAT, dog=DOG, face=("face", CAT[1]), hand=("face", DOG[1]))
     expected = {
         split: {image: [boxes[k] for k in labels] for image, *labels in images}
         for split, images in rows.items()
@@ -203,6 +203,37 @@ LAYOUTS = [
         {"objects marked difficult: kept as crowd": 1},
         train="train/images/P1.png cat dog",
         val="val/images/P2.png dog",
+    ),
+    layout(
+        "trainval of voc",
+        {
+            **{f"Annotations/{name}.xml": xml(CAT) for name in "abc"},
+            "ImageSets/Main/trainval.txt": "a\nb\n",
+            "ImageSets/Main/test.txt": "c\n",
+        },
+        options=dict(val_share=0.0),
+        train="JPEGImages/a.jpg cat, JPEGImages/b.jpg cat",
+        test="JPEGImages/c.jpg cat",
+    ),
+    layout(
+        "wider_face",
+        {
+            "wider_face_split/wider_face_train_bbx_gt.txt": "0--P/a.jpg\n0\n"
+            "0 0 0 0 0 0 0 0 0 0 \n0--P/d.jpg\n0\n"  # a line of zeros, or none
+            "0--P/b.jpg\n2\n3 2 12 6 0 0 0 0 0 0 \n20 5 10 14 0 0 0 1 0 0 \n"
+            "1--H/a.jpg\n1\n3 2 0 6 0 0 0 0 0 0 \n"
+            "1--H/gone.jpg\n1\n3 2 3 6 0 0 0 0 0 0 \n",
+            "wider_face_split/wider_face_val_bbx_gt.txt": "0--P/a.jpg\n1\n3 2 12 6\n",
+        },
+        {
+            ZERO: 1,
+            "annotated images that are missing": 1,
+            "boxes of images that are missing": 1,
+            "faces marked invalid: kept as crowd": 1,
+        },
+        train="WIDER_train/images/0--P/a.jpg, WIDER_train/images/0--P/d.jpg, "
+        "WIDER_train/images/0--P/b.jpg face hand, WIDER_train/images/1--H/a.jpg",
+        val="WIDER_val/images/0--P/a.jpg face",
     ),
     layout(
         "csv of splits",
@@ -380,36 +411,6 @@ def test_columns_of_csv(folder, read, text):
     found = read(folder("images/a.jpg images/b.jpg images/c.jpg", {"boxes.csv": text}))
     assert found.boxes() == {"images/a.jpg": [CAT], "images/b.jpg": [DOG]}
     assert found.dropped == {"images without an annotation": 1}
-
-
-@pytest.mark.parametrize("zeros", ["0 0 0 0 0 0 0 0 0 0 \n", ""])
-def test_blocks_of_wider_face(folder, read, zeros):
-    train = "WIDER_train/images/"
-    text = (
-        f"0--Parade/a.jpg\n0\n{zeros}"
-        "0--Parade/b.jpg\n2\n3 2 12 6 0 0 0 0 0 0 \n20 5 10 14 0 0 0 1 0 0 \n"
-        "1--Hand/a.jpg\n1\n3 2 0 6 0 0 0 0 0 0 \n"
-        "1--Hand/gone.jpg\n1\n3 2 3 6 0 0 0 0 0 0 \n"
-    )
-    files = {
-        "wider_face_split/wider_face_train_bbx_gt.txt": text,
-        "wider_face_split/wider_face_val_bbx_gt.txt": "0--Parade/a.jpg\n1\n1 2 3 4 0\n",
-    }
-    images = [
-        f"{train}{name}.jpg" for name in ("0--Parade/a", "0--Parade/b", "1--Hand/a")
-    ]
-    found = read(folder(" ".join([*images, images[0].replace("train", "val")]), files))
-    faces = [("face", CAT[1]), ("face", DOG[1])]
-    assert found.splits == {
-        "train": dict(zip(images, ([], faces, []), strict=True)),
-        "val": {"WIDER_val/images/0--Parade/a.jpg": [("face", (1, 2, 4, 6))]},
-    }
-    crowds = [a["iscrowd"] for a in found.documents["train"]["annotations"]]
-    assert crowds == [0, 1]
-    missing = ("annotated images that are missing", "boxes of images that are missing")
-    assert found.dropped == dict.fromkeys((ZERO, *missing), 1)
-    example = found.summary.dropped[ZERO].example
-    assert example.startswith("wider_face_split/wider_face_train_bbx_gt.txt:")
 
 
 # Folder -> drops and an example of each, without the one box that is kept.
@@ -624,16 +625,6 @@ def test_image_of_voc_by_the_stated_name_and_lists_with_spaces(folder, read):
     assert examples == ["ImageSets/Main/val.txt:3: it's 3"]
     assert found.documents["val"]["annotations"][0]["iscrowd"] == 1
     assert found.noted == {"objects marked difficult: kept as crowd": 1}
-
-
-def test_trainval_is_split(folder, read):
-    files = {f"Annotations/{name}.xml": xml(CAT) for name in "abcd"}
-    files["ImageSets/Main/trainval.txt"] = "a\nb\nd\n"
-    files["ImageSets/Main/test.txt"] = "c\n"
-    images = [f"JPEGImages/{name}.jpg" for name in "abcd"]
-    found = read(folder(images, files), val_share=0.5)
-    assert list(found.splits["test"]) == ["JPEGImages/c.jpg"]
-    assert len(found.splits["train"]) + len(found.splits["val"]) == 3
 
 
 def test_images_that_cannot_be_read(folder, read):
