@@ -23,8 +23,7 @@ from damex.datasets.formats.records import (
     Sample,
     Summary,
 )
-from damex.datasets.formats.splits import split_of_table
-from damex.datasets.formats.tree import Tree, some, split_of_file, stem
+from damex.datasets.formats.tree import Tree, some, split_of_file, split_of_table, stem
 
 _MANY_FILES = 40
 

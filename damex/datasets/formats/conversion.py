@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from damex.datasets.formats.coco import COCO
-from damex.datasets.formats.documents import coco_document
+from damex.datasets.formats.documents import choose_splits, coco_document
 from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS, VOC
 from damex.datasets.formats.records import Format, Options, Summary
-from damex.datasets.formats.splits import choose_splits
 from damex.datasets.formats.tables import CSV, WIDER_FACE
 from damex.datasets.formats.tree import SPLITS, Tree, parent
 from damex.datasets.formats.yolo import YOLO

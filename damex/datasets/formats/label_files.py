@@ -10,7 +10,7 @@ import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -25,8 +25,13 @@ from damex.datasets.formats.records import (
     numbers,
     size_of,
 )
-from damex.datasets.formats.splits import splits_of_label_files
-from damex.datasets.formats.tree import Tree, parent, stem
+from damex.datasets.formats.tree import (
+    Tree,
+    parent,
+    split_name,
+    split_of_folder,
+    stem,
+)
 from damex.errors import DataError
 
 _LOOKED_AT = 40
@@ -91,7 +96,7 @@ def _read_voc(tree: Tree, options: Options, summary: Summary) -> Contents:
         boxes = list(_boxes_of_voc(root, path, summary))
         sides = [root.findtext(f"size/{key}") or "" for key in ("width", "height")]
         samples.append(Sample(image, path, boxes, size_of(numbers(sides))))
-    return Contents(samples, splits_of_label_files(tree, samples, summary))
+    return Contents(samples, _splits(tree, samples, summary))
 
 
 def _boxes_of_voc(
@@ -166,16 +171,16 @@ def _named_like_images(tree: Tree) -> list[str]:
 def first_fault(tree: Tree) -> str | None:
     """The first line, in a file named like an image, that is a label of no format."""
     for path in _named_like_images(tree):
-        for number, line in enumerate(tree.lines(path), start=1):
-            if line and kind_of_line(line) is None:
+        for number, line in tree.numbered(path):
+            if kind_of_line(line) is None:
                 return f"{path}:{number}: {fault_of_line(line)}"
     return None
 
 
 def kind_of_file(tree: Tree, path: str) -> str | None:
     """The format of a label file by its first recognizable line."""
-    for line in tree.lines(path)[:_LOOKED_AT]:
-        if line and not line.lower().startswith(_HEADERS):
+    for _, line in tree.numbered(path):
+        if not line.lower().startswith(_HEADERS):
             return kind_of_line(line)
     return None
 
@@ -207,15 +212,15 @@ def _read_labels(tree: Tree, kind: str, parse: _Parse, summary: Summary) -> Cont
             samples.append(Sample(image, path, boxes))
         elif found == kind:
             summary.drop("annotation files without an image", path)
-    return Contents(samples, splits_of_label_files(tree, samples, summary))
+    return Contents(samples, _splits(tree, samples, summary))
 
 
 def _boxes_of_text(
     tree: Tree, path: str, kind: str, parse: _Parse, summary: Summary
 ) -> Iterator[Box]:
-    for number, line in enumerate(tree.lines(path), start=1):
+    for number, line in tree.numbered(path):
         place, words = f"{path}:{number}", line.split()
-        if not words or line.lower().startswith(_HEADERS):
+        if line.lower().startswith(_HEADERS):
             continue
         if kind_of_line(line) != kind:
             what = f"lines that are not {kind.upper()} labels"
@@ -256,6 +261,46 @@ def _dota_box(words: list[str]) -> Box:
     """Parse four corners, class and difficulty (Xia et al. 2018) to an upright box."""
     corners = enclosing_box([float(word) for word in words[:8]])
     return Box(corners, words[8], 0, crowd=words[9:] == ["1"])
+
+
+def _splits(
+    tree: Tree, samples: Sequence[Sample], summary: Summary
+) -> dict[str, list[Sample]]:
+    """Splits by ``ImageSets/train.txt``, ``ImageSets/Main/train.txt`` etc.
+
+    Without these lists, by folders named like splits. Lists of one name in several
+    folders (VOC2007 and VOC2012) are joined; VOC's lists per class are skipped.
+    """
+    splits: dict[str, list[Sample]] = {}
+    by_stem: dict[str, list[Sample]] = {}
+    by_folder: dict[str, list[Sample]] = {}
+    # KITTI has equal names in training/ and testing/.
+    for sample in sorted(samples, key=lambda s: _folder_split(s) != "train"):
+        by_stem.setdefault(stem(sample.source), []).append(sample)
+    for path in tree.with_suffix(".txt"):
+        parts = parent(path).split("/")
+        if "ImageSets" not in parts or parts[-1] not in ("ImageSets", "Main"):
+            continue
+        names = list(tree.numbered(path))
+        if all(re.search(r"\s(-1|0|1)$", name) for _, name in names):
+            continue  # also an empty one
+        base = "".join(f"{part}/" for part in parts[: parts.index("ImageSets")])
+        split = split_name(stem(path)) or stem(path)
+        for number, name in names:
+            near = (s for s in by_stem.get(name, ()) if s.source.startswith(base))
+            if (found := next(near, None)) is not None:
+                splits.setdefault(split, []).append(found)
+            else:
+                what = "names in a list of images without an annotation"
+                summary.drop(what, f"{path}:{number}: {name}")
+    for sample in samples:
+        if (folder := _folder_split(sample)) is not None:
+            by_folder.setdefault(folder, []).append(sample)
+    return splits or by_folder
+
+
+def _folder_split(sample: Sample) -> str | None:
+    return split_of_folder(parent(sample.source))
 
 
 VOC = Format(

@@ -24,13 +24,13 @@ from damex.datasets.formats.records import (
     numbers,
     size_of,
 )
-from damex.datasets.formats.splits import split_of_table
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
     Tree,
     some,
     split_name,
     split_of_file,
+    split_of_table,
 )
 from damex.errors import ConfigError, DataError
 

@@ -47,6 +47,18 @@ def split_of_file(path: str) -> str | None:
     return split_of_folder(name) or split_of_folder(parent(path))
 
 
+def split_of_table(path: str, tables: Sequence[str]) -> str | None:
+    """Split of one of several files with many images each.
+
+    Files of one split, such as train2014 and train2017, may overlap: they keep their
+    paths.
+    """
+    split = split_of_file(path)
+    if split is not None and [*map(split_of_file, tables)].count(split) == 1:
+        return split
+    return path if split is not None or len(tables) > 1 else None
+
+
 class Tree:
     """All visible files below a folder, with sizes and times; links are followed.
 
@@ -78,6 +90,11 @@ class Tree:
     def lines(self, path: str) -> list[str]:
         """The lines of a file, stripped."""
         return [line.strip() for line in self.text(path).splitlines()]
+
+    def numbered(self, path: str) -> Iterator[tuple[int, str]]:
+        """The lines of a file that are not empty, with their numbers from 1."""
+        lines = enumerate(self.lines(path), start=1)
+        return ((number, line) for number, line in lines if line)
 
     @cached_property
     def images(self) -> list[str]:

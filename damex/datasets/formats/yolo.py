@@ -272,10 +272,10 @@ def _listed(tree: Tree, path: str, summary: Summary) -> list[str]:
     """The images of a list file."""
     find = tree.image_finder(path)
     found = []
-    for number, line in enumerate(tree.lines(path), start=1):
+    for number, line in tree.numbered(path):
         if (image := find(line)) is not None:
             found.append(image)
-        elif line:
+        else:
             what = f"images of the list {path} that are missing"
             summary.drop(what, f"{path}:{number}: {line}")
     return found
@@ -305,10 +305,8 @@ def _label_of_images(tree: Tree, summary: Summary) -> dict[str, str]:
 def _boxes(
     tree: Tree, path: str, names: tuple[str, ...], keypoints: int, summary: Summary
 ) -> Iterator[Box]:
-    for number, line in enumerate(tree.lines(path), start=1):
+    for number, line in tree.numbered(path):
         words, place = line.split(), f"{path}:{number}"
-        if not words:
-            continue
         if keypoints and len(words) == 5 + keypoints:
             words = words[:5]
         values = numbers(words)
