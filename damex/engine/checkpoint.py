@@ -25,7 +25,7 @@ from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
-from damex.models.config import moe_difference
+from damex.models.build import moe_difference
 from damex.models.detectors import RoutedDetector
 
 # IndexError and struct.error: truncated files of torch before 1.6.

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from damex.datasets.label_space import LabelSpace
-from damex.engine.row_transfer import names_of_space
+from damex.engine.rows import RowKey, RowNames, check_declared, has_groups, row_keys
 from damex.engine.schedule import bare_model
 from damex.errors import ConfigError, did_you_mean
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
-from damex.models.rows import Owner, check_declared, has_groups, row_owners
 from damex.moe import TopKGate
 
 
@@ -44,7 +43,7 @@ def freeze_all_but(
         str(name) for name in datasets
     ]  # a command line parses 2019 as a number
     check_declared(model)
-    owners = row_owners(model, model.state_dict(), names_of_space(space))
+    owners = row_keys(model, model.state_dict(), RowNames.of_space(space))
     trained = _trained_owners(space, datasets)
     kept = {
         key: torch.tensor([owner not in trained for owner in rows])
@@ -118,7 +117,7 @@ class _Trained:
     def __init__(self, classes: set[str], groups: set[str]) -> None:
         self._classes, self._groups = classes, groups
 
-    def __contains__(self, owner: Owner) -> bool:
+    def __contains__(self, owner: RowKey) -> bool:
         known = {"class": self._classes, "groups": self._groups}.get(owner.kind, set())
         return bool(owner.names) and known.issuperset(owner.names)
 

@@ -1,16 +1,34 @@
-"""``load_optimizer=True``: start a training with moments of a checkpoint, by name."""
+"""``load_optimizer=True``: start a training with moments of a checkpoint, by name.
+
+Optimizers keep tensors of a parameter's shape, such as Adam's two moments. Where
+experts start as a dense FFN they follow its weights (Komatsuzaki et al. 2023, arXiv
+2212.05055, appendix B.6: vision models start better with them).
+
+Axes: D model width, H hidden width of the FFN, h of a part of it, P parts, E experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from damex.errors import ConfigError
-from damex.models.moments import Origin, moment_origins
+from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.upcycling import (
+    DENSE_EXPERT,
+    ROUTED,
+    SHARED,
+    closing_norm,
+    dense_keys,
+    expert_tensors,
+    is_unfinished,
+)
 from damex.moe import ChainedOptimizer, NormalizedGD
 
 # Group options that torch or a scheduler adds.
@@ -26,7 +44,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def take_over_moments(
+def load_moments(
     checkpoint: Mapping[str, Any],
     model: nn.Module,
     optimizer: Optimizer,
@@ -36,10 +54,10 @@ def take_over_moments(
 ) -> str:
     """Initialize moments of a new training from a checkpoint, by parameter name.
 
-    The moments of an FFN become those of its experts, as its weights do; see
-    :mod:`damex.models.moments`. New parameters, those of another shape and those in
-    `without`, whose rows have another meaning, start without moments. Learning rates
-    and schedules are not loaded. Returns a sentence for the log.
+    The moments of an FFN become those of its experts, as its weights do. New
+    parameters, those of another shape and those in `without`, whose rows were remapped,
+    start without moments. Learning rates and schedules are not loaded. Returns a
+    sentence for the log.
 
     Raises:
         ConfigError: If the checkpoint has no moments, no parameter names for them or
@@ -56,8 +74,14 @@ def take_over_moments(
         found = stored.get(origin.source)
         if keys and found and name not in without:
             _check_keys(found, keys, path)
-            converted = {key: _converted(found[key], origin, key) for key in keys}
-            if _fits(converted, parameters[name]):
+            converted = {
+                key: value.clone()
+                if value.dim() == 0  # a step counter
+                else origin.convert(value, key in SECOND_MOMENTS).clone()
+                for key, value in ((key, torch.as_tensor(found[key])) for key in keys)
+            }
+            shape = parameters[name].shape
+            if all(v.shape == shape for v in converted.values() if v.dim() > 0):
                 state[index] = converted
         if index not in state:
             bare.append(name)
@@ -77,8 +101,9 @@ def check_resumable(
     start = "or start a new training from it with load_from=CHECKPOINT."
     if not {"epoch", "iter"} <= (checkpoint.get("meta") or {}).keys():
         raise ConfigError(
-            f"--resume: {path} does not hold how far a training came (prune, merge and "
-            f"grow write such checkpoints); name one that a training wrote, {start}"
+            f"--resume: {path} does not contain the progress of a training (nor do the "
+            f"checkpoints of prune, merge and grow); name one that a training wrote, "
+            f"{start}"
         )
     saved = (checkpoint.get("optimizer") or {}).get("param_groups")
     if saved is None or not isinstance(optim_wrapper, OptimWrapper):
@@ -117,8 +142,8 @@ def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
             keys = ()
         else:
             raise ConfigError(
-                "load_optimizer=True knows the moments of Adam, AdamW and SGD, and "
-                f"optim_wrapper.optimizer is {type(optimizer).__name__}; take one of "
+                "load_optimizer=True supports the moments of Adam, AdamW and SGD, and "
+                f"optim_wrapper.optimizer is {type(optimizer).__name__}; use one of "
                 "them, or set load_optimizer=False."
             )
         rows += [keys] * len(group["params"])
@@ -136,8 +161,8 @@ def _stored_state(checkpoint: Mapping[str, Any], path: str) -> dict[str, dict]:
     names = (checkpoint.get("meta") or {}).get(NAMES)
     if names is None:
         raise ConfigError(
-            f"load_optimizer=True: the checkpoint {path} does not say which parameters "
-            "its optimiser's state is of (it is older than this option, or not saved "
+            f"load_optimizer=True: the checkpoint {path} does not name the parameters "
+            "of its optimiser's state (it is older than this option, or not saved "
             "by damex); set load_optimizer=False."
         )
     state = checkpoint["optimizer"]["state"]
@@ -149,20 +174,113 @@ def _check_keys(found: Mapping[str, Any], keys: tuple[str, ...], path: str) -> N
     if missing:
         raise ConfigError(
             f"load_optimizer=True: the checkpoint {path} was trained with another kind "
-            f"of optimiser, which kept {', '.join(found)} and no {missing[0]}; train "
-            "on with the same kind, or set load_optimizer=False."
+            f"of optimiser, which kept {', '.join(found)} but not {missing[0]}; use "
+            "the same kind, or set load_optimizer=False."
         )
 
 
-def _converted(value: Any, origin: Origin, key: str) -> Any:
-    """Convert a moment to the new parameter; step counters are kept."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() == 0:
-        return value.clone()
-    return origin.convert(value, key in SECOND_MOMENTS).clone()
+class Origin(NamedTuple):
+    """Where a parameter's moments come from.
+
+    Attributes:
+        source: Name of the earlier parameter.
+        convert: Maps its moment to that of this parameter; the flag is True for a
+            moment of squared gradients.
+    """
+
+    source: str
+    convert: Callable[[Tensor, bool], Tensor] = lambda moment, is_second: moment
 
 
-def _fits(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
-    moments = [v for v in state.values() if isinstance(v, Tensor) and v.dim() > 0]
-    return all(moment.shape == parameter.shape for moment in moments)
+def moment_origins(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Origin]:
+    """Find the origin of every parameter of a detector, by name.
+
+    Most are a parameter of the same name, which need not exist in ``state``, the state
+    dict of the earlier detector.
+    """
+    found = {name: Origin(name) for name, _ in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, MoEFFN):
+            found |= _expert_origins(module, f"{name}.", state)
+            if module.norm is not None:
+                parent = name.rpartition(".")[0]
+                closing = closing_norm(model.get_submodule(parent), f"{parent}.")
+                for own, _ in module.norm.named_parameters():
+                    if closing + own in state:
+                        found[f"{name}.norm.{own}"] = Origin(closing + own)
+        elif isinstance(module, MoEPatchConv) and f"{name}.weight" in state:
+            sliced = f"{name}.moe.experts.weight_EOCKK"
+            shape = model.get_parameter(sliced).shape
+            found[sliced] = Origin(f"{name}.weight", partial(_slices, shape=shape))
+    return found
+
+
+def _expert_origins(
+    block: MoEFFN, prefix: str, state: Mapping[str, Tensor]
+) -> dict[str, Origin]:
+    own = dict(block.named_parameters())
+    if is_unfinished(block, state, prefix):
+        names = [prefix + name for name in own if name.startswith(ROUTED)]
+        return {name: Origin(name, _copies_of_one) for name in names}
+    tensors = expert_tensors(block, state, prefix) or {}
+    return {
+        f"{prefix}{bank}{name}": Origin(
+            key, partial(_of_experts, block=block, bank=bank, name=name)
+        )
+        for name, key in dense_keys(block.state_dict(), prefix).items()
+        for bank in (ROUTED, SHARED)
+        # Missing: no shared expert, no such FFN tensor, or an untrained bias.
+        if bank + name in tensors and bank + name in own
+    }
+
+
+def _of_experts(
+    moment: Tensor, is_second: bool, *, block: MoEFFN, bank: str, name: str
+) -> Tensor:
+    """Expand a moment of an FFN's tensor to all experts of a bank."""
+    shared, copies, parts = block.moe.shared_expert, 1, 1
+    units = slice(None)  # the hidden units of the bank
+    is_muted = False  # whether the tensor starts at zero
+    if bank == ROUTED:
+        zeros = getattr(block.moe.experts, "output_names", ())
+        if block.split is not None:
+            parts = block.split.parts
+            zeros = ("b2_ED",)  # the shared expert holds all of it
+        copies = block.moe.num_experts // parts
+        is_muted = shared is not None and name in zeros
+    if block.split is not None and shared is not None:
+        width = shared.expert.hidden_dims
+        units = slice(width) if bank == SHARED else slice(width, None)
+    if name in ("b2_ED", "slope_E1"):  # parts see the gradient of the whole
+        parts_P = moment.expand(parts, -1)
+    else:
+        moment_H = moment.t() if name == "w2_EHD" else moment
+        parts_P = _in_parts(moment_H[units], parts, is_second)
+        parts_P = parts_P.transpose(1, 2) if name == "w1_EDH" else parts_P
+    moment_E = parts_P.repeat(copies, *[1] * (parts_P.dim() - 1))
+    # Tensors that start at zero have no direction yet, but will see gradients as large
+    # as the FFN's: without its second moment Adam's first steps would be too long.
+    return torch.zeros_like(moment_E) if is_muted and not is_second else moment_E
+
+
+def _in_parts(moment_H: Tensor, parts: int, is_second: bool) -> Tensor:
+    """Split along the hidden axis, (P, h, ...); padding copies second moments only."""
+    cuts = moment_H.tensor_split(parts)
+    width = len(cuts[0])
+    filled = [
+        cut
+        if len(cut) == width
+        else torch.cat([cut, cut[-1:] if is_second else torch.zeros_like(cut[-1:])])
+        for cut in cuts
+    ]
+    return torch.stack(filled)
+
+
+def _copies_of_one(moment_E: Tensor, is_second: bool) -> Tensor:
+    return moment_E[DENSE_EXPERT].expand_as(moment_E).clone()
+
+
+def _slices(moment: Tensor, is_second: bool, *, shape: Any) -> Tensor:
+    """Slice the moment of a kernel; one of another size is left for the caller."""
+    fits = moment.shape == (shape[0] * shape[1], *shape[2:])
+    return moment.reshape(shape) if fits else moment

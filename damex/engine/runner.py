@@ -28,11 +28,11 @@ from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import LOADERS
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
-from damex.engine.optimizer_state import check_resumable, take_over_moments
+from damex.engine.optimizer_state import check_resumable, load_moments
 from damex.engine.orderly_runner import OrderlyRunner
 from damex.engine.resumption import DataProgressHook
 from damex.engine.routing_alarm import RoutingAlarmHook
-from damex.engine.row_transfer import RowTransfer, take_over_rows
+from damex.engine.rows import remap_checkpoint
 from damex.engine.schedule import (
     IterationSeedHook,
     TrainingStepHook,
@@ -226,10 +226,10 @@ class MixtureRunner(OrderlyRunner):
         check_finite(checkpoint.get("state_dict", checkpoint), path=filename)
         # mmengine's resume would execute this text to read one field of it.
         (checkpoint.get("meta") or {}).pop("config", None)
-        model, rows = bare_model(self), RowTransfer()
+        model, remapped = bare_model(self), set[str]()
         is_start = not (self._resume or self.evaluates)
         if is_start:
-            rows = self._fit(checkpoint, path=filename)
+            remapped = self._fit(checkpoint, path=filename)
         else:
             space = label_space_of(self.cfg)
             if note := check_fit(checkpoint, model, space, path=filename):
@@ -246,24 +246,24 @@ class MixtureRunner(OrderlyRunner):
         if is_start and self.cfg.get("load_optimizer"):
             optimizer = self.optim_wrapper.optimizer
             self.logger.info(
-                take_over_moments(
-                    checkpoint, model, optimizer, path=filename, without=rows.moved
+                load_moments(
+                    checkpoint, model, optimizer, path=filename, without=remapped
                 )
             )
         return checkpoint
 
-    def _fit(self, checkpoint: dict, *, path: str) -> RowTransfer:
+    def _fit(self, checkpoint: dict, *, path: str) -> set[str]:
         model, state = bare_model(self), checkpoint.get("state_dict", checkpoint)
-        rows = take_over_rows(
+        remapped, notes = remap_checkpoint(
             state,
             checkpoint.get("meta") or {},
             routed_detector(self),
             label_space_of(self.cfg),
         )
         others = (replace_misfits(state, model), upcycling_note(model, state))
-        for note in filter(None, (*rows.notes, *others)):
+        for note in filter(None, (*notes, *others)):
             self.logger.warning(f"{path}: {note}")
-        return rows
+        return remapped
 
 
 def check_detector(model: Any) -> None:

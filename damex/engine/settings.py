@@ -11,7 +11,7 @@ from damex.commandline.commands import LAUNCHERS
 from damex.engine.config_files import KEYS, LOADERS, mixture_datasets
 from damex.engine.optim import check_optimizer_type
 from damex.errors import ConfigError
-from damex.models.rules import (
+from damex.models.config import (
     COUNT,
     FLAG,
     NON_NEGATIVE,

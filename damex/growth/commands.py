@@ -67,12 +67,12 @@ def _lines(grown: Grown, out: str) -> list[str]:
         f"classes: {grown.old.num_classes} as they were; new: "
         f"{', '.join(grown.new_classes) or 'none'}",
     ]
-    for group, model in grown.models.items():
-        row = grown.likeness.get(group, {})
+    for group, source in grown.sources.items():
+        row = grown.similarity.get(group, {})
         best = sorted(row.items(), key=lambda item: -item[1])[:3]
         words = ", ".join(f"{name} {share:.2f}" for name, share in best)
         seen = f" (its images look like {words})" if words else ""
-        found.append(f"experts of {group}: start as those of {model}{seen}")
+        found.append(f"experts of {group}: start as those of {source}{seen}")
     return found + [f"note: {note}" for note in grown.notes]
 
 

@@ -17,22 +17,23 @@ from damex.engine.checkpoint import check_tensors
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import mixture_datasets
 from damex.engine.freezing import freeze_all_but
-from damex.engine.row_transfer import move_rows, names_of_space
+from damex.engine.rows import (
+    GROUP_EXPERTS,
+    RowNames,
+    check_declared,
+    has_groups,
+    remap_rows,
+    row_keys,
+)
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
 from damex.inference.stored import StoredDetector, forget_processes
 from damex.models.blocks import MoEFFN, MoEPatchConv
-from damex.models.config import moe_difference, read_moe
+from damex.models.build import moe_difference, resolved_moe
+from damex.models.config import read_moe
 from damex.models.initialization import own_random_stream
 from damex.models.insertion import moe_blocks
-from damex.models.rows import (
-    GROUP_EXPERTS,
-    Owner,
-    check_declared,
-    has_groups,
-    row_owners,
-)
 from damex.moe import TopKGate
 
 AUTO, NONE = "auto", "none"
@@ -47,8 +48,8 @@ class Grown:
         space: Label space of the training to come.
         old: Label space of the checkpoint.
         moe: Resolved ``moe`` tree.
-        models: For each new dataset group the old one whose experts it copies.
-        likeness: Mean probability of each old group, per compared new group.
+        sources: For each new dataset group the old one whose experts it copies.
+        similarity: Mean probability of each old group, per compared new group.
         notes: Warnings about settings that work but are probably unintended.
         alone_fault: Why ``train_only`` cannot train the new datasets; empty if it can.
     """
@@ -58,8 +59,8 @@ class Grown:
     state: Mapping[str, Tensor]
     old: LabelSpace
     moe: Mapping[str, Any]
-    models: Mapping[str, str] = field(default_factory=dict)
-    likeness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    similarity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     alone_fault: str = ""
 
@@ -108,31 +109,56 @@ def add_datasets(
     space = label_space_of(cfg)
     if space is None:
         raise ConfigError("no dataloader of the config has a MixtureDataset.")
-    check_extends(stored, space)
-    detector = fresh_detector(cfg["model"])
-    names = names_of_space(stored.space), names_of_space(space)
-    state = dict(stored.state)
-    check_experts(stored, detector, space)
-    move_rows(state, detector, stored=names[0], wanted=names[1])
-    _take_masks_of_nobody(state, detector)
-    check_tensors(state, detector, path=stored.path)
-    owners = row_owners(detector, state, names[1])
-    kinds = {owner.kind for rows in owners.values() for owner in rows}
-    new = [name for name in space.group_names if name not in stored.space.group_names]
-    new = new if "groups" in kinds else []  # else no rows belong to a group
-    models, likeness = _choose_models(stored, cfg, space, new, like, images)
-    for group, model in models.items():
-        _copy_rows(state, owners, group=group, model=model)
+    _check_extends(stored, space)
+    detector = build_initialized(cfg["model"])
+    state = remapped_state(stored, detector, space)
+    owners = row_keys(detector, state, RowNames.of_space(space))
+    has_experts = any(rows[0].kind == "groups" for rows in owners.values())
+    old = stored.space.group_names
+    new = [name for name in space.group_names if has_experts and name not in old]
+    sources, similarity = _choose_sources(stored, cfg, space, new, like, images)
+    for group, source in sources.items():
+        for name, keys in owners.items():
+            rows = {key: row for row, key in enumerate(keys)}
+            for key, row in rows.items():
+                copied = rows.get(replace(key, names=(source,)))
+                if (key.kind, key.names) == ("groups", (group,)) and copied is not None:
+                    state[name][row] = state[name][copied]
     moe, notes = detector.resolved_moe(), tuple(_notes(stored, detector))
-    grown = Grown(cfg, space, state, stored.space, moe, models, likeness, notes)
+    grown = Grown(cfg, space, state, stored.space, moe, sources, similarity, notes)
     return replace(grown, alone_fault=_alone_fault(detector, grown))
+
+
+def remapped_state(
+    stored: StoredDetector, detector: Any, space: LabelSpace
+) -> dict[str, Tensor]:
+    """Return the checkpoint's state dict with the rows of a label space.
+
+    Raises:
+        ConfigError: If the number of an old dataset's experts would change.
+    """
+    _check_experts(stored, detector, space)
+    state = dict(stored.state)
+    names = dict(
+        stored=RowNames.of_space(stored.space), wanted=RowNames.of_space(space)
+    )
+    remap_rows(state, detector, **names)
+    for path, block in detector.named_modules():
+        # Masks of experts that belong to no dataset have a row per dataset group.
+        if isinstance(block, (MoEFFN, MoEPatchConv)) and not has_groups(block):
+            key, mask_GE = f"{path}.moe.{GROUP_EXPERTS}", block.moe.group_experts_GE
+            state.pop(key, None)
+            if mask_GE is not None:
+                state[key] = mask_GE
+    check_tensors(state, detector, path=stored.path)
+    return state
 
 
 def _alone_fault(detector: Any, grown: Grown) -> str:
     """Why ``train_only`` would reject the new datasets; freezes the parameters."""
     moe = grown.config["model"].get("moe") or {}
     if moe.get("expert_parallel", 1) > 1:
-        return "train_only cannot stand beside moe.expert_parallel; set it to 1."
+        return "train_only cannot be combined with moe.expert_parallel; set it to 1."
     try:
         freeze_all_but(detector, grown.space, grown.new_datasets)
     except ConfigError as error:
@@ -140,46 +166,40 @@ def _alone_fault(detector: Any, grown: Grown) -> str:
     return ""
 
 
-def check_extends(stored: StoredDetector, space: LabelSpace) -> None:
+def _check_extends(stored: StoredDetector, space: LabelSpace) -> None:
     """Reject a mixture that changes old datasets or adds none (ConfigError)."""
-    old = stored.space
+    old, path = stored.space, stored.path
     for number, name in enumerate(old.dataset_names):
         if name not in space.dataset_names:
             raise ConfigError(
-                f"the checkpoint {stored.path} was trained on {name!r}, which the "
-                "config's mixture does not have; add its entry (or take the dataset "
-                f"away first: damex prune --drop {name})."
+                f"the checkpoint {path} was trained on {name!r}, which the config's "
+                "mixture does not have; add its entry (or remove the dataset first: "
+                f"damex prune --drop {name})."
             )
         now = space.dataset_id(name)
-        _check_classes(stored.path, name, old, space)
+        classes = dict(old.dataset_classes[number]), dict(space.dataset_classes[now])
+        for own in {**classes[0], **classes[1]}:
+            before, after = (found.get(own, "missing") for found in classes)
+            if before != after:
+                raise ConfigError(
+                    f"class {own!r} of dataset {name!r} is {before!r} in the "
+                    f"checkpoint {path} and {after!r} in the config; use the "
+                    "label_space, rename and classes of its training."
+                )
         if old.groups[number] != space.groups[now]:
             raise ConfigError(
                 f"dataset {name!r} is of the group {old.groups[number]!r} in the "
-                f"checkpoint {stored.path} and of {space.groups[now]!r} in the config; "
-                "set the same group='...'."
+                f"checkpoint {path} and of {space.groups[now]!r} in the config; set "
+                "the same group='...'."
             )
     if len(space.dataset_names) == len(old.dataset_names):
         raise ConfigError(
-            f"the config's mixture has no other datasets than the checkpoint "
-            f"{stored.path} ({', '.join(old.dataset_names)}); add an entry for the new "
-            "one."
+            f"the config's mixture has no other datasets than the checkpoint {path} "
+            f"({', '.join(old.dataset_names)}); add an entry for the new one."
         )
 
 
-def _check_classes(path: str, name: str, old: LabelSpace, space: LabelSpace) -> None:
-    """Reject an old dataset whose classes have changed."""
-    then = dict(old.dataset_classes[old.dataset_id(name)])
-    now = dict(space.dataset_classes[space.dataset_id(name)])
-    for own in {**then, **now}:
-        if then.get(own) != now.get(own):
-            raise ConfigError(
-                f"class {own!r} of dataset {name!r} is {then.get(own, 'not there')!r} "
-                f"in the checkpoint {path} and {now.get(own, 'not there')!r} in the "
-                "config; use the label_space, rename and classes of its training."
-            )
-
-
-def fresh_detector(model: Mapping[str, Any]) -> Any:
+def build_initialized(model: Mapping[str, Any]) -> Any:
     """Build a detector as initialized for training, but without pretrained weights.
 
     Deterministic; the random state of the caller is unchanged.
@@ -197,16 +217,27 @@ def fresh_detector(model: Mapping[str, Any]) -> Any:
     return detector
 
 
-def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> None:
+def _check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> None:
     """Reject a detector that changes the number of an old dataset's experts."""
     check_declared(detector)
-    _check_nobodys_experts(stored, detector)
-    old = row_owners(detector, stored.state, names_of_space(stored.space))
-    now = row_owners(detector, detector.state_dict(), names_of_space(space))
-    for key in old.keys() & now.keys():
+    blocks = moe_blocks(detector)
+    if not any(map(has_groups, blocks)):
+        for then, block in zip(moe_blocks(stored.build()), blocks, strict=False):
+            old, now = then.moe.num_experts, block.moe.num_experts
+            if old != now:
+                raise ConfigError(
+                    f"the experts of the detector in {stored.path} belong to no "
+                    "dataset (moe has no DatasetRoutingLoss and no teacher_forcing); "
+                    f"there are {old} per layer, and the config makes {now}, as their "
+                    f"number follows the dataset groups; set moe.num_experts={old}."
+                )
+    before = row_keys(detector, stored.state, RowNames.of_space(stored.space))
+    after = row_keys(detector, detector.state_dict(), RowNames.of_space(space))
+    for name in before.keys() & after.keys():
         for group in {*stored.space.groups} & {*space.groups}:
             counts = [
-                sum(group in o.names for o in rows) for rows in (old[key], now[key])
+                sum(group in key.names for key in keys)
+                for keys in (before[name], after[name])
             ]
             if counts[0] != counts[1]:
                 raise ConfigError(
@@ -217,33 +248,7 @@ def check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> N
                 )
 
 
-def _check_nobodys_experts(stored: StoredDetector, detector: Any) -> None:
-    """Reject another number of experts if experts belong to no dataset."""
-    blocks = moe_blocks(detector)
-    if any(map(has_groups, blocks)):
-        return
-    for then, block in zip(moe_blocks(stored.build()), blocks, strict=False):
-        old, now = then.moe.num_experts, block.moe.num_experts
-        if old != now:
-            raise ConfigError(
-                f"the experts of the detector in {stored.path} belong to no dataset "
-                f"(moe has no DatasetRoutingLoss and no teacher_forcing); there are "
-                f"{old} per layer, and the config makes {now}, as their number follows "
-                f"the dataset groups; set moe.num_experts={old}."
-            )
-
-
-def _take_masks_of_nobody(state: dict[str, Tensor], detector: Any) -> None:
-    """Rebuild the group mask of layers whose experts belong to no dataset."""
-    for name, block in detector.named_modules():
-        if isinstance(block, (MoEFFN, MoEPatchConv)) and not has_groups(block):
-            key, mask_GE = f"{name}.moe.{GROUP_EXPERTS}", block.moe.group_experts_GE
-            state.pop(key, None)
-            if mask_GE is not None:
-                state[key] = mask_GE
-
-
-def _choose_models(
+def _choose_sources(
     stored: StoredDetector,
     cfg: Any,
     space: LabelSpace,
@@ -255,29 +260,26 @@ def _choose_models(
     if like == NONE or not new or cfg["model"].get("moe") is None:
         return {}, {}
     if like != AUTO:
-        number = stored.dataset_id(like)
-        return dict.fromkeys(new, stored.space.groups[number]), {}
+        return dict.fromkeys(new, stored.space.groups[stored.dataset_id(like)]), {}
     predictor = Predictor(stored.path)
     if not predictor.can_tell:
         raise ConfigError(
-            f"the detector in {stored.path} was not taught to tell datasets, so that "
-            "nothing says which one the new images look like; name it with --like, or "
-            f"take --like {NONE}."
+            f"the detector in {stored.path} does not predict datasets, so that it "
+            "cannot compare the new images to the old ones; name a similar dataset "
+            f"with --like, or use --like {NONE}."
         )
-    likeness = {}
+    similarity = {}
     for group in new:
-        names = [
-            n
-            for n, g in zip(space.dataset_names, space.groups, strict=True)
-            if g == group
-        ]
+        pairs = zip(space.dataset_names, space.groups, strict=True)
+        names = [name for name, own in pairs if own == group]
         paths = [p for name in names for p in image_paths(cfg, name, images)]
         found = predictor(paths, min_score=1.0)
-        likeness[group] = {
+        similarity[group] = {
             old: sum(one.probabilities[old] for one in found) / len(found)
             for old in stored.space.group_names
         }
-    return {g: max(row, key=row.__getitem__) for g, row in likeness.items()}, likeness
+    best = {g: max(row, key=row.__getitem__) for g, row in similarity.items()}
+    return best, similarity
 
 
 def image_paths(cfg: Any, name: str, count: int) -> list[str]:
@@ -297,30 +299,10 @@ def image_paths(cfg: Any, name: str, count: int) -> list[str]:
     return [source.get_data_info(place)["img_path"] for place in places]
 
 
-def _copy_rows(
-    state: dict[str, Tensor],
-    owners: Mapping[str, Sequence[Owner]],
-    *,
-    group: str,
-    model: str,
-) -> None:
-    """Copy the rows of group ``model`` to the rows that only ``group`` uses."""
-    for key, rows in owners.items():
-        places = {owner: row for row, owner in enumerate(rows)}
-        for row, owner in enumerate(rows):
-            source = places.get(replace(owner, names=(model,)))
-            if (
-                owner.kind == "groups"
-                and owner.names == (group,)
-                and source is not None
-            ):
-                state[key][row] = state[key][source]
-
-
 def _notes(stored: StoredDetector, detector: Any) -> Iterator[str]:
     """Warn if the detector works differently than in the checkpoint."""
     then = stored.model.get("moe")
-    saved = {} if then is None else read_moe(then).resolved()
+    saved = {} if then is None else resolved_moe(read_moe(then))
     difference = moe_difference(saved, detector.resolved_moe())
     if difference:
         yield f"the experts of the checkpoint differ: {difference}."
@@ -330,9 +312,12 @@ def _notes(stored: StoredDetector, detector: Any) -> Iterator[str]:
 def mixing_notes(detector: Any) -> Iterator[str]:
     """Warn if detections of one dataset depend on the parameters of the others."""
     awareness = detector.awareness
+    gates = [block.moe.gate for block in moe_blocks(detector)]
     reasons = {
         "the weight of an expert depends on all others (moe.gate)": any(
-            not _weighs_alone(block.moe.gate) for block in moe_blocks(detector)
+            not (isinstance(gate, TopKGate) and gate.renormalize)
+            or gate.capacity is not None
+            for gate in gates
         ),
         "label_prior or dataset_conditioning mix what is known of all datasets": (
             awareness is not None
@@ -342,8 +327,3 @@ def mixing_notes(detector: Any) -> Iterator[str]:
     for reason, is_so in reasons.items():
         if is_so:
             yield f"{reason}, so that detections of the others change, too."
-
-
-def _weighs_alone(gate: Any) -> bool:
-    """Whether the weight of a chosen expert is independent of the other experts."""
-    return isinstance(gate, TopKGate) and gate.renormalize and gate.capacity is None

@@ -16,16 +16,14 @@ from torch import Tensor
 
 from damex.datasets.label_file import LabelFile
 from damex.datasets.label_space import LabelSpace
-from damex.engine.checkpoint import check_tensors
 from damex.engine.config_files import LOADERS, PlainConfig, mixture_datasets
-from damex.engine.row_transfer import move_rows, names_of_space
+from damex.engine.rows import RowNames, has_groups, row_keys
 from damex.errors import ConfigError
-from damex.growth.grow import check_experts, fresh_detector, mixing_notes
+from damex.growth.grow import build_initialized, mixing_notes, remapped_state
 from damex.inference.literal_config import check_types
 from damex.inference.specialist import limit_answers
 from damex.inference.stored import StoredDetector
 from damex.models.insertion import moe_blocks
-from damex.models.rows import has_groups, row_owners
 
 # Start and folder of the original training, and keys that run code outside registries.
 NOT_KEPT = ("load_from", "resume", "train_only", "work_dir", "launcher", "compile")
@@ -95,7 +93,7 @@ def _renamed(space: LabelSpace, groups: Collection[str], name: str) -> LabelSpac
 
 def _averaged(stored: StoredDetector, groups: Sequence[str]) -> dict[str, Tensor]:
     """State dict in which the rows of the first group are the means over ``groups``."""
-    owners = row_owners(stored.build(), stored.state, names_of_space(stored.space))
+    owners = row_keys(stored.build(), stored.state, RowNames.of_space(stored.space))
     of_groups = {k: rows for k, rows in owners.items() if rows[0].kind == "groups"}
     if not of_groups:
         raise ConfigError(
@@ -156,12 +154,8 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
     limit_answers(model, old, space.num_classes)
     if blocks:
         _count_experts(model["moe"], blocks[0].moe, stored.space, space)
-    detector = fresh_detector(model)
-    check_experts(stored, detector, space)
-    state = dict(stored.state)
-    names = names_of_space(stored.space), names_of_space(space)
-    move_rows(state, detector, stored=names[0], wanted=names[1])
-    check_tensors(state, detector, path=stored.path)
+    detector = build_initialized(model)
+    state = remapped_state(stored, detector, space)
     notes = (*mixing_notes(detector), *_import_notes(stored.config))
     return Pruned(PlainConfig(config), space, state, detector.resolved_moe(), notes)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
-from damex.models.dense_phase import DENSE_EXPERT
+from damex.models.upcycling import DENSE_EXPERT
 from damex.moe import FFNExperts, LowRankExperts, TopKGate
 
 SLOPE = "0.1.weight"  # of nn.PReLU

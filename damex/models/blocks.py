@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -12,8 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
-from damex.models.dense_phase import DENSE_EXPERT, DensePhase
-from damex.models.upcycling import SplitStart, slice_channels, upcycle
+from damex.models.upcycling import (
+    DENSE_EXPERT,
+    DensePhase,
+    SplitStart,
+    slice_channels,
+    upcycle,
+)
 from damex.moe import (
     FFNExperts,
     MoELayer,
@@ -67,7 +73,7 @@ class MoEFFN(nn.Module):
         self.dropout_layer = nn.Identity() if dense is None else dense.dropout_layer
         self.dense_activation = None if dense is None else activation_of(dense)
         # mmdet initializes the biases of an FFN only when building it.
-        self.dense_biases = [] if dense is None else first_biases(dense)
+        self.dense_biases = [] if dense is None else _biases(dense)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else None
         self.split = split
         self.dense_phase = dense_phase
@@ -96,33 +102,29 @@ class MoEFFN(nn.Module):
         if self.is_dense:
             output_BND = self._run_dense(tokens_BND)
         elif count == 0:
-            output_BND = self._run(tokens_BND)
+            output_BND = self._route(tokens_BND)
         else:
-            main_BND = self._run(tokens_BND[:, :-count])
-            auxiliary_BND = self._run(tokens_BND[:, -count:], is_auxiliary=True)
+            main_BND = self._route(tokens_BND[:, :-count])
+            auxiliary_BND = self._route(tokens_BND[:, -count:], is_auxiliary=True)
             output_BND = torch.cat([main_BND, auxiliary_BND], dim=1)
         output_BND = self.dropout_layer(self.gamma2(output_BND))
         return (query_BND if identity_BND is None else identity_BND) + output_BND
 
-    def _run(self, tokens_BND: Tensor, *, is_auxiliary: bool = False) -> Tensor:
+    def _route(self, tokens_BND: Tensor, *, is_auxiliary: bool = False) -> Tensor:
         """Return the experts' output; records of auxiliary tokens are discarded."""
         packing, foreground_BN = self.context.packing, self.context.foreground_BN
         if is_auxiliary:
             packing = None
             if foreground_BN is not None:
                 foreground_BN = foreground_BN.new_zeros(tokens_BND.shape[:2])
-        inputs: dict[str, Any] = dict(
+        moe = partial(
+            self.moe,
             packing=packing,
             group_ids_B=self.context.group_ids_B,
             foreground_BN=foreground_BN,
             earlier_votes_BG=self.context.votes_BG,
         )
-        if self.with_cp and self.training:
-            output_BND, record = checkpoint(
-                self.moe, tokens_BND, use_reentrant=False, **inputs
-            )
-        else:
-            output_BND, record = self.moe(tokens_BND, **inputs)
+        output_BND, record = _run(self, moe, tokens_BND)
         if not is_auxiliary:
             self.context.add(self.name, record)
         return self._drop_tokens(output_BND, record.packing)
@@ -132,10 +134,7 @@ class MoEFFN(nn.Module):
         run = partial(
             cast(FFNExperts, self.moe.experts).forward_expert, expert=DENSE_EXPERT
         )
-        if self.with_cp and self.training:
-            output_BND = checkpoint(run, tokens_BND, use_reentrant=False)
-        else:
-            output_BND = run(tokens_BND)
+        output_BND = _run(self, run, tokens_BND)
         return self._drop_tokens(output_BND, Packing(*tokens_BND.shape[:2]))
 
     def _drop_tokens(self, output_BND: Tensor, packing: Packing) -> Tensor:
@@ -150,12 +149,19 @@ def activation_of(dense: FFN) -> str:
     return type(dense.layers[0][1]).__name__.lower()
 
 
-def first_biases(dense: FFN) -> list[Tensor]:
+def _biases(dense: FFN) -> list[Tensor]:
     """Return copies of the biases of an FFN's two linear layers."""
-    return [
-        bias.detach().clone()
-        for bias in (dense.layers[0][0].bias, dense.layers[1].bias)
-    ]
+    linears = (dense.layers[0][0], dense.layers[1])
+    return [linear.bias.detach().clone() for linear in linears]
+
+
+def _run(
+    block: MoEFFN | MoEPatchConv, function: Callable[[Tensor], Any], x: Tensor
+) -> Any:
+    """Run a part of a block, recomputed in the backward pass with ``with_cp``."""
+    if block.with_cp and block.training:
+        return checkpoint(function, x, use_reentrant=False)
+    return function(x)
 
 
 class MoEPatchConv(nn.Module):
@@ -197,9 +203,6 @@ class MoEPatchConv(nn.Module):
             group_ids_B=self.context.group_ids_B,
             earlier_votes_BG=self.context.votes_BG,
         )
-        if self.with_cp and self.training:
-            out_BFHW, record = checkpoint(route, map_BCHW, use_reentrant=False)
-        else:
-            out_BFHW, record = route(map_BCHW)
+        out_BFHW, record = _run(self, route, map_BCHW)
         self.context.add(self.name, record)
         return out_BFHW

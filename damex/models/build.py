@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mmdet.registry import MODELS
+from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.config import FineGrained, MoEConfig
-from damex.models.signatures import (
-    accepted,
-    check_arguments,
-    module_class,
-    parameters_of,
-)
+from damex.models.config import FineGrained, MoEConfig, is_dict
 from damex.moe import (
     FFNExperts,
     GroupChoice,
     LinearRouter,
     MoELayer,
+    SeparateRouterLoss,
     SharedExpert,
     TopKGate,
     expert_groups,
 )
 
-# Subpackages of damex.moe by field.
-FOLDERS = MappingProxyType({"router": "routers", "gate": "gates", "losses": "losses"})
+PLAIN = (bool, int, float, str, NoneType)
 
 
 def build_layer(
@@ -46,24 +43,27 @@ def build_layer(
         ConfigError: If a module is unknown, an argument is wrong, or the modules do not
             fit together.
     """
-    num_experts = _num_experts(config, num_groups)
-    groups = group_experts(config, num_groups, num_experts)
+    num_experts = config.num_experts or num_groups
+    if num_experts is None:
+        raise ConfigError(
+            "moe.num_experts is not set and there is no mixture to take it from; set "
+            "num_experts, or train on a MixtureDataset."
+        )
+    groups = _group_experts(config, num_groups, num_experts)
     choice = _group_choice(config)
     if groups is None and choice.options:
         raise ConfigError(
             f"moe.{choice.options[0]} needs dataset groups, and there is no mixture; "
             "train on a MixtureDataset, or leave it out."
         )
-    bank = build_module(
-        config.experts,
-        "experts",
-        num_experts=num_experts,
-        **accepted(module_class(config.experts), experts),
-    )
-    shared = _build_shared_expert(config, bank, shared_expert)
-    gate = _build_gate(config, num_experts)
+    named = parameters_of(module_class(config.experts))
+    is_open = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    given = {k: v for k, v in experts.items() if is_open or k in named}
+    bank = build_module(config.experts, "experts", num_experts=num_experts, **given)
     try:
         layer = MoELayer(
+            shared_expert=_build_shared_expert(config, bank, shared_expert),
+            gate=_build_gate(config, num_experts),
             router=build_module(
                 config.router,
                 "router",
@@ -71,9 +71,7 @@ def build_layer(
                 num_experts=num_experts,
                 embed_dims=experts.get("embed_dims") or bank.embed_dims,
             ),
-            gate=gate,
             experts=bank,
-            shared_expert=shared,
             losses=[build_module(loss, "losses") for loss in config.losses],
             group_experts=groups,
             group_choice=choice,
@@ -84,7 +82,58 @@ def build_layer(
         raise ConfigError(f"moe: {error}") from error
     if config.fine_grained is not None:
         _check_fine_grained(config, config.fine_grained, layer)
+    if config.router_warmup is None and any(
+        isinstance(loss, SeparateRouterLoss) for loss in layer.losses
+    ):
+        raise ConfigError(
+            "moe.losses: SeparateRouterLoss has no minimum and is for a warm-up in "
+            "which routers are trained alone; set moe.router_warmup=dict(share=0.1), "
+            "or remove it."
+        )
     return layer
+
+
+def _group_experts(
+    config: MoEConfig, num_groups: int | None, num_experts: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Assign experts (whole copies of the FFN if fine-grained) to dataset groups.
+
+    None outside of a mixture, or if groups outnumber experts and no module needs them.
+    """
+    if not num_groups:
+        return None
+    fine = config.fine_grained
+    most, field = num_experts, "num_experts"
+    if fine is not None:
+        most, field = fine.copies, "fine_grained.copies"
+    if num_groups > most:
+        if not _needs_groups(config):
+            return None
+        raise ConfigError(
+            f"the mixture has {num_groups} dataset groups but moe.{field} is {most}; "
+            f"set {field.rsplit('.', 1)[-1]}={num_groups} or more, or let datasets "
+            "share experts by giving their mixture entries the same group='...'."
+        )
+    parts = 1 if fine is None else fine.routed
+    return tuple(
+        tuple(unit * parts + part for unit in units for part in range(parts))
+        for units in expert_groups(num_groups, most)
+    )
+
+
+def _group_choice(config: MoEConfig) -> GroupChoice:
+    """Return the options that restrict an image's tokens to one group's experts."""
+    return GroupChoice(**{name: vars(config)[name] for name in vars(GroupChoice())})
+
+
+def _needs_groups(config: MoEConfig) -> bool:
+    """Whether a loss, the router or an option needs dataset groups."""
+    losses, router = map(module_class, config.losses), config.router
+    return (
+        bool(_group_choice(config).options)
+        or any(getattr(loss, "needs_groups", False) for loss in losses)
+        or "num_groups" in parameters_of(module_class(router)).keys() - router.keys()
+    )
 
 
 def _build_shared_expert(
@@ -106,67 +155,6 @@ def _build_shared_expert(
             "there is none; set moe.shared_expert=dict(type='SharedExpert')."
         )
     return None
-
-
-def _num_experts(config: MoEConfig, num_groups: int | None) -> int:
-    num_experts = config.num_experts or num_groups
-    if num_experts is None:
-        raise ConfigError(
-            "moe.num_experts is not set and there is no mixture to take it from; set "
-            "num_experts, or train on a MixtureDataset."
-        )
-    return num_experts
-
-
-def group_experts(
-    config: MoEConfig, num_groups: int | None, num_experts: int
-) -> tuple[tuple[int, ...], ...] | None:
-    """Assign experts to dataset groups.
-
-    Returns:
-        Expert ids by group; fine-grained experts as whole copies of the FFN. None
-        outside of a mixture, or if groups outnumber experts and no module needs them.
-
-    Raises:
-        ConfigError: If groups outnumber experts and a module needs groups.
-    """
-    if not num_groups:
-        return None
-    fine = config.fine_grained
-    most, field = num_experts, "num_experts"
-    if fine is not None:
-        most, field = fine.copies, "fine_grained.copies"
-    if num_groups > most:
-        if not _asks_for_groups(config):
-            return None
-        raise ConfigError(
-            f"the mixture has {num_groups} dataset groups but moe.{field} is {most}; "
-            f"set {field.rsplit('.', 1)[-1]}={num_groups} or more, or let datasets "
-            "share experts by giving their mixture entries the same group='...'."
-        )
-    parts = 1 if fine is None else fine.routed
-    return tuple(
-        tuple(unit * parts + part for unit in units for part in range(parts))
-        for units in expert_groups(num_groups, most)
-    )
-
-
-def _group_choice(config: MoEConfig) -> GroupChoice:
-    """Return the options that restrict an image's tokens to one group's experts."""
-    return GroupChoice(**{name: vars(config)[name] for name in vars(GroupChoice())})
-
-
-def _asks_for_groups(config: MoEConfig) -> bool:
-    """Whether a loss, the router or an option needs dataset groups."""
-    if _group_choice(config).options:
-        return True
-    kinds = map(module_class, config.losses)
-    if any(getattr(kind, "needs_groups", False) for kind in kinds):
-        return True
-    router = config.router
-    return "num_groups" not in router and "num_groups" in parameters_of(
-        module_class(router)
-    )
 
 
 def _build_gate(config: MoEConfig, num_experts: int) -> Any:
@@ -231,24 +219,125 @@ def build_module(
     }
     kind, module = config.get("type"), module_class(config)
     if module is None:
+        packages = {"router": "damex.moe.routers", "gate": "damex.moe.gates"}
+        packages["losses"] = "damex.moe.losses"
+        known = sorted(
+            name
+            for name, other in MODELS.module_dict.items()
+            if other.__module__.startswith(packages.get(field, "damex.moe."))
+        )
         raise ConfigError(
             f"moe.{field} has the unknown type {str(kind)!r}; "
-            f"{did_you_mean(str(kind), _known_modules(field))}"
+            f"{did_you_mean(str(kind), known)}"
         )
     named = parameters_of(module)
     wanted = {name: value for name, value in offer.items() if name in named}
-    check_arguments(module, own, field=f"moe.{field}")
+    _check_arguments(module, own, field=f"moe.{field}")
     try:
         return MODELS.build({"type": kind, **values, **wanted, **own})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"moe.{field} = {dict(config)}: {error}") from error
 
 
-def _known_modules(field: str) -> list[str]:
-    """Return the names of damex's modules for a field, or of all of them."""
-    folder = f"damex.moe.{FOLDERS.get(field, '')}"
-    return sorted(
-        name
-        for name, module in MODELS.module_dict.items()
-        if module.__module__.startswith(folder)
-    )
+def module_class(module: Mapping[str, Any]) -> Any:
+    """Return the class named by a module's ``type``, a registered name or the class."""
+    kind = module.get("type")
+    return MODELS.get(kind) if isinstance(kind, str) else kind
+
+
+def parameters_of(module: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class or builder, by name.
+
+    Empty for None, and for a class that does not define ``__init__``.
+    """
+    if module is None or getattr(module, "__init__", None) is nn.Module.__init__:
+        return {}
+    return inspect.signature(module).parameters
+
+
+def _check_arguments(
+    module: Callable[..., Any], arguments: Mapping[str, Any], *, field: str
+) -> None:
+    """Reject unknown arguments, and plain values that do not match their type hint."""
+    parameters = parameters_of(module)
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    builder: Any = module
+    if inspect.isclass(module):
+        builder = vars(module).get("__init__", module)
+    try:
+        hints = get_type_hints(builder)
+    except NameError:  # a name imported for type checkers only
+        hints = {}
+    for name, value in arguments.items():
+        if name not in parameters and not is_open:
+            raise ConfigError(
+                f"{field}.{name} = {value!r} is not an argument of {module.__name__}; "
+                f"{did_you_mean(name, parameters)} {field}._delete_=True discards "
+                "inherited arguments."
+            )
+        allowed = _allowed(hints.get(name, Any))
+        is_checked = all(kind in PLAIN or isinstance(kind, PLAIN) for kind in allowed)
+        if is_checked and not any(_fits(value, kind) for kind in allowed):
+            words = " or ".join(
+                f"of type {kind.__name__}" if isinstance(kind, type) else repr(kind)
+                for kind in allowed
+            )
+            raise ConfigError(f"{field}.{name} must be {words}, got {value!r}.")
+
+
+def _allowed(hint: Any) -> list[Any]:
+    """Return the types of a union, and the values of a literal."""
+    if get_origin(hint) in (Union, UnionType, Literal):
+        return [kind for member in get_args(hint) for kind in _allowed(member)]
+    return [None if hint is NoneType else hint]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, or a given value."""
+    if not isinstance(kind, type):
+        return bool(value == kind)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def resolved_moe(config: MoEConfig) -> dict[str, Any]:
+    """Return the ``moe`` tree as plain dicts with defaults filled in, for checkpoints.
+
+    Memory options, expert placement and group choice are omitted, as they are not
+    properties of the experts. Losses are keyed by type.
+    """
+    left_out = {"with_cp", "expert_parallel", *vars(GroupChoice())}
+    tree = {k: v for k, v in vars(config).items() if k not in left_out}
+    tree["losses"] = {str(loss.get("type")): loss for loss in config.losses}
+    return _resolved(tree)
+
+
+def _resolved(value: Any) -> Any:
+    """Return plain containers and values, with the defaults of modules."""
+    if dataclasses.is_dataclass(value):
+        return _resolved(vars(value))
+    if is_dict(value):
+        named = parameters_of(module_class(value)).values()
+        defaults = {p.name: p.default for p in named if p.default is not p.empty}
+        return {k: _resolved(v) for k, v in {**defaults, **value}.items()}
+    if isinstance(value, (list, tuple)):
+        return [_resolved(item) for item in value]
+    is_plain = isinstance(value, PLAIN)
+    return value if is_plain else getattr(value, "__name__", repr(value))
+
+
+def moe_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
+    """Describe how two trees of `resolved_moe` differ; None if they are equal.
+
+    One line such as ``moe.gate.k was 1 and is 2``.
+    """
+    return "; ".join(_differences(saved, present, "moe")) or None
+
+
+def _differences(saved: Any, present: Any, where: str) -> Iterator[str]:
+    both = (saved, present)
+    if all(map(is_dict, both)) and saved.get("type") == present.get("type"):
+        for key in sorted({*saved, *present}):
+            yield from _differences(saved.get(key), present.get(key), f"{where}.{key}")
+    elif saved != present:
+        was, now = (v.get("type", "set") if is_dict(v) else repr(v) for v in both)
+        yield f"{where} was {was} and is {now}"

@@ -6,35 +6,81 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.phases import UpcyclingConfig, WarmupConfig
-from damex.models.rules import (
-    BELOW_ONE,
-    COUNT,
-    FLAG,
-    LAYERS,
-    LOSSES,
-    NON_NEGATIVE,
-    NUMBER,
-    STAGES,
-    TEXT,
-    Rule,
-    branch,
-    is_dict,
-    module_of,
-    one_of,
-)
-from damex.models.signatures import module_class, parameters_of
-from damex.moe import GroupChoice
 
 Config = TypeVar("Config")
-PLAIN = (bool, int, float, str)
-RENAMED = MappingProxyType({"router_stage": "router_warmup"})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Validation rule of a field; ``words`` describe it in messages.
+
+    A dict is read into the dataclass ``nested`` if set, and gets ``type`` by default.
+    """
+
+    words: str
+    is_allowed: Callable[[Any], bool]
+    nested: Any = None
+    type: str | None = None
+
+
+def is_dict(value: Any) -> bool:
+    """Whether a value is a dict or a config's dict."""
+    return isinstance(value, Mapping)
+
+
+def are_dicts(value: Any) -> bool:
+    """Whether a value is a list of dicts."""
+    return isinstance(value, (list, tuple)) and all(map(is_dict, value))
+
+
+def one_of(*allowed: str) -> Rule:
+    """Allow the given values."""
+    return Rule(f"one of {allowed}", lambda value: value in allowed)
+
+
+def branch(nested: type, example: str) -> Rule:
+    """Allow a dict that is read into a dataclass."""
+    return Rule(f"a dict such as {example}", is_dict, nested=nested)
+
+
+def _numbers_or(unit: str, *names: str) -> Rule:
+    words = ", ".join(map(repr, names[:-1]))
+    return Rule(
+        f"a list of {unit} numbers, {words} or {names[-1]!r}",
+        lambda value: isinstance(value, (list, tuple)) or value in [*names],
+    )
+
+
+def _module(kind: str) -> Rule:
+    return Rule(f"a dict with a type, such as dict(type={kind!r})", is_dict, type=kind)
+
+
+COUNT = Rule("an integer of 1 or more", lambda v: type(v) is int and v >= 1)
+NUMBER = Rule("an integer of 0 or more", lambda v: type(v) is int and v >= 0)
+FLAG = Rule("True or False", lambda v: isinstance(v, bool))
+TEXT = Rule("a text", lambda v: isinstance(v, str))
+NON_NEGATIVE = Rule(
+    "a number of 0 or more", lambda v: type(v) in (int, float) and 0.0 <= v < math.inf
+)
+BELOW_ONE = Rule(
+    "a number in [0, 1)", lambda v: type(v) in (int, float) and 0.0 <= v < 1.0
+)
+SHARE = Rule(
+    "a number between 0 and 1, both left out",
+    lambda v: isinstance(v, float) and 0.0 < v < 1.0,
+)
+LOSSES = Rule(
+    "a list of dicts, each a dict with a type such as dict(type='LoadBalanceLoss')",
+    are_dicts,
+)
+LAYERS = _numbers_or("layer", "all", "even")
+STAGES = _numbers_or("stage", "all", "even", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +95,9 @@ class LayersConfig:
     decoder: Annotated[Any, LAYERS] = None
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The components that are set."""
-        return {name: v for name, v in vars(self).items() if v is not None}
-
-    @property
     def chosen(self) -> dict[str, Any]:
         """The selected layers by component; components without a selection omitted."""
-        return {name: v for name, v in self.given.items() if v not in ([], ())}
+        return {k: v for k, v in vars(self).items() if v not in (None, [], ())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +145,64 @@ class FineGrained:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """An initial phase of the training; exactly one of the two lengths is set.
+
+    Attributes:
+        share: Length as a share of all iterations, in (0, 1), rounded up.
+        iters: Length in iterations.
+    """
+
+    share: Annotated[float | None, SHARE] = None
+    iters: Annotated[int | None, COUNT] = None
+
+    where = "moe"
+    missed = "nothing else would happen"
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.iters is None):
+            raise ConfigError(
+                f"{self.where}: set one of share and iters, got "
+                f"share={self.share!r} and iters={self.iters!r}."
+            )
+
+    def length(self, max_iters: int) -> int:
+        """Return the length in iterations of a training of ``max_iters``.
+
+        Raises:
+            ConfigError: If the training ends before the phase. Checked at run time,
+                when the length of an epoch-based training is known.
+        """
+        if self.iters is None:
+            return math.ceil((self.share or 0.0) * max_iters)
+        if self.iters >= max_iters:
+            raise ConfigError(
+                f"{self.where}.iters is {self.iters}, but the training has {max_iters} "
+                f"iterations, so {self.missed}; set fewer iters, or share=0.1 in their "
+                "place."
+            )
+        return self.iters
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig(PhaseConfig):
+    """The field ``moe.router_warmup``: train the routers alone first, on ``loss``."""
+
+    loss: Annotated[str, TEXT] = "separate_router"
+
+    where = "moe.router_warmup"
+    missed = "nothing but the routers would ever learn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcyclingConfig(PhaseConfig):
+    """The field ``moe.upcycling``; see :class:`damex.models.phases.InRunUpcycling`."""
+
+    where = "moe.upcycling"
+    missed = "the detector would never have experts"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChannelConfig:
     """The field ``moe.channels`` (DeepMoE, UAI 2019, arXiv 1806.01531).
 
@@ -117,7 +216,7 @@ class ChannelConfig:
         skip_closed: Skip the computation of closed channels in evaluation.
     """
 
-    embedding: Annotated[Mapping[str, Any], module_of("ShallowEmbedding")] = field(
+    embedding: Annotated[Mapping[str, Any], _module("ShallowEmbedding")] = field(
         default_factory=lambda: {"type": "ShallowEmbedding"}
     )
     gate_init: Annotated[str, TEXT] = "uniform"
@@ -154,16 +253,16 @@ class MoEConfig:
         field(default_factory=LayersConfig)
     )
     num_experts: Annotated[int | None, COUNT] = None
-    router: Annotated[Mapping[str, Any], module_of("LinearRouter")] = field(
+    router: Annotated[Mapping[str, Any], _module("LinearRouter")] = field(
         default_factory=lambda: {"type": "LinearRouter"}
     )
-    gate: Annotated[Mapping[str, Any], module_of("TopKGate")] = field(
+    gate: Annotated[Mapping[str, Any], _module("TopKGate")] = field(
         default_factory=lambda: {"type": "TopKGate"}
     )
-    experts: Annotated[Mapping[str, Any], module_of("FFNExperts")] = field(
+    experts: Annotated[Mapping[str, Any], _module("FFNExperts")] = field(
         default_factory=lambda: {"type": "FFNExperts"}
     )
-    shared_expert: Annotated[Mapping[str, Any] | None, module_of("SharedExpert")] = None
+    shared_expert: Annotated[Mapping[str, Any] | None, _module("SharedExpert")] = None
     losses: Annotated[Sequence[Mapping[str, Any]], LOSSES] = ()
     with_cp: Annotated[bool, FLAG] = False
     expert_parallel: Annotated[int, COUNT] = 1
@@ -205,17 +304,6 @@ class MoEConfig:
             )
         object.__setattr__(self, "num_experts", fine.num_experts)
 
-    def resolved(self) -> dict[str, Any]:
-        """Return the tree as plain dicts with defaults filled in, for checkpoints.
-
-        Memory options, expert placement and group choice are omitted, as they are not
-        properties of the experts. Losses are keyed by type.
-        """
-        left_out = {"with_cp", "expert_parallel", *vars(GroupChoice())}
-        tree = {k: v for k, v in vars(self).items() if k not in left_out}
-        tree["losses"] = {str(loss.get("type")): loss for loss in self.losses}
-        return _resolved(tree)
-
 
 def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
     """Read the ``moe`` of a detector from its config.
@@ -237,7 +325,7 @@ def read_moe(moe: Mapping[str, Any]) -> MoEConfig:
     config = read_config(MoEConfig, moe, "moe")
     if not config.layers.chosen:
         raise ConfigError(
-            f"moe.layers = {config.layers.given} chooses no layer, so the detector "
+            f"moe.layers = {moe.get('layers')} chooses no layer, so the detector "
             "would stay dense; set moe.layers=dict(decoder=[0, 2, 4]), "
             "moe.layers=dict(backbone=[3]), or moe=None for a dense detector."
         )
@@ -259,8 +347,7 @@ def read_config(
     for key in values:
         if key not in rules:
             raise ConfigError(
-                f"{where} has the unknown key {key!r}; "
-                f"{did_you_mean(RENAMED.get(key, key), rules)}"
+                f"{where} has the unknown key {key!r}; {did_you_mean(key, rules)}"
             )
     found = {}
     for spec in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -275,7 +362,7 @@ def _may_be_none(spec: dataclasses.Field, *, is_set: bool) -> bool:
     """Whether None (or a missing value) selects the field's default."""
     if spec.default is dataclasses.MISSING:
         return spec.default_factory is not dataclasses.MISSING
-    return not (is_set and isinstance(spec.default, PLAIN))
+    return not (is_set and isinstance(spec.default, (bool, int, float, str)))
 
 
 def _read_value(rule: Rule, value: Any, where: str) -> Any:
@@ -284,36 +371,3 @@ def _read_value(rule: Rule, value: Any, where: str) -> Any:
     if rule.nested is not None:
         return read_config(rule.nested, value, where)
     return value if rule.type is None else {"type": rule.type, **value}
-
-
-def moe_difference(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Describe how the experts of a checkpoint differ from those of a config.
-
-    Both are trees of `MoEConfig.resolved`. One line such as ``moe.gate.k was 1 and is
-    2``; None if they are equal.
-    """
-    return "; ".join(_differences(saved, present, "moe")) or None
-
-
-def _differences(saved: Any, present: Any, where: str) -> Iterator[str]:
-    both = (saved, present)
-    if all(map(is_dict, both)) and saved.get("type") == present.get("type"):
-        for key in sorted({*saved, *present}):
-            yield from _differences(saved.get(key), present.get(key), f"{where}.{key}")
-    elif saved != present:
-        was, now = (v.get("type", "set") if is_dict(v) else repr(v) for v in both)
-        yield f"{where} was {was} and is {now}"
-
-
-def _resolved(value: Any) -> Any:
-    """Return plain containers and values, with the defaults of modules."""
-    if dataclasses.is_dataclass(value):
-        return _resolved(vars(value))
-    if is_dict(value):
-        named = parameters_of(module_class(value)).values()
-        defaults = {p.name: p.default for p in named if p.default is not p.empty}
-        return {k: _resolved(v) for k, v in {**defaults, **value}.items()}
-    if isinstance(value, (list, tuple)):
-        return [_resolved(item) for item in value]
-    is_plain = value is None or isinstance(value, PLAIN)
-    return value if is_plain else getattr(value, "__name__", repr(value))

@@ -17,7 +17,14 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from damex.errors import ConfigError
-from damex.models.config import read_config
+from damex.models.config import (
+    BELOW_ONE,
+    FLAG,
+    NON_NEGATIVE,
+    branch,
+    one_of,
+    read_config,
+)
 from damex.models.dataset_head import DatasetConditioning, DatasetHead, dataset_loss
 from damex.models.insertion import moe_blocks
 from damex.models.label_prior import (
@@ -28,7 +35,6 @@ from damex.models.label_prior import (
     unannotated_classes,
 )
 from damex.models.queries import dataset_ids_of
-from damex.models.rules import BELOW_ONE, FLAG, NON_NEGATIVE, branch, one_of
 from damex.moe import RoutingRecord
 
 

@@ -23,16 +23,12 @@ from torch.optim import Optimizer
 from damex.errors import ConfigError
 from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
 from damex.models.blocks import MoEFFN
+from damex.models.build import resolved_moe
 from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext
 from damex.models.dataset_awareness import build_awareness
-from damex.models.dense_phase import InRunUpcycling
-from damex.models.initialization import (
-    ffns_in_place,
-    own_random_stream,
-    take_draws,
-)
+from damex.models.initialization import copy_draws, ffns_in_place, own_random_stream
 from damex.models.insertion import (
     InsertionReport,
     counts_foreground,
@@ -40,6 +36,7 @@ from damex.models.insertion import (
     moe_blocks,
 )
 from damex.models.outputs import add_dataset_instances, attach_routing, routing_losses
+from damex.models.phases import InRunUpcycling, RouterWarmup
 from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
@@ -48,7 +45,6 @@ from damex.models.queries import (
     real_query_mask,
     valid_ratio_of,
 )
-from damex.models.schedule import RouterWarmup, check_losses
 from damex.models.timm_backbone import check_neck
 from damex.models.told_dataset import choose_datasets, group_posterior
 from damex.moe import RoutingTally, gathered_experts
@@ -129,14 +125,12 @@ class RoutedDetector(_Detector):
             )
         else:
             report = insert_moe(self, moe, **where)
-            layers = [block.moe for block in moe_blocks(self)]
-            if moe.router_warmup is None:
-                check_losses(layers)
-            else:
-                self._warmup = RouterWarmup(moe.router_warmup, layers)
+            blocks = moe_blocks(self)
+            if moe.router_warmup is not None:
+                self._warmup = RouterWarmup(moe.router_warmup, blocks[0].moe)
             if moe.upcycling is not None:
-                blocks = [b for b in moe_blocks(self) if isinstance(b, MoEFFN)]
-                self.upcycling = InRunUpcycling(moe.upcycling, blocks)
+                ffns = [block for block in blocks if isinstance(block, MoEFFN)]
+                self.upcycling = InRunUpcycling(moe.upcycling, ffns)
         print_log(str(report), logger="current", level=logging.INFO)
         for note in report.notes:
             print_log(note, logger="current", level=logging.WARNING)
@@ -148,7 +142,7 @@ class RoutedDetector(_Detector):
 
     def resolved_moe(self) -> dict[str, Any]:
         """Return the ``moe`` tree with defaults as plain dicts; empty if dense."""
-        return {} if self._moe is None else self._moe.resolved()
+        return {} if self._moe is None else resolved_moe(self._moe)
 
     def begin_step(
         self, *, iteration: int, max_iters: int, optimizer: Optimizer | None = None
@@ -195,7 +189,7 @@ class RoutedDetector(_Detector):
             with own_random_stream():
                 for block, ffn in places:
                     block.reset_parameters()
-                    take_draws(block, ffn)
+                    copy_draws(block, ffn)
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Compute the detector's losses and ``loss_moe_*``, means over MoE layers."""

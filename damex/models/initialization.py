@@ -7,17 +7,16 @@ less noisy, as initial weights matter much in short trainings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from mmcv.cnn.bricks.transformer import FFN
-from torch import Tensor, nn
+from torch import nn
 
 from damex.models.blocks import MoEFFN
-from damex.models.dense_phase import DENSE_EXPERT
-from damex.models.upcycling import dense_keys
+from damex.models.upcycling import DENSE_EXPERT, dense_keys
 
 
 @contextmanager
@@ -46,34 +45,25 @@ def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
     layers: list[Any] = [
         m for m in detector.modules() if isinstance(getattr(m, "ffn", None), MoEFFN)
     ]
-    blocks: list[MoEFFN] = [layer.ffn for layer in layers]
-    with own_random_stream():
-        ffns = [
-            _ffn_for(block, layer.ffn_cfg)
-            for block, layer in zip(blocks, layers, strict=True)
-        ]
+    places = []
+    with own_random_stream(), torch.no_grad():
+        for layer in layers:
+            ffn = FFN(**layer.ffn_cfg).to(next(layer.ffn.parameters()).device)
+            linears = (ffn.layers[0][0], ffn.layers[1])
+            for linear, bias in zip(linears, layer.ffn.dense_biases, strict=True):
+                linear.bias.copy_(bias)
+            places.append((layer.ffn, ffn))
     try:
-        for layer, ffn in zip(layers, ffns, strict=True):
+        for layer, (_, ffn) in zip(layers, places, strict=True):
             layer.ffn = ffn
-        yield list(zip(blocks, ffns, strict=True))
+        yield places
     finally:
-        for layer, block in zip(layers, blocks, strict=True):
+        for layer, (block, _) in zip(layers, places, strict=True):
             layer.ffn = block
 
 
 @torch.no_grad()
-def _ffn_for(block: MoEFFN, config: Mapping[str, Any]) -> FFN:
-    """Build an FFN like the one that a block replaced, on the block's device."""
-    ffn = FFN(**config).to(next(block.parameters()).device)
-    for layer, bias in zip(
-        (ffn.layers[0][0], ffn.layers[1]), block.dense_biases, strict=True
-    ):
-        layer.bias.copy_(bias)
-    return ffn
-
-
-@torch.no_grad()
-def take_draws(block: MoEFFN, dense: FFN) -> None:
+def copy_draws(block: MoEFFN, dense: FFN) -> None:
     """Copy freshly drawn FFN weights to the part of a block that replaces the FFN.
 
     This is the shared expert, the FFN that fine-grained experts are cut from, or the
@@ -88,14 +78,12 @@ def take_draws(block: MoEFFN, dense: FFN) -> None:
     if block.split is not None:
         with suppress(ValueError):
             block.split.load(moe, list(drawn.values()))
-    elif moe.shared_expert is not None:
-        _load_expert(moe.shared_expert.expert, 0, drawn)
-    elif block.is_dense:
-        _load_expert(moe.experts, DENSE_EXPERT, drawn)
-
-
-def _load_expert(bank: nn.Module, expert: int, drawn: Mapping[str, Tensor]) -> None:
-    """Write the tensors of an FFN into an expert, if they fit."""
+        return
+    bank, expert = moe.experts, DENSE_EXPERT
+    if moe.shared_expert is not None:
+        bank, expert = moe.shared_expert.expert, 0
+    elif not block.is_dense:
+        return
     own = bank.state_dict()
     pairs = [
         (own[name][expert], value.t() if name.startswith("w") else value)

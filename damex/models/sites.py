@@ -10,7 +10,6 @@ from mmdet.models.backbones import ResNet
 from torch import nn
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEPatchConv
 
 COMPONENTS = ("encoder", "decoder")  # have transformer layers
 
@@ -30,21 +29,20 @@ def chosen_layers(
         if "forward" in vars(layer):
             raise ConfigError(
                 f"model.{component}.num_cp of mmdet wraps layer {number}, which would "
-                "run its experts a second time without what they need; use a detector "
+                "run its experts a second time without their inputs; use a detector "
                 "of damex (type='MoEDINO' and so on), or set num_cp=0 and "
                 "moe.with_cp=True."
             )
-        if not isinstance(getattr(layer, "ffn", None), FFN):
+        ffn = getattr(layer, "ffn", None)
+        if not isinstance(ffn, FFN):
             raise ConfigError(
                 f"moe.layers.{component}: layer {number} ({type(layer).__name__}) has "
-                "no mmcv FFN in its attribute 'ffn' (listed twice, or replaced "
-                "already?)."
+                "no mmcv FFN in its attribute 'ffn' (listed twice?)."
             )
-        if layer.ffn.num_fcs != 2 or not layer.ffn.add_identity:
+        if ffn.num_fcs != 2 or not ffn.add_identity:
             raise ConfigError(
-                f"moe.layers.{component}: layer {number} has an FFN with "
-                f"num_fcs={layer.ffn.num_fcs} and "
-                f"add_identity={layer.ffn.add_identity}; it must be an FFN with "
+                f"moe.layers.{component}: layer {number} has an FFN with num_fcs="
+                f"{ffn.num_fcs} and add_identity={ffn.add_identity}; it must have "
                 "num_fcs=2 and add_identity=True."
             )
         yield f"{component}.{number}", layer
@@ -92,40 +90,27 @@ def conv_sites(detector: Any, chosen: Any) -> Iterator[tuple[str, Any]]:
             last block cannot take experts.
     """
     for stage, layer in chosen_stages(detector, chosen):
-        blocks = getattr(detector.backbone, layer)
-        _check_block(detector.backbone, stage, blocks[-1])
-        yield f"backbone.{layer}.{len(blocks) - 1}.conv2", blocks[-1]
-
-
-def _check_block(backbone: ResNet, stage: int, block: Any) -> None:
-    where = f"moe.layers.backbone: stage {stage}"
-    if stage < backbone.frozen_stages:
-        raise ConfigError(
-            f"{where} is frozen by model.backbone.frozen_stages="
-            f"{backbone.frozen_stages}; choose a later stage, or set "
-            f"frozen_stages={stage} or less."
-        )
-    if block.with_cp:
-        raise ConfigError(
-            f"{where} is recomputed by model.backbone.with_cp, which would run its "
-            "experts a second time without what they need; set with_cp=False there and "
-            "moe.with_cp=True."
-        )
-    obstacle = _obstacle(block.conv2)
-    if obstacle:
-        raise ConfigError(
-            f"{where}: experts can replace a plain convolution of stride 1 only, but "
-            f"its last block has {obstacle}."
-        )
-
-
-def _obstacle(conv: nn.Module) -> str | None:
-    """Return what keeps experts from replacing a convolution, if anything."""
-    if isinstance(conv, MoEPatchConv):
-        return "experts already (listed twice?)"
-    if type(conv) is not nn.Conv2d:
-        return f"a {type(conv).__name__}"
-    for name in ("stride", "dilation"):
-        if getattr(conv, name) != (1, 1):
-            return f"{name}={getattr(conv, name)[0]}"
-    return f"groups={conv.groups}" if conv.groups != 1 else None
+        backbone, blocks = detector.backbone, getattr(detector.backbone, layer)
+        block, where = blocks[-1], f"moe.layers.backbone: stage {stage}"
+        if stage < backbone.frozen_stages:
+            raise ConfigError(
+                f"{where} is frozen by model.backbone.frozen_stages="
+                f"{backbone.frozen_stages}; choose a later stage, or set "
+                f"frozen_stages={stage} or less."
+            )
+        if block.with_cp:
+            raise ConfigError(
+                f"{where} is recomputed by model.backbone.with_cp, which would run its "
+                "experts a second time without their inputs; set with_cp=False there "
+                "and moe.with_cp=True."
+            )
+        conv = block.conv2
+        found = conv if type(conv) is nn.Conv2d else f"a {type(conv).__name__}"
+        if found is not conv or (
+            (*conv.stride, *conv.dilation, conv.groups) != (1, 1, 1, 1, 1)
+        ):
+            raise ConfigError(
+                f"{where}: experts can replace a plain convolution of stride 1 only, "
+                f"but its last block has {found} (listed twice?)."
+            )
+        yield f"backbone.{layer}.{len(blocks) - 1}.conv2", block

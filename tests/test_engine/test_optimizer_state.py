@@ -11,8 +11,8 @@ from damex.engine.cli import build_runner
 from damex.engine.config_files import merge_options
 from damex.engine.optimizer_state import (
     check_resumable,
+    load_moments,
     parameter_names,
-    take_over_moments,
 )
 from damex.errors import ConfigError, DataError
 from damex.models.insertion import moe_blocks
@@ -62,7 +62,7 @@ def checkpoint_of(detector, optimizer):
 
 def start(detector, checkpoint, optimizer):
     detector.load_state_dict(checkpoint["state_dict"])
-    return take_over_moments(checkpoint, detector, optimizer, path="dense.pth")
+    return load_moments(checkpoint, detector, optimizer, path="dense.pth")
 
 
 def expected_of(dense, name):
@@ -207,7 +207,7 @@ def test_an_optimiser_of_their_own_for_the_experts(build, trained):
 
 def refusal(checkpoint, detector, optimizer):
     with pytest.raises(ConfigError) as error:
-        take_over_moments(checkpoint, detector, optimizer, path="dense.pth")
+        load_moments(checkpoint, detector, optimizer, path="dense.pth")
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -215,16 +215,16 @@ def refusal(checkpoint, detector, optimizer):
 def test_what_cannot_be_taken_over_is_said_in_one_line(build, trained):
     _, checkpoint = trained(optimizer=lambda d: adamw(d, amsgrad=False))
     detector = build(moe=COPIES)
-    assert "which kept step, exp_avg, exp_avg_sq and no max_exp" in refusal(
+    assert "which kept step, exp_avg, exp_avg_sq but not max_exp" in refusal(
         checkpoint, detector, adamw(detector)
     )
     plain = adamw(detector, amsgrad=False)
     unnamed = {**checkpoint, "meta": {}}
-    assert "does not say which parameters" in refusal(unnamed, detector, plain)
+    assert "does not name the parameters" in refusal(unnamed, detector, plain)
     bare = {k: v for k, v in checkpoint.items() if k != "optimizer"}
     assert "dense.pth holds no optimiser" in refusal(bare, detector, plain)
     other = torch.optim.Adagrad(detector.parameters())
-    assert "is Adagrad; take one" in refusal(checkpoint, detector, other)
+    assert "is Adagrad; use one" in refusal(checkpoint, detector, other)
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_another_optimizer_is_not_resumed(optimizer, words):
     with pytest.raises(ConfigError, match=words):
         check_resumable(saved, OptimWrapper(optimizer(model)), path="a.pth")
     del saved["meta"]["epoch"]
-    with pytest.raises(ConfigError, match="does not hold how far a training came"):
+    with pytest.raises(ConfigError, match="does not contain the progress"):
         check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
 
 

@@ -12,10 +12,9 @@ from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of
 from damex.engine.config_files import merge_options
 from damex.engine.freezing import freeze_all_but
-from damex.engine.row_transfer import move_rows, names_of_meta, transfer_notes
+from damex.engine.rows import RowNames, remap_notes, remap_rows
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
-from damex.models.rows import RowNames
 from damex.models.told_dataset import selects_by_first_class
 from tests.test_inference.conftest import SPACE
 
@@ -39,7 +38,7 @@ def test_detections_are_those_of_another_order_of_classes(
     before = [named(sample, COCO) for sample in run_predict(detector, batch)]
     state = dict(detector.state_dict())
     other = COCO[40:] + COCO[:40]
-    moved = move_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(other))
+    moved = remap_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(other))
     assert moved
     detector.load_state_dict(state)
     after = [named(sample, other) for sample in run_predict(detector, batch)]
@@ -66,7 +65,7 @@ def test_denoising_labels_go_along(build_mmdet, name):
     detector = build_mmdet(name)
     state = dict(detector.state_dict())
     wanted = RowNames(COCO[::-1])
-    moved = move_rows(state, detector, stored=RowNames(COCO), wanted=wanted)
+    moved = remap_rows(state, detector, stored=RowNames(COCO), wanted=wanted)
     assert torch.equal(state[LABELS], detector.state_dict()[LABELS].flip(0))
     heads = {key for key in state if "cls_branches" in key}
     assert moved == heads | {LABELS}
@@ -78,7 +77,7 @@ def test_a_first_stage_keeps_its_one_class(build_mmdet):
     detector.as_two_stage = True
     last = f"bbox_head.cls_branches.{len(detector.bbox_head.cls_branches) - 1}.weight"
     state = dict(detector.state_dict())
-    move_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(COCO[::-1]))
+    remap_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(COCO[::-1]))
     own = detector.state_dict()
     assert torch.equal(state[last][0], own[last][0])
     first = "bbox_head.cls_branches.0.weight"
@@ -91,12 +90,12 @@ def test_new_classes_start_as_the_detector_has_them(build):
     state = {weight: torch.randn(80, 64)}
     given = state[weight].clone()
     wanted = RowNames(("new", "c7", "c0", "other"))
-    moved = move_rows(state, target, stored=RowNames(COCO), wanted=wanted)
+    moved = remap_rows(state, target, stored=RowNames(COCO), wanted=wanted)
     own = target.state_dict()[weight]
     expected = torch.stack([own[0], given[7], given[0], own[3]])
     assert moved == {weight}
     assert torch.equal(state[weight], expected)
-    said = [*transfer_notes(RowNames(COCO), wanted, moved)]
+    said = [*remap_notes(RowNames(COCO), wanted, moved)]
     assert said == [
         "classes: taken over by name: c7, c0; new, as at the start of a training: new, "
         "other; not used of the checkpoint: 78."
@@ -116,7 +115,7 @@ def test_nothing_is_touched_without_need(build, stored, wanted):
     detector = build(num_groups=2, moe="damex_best")
     state = dict(detector.state_dict())
     before = dict(state)
-    assert move_rows(state, detector, stored=stored, wanted=wanted) == set()
+    assert remap_rows(state, detector, stored=stored, wanted=wanted) == set()
     assert all(state[key] is before[key] for key in before)
 
 
@@ -126,7 +125,7 @@ def test_a_name_that_stands_twice_is_not_guessed(build):
     weight = "bbox_head.cls_branches.0.weight"
     given = torch.randn(4, 64)
     state = {weight: given.clone()}
-    move_rows(state, detector, stored=twice, wanted=wanted)
+    remap_rows(state, detector, stored=twice, wanted=wanted)
     own = detector.state_dict()[weight]
     expected = torch.stack([given[3], own[1], given[1], own[3]])
     assert torch.equal(state[weight], expected)
@@ -146,7 +145,7 @@ def test_losses_are_those_of_another_order_of_datasets(
     before = run_loss(detector, make_batch([0, 1, 2]))
     state = dict(detector.state_dict())
     stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "x", "y"))
-    move_rows(state, detector, stored=stored, wanted=wanted)
+    remap_rows(state, detector, stored=stored, wanted=wanted)
     detector.load_state_dict(state)
     after = run_loss(detector, make_batch([1, 2, 0]))
     for name, loss in before.items():
@@ -164,13 +163,13 @@ def test_a_new_dataset_starts_afresh(build):
     given[up] = torch.randn(given[up].shape)
     state = dict(given)
     stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "n", "x", "y"))
-    moved = move_rows(state, target, stored=stored, wanted=wanted)
+    moved = remap_rows(state, target, stored=stored, wanted=wanted)
     own = target.state_dict()
     for key, fresh in ((up, torch.zeros_like(given[up][0])), (router, own[router][1])):
         expected = torch.stack([given[key][2], fresh, given[key][0], given[key][1]])
         assert torch.equal(state[key], expected)
     target.load_state_dict(state)  # the map of groups has its new size
-    assert [*transfer_notes(stored, wanted, moved)] == [
+    assert [*remap_notes(stored, wanted, moved)] == [
         "experts of datasets: taken over by name: z, x, y; new, as at the start of a "
         "training: n."
     ]
@@ -181,7 +180,7 @@ def test_experts_that_are_not_taught_datasets_stay_where_they_are(build):
     detector = build(moe="vanilla", num_groups=2)
     state = dict(detector.state_dict())
     stored, wanted = RowNames(ABC, ("x", "y")), RowNames(ABC, ("y", "x"))
-    assert move_rows(state, detector, stored=stored, wanted=wanted) == set()
+    assert remap_rows(state, detector, stored=stored, wanted=wanted) == set()
 
 
 @pytest.fixture
@@ -209,7 +208,7 @@ def test_a_bank_of_the_user_moves_as_it_declares(build_own):
     state = dict(detector.state_dict())
     given = state[OWN].clone()
     stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "x", "y"))
-    assert OWN in move_rows(state, detector, stored=stored, wanted=wanted)
+    assert OWN in remap_rows(state, detector, stored=stored, wanted=wanted)
     assert torch.equal(state[OWN], given[[2, 0, 1]])
     kept = freeze_all_but(detector, SPACE, ["park"])
     assert kept[OWN].tolist() == [True, False, True]
@@ -218,10 +217,10 @@ def test_a_bank_of_the_user_moves_as_it_declares(build_own):
 def test_a_bank_that_declares_nothing_is_refused_where_experts_would_move(build_own):
     detector = build_own("OwnExperts")
     state, names = dict(detector.state_dict()), RowNames(ABC, ("x", "y", "z"))
-    assert move_rows(state, detector, stored=names, wanted=names) == set()
+    assert remap_rows(state, detector, stored=names, wanted=names) == set()
     for groups in (("z", "x", "y"), ("x", "y", "n"), ("x", "y")):
         with pytest.raises(ConfigError, match=FOREIGN):
-            move_rows(
+            remap_rows(
                 state, detector, stored=names, wanted=replace(names, groups=groups)
             )
     with pytest.raises(ConfigError, match=FOREIGN):
@@ -275,12 +274,12 @@ def test_another_number_of_experts_is_said(make_runner, monkeypatch):
     ],
 )
 def test_classes_of_all_versions_of_mmdet_are_found(meta):
-    assert names_of_meta(meta) == RowNames(("a", "b"))
+    assert RowNames.of_meta(meta) == RowNames(("a", "b"))
 
 
 def test_a_checkpoint_without_names_has_none():
-    assert names_of_meta({}) == RowNames()
-    assert names_of_meta(dict(CLASSES="cell")) == RowNames(("cell",))
+    assert RowNames.of_meta({}) == RowNames()
+    assert RowNames.of_meta(dict(CLASSES="cell")) == RowNames(("cell",))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from damex.commandline.commands import app
 from damex.engine.cli import build_runner
 from damex.engine.config_files import config_of, merge_options
 from damex.errors import ConfigError
-from damex.growth.grow import add_datasets, fresh_detector
+from damex.growth.grow import add_datasets, build_initialized
 from damex.inference import Predictor
 from damex.inference.stored import StoredDetector
 
@@ -40,13 +40,13 @@ def state_of(path):
     return torch.load(path, weights_only=False)["state_dict"]
 
 
-def test_a_fresh_detector_is_always_the_same_and_reseeds_no_gpu(
+def test_a_build_initialized_is_always_the_same_and_reseeds_no_gpu(
     model_config, monkeypatch
 ):
     reseeded, model = [], model_config()
     monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
     before = torch.get_rng_state()
-    first, again = (fresh_detector(model).state_dict() for _ in range(2))
+    first, again = (build_initialized(model).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert torch.equal(torch.get_rng_state(), before)
     assert reseeded == []
@@ -261,7 +261,7 @@ def test_experts_of_nobody_keep_their_number(save, make_config, mixture):
     cfg = Config.fromfile(make_config(mixture, extra=fixed, **options))
     grown = add_datasets(stored, cfg)  # nothing to be like: auto looks at no image
     assert grown.new_classes == ("kite",)
-    assert grown.models == {}
+    assert grown.sources == {}
     experts = [key for key in stored.state if ".moe." in key and "group_" not in key]
     assert experts
     assert all(torch.equal(grown.state[key], stored.state[key]) for key in experts)
@@ -275,7 +275,7 @@ def test_a_new_group_is_like_the_group_of_the_dataset_that_is_named(
     stored = StoredDetector.read(str(save(entries)))
     cfg = Config.fromfile(make_config([*entries, mixture[2]], name="grown"))
     grown = add_datasets(stored, cfg, like="park")
-    assert grown.models == {"sky": "green"}
+    assert grown.sources == {"sky": "green"}
     for key in (k for k in grown.state if k.endswith("up_ELD")):
         assert torch.equal(grown.state[key][2], stored.state[key][1])
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
-from damex.models.config import BlockConfig, moe_difference, read_config, read_moe
+from damex.models.build import moe_difference, resolved_moe
+from damex.models.config import BlockConfig, read_config, read_moe
 from damex.models.context import RoutingContext
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
 
@@ -441,7 +442,7 @@ DAMEX = dict(
     ],
 )
 def test_a_checkpoint_of_other_experts_is_told_apart(changes, said):
-    saved, present = (read_moe(m).resolved() for m in (DAMEX, {**DAMEX, **changes}))
+    saved, present = (resolved_moe(read_moe(m)) for m in (DAMEX, {**DAMEX, **changes}))
     assert moe_difference(saved, present) == said
 
 

@@ -10,8 +10,8 @@ from mmengine.optim import OptimWrapper
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
-from damex.models.dense_phase import DensePhase
 from damex.models.insertion import moe_blocks
+from damex.models.upcycling import DensePhase
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
 
 SWITCH, MAX_ITERS = 3, 8
@@ -311,7 +311,7 @@ def test_a_dense_block_is_the_ffn_that_it_loads(activation):
                 experts=dict(type="PatchConvExperts", patch_size=1),
                 num_experts=4,
             ),
-            "moe.upcycling makes every expert a copy of an FFN",
+            "moe.upcycling is for FFNs",
         ),
     ],
 )

@@ -92,10 +92,9 @@ def test_the_report_names_every_layer(build):
     dense = build(moe=None)
     report = insert_moe(dense, read_moe(DAMEX), context=RoutingContext(), num_groups=3)
     # One FFN 64-256-64: 64*256 + 256 + 256*64 + 64 = 33,088; three and a 64 x 3 router.
-    assert [row.name for row in report.layers] == ["decoder.0", "decoder.2"]
-    assert report.layers[0].dense_parameters == 33_088
-    assert report.layers[0].moe_parameters == 3 * 33_088 + 64 * 3
-    assert "decoder.2: FFN 64-256-64" in str(report)
+    line = "FFN 64-256-64 (33,088 parameters) -> 3 experts (99,456)"
+    assert report.rows == (f"decoder.0: {line}", f"decoder.2: {line}")
+    assert f"\n  decoder.2: {line}" in str(report)
 
 
 def test_number_of_experts_is_needed_outside_of_a_mixture(build):
@@ -114,7 +113,7 @@ GATED = dict(
     ("options", "message"),
     [
         (dict(num_fcs=3), "decoder: layer 0 has an FFN with num_fcs=3 .* num_fcs=2"),
-        (dict(add_identity=False), "add_identity=False; it must be"),
+        (dict(add_identity=False), "add_identity=False; it must have"),
     ],
 )
 def test_an_ffn_of_another_shape_is_refused(model_config, moe, options, message):
@@ -179,11 +178,11 @@ def test_the_report_says_what_was_replaced(build):
     report = insert_moe(
         dense, read_moe(PMOE), context=RoutingContext(), num_groups=None
     )
-    (row,) = report.layers
     # 256 x 256 x 9 weights; as many in the experts and 256 x 4 in the router
-    assert row.dense_parameters == 589_824
-    assert row.moe_parameters == 589_824 + 1_024
-    assert "backbone.layer4.1.conv2: convolution 256-256 3x3 (589,824" in str(report)
+    assert report.rows == (
+        "backbone.layer4.1.conv2: convolution 256-256 3x3 (589,824 parameters) -> "
+        "4 experts (590,848)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,10 @@ def test_the_report_says_what_was_replaced(build):
             "needs experts that convolve patches; .*got the type 'FFNExperts'",
         ),
         (dict(experts=None), "got the type 'FFNExperts'"),
-        (dict(shared_expert=dict(type="SharedExpert")), "moe.shared_expert is an FFN"),
+        (
+            dict(shared_expert=dict(type="SharedExpert")),
+            "moe.shared_expert is for FF",
+        ),
         (dict(num_experts=5), "moe.experts = .*5 experts and 256 channels"),
         (dict(experts=dict(type="PatchConvExperts")), "moe.experts = .*'patch_size'"),
         (

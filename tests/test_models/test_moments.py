@@ -5,11 +5,10 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 from torch import nn
 
+from damex.engine.optimizer_state import moment_origins
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.context import RoutingContext
-from damex.models.dense_phase import DensePhase
-from damex.models.moments import moment_origins
-from damex.models.upcycling import SplitStart
+from damex.models.upcycling import DensePhase, SplitStart
 from damex.moe import (
     FFNExperts,
     LinearRouter,

@@ -266,7 +266,7 @@ def test_a_warmup_that_never_ends_is_refused_before_the_first_step(
     [
         (dict(router_warmup=None), "no minimum .* set moe.router_warmup=dict"),
         (dict(router_warmup=0.1), r"such as dict\(share=0.1\) .*got 0.1"),
-        (dict(router_stage=dict(share=0.1)), "did you mean 'router_warmup'"),
+        (dict(router_warmp=dict(share=0.1)), "did you mean 'router_warmup'"),
         (dict(router_warmup=dict()), "share=None and iters=None"),
         (dict(router_warmup=dict(share=0.1, iters=5)), "share=0.1 and iters=5"),
         (dict(router_warmup=dict(epochs=1)), "unknown key 'epochs'; it has: share, it"),
@@ -278,7 +278,7 @@ def test_a_warmup_that_never_ends_is_refused_before_the_first_step(
             dict(router_warmup=dict(iters=1, loss="load_balanc")),
             "loss is 'load_balanc', .*did you mean 'load_balance'",
         ),
-        (dict(losses=[]), "'separate_router', which is no loss in moe.losses"),
+        (dict(losses=[]), "'separate_router', which is not a loss in moe.losses"),
     ],
 )
 def test_a_config_that_cannot_work_names_field_value_and_choice(
