@@ -113,17 +113,18 @@ def check_resumable(
     sizes = [[len(group["params"]) for group in one] for one in (groups, saved)]
     pairs = zip(groups, saved, strict=False)
     missing = set().union(*(group.keys() - old.keys() for group, old in pairs))
+    fault = ""
     if missing := missing - LATE_OPTIONS:
+        fault = f"another kind, whose options lack {', '.join(sorted(missing))}"
+    elif sizes[0] != sizes[1]:
+        fault = (
+            f"{sum(sizes[1])} parameters in {len(saved)} groups, not {sum(sizes[0])} "
+            f"in {len(groups)}"
+        )
+    if fault:
         raise ConfigError(
             f"--resume: optim_wrapper.optimizer is {kind}, and {path} was trained with "
-            f"another kind, whose options lack {', '.join(sorted(missing))}; set the "
-            f"optimizer of that training, {start}"
-        )
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"--resume: {kind} has {sum(sizes[0])} parameters in {len(groups)} groups, "
-            f"and in {path} it has {sum(sizes[1])} in {len(saved)}; set the "
-            f"optim_wrapper (paramwise_cfg) of that training, {start}"
+            f"{fault}; set the optim_wrapper (paramwise_cfg) of that training, {start}"
         )
 
 
@@ -152,18 +153,13 @@ def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
 
 def _stored_state(checkpoint: Mapping[str, Any], path: str) -> dict[str, dict]:
     """Optimiser state by parameter name."""
-    if "optimizer" not in checkpoint:
-        raise ConfigError(
-            f"load_optimizer=True: the checkpoint {path} holds no optimiser; save it "
-            "with default_hooks.checkpoint.save_optimizer=True, or set "
-            "load_optimizer=False."
-        )
     names = (checkpoint.get("meta") or {}).get(NAMES)
-    if names is None:
+    if "optimizer" not in checkpoint or names is None:
+        what = "parameter names of its optimiser" if names is None else "optimiser"
         raise ConfigError(
-            f"load_optimizer=True: the checkpoint {path} does not name the parameters "
-            "of its optimiser's state (it is older than this option, or not saved "
-            "by damex); set load_optimizer=False."
+            f"load_optimizer=True: the checkpoint {path} holds no {what}; save it with "
+            "damex and default_hooks.checkpoint.save_optimizer=True, or set "
+            "load_optimizer=False."
         )
     state = checkpoint["optimizer"]["state"]
     return {name: state[i] for i, name in enumerate(names) if i in state}

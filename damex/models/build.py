@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any
 
 from mmdet.registry import MODELS
 from torch import nn
@@ -23,8 +23,6 @@ from damex.moe import (
     TopKGate,
     expert_groups,
 )
-
-PLAIN = (bool, int, float, str, NoneType)
 
 
 def build_layer(
@@ -50,15 +48,8 @@ def build_layer(
             "num_experts, or train on a MixtureDataset."
         )
     groups = _group_experts(config, num_groups, num_experts)
-    choice = _group_choice(config)
-    if groups is None and choice.options:
-        raise ConfigError(
-            f"moe.{choice.options[0]} needs dataset groups, and there is no mixture; "
-            "train on a MixtureDataset, or leave it out."
-        )
     named = parameters_of(module_class(config.experts))
-    is_open = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    given = {k: v for k, v in experts.items() if is_open or k in named}
+    given = {k: v for k, v in experts.items() if _takes_all(named) or k in named}
     bank = build_module(config.experts, "experts", num_experts=num_experts, **given)
     try:
         layer = MoELayer(
@@ -74,7 +65,7 @@ def build_layer(
             experts=bank,
             losses=[build_module(loss, "losses") for loss in config.losses],
             group_experts=groups,
-            group_choice=choice,
+            group_choice=_group_choice(config),
         )
     except ConfigError:
         raise
@@ -100,6 +91,12 @@ def _group_experts(
 
     None outside of a mixture, or if groups outnumber experts and no module needs them.
     """
+    options = _group_choice(config).options
+    if not num_groups and options:
+        raise ConfigError(
+            f"moe.{options[0]} needs dataset groups, and there is no mixture; train on "
+            "a MixtureDataset, or leave it out."
+        )
     if not num_groups:
         return None
     fine = config.fine_grained
@@ -231,8 +228,14 @@ def build_module(
             f"{did_you_mean(str(kind), known)}"
         )
     named = parameters_of(module)
+    unknown = [] if _takes_all(named) else [name for name in own if name not in named]
+    if unknown:
+        raise ConfigError(
+            f"moe.{field}.{unknown[0]} = {own[unknown[0]]!r} is not an argument of "
+            f"{module.__name__}; {did_you_mean(unknown[0], named)} "
+            f"moe.{field}._delete_=True discards inherited arguments."
+        )
     wanted = {name: value for name, value in offer.items() if name in named}
-    _check_arguments(module, own, field=f"moe.{field}")
     try:
         return MODELS.build({"type": kind, **values, **wanted, **own})
     except (TypeError, ValueError) as error:
@@ -255,48 +258,8 @@ def parameters_of(module: Callable[..., Any] | None) -> Mapping[str, inspect.Par
     return inspect.signature(module).parameters
 
 
-def _check_arguments(
-    module: Callable[..., Any], arguments: Mapping[str, Any], *, field: str
-) -> None:
-    """Reject unknown arguments, and plain values that do not match their type hint."""
-    parameters = parameters_of(module)
-    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    builder: Any = module
-    if inspect.isclass(module):
-        builder = vars(module).get("__init__", module)
-    try:
-        hints = get_type_hints(builder)
-    except NameError:  # a name imported for type checkers only
-        hints = {}
-    for name, value in arguments.items():
-        if name not in parameters and not is_open:
-            raise ConfigError(
-                f"{field}.{name} = {value!r} is not an argument of {module.__name__}; "
-                f"{did_you_mean(name, parameters)} {field}._delete_=True discards "
-                "inherited arguments."
-            )
-        allowed = _allowed(hints.get(name, Any))
-        is_checked = all(kind in PLAIN or isinstance(kind, PLAIN) for kind in allowed)
-        if is_checked and not any(_fits(value, kind) for kind in allowed):
-            words = " or ".join(
-                f"of type {kind.__name__}" if isinstance(kind, type) else repr(kind)
-                for kind in allowed
-            )
-            raise ConfigError(f"{field}.{name} must be {words}, got {value!r}.")
-
-
-def _allowed(hint: Any) -> list[Any]:
-    """Return the types of a union, and the values of a literal."""
-    if get_origin(hint) in (Union, UnionType, Literal):
-        return [kind for member in get_args(hint) for kind in _allowed(member)]
-    return [None if hint is NoneType else hint]
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, or a given value."""
-    if not isinstance(kind, type):
-        return bool(value == kind)
-    return type(value) is kind or (kind is float and type(value) is int)
+def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def resolved_moe(config: MoEConfig) -> dict[str, Any]:
@@ -321,7 +284,7 @@ def _resolved(value: Any) -> Any:
         return {k: _resolved(v) for k, v in {**defaults, **value}.items()}
     if isinstance(value, (list, tuple)):
         return [_resolved(item) for item in value]
-    is_plain = isinstance(value, PLAIN)
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
     return value if is_plain else getattr(value, "__name__", repr(value))
 
 

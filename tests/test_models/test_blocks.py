@@ -1,4 +1,6 @@
-"""None"""
+"""MoE blocks in the places of FFNs and convolutions."""
+
+import copy
 
 import pytest
 import torch
@@ -12,15 +14,16 @@ from damex.models.insertion import moe_blocks
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
 
 
+def make_block(**options):
+    torch.manual_seed(0)
+    gate, experts = TopKGate(k=2, renormalize=True), FFNExperts(3, 8, 16)
+    layer = MoELayer(router=LinearRouter(8, 3), gate=gate, experts=experts)
+    return MoEFFN(layer, name="decoder.0", context=RoutingContext(), **options)
+
+
 @pytest.fixture
 def block():
-    torch.manual_seed(0)
-    layer = MoELayer(
-        router=LinearRouter(8, 3),
-        gate=TopKGate(k=2, renormalize=True),
-        experts=FFNExperts(3, 8, 16),
-    )
-    return MoEFFN(layer, name="decoder.0", context=RoutingContext())
+    return make_block()
 
 
 @pytest.fixture
@@ -71,6 +74,88 @@ def test_layer_scale_and_drop_path_of_the_ffn_stay(model_config, tokens_BND, opt
         outputs.append(ffn(tokens_BND))
     torch.testing.assert_close(outputs[1], outputs[0])
     assert not torch.equal(outputs[0], tokens_BND)
+
+
+def test_drop_path_drops_tokens_in_training_and_scales_the_rest():
+    block, tokens = make_block(drop_path=0.2), torch.randn(4, 500, 8)
+    with torch.no_grad():
+        out, _ = block.moe(tokens)
+        change = block(tokens) - tokens
+    dropped = (change == 0).all(dim=-1)
+    # 2000 tokens: 400 expected; five standard deviations of a binomial are 90
+    assert abs(dropped.sum().item() - 400) < 90
+    # each token has its own chance: no image is dropped or kept as a whole
+    assert ((dropped.sum(1) > 0) & (dropped.sum(1) < 500)).all()
+    torch.testing.assert_close(
+        change[~dropped], (out / 0.8)[~dropped], rtol=1e-4, atol=1e-5
+    )
+    block.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(block(tokens) - tokens, block.moe(tokens)[0])
+
+
+def test_padding_does_not_shift_what_is_dropped():
+    block, tokens = make_block(drop_path=0.5), torch.randn(1, 6, 8)
+    padded = torch.cat([tokens, torch.randn(1, 4, 8)], dim=1)
+    mask = torch.arange(10).unsqueeze(0) < 6
+    outs = []
+    for given, real in ((tokens, None), (padded, mask)):
+        torch.manual_seed(4)
+        with block.context.step(), block.context.component(real):
+            outs.append(block(given))
+    torch.testing.assert_close(outs[1][:, :6], outs[0])
+    assert torch.equal(outs[1][:, 6:], padded[:, 6:])
+
+
+PRE = dict(
+    layers=dict(encoder=[1], decoder=[0, 2]),
+    losses=[dict(type="DatasetRoutingLoss", weight=0.1)],
+    block=dict(norm="pre"),
+)
+
+
+def test_the_closing_norm_moves_into_the_block(build):
+    detector, dense = build(moe=PRE), build(moe=None)
+    for part, numbers in (("encoder", [1]), ("decoder", [0, 2])):
+        for number, layer in enumerate(getattr(detector, part).layers):
+            assert isinstance(layer.norms[-1], nn.Identity) == (number in numbers)
+            if number in numbers:
+                assert isinstance(layer.ffn.norm, nn.LayerNorm)
+    count = [
+        sum(p.numel() for n, p in d.named_parameters() if "norm" in n)
+        for d in (detector, dense)
+    ]
+    assert count[0] == count[1]
+
+
+def test_the_layer_computes_x_plus_experts_of_the_norm_and_ends_there(build):
+    layer = build(moe=PRE).encoder.layers[1].eval()
+    nn.init.constant_(layer.ffn.norm.weight, 2.0)
+    seen = []
+    layer.ffn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    query = torch.randn(2, 6, 64)
+    layer.self_attn.forward = lambda query, **_: query
+    out = layer(query=query, query_pos=None, key_padding_mask=None)
+    routed, _ = layer.ffn.moe(layer.ffn.norm(seen[0]))
+    torch.testing.assert_close(out, seen[0] + routed)
+
+
+def test_a_checkpoint_gives_its_closing_norm_to_the_block(build):
+    """One of the dense detector, loaded strictly, or one with experts."""
+    dense, detector = build(moe=None), build(moe=PRE)
+    with torch.no_grad():
+        dense.decoder.layers[2].norms[2].weight.fill_(3.0)
+        dense.decoder.layers[1].norms[2].weight.fill_(4.0)
+    state = dense.state_dict()
+    detector.load_state_dict(state)
+    assert set(state) == set(dense.state_dict())
+    clone = copy.deepcopy(detector)
+    other = build(moe=PRE)
+    other.load_state_dict(detector.state_dict())
+    clone.load_state_dict(build(moe=None).state_dict())
+    for one, expected in ((detector, 3.0), (other, 3.0), (clone, 1.0)):
+        assert (one.decoder.layers[2].ffn.norm.weight == expected).all()
+    assert (detector.decoder.layers[1].norms[2].weight == 4.0).all()
 
 
 PMOE = dict(

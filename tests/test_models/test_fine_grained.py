@@ -44,36 +44,30 @@ def make_block(*, parts, copies, hidden_dims, shared=0, activation="relu"):
     return MoEFFN(layer, name="decoder.0", context=RoutingContext(), split=split)
 
 
+@pytest.mark.parametrize("activation", ["ReLU", "PReLU"])
 @pytest.mark.parametrize("hidden_dims", [12, 13, 17])
 @pytest.mark.parametrize(
     ("parts", "shared", "copies"),
     [(1, 0, 4), (2, 0, 4), (3, 0, 2), (4, 3, 8), (4, 1, 2), (4, 2, 3), (2, 1, 1)],
 )
-def test_a_block_equals_the_ffn_that_it_loads(parts, shared, copies, hidden_dims):
+def test_a_block_equals_the_ffn_that_it_loads(
+    parts, shared, copies, hidden_dims, activation
+):
     torch.manual_seed(0)
     sizes = dict(parts=parts, shared=shared, copies=copies, hidden_dims=hidden_dims)
-    block = make_block(**sizes)
-    dense = FFN(embed_dims=8, feedforward_channels=hidden_dims)
+    block = make_block(**sizes, activation=activation.lower())
+    act_cfg = dict(type=activation)
+    dense = FFN(embed_dims=8, feedforward_channels=hidden_dims, act_cfg=act_cfg)
+    if activation == "PReLU":
+        torch.nn.init.constant_(dense.layers[0][1].weight, 0.7)
     with torch.no_grad():  # a router that forgot its ties: loading ties it again
         block.moe.router.weight_ED.normal_()
     block.load_state_dict(dense.state_dict())
     tokens = torch.randn(2, 50, 8)
     assert (block(tokens) - dense(tokens)).abs().max() <= 1e-5
-    other = make_block(**sizes)
+    other = make_block(**sizes, activation=activation.lower())
     other.load_state_dict(block.state_dict())
     assert torch.equal(other(tokens), block(tokens))
-
-
-@pytest.mark.parametrize("shared", [0, 1])
-def test_a_block_with_prelus_equals_the_ffn_that_it_loads(shared):
-    torch.manual_seed(0)
-    sizes = dict(parts=2, shared=shared, copies=4, hidden_dims=12)
-    block = make_block(**sizes, activation="prelu")
-    dense = FFN(embed_dims=8, feedforward_channels=12, act_cfg=dict(type="PReLU"))
-    torch.nn.init.constant_(dense.layers[0][1].weight, 0.7)
-    block.load_state_dict(dense.state_dict())
-    tokens = torch.randn(2, 50, 8)
-    assert (block(tokens) - dense(tokens)).abs().max() <= 1e-5
 
 
 def test_all_copies_draw_one_ffn_when_there_is_no_checkpoint():
@@ -168,13 +162,6 @@ def test_shared_and_routed_widths_follow_from_the_parts(build):
     assert ids == []  # three groups, two copies
 
 
-def test_groups_of_datasets_get_copies_of_the_routed_parts(build):
-    fine = dict(fine_grained=dict(parts=4, shared=2, copies=4))
-    moe = moe_blocks(build(moe={**SHARED, **fine}))[0].moe
-    ids = [row.nonzero().flatten().tolist() for row in moe.group_experts_GE]
-    assert ids == [[0, 1, 2, 3], [4, 5], [6, 7]]
-
-
 def test_one_routed_part_takes_any_router_and_noise(build, make_batch, run_loss, total):
     moe = dict(
         SHARED,
@@ -189,17 +176,19 @@ def test_one_routed_part_takes_any_router_and_noise(build, make_batch, run_loss,
 
 
 @pytest.mark.parametrize(
-    ("groups", "expected"),
+    ("fine", "groups", "expected"),
     [
-        (2, ((0, 1, 2, 3), (4, 5, 6, 7))),
-        (3, ((0, 1, 2, 3), (4, 5), (6, 7))),  # no copy is cut between two groups
-        (4, ((0, 1), (2, 3), (4, 5), (6, 7))),
+        (dict(parts=2, copies=4), 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        # no copy is cut between two groups
+        (dict(parts=2, copies=4), 3, [[0, 1, 2, 3], [4, 5], [6, 7]]),
+        (dict(parts=2, copies=4), 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (dict(parts=4, shared=2, copies=4), 3, [[0, 1, 2, 3], [4, 5], [6, 7]]),
     ],
 )
-def test_groups_of_datasets_get_whole_copies(build, groups, expected):
-    block = moe_blocks(build(moe=FINE, num_groups=groups))[0]
-    ids = [row.nonzero().flatten().tolist() for row in block.moe.group_experts_GE]
-    assert tuple(map(tuple, ids)) == expected
+def test_groups_of_datasets_get_whole_copies(build, fine, groups, expected):
+    detector = build(moe={**FINE, "fine_grained": fine}, num_groups=groups)
+    group_experts_GE = moe_blocks(detector)[0].moe.group_experts_GE
+    assert [row.nonzero().flatten().tolist() for row in group_experts_GE] == expected
 
 
 def test_the_dataset_loss_goes_with_fine_grained_experts(build, make_batch, run_loss):
@@ -210,67 +199,36 @@ def test_the_dataset_loss_goes_with_fine_grained_experts(build, make_batch, run_
     assert loss.item() == pytest.approx(0.1 * (0.693 + 1.386) / 2, abs=0.02)
 
 
+def cut(parts, copies=2, **changes):
+    return dict(fine_grained=dict(parts=parts, copies=copies, **changes))
+
+
+ONE = cut(4, 4, shared=3)  # of which one routed part
+SHARED_EXPERT = dict(shared_expert=dict(type="SharedExpert"))
+COSINE = dict(router=dict(type="CosineRouter", proj_dims=8))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            dict(fine_grained=2),
-            r"moe.fine_grained must be .*dict\(parts=2, .*got 2",
-        ),
+        (dict(fine_grained=2), r"fine_grained must be .*dict\(parts=2, .*got 2"),
         (dict(fine_grained=dict(parts=2)), "copies must be an integer .*got None"),
-        (dict(fine_grained=dict(parts=0, copies=2)), "parts must be .*got 0"),
-        (
-            dict(fine_grained=dict(part=2, copies=2)),
-            "unknown key 'part'; did you mean 'parts'",
-        ),
-        (
-            dict(fine_grained=dict(parts=300, copies=3)),
-            r"moe.fine_grained: .*parts must lie in \[1, H=256\], got 300",
-        ),
+        (cut(0), "parts must be .*got 0"),
+        (cut(2, part=2), "unknown key 'part'; did you mean 'parts'"),
+        (cut(300), r"fine_grained: .*parts must lie in \[1, H=256\], got 300"),
+        (cut(4, shared=4), r"shared must lie in \[0, parts=4\), .*got 4"),
+        (cut(4, shared=-1), "shared must be an integer of 0 or more, got -1"),
         (dict(num_experts=6), r"moe.num_experts is 6, .*= 8 experts"),
-        (dict(gate=dict(type="TopKGate", k=1)), "moe.gate.k is 1, .*must be 2"),
-        (
-            dict(gate=dict(type="TopKGate", noise="gaussian")),
-            "moe.gate.noise is 'gaussian', .*must be None",
-        ),
-        (
-            dict(router=dict(type="CosineRouter", proj_dims=8)),
-            "moe.router is 'CosineRouter', .*must be 'LinearRouter'",
-        ),
-        (
-            dict(shared_expert=dict(type="SharedExpert")),
-            "moe.shared_expert is 'SharedExpert', .*must be None",
-        ),
-        (
-            dict(**SHARED, shared_expert=dict(type="SharedExpert")),
-            "moe.shared_expert is 'SharedExpert', .*must be None",
-        ),
-        (
-            dict(fine_grained=dict(parts=4, shared=4, copies=2)),
-            r"moe.fine_grained: .*shared must lie in \[0, parts=4\), .*got 4",
-        ),
-        (
-            dict(fine_grained=dict(parts=4, shared=-1, copies=2)),
-            "moe.fine_grained.shared must be an integer of 0 or more, got -1",
-        ),
-        (
-            dict(
-                fine_grained=dict(parts=4, shared=2, copies=2),
-                router=dict(type="CosineRouter", proj_dims=8),
-            ),
-            "moe.router is 'CosineRouter', .*must be 'LinearRouter'",
-        ),
-        (dict(**SHARED, num_experts=6), r"is 6, .*\(parts - shared\) \* copies = 4"),
-        (
-            dict(**SHARED, gate=dict(type="TopKGate", k=2)),
-            "moe.gate.k is 2, .*must be 1",
-        ),
+        (dict(**ONE, num_experts=6), r"6, .*\(parts - shared\) \* copies = 4"),
+        (dict(gate=dict(k=1)), "moe.gate.k is 1, .*must be 2"),
+        (dict(**ONE, gate=dict(k=2)), "moe.gate.k is 2, .*must be 1"),
+        (dict(gate=dict(noise="gaussian")), "gate.noise is 'gauss.*must be None"),
+        (COSINE, "moe.router is 'CosineRouter', .*must be 'LinearRouter'"),
+        (SHARED_EXPERT, "moe.shared_expert is 'SharedExpert', .*must be None"),
+        ({**ONE, **SHARED_EXPERT}, "moe.shared_expert is 'SharedExpert'"),
         (dict(block=dict(norm="pre")), "moe.block.norm is 'pre', .*must be 'post'"),
         (
-            dict(
-                fine_grained=dict(parts=2, copies=2),
-                losses=[dict(type="DatasetRoutingLoss")],
-            ),
+            dict(**cut(2), losses=[dict(type="DatasetRoutingLoss")]),
             "3 dataset groups but moe.fine_grained.copies is 2; set copies=3",
         ),
     ],

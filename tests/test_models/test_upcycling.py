@@ -6,7 +6,6 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.config import Config
 
-from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
@@ -26,7 +25,7 @@ from damex.moe import (
 CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
 
 
-def make_block(gate, *, experts=None, shared_expert=None, num_experts=3):
+def make_block(gate, *, experts=None, shared_expert=None, num_experts=3, dense=None):
     torch.manual_seed(0)
     layer = MoELayer(
         router=LinearRouter(8, num_experts),
@@ -34,12 +33,16 @@ def make_block(gate, *, experts=None, shared_expert=None, num_experts=3):
         experts=experts or FFNExperts(num_experts, 8, 16),
         shared_expert=shared_expert,
     )
-    return MoEFFN(layer, name="decoder.0", context=RoutingContext())
+    return MoEFFN(layer, name="decoder.0", context=RoutingContext(), dense=dense)
 
 
-@pytest.fixture
-def block():
-    return make_block(TopKGate(k=2, renormalize=True))
+def make_ffn(activation="ReLU", width=16):
+    """An FFN; the slope of a PReLU is that after a training."""
+    act_cfg = dict(type=activation)
+    ffn = FFN(embed_dims=8, feedforward_channels=width, act_cfg=act_cfg)
+    if activation == "PReLU":
+        torch.nn.init.constant_(ffn.layers[0][1].weight, -1.5)
+    return ffn
 
 
 @pytest.fixture
@@ -47,57 +50,31 @@ def tokens_BND():
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 
 
-def test_every_expert_starts_as_the_ffn_of_a_dense_checkpoint(block, tokens_BND):
+@pytest.mark.parametrize("activation", ["ReLU", "PReLU"])
+def test_every_expert_starts_as_the_ffn_of_a_dense_checkpoint(activation, tokens_BND):
     """Weights of a token sum to one here, so that the block equals the FFN."""
-    dense = FFN(embed_dims=8, feedforward_channels=16)
+    experts = FFNExperts(3, 8, 16, activation=activation.lower())
+    block = make_block(TopKGate(k=2, renormalize=True), experts=experts)
+    before, other = block(tokens_BND), copy.deepcopy(block)
     router = block.moe.router.weight_ED.detach().clone()
+    dense = make_ffn(activation)
     state = dense.state_dict()
-    block.load_state_dict(state)
-    assert set(state) == set(dense.state_dict())  # the caller's dict is its own
-    assert torch.equal(block.moe.router.weight_ED, router)
-    torch.testing.assert_close(block(tokens_BND), dense(tokens_BND))
-
-
-def test_the_slope_of_a_prelu_is_taken_over_too(tokens_BND):
-    torch.manual_seed(0)
-    layer = MoELayer(
-        router=LinearRouter(8, 2),
-        gate=TopKGate(k=2, renormalize=True),
-        experts=FFNExperts(2, 8, 16, activation="prelu"),
-    )
-    block = MoEFFN(layer, name="decoder.0", context=RoutingContext())
-    dense = FFN(embed_dims=8, feedforward_channels=16, act_cfg=dict(type="PReLU"))
-    torch.nn.init.constant_(dense.layers[0][1].weight, -1.5)
-    block.load_state_dict(dense.state_dict())
-    assert layer.experts.slope_E1.tolist() == [[-1.5], [-1.5]]
-    torch.testing.assert_close(block(tokens_BND), dense(tokens_BND))
-
-
-def test_a_copy_upcycles_itself_and_not_the_original(block, tokens_BND):
-    dense = FFN(embed_dims=8, feedforward_channels=16)
-    before = block(tokens_BND)
-    other = copy.deepcopy(block)
-    other.load_state_dict(dense.state_dict())
+    other.load_state_dict(state)
+    assert set(state) == set(dense.state_dict())  # the caller's dict is unchanged
+    assert torch.equal(other.moe.router.weight_ED, router)
     torch.testing.assert_close(other(tokens_BND), dense(tokens_BND))
-    assert torch.equal(block(tokens_BND), before)
+    assert torch.equal(block(tokens_BND), before)  # a copy converts only for itself
 
 
-def test_an_ffn_of_another_width_is_reported_by_the_loader(block):
-    dense = FFN(embed_dims=8, feedforward_channels=32)
+@pytest.mark.parametrize("shared_expert", [None, SharedExpert(8, 12)])
+def test_an_ffn_of_another_width_is_reported_by_the_loader(shared_expert):
+    block = make_block(TopKGate(), shared_expert=shared_expert)
     with pytest.raises(RuntimeError, match="Missing key"):
-        block.load_state_dict(dense.state_dict())
+        block.load_state_dict(make_ffn(width=32).state_dict())
 
 
-def test_a_shared_expert_becomes_the_ffn_and_the_others_add_nothing(tokens_BND):
-    block = make_block(TopKGate(k=1), shared_expert=SharedExpert(8, 16))
-    dense = FFN(embed_dims=8, feedforward_channels=16)
-    block.load_state_dict(dense.state_dict())
-    torch.testing.assert_close(block(tokens_BND), dense(tokens_BND))
-    block(tokens_BND).sum().backward()
-    assert block.moe.experts.w2_EHD.grad.abs().sum() > 0  # and they can learn
-
-
-PRIVATE = {
+ROUTED = {
+    "FFNs": lambda: FFNExperts(3, 8, 16),
     "low rank": lambda: LowRankExperts(3, 8, 2),
     "affine": lambda: AffineExperts(3, 8),
     "narrower FFNs": lambda: FFNExperts(3, 8, 5),
@@ -106,29 +83,21 @@ PRIVATE = {
 
 
 @pytest.mark.parametrize("activation", ["ReLU", "PReLU"])
-@pytest.mark.parametrize("make", PRIVATE.values(), ids=PRIVATE.keys())
-def test_private_parts_beside_it_add_nothing_at_first_and_learn(
+@pytest.mark.parametrize("make", ROUTED.values(), ids=ROUTED.keys())
+def test_a_shared_expert_becomes_the_ffn_and_the_others_add_nothing_and_learn(
     make, activation, tokens_BND
 ):
-    dense = FFN(embed_dims=8, feedforward_channels=16, act_cfg=dict(type=activation))
     shared = SharedExpert(8, 16, activation=activation.lower())
     block = make_block(DenseSoftmaxGate(), experts=make(), shared_expert=shared)
     for parameter in block.moe.experts.parameters():  # as after a training
         torch.nn.init.normal_(parameter)
+    dense = make_ffn(activation)
     block.load_state_dict(dense.state_dict())
     torch.testing.assert_close(block(tokens_BND), dense(tokens_BND), rtol=0, atol=1e-6)
     block(tokens_BND).square().sum().backward()
     experts = block.moe.experts
     for name in experts.output_names:
         assert (getattr(experts, name).grad != 0).flatten(1).any(1).all()
-
-
-def test_a_shared_expert_of_another_width_is_reported_by_the_loader():
-    shared = SharedExpert(8, 12)
-    block = make_block(TopKGate(), experts=AffineExperts(3, 8), shared_expert=shared)
-    dense = FFN(embed_dims=8, feedforward_channels=16)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        block.load_state_dict(dense.state_dict())
 
 
 AFFINE = dict(
@@ -159,27 +128,26 @@ def test_a_detector_starts_as_the_dense_one_and_resumes_as_itself(
     assert torch.equal(boxes(resumed), boxes(private))
 
 
-@pytest.mark.parametrize("kind", ["LowRankExperts", "AffineExperts"])
-def test_adapters_of_no_ffn_are_refused(kind, build):
-    experts = dict(type=kind, **(dict(rank=4) if kind == "LowRankExperts" else {}))
-    with pytest.raises(ConfigError, match=f"moe.experts is '{kind}', .*shared_expert="):
-        build(moe=dict(layers=dict(decoder=[0]), experts=experts))
-
-
 def test_the_shipped_pmoe_keeps_the_scale_of_a_dense_checkpoint(tokens_BND):
     """Each of 8 experts takes an eighth of the tokens with weights of mean 1."""
     gate = dict(Config.fromfile(CONFIGS / "pmoe.py").moe.gate)
     assert gate.pop("type") == "ExpertChoiceGate"
     block = make_block(ExpertChoiceGate(**{**gate, "share": 1.0}), num_experts=8)
     torch.nn.init.zeros_(block.moe.router.weight_ED)  # equal scores
-    dense = FFN(embed_dims=8, feedforward_channels=16)
+    dense = make_ffn()
     block.load_state_dict(dense.state_dict())
     added = dense(tokens_BND) - tokens_BND
     torch.testing.assert_close(block(tokens_BND), tokens_BND + 8 * added)
 
 
+def note_of(block, dense):
+    model, old = (torch.nn.ModuleDict(dict(ffn=one)) for one in (block, dense))
+    assert upcycling_note(model, model.state_dict()) is None
+    return upcycling_note(model, old.state_dict()) or ""
+
+
 @pytest.mark.parametrize(
-    ("gate", "shared_expert", "is_said"),
+    ("gate", "shared_expert", "is_noted"),
     [
         (TopKGate(k=1), None, True),
         (TopKGate(k=1, renormalize=True), None, False),
@@ -187,46 +155,31 @@ def test_the_shipped_pmoe_keeps_the_scale_of_a_dense_checkpoint(tokens_BND):
         (ExpertChoiceGate(share=0.5, mean_one=True), None, False),
     ],
 )
-def test_what_a_dense_checkpoint_loses_is_said(gate, shared_expert, is_said):
-    model = torch.nn.ModuleDict(dict(ffn=make_block(gate, shared_expert=shared_expert)))
-    dense = torch.nn.ModuleDict(dict(ffn=FFN(embed_dims=8, feedforward_channels=16)))
-    note = upcycling_note(model, dense.state_dict())
-    assert (note is not None) == is_said
-    if note is not None:
-        assert "1 layers become experts with gate weights near 1/3" in note
-        assert "moe.gate.renormalize=True" in note
-    assert upcycling_note(model, model.state_dict()) is None
+def test_a_gate_that_scales_the_ffn_down_is_noted(gate, shared_expert, is_noted):
+    note = note_of(make_block(gate, shared_expert=shared_expert), make_ffn())
+    assert ("1 layers become experts with gate weights near 1/3" in note) == is_noted
+    assert ("moe.gate.renormalize=True" in note) == is_noted
 
 
-@pytest.mark.parametrize(("trained", "is_said"), [("GELU", False), ("ReLU", True)])
-def test_another_activation_is_said(trained, is_said):
-    dense = FFN(embed_dims=8, feedforward_channels=16, act_cfg=dict(type=trained))
-    layer = MoELayer(
-        router=LinearRouter(8, 2),
-        gate=TopKGate(k=1, renormalize=True),
-        experts=FFNExperts(2, 8, 16, activation="gelu"),
+@pytest.mark.parametrize(
+    ("trained", "shared", "field"),
+    [
+        ("GELU", None, ""),
+        ("ReLU", None, "experts"),
+        ("ReLU", "gelu", "shared_expert"),
+        ("ReLU", "relu", ""),
+    ],
+)
+def test_another_activation_is_noted(trained, shared, field):
+    dense = make_ffn(trained)
+    block = make_block(
+        TopKGate(k=1, renormalize=True),
+        experts=FFNExperts(3, 8, 16, activation="gelu"),
+        shared_expert=shared and SharedExpert(8, 16, activation=shared),
+        dense=dense,
     )
-    block = MoEFFN(layer, name="decoder.0", context=RoutingContext(), dense=dense)
-    state = torch.nn.ModuleDict(dict(ffn=dense)).state_dict()
-    note = upcycling_note(torch.nn.ModuleDict(dict(ffn=block)), state)
-    assert (note is not None) == is_said
-    if note is not None:
+    note = note_of(block, dense)
+    assert bool(note) == bool(field)
+    if field:
         assert "1 layers were trained with relu and become experts with gelu" in note
-        assert "moe.experts.activation='relu'" in note
-
-
-@pytest.mark.parametrize(("shared", "is_said"), [("gelu", True), ("relu", False)])
-def test_beside_a_shared_expert_it_is_that_ones_activation(shared, is_said):
-    dense = FFN(embed_dims=8, feedforward_channels=16)
-    layer = MoELayer(
-        router=LinearRouter(8, 2),
-        gate=TopKGate(k=1),
-        experts=FFNExperts(2, 8, 16, activation="gelu"),
-        shared_expert=SharedExpert(8, 16, activation=shared),
-    )
-    block = MoEFFN(layer, name="decoder.0", context=RoutingContext(), dense=dense)
-    state = torch.nn.ModuleDict(dict(ffn=dense)).state_dict()
-    note = upcycling_note(torch.nn.ModuleDict(dict(ffn=block)), state)
-    assert (note is not None) == is_said
-    if note is not None:
-        assert "moe.shared_expert.activation='relu'" in note
+        assert f"moe.{field}.activation='relu'" in note

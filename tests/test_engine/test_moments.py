@@ -33,12 +33,12 @@ MOMENTS = {
 }
 
 
-def make_model(*, num_experts=2, hidden_dims=3, shared_expert=None, **kwargs):
+def make_model(*, num_experts=2, hidden_dims=3, experts=None, shared=None, **kwargs):
     layer = MoELayer(
         router=LinearRouter(2, num_experts),
         gate=TopKGate(k=1),
-        experts=FFNExperts(num_experts, 2, hidden_dims),
-        shared_expert=shared_expert,
+        experts=experts or FFNExperts(num_experts, 2, hidden_dims),
+        shared_expert=shared,
     )
     block = MoEFFN(layer, name="decoder.0", context=RoutingContext(), **kwargs)
     return nn.ModuleDict(dict(ffn=block))
@@ -83,7 +83,7 @@ def test_parts_have_those_of_their_hidden_units(is_second, filled):
 
 
 def test_muted_experts_have_no_first_moment_where_they_are_zero():
-    model = make_model(shared_expert=SharedExpert(2, 3))
+    model = make_model(shared=SharedExpert(2, 3))
     first, second = convert(model), convert(model, is_second=True)
     for found in (first, second):
         shared = found["ffn.moe.shared_expert.expert.w2_EHD"]
@@ -99,7 +99,7 @@ def test_a_shared_part_has_its_own_hidden_units():
     model = make_model(
         num_experts=4,
         hidden_dims=1,
-        shared_expert=SharedExpert(2, 1),
+        shared=SharedExpert(2, 1),
         split=SplitStart(parts=2, hidden_dims=3),
     )
     first, second = convert(model), convert(model, is_second=True)
@@ -115,35 +115,21 @@ def test_a_shared_part_has_its_own_hidden_units():
     assert second[routed + "b2_ED"].tolist() == [[10, 20]] * 4
 
 
-def test_adapters_beside_a_shared_expert_start_without():
-    layer = MoELayer(
-        router=LinearRouter(2, 2),
-        gate=TopKGate(k=1),
-        experts=LowRankExperts(2, 2, rank=1),
-        shared_expert=SharedExpert(2, 3),
-    )
-    block = MoEFFN(layer, name="decoder.0", context=RoutingContext())
-    found = convert(nn.ModuleDict(dict(ffn=block)))
-    assert {name.rpartition(".")[0] for name in found} == {
-        "ffn.moe.shared_expert.expert"
-    }
-    assert len(found) == 4
+def test_adapters_start_without_moments():
+    experts, shared = LowRankExperts(2, 2, rank=1), SharedExpert(2, 3)
+    found = convert(make_model(experts=experts, shared=shared))
+    names = ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED")
+    assert set(found) == {f"ffn.moe.shared_expert.expert.{name}" for name in names}
 
 
 def test_a_slope_and_a_bias_that_does_not_learn():
-    layer = MoELayer(
-        router=LinearRouter(2, 2),
-        gate=TopKGate(k=1),
-        experts=FFNExperts(2, 2, 3, activation="prelu", output_bias=False),
+    model = make_model(
+        experts=FFNExperts(2, 2, 3, activation="prelu", output_bias=False)
     )
-    block = MoEFFN(layer, name="decoder.0", context=RoutingContext())
     dense = FFN(2, feedforward_channels=3, act_cfg=dict(type="PReLU"))
     moments = {**MOMENTS, "ffn.layers.0.1.weight": torch.tensor([0.5])}
-    found = convert(
-        nn.ModuleDict(dict(ffn=block)),
-        moments,
-        state=nn.ModuleDict(dict(ffn=dense)).state_dict(),
-    )
+    state = nn.ModuleDict(dict(ffn=dense)).state_dict()
+    found = convert(model, moments, state=state)
     assert found["ffn.moe.experts.slope_E1"].tolist() == [[0.5], [0.5]]
     assert "ffn.moe.experts.b2_ED" not in found
 
@@ -170,10 +156,8 @@ def test_of_a_dense_phase_there_is_one_expert_to_copy(is_dense):
     found = convert(make_model(), moments, state=model.state_dict())
     expected = [[1, 2], [1, 2]] if is_dense else [[1, 2], [3, 4]]
     assert found["ffn.moe.experts.b2_ED"].tolist() == expected
-    # In a dense phase of its own, the others are nobody's concern.
-    found = convert(
-        make_model(dense_phase=DensePhase()), moments, state=model.state_dict()
-    )
+    again = make_model(dense_phase=DensePhase())  # uses one of them, too
+    found = convert(again, moments, state=model.state_dict())
     assert found["ffn.moe.experts.b2_ED"].tolist() == [[1, 2], [3, 4]]
 
 
