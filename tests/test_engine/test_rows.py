@@ -1,7 +1,6 @@
-"""Rows of classes and of datasets go to their namesakes, wherever these stand."""
+"""Rows of classes and of datasets are remapped by name."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +19,13 @@ from tests.test_inference.conftest import SPACE
 
 COCO = tuple(f"c{i}" for i in range(80))
 ABC = ("a", "b", "c", "d")
+XYZ, ZXY = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "x", "y"))
 LABELS = "dn_query_generator.label_embedding.weight"
+FIRST = "bbox_head.cls_branches.0.weight"
+
+
+def remap(state, detector, stored, wanted):
+    return remap_rows(state, detector, stored=stored, wanted=wanted)
 
 
 def named(sample, classes):
@@ -38,8 +43,7 @@ def test_detections_are_those_of_another_order_of_classes(
     before = [named(sample, COCO) for sample in run_predict(detector, batch)]
     state = dict(detector.state_dict())
     other = COCO[40:] + COCO[:40]
-    moved = remap_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(other))
-    assert moved
+    assert remap(state, detector, RowNames(COCO), RowNames(other))
     detector.load_state_dict(state)
     after = [named(sample, other) for sample in run_predict(detector, batch)]
     for (names, scores, boxes), (names_now, scores_now, boxes_now) in zip(
@@ -60,75 +64,59 @@ def test_a_subclass_has_the_first_stage_of_its_detector(build_mmdet, name, expec
     assert selects_by_first_class(detector) == expected
 
 
-@pytest.mark.parametrize("name", ["MoEDINO", "MoEDDQDETR"])
-def test_denoising_labels_go_along(build_mmdet, name):
-    detector = build_mmdet(name)
-    state = dict(detector.state_dict())
-    wanted = RowNames(COCO[::-1])
-    moved = remap_rows(state, detector, stored=RowNames(COCO), wanted=wanted)
-    assert torch.equal(state[LABELS], detector.state_dict()[LABELS].flip(0))
-    heads = {key for key in state if "cls_branches" in key}
-    assert moved == heads | {LABELS}
-
-
-def test_a_first_stage_keeps_its_one_class(build_mmdet):
+@pytest.mark.parametrize("name", ["MoEDINO", "MoEDDQDETR", "MoEDeformableDETR"])
+def test_denoising_labels_move_and_a_first_stage_keeps_its_single_class(
+    build_mmdet, name
+):
     """Deformable DETR in two stages chooses queries by row 0, whatever class it is."""
-    detector = build_mmdet("MoEDeformableDETR")
+    detector = build_mmdet(name)
+    is_deformable = name == "MoEDeformableDETR"
     detector.as_two_stage = True
     last = f"bbox_head.cls_branches.{len(detector.bbox_head.cls_branches) - 1}.weight"
-    state = dict(detector.state_dict())
-    remap_rows(state, detector, stored=RowNames(COCO), wanted=RowNames(COCO[::-1]))
-    own = detector.state_dict()
-    assert torch.equal(state[last][0], own[last][0])
-    first = "bbox_head.cls_branches.0.weight"
-    assert torch.equal(state[first], own[first].flip(0))
+    state, own = dict(detector.state_dict()), detector.state_dict()
+    moved = remap(state, detector, RowNames(COCO), RowNames(COCO[::-1]))
+    assert torch.equal(state[last][0], own[last][0 if is_deformable else -1])
+    assert torch.equal(state[FIRST], own[FIRST].flip(0))
+    labels = set() if is_deformable else {LABELS}
+    assert moved == {key for key in state if "cls_branches" in key} | labels
+    for key in labels:
+        assert torch.equal(state[key], own[key].flip(0))
 
 
-def test_new_classes_start_as_the_detector_has_them(build):
+def test_new_and_ambiguous_classes_start_as_the_detector_has_them(build):
     target = build(num_groups=2)
-    weight = "bbox_head.cls_branches.0.weight"
-    state = {weight: torch.randn(80, 64)}
-    given = state[weight].clone()
-    wanted = RowNames(("new", "c7", "c0", "other"))
-    moved = remap_rows(state, target, stored=RowNames(COCO), wanted=wanted)
-    own = target.state_dict()[weight]
-    expected = torch.stack([own[0], given[7], given[0], own[3]])
-    assert moved == {weight}
-    assert torch.equal(state[weight], expected)
-    said = [*remap_notes(RowNames(COCO), wanted, moved)]
-    assert said == [
+    own, given = target.state_dict()[FIRST], torch.randn(80, 64)
+    wanted, state = RowNames(("new", "c7", "c0", "other")), {FIRST: given.clone()}
+    moved = remap(state, target, RowNames(COCO), wanted)
+    assert moved == {FIRST}
+    assert torch.equal(state[FIRST], torch.stack([own[0], given[7], given[0], own[3]]))
+    assert [*remap_notes(RowNames(COCO), wanted, moved)] == [
         "classes: taken over by name: c7, c0; new, as at the start of a training: new, "
         "other; not used of the checkpoint: 78."
     ]
+    twice, wanted = RowNames(("a", "b", "a", "d")), RowNames(("d", "a", "b", "x"))
+    state = {FIRST: given[:4].clone()}
+    remap(state, target, twice, wanted)
+    assert torch.equal(state[FIRST], torch.stack([given[3], own[1], given[1], own[3]]))
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted"),
+    ("moe", "stored", "wanted"),
     [
-        (RowNames(ABC, ("x", "y")), RowNames(ABC, ("x", "y"))),
-        (RowNames(), RowNames(ABC, ("x", "y"))),
-        (RowNames(COCO, ("x",)), RowNames(ABC, ("x", "y"))),  # not of these tensors
+        ("damex_best", RowNames(ABC, ("x", "y")), RowNames(ABC, ("x", "y"))),
+        ("damex_best", RowNames(), RowNames(ABC, ("x", "y"))),
+        ("damex_best", RowNames(COCO, ("x",)), RowNames(ABC, ("x", "y"))),
+        # experts that are not taught datasets
+        ("vanilla", RowNames(ABC, ("x", "y")), RowNames(ABC, ("y", "x"))),
     ],
-    ids=["the same", "unknown", "of another size"],
+    ids=["the same", "unknown", "of another size", "no groups"],
 )
-def test_nothing_is_touched_without_need(build, stored, wanted):
-    detector = build(num_groups=2, moe="damex_best")
+def test_other_rows_stay(build, moe, stored, wanted):
+    detector = build(num_groups=2, moe=moe)
     state = dict(detector.state_dict())
     before = dict(state)
-    assert remap_rows(state, detector, stored=stored, wanted=wanted) == set()
+    assert remap(state, detector, stored, wanted) == set()
     assert all(state[key] is before[key] for key in before)
-
-
-def test_a_name_that_stands_twice_is_not_guessed(build):
-    detector = build(num_groups=2)
-    twice, wanted = RowNames(("a", "b", "a", "d")), RowNames(("d", "a", "b", "x"))
-    weight = "bbox_head.cls_branches.0.weight"
-    given = torch.randn(4, 64)
-    state = {weight: given.clone()}
-    remap_rows(state, detector, stored=twice, wanted=wanted)
-    own = detector.state_dict()[weight]
-    expected = torch.stack([given[3], own[1], given[1], own[3]])
-    assert torch.equal(state[weight], expected)
 
 
 @pytest.mark.parametrize("moe", ["damex", "damex_best"])
@@ -144,8 +132,7 @@ def test_losses_are_those_of_another_order_of_datasets(
         )
     before = run_loss(detector, make_batch([0, 1, 2]))
     state = dict(detector.state_dict())
-    stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "x", "y"))
-    remap_rows(state, detector, stored=stored, wanted=wanted)
+    remap(state, detector, XYZ, ZXY)
     detector.load_state_dict(state)
     after = run_loss(detector, make_batch([1, 2, 0]))
     for name, loss in before.items():
@@ -155,32 +142,23 @@ def test_losses_are_those_of_another_order_of_datasets(
     assert not torch.allclose(before["loss_cls"], wrong["loss_cls"], rtol=1e-4)
 
 
-def test_a_new_dataset_starts_afresh(build):
+def test_a_new_dataset_starts_as_the_detector_has_it(build):
     source, target = build(moe="damex_best"), build(moe="damex_best", num_groups=4)
     given = copy.deepcopy(source.state_dict())
     up = next(key for key in given if key.endswith("up_ELD"))
     router = up.replace("experts.up_ELD", "router.weight_ED")
     given[up] = torch.randn(given[up].shape)
-    state = dict(given)
-    stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "n", "x", "y"))
-    moved = remap_rows(state, target, stored=stored, wanted=wanted)
+    state, wanted = dict(given), RowNames(ABC, ("z", "n", "x", "y"))
+    moved = remap(state, target, XYZ, wanted)
     own = target.state_dict()
-    for key, fresh in ((up, torch.zeros_like(given[up][0])), (router, own[router][1])):
-        expected = torch.stack([given[key][2], fresh, given[key][0], given[key][1]])
+    for key, new in ((up, torch.zeros_like(given[up][0])), (router, own[router][1])):
+        expected = torch.stack([given[key][2], new, given[key][0], given[key][1]])
         assert torch.equal(state[key], expected)
-    target.load_state_dict(state)  # the map of groups has its new size
-    assert [*remap_notes(stored, wanted, moved)] == [
+    target.load_state_dict(state)  # the group mask has its new size
+    assert [*remap_notes(XYZ, wanted, moved)] == [
         "experts of datasets: taken over by name: z, x, y; new, as at the start of a "
         "training: n."
     ]
-
-
-def test_experts_that_are_not_taught_datasets_stay_where_they_are(build):
-    """As many experts before and after, which serve whoever comes."""
-    detector = build(moe="vanilla", num_groups=2)
-    state = dict(detector.state_dict())
-    stored, wanted = RowNames(ABC, ("x", "y")), RowNames(ABC, ("y", "x"))
-    assert remap_rows(state, detector, stored=stored, wanted=wanted) == set()
 
 
 @pytest.fixture
@@ -207,22 +185,19 @@ def test_a_bank_of_the_user_moves_as_it_declares(build_own):
     detector = build_own("DeclaredExperts")
     state = dict(detector.state_dict())
     given = state[OWN].clone()
-    stored, wanted = RowNames(ABC, ("x", "y", "z")), RowNames(ABC, ("z", "x", "y"))
-    assert OWN in remap_rows(state, detector, stored=stored, wanted=wanted)
+    assert OWN in remap(state, detector, XYZ, ZXY)
     assert torch.equal(state[OWN], given[[2, 0, 1]])
     kept = freeze_all_but(detector, SPACE, ["park"])
     assert kept[OWN].tolist() == [True, False, True]
 
 
-def test_a_bank_that_declares_nothing_is_refused_where_experts_would_move(build_own):
+def test_a_bank_that_declares_nothing_is_rejected_if_experts_would_move(build_own):
     detector = build_own("OwnExperts")
-    state, names = dict(detector.state_dict()), RowNames(ABC, ("x", "y", "z"))
-    assert remap_rows(state, detector, stored=names, wanted=names) == set()
+    state = dict(detector.state_dict())
+    assert remap(state, detector, XYZ, XYZ) == set()
     for groups in (("z", "x", "y"), ("x", "y", "n"), ("x", "y")):
         with pytest.raises(ConfigError, match=FOREIGN):
-            remap_rows(
-                state, detector, stored=names, wanted=replace(names, groups=groups)
-            )
+            remap(state, detector, XYZ, RowNames(ABC, groups))
     with pytest.raises(ConfigError, match=FOREIGN):
         freeze_all_but(detector, SPACE, ["park"])
 
@@ -248,38 +223,18 @@ def test_all_that_damex_has_declares_its_rows():
             assert {*getattr(module, declared, ())} == rows
 
 
-def test_another_number_of_experts_is_said(make_runner, monkeypatch):
-    first = make_runner()
-    first.model.init_weights()
-    save = dict(save_optimizer=False, save_param_scheduler=False)
-    first.save_checkpoint(first.work_dir, "first.pth", **save)
-    path = f"{first.work_dir}/first.pth"
-    second = make_runner(load_from=path, **{"moe.num_experts": 4})
-    said = []
-    monkeypatch.setattr(second.logger, "warning", said.append)
-    second.load_or_resume()
-    assert said == [
-        f"{path}: 2 experts per layer of the checkpoint become 4: 0 (street) from 0, 1 "
-        "(street) new, 2 (park) from 1, 3 (park) new; new ones start as in a new "
-        "training."
-    ]
-
-
 @pytest.mark.parametrize(
-    "meta",
+    ("meta", "expected"),
     [
-        dict(dataset_meta=dict(classes=("a", "b"))),
-        dict(dataset_meta=dict(CLASSES=["a", "b"])),
-        dict(CLASSES=("a", "b")),
+        (dict(dataset_meta=dict(classes=("a", "b"))), RowNames(("a", "b"))),
+        (dict(dataset_meta=dict(CLASSES=["a", "b"])), RowNames(("a", "b"))),
+        (dict(CLASSES=("a", "b")), RowNames(("a", "b"))),
+        (dict(CLASSES="cell"), RowNames(("cell",))),
+        ({}, RowNames()),
     ],
 )
-def test_classes_of_all_versions_of_mmdet_are_found(meta):
-    assert RowNames.of_meta(meta) == RowNames(("a", "b"))
-
-
-def test_a_checkpoint_without_names_has_none():
-    assert RowNames.of_meta({}) == RowNames()
-    assert RowNames.of_meta(dict(CLASSES="cell")) == RowNames(("cell",))
+def test_names_in_checkpoints_of_all_versions_of_mmdet(meta, expected):
+    assert RowNames.of_meta(meta) == expected
 
 
 @pytest.fixture
@@ -292,7 +247,9 @@ def make_runner(write_config):
     return make
 
 
-def test_a_training_starts_from_namesakes(make_runner, two_datasets, monkeypatch):
+def test_a_training_starts_from_rows_of_the_same_name(
+    make_runner, two_datasets, monkeypatch
+):
     """Four classes and two datasets in both, in another order."""
     first = make_runner()
     first.model.init_weights()
@@ -302,26 +259,32 @@ def test_a_training_starts_from_namesakes(make_runner, two_datasets, monkeypatch
     save = dict(save_optimizer=False, save_param_scheduler=False)
     first.save_checkpoint(first.work_dir, "first.pth", **save)
     path = f"{first.work_dir}/first.pth"
-    for mixture, is_said in ((two_datasets, False), (two_datasets[::-1], True)):
-        second = make_runner(mixture=mixture, load_from=path)
-        said = []
-        monkeypatch.setattr(second.logger, "warning", said.append)
-        second.load_or_resume()
-        assert [line.split(": ")[1] for line in said] == (
-            ["classes", "experts of datasets"] if is_said else []
-        )
-        old, new = label_space_of(first.cfg), label_space_of(second.cfg)
-        assert (old.classes != new.classes) == is_said
-        order = [old.classes.index(name) for name in new.classes]
-        for before, after in zip(
-            first.model.bbox_head.cls_branches,
-            second.model.bbox_head.cls_branches,
-            strict=True,
-        ):
-            assert torch.equal(before.weight[order], after.weight)
-        order = [old.group_names.index(name) for name in new.group_names]
-        pairs = zip(moe_blocks(first.model), moe_blocks(second.model), strict=True)
-        for before, after in pairs:
-            assert torch.equal(
-                before.moe.experts.up_ELD[order], after.moe.experts.up_ELD
-            )
+
+    def load(**options):
+        runner, logged = make_runner(load_from=path, **options), []
+        monkeypatch.setattr(runner.logger, "warning", logged.append)
+        runner.load_or_resume()
+        return runner, logged
+
+    _, logged = load(**{"moe.num_experts": 4})
+    assert logged == [
+        f"{path}: 2 experts per layer of the checkpoint become 4: 0 (street) from 0, 1 "
+        "(street) new, 2 (park) from 1, 3 (park) new; new ones start as in a new "
+        "training."
+    ]
+    assert load(mixture=two_datasets)[1] == []
+    second, logged = load(mixture=two_datasets[::-1])
+    assert [line.split(": ")[1] for line in logged] == [
+        "classes",
+        "experts of datasets",
+    ]
+    old, new = label_space_of(first.cfg), label_space_of(second.cfg)
+    assert old.classes != new.classes
+    order = [old.classes.index(name) for name in new.classes]
+    heads = (runner.model.bbox_head.cls_branches for runner in (first, second))
+    for before, after in zip(*heads, strict=True):
+        assert torch.equal(before.weight[order], after.weight)
+    order = [old.group_names.index(name) for name in new.group_names]
+    pairs = zip(moe_blocks(first.model), moe_blocks(second.model), strict=True)
+    for before, after in pairs:
+        assert torch.equal(before.moe.experts.up_ELD[order], after.moe.experts.up_ELD)
