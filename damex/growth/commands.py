@@ -83,11 +83,9 @@ def _next_steps(
     settings: dict[str, str | list[str]] = dict(load_from=out)
     found = ["to train all of it:", *_command(config, options, settings)]
     if grown.alone_fault:
-        return [*found, f"what is new cannot be trained alone: {grown.alone_fault}"]
+        return [*found, f"the new parts cannot be trained alone: {grown.alone_fault}"]
     settings["train_only"] = [*grown.new_datasets]
-    found.append(
-        "to train what is new alone, so that the other datasets stay as they are:"
-    )
+    found.append("to train the new parts alone, without a change to other datasets:")
     return found + _command(config, options, settings)
 
 

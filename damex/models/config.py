@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from damex.errors import ConfigError, did_you_mean
 
 Config = TypeVar("Config")
+Module = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -216,9 +217,7 @@ class ChannelConfig:
         skip_closed: Skip the computation of closed channels in evaluation.
     """
 
-    embedding: Annotated[Mapping[str, Any], _module("ShallowEmbedding")] = field(
-        default_factory=lambda: {"type": "ShallowEmbedding"}
-    )
+    embedding: Annotated[Module, _module("ShallowEmbedding")]
     gate_init: Annotated[str, TEXT] = "uniform"
     l1_weight: Annotated[float, NON_NEGATIVE] = 1e-3
     aux_weight: Annotated[float, NON_NEGATIVE] = 1.0
@@ -250,25 +249,19 @@ class MoEConfig:
     """
 
     layers: Annotated[LayersConfig, branch(LayersConfig, "dict(decoder=[0, 2, 4])")] = (
-        field(default_factory=LayersConfig)
+        LayersConfig()
     )
     num_experts: Annotated[int | None, COUNT] = None
-    router: Annotated[Mapping[str, Any], _module("LinearRouter")] = field(
-        default_factory=lambda: {"type": "LinearRouter"}
-    )
-    gate: Annotated[Mapping[str, Any], _module("TopKGate")] = field(
-        default_factory=lambda: {"type": "TopKGate"}
-    )
-    experts: Annotated[Mapping[str, Any], _module("FFNExperts")] = field(
-        default_factory=lambda: {"type": "FFNExperts"}
-    )
-    shared_expert: Annotated[Mapping[str, Any] | None, _module("SharedExpert")] = None
-    losses: Annotated[Sequence[Mapping[str, Any]], LOSSES] = ()
+    router: Annotated[Module, _module("LinearRouter")]
+    gate: Annotated[Module, _module("TopKGate")]
+    experts: Annotated[Module, _module("FFNExperts")]
+    shared_expert: Annotated[Module | None, _module("SharedExpert")] = None
+    losses: Annotated[Sequence[Module], LOSSES] = ()
     with_cp: Annotated[bool, FLAG] = False
     expert_parallel: Annotated[int, COUNT] = 1
     block: Annotated[
         BlockConfig, branch(BlockConfig, "dict(norm='pre', drop_path=0.2)")
-    ] = field(default_factory=BlockConfig)
+    ] = BlockConfig()
     fine_grained: Annotated[
         FineGrained | None, branch(FineGrained, "dict(parts=2, copies=4)")
     ] = None
@@ -351,18 +344,15 @@ def read_config(
             )
     found = {}
     for spec in dataclasses.fields(kind):  # type: ignore[arg-type]
-        value = values.get(spec.name)
-        if value is None and _may_be_none(spec, is_set=spec.name in values):
+        value, rule = values.get(spec.name), rules[spec.name]
+        if value is None and spec.default is dataclasses.MISSING and rule.type:
+            value = {}
+        is_number = isinstance(spec.default, (bool, int, float, str))
+        has_default = spec.default is not dataclasses.MISSING
+        if value is None and has_default and not (spec.name in values and is_number):
             continue
-        found[spec.name] = _read_value(rules[spec.name], value, f"{where}.{spec.name}")
+        found[spec.name] = _read_value(rule, value, f"{where}.{spec.name}")
     return kind(**found)
-
-
-def _may_be_none(spec: dataclasses.Field, *, is_set: bool) -> bool:
-    """Whether None (or a missing value) selects the field's default."""
-    if spec.default is dataclasses.MISSING:
-        return spec.default_factory is not dataclasses.MISSING
-    return not (is_set and isinstance(spec.default, (bool, int, float, str)))
 
 
 def _read_value(rule: Rule, value: Any, where: str) -> Any:

@@ -11,6 +11,7 @@ from damex.__main__ import main
 from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
+from damex.growth.commands import _cost
 from damex.growth.grow import add_datasets
 from damex.growth.prune import drop_datasets, merge_groups
 from damex.inference import Predictor
@@ -41,20 +42,15 @@ def test_detections_of_the_others_are_the_same(pruned, tmp_path):
     assert "datasets: street, sky; classes: 4; gone: dog" in said
 
 
-def test_a_config_without_a_mixture_stays_without(save, mixture):
-    """As after a training whose config names the datasets in its loaders."""
-    stored = StoredDetector.read(str(save(mixture)))
-    del stored.config["mixture"]
-    config = drop_datasets(stored, ["park"]).config
-    assert "mixture" not in config
-    assert label_space_of(resolve_config(config)).dataset_names == ("street", "sky")
-
-
-def test_what_a_training_started_from_is_left_out(save, mixture):
+def test_the_config_of_the_original_training_is_reduced(save, mixture):
     stored = StoredDetector.read(str(save(mixture)))
     stored.config.update(load_from="old.pth", resume=True, train_only=["park"])
     config = drop_datasets(stored, ["park"]).config
     assert not {"load_from", "resume", "train_only"} & config.keys()
+    del stored.config["mixture"]  # its config names the datasets in the loaders
+    config = drop_datasets(stored, ["park"]).config
+    assert "mixture" not in config
+    assert label_space_of(resolve_config(config)).dataset_names == ("street", "sky")
 
 
 def test_a_class_alone_has_fewer_answers_than_queries(
@@ -83,19 +79,16 @@ def test_it_is_tested_and_trained_with_the_config_beside_it(pruned, tmp_path):
     build_runner(cfg).train()
 
 
-@pytest.mark.parametrize(
-    ("drop", "left"), [(["street", "sky"], 1), (["street"], 2), (["park"], 3)]
-)
-def test_experts_by_the_dataset_are_counted_again(save, mixture, drop, left):
+def test_experts_by_the_dataset_are_counted_again(save, mixture):
     """Street has two of the four."""
-    old = save(mixture, extra="moe = dict(num_experts=4)")
-    pruned = drop_datasets(StoredDetector.read(str(old)), drop)
-    assert pruned.config.model.moe.num_experts == left
-    assert pruned.config.model.num_groups == 3 - len(drop)
-    (up, *_) = (key for key in pruned.state if key.endswith("up_ELD"))
-    given = StoredDetector.read(str(old)).state[up]
-    rows = [row for row, name in enumerate(OWNERS) if name not in drop]
-    assert torch.equal(pruned.state[up], given[rows])
+    stored = StoredDetector.read(str(save(mixture, extra="moe = dict(num_experts=4)")))
+    for drop, left in ((["street", "sky"], 1), (["street"], 2), (["park"], 3)):
+        pruned = drop_datasets(stored, drop)
+        assert pruned.config.model.moe.num_experts == left
+        assert pruned.config.model.num_groups == 3 - len(drop)
+        up = next(key for key in pruned.state if key.endswith("up_ELD"))
+        rows = [row for row, name in enumerate(OWNERS) if name not in drop]
+        assert torch.equal(pruned.state[up], stored.state[up][rows])
 
 
 def test_copies_of_an_ffn_in_parts_are_counted_again(save, mixture, tmp_path):
@@ -105,19 +98,41 @@ def test_copies_of_an_ffn_in_parts_are_counted_again(save, mixture, tmp_path):
     assert pruned.config.model.moe.fine_grained.copies == 5
 
 
-REFUSALS = {
-    "unknown": ({}, ["pork"], "did you mean 'park'"),
-    "all": ({}, ["street", "park", "sky"], "names all datasets"),
-    "nobody's": (dict(moe="vanilla"), ["park"], "belong to no dataset"),
-}
-
-
-@pytest.mark.parametrize(("options", "drop", "words"), REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_be_dropped_is_refused(save, mixture, options, drop, words):
+@pytest.mark.parametrize(
+    ("moe", "cases"),
+    [
+        (
+            "damex_best",
+            [
+                (drop_datasets, ["pork"], "did you mean 'park'"),
+                (drop_datasets, ["park", "street", "sky"], "names all datasets"),
+                (merge_groups, ["sky", "pork"], "did you mean 'park'"),
+                (merge_groups, ["sky"], "must name datasets of two groups or more"),
+            ],
+        ),
+        (
+            "vanilla",
+            [
+                (drop_datasets, ["park"], "belong to no dataset"),
+                (merge_groups, ["park", "sky"], "no experts that belong"),
+            ],
+        ),
+        ("dense", [(merge_groups, ["park", "sky"], "no experts that belong")]),
+        (
+            "four",
+            [(merge_groups, ["street", "sky"], "2, sky 1 of its own, and 0 shared")],
+        ),
+    ],
+)
+def test_datasets_that_cannot_be_dropped_or_merged(save, mixture, moe, cases):
+    options = dict(moe=moe)
+    if moe == "four":
+        options = dict(extra="moe = dict(num_experts=4)")
     stored = StoredDetector.read(str(save(mixture, **options)))
-    with pytest.raises(ConfigError, match=words) as caught:
-        drop_datasets(stored, drop)
-    assert "\n" not in str(caught.value)
+    for function, names, words in cases:
+        with pytest.raises(ConfigError, match=words) as caught:
+            function(stored, names)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_without_a_mixture_is_refused(save, mixture, tmp_path, capsys):
@@ -166,31 +181,26 @@ def test_the_mean_of_maps_is_that_of_their_products(save, mixture):
         if key.endswith("down_EDL"):
             stored.state[key][:, :, 2:] = 0.0
     merged = merge_groups(stored, ["park", "street"])
-    maps_EDD = bank(stored.state)
     assert merged.space.group_names == ("park+street", "sky")
-    expected = torch.stack([maps_EDD[:2].mean(0), maps_EDD[2]])
-    torch.testing.assert_close(bank(merged.state), expected, atol=1e-5, rtol=1e-4)
     router = "decoder.layers.0.ffn.moe.router.weight_ED"
-    rows_ED = stored.state[router]
-    expected = torch.stack([rows_ED[:2].mean(0), rows_ED[2]])
-    torch.testing.assert_close(merged.state[router], expected)
+    for before, after in (
+        (bank(stored.state), bank(merged.state)),
+        (stored.state[router], merged.state[router]),
+    ):
+        expected = torch.stack([before[:2].mean(0), before[2]])
+        torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_counts_of_tokens_are_averaged_too(save, mixture):
+def test_ffns_and_counts_of_tokens_are_averaged(save, mixture):
     """A balancer has an integer for each expert."""
     options = dict(
         moe="damex", extra='moe = dict(gate=dict(balance=dict(type="BiasBalancer")))'
     )
     stored = StoredDetector.read(str(save(mixture, **options)))
-    (key, *_) = (k for k in stored.state if k.endswith("balance.counts_E"))
-    stored.state[key].copy_(torch.tensor([4, 1, 8]))
+    counts = next(k for k in stored.state if k.endswith("balance.counts_E"))
+    stored.state[counts].copy_(torch.tensor([4, 1, 8]))
     merged = merge_groups(stored, ["street", "sky"])
-    assert merged.state[key].tolist() == [6, 1]
-
-
-def test_whole_ffns_are_averaged_weight_by_weight(save, mixture):
-    stored = StoredDetector.read(str(save(mixture, moe="damex")))
-    merged = merge_groups(stored, ["street", "sky"])
+    assert merged.state[counts].tolist() == [6, 1]
     keys = [k for k in stored.state if ".moe.experts." in k]
     assert keys
     for key in keys:
@@ -199,45 +209,27 @@ def test_whole_ffns_are_averaged_weight_by_weight(save, mixture):
         torch.testing.assert_close(merged.state[key], expected)
 
 
-def merge_all(save, mixture, tmp_path):
-    """The command, its evaluation included."""
-    old, out = save(mixture), tmp_path / "merged.pth"
-    words = ["merge", str(old), "--datasets", "street", "sky", "--out", str(out)]
-    return main(words), old, out
-
-
-def test_the_cost_is_the_difference_of_two_evaluations(
-    save, mixture, tmp_path, capsys, monkeypatch
-):
-    def scores(stored, label):
-        ap = {("before", 3): 0.5, ("after", 2): 0.375}
-        ap = ap[label, len(stored.space.group_names)]
-        return dict(street=ap, park=ap, sky=None, mean=ap - 0.125, pooled=0.25)
-
-    monkeypatch.setattr("damex.growth.commands._scores", scores)
-    status, _, _ = merge_all(save, mixture, tmp_path)
-    assert status == 0
-    assert capsys.readouterr().out.splitlines()[-6:-1] == [
+def test_the_cost_is_the_difference_of_two_evaluations():
+    before, after = dict(street=0.5, sky=None), dict(street=0.375, sky=0.25)
+    assert _cost(before, after).splitlines()[-2:] == [
         "| street | 0.500 | 0.375 | -0.125 |",
-        "| park | 0.500 | 0.375 | -0.125 |",
-        "| sky | - | - | - |",
-        "| mean | 0.375 | 0.250 | -0.125 |",
-        "| pooled | 0.250 | 0.250 | +0.000 |",
+        "| sky | - | 0.250 | - |",
     ]
 
 
-def test_both_are_evaluated_as_by_damex_test(save, mixture, tmp_path, capsys):
-    status, old, out = merge_all(save, mixture, tmp_path)
-    assert status == 0
+def test_the_merged_detector_is_evaluated_as_by_damex_test(
+    save, mixture, tmp_path, capsys
+):
+    old, out = save(mixture), tmp_path / "merged.pth"
+    words = ["merge", str(old), "--datasets", "street", "sky", "--out", str(out)]
+    assert main(words) == 0
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()]
-    table = {row[0].strip("| "): row[1:3] for row in rows if len(row) == 4}
-    for column, (path, config) in enumerate([(old, "old.py"), (out, "merged.py")]):
-        cfg = Config.fromfile(tmp_path / config)
-        cfg.update(load_from=str(path), work_dir=str(tmp_path / config[:-3]))
-        metrics = build_runner(cfg).test()
-        for name in ("street", "park", "sky", "mean", "pooled"):
-            assert table[name][column] == f"{metrics[f'mixture/{name}/AP']:.3f}"
-    assert not list(tmp_path.glob("*_test"))
+    table = {row[0].strip("| "): row[2] for row in rows if len(row) == 4}
+    cfg = Config.fromfile(out.with_suffix(".py"))
+    cfg.update(load_from=str(out), work_dir=str(tmp_path / "tested"))
+    metrics = build_runner(cfg).test()
+    for name in ("street", "park", "sky", "mean", "pooled"):
+        assert table[name] == f"{metrics[f'mixture/{name}/AP']:.3f}"
 
 
 def own_bank(kind):
@@ -274,24 +266,3 @@ def test_a_bank_of_the_user_is_moved_as_it_declares_or_refused(
         old = stored.state[key]
         rows = dict(grow=old[[0, 1, 1]], prune=old[[1]], merge=old.mean(0)[None])
         torch.testing.assert_close(state[key], rows[command])
-
-
-UNMERGED = {
-    "one": ({}, ["sky"], "must name datasets of two groups or more"),
-    "unknown": ({}, ["sky", "pork"], "did you mean 'park'"),
-    "nobody's": (dict(moe="vanilla"), ["park", "sky"], "no experts that belong"),
-    "dense": (dict(moe="dense"), ["park", "sky"], "no experts that belong"),
-    "unlike": (
-        dict(extra="moe = dict(num_experts=4)"),
-        ["street", "sky"],
-        "street 2, sky 1 of its own, and 0 shared",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "names", "words"), UNMERGED.values(), ids=UNMERGED)
-def test_what_cannot_be_merged_is_refused(save, mixture, options, names, words):
-    stored = StoredDetector.read(str(save(mixture, **options)))
-    with pytest.raises(ConfigError, match=words) as caught:
-        merge_groups(stored, names)
-    assert "\n" not in str(caught.value)
