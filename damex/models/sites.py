@@ -105,12 +105,12 @@ def conv_sites(detector: Any, chosen: Any) -> Iterator[tuple[str, Any]]:
                 "and moe.with_cp=True."
             )
         conv = block.conv2
-        found = conv if type(conv) is nn.Conv2d else f"a {type(conv).__name__}"
-        if found is not conv or (
-            (*conv.stride, *conv.dilation, conv.groups) != (1, 1, 1, 1, 1)
-        ):
+        is_plain = type(conv) is nn.Conv2d
+        sizes = (*conv.stride, *conv.dilation, conv.groups) if is_plain else ()
+        if sizes != (1, 1, 1, 1, 1):
             raise ConfigError(
                 f"{where}: experts can replace a plain convolution of stride 1 only, "
-                f"but its last block has {found} (listed twice?)."
+                f"but its last block has {conv if is_plain else type(conv).__name__} "
+                "(listed twice?)."
             )
         yield f"backbone.{layer}.{len(blocks) - 1}.conv2", block

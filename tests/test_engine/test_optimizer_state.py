@@ -14,7 +14,7 @@ from damex.engine.optimizer_state import (
     load_moments,
     parameter_names,
 )
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 
 COPIES = dict(
@@ -308,25 +308,19 @@ def test_another_optimizer_is_not_resumed(optimizer, words):
         check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
 
 
-@pytest.mark.parametrize("change", ["SGD", "empty", "nan"])
-def test_a_run_that_cannot_go_on_says_so_in_a_line(write_config, tmp_path, change):
+def test_a_run_that_cannot_be_resumed_ends_in_one_line(write_config):
     cfg = Config.fromfile(write_config())
     trained = build_runner(copy.deepcopy(cfg))
     trained.model.init_weights()
     trained.optim_wrapper = trained.build_optim_wrapper(trained.optim_wrapper)
     trained.save_checkpoint(cfg.work_dir, "a.pth", save_param_scheduler=False)
     cfg.update(resume=True, load_from=f"{cfg.work_dir}/a.pth")
-    words = "optimizer is SGD"
-    if change == "SGD":
-        cfg.optim_wrapper.optimizer = dict(type="SGD", lr=0.1)
-    elif change == "empty":
-        cfg.load_from, words = None, "last_checkpoint is empty; resume with --resume"
-        (tmp_path / "work" / "last_checkpoint").write_text("")
-    else:
-        content = torch.load(cfg.load_from, weights_only=False)
-        next(iter(content["state_dict"].values())).fill_(torch.nan)
-        torch.save(content, cfg.load_from)
-        words = "1 of .* tensors in .* have values that are nan or infinite"
-    with pytest.raises((ConfigError, DataError), match=words) as caught:
-        build_runner(cfg).train()
+    cfg.optim_wrapper.optimizer = dict(type="SGD", lr=0.1)
+    with pytest.raises(ConfigError, match="optimizer is SGD") as caught:
+        build_runner(copy.deepcopy(cfg)).train()
     assert "\n" not in str(caught.value)
+    content = torch.load(cfg.load_from, weights_only=False)
+    next(iter(content["state_dict"].values())).fill_(torch.nan)
+    torch.save(content, cfg.load_from)
+    with pytest.raises(ConfigError, match="have values that are nan"):
+        build_runner(cfg).train()

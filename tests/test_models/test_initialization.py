@@ -22,18 +22,13 @@ KINDS = dict(
 
 
 def first_expert(block):
-    """The expert that stands for the FFN, alone or as its parts together."""
+    """The expert that replaces the FFN, alone or as its parts together."""
     shared = block.moe.shared_expert
     experts = block.moe.experts if shared is None else shared.expert
     parts = 1 if block.split is None else block.split.parts
     w1_HD = torch.cat(tuple(experts.w1_EDH[:parts]), dim=1).t()
     w2_DH = torch.cat(tuple(experts.w2_EHD[:parts]), dim=0).t()
     return w1_HD, w2_DH
-
-
-def draw(build, **kwargs):
-    detector = build(**kwargs)
-    return detector, torch.rand(3)
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -63,46 +58,32 @@ def test_ffns_are_drawn_where_the_detector_is(build):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_but_the_experts_is_drawn_as_for_the_dense_detector(kind, build):
-    dense, expected = draw(build, **DENSE)
-    detector, found = draw(build, moe=KINDS[kind], num_groups=2)
+    dense, expected = build(**DENSE), torch.rand(3)
+    detector, found = build(moe=KINDS[kind], num_groups=2), torch.rand(3)
     assert torch.equal(found, expected)  # what a training draws next
-    theirs = dict(dense.named_parameters())
+    theirs, ours = (dict(d.named_parameters()) for d in (dense, detector))
     # The last norm of a layer may move into its block; norms are not drawn.
     rest = {name for name in theirs if ".ffn." not in name and ".norms." not in name}
-    ours = dict(detector.named_parameters())
     assert rest <= ours.keys()
     for name in rest:
         assert torch.equal(ours[name], theirs[name]), name
-
-
-@pytest.mark.parametrize(
-    ("kind", "takes"),
-    [
-        ("shared", True),
-        ("dense_phase", True),
-        ("fine_grained", True),
-        ("whole_ffns", False),
-    ],
-)
-def test_what_stands_for_the_ffn_has_its_draws(kind, takes, build):
-    dense, _ = draw(build, **DENSE)
-    detector, _ = draw(build, moe=KINDS[kind], num_groups=2)
-    ffns = [
-        layer.ffn for part in (dense.encoder, dense.decoder) for layer in part.layers
-    ]
-    for block, ffn in zip(moe_blocks(detector), ffns, strict=True):
+    # The part of a block that replaces the FFN has its draws.
+    is_copied = kind in ("shared", "dense_phase", "fine_grained")
+    parts = (dense.encoder, dense.decoder)
+    ffns = [layer.ffn.layers for part in parts for layer in part.layers]
+    for block, layers in zip(moe_blocks(detector), ffns, strict=True):
         w1_HD, w2_DH = first_expert(block)
-        assert torch.equal(w1_HD, ffn.layers[0][0].weight) == takes
-        assert torch.equal(w2_DH, ffn.layers[1].weight) == takes
+        assert torch.equal(w1_HD, layers[0][0].weight) == is_copied
+        assert torch.equal(w2_DH, layers[1].weight) == is_copied
         if kind == "shared":
             biases = block.moe.shared_expert.expert.b1_EH
-            assert torch.equal(biases[0], ffn.layers[0][0].bias)
+            assert torch.equal(biases[0], layers[0][0].bias)
 
 
-def test_an_initialiser_of_its_own_is_kept(build):
+def test_a_custom_initializer_is_kept(build):
     experts = dict(type="FFNExperts", init_std=0.005)
     moe = dict(KINDS["dense_phase"], experts=experts)
-    detector, _ = draw(build, moe=moe, num_groups=2)
+    detector = build(moe=moe, num_groups=2)
     for block in moe_blocks(detector):
         assert block.moe.experts.w1_EDH[0].std().item() == pytest.approx(0.005, rel=0.1)
 

@@ -37,12 +37,6 @@ def test_chosen_layers_and_no_others_become_experts(build, layers, names):
             assert replaced == (f"{part}.{number}" in names)
 
 
-def test_experts_take_the_shape_of_the_ffn_that_they_replace(build):
-    block = moe_blocks(build())[0]
-    assert block.moe.experts.w1_EDH.shape == (3, 64, 256)
-    assert block.moe.num_experts == 3
-
-
 def test_each_expert_starts_at_the_scale_of_a_dense_ffn(build):
     """mmdet's init would treat the (3, 64, 256) tensor as one convolution kernel."""
     weight_EDH = moe_blocks(build())[0].moe.experts.w1_EDH
@@ -114,40 +108,37 @@ def test_an_ffn_of_another_shape_is_refused(model_config, moe, options, message)
         MODELS.build(config)
 
 
+def insert(build, moe, num_groups=None):
+    dense = build(moe=None)
+    assert moe_blocks(dense) == []
+    context = RoutingContext()
+    return insert_moe(dense, read_moe(moe), context=context, num_groups=num_groups)
+
+
+CHOICE = dict(type="ExpertChoiceGate", share=0.25)
+
+
 @pytest.mark.parametrize(
-    ("gate", "loss", "is_idle"),
+    ("gate", "tokens", "is_idle"),
     [
-        (dict(type="DenseSoftmaxGate"), dict(), True),
-        (dict(type="ExpertChoiceGate", share=0.25), dict(), True),
-        (dict(type="TopKGate", k=1), dict(), False),
-        (
-            dict(type="ExpertChoiceGate", share=0.25),
-            dict(tokens="foreground"),
-            False,
-        ),
+        (dict(type="DenseSoftmaxGate"), "all", True),
+        (CHOICE, "all", True),
+        (CHOICE, "foreground", False),
+        (dict(type="TopKGate", k=1), "all", False),
     ],
 )
-def test_a_note_tells_of_a_balance_loss_that_cannot_act(
-    build, make_batch, run_loss, gate, loss, is_idle
+def test_a_balance_loss_without_a_gradient_is_noted(
+    build, make_batch, run_loss, gate, tokens, is_idle
 ):
-    """It is given where the loss has no gradient, and nowhere else."""
-    moe = dict(
-        layers=dict(encoder=[0]),
-        num_experts=3,
-        gate=gate,
-        losses=[dict(type="LoadBalanceLoss", weight=1.0, **loss)],
-    )
+    losses = [dict(type="LoadBalanceLoss", weight=1.0, tokens=tokens)]
+    moe = dict(layers=dict(encoder=[0]), num_experts=3, gate=gate, losses=losses)
     detector = build(moe=moe)
     (block,) = moe_blocks(detector)
     run_loss(detector, make_batch([0, 1]))["loss_moe_load_balance"].backward()
     grad = block.moe.router.weight_ED.grad.abs().max().item()
     assert (grad < 1e-6) == is_idle
-    report = insert_moe(
-        build(moe=None), read_moe(moe), context=RoutingContext(), num_groups=None
-    )
-    assert len(report.notes) == is_idle
-    if is_idle:
-        assert gate["type"] in report.notes[0]
+    notes = insert(build, moe).notes
+    assert [gate["type"] in note for note in notes] == [True] * is_idle
 
 
 PMOE = dict(
@@ -172,9 +163,7 @@ CONV = "convolution 256-256 3x3 (589,824 parameters) -> 4 experts (590,848)"
     ],
 )
 def test_the_report_names_every_layer(build, moe, rows):
-    dense = build(moe=None)
-    assert moe_blocks(dense) == []
-    report = insert_moe(dense, read_moe(moe), context=RoutingContext(), num_groups=3)
+    report = insert(build, moe, 3)
     assert report.rows == rows
     assert str(report).endswith(f"\n  {rows[-1]}")
 
@@ -184,30 +173,14 @@ def test_the_report_names_every_layer(build, moe, rows):
     [
         (dict(layers=dict(backbone=[])), r"chooses no layer.*dict\(backbone=\[3\]\)"),
         (dict(layers=dict(decoder=[0])), "replaces convolutions; set moe.layers"),
-        (
-            dict(layers=dict(backbone=[3], decoder=[0])),
-            "replaces convolutions; set moe.layers",
-        ),
-        (
-            dict(experts=dict(type="FFNExperts")),
-            "needs experts that convolve patches; .*got the type 'FFNExperts'",
-        ),
-        (dict(experts=None), "got the type 'FFNExperts'"),
-        (
-            dict(shared_expert=dict(type="SharedExpert")),
-            "moe.shared_expert is for FF",
-        ),
+        (dict(layers=dict(backbone=[3], decoder=[0])), "replaces convolutions; set"),
+        (dict(experts=None), "convolve patches; .*got the type 'FFNExperts'"),
+        (dict(shared_expert=dict(type="SharedExpert")), "moe.shared_expert is for FF"),
         (dict(num_experts=5), "moe.experts = .*5 experts and 256 channels"),
         (dict(experts=dict(type="PatchConvExperts")), "moe.experts = .*'patch_size'"),
-        (
-            dict(experts=dict(type="PatchConvExperts", patch_size=0)),
-            "moe.experts = .*got 0",
-        ),
     ],
 )
-def test_a_config_that_cannot_work_names_field_value_and_choice(
-    build, changes, message
-):
+def test_patches_that_cannot_work_name_field_value_and_choice(build, changes, message):
     with pytest.raises(ConfigError, match=message):
         build(moe={**PMOE, **changes})
 
@@ -246,44 +219,20 @@ def test_tokens_learn_to_go_to_the_experts_of_their_group(
         assert counts[experts[group]].sum() > 0.9 * counts.sum()
 
 
-def test_the_loss_leaves_the_experts_of_a_group_free(build, make_batch, run_loss):
-    """Two equal experts per group: log 2, whatever the share between the two."""
-    detector = build(moe=moe(k=2, num_experts=4), num_groups=2)
-    router = moe_blocks(detector)[0].moe.router
-    torch.nn.init.zeros_(router.weight_ED)
-    loss = run_loss(detector, make_batch([0, 1]))["loss_moe_dataset_routing"]
-    torch.testing.assert_close(loss, torch.tensor(2.0).log())
-
-
-@pytest.mark.parametrize(
-    ("k", "num_experts", "losses", "warned"),
-    [
-        (2, 5, None, False),  # groups of 2, 2 and 1 experts, and no dataset loss
-        (2, 5, [dict(type="DatasetRoutingLoss")], True),
-        (2, 6, [dict(type="DatasetRoutingLoss")], False),
-        (1, 3, [dict(type="DatasetRoutingLoss")], False),
-    ],
-)
-def test_k_beyond_the_smallest_group_is_said(build, k, num_experts, losses, warned):
-    config = {**moe(k=k, num_experts=num_experts), "losses": losses}
-    dense = build(moe=None)
-    report = insert_moe(dense, read_moe(config), context=RoutingContext(), num_groups=3)
-    assert len(report.notes) == warned
-    if warned:
-        assert report.notes[0].startswith(
-            "moe.gate.k is 2, but a dataset group has 1 of the 5 experts"
-        )
-        assert report.notes[0].endswith("set k=1, or num_experts=6 or more.")
-
-
-def test_it_is_a_warning_in_the_log(build, monkeypatch):
-    logged = []
+def test_k_beyond_the_smallest_group_is_noted_in_the_log(build, monkeypatch):
+    for k, num_experts in ((1, 3), (2, 6)):
+        assert insert(build, moe(k=k, num_experts=num_experts), 3).notes == ()
+    assert insert(build, {**moe(k=2, num_experts=5), "losses": None}, 3).notes == ()
+    (note,) = insert(build, moe(k=2, num_experts=5), 3).notes  # groups of 2, 2 and 1
+    assert "k is 2, but a dataset group has 1 of the 5 experts" in note
+    assert note.endswith("set k=1, or num_experts=6 or more.")
+    logged = {}
     monkeypatch.setattr(
         "damex.models.detectors.print_log",
-        lambda text, level, **_: logged.append((text, level)),
+        lambda text, level, **_: logged.update({text: level}),
     )
     build(moe=moe(k=2, num_experts=5), num_groups=3)
-    assert any("gate.k is 2" in t and at == logging.WARNING for t, at in logged)
+    assert logged[note] == logging.WARNING
 
 
 @pytest.mark.parametrize("name", ["cosine", "hierarchical", "fine_grained"])

@@ -17,13 +17,11 @@ CHANNELS = dict(channels=dict(embedding=dict(type="ShallowEmbedding", widths=(8,
     [
         ([4], "backbone names stage 4, but .* 4 stages: 0 to 3"),
         ([-1], "backbone names stage -1"),
-        ([True], "backbone names stage True"),
         ("first", "backbone must be .*'all', 'even' or 'last', got 'first'"),
-        (3, "backbone must be a list of stage numbers, .*got 3"),
         ({"all": 1}, "backbone must be a list of stage numbers"),
     ],
 )
-def test_experts_and_channels_refuse_the_same_stages(build, moe, chosen, message):
+def test_experts_and_channels_reject_the_same_stages(build, moe, chosen, message):
     with pytest.raises(ConfigError, match=message):
         build(moe={**moe, "layers": dict(backbone=chosen)})
 
