@@ -5,6 +5,7 @@ import of a module that lies on the path.
 """
 
 import copy
+import inspect
 import itertools
 import os
 import sys
@@ -173,8 +174,8 @@ def run(line, trained, checkpoint):
 def test_every_command_that_reads_a_checkpoint_is_in_a_table():
     reading = set()
     for name in app:
-        taken = {argument.name for argument in app[name].assemble_argument_collection()}
-        if taken & {"CHECKPOINT", "--resume"}:
+        taken = inspect.signature(app[name].default_command or app).parameters
+        if taken.keys() & {"checkpoint", "resume"}:
             reading.add(name)
     assert reading == {*READING, *WRITING, *CONFIGURED}
     assert {name for name in ablations.app if name[0] != "-"} == {*ABLATIONS}

@@ -124,7 +124,7 @@ def test_options_of_a_training(option, typed, world):
 
 
 COMMANDS = {
-    "train": ("config",),
+    "train": ("CONFIG",),
     "train none.py": ("none.py", "no config file"),
     "train no_mixture.py": ("mixture",),
     "train open_bracket.py": ("open_bracket.py", "cannot be read"),
@@ -150,7 +150,7 @@ COMMANDS = {
     "data check config.py --json folder": ("folder",),
     "data check none": ("none",),
     "data convert street --out /proc/x": ("/proc/x",),
-    "fly": ("'fly'",),
+    "fly": ('"fly"',),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import colorsys
 import hashlib
 import json
 import sys
@@ -14,11 +15,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from damex.commandline.run import run_command
 from damex.errors import ConfigError, DataError
 from damex.toydata import DATASETS, contact_sheet, generate, generate_toy_mixture
-from damex.toydata.__main__ import main
-from damex.toydata.domains import SPLITS, draw_token, source_columns, source_indices
-from damex.toydata.drawing import SHAPES, Box, Canvas, Layer, Sprite, draw
+from damex.toydata.__main__ import app
+from damex.toydata.domains import (
+    SPLITS,
+    WORDS,
+    WORLDS,
+    draw_token,
+    source_columns,
+    source_indices,
+    world_specs,
+)
+from damex.toydata.drawing import SHAPES, Box, Canvas, draw
 from damex.toydata.generate import VERSION, render_image
 
 NAMES = ["shapes", "digits", "photos", "playroom", "arcade"]
@@ -47,7 +57,11 @@ def files_of(root):
 
 
 def solid(height, width, *, alpha=1.0):
-    return Sprite(np.zeros((height, width, 3)), np.full((height, width), alpha))
+    return sprite_of(np.full((height, width), alpha))
+
+
+def sprite_of(alpha):
+    return np.dstack([np.zeros((*alpha.shape, 3)), alpha])
 
 
 class TestCanvas:
@@ -56,7 +70,7 @@ class TestCanvas:
         alpha[2:5, 3:7] = 0.5
         alpha[1, 3:7] = 0.49  # a soft edge, less than half covered
         canvas = Canvas(np.ones((20, 30, 3)))
-        assert canvas.paste(Sprite(np.zeros((6, 8, 3)), alpha), 10, 5, name="a")
+        assert canvas.paste(sprite_of(alpha), 10, 5, name="a")
         # x = 10 + 3, y = 5 + 2, columns 3..6 and rows 2..4
         assert canvas.boxes() == [Box("a", 13, 7, 4, 3)]
 
@@ -86,7 +100,7 @@ class TestCanvas:
         frame = np.ones((20, 20))
         frame[2:18, 2:18] = 0
         canvas = Canvas(np.ones((30, 30, 3)))
-        canvas.paste(Sprite(np.zeros((20, 20, 3)), frame), 0, 0, name="frame")
+        canvas.paste(sprite_of(frame), 0, 0, name="frame")
         # no pixel of the frame is hidden, but its box holds the whole of the other
         assert not canvas.paste(solid(8, 8), 6, 6, name="inner")
         assert canvas.paste(solid(8, 8), 6, 6, name=None)
@@ -99,33 +113,24 @@ class TestCanvas:
 
 
 class TestSprites:
-    @pytest.mark.parametrize("size", [12, 31, 56])
-    @pytest.mark.parametrize("angle", [0.0, 0.7, 2.0])
+    @pytest.mark.parametrize(("size", "angle"), [(12, 2.0), (56, 0.7)])
     @pytest.mark.parametrize(
         "shape", [name for name in SHAPES if name not in ("cross", "stick")]
     )
     def test_drawing_fits_its_size_without_empty_border(self, shape, size, angle):
         sprite = draw(SHAPES[shape], (0.8, 0.2, 0.2), size=size, angle=angle)
-        alpha = sprite.alpha
+        alpha = sprite[:, :, 3]
         assert 0.55 * size < max(alpha.shape) <= size
-        assert alpha[0].any()
-        assert alpha[-1].any()
-        assert alpha[:, 0].any()
-        assert alpha[:, -1].any()
-
-    def test_ring_has_a_hole_and_a_circle_has_none(self):
-        color = (0.8, 0.2, 0.2)
-        assert draw(SHAPES["ring"], color, size=40).alpha[20, 20] == 0
-        assert draw(SHAPES["circle"], color, size=40).alpha[20, 20] == 1
+        assert all(edge.any() for edge in (alpha[0], alpha[-1], *alpha.T[[0, -1]]))
 
     def test_angle_turns_clockwise(self):
-        wedge = [Layer(np.array([(0, 0), (0.9, -0.1), (0.9, 0.1)]), 1)]
+        wedge = [([(0, 0), (0.9, -0.1), (0.9, 0.1)], 1)]
         right = draw(wedge, (1, 1, 1), size=40)
         down = draw(wedge, (1, 1, 1), size=40, angle=np.pi / 2)
-        assert right.alpha.shape[1] > 3 * right.alpha.shape[0]
+        assert right.shape[1] > 3 * right.shape[0]
         # the point is at the start, the wide end where the wedge points to
-        assert down.alpha.shape[0] > 3 * down.alpha.shape[1]
-        assert down.alpha[-2].sum() > down.alpha[1].sum()
+        assert down.shape[0] > 3 * down.shape[1]
+        assert down[-2, :, 3].sum() > down[1, :, 3].sum()
 
 
 class TestContent:
@@ -133,6 +138,8 @@ class TestContent:
     @pytest.mark.parametrize("name", NAMES)
     def test_json_is_valid_coco(self, small_root, name, split):
         content = read(small_root, name, split)
+        info = content["info"]
+        assert (info["version"], info["seed"]) == (VERSION, 0)
         images = {image["id"]: image for image in content["images"]}
         category_ids = [category["id"] for category in content["categories"]]
         assert sorted(images) == list(range(1, len(content["images"]) + 1))
@@ -155,20 +162,6 @@ class TestContent:
             path = small_root / name / "images" / image["file_name"]
             with Image.open(path) as picture:
                 assert picture.size == (image["width"], image["height"])
-
-    def test_info_names_version_seed_and_licence(self, small_root):
-        info = read(small_root, "digits", "val")["info"]
-        assert info["version"] == VERSION
-        assert info["seed"] == 0
-        assert "CC BY 4.0" in info["license"]
-
-    def test_some_images_are_not_square(self, small_root):
-        sizes = {
-            (image["height"], image["width"])
-            for name in NAMES
-            for image in read(small_root, name, "train")["images"]
-        }
-        assert sizes == {(128, 128), (96, 128), (128, 96)}
 
     @pytest.mark.parametrize("spec", DATASETS, ids=NAMES)
     def test_every_class_occurs_and_numbers_of_objects_vary(self, spec):
@@ -346,8 +339,11 @@ class TestGeneration:
         name = "shapes/images/train_00001.jpg"
         assert files_of(tmp_path / "one")[name] == files_of(small_root)[name]
 
-    def test_report_counts_what_was_written(self, small_root):
+    def test_a_second_call_counts_and_leaves_every_file_alone(self, small_root):
+        times = {path: path.stat().st_mtime_ns for path in small_root.rglob("*")}
         report = generate_toy_mixture(small_root, specs=SMALL)
+        after = {path: path.stat().st_mtime_ns for path in small_root.rglob("*")}
+        assert after == times
         assert not report.created
         for entry, spec in zip(report.datasets, SMALL, strict=True):
             assert entry["num_images"] == {"train": spec.num_train, "val": 3}
@@ -356,39 +352,23 @@ class TestGeneration:
                 assert entry["num_boxes"][split] == len(content["annotations"])
         assert "24 distinct class names" in report.table()
 
-    def test_second_call_leaves_every_file_alone(self, small_root):
-        times = {path: path.stat().st_mtime_ns for path in small_root.rglob("*")}
-        generate_toy_mixture(small_root, specs=SMALL)
-        after = {path: path.stat().st_mtime_ns for path in small_root.rglob("*")}
-        assert after == times
-
-    def test_interrupted_generation_leaves_nothing(self, tmp_path, monkeypatch):
-        write, calls = generate.write_dataset, []
+    @pytest.mark.parametrize("is_filled", [False, True])
+    def test_an_interruption_changes_nothing(self, tmp_path, monkeypatch, is_filled):
+        out, write = tmp_path / "out", generate.write_dataset
+        if is_filled:
+            generate_toy_mixture(out, specs=SMALL[4:])
+        before = files_of(tmp_path)
 
         def interrupted(root, spec, *, seed):
-            calls.append(spec.name)
-            if len(calls) == 3:
+            if spec.name == "arcade":
                 raise KeyboardInterrupt
             return write(root, spec, seed=seed)
 
         monkeypatch.setattr(generate, "write_dataset", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            generate_toy_mixture(tmp_path / "out", specs=SMALL)
-        assert calls == ["shapes", "digits", "photos"]
-        assert list(tmp_path.iterdir()) == []
-
-    def test_interrupted_replacement_keeps_the_old_one(self, tmp_path, monkeypatch):
-        out = tmp_path / "out"
-        generate_toy_mixture(out, specs=SMALL[4:])
-        before = files_of(out)
-
-        def interrupted(root, spec, *, seed):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(generate, "write_dataset", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            generate_toy_mixture(out, seed=1, specs=SMALL[4:], force=True)
-        assert files_of(out) == before
+            generate_toy_mixture(out, seed=1, specs=SMALL[3:], force=is_filled)
+        assert files_of(tmp_path) == before
+        assert len([*tmp_path.iterdir()]) == is_filled
 
     def test_foreign_content_is_refused(self, tmp_path):
         (tmp_path / "notes.txt").write_text("mine")
@@ -422,36 +402,11 @@ class TestGeneration:
             generate_toy_mixture(tmp_path, specs=SMALL, force=True)
         assert (tmp_path / "arcade" / "train.json").read_text() == "mine"
 
-    def test_a_damaged_stamp_counts_as_foreign(self, tmp_path):
-        (tmp_path / "toy.json").write_text("{")
-        with pytest.raises(DataError, match="other content"):
-            generate_toy_mixture(tmp_path, specs=SMALL)
-
     def test_a_file_in_the_place_of_the_folder_is_refused(self, tmp_path):
         (tmp_path / "out").write_text("mine")
         with pytest.raises(DataError, match="is a file"):
             generate_toy_mixture(tmp_path / "out", specs=SMALL, force=True)
         assert (tmp_path / "out").read_text() == "mine"
-
-    @pytest.mark.parametrize("twin_seed", [0, 1])
-    def test_the_first_of_two_processes_wins(self, tmp_path, monkeypatch, twin_seed):
-        out, write, times = tmp_path / "out", generate.write_dataset, {}
-
-        def overtaken(root, spec, *, seed):
-            with monkeypatch.context() as patch:
-                patch.setattr(generate, "write_dataset", write)
-                generate_toy_mixture(out, seed=twin_seed, specs=SMALL[4:])
-            times.update({path: path.stat().st_mtime_ns for path in out.rglob("*")})
-            return write(root, spec, seed=seed)
-
-        monkeypatch.setattr(generate, "write_dataset", overtaken)
-        if twin_seed == 0:
-            generate_toy_mixture(out, specs=SMALL[4:])
-        else:
-            with pytest.raises(OSError, match="out"):
-                generate_toy_mixture(out, specs=SMALL[4:])
-        assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
     def test_an_empty_folder_is_filled(self, tmp_path):
         (tmp_path / "out").mkdir()
@@ -476,10 +431,22 @@ class TestGeneration:
         with pytest.raises(ConfigError, match="got -1"):
             generate_toy_mixture(tmp_path / "out", seed=-1)
 
-    def test_command_refuses_with_a_message(self, tmp_path, capsys):
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ([], "notes.txt"),
+            (["--train", "3"], "are for --worlds"),
+            (["--names", "agreeing"], "are for --worlds"),
+            (["--worlds", "2", "--names", "mixed"], '"conflicting", "agreeing"'),
+            (["--worlds", "9"], "1 to 8, got 9"),
+            (["--worlds", "2", "--train", "0"], "1 or more"),
+        ],
+    )
+    def test_command_refuses_with_a_message(self, tmp_path, capsys, words, message):
         (tmp_path / "notes.txt").write_text("mine")
-        assert main(["--out", str(tmp_path)]) == 2
-        assert "notes.txt" in capsys.readouterr().err
+        assert run_command(app, ["--out", str(tmp_path), *words]) == 2
+        assert message in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_package_needs_neither_torch_nor_mmdet():
@@ -490,9 +457,9 @@ def test_package_needs_neither_torch_nor_mmdet():
                 imported.add(str(node.module))
             elif isinstance(node, ast.Import):
                 imported.update(alias.name for alias in node.names)
-    own = ("damex.toydata", "damex.errors")
+    own = ("damex.toydata", "damex.errors", "damex.commandline.run")
     roots = {name.split(".")[0] for name in imported if not name.startswith(own)}
-    assert roots - sys.stdlib_module_names == {"numpy", "PIL"}
+    assert roots - sys.stdlib_module_names == {"numpy", "PIL", "cyclopts"}
 
 
 class TestContactSheet:
@@ -504,3 +471,49 @@ class TestContactSheet:
     def test_folder_without_the_mixture_is_refused(self, tmp_path):
         with pytest.raises(DataError, match="no dataset of the toy mixture"):
             contact_sheet(tmp_path)
+
+
+@pytest.mark.parametrize("names", ["conflicting", "agreeing"])
+def test_worlds_share_kinds_and_words(tmp_path, names):
+    specs = world_specs(3, names=names, num_train=40, num_val=2)
+    generate_toy_mixture(tmp_path / "worlds", specs=specs)
+    words = {}
+    for world in specs:
+        content = json.loads(
+            (tmp_path / "worlds" / world.name / "train.json").read_text()
+        )
+        by_id = {one["id"]: one["name"] for one in content["categories"]}
+        words[world.name] = {by_id[a["category_id"]] for a in content["annotations"]}
+        # A kind is known by its colour, which no other kind has.
+        found = _word_by_hue(tmp_path / "worlds" / world.name, content, by_id)
+        shift = WORLDS.index(world.name) if names == "conflicting" else 0
+        for kind, word in found.items():
+            assert word == {WORDS[(kind + shift) % 8]}
+    assert all(found == set(WORDS) for found in words.values())
+
+
+def _word_by_hue(folder, content, by_id):
+    """The words of boxes whose middle pixel has the hue of a kind without a hole."""
+    files = {image["id"]: image["file_name"] for image in content["images"]}
+    found = {}
+    for one in content["annotations"]:
+        x, y, width, height = one["bbox"]
+        pixel = np.asarray(Image.open(folder / "images" / files[one["image_id"]]))[
+            y + height // 2, x + width // 2
+        ]
+        hue, saturation, _ = colorsys.rgb_to_hsv(*(pixel / 255))
+        kind = round((hue - 1 / 16) * 8)
+        is_sure = saturation > 0.75 and abs((hue - 1 / 16) * 8 - kind) < 0.15
+        if is_sure and kind in (0, 2, 3, 4, 5):
+            found.setdefault(kind, []).append(by_id[one["category_id"]])
+    # Some boxes have another object in their middle.
+    return {k: {max(set(w), key=w.count)} for k, w in found.items() if len(w) > 3}
+
+
+def test_worlds_are_told_apart_by_their_names(tmp_path):
+    agreeing = world_specs(1, names="agreeing", num_train=1, num_val=1)
+    generate_toy_mixture(tmp_path / "out", specs=agreeing)
+    with pytest.raises(DataError, match="already holds"):
+        generate_toy_mixture(
+            tmp_path / "out", specs=world_specs(1, num_train=1, num_val=1)
+        )

@@ -22,7 +22,6 @@ start; no choice compared methods.
 from __future__ import annotations
 
 from damex.toydata.domains import DATASETS
-from damex.toydata.generate import ToyReport, generate_toy_mixture
-from damex.toydata.sheet import contact_sheet
+from damex.toydata.generate import ToyReport, contact_sheet, generate_toy_mixture
 
 __all__ = ["DATASETS", "ToyReport", "contact_sheet", "generate_toy_mixture"]

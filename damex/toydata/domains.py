@@ -1,18 +1,30 @@
-"""The five datasets of the toy mixture."""
+"""The five datasets of the toy mixture, and worlds.
+
+Worlds are datasets that differ in background and in the names of objects: eight kinds
+of objects, each with its own shape and colour, appear in every world in equal numbers.
+With ``agreeing`` names a kind has the same name everywhere; with ``conflicting`` names
+world m calls kind k by word (k + m) mod 8, so that a name follows from neither the
+object nor the background alone. They isolate one reason why experts should win:
+conflicting labels. A single FFN has to learn the words of all worlds, an expert those
+of one (docs/experts-results.md).
+"""
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from PIL import Image
 
+from damex.errors import ConfigError
 from damex.toydata import drawing
-from damex.toydata.drawing import Canvas, Sprite, draw_random
+from damex.toydata.drawing import Canvas, draw_random
 
 SPLITS = ("train", "val")
 ASSETS = Path(__file__).parent / "assets"  # their licences: data/README.md
@@ -21,26 +33,27 @@ Size = tuple[int, int]
 Look = dict[str, Any]  # arguments of `draw_random`
 Renderer = Callable[[Size, np.random.Generator], Canvas]
 
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGITS = (
+    *("zero", "one", "two", "three", "four"),
+    *("five", "six", "seven", "eight", "nine"),
+)
+# The drawings that `playroom` and `arcade` share under different names.
 TOKENS = ("shiny_disc", "framed_box", "split_wedge")
-"""The drawings that `playroom` and `arcade` share under different names."""
+# Names, kinds of objects and words of worlds.
+WORLDS = ("ruby", "amber", "olive", "mint", "teal", "azure", "indigo", "plum")
+KINDS = ("circle", "ring", "square", "triangle", "star", "cross", "leaf", "kite")
+WORDS = ("blick", "dax", "fep", "gorp", "mip", "toma", "wug", "zot")
+Names = Literal["conflicting", "agreeing"]
 
-_VAL_SHARE = 0.2  # of the handwritten digits
-_NUM_STRIPS = 5  # of a photograph
-_FAINT_SHARE = 0.15  # of the flat shapes
-_WOOD = (0.72, 0.52, 0.33)
 _MUTED: Look = dict(saturation=(0.3, 0.9), value=(0.45, 0.95))
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """One dataset of the mixture.
+    """One dataset of the mixture: a folder `name` with so many images.
 
     Attributes:
-        name: Folder name.
         classes: Class names in the order of their category ids, which start at 1.
-        num_train: Number of training images.
-        num_val: Number of validation images.
         build_renderer: Maps a split to a function that draws an image from (height,
             width) and a random generator.
         variant: Distinguishes datasets of the same name and size.
@@ -65,23 +78,25 @@ def _shapes(size_hw: Size, rng: np.random.Generator) -> Canvas:
     pastel: Look = dict(saturation=(0.05, 0.35), value=(0.6, 0.95))
     first, last = (drawing.random_color(rng, **pastel) for _ in range(2))
     angle = rng.uniform(0, 2 * np.pi)
-    canvas = Canvas(drawing.gradient(size_hw, first, last, angle=angle))
+    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+    along = columns * np.cos(angle) + rows * np.sin(angle)
+    along = ((along - along.min()) / np.ptp(along))[:, :, None]
+    canvas = Canvas(np.array(first) * (1 - along) + np.array(last) * along)
     for _ in range(rng.integers(2, 7)):
         shape = ("stick", "cross")[rng.integers(2)]
         canvas.scatter(_shape(shape, rng, largest=40), rng, name=None)
     for _ in range(rng.integers(1, 8)):
-        name = SHAPES.classes[rng.integers(len(SHAPES.classes))]
+        name = _SHAPES[rng.integers(len(_SHAPES))]
         canvas.scatter(_shape(name, rng, largest=60), rng, name=name)
     canvas.pixels += drawing.grain(size_hw, rng, sigma=0.02)
     return canvas
 
 
-def _shape(shape: str, rng: np.random.Generator, *, largest: int) -> Sprite:
-    faint = rng.uniform() < _FAINT_SHARE
-    saturation = (0.15, 0.4) if faint else (0.5, 1.0)
-    value = (0.55, 0.75) if faint else (0.35, 1.0)
-    size = (26, largest)
-    return draw_random(shape, rng, saturation=saturation, value=value, size=size)
+def _shape(shape: str, rng: np.random.Generator, *, largest: int) -> np.ndarray:
+    look: Look = dict(saturation=(0.5, 1.0), value=(0.35, 1.0))
+    if rng.uniform() < 0.15:  # hard to see
+        look = dict(saturation=(0.15, 0.4), value=(0.55, 0.75))
+    return draw_random(shape, rng, size=(26, largest), **look)
 
 
 # ---- digits: real handwritten digits on ruled paper ----
@@ -100,7 +115,7 @@ def source_indices(split: str) -> range:
     unseen.
     """
     num_digits = len(load_digits()[1])
-    cut = round(num_digits * (1 - _VAL_SHARE))
+    cut = round(num_digits * 0.8)
     return range(cut) if split == "train" else range(cut, num_digits)
 
 
@@ -117,7 +132,7 @@ def _digits_renderer(split: str) -> Renderer:
         for _ in range(rng.integers(1, 8)):
             index = rng.integers(len(labels))
             sprite = _digit(bitmaps[index], rng)
-            canvas.scatter(sprite, rng, name=WORDS[labels[index]])
+            canvas.scatter(sprite, rng, name=DIGITS[labels[index]])
         canvas.pixels += drawing.grain(size_hw, rng, sigma=0.015)
         return canvas
 
@@ -137,15 +152,14 @@ def _ink(rng: np.random.Generator) -> drawing.Color:
     return tone, tone, min(1.0, tone + rng.uniform(0, 0.25))
 
 
-def _digit(bitmap: np.ndarray, rng: np.random.Generator) -> Sprite:
+def _digit(bitmap: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     size = drawing.random_size(rng, 32, 56)
     bordered = np.pad(bitmap / 16 * 255, 1).astype(np.uint8)
     image = Image.fromarray(bordered).resize((size, size), Image.Resampling.BICUBIC)
     image = image.rotate(rng.uniform(-12, 12), Image.Resampling.BILINEAR)
     # Sharpen: the source counts ink per 4x4 cell, which blurs strokes.
     alpha = ((np.asarray(image) / 255 - 0.25) * 2.5).clip(0, 1)
-    color = np.broadcast_to(np.array(_ink(rng)), (*alpha.shape, 3))
-    return drawing.trim(Sprite(color=color, alpha=alpha))
+    return drawing.trim(np.dstack([drawing.flat(alpha.shape, _ink(rng)), alpha]))
 
 
 # ---- photos: prints of stickers on two photographs ----
@@ -165,7 +179,7 @@ def source_columns(split: str, *, width: int) -> tuple[tuple[int, int], ...]:
 
     Strips alternate, so that both splits cover each scene and share no pixel.
     """
-    edges = [round(width * strip / _NUM_STRIPS) for strip in range(_NUM_STRIPS + 1)]
+    edges = [round(width * strip / 5) for strip in range(6)]
     strips = tuple(pairwise(edges))
     return strips[0::2] if split == "train" else strips[1::2]
 
@@ -180,9 +194,13 @@ def _photos_renderer(split: str) -> Renderer:
     def render(size_hw: Size, rng: np.random.Generator) -> Canvas:
         canvas = Canvas(_crop(strips[rng.integers(len(strips))], size_hw, rng))
         for _ in range(rng.integers(1, 7)):
-            name = PHOTOS.classes[rng.integers(len(PHOTOS.classes))]
+            name = _STICKERS[rng.integers(len(_STICKERS))]
             canvas.scatter(_sticker(name, rng), rng, name=name)
-        canvas.pixels += 0.12 * drawing.print_screen(size_hw, period=6.0)
+        # The dots of a printed photograph, 6 pixels apart along a diagonal.
+        rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+        falling = np.cos(2 * np.pi * (columns + rows) / 6.0)
+        rising = np.cos(2 * np.pi * (columns - rows) / 6.0)
+        canvas.pixels += 0.12 * ((falling + rising) / 2)[:, :, None]
         return canvas
 
     return render
@@ -200,19 +218,19 @@ def _crop(photo: np.ndarray, size_hw: Size, rng: np.random.Generator) -> np.ndar
     return np.asarray(part, dtype=np.float64) / 255 * rng.uniform(0.65, 0.95)
 
 
-def _sticker(name: str, rng: np.random.Generator) -> Sprite:
+def _sticker(name: str, rng: np.random.Generator) -> np.ndarray:
     smallest, turn = (30, 0.3) if name == "car" else (26, np.pi)
     look: Look = dict(saturation=(0.3, 1.0), value=(0.4, 1.0))
     sides, angles = (smallest, 60), (-turn, turn)
     sprite = draw_random(name, rng, **look, size=sides, angle=angles)
-    # Slightly transparent, like a print.
-    return Sprite(color=sprite.color, alpha=sprite.alpha * rng.uniform(0.75, 1.0))
+    sprite[:, :, 3] *= rng.uniform(0.75, 1.0)  # slightly transparent, like a print
+    return sprite
 
 
 # ---- playroom and arcade: toys on a wooden floor; the same on a dark screen ----
 
 
-def draw_token(kind: int, rng: np.random.Generator) -> Sprite:
+def draw_token(kind: int, rng: np.random.Generator) -> np.ndarray:
     """Draw an object that is alike in both worlds; only the background names it."""
     return draw_random(TOKENS[kind], rng, **_MUTED)
 
@@ -240,7 +258,8 @@ def _scatter_toys(
 
 
 def _playroom(size_hw: Size, rng: np.random.Generator) -> Canvas:
-    floor = drawing.flat(size_hw, drawing.shade(_WOOD, rng.uniform(0.75, 1.2)))
+    wood = drawing.shade((0.72, 0.52, 0.33), rng.uniform(0.75, 1.2))
+    floor = drawing.flat(size_hw, wood)
     plank = int(rng.integers(16, 32))
     for start in range(-int(rng.integers(plank)), size_hw[1], plank):
         floor[:, max(start, 0) : start + plank] *= rng.uniform(0.85, 1.12)
@@ -266,28 +285,75 @@ def _arcade(size_hw: Size, rng: np.random.Generator) -> Canvas:
 
 
 # Synthetic datasets have the same renderer in both splits.
-SHAPES = DatasetSpec(
-    "shapes",
-    ("star", "square", "circle", "ring", "triangle"),
-    900,
-    60,
-    lambda _: _shapes,
-)
-PHOTOS = DatasetSpec(
-    "photos", ("leaf", "circle", "car", "kite"), 250, 60, _photos_renderer
-)
+_SHAPES = ("star", "square", "circle", "ring", "triangle")
+_STICKERS = ("leaf", "circle", "car", "kite")
+_NUMBERS = tuple(DIGITS[number] for number in (3, 0, 8, 1, 9, 5, 2, 7, 4, 6))
+_TOYS, _ICONS = ("crate", "roof", "ball", "car"), ("ship", "coin", "chip", "star")
 DATASETS = (
-    SHAPES,
-    DatasetSpec(
-        "digits",
-        tuple(WORDS[number] for number in (3, 0, 8, 1, 9, 5, 2, 7, 4, 6)),
-        500,
-        60,
-        _digits_renderer,
-    ),
-    PHOTOS,
-    DatasetSpec(
-        "playroom", ("crate", "roof", "ball", "car"), 120, 60, lambda _: _playroom
-    ),
-    DatasetSpec("arcade", ("ship", "coin", "chip", "star"), 60, 60, lambda _: _arcade),
+    DatasetSpec("shapes", _SHAPES, 900, 60, lambda _: _shapes),
+    DatasetSpec("digits", _NUMBERS, 500, 60, _digits_renderer),
+    DatasetSpec("photos", _STICKERS, 250, 60, _photos_renderer),
+    DatasetSpec("playroom", _TOYS, 120, 60, lambda _: _playroom),
+    DatasetSpec("arcade", _ICONS, 60, 60, lambda _: _arcade),
 )
+
+
+# ---- worlds ----
+
+
+def world_specs(
+    count: int,
+    *,
+    names: Names = "conflicting",
+    num_train: int = 300,
+    num_val: int = 60,
+) -> tuple[DatasetSpec, ...]:
+    """Describe the first `count` worlds (1 to 8), for `generate_toy_mixture`."""
+    if not 1 <= count <= len(WORLDS):
+        raise ConfigError(f"worlds: count must be 1 to {len(WORLDS)}, got {count}")
+    if names not in get_args(Names):
+        raise ConfigError(f"worlds: names must be of {get_args(Names)}, got {names!r}")
+    if (least := min(num_train, num_val)) < 1:
+        raise ConfigError(f"worlds: images of a split must be 1 or more, got {least}")
+    return tuple(
+        DatasetSpec(
+            name, WORDS, num_train, num_val, partial(_world, number, names), names
+        )
+        for number, name in enumerate(WORLDS[:count])
+    )
+
+
+def _world(number: int, names: Names, split: str) -> Renderer:
+    """Synthetic, so both splits use the same renderer."""
+    shift = number if names == "conflicting" else 0
+    return partial(_draw_world, world=number, shift=shift)
+
+
+def _draw_world(
+    size_hw: Size, rng: np.random.Generator, *, world: int, shift: int
+) -> Canvas:
+    """Draw the background, a few sticks, and two to six objects."""
+    canvas = Canvas(_ground(size_hw, rng, world=world))
+    for _ in range(rng.integers(0, 3)):
+        stick = draw_random("stick", rng, saturation=(0.0, 0.2), size=(26, 44))
+        canvas.scatter(stick, rng, name=None)
+    for _ in range(rng.integers(2, 7)):
+        kind = int(rng.integers(len(KINDS)))
+        color = colorsys.hsv_to_rgb(
+            kind / len(KINDS) + 1 / 16, rng.uniform(0.8, 1.0), rng.uniform(0.8, 1.0)
+        )
+        sprite = draw_random(KINDS[kind], rng, color=color, size=(28, 48))
+        canvas.scatter(sprite, rng, name=WORDS[(kind + shift) % len(WORDS)])
+    canvas.pixels += drawing.grain(size_hw, rng, sigma=0.02)
+    return canvas
+
+
+def _ground(size_hw: Size, rng: np.random.Generator, *, world: int) -> np.ndarray:
+    """A hue, and stripes of some direction and width, by which any part is known."""
+    hue, value = world / len(WORLDS), rng.uniform(0.45, 0.65)
+    color = colorsys.hsv_to_rgb(hue, rng.uniform(0.35, 0.6), value)
+    angle, period = np.pi * (world % 4) / 4, (5.0, 12.0)[world // 4]
+    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+    along = columns * np.cos(angle) + rows * np.sin(angle)
+    stripes = np.sign(np.sin(2 * np.pi * (along / period + rng.uniform())))
+    return drawing.flat(size_hw, color) * (1 + 0.25 * stripes[:, :, None])

@@ -1,15 +1,14 @@
 """Shapes, backgrounds and noise, and a canvas that keeps track of the visible boxes.
 
 Legend: H, W = height and width of the canvas, h, w = of a sprite; colours are floats in
-[0, 1], RGB. A pixel belongs to an object if the object covers at least half of it and
-no later sprite does.
+[0, 1], RGB. A sprite (h, w, 4) has colours and the coverage of its object. A pixel
+belongs to an object if the object covers at least half of it and no later sprite does.
 """
 
 from __future__ import annotations
 
 import colorsys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,36 +17,16 @@ from PIL import Image, ImageDraw
 
 Color = tuple[float, float, float]
 Range = tuple[float, float]
+# Corners (N, 2) in the unit disc, x to the right and y down; and a fixed colour, a
+# brightness of the drawing's colour (1 keeps it), or None for a hole.
+Layer = tuple[Sequence[tuple[float, float]] | np.ndarray, Color | float | None]
 
 MIN_VISIBLE = 0.6
 MAX_BOX_OVERLAP = 0.3
-_SOLID_ALPHA = 0.5
 _OVERSAMPLING = 4
 _WHITE: Color = (0.95, 0.95, 0.92)
 _DARK: Color = (0.12, 0.12, 0.14)
 _GLASS: Color = (0.75, 0.88, 0.95)
-
-
-class Layer(NamedTuple):
-    """One polygon of a drawing.
-
-    Attributes:
-        points: Corners (N, 2) in the unit disc, x to the right and y down, so that a
-            rotated drawing stays inside its square.
-        paint: A fixed colour, a brightness of the drawing's colour (1 keeps it), or
-            None to cut a hole into the layers below.
-    """
-
-    points: np.ndarray
-    paint: Color | float | None
-
-
-@dataclass(frozen=True)
-class Sprite:
-    """A drawn object: RGB (h, w, 3) and coverage (h, w), 0 outside of the object."""
-
-    color: np.ndarray
-    alpha: np.ndarray
 
 
 def _regular(
@@ -59,92 +38,94 @@ def _regular(
     return np.stack([x, y], axis=1)
 
 
-def _rectangle(left: float, top: float, right: float, bottom: float) -> np.ndarray:
-    return np.array([(left, top), (right, top), (right, bottom), (left, bottom)])
+def _rectangle(right: float, bottom: float) -> list[tuple[float, float]]:
+    return [(-right, -bottom), (right, -bottom), (right, bottom), (-right, bottom)]
 
 
-def _leaf() -> np.ndarray:
-    along = np.linspace(-1, 1, 17)
-    across = 0.42 * np.cos(along * np.pi / 2)
-    edge = np.stack([along, across], axis=1)
-    return np.concatenate([edge, edge[::-1] * (1, -1)])
-
-
+_ALONG = np.linspace(-1, 1, 17)
+_EDGE = np.stack([_ALONG, 0.42 * np.cos(_ALONG * np.pi / 2)], axis=1)
 _STAR = _regular(10) * np.where(np.arange(10) % 2 == 0, 1.0, 0.45)[:, None]
 _KITE = np.array([(0.0, -1.0), (0.6, -0.35), (0.0, 0.7), (-0.6, -0.35)])
 
+# The layers of each drawing, first to last; the first has a colour.
 SHAPES: Mapping[str, Sequence[Layer]] = MappingProxyType(
     {
-        "circle": (Layer(_regular(48), 1),),
-        "ring": (Layer(_regular(48), 1), Layer(_regular(48, radius=0.55), None)),
-        "square": (Layer(_rectangle(-0.7, -0.7, 0.7, 0.7), 1),),
-        "triangle": (Layer(_regular(3), 1),),
-        "star": (Layer(_STAR, 1),),
-        "shiny_disc": (
-            Layer(_regular(48), 0.55),
-            Layer(_regular(48, radius=0.82), 1),
-            Layer(_regular(24, radius=0.22, center=(-0.3, -0.35)), _WHITE),
-        ),
-        "framed_box": (
-            Layer(_rectangle(-0.7, -0.7, 0.7, 0.7), 0.55),
-            Layer(_rectangle(-0.52, -0.52, 0.52, 0.52), 1),
-            Layer(np.array([(-0.6, 0.4), (-0.4, 0.6), (0.6, -0.4), (0.4, -0.6)]), 0.55),
-        ),
-        "split_wedge": (
-            Layer(np.array([(0.0, -1.0), (0.75, 0.65), (-0.75, 0.65)]), 1),
-            Layer(np.array([(0.0, -1.0), (0.75, 0.65), (0.0, 0.4)]), 0.55),
-        ),
-        "car": (  # seen from the side, heading right
-            Layer(_rectangle(-0.95, -0.1, 0.95, 0.26), 1),
-            Layer(
-                np.array([(-0.6, -0.05), (-0.38, -0.42), (0.25, -0.42), (0.55, -0.05)]),
-                1,
-            ),
-            Layer(
-                np.array([(-0.42, -0.08), (-0.3, -0.32), (0.18, -0.32), (0.36, -0.08)]),
-                _GLASS,
-            ),
-            Layer(_regular(20, radius=0.2, center=(-0.5, 0.28)), _DARK),
-            Layer(_regular(20, radius=0.2, center=(0.5, 0.28)), _DARK),
-        ),
-        "kite": (
-            Layer(_KITE, 1),
-            Layer(_KITE[:3] * 0.98, 0.6),
-            Layer(np.array([(-0.18, 0.95), (0.0, 0.6), (0.18, 0.95)]), _WHITE),
-        ),
-        "leaf": (Layer(_leaf(), 1), Layer(_rectangle(-0.8, -0.04, 0.8, 0.04), _WHITE)),
-        "cross": (
-            Layer(_rectangle(-0.95, -0.2, 0.95, 0.2), 1),
-            Layer(_rectangle(-0.2, -0.95, 0.2, 0.95), 1),
-        ),
-        "stick": (Layer(_rectangle(-0.97, -0.08, 0.97, 0.08), 1),),
+        "circle": [(_regular(48), 1)],
+        "ring": [(_regular(48), 1), (_regular(48, radius=0.55), None)],
+        "square": [(_rectangle(0.7, 0.7), 1)],
+        "triangle": [(_regular(3), 1)],
+        "star": [(_STAR, 1)],
+        "shiny_disc": [
+            (_regular(48), 0.55),
+            (_regular(48, radius=0.82), 1),
+            (_regular(24, radius=0.22, center=(-0.3, -0.35)), _WHITE),
+        ],
+        "framed_box": [
+            (_rectangle(0.7, 0.7), 0.55),
+            (_rectangle(0.52, 0.52), 1),
+            ([(-0.6, 0.4), (-0.4, 0.6), (0.6, -0.4), (0.4, -0.6)], 0.55),
+        ],
+        "split_wedge": [
+            ([(0.0, -1.0), (0.75, 0.65), (-0.75, 0.65)], 1),
+            ([(0.0, -1.0), (0.75, 0.65), (0.0, 0.4)], 0.55),
+        ],
+        "car": [  # seen from the side, heading right
+            ([(-0.95, -0.1), (0.95, -0.1), (0.95, 0.26), (-0.95, 0.26)], 1),
+            ([(-0.6, -0.05), (-0.38, -0.42), (0.25, -0.42), (0.55, -0.05)], 1),
+            ([(-0.42, -0.08), (-0.3, -0.32), (0.18, -0.32), (0.36, -0.08)], _GLASS),
+            (_regular(20, radius=0.2, center=(-0.5, 0.28)), _DARK),
+            (_regular(20, radius=0.2, center=(0.5, 0.28)), _DARK),
+        ],
+        "kite": [
+            (_KITE, 1),
+            (_KITE[:3] * 0.98, 0.6),
+            ([(-0.18, 0.95), (0.0, 0.6), (0.18, 0.95)], _WHITE),
+        ],
+        "leaf": [
+            (np.concatenate([_EDGE, _EDGE[::-1] * (1, -1)]), 1),
+            (_rectangle(0.8, 0.04), _WHITE),
+        ],
+        "cross": [(_rectangle(0.95, 0.2), 1), (_rectangle(0.2, 0.95), 1)],
+        "stick": [(_rectangle(0.97, 0.08), 1)],
     }
 )
-"""The layers of every drawing, first to last; the first of each has a colour."""
 
 
 def draw(
     layers: Sequence[Layer], color: Color, *, size: int, angle: float = 0.0
-) -> Sprite:
-    """Draw layers, first to last, as a sprite without empty border.
+) -> np.ndarray:
+    """Draw layers, first to last, as a sprite (h, w, 4) without empty border.
 
     Drawn at four times the size and averaged down: soft edges and exact coverage.
-    `size` is the side in pixels of the square around the unit disc, `angle` a clockwise
-    rotation in radians, `color` that of layers with a brightness.
+
+    Args:
+        layers: For example of ``SHAPES``.
+        color: The colour of layers with a brightness.
+        size: Side in pixels of the square around the unit disc.
+        angle: Clockwise rotation in radians.
     """
     side = size * _OVERSAMPLING
-    base = _to_bytes(_mix(layers[0], color) or color)
-    image, alpha = Image.new("RGB", (side, side), base), Image.new("L", (side, side), 0)
+    paints = [
+        shade(color, paint) if isinstance(paint, float | int) else paint
+        for _, paint in layers
+    ]
+    image = Image.new("RGB", (side, side), _to_bytes(paints[0] or color))
+    alpha = Image.new("L", (side, side), 0)
     draw_color, draw_alpha = ImageDraw.Draw(image), ImageDraw.Draw(alpha)
     turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
-    for layer in layers:
-        corners = ((layer.points @ turn + 1) / 2 * (side - 1)).round().astype(int)
-        flat = [int(value) for value in corners.ravel()]
-        mixed = _mix(layer, color)
-        draw_alpha.polygon(flat, fill=0 if mixed is None else 255)
-        if mixed is not None:
-            draw_color.polygon(flat, fill=_to_bytes(mixed))
-    return trim(Sprite(color=_shrink(image), alpha=_shrink(alpha)))
+    for (points, _), paint in zip(layers, paints, strict=True):
+        corners = ((np.array(points) @ turn + 1) / 2 * (side - 1)).round().astype(int)
+        flat_corners = corners.ravel().tolist()
+        draw_alpha.polygon(flat_corners, fill=0 if paint is None else 255)
+        if paint is not None:
+            draw_color.polygon(flat_corners, fill=_to_bytes(paint))
+    parts = [np.asarray(part.reduce(_OVERSAMPLING)) for part in (image, alpha)]
+    return trim(np.dstack(parts) / 255)
+
+
+def _to_bytes(color: Color) -> tuple[int, int, int]:
+    red, green, blue = (round(255 * channel) for channel in color)
+    return red, green, blue
 
 
 def draw_random(
@@ -156,7 +137,7 @@ def draw_random(
     value: Range = (0.5, 1.0),
     size: Range = (26, 60),
     angle: Range = (0, 2 * np.pi),
-) -> Sprite:
+) -> np.ndarray:
     """Draw one of ``SHAPES`` with colour, size and angle from the given ranges."""
     color = color or random_color(rng, saturation=saturation, value=value)
     side = random_size(rng, *size)
@@ -181,26 +162,15 @@ def shade(color: Color, factor: float) -> Color:
     return red, green, blue
 
 
-def trim(sprite: Sprite) -> Sprite:
+def trim(sprite: np.ndarray) -> np.ndarray:
     """Cut away the empty border of a sprite."""
-    x, y, width, height = _extent(sprite.alpha > 0)
-    area = (slice(y, y + height), slice(x, x + width))
-    return Sprite(color=sprite.color[area], alpha=sprite.alpha[area])
+    x, y, width, height = _extent(sprite[:, :, 3] > 0)
+    return sprite[y : y + height, x : x + width]
 
 
 def flat(size_hw: tuple[int, int], color: Color) -> np.ndarray:
     """Return one colour everywhere, shape (H, W, 3)."""
     return np.broadcast_to(np.array(color), (*size_hw, 3)).copy()
-
-
-def gradient(
-    size_hw: tuple[int, int], first: Color, last: Color, *, angle: float
-) -> np.ndarray:
-    """Return a linear gradient, shape (H, W, 3); angle 0 (radians) is to the right."""
-    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
-    along = columns * np.cos(angle) + rows * np.sin(angle)
-    along = ((along - along.min()) / np.ptp(along))[:, :, None]
-    return np.array(first) * (1 - along) + np.array(last) * along
 
 
 def clouds(
@@ -219,19 +189,7 @@ def grain(
     return rng.normal(0.0, sigma, (*size_hw, 1))
 
 
-def print_screen(size_hw: tuple[int, int], *, period: float) -> np.ndarray:
-    """Return the dots of a printed photograph in [-1, 1], shape (H, W, 1).
-
-    The period is the distance of dots along a diagonal of the screen, in pixels.
-    """
-    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
-    falling = np.cos(2 * np.pi * (columns + rows) / period)
-    rising = np.cos(2 * np.pi * (columns - rows) / period)
-    return ((falling + rising) / 2)[:, :, None]
-
-
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """An axis-aligned box in whole pixels, with the class name of its object."""
 
     name: str
@@ -249,23 +207,16 @@ class Box:
         return max(width, 0) * max(height, 0) / smaller
 
 
-@dataclass
-class _Placed:
-    """A pasted object: its unoccluded box and its visible pixels."""
-
-    whole: Box
-    num_pixels: int
-    visible: np.ndarray
-
-
 class Canvas:
     """A background (H, W, 3) for sprites, pasted later ones over earlier ones."""
 
     def __init__(self, background: np.ndarray) -> None:
         self.pixels = background.astype(np.float64)
-        self._placed: list[_Placed] = []
+        # Of each object: its box and number of pixels, and which are visible.
+        self._wholes: list[tuple[Box, int]] = []
+        self._visible: list[np.ndarray] = []
 
-    def paste(self, sprite: Sprite, x: int, y: int, *, name: str | None) -> bool:
+    def paste(self, sprite: np.ndarray, x: int, y: int, *, name: str | None) -> bool:
         """Paste a sprite, its top left corner at (x, y); return False if impossible.
 
         Nothing changes if less than `MIN_VISIBLE` of an earlier object would stay
@@ -273,32 +224,31 @@ class Canvas:
         one, as thin objects could. Without a class name the sprite is a distractor and
         gets no box.
         """
-        height, width = sprite.alpha.shape
+        height, width = sprite.shape[:2]
         area = (slice(y, y + height), slice(x, x + width))
+        color, alpha = sprite[:, :, :3], sprite[:, :, 3:]
         solid_HW = np.zeros(self.pixels.shape[:2], dtype=bool)
-        solid_HW[area] = sprite.alpha >= _SOLID_ALPHA
-        left = [placed.visible & ~solid_HW for placed in self._placed]
-        for placed, visible_HW in zip(self._placed, left, strict=True):
-            if visible_HW.sum() < MIN_VISIBLE * placed.num_pixels:
+        solid_HW[area] = sprite[:, :, 3] >= 0.5
+        left = [visible_HW & ~solid_HW for visible_HW in self._visible]
+        for (_, num_pixels), visible_HW in zip(self._wholes, left, strict=True):
+            if visible_HW.sum() < MIN_VISIBLE * num_pixels:
                 return False
         if name is not None:
             box = Box(name, *_extent(solid_HW))
-            if any(box.overlap(p.whole) > MAX_BOX_OVERLAP for p in self._placed):
+            if any(box.overlap(one) > MAX_BOX_OVERLAP for one, _ in self._wholes):
                 return False
-        for placed, visible_HW in zip(self._placed, left, strict=True):
-            placed.visible = visible_HW
-        if name is not None:
-            self._placed.append(_Placed(box, int(solid_HW.sum()), solid_HW))
-        alpha = sprite.alpha[:, :, None]
-        self.pixels[area] = self.pixels[area] * (1 - alpha) + sprite.color * alpha
+            self._wholes.append((box, int(solid_HW.sum())))
+            left.append(solid_HW)
+        self._visible = left
+        self.pixels[area] = self.pixels[area] * (1 - alpha) + color * alpha
         return True
 
     def scatter(
-        self, sprite: Sprite, rng: np.random.Generator, *, name: str | None
+        self, sprite: np.ndarray, rng: np.random.Generator, *, name: str | None
     ) -> bool:
         """Paste a sprite at a random allowed place, unless a few tries find none."""
-        rows = self.pixels.shape[0] - sprite.alpha.shape[0]
-        columns = self.pixels.shape[1] - sprite.alpha.shape[1]
+        rows = self.pixels.shape[0] - sprite.shape[0]
+        columns = self.pixels.shape[1] - sprite.shape[1]
         if rows < 0 or columns < 0:
             return False
         for _ in range(8):
@@ -309,7 +259,8 @@ class Canvas:
 
     def boxes(self) -> list[Box]:
         """Return the tight box of the visible pixels of every object."""
-        return [Box(p.whole.name, *_extent(p.visible)) for p in self._placed]
+        pairs = zip(self._wholes, self._visible, strict=True)
+        return [Box(whole.name, *_extent(mask)) for (whole, _), mask in pairs]
 
     def image(self) -> Image.Image:
         """Return the picture as 8-bit RGB."""
@@ -321,21 +272,3 @@ def _extent(mask: np.ndarray) -> tuple[int, int, int, int]:
     rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
     x, y = int(columns[0]), int(rows[0])
     return x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1
-
-
-def _mix(layer: Layer, color: Color) -> Color | None:
-    """Colour of a layer, None for a hole."""
-    return (
-        shade(color, layer.paint)
-        if isinstance(layer.paint, float | int)
-        else layer.paint
-    )
-
-
-def _shrink(image: Image.Image) -> np.ndarray:
-    return np.asarray(image.reduce(_OVERSAMPLING), dtype=np.float64) / 255
-
-
-def _to_bytes(color: Color) -> tuple[int, int, int]:
-    red, green, blue = (round(255 * channel) for channel in color)
-    return red, green, blue

@@ -1,43 +1,52 @@
-"""Generate the mixture, atomically."""
+"""Generate the toy mixture in one step, and draw samples of it.
+
+The files are made in a temporary folder and moved when complete, as marked by the stamp
+``toy.json``, which lists them.
+"""
 
 from __future__ import annotations
 
+import colorsys
 import contextlib
 import json
 import re
 import tempfile
 import time
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 from damex.errors import ConfigError, DataError
-from damex.toydata.domains import DATASETS, SPLITS, DatasetSpec, Renderer
-from damex.toydata.drawing import Box, Canvas
+from damex.toydata.domains import DATASETS, SPLITS, WORLDS, DatasetSpec, Renderer
+from damex.toydata.drawing import Canvas
 
 VERSION = "1.3"
-STAMP_NAME = "toy.json"
+STAMP = "toy.json"
 
 _OWN_FILE = re.compile(r"[a-z]+/((train|val)\.json|images/(train|val)_\d{5}\.jpg)")
 _LICENSE = "Apache-2.0; digits: CC BY 4.0; photographs: CC BY 2.0 (see data/README.md)"
 # Mostly square; the others make batches need padding.
 _SIZES_HW = ((128, 128), (128, 128), (128, 128), (96, 128), (128, 96))
-_JPEG_QUALITY = 60
+
+# Of the contact sheet, in pixels.
+_ZOOM = 2
+_TILE = 128 * _ZOOM
+_GAP = 6
+_MARGIN = 150
 
 
 @dataclass(frozen=True)
 class ToyReport:
     """Report of a generation.
 
-    Attributes:
-        datasets: For each dataset its ``name``, ``num_images`` and ``num_boxes`` by
-            split, and ``classes`` in the order of their category ids.
-        seconds: Duration; 0.0 if the mixture existed.
-        created: False if the folder already held this mixture.
+    `datasets` has for each dataset its ``name``, ``num_images`` and ``num_boxes`` by
+    split, and ``classes`` in the order of their category ids.
     """
 
     datasets: list[dict[str, Any]]
@@ -67,11 +76,9 @@ def generate_toy_mixture(
 ) -> ToyReport:
     """Generate the toy mixture of small detection datasets.
 
-    The files are made in a temporary folder next to `out` and moved there when
-    complete, as marked by the stamp `toy.json`. Equal arguments give equal files (with
-    the same Pillow and NumPy). If `out` already holds this mixture, nothing is done.
-    `force` replaces an earlier one, or writes into a folder with other content; only
-    files of an earlier generation are ever deleted.
+    Equal arguments give equal files (with the same Pillow and NumPy). If `out` already
+    holds this mixture, nothing is done. `force` replaces an earlier one, or writes into
+    a folder with other content; only files of an earlier generation are ever deleted.
 
     Raises:
         ConfigError: If the seed is negative.
@@ -81,27 +88,30 @@ def generate_toy_mixture(
     if seed < 0:
         raise ConfigError(f"toy mixture: seed must be 0 or more, got {seed}")
     out = Path(out)
-    key = _key(specs, seed)
+    sizes = {spec.name: [spec.num_train, spec.num_val] for spec in specs}
+    key: dict[str, Any] = {"version": VERSION, "seed": seed, "sizes": sizes}
+    if variants := {spec.name: spec.variant for spec in specs if spec.variant}:
+        key["variants"] = variants
     held = _read_stamp(out)
     if held is not None and held["key"] == key and not force:
         return ToyReport(held["datasets"], seconds=0.0, created=False)
-    _check_free(out, specs, held, force=force)
-    is_filled = out.is_dir() and any(out.iterdir())
+    files = [file for spec in specs for file in _file_names(spec)]
+    _check_free(out, files, held, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
         made = Path(name) / "made"
         made.mkdir()
         entries = [write_dataset(made, spec, seed=seed) for spec in specs]
-        files = [file for spec in specs for file in _file_names(spec)]
-        stamp = {"key": key, "datasets": entries, "files": files}
-        _write_json(made / STAMP_NAME, stamp)
+        _write_json(made / STAMP, {"key": key, "datasets": entries, "files": files})
         if held is not None:
             _remove(out, held["files"])
-        if is_filled:
-            _merge(made, out, files)
+        if out.is_dir() and any(out.iterdir()):
+            for file in (*files, STAMP):
+                (out / file).parent.mkdir(parents=True, exist_ok=True)
+                (made / file).rename(out / file)
         else:
-            _rename(made, out, key)
+            made.replace(out)
     return ToyReport(entries, seconds=time.perf_counter() - start, created=True)
 
 
@@ -134,35 +144,40 @@ def _write_split(root: Path, spec: DatasetSpec, split: str, seed: int) -> int:
     """Write the images and the COCO json of a split; return the number of boxes."""
     folder = root / spec.name
     renderer = spec.build_renderer(split)
-    category_ids = {name: i for i, name in enumerate(spec.classes, start=1)}
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(spec.num_images(split)):
         canvas = render_image(spec, split, index, seed=seed, renderer=renderer)
-        picture, name = canvas.image(), _image_name(split, index)
-        picture.save(folder / "images" / name, quality=_JPEG_QUALITY, optimize=True)
-        image = {"id": index + 1, "file_name": name}
-        images.append(image | {"width": picture.width, "height": picture.height})
-        for box in canvas.boxes():
-            ids = {"id": len(annotations) + 1, "image_id": index + 1}
-            category_id = category_ids[box.name]
-            annotations.append(ids | {"category_id": category_id} | _geometry(box))
+        picture, name = canvas.image(), f"{split}_{index:05d}.jpg"
+        picture.save(folder / "images" / name, quality=60, optimize=True)
+        size = {"width": picture.width, "height": picture.height}
+        images.append({"id": index + 1, "file_name": name, **size})
+        annotations += [
+            {
+                "id": number,
+                "image_id": index + 1,
+                "category_id": spec.classes.index(box.name) + 1,
+                "bbox": box[1:],
+                "area": box.width * box.height,
+                "iscrowd": 0,
+            }
+            for number, box in enumerate(canvas.boxes(), len(annotations) + 1)
+        ]
     info = {
-        # Unchanged, so that files of a version stay byte-identical.
         "description": f"damex toy mixture: {spec.name}, {split}",
         "version": VERSION,
         "seed": seed,
         "license": _LICENSE,
     }
-    categories = [{"id": i, "name": name} for name, i in category_ids.items()]
-    content = {"info": info, "images": images, "annotations": annotations}
-    _write_json(folder / f"{split}.json", content | {"categories": categories})
+    names = enumerate(spec.classes, start=1)
+    content = {
+        "info": info,
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": number, "name": name} for number, name in names],
+    }
+    _write_json(folder / f"{split}.json", content)
     return len(annotations)
-
-
-def _geometry(box: Box) -> dict[str, Any]:
-    bbox = [box.x, box.y, box.width, box.height]
-    return {"bbox": bbox, "area": box.width * box.height, "iscrowd": 0}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -170,42 +185,28 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _image_name(split: str, index: int) -> str:
-    return f"{split}_{index:05d}.jpg"
-
-
 def _file_names(spec: DatasetSpec) -> list[str]:
     """List the files of a dataset, relative to the mixture's root."""
-    names = [f"{spec.name}/{split}.json" for split in SPLITS]
-    for split in SPLITS:
-        images = range(spec.num_images(split))
-        names += [f"{spec.name}/images/{_image_name(split, i)}" for i in images]
-    return names
-
-
-def _key(specs: Sequence[DatasetSpec], seed: int) -> dict[str, Any]:
-    sizes = {spec.name: [spec.num_train, spec.num_val] for spec in specs}
-    key = {"version": VERSION, "seed": seed, "sizes": sizes}
-    variants = {spec.name: spec.variant for spec in specs if spec.variant}
-    return key | ({"variants": variants} if variants else {})
+    return [f"{spec.name}/{split}.json" for split in SPLITS] + [
+        f"{spec.name}/images/{split}_{index:05d}.jpg"
+        for split in SPLITS
+        for index in range(spec.num_images(split))
+    ]
 
 
 def _read_stamp(out: Path) -> dict[str, Any] | None:
-    path = out / STAMP_NAME
-    if not path.is_file():
-        return None
+    """The stamp of a folder; None without a valid one."""
     try:
-        stamp = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
+        stamp = json.loads((out / STAMP).read_text(encoding="utf-8"))
+        # The listed files may be deleted later, so accept no other paths.
+        is_own = all(_OWN_FILE.fullmatch(file) for file in stamp["files"])
+        return stamp if is_own and {"key", "datasets"} <= stamp.keys() else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    if not isinstance(stamp, dict) or not {"key", "datasets", "files"} <= stamp.keys():
-        return None
-    # The listed files may be deleted later, so accept no other paths.
-    return stamp if all(_OWN_FILE.fullmatch(file) for file in stamp["files"]) else None
 
 
 def _check_free(
-    out: Path, specs: Sequence[DatasetSpec], held: dict[str, Any] | None, *, force: bool
+    out: Path, files: Sequence[str], held: dict[str, Any] | None, *, force: bool
 ) -> None:
     if not out.exists():
         return
@@ -219,9 +220,8 @@ def _check_free(
             f"({', '.join(content[:5])}); name another folder, or replace it with "
             "--force (force=True), which deletes only files of an earlier mixture"
         )
-    own = set() if held is None else {STAMP_NAME, *held["files"]}
-    wanted = [STAMP_NAME, *(file for spec in specs for file in _file_names(spec))]
-    foreign = [file for file in wanted if file not in own and (out / file).exists()]
+    own = set() if held is None else {STAMP, *held["files"]}
+    foreign = [f for f in (STAMP, *files) if f not in own and (out / f).exists()]
     if foreign:
         raise DataError(
             f"toy mixture: {len(foreign)} files in {str(out)!r} are in the way and "
@@ -231,29 +231,94 @@ def _check_free(
 
 def _remove(out: Path, files: Sequence[str]) -> None:
     # Remove the stamp first: it marks a complete folder.
-    (out / STAMP_NAME).unlink()
-    for file in files:
+    for file in (STAMP, *files):
         (out / file).unlink(missing_ok=True)
-    folders = {folder for file in files for folder in Path(file).parents}
-    for folder in sorted(folders - {Path()}, key=lambda path: -len(path.parts)):
-        path = out / folder
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
+    folders = {out / folder for file in files for folder in Path(file).parents}
+    for folder in sorted(folders - {out}, key=lambda path: -len(path.parts)):
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
 
 
-def _rename(made: Path, out: Path, key: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):
-        out.rmdir()  # succeeds for an empty folder only
-    try:
-        made.rename(out)
-    except OSError:
-        # Another process may have made the same mixture meanwhile.
-        held = _read_stamp(out)
-        if held is None or held["key"] != key:
-            raise
+def contact_sheet(
+    root: Path, *, num_columns: int = 5, split: str = "train"
+) -> Image.Image:
+    """Draw samples of a generated mixture with boxes and class names."""
+    root = Path(root)
+    known = (*(spec.name for spec in DATASETS), *WORLDS)
+    names = [name for name in known if (root / name).is_dir()]
+    if not names:
+        raise DataError(
+            f"contact_sheet: no dataset of the toy mixture in {str(root)!r}; "
+            f"make it with python -m damex.toydata --out {root}"
+        )
+    width = _MARGIN + num_columns * (_TILE + _GAP)
+    sheet = Image.new("RGB", (width, len(names) * (_TILE + _GAP) + _GAP), "white")
+    for row, name in enumerate(names):
+        content = json.loads((root / name / f"{split}.json").read_text("utf-8"))
+        y = _GAP + row * (_TILE + _GAP)
+        _draw_title(sheet, y, name, content)
+        for column, image in enumerate(_samples(content, num_columns)):
+            tile = _tile(root / name / "images", image, content)
+            x = _MARGIN + column * (_TILE + _GAP)
+            left, top = (_TILE - tile.width) // 2, (_TILE - tile.height) // 2
+            sheet.paste(tile, (x + left, y + top))
+    return sheet.quantize(256, dither=Image.Dither.NONE)
 
 
-def _merge(made: Path, out: Path, files: Sequence[str]) -> None:
-    for file in (*files, STAMP_NAME):
-        (out / file).parent.mkdir(parents=True, exist_ok=True)
-        (made / file).rename(out / file)
+def _samples(content: dict[str, Any], num: int) -> list[dict[str, Any]]:
+    """Choose images with about four boxes each."""
+    counts = Counter(annotation["image_id"] for annotation in content["annotations"])
+    first = content["images"][: 4 * num]
+    return sorted(first, key=lambda image: abs(counts[image["id"]] - 4))[:num]
+
+
+def _draw_title(sheet: Image.Image, y: int, name: str, content: dict[str, Any]) -> None:
+    draw = ImageDraw.Draw(sheet)
+    draw.text((_GAP, y), name, fill=(30, 30, 30), font=ImageFont.load_default(24))
+    counts = f"{len(content['images'])} images\n{len(content['annotations'])} boxes"
+    draw.text(
+        (_GAP, y + 34), counts, fill=(30, 30, 30), font=ImageFont.load_default(15)
+    )
+    for index, category in enumerate(content["categories"]):
+        column, line = divmod(index, 5)
+        place = (_GAP + 70 * column, y + 84 + 20 * line)
+        text, font = category["name"], ImageFont.load_default(15)
+        draw.text(place, text, fill=_class_color(text, value=0.6), font=font)
+
+
+def _tile(folder: Path, image: dict[str, Any], content: dict[str, Any]) -> Image.Image:
+    with Image.open(folder / image["file_name"]) as picture:
+        size = (picture.width * _ZOOM, picture.height * _ZOOM)
+        tile = picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    draw = ImageDraw.Draw(tile)
+    boxes = [a for a in content["annotations"] if a["image_id"] == image["id"]]
+    for box in boxes:
+        x, y, width, height = (value * _ZOOM for value in box["bbox"])
+        color = _class_color(names[box["category_id"]], value=0.85)
+        # One pixel outwards, so that the line surrounds the object.
+        outline = (x - 1, y - 1, x + width, y + height)
+        draw.rectangle(outline, outline=color, width=2)
+    for box in boxes:
+        _draw_label(draw, tile.size, box["bbox"], names[box["category_id"]])
+    return tile
+
+
+def _draw_label(
+    draw: ImageDraw.ImageDraw, size: tuple[int, int], bbox: list[int], name: str
+) -> None:
+    """Write a name above the box, or below it at the top edge."""
+    left, top, _, box_height = (value * _ZOOM for value in bbox)
+    font = ImageFont.load_default(12)
+    width, height = round(draw.textlength(name, font)) + 4, 14
+    x = max(0, min(left - 1, size[0] - width))
+    y = top - height - 1 if top > height else top + box_height
+    color = _class_color(name, value=0.6)
+    draw.rectangle((x, y, x + width, y + height), fill=color)
+    draw.text((x + 2, y), name, fill="white", font=font)
+
+
+def _class_color(name: str, *, value: float) -> tuple[int, int, int]:
+    hue = zlib.crc32(name.encode()) % 360 / 360
+    red, green, blue = colorsys.hsv_to_rgb(hue, 0.9, value)
+    return round(255 * red), round(255 * green), round(255 * blue)

@@ -34,7 +34,7 @@ from damex.engine.config_files import read_config
 from damex.engine.schedule import bare_model
 from damex.evaluation import ImageResult, coco_scores
 from damex.toydata import generate_toy_mixture
-from damex.toydata.worlds import world_specs
+from damex.toydata.domains import world_specs
 from studies.harness import Session
 from studies.report import Row, StudyResult, at_least, checked, differences, unjudged
 

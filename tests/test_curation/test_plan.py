@@ -129,7 +129,7 @@ def test_the_command_says_what_it_compared_and_what_to_paste(run):
     ("arguments", "message"),
     [
         (["--experts", "4"], "4 experts for 4 datasets leave nothing to plan"),
-        (["--experts", "0"], "must be 1 or more"),
+        (["--experts", "0"], '"0" for --experts'),
         (["--capacity", "0.5"], "--capacity must be 1 or more"),
     ],
 )
