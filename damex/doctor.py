@@ -24,7 +24,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 except ModuleNotFoundError as error:
-    sys.exit(f"damex.doctor: {error}; mend it by: pip install packaging rich")
+    sys.exit(f"damex.doctor: {error}; fix it with: pip install packaging rich")
 
 
 class Trial(NamedTuple):
@@ -66,7 +66,7 @@ class Finding:
     note: str = ""  # information, not a problem
     untried: bool = False  # import skipped after an earlier failure
     problem: str = ""  # empty if there is none
-    mend: str = ""  # the command that fixes the problem
+    fix: str = ""  # the command that fixes the problem
 
     def status(self) -> str:
         """Return the last column."""
@@ -77,9 +77,9 @@ class Finding:
         return f"ok ({self.note})" if self.note else "ok"
 
 
-def judge(row: Finding, ok: bool, problem: str, mend: str) -> Finding:
+def judge(row: Finding, ok: bool, problem: str, fix: str) -> Finding:
     """Return the row, with the problem and its fix if it is not ok."""
-    return row if ok else replace(row, problem=problem, mend=mend)
+    return row if ok else replace(row, problem=problem, fix=fix)
 
 
 def doctor(*, quiet: bool = False) -> int:
@@ -102,9 +102,9 @@ def show(findings: Sequence[Finding]) -> None:
         table.add_row(row.name, row.found, row.needed, row.status(), style=style)
     console.print(table)
     problems = [row for row in findings if row.problem]
-    lines = ["To mend, from the top:" if problems else "All is well."]
+    lines = ["To fix, from the top:" if problems else "All is well."]
     for row in problems:
-        lines += [f"  {row.name}: {row.problem}", f"      {row.mend}"]
+        lines += [f"  {row.name}: {row.problem}", f"      {row.fix}"]
     missing = [row for row in problems if row.problem == NOT_INSTALLED]
     if len(missing) > 1:
         names = " ".join(f'"{row.name}{row.needed}"' for row in missing)
@@ -156,9 +156,9 @@ def fits(need: Requirement, version: str) -> bool:
 
 def check_python(need: Requirement, version: str) -> Finding:
     """Check the version of Python."""
-    mend = "uv venv --python 3.11  # or: conda create -n damex python=3.11"
     row = Finding("python", version, str(need.specifier))
-    return judge(row, fits(need, version), MISFIT, mend)
+    fix = "uv venv --python 3.11  # or: conda create -n damex python=3.11"
+    return judge(row, fits(need, version), MISFIT, fix)
 
 
 def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
@@ -167,33 +167,33 @@ def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
     install = f'pip install --upgrade "{need.name}{need.specifier}"'
     if not present:
         needed = str(need.specifier)
-        return Finding(need.name, needed=needed, problem=NOT_INSTALLED, mend=install)
+        return Finding(need.name, needed=needed, problem=NOT_INSTALLED, fix=install)
     chosen, *others = present
     found, is_twin = installed[chosen.name], chosen.name != need.name
     note = f"from {chosen.name}" if is_twin else ""
     row = Finding(need.name, found, str(chosen.specifier), note)
     if others and need.name != OPENCV.name:  # both OpenCVs have the same files
         names = [choice.name for choice in present]
-        mend = f"pip uninstall -y {' '.join(names)} && {install}"
-        return judge(row, False, f"{' and '.join(names)} overwrite each other", mend)
-    mend = f"pip uninstall -y {chosen.name} && {install}" if is_twin else install
-    return judge(row, fits(chosen, found), MISFIT, mend)
+        fix = f"pip uninstall -y {' '.join(names)} && {install}"
+        return judge(row, False, f"{' and '.join(names)} overwrite each other", fix)
+    fix = f"pip uninstall -y {chosen.name} && {install}" if is_twin else install
+    return judge(row, fits(chosen, found), MISFIT, fix)
 
 
 def explain_failure(row: Finding, error: str) -> Finding:
     """Add an import error and its fix to a row whose version fits."""
     name = row.note.removeprefix("from ") or row.name
     again = "pip install --force-reinstall --no-deps"
-    mend = f'{again} "{name}=={row.found}"'
+    fix = f'{again} "{name}=={row.found}"'
     module = TRIALS[row.name].module.partition(".")[0]
     missing = re.search(r"No module named '([^'.]+)'", error)
     if row.name == "torchvision" or "torchvision::" in error:
-        mend = TORCH_PAIR
+        fix = TORCH_PAIR
     elif row.name == OPENCV.name and re.search(r"lib\w+\.so", error):
-        mend = f"pip uninstall -y opencv-python && {again} opencv-python-headless"
+        fix = f"pip uninstall -y opencv-python && {again} opencv-python-headless"
     elif missing and missing[1] != module:
-        mend = f"pip install {missing[1]}"
-    return judge(row, False, f"import fails: {error}", mend)
+        fix = f"pip install {missing[1]}"
+    return judge(row, False, f"import fails: {error}", fix)
 
 
 def check_torchvision(need: Requirement, torch: str) -> Finding:
@@ -206,15 +206,15 @@ def check_torchvision(need: Requirement, torch: str) -> Finding:
 def check_numpy(error: str) -> Finding:
     """Check that torch and numpy share memory; `error` is what trying it raised."""
     row = Finding("numpy and torch", "-" if error else "ok")
-    mend = 'pip install "numpy<2"  # or a newer torch and torchvision'
-    return judge(row, not error, f"torch cannot use this numpy: {error}", mend)
+    fix = 'pip install "numpy<2"  # or a newer torch and torchvision'
+    return judge(row, not error, f"torch cannot use this numpy: {error}", fix)
 
 
 def check_ops(report: OpsReport) -> Finding:
     """Check which ops an installed mmcv has; torch versions suffice."""
     row = Finding("mmcv ops", report.kind, note=report.reason)
-    mend = "pip uninstall -y mmcv-lite && pip install onedl-mmcv"
-    return judge(row, report.kind != "absent", report.reason, mend)
+    fix = "pip uninstall -y mmcv-lite && pip install onedl-mmcv"
+    return judge(row, report.kind != "absent", report.reason, fix)
 
 
 def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:

@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from damex.compat import OpsReport, ensure_ops
+from damex.compat import (
+    EXTENSION,
+    KERNELS,
+    OpsReport,
+    OpsStub,
+    ensure_ops,
+    rebind_fallbacks,
+)
 from damex.compat.deformable_attention import deformable_attention
-from damex.compat.mmcv_ext import EXTENSION, KERNELS, OpsStub, rebind_fallbacks
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -67,7 +67,7 @@ def test_good_environment_is_well():
 
 
 @pytest.mark.slow
-def test_blocked_mmdet_is_mended_by_its_own_command():
+def test_blocked_mmdet_is_fixed_by_its_own_command():
     result = run_doctor("mmdet", "timm")
     assert result.returncode == 1, result.stderr
     assert status_of(result.stdout, "onedl-mmdetection").endswith("PROBLEM")
@@ -149,7 +149,7 @@ def test_python_too_old():
     assert check_python(Requirement("python>=3.10"), "3.10.2").problem == ""
     row = check_python(Requirement("python>=3.10"), "3.9.18")
     assert row.problem
-    assert "python=3.11" in row.mend
+    assert "python=3.11" in row.fix
 
 
 def test_fitting_version_has_no_problem():
@@ -160,13 +160,13 @@ def test_fitting_version_has_no_problem():
 def test_missing_distribution():
     row = check_versions(MMDET, {})
     assert row.problem == "not installed"
-    assert row.mend == 'pip install --upgrade "onedl-mmdetection>=3.5"'
+    assert row.fix == 'pip install --upgrade "onedl-mmdetection>=3.5"'
 
 
 def test_old_distribution():
     row = check_versions(MMDET, {"onedl-mmdetection": "3.4.1"})
     assert (row.found, row.problem) == ("3.4.1", "version does not fit")
-    assert row.mend == 'pip install --upgrade "onedl-mmdetection>=3.5"'
+    assert row.fix == 'pip install --upgrade "onedl-mmdetection>=3.5"'
 
 
 def test_twin_will_do_and_is_named():
@@ -177,7 +177,7 @@ def test_twin_will_do_and_is_named():
 
 def test_old_twin_makes_way():
     row = check_versions(MMDET, {"mmdet": "2.28.2"})
-    assert row.mend == (
+    assert row.fix == (
         'pip uninstall -y mmdet && pip install --upgrade "onedl-mmdetection>=3.5"'
     )
 
@@ -185,7 +185,7 @@ def test_old_twin_makes_way():
 def test_twins_side_by_side_overwrite_each_other():
     row = check_versions(MMDET, {"mmdet": "3.3.0", "onedl-mmdetection": "3.5.1"})
     assert row.problem == "onedl-mmdetection and mmdet overwrite each other"
-    assert row.mend.startswith("pip uninstall -y onedl-mmdetection mmdet && pip")
+    assert row.fix.startswith("pip uninstall -y onedl-mmdetection mmdet && pip")
 
 
 def test_both_opencvs_may_stand_side_by_side():
@@ -194,7 +194,7 @@ def test_both_opencvs_may_stand_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "mend"),
+    ("name", "error", "fix"),
     [
         (
             "opencv-python",
@@ -228,15 +228,15 @@ def test_both_opencvs_may_stand_side_by_side():
         ),
     ],
 )
-def test_failed_import_names_error_and_command(name, error, mend):
+def test_failed_import_names_error_and_command(name, error, fix):
     row = explain_failure(Finding(name, "1.2"), error)
     assert row.problem == f"import fails: {error}"
-    assert row.mend.endswith(mend)
+    assert row.fix.endswith(fix)
 
 
 def test_failed_import_of_a_twin_reinstalls_the_twin():
     row = Finding("onedl-mmdetection", "3.3.0", note="from mmdet")
-    assert '"mmdet==3.3.0"' in explain_failure(row, "AssertionError: old mmcv").mend
+    assert '"mmdet==3.3.0"' in explain_failure(row, "AssertionError: old mmcv").fix
 
 
 def test_torchvision_of_another_torch():
@@ -244,14 +244,14 @@ def test_torchvision_of_another_torch():
     assert check_torchvision(need, "2.5.1+cu121").problem == ""
     row = check_torchvision(need, "2.6.0")
     assert row.problem == "torchvision was built for torch ==2.5.1"
-    assert row.mend.endswith("torch torchvision")
+    assert row.fix.endswith("torch torchvision")
 
 
 def test_numpy_of_another_age():
     assert check_numpy("").problem == ""
     row = check_numpy("Numpy is not available")
     assert "Numpy is not available" in row.problem
-    assert row.mend.startswith('pip install "numpy<2"')
+    assert row.fix.startswith('pip install "numpy<2"')
 
 
 def test_stub_will_do_but_no_ops_will_not():
@@ -264,13 +264,13 @@ def test_stub_will_do_but_no_ops_will_not():
     )
     lite = check_ops(OpsReport("absent", "mmcv-lite has no mmcv.ops"))
     assert lite.problem == "mmcv-lite has no mmcv.ops"
-    assert "pip install onedl-mmcv" in lite.mend
+    assert "pip install onedl-mmcv" in lite.fix
 
 
 # ---- the table ----
 
 
-def test_table_is_aligned_and_lists_mending_commands_below(capsys):
+def test_table_is_aligned_and_lists_fixing_commands_below(capsys):
     timm = Requirement("timm>=1.0")
     show(
         [
@@ -280,7 +280,7 @@ def test_table_is_aligned_and_lists_mending_commands_below(capsys):
             check_versions(timm, {}),
         ]
     )
-    table, mending = capsys.readouterr().out.split("To mend, from the top:\n")
+    table, fixing = capsys.readouterr().out.split("To fix, from the top:\n")
     lines = [line.rstrip() for line in table.splitlines() if line.strip()]
     assert [lines[0], *lines[2:]] == [
         "  component           found   needed   status",
@@ -289,7 +289,7 @@ def test_table_is_aligned_and_lists_mending_commands_below(capsys):
         "  onedl-mmdetection   -       >=3.5    PROBLEM",
         "  timm                -       >=1.0    PROBLEM",
     ]
-    assert mending.splitlines() == [
+    assert fixing.splitlines() == [
         "  onedl-mmdetection: not installed",
         '      pip install --upgrade "onedl-mmdetection>=3.5"',
         "  timm: not installed",
@@ -300,7 +300,7 @@ def test_table_is_aligned_and_lists_mending_commands_below(capsys):
 
 
 def test_a_long_command_stays_on_one_line(capsys):
-    show([Finding("x", problem="p" * 300, mend=f"pip install {'m' * 300}")])
+    show([Finding("x", problem="p" * 300, fix=f"pip install {'m' * 300}")])
     assert f"      pip install {'m' * 300}\n" in capsys.readouterr().out
 
 

@@ -1,17 +1,46 @@
-"""Make ``import mmdet.models`` work with and without mmcv's compiled ops."""
+"""Make ``import mmdet.models`` work with and without mmcv's compiled ops.
+
+Without them, a stub takes the place of the extension module, and modules imported
+before it are repaired.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from typing import Literal
-
-from damex.compat.mmcv_ext import EXTENSION, KERNELS, OpsStub, rebind_fallbacks
+from types import ModuleType
+from typing import Any, Literal, NoReturn
 
 __all__ = ["OpsReport", "ensure_ops"]
+
+EXTENSION = "mmcv._ext"
+# Builds mmcv for the installed torch; pip would otherwise build it without one.
+COMPILE_COMMAND = (
+    "pip install --force-reinstall --no-deps --no-build-isolation --no-cache-dir "
+    "--no-binary onedl-mmcv onedl-mmcv"
+)
+# Ops with a torch version, which `damex.compat.kernels` has under the same name.
+KERNELS = (
+    "ms_deform_attn_backward",
+    "ms_deform_attn_forward",
+    "nms",
+    "roi_align_backward",
+    "roi_align_forward",
+    "sigmoid_focal_loss_backward",
+    "sigmoid_focal_loss_forward",
+    "softnms",
+)
+# What mmcv asks about its build when it collects the environment.
+BUILD_INFO = ("get_compiler_version", "get_compiling_cuda_version")
+# Prefixes of the modules that import mmcv ops with a fallback.
+USERS = ("mmdet.", "mmcv.cnn.")
 
 
 @dataclass(frozen=True)
@@ -30,10 +59,8 @@ class OpsReport:
 
     def summary(self) -> str:
         """Return one line for the log."""
-        if self.kind == "compiled":
-            return "mmcv ops: compiled"
-        if self.kind == "absent":
-            return f"mmcv ops: absent ({self.reason})"
+        if self.kind != "stub":
+            return f"mmcv ops: {self.kind}" + f" ({self.reason})" * bool(self.reason)
         ops = {k.removesuffix("_forward").removesuffix("_backward") for k in KERNELS}
         return f"mmcv ops: torch versions of {', '.join(sorted(ops))} ({self.reason})"
 
@@ -55,11 +82,6 @@ def ensure_ops() -> OpsReport:
         package = None
     if package is None:
         return OpsReport("absent", "mmcv is not installed")
-    return _choose(package)
-
-
-def _choose(package: ModuleSpec) -> OpsReport:
-    """Try the compiled ops of an installed mmcv, else use the stub."""
     where = package.submodule_search_locations
     if PathFinder.find_spec("mmcv.ops", where) is None:
         return OpsReport("absent", "mmcv-lite has no mmcv.ops")
@@ -76,3 +98,73 @@ def _choose(package: ModuleSpec) -> OpsReport:
 def _use_stub(reason: str) -> OpsReport:
     sys.modules[EXTENSION] = OpsStub(reason)
     return OpsReport("stub", reason, rebind_fallbacks())
+
+
+class OpsStub(ModuleType):
+    """Module that resolves every op to a torch version, or to an error when called.
+
+    mmcv looks up all its op names on import, so every name must resolve.
+    """
+
+    reason: str
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXTENSION, "Stub of damex for mmcv's compiled ops.")
+        self.reason = reason
+        # Without a loader, mmcv.utils.check_ops_exist reports missing ops.
+        self.__spec__ = ModuleSpec(EXTENSION, loader=None)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return the op of that name; torch is imported on the first call."""
+        if name.startswith("__"):
+            raise AttributeError(f"module {EXTENSION!r} has no attribute {name!r}")
+        if name in BUILD_INFO:
+            return lambda: "not compiled (stub of damex)"
+        return partial(_call_kernel if name in KERNELS else _refuse, name)
+
+
+def _call_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(import_module("damex.compat.kernels"), name)(*args, **kwargs)
+
+
+def _refuse(name: str, *args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError(
+        f"mmcv op {name!r} was called, but mmcv was installed without compiled ops "
+        "and damex has no torch version of this op. Either choose a model without "
+        f"it, or compile the ops (minutes; needs a C++ compiler): {COMPILE_COMMAND}"
+    )
+
+
+def rebind_fallbacks() -> tuple[str, ...]:
+    """Give modules that were imported too early the mmcv ops that they lack.
+
+    A module of mmdet or mmcv with ``try: from mmcv.ops import batched_nms`` keeps its
+    raising fallback once imported. Returns the fixed names, ``module.name``, sorted.
+    """
+    early = [module for name, module in sys.modules.items() if name.startswith(USERS)]
+    rebound = []
+    for module in early:
+        for source, name, bound_as in _guarded_imports(module):
+            op = getattr(import_module(source), name, None)
+            # Ops missing in this mmcv keep their fallback.
+            if op is not None and getattr(module, bound_as, None) is not op:
+                setattr(module, bound_as, op)
+                rebound.append(f"{module.__name__}.{bound_as}")
+    return tuple(sorted(rebound))
+
+
+def _guarded_imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
+    """Yield source, name and bound name of mmcv ops imported in a try block."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError):
+        return  # no source to parse
+    guarded = [
+        line for node in tree.body if isinstance(node, ast.Try) for line in node.body
+    ]
+    for node in guarded:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "mmcv.ops"
+        ):
+            for alias in node.names:
+                yield str(node.module), alias.name, alias.asname or alias.name

@@ -1,14 +1,14 @@
 """torch versions of the mmcv ops used by DETRs.
 
-Argument order, keyword names and in-place outputs are those of the C++ ops, as mmcv's
-Python wrappers call them; backward functions recompute the forward pass and fill the
-``grad_`` tensors. All compute in float32 or wider: half precision holds neither image
-coordinates nor the tail of a sigmoid.
+Argument order, keywords and in-place outputs are those with which mmcv's wrappers call
+the C++ ops; backward functions recompute the forward pass and fill the gradients. All
+compute in float32 or wider: half precision holds neither image coordinates nor the tail
+of a sigmoid.
 """
 
-# ruff: noqa: A002 - `input` is mmcv's argument name
-
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,43 +23,34 @@ NAIVE, LINEAR = 0, 1  # method of softnms; 2 is Gaussian
 
 def ms_deform_attn_forward(
     value: Tensor,
-    value_spatial_shapes: Tensor,
-    value_level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-    im2col_step: int,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    **_: Any,
 ) -> Tensor:
     """Multi-scale deformable attention; see :func:`deformable_attention` for shapes.
 
-    ``value_level_start_index`` and ``im2col_step`` are unused. Returns the dtype of
-    ``value``.
+    Returns the dtype of ``value``.
     """
-    return _attend(
-        value, value_spatial_shapes, sampling_locations, attention_weights
-    ).to(value.dtype)
+    return _attend(value, shapes, locations, weights).to(value.dtype)
 
 
 def ms_deform_attn_backward(
     value: Tensor,
-    value_spatial_shapes: Tensor,
-    value_level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
     grad_output: Tensor,
-    grad_value: Tensor,
-    grad_sampling_loc: Tensor,
-    grad_attn_weight: Tensor,
-    im2col_step: int,
+    *targets: Tensor,
+    **_: Any,
 ) -> None:
     """Fill the gradients of features, locations and weights."""
-    inputs = [
-        tensor.detach().requires_grad_()
-        for tensor in (value, sampling_locations, attention_weights)
-    ]
+    inputs = [one.detach().requires_grad_() for one in (value, locations, weights)]
     with torch.enable_grad():
-        output = _attend(inputs[0], value_spatial_shapes, inputs[1], inputs[2])
+        output = _attend(inputs[0], shapes, inputs[1], inputs[2])
     gradients = torch.autograd.grad(output, inputs, grad_output.to(output.dtype))
-    targets = (grad_value, grad_sampling_loc, grad_attn_weight)
     for target, gradient in zip(targets, gradients, strict=True):
         target.copy_(gradient)
 
@@ -74,7 +65,7 @@ def _attend(
 
 
 def sigmoid_focal_loss_forward(
-    input: Tensor,
+    logits: Tensor,
     target: Tensor,
     weight: Tensor,
     output: Tensor,
@@ -83,16 +74,16 @@ def sigmoid_focal_loss_forward(
 ) -> None:
     """Write the focal loss (arXiv 1708.02002, eq. 5) of every logit into ``output``.
 
-    ``input`` and ``output`` are ``(rows, classes)``; ``target`` holds class indices
+    ``logits`` and ``output`` are ``(rows, classes)``; ``target`` holds class indices
     ``(rows,)``, any other number is background; ``weight`` is per class or empty, and
     background weighs one. The positive term has the weight ``alpha``, the negative one
     1 - alpha.
     """
-    output.copy_(_focal_loss(input, target, weight, gamma, alpha))
+    output.copy_(_focal_loss(logits, target, weight, gamma, alpha))
 
 
 def sigmoid_focal_loss_backward(
-    input: Tensor,
+    logits: Tensor,
     target: Tensor,
     weight: Tensor,
     grad_input: Tensor,
@@ -100,7 +91,7 @@ def sigmoid_focal_loss_backward(
     alpha: float,
 ) -> None:
     """Fill ``grad_input`` with the derivative of every loss by its own logit."""
-    logits = input.detach().requires_grad_()
+    logits = logits.detach().requires_grad_()
     with torch.enable_grad():
         total = _focal_loss(logits, target, weight, gamma, alpha).sum()
     grad_input.copy_(torch.autograd.grad(total, logits)[0])
@@ -184,39 +175,21 @@ def _with_edges(boxes: Tensor, offset: int) -> Tensor:
 
 
 def roi_align_forward(
-    input: Tensor,
+    features: Tensor,
     rois: Tensor,
     output: Tensor,
     argmax_y: Tensor,
     argmax_x: Tensor,
-    aligned_height: int,
-    aligned_width: int,
-    spatial_scale: float,
-    sampling_ratio: int,
-    pool_mode: int,
-    aligned: bool,
+    **settings: Any,
 ) -> None:
     """Write the average-pooled regions (Mask R-CNN) into ``output``.
 
-    ``argmax_y`` and ``argmax_x`` are for maximum pooling and stay unchanged. ``rois``
-    holds image index, x1, y1, x2, y2, ``(regions, 5)``; ``spatial_scale`` is feature
-    pixels per unit of these; ``sampling_ratio`` is samples per bin and axis, 0 adapts
-    to the region; if ``aligned``, pixel centres lie at half coordinates.
+    ``argmax_y`` and ``argmax_x`` are for maximum pooling and stay unchanged.
 
     Raises:
         RuntimeError: For maximum pooling, which is not implemented.
     """
-    if pool_mode != AVERAGE:
-        raise RuntimeError(
-            "mmcv op 'roi_align' with pool_mode='max': mmcv was installed without "
-            "compiled ops and the stub of damex only averages. Use "
-            "pool_mode='avg', or install an mmcv with compiled ops."
-        )
-    features, size = _widen(input), (aligned_height, aligned_width)
-    regions = rois.to(features.dtype)
-    output.copy_(
-        ops.roi_align(features, regions, size, spatial_scale, sampling_ratio, aligned)
-    )
+    output.copy_(_roi_align(_widen(features), rois, **settings))
 
 
 def roi_align_backward(
@@ -225,23 +198,44 @@ def roi_align_backward(
     argmax_y: Tensor,
     argmax_x: Tensor,
     grad_input: Tensor,
+    **settings: Any,
+) -> None:
+    """Fill ``grad_input`` with the gradient of the feature map."""
+    # The op is linear in the features, so any features give the gradient.
+    features = _widen(torch.zeros_like(grad_input)).requires_grad_()
+    with torch.enable_grad():
+        pooled = _roi_align(features, rois, **settings)
+    (gradient,) = torch.autograd.grad(pooled, features, grad_output.to(pooled.dtype))
+    grad_input.copy_(gradient)
+
+
+def _roi_align(
+    features: Tensor,
+    rois: Tensor,
+    *,
     aligned_height: int,
     aligned_width: int,
     spatial_scale: float,
     sampling_ratio: int,
     pool_mode: int,
     aligned: bool,
-) -> None:
-    """Fill ``grad_input`` with the gradient of the feature map."""
-    # The op is linear in the features, so any features give the gradient.
-    features = _widen(torch.zeros_like(grad_input)).requires_grad_()
-    regions, size = rois.to(features.dtype), (aligned_height, aligned_width)
-    with torch.enable_grad():
-        pooled = ops.roi_align(
-            features, regions, size, spatial_scale, sampling_ratio, aligned
+) -> Tensor:
+    """Average pooling of regions.
+
+    ``rois`` holds image index, x1, y1, x2, y2, ``(regions, 5)``; ``spatial_scale`` is
+    feature pixels per unit of these; ``sampling_ratio`` is samples per bin and axis, 0
+    adapts to the region; if ``aligned``, pixel centres lie at half coordinates.
+    """
+    if pool_mode != AVERAGE:
+        raise RuntimeError(
+            "mmcv op 'roi_align' with pool_mode='max': mmcv was installed without "
+            "compiled ops and the stub of damex only averages. Use "
+            "pool_mode='avg', or install an mmcv with compiled ops."
         )
-    (gradient,) = torch.autograd.grad(pooled, features, grad_output.to(pooled.dtype))
-    grad_input.copy_(gradient)
+    regions, size = rois.to(features.dtype), (aligned_height, aligned_width)
+    return ops.roi_align(
+        features, regions, size, spatial_scale, sampling_ratio, aligned
+    )
 
 
 def _widen(tensor: Tensor) -> Tensor:
