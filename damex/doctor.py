@@ -36,6 +36,7 @@ class Trial(NamedTuple):
 
 
 ENGINE, MMCV, MMDET = "onedl-mmengine", "onedl-mmcv", "onedl-mmdetection"
+# In this order; for other requirements, only the version is checked.
 TRIALS: Mapping[str, Trial] = {
     "torch": Trial("torch"),
     "torchvision": Trial("torchvision", ("torch",)),
@@ -47,10 +48,8 @@ TRIALS: Mapping[str, Trial] = {
     "pycocotools": Trial("pycocotools.mask"),
     "faster-coco-eval": Trial("faster_coco_eval"),
 }
-"""In this order; other requirements are judged by their version alone."""
-
+# Not required by damex itself, but mmcv cannot be imported without it.
 OPENCV = Requirement("opencv-python")
-"""Not asked for by damex itself, but mmcv cannot be imported without it."""
 
 NOT_INSTALLED, MISFIT = "not installed", "version does not fit"
 TORCH_PAIR = "pip install --upgrade --force-reinstall torch torchvision"
@@ -172,12 +171,12 @@ def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
     found, is_twin = installed[chosen.name], chosen.name != need.name
     note = f"from {chosen.name}" if is_twin else ""
     row = Finding(need.name, found, str(chosen.specifier), note)
+    names = [choice.name for choice in present]
+    if is_twin or others:
+        install = f"pip uninstall -y {' '.join(names)} && {install}"
     if others and need.name != OPENCV.name:  # both OpenCVs have the same files
-        names = [choice.name for choice in present]
-        fix = f"pip uninstall -y {' '.join(names)} && {install}"
-        return judge(row, False, f"{' and '.join(names)} overwrite each other", fix)
-    fix = f"pip uninstall -y {chosen.name} && {install}" if is_twin else install
-    return judge(row, fits(chosen, found), MISFIT, fix)
+        return judge(row, False, f"{' and '.join(names)} overwrite each other", install)
+    return judge(row, fits(chosen, found), MISFIT, install)
 
 
 def explain_failure(row: Finding, error: str) -> Finding:

@@ -32,6 +32,21 @@ def run(capsys):
     return call
 
 
+@pytest.fixture
+def refuse(run):
+    """Run a command that ends in one line, which has all of `words`."""
+
+    def call(words, command, *arguments):
+        status, said = run(command, *arguments)
+        assert status == 2
+        (line,) = said.strip().splitlines()
+        assert line.startswith("error: ")
+        for word in words:
+            assert word in line
+
+    return call
+
+
 def edit(path, change):
     document = json.loads(Path(path).read_text())
     change(document)
@@ -79,14 +94,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.__name__)
-def test_mistakes_in_the_data(write_config, two_datasets, run, tmp_path, mistake):
+def test_mistakes_in_the_data(write_config, two_datasets, refuse, tmp_path, mistake):
     mistake(two_datasets)
-    status, said = run("train", write_config(mixture=two_datasets))
-    assert status == 2
-    for part in MISTAKES[mistake]:
-        assert part in said
-    assert said.strip().startswith("error: ")
-    assert len(said.strip().splitlines()) == 1
+    refuse(MISTAKES[mistake], "train", write_config(mixture=two_datasets))
     assert not list(tmp_path.rglob("*.pth"))
 
 
@@ -101,43 +111,31 @@ def test_mistakes_in_the_data(write_config, two_datasets, run, tmp_path, mistake
             ["num_classes is 80", "has 4 classes", "leave num_classes out"],
         ),
         ("label_space = 'intersection'", ["'intersection'", "union"]),
+        ("max_epochs = 'lots'", ["max_epochs must be a whole number", "'lots'"]),
     ],
 )
-def test_mistakes_in_the_config(write_config, run, extra, parts):
-    status, said = run("train", write_config(extra=extra))
-    assert status == 2
-    for part in parts:
-        assert part in said
-    assert len(said.strip().splitlines()) == 1
+def test_mistakes_in_the_config(write_config, refuse, extra, parts):
+    refuse(parts, "train", write_config(extra=extra))
 
 
-def test_a_missing_image_in_a_worker_is_one_line_too(write_config, two_datasets, run):
+def test_a_missing_image_in_a_worker_is_one_line_too(
+    write_config, two_datasets, refuse
+):
     missing_image(two_datasets)
     extra = "train_dataloader['num_workers'] = 1\ndata_check = 'off'"
-    config = write_config(extra=extra)
-    status, said = run("train", config)
-    assert status == 2
-    assert "images/0.png does not exist" in said
-    assert len(said.strip().splitlines()) == 1
+    refuse(["images/0.png does not exist"], "train", write_config(extra=extra))
 
 
-def test_a_missing_config_is_named(run, tmp_path):
-    status, said = run("train", tmp_path / "none.py")
-    assert status == 2
-    assert "there is no config file" in said
-
-
-def test_a_missing_checkpoint_is_named(write_config, run, tmp_path):
-    status, said = run("test", write_config(), tmp_path / "none.pth")
-    assert status == 2
-    assert "there is no checkpoint" in said
-
-
-def test_auto_scale_lr_without_a_base_batch_says_what_to_set(write_config, run):
+def test_what_cannot_run_is_named(write_config, refuse, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "get_device", lambda: "cpu")
+    monkeypatch.chdir(tmp_path)
     config = write_config(extra="auto_scale_lr = None")
-    status, said = run("train", config, "--auto-scale-lr")
-    assert status == 2
-    assert "base_batch_size" in said
+    refuse(["there is no config file"], "train", tmp_path / "none.py")
+    refuse(["there is no checkpoint"], "test", config, tmp_path / "none.pth")
+    refuse(["base_batch_size"], "train", config, "--auto-scale-lr")
+    refuse(["--amp needs a GPU"], "train", config, "--amp")
+    refuse(["name of a folder, got ''"], "train", config, "--work-dir", "")
+    assert not list(tmp_path.glob("2*"))  # no log in the present folder
 
 
 @pytest.fixture
@@ -156,38 +154,20 @@ def untrained(tmp_path):
     return save
 
 
-def test_a_checkpoint_of_another_label_space_is_not_evaluated(
-    write_config, two_datasets, untrained, run
+def test_checkpoints_of_other_detectors_are_refused(
+    write_config, two_datasets, untrained, refuse
 ):
-    checkpoint = untrained(write_config())
+    config = write_config()
     other = write_config(mixture=two_datasets[::-1], name="other")
-    status, said = run("test", other, checkpoint)
-    assert status == 2
-    assert "was trained on 4 classes of street, park" in said
-
-
-def test_a_dense_checkpoint_is_not_evaluated_with_experts(write_config, untrained, run):
-    checkpoint = untrained(write_config(extra="moe = None", name="dense"))
-    status, said = run("test", write_config(), checkpoint)
-    assert status == 2
-    assert "of another detector" in said
-
-
-def test_a_checkpoint_of_other_shapes_is_not_evaluated(write_config, untrained, run):
-    config = write_config()
-    arguments = (untrained(config), "--cfg-options", "moe.num_experts=4")
-    status, said = run("test", config, *arguments)
-    assert status == 2
-    assert "have another shape (such as decoder.layers.0.ffn.moe" in said
-    assert len(said.strip().splitlines()) == 1
-
-
-def test_a_checkpoint_of_other_shapes_is_not_resumed(write_config, untrained, run):
-    config = write_config()
-    resume = ("--resume", untrained(config))
-    status, said = run("train", config, *resume, "--cfg-options", "moe.num_experts=4")
-    assert status == 2
-    assert "have another shape (such as decoder.layers.0.ffn.moe" in said
+    dense = untrained(write_config(extra="moe = None", name="dense"))
+    refuse(["of another detector"], "test", config, dense)
+    checkpoint = untrained(config)
+    words = ["was trained on 4 classes of street, park"]
+    refuse(words, "test", other, checkpoint)
+    more = ("--cfg-options", "moe.num_experts=4")
+    words = ["have another shape (such as decoder.layers.0.ffn.moe"]
+    refuse(words, "test", config, checkpoint, *more)
+    refuse(words, "train", config, "--resume", checkpoint, *more)
 
 
 def test_a_dense_checkpoint_of_other_classes_starts_a_training(
@@ -252,14 +232,8 @@ def test_painted_images_of_datasets_do_not_replace_each_other(
         ("model.encoder.num_cp=7", ("model.encoder.num_cp", "0 to 2", "got 7")),
     ],
 )
-def test_a_bad_option_for_experts_ends_in_one_line(run, write_config, option, words):
-    status, said = run("train", write_config(), "--cfg-options", option)
-    assert status == 2
-    lines = [line for line in said.splitlines() if line]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0]
+def test_a_bad_option_for_experts_ends_in_one_line(refuse, write_config, option, words):
+    refuse(words, "train", write_config(), "--cfg-options", option)
 
 
 def test_options_beside_a_mixture_of_a_file_change_what_it_says():
@@ -349,23 +323,17 @@ def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_p
         ("moe=damx", ("no config file 'damx'", "did you mean 'damex'?")),
     ],
 )
-def test_a_misspelt_setting_is_named(write_config, run, option, words):
+def test_a_misspelt_setting_is_named(write_config, refuse, option, words):
     extra = "train_dataloader['dataset']['pipeline'] = train_pipeline"
     config = write_config(extra=extra)
     if option.startswith("train_pipeline"):
         option = f"train_dataloader.dataset.{option.removeprefix('train_')}"
-    status, said = run("train", config, "--cfg-options", option)
-    assert status == 2
-    assert len(said.strip().splitlines()) == 1
-    for word in words:
-        assert word in said
+    refuse(words, "train", config, "--cfg-options", option)
 
 
 WHOLE = "must be a whole number of 1 or more"
 SETTINGS = {
     "max_epochs=0": f"max_epochs {WHOLE}, got 0",
-    "max_epochs=-3": f"max_epochs {WHOLE}, got -3",
-    "max_epochs=1.5": f"max_epochs {WHOLE}, got 1.5",
     "max_epochs=lots": f"max_epochs {WHOLE}, got 'lots'",
     "train_cfg.max_epochs=0": f"train_cfg.max_epochs {WHOLE}, got 0",
     "train_cfg.val_interval=0": f"train_cfg.val_interval {WHOLE}, got 0",
@@ -387,9 +355,10 @@ SETTINGS = {
     "model.backbone=None": "a model must be dict(type=..., ...), got None",
     "param_scheduler.0.end=-1": "end should be larger than begin",
     "mixture=None": "mixture is None or missing, and train_dataloader has a Mixture",
+    "data_check=slow": "data_check must be one of",
+    "mixtur=x": "did you mean 'mixture'",
     "console=verbose": "console must be one of ('progress', 'full'), got 'verbose'",
     "log_level=LOUD": "log_level must be one of ('DEBUG', ",
-    "work_dir=": "work_dir must be the name of a folder, got ''",
     "moe.losses=[dict(type='X',weight=0.1)]": "as in moe.losses.0.type=...",
     "train_pipeline=[1,2": "the brackets of 'train_pipeline=[1,2' are not those",
 }
@@ -405,52 +374,27 @@ def test_a_setting_that_cannot_work_is_named(write_config, run, option):
     assert len(lines) <= 2  # a warning of mmengine's, below its place
 
 
-def test_settings_of_a_config_file_are_checked_too(write_config, run):
-    status, said = run("train", write_config(extra="max_epochs = 'lots'"))
-    assert status == 2
-    assert said.strip() == f"error: max_epochs {WHOLE}, got 'lots'."
-
-
-def test_a_work_dir_without_a_name_is_refused(write_config, run, tmp_path, monkeypatch):
-    config = write_config()
-    monkeypatch.chdir(tmp_path)
-    status, said = run("train", config, "--work-dir", "")
-    assert (status, said.strip()) == (2, f"error: {SETTINGS['work_dir=']}.")
-    assert not list(tmp_path.glob("2*"))  # no log in the present folder
-
-
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        (
-            "a.py",
-            "x = undefined_name",
-            ("NameError", "'undefined_name' is not"),
-        ),
+        ("a.py", "x = undefined_name", ("NameError", "'undefined_name' is not")),
         ("a.py", "x = (", ("SyntaxError",)),
         ("a.json", "[1, 2]", ("AttributeError",)),
         ("a.json", '{"images": []}', ("sets no model",)),
         ("a.txt", "x", ("OSError",)),
     ],
 )
-def test_a_config_that_cannot_be_read_is_named(tmp_path, run, name, text, words):
+def test_a_config_that_cannot_be_read_is_named(tmp_path, refuse, name, text, words):
     (tmp_path / name).write_text(text)
-    status, said = run("train", tmp_path / name)
-    assert status == 2
-    assert len(said.strip().splitlines()) == 1
-    for word in (name, *words):
-        assert word in said
+    refuse((name, *words), "train", tmp_path / name)
 
 
-def test_a_missing_package_is_named(write_config, run, monkeypatch):
+def test_a_missing_package_is_named(write_config, refuse, monkeypatch):
     for module in ("tensorboardX", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     backend = "visualizer = dict(name='t', vis_backends=[dict(type='{}')])"
     config = write_config(extra=backend.format("TensorboardVisBackend"))
-    status, said = run("train", config)
-    assert status == 2
-    assert 'run "pip install future tensorboard"' in said
-    assert len(said.strip().splitlines()) == 1
+    refuse(['run "pip install future tensorboard"'], "train", config)
 
 
 BROKEN = """
@@ -481,12 +425,6 @@ def test_a_fault_in_a_class_of_the_user_keeps_its_traceback(
     hooks = "custom_hooks = [dict(type='Broken', rate=1)]"
     with pytest.raises(error):
         run("train", write_config(extra=imports + hooks))
-
-
-def test_amp_without_a_gpu_is_refused(write_config, run, monkeypatch):
-    monkeypatch.setattr(cli, "get_device", lambda: "cpu")
-    status, said = run("train", write_config(), "--amp")
-    assert (status, "--amp needs a GPU" in said) == (2, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mmengine's AMP needs a GPU")
