@@ -67,14 +67,6 @@ class Finding:
     problem: str = ""  # empty if there is none
     fix: str = ""  # the command that fixes the problem
 
-    def status(self) -> str:
-        """Return the last column."""
-        if self.problem:
-            return "PROBLEM"
-        if self.untried:
-            return "not tried (see above)"
-        return f"ok ({self.note})" if self.note else "ok"
-
 
 def judge(row: Finding, ok: bool, problem: str, fix: str) -> Finding:
     """Return the row, with the problem and its fix if it is not ok."""
@@ -97,8 +89,11 @@ def show(findings: Sequence[Finding]) -> None:
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     table = Table("component", "found", "needed", "status", box=box.SIMPLE_HEAD)
     for row in findings:
+        status = f"ok ({row.note})" if row.note else "ok"
+        if row.problem or row.untried:
+            status = "PROBLEM" if row.problem else "not tried (see above)"
         style = "bold red" if row.problem else None
-        table.add_row(row.name, row.found, row.needed, row.status(), style=style)
+        table.add_row(row.name, row.found, row.needed, status, style=style)
     console.print(table)
     problems = [row for row in findings if row.problem]
     lines = ["To fix, from the top:" if problems else "All is well."]
@@ -224,12 +219,11 @@ def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
         found = {choice.name: version_of(choice.name) for choice in _choices(need)}
         row = check_versions(need, {k: v for k, v in found.items() if v})
         trial = TRIALS.get(need.name)
-        if trial is None or row.problem:
-            pass
-        elif broken.intersection(trial.needs):
-            row = replace(row, untried=True)
-        elif error := _error_of(import_module, trial.module):
-            row = explain_failure(row, error)
+        if trial is not None and not row.problem:
+            if broken.intersection(trial.needs):
+                row = replace(row, untried=True)
+            elif error := _error_of(import_module, trial.module):
+                row = explain_failure(row, error)
         if row.problem or row.untried:
             broken.add(need.name)
         elif need.name == "torch":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import colorsys
 import hashlib
 import json
 import sys
@@ -90,12 +89,6 @@ class TestCanvas:
         np.testing.assert_array_equal(canvas.pixels, before)
         assert canvas.boxes() == [Box("below", 0, 0, 10, 10)]
 
-    def test_hiding_adds_up_over_several_sprites(self):
-        canvas = Canvas(np.ones((20, 30, 3)))
-        canvas.paste(solid(10, 10), 5, 0, name="below")
-        assert canvas.paste(solid(10, 3), 5, 0, name=None)  # 70 % left
-        assert not canvas.paste(solid(10, 3), 12, 0, name=None)  # 40 % would be
-
     def test_thin_objects_do_not_pile_up(self):
         frame = np.ones((20, 20))
         frame[2:18, 2:18] = 0
@@ -104,12 +97,6 @@ class TestCanvas:
         # no pixel of the frame is hidden, but its box holds the whole of the other
         assert not canvas.paste(solid(8, 8), 6, 6, name="inner")
         assert canvas.paste(solid(8, 8), 6, 6, name=None)
-
-    def test_overlap_is_a_part_of_the_smaller_box(self):
-        large, small = Box("a", 0, 0, 10, 10), Box("b", 8, 6, 4, 5)
-        # shared: 2 columns x 4 rows = 8 of 4 * 5 = 20
-        assert large.overlap(small) == small.overlap(large) == 8 / 20
-        assert large.overlap(Box("c", 10, 0, 5, 5)) == 0
 
 
 class TestSprites:
@@ -262,11 +249,6 @@ class TestPromises:
             assert len(set(spec.classes)) == len(spec.classes)
             assert list(spec.classes) != sorted(spec.classes)
 
-    def test_sizes_are_very_uneven(self):
-        sizes = [spec.num_train for spec in DATASETS]
-        assert sizes == [900, 500, 250, 120, 60]
-        assert {spec.num_val for spec in DATASETS} == {60}
-
     def test_playroom_and_arcade_names_mean_the_same_drawings(self, monkeypatch):
         assert names_of_tokens(DATASETS[3], monkeypatch) == {
             0: {"ball"},
@@ -278,29 +260,6 @@ class TestPromises:
             1: {"chip"},
             2: {"ship"},
         }
-
-    def test_small_parts_of_an_image_tell_the_dataset(self):
-        # Nearest mean of (mean, spread) of the colour channels of 16 px patches,
-        # fitted on train images, tried on val images. Chance is 0.2.
-        def patches(spec, split):
-            renderer = spec.build_renderer(split)
-            rows = []
-            for index in range(12):
-                canvas = render_image(spec, split, index, seed=0, renderer=renderer)
-                pixels = np.asarray(canvas.image()) / 255
-                for y in range(0, 96, 16):
-                    for x in range(0, 96, 16):
-                        patch = pixels[y : y + 16, x : x + 16].reshape(-1, 3)
-                        rows.append([*patch.mean(axis=0), *patch.std(axis=0)])
-            return np.array(rows)
-
-        means = np.stack([patches(spec, "train").mean(axis=0) for spec in DATASETS])
-        rates = []
-        for label, spec in enumerate(DATASETS):
-            rows = patches(spec, "val")
-            distances = np.linalg.norm(rows[:, None] - means[None], axis=2)
-            rates.append((distances.argmin(axis=1) == label).mean())
-        assert np.mean(rates) > 0.5
 
     def test_splits_use_different_digits(self):
         train, val = (source_indices(split) for split in SPLITS)
@@ -473,41 +432,23 @@ class TestContactSheet:
             contact_sheet(tmp_path)
 
 
-@pytest.mark.parametrize("names", ["conflicting", "agreeing"])
-def test_worlds_share_kinds_and_words(tmp_path, names):
-    specs = world_specs(3, names=names, num_train=40, num_val=2)
-    generate_toy_mixture(tmp_path / "worlds", specs=specs)
-    words = {}
-    for world in specs:
-        content = json.loads(
-            (tmp_path / "worlds" / world.name / "train.json").read_text()
-        )
-        by_id = {one["id"]: one["name"] for one in content["categories"]}
-        words[world.name] = {by_id[a["category_id"]] for a in content["annotations"]}
-        # A kind is known by its colour, which no other kind has.
-        found = _word_by_hue(tmp_path / "worlds" / world.name, content, by_id)
-        shift = WORLDS.index(world.name) if names == "conflicting" else 0
-        for kind, word in found.items():
-            assert word == {WORDS[(kind + shift) % 8]}
-    assert all(found == set(WORDS) for found in words.values())
-
-
-def _word_by_hue(folder, content, by_id):
-    """The words of boxes whose middle pixel has the hue of a kind without a hole."""
-    files = {image["id"]: image["file_name"] for image in content["images"]}
-    found = {}
-    for one in content["annotations"]:
-        x, y, width, height = one["bbox"]
-        pixel = np.asarray(Image.open(folder / "images" / files[one["image_id"]]))[
-            y + height // 2, x + width // 2
+def test_worlds_draw_the_same_objects_under_shifted_or_equal_names(tmp_path):
+    boxes = {}
+    for names in ("agreeing", "conflicting"):
+        specs = world_specs(3, names=names, num_train=20, num_val=2)
+        generate_toy_mixture(tmp_path / names, specs=specs)
+        for world in WORLDS[:3]:
+            content = read(tmp_path / names, world, "train")
+            assert [one["name"] for one in content["categories"]] == [*WORDS]
+            boxes[names, world] = content["annotations"]
+    for number, world in enumerate(WORLDS[:3]):
+        agreeing = boxes["agreeing", world]
+        assert {one["category_id"] for one in agreeing} == {*range(1, 9)}
+        shifted = [
+            one | {"category_id": (one["category_id"] - 1 + number) % 8 + 1}
+            for one in agreeing
         ]
-        hue, saturation, _ = colorsys.rgb_to_hsv(*(pixel / 255))
-        kind = round((hue - 1 / 16) * 8)
-        is_sure = saturation > 0.75 and abs((hue - 1 / 16) * 8 - kind) < 0.15
-        if is_sure and kind in (0, 2, 3, 4, 5):
-            found.setdefault(kind, []).append(by_id[one["category_id"]])
-    # Some boxes have another object in their middle.
-    return {k: {max(set(w), key=w.count)} for k, w in found.items() if len(w) > 3}
+        assert boxes["conflicting", world] == shifted
 
 
 def test_worlds_are_told_apart_by_their_names(tmp_path):

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 from cyclopts.validators import Number
@@ -69,7 +69,7 @@ class Program(App):
         try:
             return super().__call__(*args, **kwargs)
         except CycloptsError as error:
-            words, app = [self.name[0], *(error.command_chain or ())], self
+            words, app = [self.name[0], *(error.command_chain or ())], cast(App, self)
             for word in words[1:]:
                 app = app[word]
             start = f'Command "{" ".join(words[1:])}" parameter '
@@ -130,9 +130,9 @@ def _epilogue(examples: tuple[str, ...]) -> str:
 
 def _shown(default: Any) -> str | None:
     """A default as it is typed; None for flags and empty lists."""
-    if default in (None, False, ()):
-        return None
-    return " ".join(map(str, default if isinstance(default, tuple) else (default,)))
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or None
+    return None if default is None or default is False else str(default)
 
 
 def run_command(
