@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,34 +29,20 @@ COMPILE_COMMAND = (
 )
 # Ops with a torch version, which `damex.compat.kernels` has under the same name.
 KERNELS = (
-    "ms_deform_attn_backward",
-    "ms_deform_attn_forward",
-    "nms",
-    "roi_align_backward",
-    "roi_align_forward",
-    "sigmoid_focal_loss_backward",
-    "sigmoid_focal_loss_forward",
-    "softnms",
+    *("ms_deform_attn_forward", "ms_deform_attn_backward", "nms", "softnms"),
+    *("roi_align_forward", "roi_align_backward"),
+    *("sigmoid_focal_loss_forward", "sigmoid_focal_loss_backward"),
 )
-# What mmcv asks about its build when it collects the environment.
-BUILD_INFO = ("get_compiler_version", "get_compiling_cuda_version")
 # Prefixes of the modules that import mmcv ops with a fallback.
 USERS = ("mmdet.", "mmcv.cnn.")
 
 
 @dataclass(frozen=True)
 class OpsReport:
-    """The mmcv ops in use.
-
-    Attributes:
-        kind: ``compiled``, ``stub``, or ``absent`` without mmcv.
-        reason: Why it is not ``compiled``; empty if it is.
-        rebound: Names that this call fixed in modules imported too early.
-    """
+    """The mmcv ops in use, and why they are not ``compiled``."""
 
     kind: Literal["compiled", "stub", "absent"]
     reason: str = ""
-    rebound: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Return one line for the log."""
@@ -97,7 +84,8 @@ def ensure_ops() -> OpsReport:
 
 def _use_stub(reason: str) -> OpsReport:
     sys.modules[EXTENSION] = OpsStub(reason)
-    return OpsReport("stub", reason, rebind_fallbacks())
+    rebind_fallbacks()
+    return OpsReport("stub", reason)
 
 
 class OpsStub(ModuleType):
@@ -118,7 +106,7 @@ class OpsStub(ModuleType):
         """Return the op of that name; torch is imported on the first call."""
         if name.startswith("__"):
             raise AttributeError(f"module {EXTENSION!r} has no attribute {name!r}")
-        if name in BUILD_INFO:
+        if name in ("get_compiler_version", "get_compiling_cuda_version"):
             return lambda: "not compiled (stub of damex)"
         return partial(_call_kernel if name in KERNELS else _refuse, name)
 
@@ -135,22 +123,19 @@ def _refuse(name: str, *args: object, **kwargs: object) -> NoReturn:
     )
 
 
-def rebind_fallbacks() -> tuple[str, ...]:
+def rebind_fallbacks() -> None:
     """Give modules that were imported too early the mmcv ops that they lack.
 
     A module of mmdet or mmcv with ``try: from mmcv.ops import batched_nms`` keeps its
-    raising fallback once imported. Returns the fixed names, ``module.name``, sorted.
+    raising fallback once imported.
     """
     early = [module for name, module in sys.modules.items() if name.startswith(USERS)]
-    rebound = []
     for module in early:
         for source, name, bound_as in _guarded_imports(module):
             op = getattr(import_module(source), name, None)
             # Ops missing in this mmcv keep their fallback.
-            if op is not None and getattr(module, bound_as, None) is not op:
+            if op is not None:
                 setattr(module, bound_as, op)
-                rebound.append(f"{module.__name__}.{bound_as}")
-    return tuple(sorted(rebound))
 
 
 def _guarded_imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
@@ -159,12 +144,8 @@ def _guarded_imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError):
         return  # no source to parse
-    guarded = [
-        line for node in tree.body if isinstance(node, ast.Try) for line in node.body
-    ]
-    for node in guarded:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            "mmcv.ops"
-        ):
+    blocks = [node.body for node in tree.body if isinstance(node, ast.Try)]
+    for node in itertools.chain(*blocks):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mmcv.ops"):
             for alias in node.names:
                 yield str(node.module), alias.name, alias.asname or alias.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -46,7 +46,9 @@ def toydata(
         sheet: Also write a picture of samples.
     """
     options = dict(names=names, num_train=train, num_val=val)
-    given = {key: value for key, value in options.items() if value is not None}
+    given: dict[str, Any] = {
+        key: value for key, value in options.items() if value is not None
+    }
     if given and worlds is None:
         raise ConfigError("--names, --train and --val are for --worlds; set it, too.")
     specs = DATASETS if worlds is None else world_specs(worlds, **given)

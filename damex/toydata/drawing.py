@@ -168,7 +168,7 @@ def trim(sprite: np.ndarray) -> np.ndarray:
     return sprite[y : y + height, x : x + width]
 
 
-def flat(size_hw: tuple[int, int], color: Color) -> np.ndarray:
+def flat(size_hw: tuple[int, ...], color: Color) -> np.ndarray:
     """Return one colour everywhere, shape (H, W, 3)."""
     return np.broadcast_to(np.array(color), (*size_hw, 3)).copy()
 
