@@ -17,7 +17,7 @@ app = program(
     "python -m damex.toydata",
     "Generate the toy mixture of five small detection datasets.",
     "python -m damex.toydata --out data/toy",
-    "python -m damex.toydata --out data/worlds --worlds 4 --names agreeing",
+    "python -m damex.toydata --out data/worlds --worlds 4",
 )
 
 
@@ -45,10 +45,8 @@ def toydata(
         force: Replace an earlier mixture; other files in the folder stay.
         sheet: Also write a picture of samples.
     """
-    options = dict(names=names, num_train=train, num_val=val)
-    given: dict[str, Any] = {
-        key: value for key, value in options.items() if value is not None
-    }
+    options: dict[str, Any] = dict(names=names, num_train=train, num_val=val)
+    given = {key: value for key, value in options.items() if value is not None}
     if given and worlds is None:
         raise ConfigError("--names, --train and --val are for --worlds; set it, too.")
     specs = DATASETS if worlds is None else world_specs(worlds, **given)
