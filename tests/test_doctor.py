@@ -185,39 +185,19 @@ def test_both_opencvs_may_stand_side_by_side():
     assert check_versions(Requirement("opencv-python"), both).problem == ""
 
 
+AGAIN = "pip install --force-reinstall --no-deps"
+PAIR = "pip install --upgrade --force-reinstall torch torchvision"
+
+
 @pytest.mark.parametrize(
     ("name", "error", "fix"),
     [
-        (
-            "opencv-python",
-            "ImportError: libGL.so.1: cannot open shared object file",
-            "pip install --force-reinstall --no-deps opencv-python-headless",
-        ),
-        (
-            "torchvision",
-            "RuntimeError: operator torchvision::nms does not exist",
-            "pip install --upgrade --force-reinstall torch torchvision",
-        ),
-        (
-            "timm",
-            "RuntimeError: operator torchvision::nms does not exist",
-            "pip install --upgrade --force-reinstall torch torchvision",
-        ),
-        (
-            "onedl-mmdetection",
-            "ModuleNotFoundError: No module named 'terminaltables'",
-            "pip install terminaltables",
-        ),
-        (
-            "onedl-mmdetection",
-            "ModuleNotFoundError: No module named 'mmdet.models'",
-            'pip install --force-reinstall --no-deps "onedl-mmdetection==1.2"',
-        ),
-        (
-            "pycocotools",
-            "ValueError: numpy.dtype size changed",
-            'pip install --force-reinstall --no-deps "pycocotools==1.2"',
-        ),
+        ("opencv-python", "libGL.so.1: cannot open", f"{AGAIN} opencv-python-headless"),
+        ("torchvision", "operator torchvision::nms does not exist", PAIR),
+        ("timm", "operator torchvision::nms does not exist", PAIR),
+        (NEW, "No module named 'terminaltables'", "pip install terminaltables"),
+        (NEW, "No module named 'mmdet.models'", f'{AGAIN} "onedl-mmdetection==1.2"'),
+        ("pycocotools", "numpy.dtype size changed", f'{AGAIN} "pycocotools==1.2"'),
     ],
 )
 def test_failed_import_names_error_and_command(name, error, fix):
@@ -227,7 +207,7 @@ def test_failed_import_names_error_and_command(name, error, fix):
 
 
 def test_failed_import_of_a_twin_reinstalls_the_twin():
-    row = Finding("onedl-mmdetection", "3.3.0", note="from mmdet")
+    row = Finding(NEW, "3.3.0", note="from mmdet")
     assert '"mmdet==3.3.0"' in explain_failure(row, "AssertionError: old mmcv").fix
 
 
@@ -249,11 +229,7 @@ def test_numpy_of_another_age():
 def test_stub_will_do_but_no_ops_will_not():
     assert check_ops(OpsReport("compiled")).problem == ""
     stub = check_ops(OpsReport("stub", "no ops"))
-    assert (stub.found, stub.note, stub.problem) == (
-        "stub",
-        "no ops",
-        "",
-    )
+    assert (stub.found, stub.note, stub.problem) == ("stub", "no ops", "")
     lite = check_ops(OpsReport("absent", "mmcv-lite has no mmcv.ops"))
     assert lite.problem == "mmcv-lite has no mmcv.ops"
     assert "pip install onedl-mmcv" in lite.fix

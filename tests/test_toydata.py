@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from damex.commandline.run import run_command
-from damex.errors import ConfigError, DataError
+from damex.errors import DataError
 from damex.toydata import DATASETS, contact_sheet, generate, generate_toy_mixture
 from damex.toydata.__main__ import app
 from damex.toydata.domains import (
@@ -287,10 +286,7 @@ class TestGeneration:
         first, other = files_of(small_root), files_of(tmp_path / "other")
         assert first.keys() == other.keys()
         assert not set(first.values()) & set(other.values())
-
-    def test_train_and_val_share_no_image(self, small_root):
-        hashes = Counter(files_of(small_root).values())
-        assert max(hashes.values()) == 1
+        assert max(Counter(first.values()).values()) == 1  # no image occurs twice
 
     def test_an_image_does_not_depend_on_how_many_there_are(self, small_root, tmp_path):
         shapes = replace(SMALL[0], num_train=2)
@@ -329,12 +325,6 @@ class TestGeneration:
         assert files_of(tmp_path) == before
         assert len([*tmp_path.iterdir()]) == is_filled
 
-    def test_foreign_content_is_refused(self, tmp_path):
-        (tmp_path / "notes.txt").write_text("mine")
-        with pytest.raises(DataError, match=r"other content \(notes.txt\)"):
-            generate_toy_mixture(tmp_path, specs=SMALL)
-        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
     def test_another_seed_in_the_folder_is_refused(self, small_root):
         before = files_of(small_root)
         with pytest.raises(DataError, match=r"'seed': 0.*--force"):
@@ -345,8 +335,7 @@ class TestGeneration:
         out = tmp_path / "out"
         generate_toy_mixture(out, specs=SMALL[3:])
         (out / "playroom" / "mine.txt").write_text("mine")
-        report = generate_toy_mixture(out, seed=1, specs=SMALL[4:], force=True)
-        assert report.created
+        generate_toy_mixture(out, seed=1, specs=SMALL[4:], force=True)
         left = [path.name for path in (out / "playroom").rglob("*")]
         assert left == ["mine.txt"]
         assert read(out, "arcade", "train")["info"]["seed"] == 1
@@ -361,16 +350,11 @@ class TestGeneration:
             generate_toy_mixture(tmp_path, specs=SMALL, force=True)
         assert (tmp_path / "arcade" / "train.json").read_text() == "mine"
 
-    def test_a_file_in_the_place_of_the_folder_is_refused(self, tmp_path):
-        (tmp_path / "out").write_text("mine")
-        with pytest.raises(DataError, match="is a file"):
-            generate_toy_mixture(tmp_path / "out", specs=SMALL, force=True)
-        assert (tmp_path / "out").read_text() == "mine"
-
-    def test_an_empty_folder_is_filled(self, tmp_path):
+    def test_a_file_is_refused_and_an_empty_folder_is_filled(self, tmp_path):
         (tmp_path / "out").mkdir()
         assert generate_toy_mixture(tmp_path / "out", specs=SMALL[4:]).created
-        assert (tmp_path / "out" / "toy.json").is_file()
+        with pytest.raises(DataError, match="is a file"):
+            generate_toy_mixture(tmp_path / "out" / "toy.json", force=True)
 
     @pytest.mark.parametrize("file", ["../mine.txt", "arcade/mine.txt", "/etc/mine"])
     def test_a_stamp_that_lists_foreign_files_is_not_trusted(self, tmp_path, file):
@@ -386,14 +370,11 @@ class TestGeneration:
         assert (tmp_path / "mine.txt").exists()
         assert (out / "arcade" / "mine.txt").exists()
 
-    def test_negative_seed_is_refused(self, tmp_path):
-        with pytest.raises(ConfigError, match="got -1"):
-            generate_toy_mixture(tmp_path / "out", seed=-1)
-
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ([], "notes.txt"),
+            ([], "other content (notes.txt)"),
+            (["--seed", "-1"], "got -1"),
             (["--train", "3"], "are for --worlds"),
             (["--names", "agreeing"], "are for --worlds"),
             (["--worlds", "2", "--names", "mixed"], '"conflicting", "agreeing"'),
@@ -409,16 +390,8 @@ class TestGeneration:
 
 
 def test_package_needs_neither_torch_nor_mmdet():
-    imported = set()
-    for path in Path(generate.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                imported.add(str(node.module))
-            elif isinstance(node, ast.Import):
-                imported.update(alias.name for alias in node.names)
-    own = ("damex.toydata", "damex.errors", "damex.commandline.run")
-    roots = {name.split(".")[0] for name in imported if not name.startswith(own)}
-    assert roots - sys.stdlib_module_names == {"numpy", "PIL", "cyclopts"}
+    code = "import sys, damex.toydata.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 class TestContactSheet:
