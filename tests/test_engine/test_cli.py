@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -215,44 +216,15 @@ def test_painted_images_of_datasets_do_not_replace_each_other(
     assert dump.is_file()
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("moe.gate.k=9", ("moe.gate.k is 9", "2 or less")),
-        ("moe.gate.kk=2", ("moe.gate.kk = 2", "did you mean 'k'?")),
-        (
-            "moe.gate.type=DenseSoftmaxGate",
-            ("moe.gate.k = 1", "DenseSoftmaxGate", "moe.gate._delete_=True"),
-        ),
-        (
-            f"moe={ROOT}/configs/_base_/moe/deepmoe_stage2.py",
-            ("moe.channels.frozen=True", "load_from=CHECKPOINT"),
-        ),
-        ("moe.num_experts=four", ("moe.num_experts", "'four'", "1 or more")),
-        ("model.encoder.num_cp=7", ("model.encoder.num_cp", "0 to 2", "got 7")),
-    ],
-)
-def test_a_bad_option_for_experts_ends_in_one_line(refuse, write_config, option, words):
-    refuse(words, "train", write_config(), "--cfg-options", option)
-
-
-def test_options_beside_a_mixture_of_a_file_change_what_it_says():
-    cfg = Config(dict(moe=None, lr=1.0))
-    file = ROOT / "configs/_base_/moe/damex.py"
-    options = {"moe.gate.k": 2, "moe": str(file), "lr": 2.0}
+@pytest.mark.parametrize("inside", [True, False])
+def test_options_for_experts_change_the_file_of_the_config_or_of_an_option(inside):
+    file = str(ROOT / "configs/_base_/moe/damex.py")
+    cfg = Config(dict(moe=file if inside else None, lr=1.0))
+    options = {"moe.gate.k": 2, "lr": 2.0} | ({} if inside else {"moe": file})
     merge_options(cfg, options)
     assert cfg.moe.gate == dict(type="TopKGate", k=2, noise="gaussian")
     assert cfg.lr == 2.0
-    assert options["moe"] == str(file)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_options_for_experts_change_the_file_that_the_config_names(inside):
-    file = str(ROOT / "configs/_base_/moe/damex.py")
-    cfg = Config(dict(moe=file if inside else None))
-    options = {"moe.gate.k": 2} | ({} if inside else {"moe": file})
-    merge_options(cfg, options)
-    assert cfg.moe.gate.k == 2
+    assert options.get("moe", file) == file
 
 
 @pytest.mark.parametrize(
@@ -266,10 +238,11 @@ def test_options_for_experts_change_the_file_that_the_config_names(inside):
         ({"mixture.a.name": "b"}, r"^mixture.a.name: mixture is a list of 1 .*\.0\."),
         ({"mixture.0": "b"}, r"^mixture.0: mixture is a list of 1 .* mixture=\["),
         ({"model": 3, "model.type": "X"}, "model model.type set one field as a whole"),
+        ({"moe.gate.k": 2}, r"moe.gate.k=2: moe is None, a dense"),
     ],
 )
 def test_options_that_cannot_be_merged_end_in_one_line(options, words):
-    cfg = Config(dict(vis_backends=[], mixture=[dict(name="a", train="train.json")]))
+    cfg = Config(dict(moe=None, mixture=[dict(name="a", train="train.json")]))
     with pytest.raises(ConfigError, match=words):
         merge_options(cfg, options)
 
@@ -293,11 +266,6 @@ def test_options_are_collected():
     assert parse_options(words) == {"a": 1, "b": ["x", (2,)], "c": [""]}
 
 
-def test_options_for_experts_of_a_dense_detector_are_refused():
-    with pytest.raises(ConfigError, match=r"moe.gate.k=2: moe is None, a dense"):
-        merge_options(Config(dict(moe=None)), {"moe.gate.k": 2})
-
-
 def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_path):
     config = Config.fromfile(write_config())
     config.pop("runner_type")
@@ -305,34 +273,27 @@ def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_p
     assert len(moe_blocks(runner.model)) > 0
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("model.type=MoEDNIO", ("type='MoEDNIO' is unknown", "'MoEDINO'?")),
-        (
-            "model.num_qeries=5",
-            ("unknown key 'num_qeries'", "'num_queries'?"),
-        ),
-        ("model.neck.type=ChanelMapper", ("no model", "'ChannelMapper'?")),
-        ("train_pipeline.3.prb=1.0", ("RandomFlip", "argument 'prb'", "'prob'?")),
-        ("optim_wrapper.optimizer.type=AdmW", ("unknown type 'AdmW'", "'AdamW'?")),
-        ("optim_wrapper.optimizer.lrr=1", ("AdamW", "unknown key 'lrr'", "'lr'?")),
-        ("train_cfg.max_epoch=1", ("unknown key 'max_epoch'", "'max_epochs'?")),
-        ("load_form=x", ("load_form='x'", "nothing reads it", "'load_from'?")),
-        ("foo", ("'foo' is not key=value", "--cfg-options")),
-        ("moe=damx", ("no config file 'damx'", "did you mean 'damex'?")),
-    ],
-)
-def test_a_misspelt_setting_is_named(write_config, refuse, option, words):
-    extra = "train_dataloader['dataset']['pipeline'] = train_pipeline"
-    config = write_config(extra=extra)
-    if option.startswith("train_pipeline"):
-        option = f"train_dataloader.dataset.{option.removeprefix('train_')}"
-    refuse(words, "train", config, "--cfg-options", option)
-
-
 WHOLE = "must be a whole number of 1 or more"
 SETTINGS = {
+    # misspelt
+    "model.type=MoEDNIO": "type='MoEDNIO' is unknown, .*'MoEDINO'",
+    "model.num_qeries=5": "unknown key 'num_qeries'; .*'num_queries'",
+    "model.neck.type=ChanelMapper": "no model .*'ChannelMapper'",
+    "train_dataloader.dataset.pipeline.3.prb=1": "RandomFlip.* argument 'prb'.* 'prob'",
+    "optim_wrapper.optimizer.type=AdmW": "unknown type 'AdmW'.* 'AdamW'",
+    "optim_wrapper.optimizer.lrr=1": "AdamW.* unknown key 'lrr'.* 'lr'",
+    "train_cfg.max_epoch=1": "unknown key 'max_epoch'.* 'max_epochs'",
+    "load_form=x": "load_form='x'.* nothing reads it.* 'load_from'",
+    "mixtur=x": "did you mean 'mixture'",
+    "foo": "--cfg-options: 'foo' is not key=value",
+    "moe=damx": "no config file 'damx'.* did you mean 'damex'",
+    "moe.gate.kk=2": "moe.gate.kk = 2.* did you mean 'k'",
+    # impossible
+    "moe.gate.k=9": "moe.gate.k is 9.* 2 or less",
+    "moe.gate.type=DenseSoftmaxGate": "moe.gate.k = 1.* moe.gate._delete_=True",
+    f"moe={ROOT}/configs/_base_/moe/deepmoe_stage2.py": "frozen=True.* load_from=CHECK",
+    "moe.num_experts=four": "moe.num_experts.* 1 or more.* 'four'",
+    "model.encoder.num_cp=7": "model.encoder.num_cp.* 0 to 2.* got 7",
     "max_epochs=0": f"max_epochs {WHOLE}, got 0",
     "max_epochs=lots": f"max_epochs {WHOLE}, got 'lots'",
     "train_cfg.max_epochs=0": f"train_cfg.max_epochs {WHOLE}, got 0",
@@ -351,26 +312,26 @@ SETTINGS = {
     "model.num_queries=2": "set model.test_cfg.max_per_img=8.",
     "model.num_queries=many": "num_queries must be an integer of 1 or more, got 'many'",
     "model.decoder.layer_cfg.self_attn_cfg.embed_dims=77": "embed_dim must be divis",
-    "model.backbone.depth=77": "dict(type='ResNet', depth=77, ",
-    "model.backbone=None": "a model must be dict(type=..., ...), got None",
+    "model.backbone.depth=77": r"dict\(type='ResNet', depth=77, ",
+    "model.backbone=None": r"a model must be dict\(type=..., ...\), got None",
     "param_scheduler.0.end=-1": "end should be larger than begin",
     "mixture=None": "mixture is None or missing, and train_dataloader has a Mixture",
     "data_check=slow": "data_check must be one of",
-    "mixtur=x": "did you mean 'mixture'",
-    "console=verbose": "console must be one of ('progress', 'full'), got 'verbose'",
-    "log_level=LOUD": "log_level must be one of ('DEBUG', ",
+    "console=verbose": r"console must be one of \('progress', 'full'\), got 'verbose'",
+    "log_level=LOUD": r"log_level must be one of \('DEBUG', ",
     "moe.losses=[dict(type='X',weight=0.1)]": "as in moe.losses.0.type=...",
-    "train_pipeline=[1,2": "the brackets of 'train_pipeline=[1,2' are not those",
+    "train_pipeline=[1,2": r"the brackets of 'train_pipeline=\[1,2' are not those",
 }
 
 
 @pytest.mark.parametrize("option", SETTINGS)
 def test_a_setting_that_cannot_work_is_named(write_config, run, option):
-    status, said = run("train", write_config(), "--cfg-options", option)
+    extra = "train_dataloader['dataset']['pipeline'] = train_pipeline"
+    status, said = run("train", write_config(extra=extra), "--cfg-options", option)
     assert status == 2
     lines = [line for line in said.splitlines() if line and "Warning" not in line]
     assert lines[-1].startswith("error: ")
-    assert SETTINGS[option] in lines[-1]
+    assert re.search(SETTINGS[option], lines[-1])
     assert len(lines) <= 2  # a warning of mmengine's, below its place
 
 
