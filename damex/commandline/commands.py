@@ -108,7 +108,7 @@ def test(
 
 @command(
     app,
-    "damex.inference.commands",
+    "damex.inference.predict",
     "damex predict epoch_3.pth photo.jpg --draw seen",
     "damex predict epoch_3.pth photos/ --json found.json --csv found.csv",
     "damex predict epoch_3.pth 'photos/*.png' --dataset boards --min-score 0.5",
@@ -146,7 +146,7 @@ def predict(
 
 @command(
     app,
-    "damex.inference.commands",
+    "damex.inference.export",
     "damex export epoch_3.pth --dataset boards --out boards.pth",
     "damex export epoch_3.pth --dataset boards --out boards.onnx",
     "damex export epoch_3.pth --out mixture.onnx",
@@ -176,7 +176,7 @@ def export(
 
 @command(
     app,
-    "damex.inference.look.command",
+    "damex.inference.routing_report",
     "damex experts work_dirs/quickstart/epoch_3.pth",
     "damex experts epoch_3.pth --images boards/ ships/ --out look",
 )

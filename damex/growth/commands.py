@@ -22,8 +22,12 @@ from damex.errors import ConfigError
 from damex.evaluation import MixtureMetric
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
-from damex.inference.stored import StoredDetector, millions
-from damex.inference.writing import check_target, write_checkpoint
+from damex.inference.stored import (
+    StoredDetector,
+    check_target,
+    millions,
+    write_checkpoint,
+)
 
 
 def grow(

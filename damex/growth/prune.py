@@ -21,7 +21,7 @@ from damex.engine.rows import RowNames, has_groups, row_keys
 from damex.errors import ConfigError
 from damex.growth.grow import build_initialized, mixing_notes, remapped_state
 from damex.inference.literal_config import check_types
-from damex.inference.specialist import limit_answers
+from damex.inference.specialist import clamp_max_per_img
 from damex.inference.stored import StoredDetector
 from damex.models.insertion import moe_blocks
 
@@ -151,7 +151,7 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
     check_types(stored.config, where=stored.path)
     config = config_without(stored.config, space)
     model = config["model"]
-    limit_answers(model, old, space.num_classes)
+    clamp_max_per_img(model, old, space.num_classes)
     if blocks:
         _count_experts(model["moe"], blocks[0].moe, stored.space, space)
     detector = build_initialized(model)

@@ -7,7 +7,15 @@
     predictions = predictor(["photo.jpg"])
 """
 
-import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.inference.predictor import Prediction, Predictor
+from typing import Any
 
 __all__ = ["Prediction", "Predictor"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the predictor when it is used: modules for drawing need no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from damex.inference import predictor
+
+    return getattr(predictor, name)

@@ -1,28 +1,82 @@
-"""Draw detections into images and videos."""
+"""Draw boxes into images, and detections into files. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import colorsys
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 import cv2
-import mmcv
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from damex.curation.sheets import draw_name, palette
 from damex.errors import ConfigError, DataError
 from damex.files import atomic_write, make_folder
-from damex.inference.images import Frame, frames_of, is_video, open_video
-from damex.inference.predictor import Prediction
+from damex.inference.media import frame_count, is_video, open_video
+
+if TYPE_CHECKING:
+    from damex.inference.predictor import Prediction
 
 LINE, TEXT = 200, 60  # an image's longer side over the width of lines, height of text
+ANGLE = 0.61803399  # the golden angle: consecutive classes get distant colors
+CODEC = "mp4v"
+
+Color = tuple[int, int, int]
+
+
+def palette(names: Iterable[str]) -> dict[str, Color]:
+    """A distinct color for each class, dark enough for white text."""
+    colors = {}
+    for number, name in enumerate(names):
+        hue, value = number * ANGLE % 1, (0.75, 0.55)[number // 8 % 2]
+        red, green, blue = colorsys.hsv_to_rgb(hue, 0.95, value)
+        colors[name] = round(255 * red), round(255 * green), round(255 * blue)
+    return colors
+
+
+def draw_boxes(
+    image_HWC: np.ndarray,
+    boxes_N4: np.ndarray | Sequence[Sequence[float]],
+    labels: Sequence[str],
+    colors: Sequence[Color] | None = None,
+) -> np.ndarray:
+    """Return a copy of an image with boxes, the first ones on top.
+
+    Args:
+        image_HWC: uint8 RGB.
+        boxes_N4: Corners x1, y1, x2, y2 in pixels.
+        labels: Text at each box; empty for none.
+        colors: RGB of each box; by default from the `palette` of the labels.
+    """
+    image = Image.fromarray(np.ascontiguousarray(image_HWC))
+    if colors is None:
+        known = palette(dict.fromkeys(labels))
+        colors = [known[label] for label in labels]
+    longer = max(image.size)
+    pen, width = ImageDraw.Draw(image), max(longer // LINE, 2)
+    font = ImageFont.load_default(max(longer // TEXT, 12))
+    corners = np.asarray(boxes_N4, float).reshape(-1, 4).tolist()
+    rows = [*zip(corners, labels, colors, strict=True)][::-1]
+    for corner, _, color in rows:
+        pen.rectangle(corner, outline=color, width=width)
+    height = math.ceil(font.getbbox("Ag")[3])
+    for (left, top, _, _), label, color in rows:
+        label = " ".join(label.split())  # a line break has no length
+        if label:
+            wide = math.ceil(pen.textlength(label, font)) + 4
+            left = max(0.0, min(left, image.width - wide))
+            top = top - height if top >= height else top
+            top = max(0.0, min(top, image.height - height))
+            pen.rectangle((left, top, left + wide, top + height), fill=color)
+            pen.text((left + 2, top), label, fill="white", font=font)
+    return np.asarray(image)
 
 
 class Drawings:
-    """A folder of images and videos with drawn detections; close it, or use ``with``.
+    """A folder of images and videos with drawn detections; use ``with``.
 
     Args:
         folder: Output folder; created if missing.
@@ -38,26 +92,28 @@ class Drawings:
         self._colors = palette(classes)
         self._video: _DrawnVideo | None = None
 
-    def add(self, one: Prediction) -> None:
+    def add(self, one: Prediction, _: str = "") -> None:
         """Draw an image, or the next frame of a video; one video must follow the other.
+
+        The prediction must hold its image (``stream(..., keep_images=True)``).
 
         Raises:
             ConfigError: If it would replace the image, or a video cannot be written.
         """
-        if one.path is None:
-            raise ValueError("Drawings: the prediction is of an array, not of a file")
+        if one.path is None or one.image is None:
+            raise ValueError("Drawings: the prediction needs a file and its image")
+        found = zip(one.names, one.scores, strict=True)
+        labels = [f"{name} {score:.2f}" for name, score in found]
+        colors = [self._colors[name] for name in one.names]
+        drawn = draw_boxes(one.image, one.boxes, labels, colors)
         if one.frame is None:
-            # Pillow reads fewer formats, and turns and scales some images differently.
-            pixels = Image.fromarray(mmcv.imread(str(one.path), channel_order="rgb"))
-            image = drawn(pixels, one, self._colors)
             with atomic_write(self._target_of(one.path)) as part:
-                image.save(part, quality=92)
+                Image.fromarray(drawn).save(part, quality=92)
             return
         if self._video is None or self._video.source != one.path:
             self.close()
-            self._video = _DrawnVideo(one.path, self._target_of(one.path))
-        pixels = self._video.pixels_of(one.frame)
-        self._video.write(drawn(pixels, one, self._colors))
+            self._video = _DrawnVideo(one.path, self._target_of(one.path), drawn.shape)
+        self._video.write(drawn)
 
     def _target_of(self, path: Path) -> Path:
         """Output path of a file; inside the folder even through links."""
@@ -76,29 +132,8 @@ class Drawings:
     def __enter__(self) -> Drawings:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def drawn(
-    image: Image.Image, one: Prediction, colors: Mapping[str, tuple[int, int, int]]
-) -> Image.Image:
-    """Draw detections into an RGB image, in place, the best on top, and return it."""
-    longer = max(image.size)
-    font = ImageFont.load_default(max(longer // TEXT, 12))
-    pen = ImageDraw.Draw(image)
-    rows = [*zip(one.names, one.scores, one.boxes, strict=True)]
-    for found, score, box in rows[::-1]:
-        left, top, right, bottom = corner = box.tolist()
-        color, width = colors[found], max(longer // LINE, 2)
-        pen.rectangle((left, top, right, bottom), outline=color, width=width)
-        draw_name(pen, image.size, corner, f"{found} {score:.2f}", color, font)
-    return image
 
 
 def _drawn_names(names: Mapping[Path, str]) -> dict[Path, str]:
@@ -118,19 +153,16 @@ def _drawn_names(names: Mapping[Path, str]) -> dict[Path, str]:
 
 
 class _DrawnVideo:
-    """Writer of an annotated copy of a video, frame by frame."""
+    """Writer of frames of one shape at the rate of a source video."""
 
-    def __init__(self, source: Path, target: Path) -> None:
-        self.source = source
-        self._frames: Iterator[Frame] = frames_of(source)
-        self._written = 0
-        video = open_video(source)
+    def __init__(self, source: Path, target: Path, shape: Sequence[int]) -> None:
+        self.source, self._written = source, 0
+        fps = open_video(source).get(cv2.CAP_PROP_FPS)
         with ExitStack() as stack:
             self._part = stack.enter_context(atomic_write(target))
-            codec = cv2.VideoWriter.fourcc(*"mp4v")
-            self._writer = cv2.VideoWriter(
-                str(self._part), codec, video.fps, video.resolution
-            )
+            codec = cv2.VideoWriter.fourcc(*CODEC)
+            size = (shape[1], shape[0])
+            self._writer = cv2.VideoWriter(str(self._part), codec, fps, size)
             if not self._writer.isOpened():
                 raise ConfigError(
                     f"OpenCV cannot write the video {target}; leave --draw out for "
@@ -138,13 +170,8 @@ class _DrawnVideo:
                 )
             self._until_close = stack.pop_all()
 
-    def pixels_of(self, number: int) -> Image.Image:
-        """Read a frame; numbers must increase."""
-        frame = next(frame for frame in self._frames if frame.number == number)
-        return Image.fromarray(frame.pixels[..., ::-1])
-
-    def write(self, image: Image.Image) -> None:
-        self._writer.write(np.asarray(image)[..., ::-1])
+    def write(self, rgb_HWC: np.ndarray) -> None:
+        self._writer.write(np.ascontiguousarray(rgb_HWC[..., ::-1]))
         self._written += 1
 
     def close(self) -> None:
@@ -152,7 +179,7 @@ class _DrawnVideo:
         with self._until_close:
             self._writer.release()
             try:
-                written = open_video(self._part).frame_cnt
+                written = frame_count(open_video(self._part))
             except DataError:
                 written = 0
             if written < self._written:

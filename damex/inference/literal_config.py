@@ -23,73 +23,54 @@ def read_literals(text: str, *, where: str) -> dict[str, Any]:
     Raises:
         DataError: If the text contains anything else.
     """
+    found, line = {}, 0
     try:
-        lines = ast.parse(text).body
-        found = {}
-        for line in lines:
-            if not isinstance(line, ast.Assign) or len(line.targets) != 1:
-                raise _NoValueError(line)
-            (target,) = line.targets
-            if not isinstance(target, ast.Name) or target.id in RESERVED_KEYS:
-                raise _NoValueError(line)
-            found[target.id] = _value(line.value)
-    except _NoValueError as refusal:
-        raise DataError(
-            f"the config in {where} is more than values, and was not read: line "
-            f"{refusal.line}. It could run code; damex writes none of this kind."
-        ) from refusal
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(
-            f"the config in {where} cannot be read ({type(error).__name__})."
-        ) from error
+        for statement in ast.parse(text).body:
+            line = statement.lineno
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    if name in RESERVED_KEYS:
+                        raise ValueError(name)
+                    found[name] = ast.literal_eval(_Literal().visit(statement.value))
+                case _:
+                    raise ValueError(type(statement).__name__)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        fault = f"cannot be read ({type(error).__name__})."
+        if line:
+            fault = (
+                f"is more than values, and was not read: line {line}. It could run "
+                "code; damex writes none of this kind."
+            )
+        raise DataError(f"the config in {where} {fault}") from error
     return found
 
 
-class _NoValueError(Exception):
-    """An expression that is not a literal."""
+class _Literal(ast.NodeTransformer):
+    """Make ``dict(key=value)``, ``dict({...})``, ``inf`` and ``nan`` literals."""
 
-    def __init__(self, node: Any) -> None:
-        super().__init__()
-        self.line: int = node.lineno
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        is_dict = isinstance(node.func, ast.Name) and node.func.id == "dict"
+        if not is_dict or not all(keyword.arg for keyword in node.keywords):
+            return node
+        keys: list[ast.expr | None] = []
+        values: list[ast.expr] = []
+        for one in node.args:
+            if not isinstance(one, ast.Dict):
+                return node
+            keys += one.keys
+            values += one.values
+        keys += [ast.Constant(keyword.arg) for keyword in node.keywords]
+        values += [keyword.value for keyword in node.keywords]
+        return ast.copy_location(ast.Dict(keys, values), node)
 
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in ("inf", "nan"):
+            return ast.copy_location(ast.Constant(float(node.id)), node)
+        return node
 
-def _value(node: ast.expr) -> Any:
-    """Evaluate an expression without names and without calls except ``dict``."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.List):
-        return [_value(item) for item in node.elts]
-    if isinstance(node, ast.Tuple):
-        return tuple(_value(item) for item in node.elts)
-    if isinstance(node, ast.Dict):
-        if None in node.keys:  # {**other}
-            raise _NoValueError(node)
-        keys = [_value(key) for key in node.keys if key is not None]
-        return dict(zip(keys, map(_value, node.values), strict=True))
-    if isinstance(node, ast.Call):
-        return _dict_call(node)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        number = _value(node.operand)
-        if isinstance(number, int | float):
-            return -number
-    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
-        return float(node.id)
-    raise _NoValueError(node)
-
-
-def _dict_call(node: ast.Call) -> dict[str, Any]:
-    """Evaluate ``dict(key=value)``, or ``dict({...})`` for keys that are not names."""
-    is_dict = isinstance(node.func, ast.Name) and node.func.id == "dict"
-    if not is_dict or not all(isinstance(one, ast.Dict) for one in node.args):
-        raise _NoValueError(node)
-    found: dict[str, Any] = {}
-    for one in node.args:
-        found |= _value(one)
-    for keyword in node.keywords:
-        if keyword.arg is None:  # **other
-            raise _NoValueError(node)
-        found[keyword.arg] = _value(keyword.value)
-    return found
+    def visit_Set(self, node: ast.Set) -> ast.AST:
+        raise ValueError("set")  # which mmengine does not write
 
 
 # Classes that execute config text, or unpickle or delete files that it names.

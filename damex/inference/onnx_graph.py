@@ -12,7 +12,6 @@ import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from damex.errors import ConfigError
-from damex.inference.onnx_routing import ImageVotes
+from damex.inference.dense_experts import ImageVotes
 
 OPSET = 17  # the first that has both GridSample (16) and LayerNormalization (17)
 INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
@@ -64,18 +63,10 @@ def resizing_to(
         resize["scale"] = tuple(size)
     if "scale" not in resize:
         raise ConfigError(
-            "a .onnx file resizes images to one size, and the evaluation of the "
-            "training names none; say --image-size WIDTH HEIGHT."
+            "a .onnx file resizes images to one size, which the evaluation of the "
+            "training does not; add --image-size WIDTH HEIGHT."
         )
     return [steps[kind] for kind in STEPS]
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Votes shared by the FFNs of a graph, and the labels of each dataset group."""
-
-    votes: ImageVotes
-    labels: Sequence[Sequence[int]]
 
 
 class DetectorGraph(nn.Module):
@@ -84,7 +75,7 @@ class DetectorGraph(nn.Module):
     Args:
         detector: In eval mode, on the CPU.
         pipeline: Test pipeline, from `resizing_to`.
-        routing: For FFNs with experts; None for a dense detector.
+        votes: Shared by its `VotedFFN`; None for a dense detector.
 
     Raises:
         ConfigError: If the detector cannot be expressed as a graph.
@@ -96,7 +87,7 @@ class DetectorGraph(nn.Module):
         self,
         detector: Any,
         pipeline: Sequence[Mapping[str, Any]],
-        routing: Routing | None = None,
+        votes: ImageVotes | None = None,
     ) -> None:
         super().__init__()
         if type(detector) not in DETECTORS:
@@ -111,25 +102,22 @@ class DetectorGraph(nn.Module):
                 "the detector's classes exclude each other (a softmax); as ONNX those "
                 "with a sigmoid can be written."
             )
-        self.detector, self.pipeline, self.routing = detector, pipeline, routing
-        self.answers: int = detector.test_cfg.get("max_per_img", detector.num_queries)
+        self.detector, self.pipeline, self.votes = detector, pipeline, votes
+        most = detector.num_queries
+        self.max_per_img: int = detector.test_cfg.get("max_per_img", most)
         steps = {step["type"]: step for step in pipeline}
         scale = steps["Resize"]["scale"]
         self.scale = (scale, scale) if isinstance(scale, int) else tuple(scale)
         # mmcv's Resize stretches images by default.
         self.keep_ratio: bool = steps["Resize"].get("keep_ratio", False)
-        groups = routing.labels if routing else []
+        groups = votes.labels if votes else []
         foreign_GC = torch.ones(
             len(groups), detector.bbox_head.num_classes, dtype=torch.bool
         )
         for foreign_C, labels in zip(foreign_GC, groups, strict=True):
             foreign_C[labels] = False
         self.register_buffer("foreign_GC", foreign_GC)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs of :meth:`forward`."""
-        return OUTPUTS if self.routing is None else (*OUTPUTS, PROBABILITIES)
+        self.outputs = OUTPUTS if votes is None else (*OUTPUTS, PROBABILITIES)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Detect objects in images of one size, uint8 in RGB (B, H, W, 3).
@@ -149,16 +137,16 @@ class DetectorGraph(nn.Module):
             pixels_B3HW = (pixels_B3HW - of.mean) / of.std
         divisor = of.pad_size_divisor
         padded_2 = (size_2 + divisor - 1) // divisor * divisor
-        below, beside = (padded_2 - size_2).unbind()
-        pad: Any = (0, beside, 0, below)
+        below, right = (padded_2 - size_2).unbind()
+        pad: Any = (0, right, 0, below)
         pixels_B3HW = functional.pad(pixels_B3HW, pad, value=float(of.pad_value))
         maps = self.detector.extract_feat(pixels_B3HW)
-        if self.routing is not None:
-            self.routing.votes.begin()
+        if self.votes is not None:
+            self.votes.begin()
         logits_BQC, boxes_BQ4 = self._transform(maps, size_2, padded_2)
-        if self.routing is None:
+        if self.votes is None:
             return self._best(logits_BQC, boxes_BQ4, file_2)
-        probabilities_BG = self.routing.votes.probabilities()
+        probabilities_BG = self.votes.probabilities()
         foreign_BC = self.foreign_GC[probabilities_BG.argmax(1)]
         logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
         return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
@@ -189,7 +177,8 @@ class DetectorGraph(nn.Module):
             level_start_index=None,  # for GPUs
             valid_ratios=torch.stack([*map(detector.get_valid_ratio, masks)], 1),
         )
-        self._set_real_tokens(~mask_BV[..., None])
+        if self.votes is not None:
+            self.votes.real_BN1 = ~mask_BV[..., None]
         encoded = detector.forward_encoder(
             feat=torch.cat([*map(_tokens, maps)], 1),
             feat_mask=mask_BV,
@@ -197,22 +186,18 @@ class DetectorGraph(nn.Module):
             **levels,
         )
         inputs, _ = detector.pre_decoder(**encoded)
-        self._set_real_tokens(None)  # all queries are real
+        if self.votes is not None:
+            self.votes.real_BN1 = None  # all queries are real
         decoded = detector.forward_decoder(**inputs, memory_mask=mask_BV, **levels)
         logits_LBQC, boxes_LBQ4 = detector.bbox_head(**decoded)
         return logits_LBQC[-1], boxes_LBQ4[-1]
-
-    def _set_real_tokens(self, real_BV1: Tensor | None) -> None:
-        """Set the mask of tokens that vote on experts."""
-        if self.routing is not None:
-            self.routing.votes.real_BN1 = real_BV1
 
     def _best(
         self, logits_BQC: Tensor, boxes_BQ4: Tensor, file_2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Top detections of each image, selected like mmdet's DETRHead."""
         num_classes = logits_BQC.shape[-1]
-        scores_BK, places_BK = logits_BQC.sigmoid().flatten(1).topk(self.answers)
+        scores_BK, places_BK = logits_BQC.sigmoid().flatten(1).topk(self.max_per_img)
         queries_BK = places_BK // num_classes
         chosen_BK4 = boxes_BQ4.gather(1, queries_BK[..., None].expand(-1, -1, 4))
         center, size = chosen_BK4.split(2, -1)
@@ -228,11 +213,11 @@ def _tokens(map_BDHW: Tensor) -> Tensor:
 
 def _mask(shape_2: Tensor, size_2: Tensor, padded_2: Tensor) -> Tensor:
     """Padding mask of a feature map, (1, H, W), interpolated like mmdet's."""
-    below_H, beside_W = (
+    below_H, right_W = (
         (torch.arange(places) * (padded / places)).floor() >= size
         for places, size, padded in zip(shape_2, size_2, padded_2, strict=True)
     )
-    return (below_H[:, None] | beside_W)[None]
+    return (below_H[:, None] | right_W)[None]
 
 
 def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
@@ -280,7 +265,7 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
     model = onnx.load_from_string(_traced(graph))
     for output in model.graph.output:  # the trace lacks the number of detections
         if output.name in OUTPUTS:
-            output.type.tensor_type.shape.dim[1].dim_value = graph.answers
+            output.type.tensor_type.shape.dim[1].dim_value = graph.max_per_img
     onnx.helper.set_model_props(
         model, {key: json.dumps(value) for key, value in {**known, **about}.items()}
     )
@@ -327,7 +312,7 @@ def _traced(graph: DetectorGraph) -> bytes:
             reason = str(error).strip().splitlines()[0]
             if not isinstance(error, torch.onnx.errors.OnnxExporterError):
                 # Such as fewer tokens than queries.
-                reason += f" with {width} x {height} pixels; say a larger --image-size."
+                reason += f" with {width} x {height} pixels; try a larger --image-size."
             raise ConfigError(
                 f"the detector cannot be written as ONNX (opset {OPSET}): {reason}"
             ) from error

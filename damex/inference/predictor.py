@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
-from mmengine.dataset import pseudo_collate
+from mmengine.dataset import Compose, pseudo_collate
 from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import DataError, check_number, check_sizes
-from damex.inference.images import Inputs, Picture, is_video
+from damex.inference.media import fault_of, frames_of, is_video
 from damex.inference.stored import StoredDetector
 from damex.models.told_dataset import can_tell_datasets, told_dataset
+
+Picture = str | Path | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Prediction:
         probabilities: Predicted probability of each dataset group; they sum to 1. Empty
             if the dataset was given or cannot be predicted.
         frame: Frame number from 0; None for an image.
+        image: uint8 (height, width, 3) in RGB; None unless ``keep_images`` was set.
     """
 
     path: Path | None
@@ -50,11 +54,92 @@ class Prediction:
     dataset: str | None
     probabilities: Mapping[str, float]
     frame: int | None = None
+    image: np.ndarray | None = field(default=None, repr=False)
 
     @property
-    def likeness(self) -> float | None:
+    def confidence(self) -> float | None:
         """Probability of the most probable dataset; None if unknown."""
         return max(self.probabilities.values(), default=None)
+
+
+class Inputs:
+    """Test pipeline of a training for images; starts with ``LoadImageFromFile``."""
+
+    def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
+        load, *rest = pipeline
+        self._load, self._prepare = Compose([load]), Compose(rest)
+
+    def each(self, image: Picture) -> Iterator[dict[str, Any]]:
+        """Preprocess an image, or all frames of a video.
+
+        Raises:
+            DataError: If it cannot be read.
+        """
+        if isinstance(image, str | Path) and is_video(Path(image)):
+            for number, bgr in enumerate(frames_of(Path(image))):
+                yield self._prepared(_loaded(bgr, path=str(image), number=number))
+        else:
+            yield self(image)
+
+    def __call__(self, image: Picture) -> dict[str, Any]:
+        """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
+
+        ``pixels`` is the image itself, in BGR; `detect` leaves it out.
+
+        Raises:
+            DataError: If it cannot be read, or the pipeline rejects it.
+        """
+        if not isinstance(image, str | Path):
+            bgr = np.ascontiguousarray(_checked(image)[..., ::-1])
+            return self._prepared(_loaded(bgr, path=None, number=0))
+        fault = fault_of(Path(image))
+        try:
+            loaded = None if fault else self._load(dict(img_path=str(image), img_id=0))
+        except Exception:  # readers raise anything
+            loaded = None
+        if loaded is None:
+            raise DataError(f"{image} {fault or 'is not an image that can be read'}.")
+        return self._prepared(loaded)
+
+    def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Apply the rest of the pipeline."""
+        pixels, (height, width) = loaded["img"], loaded["img_shape"][:2]
+        try:
+            return dict(self._prepare(loaded), pixels=pixels)
+        except Exception as error:  # steps raise anything
+            reason = error.err if isinstance(error, cv2.error) else error
+            raise DataError(
+                f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
+                f"be resized as in the training ({reason}); crop or pad it."
+            ) from error
+
+
+def _checked(image: Any) -> np.ndarray:
+    """Check that an array can be an image."""
+    found = type(image).__name__
+    if isinstance(image, np.ndarray):
+        is_rgb = image.ndim == 3 and image.shape[2] == 3
+        if image.dtype == np.uint8 and is_rgb and image.size > 0:
+            return image
+        found = f"{image.dtype} of shape {image.shape}"
+    raise DataError(
+        "an image must be a path or a uint8 array (height, width, 3) in RGB, got "
+        f"{found}."
+    )
+
+
+def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:
+    """Pixels in the output format of ``LoadImageFromFile``."""
+    size = bgr.shape[:2]
+    return dict(img=bgr, img_path=path, img_id=number, img_shape=size, ori_shape=size)
+
+
+@torch.inference_mode()
+def detect(detector: Any, batch: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Run a detector on outputs of `Inputs`; returns mmdet's data samples."""
+    keys = ("inputs", "data_samples")
+    images = [{key: one[key] for key in keys} for one in batch]
+    return detector.test_step(pseudo_collate(images))
 
 
 @dataclass(frozen=True)
@@ -100,9 +185,9 @@ class Predictor:
         self.auto_note = None
         if not self.can_tell and len(self.datasets) > 1:
             self.auto_note = (
-                f"the detector in {checkpoint} was not trained to tell datasets, so "
-                "all classes are looked for; name a dataset to keep to its classes: "
-                f"{', '.join(self.datasets)}."
+                f"the detector in {checkpoint} was not trained to predict the dataset "
+                "of an image, so all classes are detected; name a dataset to detect "
+                f"only its classes: {', '.join(self.datasets)}."
             )
         self._inputs = Inputs(self._stored.pipeline)
 
@@ -146,12 +231,14 @@ class Predictor:
         min_score: float = 0.3,
         batch_size: int = 8,
         *,
+        keep_images: bool = False,
         skip: Callable[[DataError], Any] | None = None,
     ) -> Iterator[Prediction]:
         """Detect objects as :meth:`__call__` does, yielding one image at a time.
 
         ``skip`` is called with the error of an unreadable image, which is then left
-        out; by default the error is raised.
+        out; by default the error is raised. With ``keep_images``, predictions hold
+        their pixels.
 
         Raises:
             ConfigError: If the dataset is unknown.
@@ -163,7 +250,7 @@ class Predictor:
             warnings.warn(self.auto_note, stacklevel=3)
         choice = self._choose(dataset)
         packed = self._packed(images, choice, skip)
-        return self._detect(packed, choice, min_score, batch_size)
+        return self._detect(packed, choice, min_score, batch_size, keep_images)
 
     def _detect(
         self,
@@ -171,15 +258,21 @@ class Predictor:
         choice: _Choice,
         min_score: float,
         batch_size: int,
+        keep_images: bool,
     ) -> Iterator[Prediction]:
         """Predictions of preprocessed images."""
         # Images of different shapes would be padded to one, which changes scores.
         for _, alike in groupby(packed, lambda one: one["inputs"].shape):
             while batch := list(islice(alike, batch_size)):
-                with torch.inference_mode(), self._told(choice):
-                    samples = self._detector.test_step(pseudo_collate(batch))
-                for sample in samples:
-                    yield self._prediction(sample, choice, min_score)
+                with (
+                    told_dataset(self._detector, choice.labels)
+                    if choice.dataset is not None and choice.labels is not None
+                    else nullcontext()
+                ):
+                    samples = detect(self._detector, batch)
+                for sample, one in zip(samples, batch, strict=True):
+                    image = one["pixels"][..., ::-1] if keep_images else None
+                    yield self._prediction(sample, choice, min_score, image)
 
     def _choose(self, dataset: str) -> _Choice:
         """Resolve the ``dataset`` argument."""
@@ -187,23 +280,14 @@ class Predictor:
         every = list(range(space.num_classes))
         if dataset == "auto" and not self.can_tell:
             dataset = "all" if self.auto_note else next(iter(self.datasets))
+        if dataset == "auto":
+            return _Choice(dict(labels_by_group=labels_by_group(space)), None)
         if dataset == "all":
-            groups = len(space.group_names) if self.can_tell else 0
-            return _Choice(dict(labels_by_group=[every] * groups or None), every)
-        if dataset != "auto":
-            number = self._stored.dataset_id(dataset)
-            meta = dict(group_id=space.group_id(number))
-            return _Choice(meta, space.valid_labels(number), dataset)
-        return _Choice(dict(labels_by_group=labels_by_group(space)), None)
-
-    @contextmanager
-    def _told(self, choice: _Choice) -> Iterator[None]:
-        """Restrict the detector to the named dataset, if any."""
-        if choice.dataset is None or choice.labels is None:
-            yield
-            return
-        with told_dataset(self._detector, choice.labels):
-            yield
+            groups = [every] * len(space.group_names)
+            return _Choice(dict(labels_by_group=groups) if self.can_tell else {}, every)
+        number = self._stored.dataset_id(dataset)
+        meta = dict(group_id=space.group_id(number))
+        return _Choice(meta, space.valid_labels(number), dataset)
 
     def _packed(
         self,
@@ -212,18 +296,19 @@ class Predictor:
         skip: Callable[[DataError], Any] | None,
     ) -> Iterator[dict[str, Any]]:
         """Preprocessed inputs of the detector."""
-        meta = {key: value for key, value in choice.meta.items() if value is not None}
         for image in images:
             try:
                 for packed in self._inputs.each(image):
-                    packed["data_samples"].set_metainfo(meta)
+                    packed["data_samples"].set_metainfo(choice.meta)
                     yield packed
             except DataError as error:
                 if skip is None:
                     raise
                 skip(error)
 
-    def _prediction(self, sample: Any, choice: _Choice, min_score: float) -> Prediction:
+    def _prediction(
+        self, sample: Any, choice: _Choice, min_score: float, image: np.ndarray | None
+    ) -> Prediction:
         """Convert a data sample to a prediction."""
         space = self._stored.space
         posterior = sample.metainfo.get("group_posterior", ())
@@ -250,19 +335,13 @@ class Predictor:
             dataset=dataset,
             probabilities=probabilities,
             frame=sample.img_id if path is not None and is_video(path) else None,
+            image=image,
         )
 
 
 def labels_by_group(space: LabelSpace) -> list[list[int]]:
     """For each dataset group the labels of its datasets."""
-    return [
-        sorted(
-            {
-                label
-                for number, group in enumerate(space.groups)
-                if group == name
-                for label in space.valid_labels(number)
-            }
-        )
-        for name in space.group_names
-    ]
+    found: dict[str, set[int]] = {name: set() for name in space.group_names}
+    for number, group in enumerate(space.groups):
+        found[group] |= {*space.valid_labels(number)}
+    return [sorted(labels) for labels in found.values()]

@@ -1,4 +1,4 @@
-"""Specialist: a dense detector of one dataset, extracted from a mixture of experts."""
+"""Specialist: a dense mmdet detector of one dataset, from a mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.registry import MODELS, TRANSFORMS
 from mmengine.config import ConfigDict
@@ -16,18 +17,17 @@ from torch import Tensor
 from damex.engine.config import DATASET_OPTIONS
 from damex.engine.config_files import PlainConfig
 from damex.errors import ConfigError
-from damex.inference.dense_ffn import dense_ffn, widened
-from damex.inference.plain_backbone import KEYS, TYPE, plain_backbone
-from damex.inference.stored import StoredDetector
-from damex.inference.writing import check_target, write_checkpoint
+from damex.inference.dense_experts import dense_ffn, pad_hidden, refuse
+from damex.inference.stored import StoredDetector, check_target, write_checkpoint
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import mmdet_class
-from damex.models.insertion import moe_blocks
 from damex.models.sites import COMPONENTS
 from damex.models.timm_backbone import TimmBackbone
 from damex.models.told_dataset import selects_by_first_class
 
 OF_DAMEX = ("moe", "num_groups", "label_coverage", *DATASET_OPTIONS)
+TIMM_KEYS = "backbone.net."  # of TimmBackbone in a state dict
+TIMM = "timm.create_model"  # mmengine imports and calls a type with a dot
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Specialist:
     @property
     def needs(self) -> str:
         """Requirements other than mmdet, as part of a sentence."""
-        return " (with timm)" if self.config.model.backbone.type == TYPE else ""
+        return " (with timm)" if self.config.model.backbone.type == TIMM else ""
 
     def build(self) -> Any:
         """Build the mmdet detector on the CPU, in eval mode."""
@@ -65,7 +65,7 @@ class Specialist:
         return path.with_suffix(".py")
 
 
-def take_out(stored: StoredDetector, dataset: str) -> Specialist:
+def extract(stored: StoredDetector, dataset: str) -> Specialist:
     """Extract a dense detector that equals a mixture of experts given its dataset.
 
     From a dense detector, only classes are removed.
@@ -76,38 +76,22 @@ def take_out(stored: StoredDetector, dataset: str) -> Specialist:
     number = stored.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
     detector = stored.build()
-    _check(detector, stored.path)
+    awareness = detector.awareness
+    faults = {
+        "label_prior": awareness is not None and awareness.config.label_prior,
+        "dataset_conditioning": awareness is not None and awareness.conditioning,
+        "as_two_stage (queries selected by class 0)": selects_by_first_class(detector),
+    }
+    refuse(detector, stored.path, faults, "which no dense detector of mmdet has")
     state = _without_experts(detector, stored.space.group_id(number))
-    model = _plain_model(stored.model, detector, len(labels))
-    _set_widths(model, state)
-    _check_types(model, stored.pipeline)
+    model = _plain_model(stored.model, detector, len(labels), state)
+    for registry, config in ((MODELS, model), (TRANSFORMS, stored.pipeline)):
+        _check_types(registry, config)
     plain = MODELS.build(ConfigDict(copy.deepcopy(model)))
     state = _of_classes(state, plain.state_dict(), labels, detector.bbox_head)
     plain.load_state_dict(state)
     classes = tuple(stored.space.classes[label] for label in labels)
     return Specialist(classes, _whole_config(model, stored.pipeline, classes), state)
-
-
-def _check(detector: Any, path: str) -> None:
-    """Reject dataset-aware parts other than FFN experts."""
-    awareness = detector.awareness
-    faults = {
-        "label_prior": awareness is not None and awareness.config.label_prior,
-        "dataset_conditioning": awareness is not None and awareness.conditioning,
-        "moe.channels": detector.channel_gating,
-        "as_two_stage (its queries are chosen by class 0)": selects_by_first_class(
-            detector
-        ),
-        "experts in its backbone": any(
-            not isinstance(block, MoEFFN) for block in moe_blocks(detector)
-        ),
-    }
-    for what, found in faults.items():
-        if found:
-            raise ConfigError(
-                f"the detector in {path} has {what}, which no dense detector of mmdet "
-                "has; it cannot be exported."
-            )
 
 
 def _without_experts(detector: Any, group: int) -> dict[str, Tensor]:
@@ -124,8 +108,8 @@ def _without_experts(detector: Any, group: int) -> dict[str, Tensor]:
             state |= {f"{name}.layers.{k}": v.clone() for k, v in ffn.items()}
     if isinstance(detector.backbone, TimmBackbone):
         state = {
-            f"backbone.{k.removeprefix(KEYS)}" if k.startswith(KEYS) else k: tensor
-            for k, tensor in state.items()
+            f"backbone.{k.removeprefix(TIMM_KEYS)}" if k.startswith(TIMM_KEYS) else k: v
+            for k, v in state.items()
         }
     return state
 
@@ -143,60 +127,101 @@ def _ffns(detector: Any, part: str, group: int) -> dict[str, dict[str, Tensor]]:
         if isinstance(module, (MoEFFN, FFN))
     }
     most = max(ffn["0.0.bias"].shape[0] for ffn in found.values())
-    return {name: widened(ffn, most) for name, ffn in found.items()}
+    return {name: pad_hidden(ffn, most) for name, ffn in found.items()}
 
 
 def _plain_model(
-    model: Mapping[str, Any], detector: Any, num_classes: int
+    model: Mapping[str, Any],
+    detector: Any,
+    num_classes: int,
+    state: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """Config of the mmdet detector that the damex detector extends."""
     plain = copy.deepcopy({k: v for k, v in model.items() if k not in OF_DAMEX})
     plain["type"] = mmdet_class(detector).__name__
     for part in COMPONENTS:
         plain.get(part, {}).pop("num_cp", None)  # saves memory in training only
+        bias = state.get(f"{part}.layers.0.ffn.layers.0.0.bias")
+        if bias is not None:  # merged FFNs are wider
+            ffn = plain[part]["layer_cfg"].setdefault("ffn_cfg", {})
+            ffn["feedforward_channels"] = bias.shape[0]
     if isinstance(detector.backbone, TimmBackbone):
         divisor = detector.data_preprocessor.pad_size_divisor
         plain["backbone"] = plain_backbone(detector.backbone, divisor)
     else:
         plain["backbone"].pop("init_cfg", None)  # the checkpoint has the weights
     plain["bbox_head"]["num_classes"] = num_classes
-    limit_answers(plain, detector, num_classes)
+    clamp_max_per_img(plain, detector, num_classes)
     return plain
 
 
-def limit_answers(model: dict[str, Any], detector: Any, num_classes: int) -> None:
+def clamp_max_per_img(model: dict[str, Any], detector: Any, num_classes: int) -> None:
     """Lower ``max_per_img`` of a model config, in place, to what fewer classes allow.
 
     ``detector`` has all classes; ``num_classes`` remain.
     """
     most = detector.num_queries
-    if detector.bbox_head.loss_cls.use_sigmoid:  # one answer per query and class
+    if detector.bbox_head.loss_cls.use_sigmoid:  # one detection per query and class
         most *= num_classes
     settings = model.setdefault("test_cfg", {})
     if settings.get("max_per_img", detector.num_queries) > most:
         settings["max_per_img"] = most
 
 
-def _set_widths(model: dict[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Set the FFN hidden widths in the config; merged FFNs are wider."""
-    for part in COMPONENTS:
-        bias = state.get(f"{part}.layers.0.ffn.layers.0.0.bias")
-        if bias is not None:
-            ffn = model[part]["layer_cfg"].setdefault("ffn_cfg", {})
-            ffn["feedforward_channels"] = bias.shape[0]
+@torch.no_grad()
+def plain_backbone(backbone: TimmBackbone, divisor: int) -> dict[str, Any]:
+    """Config of timm's network that returns the same features as a TimmBackbone.
+
+    A TimmBackbone pads images to whole strides; so does a data preprocessor whose
+    ``pad_size_divisor`` (``divisor``) is a multiple of them.
+
+    Raises:
+        ConfigError: If the features would differ.
+    """
+    step = max(32, *backbone.reductions)
+    if divisor % step:
+        raise ConfigError(
+            f"the detector's TimmBackbone pads images to multiples of {step}, unlike "
+            f"backbones of mmdet; train with data_preprocessor.pad_size_divisor={step} "
+            f"instead of {divisor} to export it."
+        )
+    config = dict(
+        type=TIMM,
+        model_name=backbone.name,
+        features_only=True,
+        pretrained=False,
+        out_indices=backbone.out_indices,
+        **backbone.options,
+    )
+    noise = torch.rand(1, 3, step, 2 * step, generator=torch.Generator().manual_seed(0))
+    try:
+        plain = MODELS.build(dict(config)).eval()
+        plain.load_state_dict(backbone.net.state_dict())
+        is_equal = all(
+            one.shape == other.shape and torch.allclose(one, other, atol=1e-4)
+            for one, other in zip(backbone(noise), plain(noise), strict=True)
+        )
+    except (AssertionError, RuntimeError, TypeError, ValueError):
+        is_equal = False  # e.g. fixed input size
+    if not is_equal:
+        raise ConfigError(
+            f"the detector's TimmBackbone {backbone.name!r} needs damex: timm's "
+            "network alone does not give the same maps. Convolutional networks "
+            "(EfficientNet, ConvNeXt, ResNet) can be exported."
+        )
+    return config
 
 
-def _check_types(model: Any, pipeline: Any) -> None:
+def _check_types(registry: Any, config: Any) -> None:
     """Reject parts that mmdet alone cannot build."""
-    for registry, config in ((MODELS, model), (TRANSFORMS, pipeline)):
-        for kind in _types_in(config):
-            found = None if kind == TYPE else registry.get(kind)
-            module = getattr(found, "__module__", "mmdet")
-            if module.split(".")[0] not in ("mmdet", "mmcv", "mmengine", "torch"):
-                raise ConfigError(
-                    f"the detector has a {kind!r} of {module}, which mmdet alone "
-                    "cannot build; it cannot be exported."
-                )
+    for kind in _types_in(config):
+        found = None if kind == TIMM else registry.get(kind)
+        module = getattr(found, "__module__", "mmdet")
+        if module.split(".")[0] not in ("mmdet", "mmcv", "mmengine", "torch"):
+            raise ConfigError(
+                f"the detector has a {kind!r} of {module}, which mmdet alone cannot "
+                "build; it cannot be exported."
+            )
 
 
 def _types_in(value: Any) -> Iterator[str]:

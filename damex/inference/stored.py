@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,13 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
+import damex.registry  # noqa: F401  (makes mmdet importable, without its messages)
+from damex.datasets.coco_checks import read_coco
 from damex.datasets.label_space import LabelSpace
+from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
 from damex.errors import ConfigError, DataError, did_you_mean
+from damex.files import atomic_write, write_text
 from damex.inference.literal_config import check_types, read_literals
 from damex.models.detectors import RoutedDetector
 
@@ -57,13 +62,13 @@ class StoredDetector:
         state = checkpoint.get("state_dict")
         if not isinstance(state, Mapping) or not isinstance(meta.get("cfg"), str):
             raise ConfigError(
-                f"the checkpoint {path} holds no config, so that nothing says which "
-                "detector its weights are of; use one that a training with damex wrote."
+                f"the checkpoint {path} holds no config to build its detector from; "
+                "use one that a training with damex wrote."
             )
         if "datasets" not in (meta.get("dataset_meta") or {}):
             raise ConfigError(
-                f"the checkpoint {path} is of a training without a mixture, and "
-                "nothing says which dataset has which classes; use mmdet's own tools."
+                f"the checkpoint {path} is of a training without a mixture and lists "
+                "no datasets with their classes; use mmdet's own tools."
             )
         config = read_literals(meta["cfg"], where=path)
         model = config.get("model")
@@ -90,13 +95,18 @@ class StoredDetector:
             ConfigError: If it is not damex's, its weights do not fit, or the device is
                 missing.
         """
-        _check_device(device)
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as error:  # not compiled in; missing
+            raise ConfigError(
+                f"--device {device}: {str(error).splitlines()[0]}; use cpu or cuda:0."
+            ) from error
         init_default_scope("mmdet")
         kind = MODELS.get(self.model.get("type", ""))
         if not isinstance(kind, type) or not issubclass(kind, RoutedDetector):
             raise ConfigError(
                 f"the checkpoint {self.path} is of a {self.model.get('type')!r}, which "
-                "is no detector of damex; use mmdet's DetInferencer."
+                "is not a detector of damex; use mmdet's DetInferencer."
             )
         detector = MODELS.build(ConfigDict(copy.deepcopy(self.model)))
         check_tensors(self.state, detector, path=self.path)
@@ -113,6 +123,30 @@ class StoredDetector:
             )
         return self.space.dataset_id(name)
 
+    def validation_images(self, name: str, *, count: int) -> list[Path]:
+        """Sample ``count`` validation images of a dataset, evenly over its COCO file.
+
+        Paths of the config are relative to the working directory.
+
+        Raises:
+            ConfigError: If its entry does not name a COCO file.
+            DataError: If the file, or all of its images, are missing.
+        """
+        try:
+            specs = {spec.name: spec for spec in parse_mixture(self.mixture)}
+        except ConfigError:
+            specs = {}
+        source = specs[name].coco_source("val") if name in specs else None
+        if source is None:
+            raise ConfigError("the checkpoint names no COCO file; see --images.")
+        images = read_coco(source.annotations, name)["images"]
+        paths = [source.images / str(image.get("file_name")) for image in images]
+        found = [path for path in paths if path.is_file()]
+        if not found:
+            raise DataError(f"none of them are in {source.images}.")
+        step = max(len(found) / count, 1.0)
+        return [found[int(i * step)] for i in range(min(count, len(found)))]
+
 
 def millions(state: Mapping[str, Tensor]) -> str:
     """Number of parameters in millions, formatted."""
@@ -125,28 +159,54 @@ def forget_processes(model: Mapping[str, Any]) -> None:
         model["moe"].pop("expert_parallel", None)
 
 
-def _check_device(device: str) -> None:
-    """Reject a device that is not available to torch."""
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:  # not compiled in; missing
-        raise ConfigError(
-            f"--device {device}: {str(error).splitlines()[0]}; use cpu or cuda:0."
-        ) from error
-
-
 def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """Test pipeline without the steps that need annotations."""
     loader = config.get("test_dataloader") or config.get("val_dataloader") or {}
     steps = (loader.get("dataset") or {}).get("pipeline") or config.get("test_pipeline")
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise DataError(
-            f"the config in {path} says nothing about images (no pipeline)."
-        )
+    steps = [dict(step) for step in steps or () if isinstance(step, dict)]
     kept = [step for step in steps if step.get("type") not in ANNOTATION_STEPS]
     if not kept or kept[0].get("type") != "LoadImageFromFile":
         raise DataError(
-            f"the pipeline in {path} does not begin with LoadImageFromFile."
+            f"the config in {path} has no test pipeline that begins with "
+            "LoadImageFromFile."
         )
-    first = {k: v for k, v in kept[0].items() if k != "backend_args"}  # local files
-    return [first, *kept[1:]]
+    kept[0].pop("backend_args", None)  # files are local
+    return kept
+
+
+def check_target(
+    path: Path, *, suffixes: Sequence[str] = (".pth",), with_config: bool = True
+) -> None:
+    """Check the path of a detector (and of its config) before anything is computed.
+
+    Raises:
+        ConfigError: If the suffix is wrong, or a file exists already.
+    """
+    if path.suffix not in suffixes:
+        raise ConfigError(f"--out must end in {' or '.join(suffixes)}, got {path}.")
+    for file in (path, path.with_suffix(".py")):
+        if file.exists() and (with_config or file == path):
+            raise ConfigError(f"{file} exists; remove it, or name another --out.")
+
+
+def write_checkpoint(
+    path: Path,
+    state: Mapping[str, Tensor],
+    *,
+    config: str,
+    with_config: bool = True,
+    **meta: Any,
+) -> None:
+    """Write a checkpoint and its config, each completely or not at all.
+
+    ``meta`` is further metadata of the checkpoint, such as ``dataset_meta``.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+    """
+    content = dict(meta=dict(cfg=config, **meta), state_dict=dict(state))
+    with atomic_write(path) as part:
+        with part.open("wb") as file:
+            torch.save(content, file)
+        if with_config:
+            write_text(path.with_suffix(".py"), config)

@@ -10,7 +10,7 @@ from mmengine.config import Config
 from PIL import Image
 
 from damex.datasets.label_space import LabelSpace
-from damex.inference import Prediction
+from damex.inference import Prediction, Predictor
 
 SPACE = LabelSpace(
     classes=("car", "person", "dog", "kite"),
@@ -36,12 +36,14 @@ BEST = dict(
 )
 
 
+CONTENTS, PREDICTORS = {}, {}  # by their arguments: building takes a second
+
+
 @pytest.fixture
 def save(tmp_path, model_config, build):
     """Save a detector with scores far apart; ``moe=False`` makes a dense one."""
 
-    def make(name="made.pth", *, space=SPACE, moe=None, drop_meta=(), **changes):
-        moe = (copy.deepcopy(BEST) if moe is None else moe) or None
+    def make_content(space, moe, changes):
         made = dict(moe=moe, num_groups=len(space.group_names), **changes)
         detector = build(**copy.deepcopy(made))
         generator = torch.Generator().manual_seed(1)
@@ -61,12 +63,28 @@ def save(tmp_path, model_config, build):
             )
         )
         meta = dict(cfg=config.pretty_text, dataset_meta=space.to_metainfo())
+        return dict(meta=meta, state_dict=detector.state_dict())
+
+    def make(name="made.pth", *, space=SPACE, moe=None, drop_meta=(), **changes):
+        moe = (copy.deepcopy(BEST) if moe is None else moe) or None
+        key = repr((space, moe, changes))
+        if key not in CONTENTS:
+            CONTENTS[key] = make_content(space, moe, changes)
+        meta, state = CONTENTS[key].values()
         meta = {key: value for key, value in meta.items() if key not in drop_meta}
         path = tmp_path / name
-        torch.save(dict(meta=meta, state_dict=detector.state_dict()), path)
+        torch.save(dict(meta=meta, state_dict=state), path)
         return path
 
     return make
+
+
+@pytest.fixture
+def predictor(save):
+    """Of the default detector; tests do not change it."""
+    if "default" not in PREDICTORS:
+        PREDICTORS["default"] = Predictor(save(), device="cpu")
+    return PREDICTORS["default"]
 
 
 @pytest.fixture
@@ -86,7 +104,7 @@ def photos(tmp_path):
 def make_prediction():
     """Of an image of 96 x 64 pixels with a dog and a car."""
 
-    def make(path=None, *, probabilities=None, dataset="park", frame=None):
+    def make(path=None, *, probabilities=None, dataset="park", frame=None, image=None):
         return Prediction(
             path=path,
             width=96,
@@ -98,6 +116,7 @@ def make_prediction():
             dataset=dataset,
             probabilities={} if probabilities is None else probabilities,
             frame=frame,
+            image=np.full((64, 96, 3), 255, np.uint8) if image is None else image,
         )
 
     return make

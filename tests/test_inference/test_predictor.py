@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from mmengine.logging import MMLogger
-from PIL import Image
 
 from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError
 from damex.inference import Predictor
-from damex.inference.images import frames_of
+from damex.inference.media import frames_of
 from damex.models.insertion import moe_blocks
 from tests.test_inference.conftest import BEST, SPACE
 
@@ -29,8 +28,7 @@ def assert_same(one, other):
     np.testing.assert_allclose(one.boxes, other.boxes, atol=1e-3)
 
 
-def test_classes_and_datasets_travel_in_the_checkpoint(save):
-    predictor = Predictor(save(), device="cpu")
+def test_classes_and_datasets_travel_in_the_checkpoint(predictor):
     assert predictor.classes == SPACE.classes
     assert predictor.datasets == {
         "street": ("car", "person"),
@@ -40,22 +38,20 @@ def test_classes_and_datasets_travel_in_the_checkpoint(save):
     assert predictor.can_tell
 
 
-def test_auto_looks_for_the_classes_of_the_most_probable_dataset(save, photos):
-    predictor = Predictor(save(), device="cpu")
+def test_auto_looks_for_the_classes_of_the_most_probable_dataset(predictor, photos):
     seen = everything(predictor, sorted(photos.rglob("*.*")))
     assert len(seen) == 3
     for one in seen:
         assert sum(one.probabilities.values()) == pytest.approx(1.0)
-        assert one.likeness == one.probabilities[one.dataset]
-        assert one.likeness == max(one.probabilities.values())
+        assert one.confidence == one.probabilities[one.dataset]
+        assert one.confidence == max(one.probabilities.values())
         assert set(one.names) <= set(predictor.datasets[one.dataset])
         assert len(one.scores) > 0
         assert (np.diff(one.scores) <= 0).all()
 
 
-def test_the_routers_say_which_dataset_it_is(save, photos, monkeypatch):
+def test_the_routers_say_which_dataset_it_is(predictor, photos, monkeypatch):
     """Their mean over tokens, then over layers."""
-    predictor = Predictor(save(), device="cpu")
     records = {}
     context = predictor._detector.routing
     add = type(context).add
@@ -73,13 +69,12 @@ def test_the_routers_say_which_dataset_it_is(save, photos, monkeypatch):
     assert list(one.probabilities.values()) == pytest.approx(expected, abs=1e-6)
 
 
-def test_all_keeps_all_classes(save, photos):
-    predictor = Predictor(save(), device="cpu")
+def test_all_keeps_all_classes(predictor, photos):
     (one,) = everything(predictor, photos / "a.png", dataset="all")
     assert one.dataset is None
     for own in predictor.datasets.values():
         assert not set(one.names) <= set(own)
-    assert one.likeness is not None
+    assert one.confidence is not None
 
 
 def test_a_named_dataset_chooses_classes_and_experts(save, photos):
@@ -103,8 +98,7 @@ def test_a_named_dataset_chooses_classes_and_experts(save, photos):
     assert set(sky.names) == {"kite"}
 
 
-def test_a_name_is_forgotten_after_the_call(save, photos):
-    predictor = Predictor(save(), device="cpu")
+def test_a_name_is_forgotten_after_the_call(predictor, photos):
     before = everything(predictor, photos / "a.png")
     everything(predictor, photos / "a.png", dataset="sky")
     assert_same(everything(predictor, photos / "a.png")[0], before[0])
@@ -117,8 +111,7 @@ def test_experts_that_no_dataset_can_choose_leave_the_classes(save, photos):
     assert set(one.names) == {"person", "dog"}
 
 
-def test_batches_change_nothing(save, photos):
-    predictor = Predictor(save(), device="cpu")
+def test_batches_change_nothing(predictor, photos):
     rng = np.random.default_rng(0)
     heights = (64, 64, 64, 30, 64, 30, 30)  # none is padded for its neighbours
     images = [rng.integers(0, 256, (side, 96, 3), dtype=np.uint8) for side in heights]
@@ -134,8 +127,7 @@ def test_batches_change_nothing(save, photos):
         assert one.probabilities == pytest.approx(same.probabilities, abs=1e-5)
 
 
-def test_an_array_is_what_a_file_is(save, photos):
-    predictor = Predictor(save(), device="cpu")
+def test_an_array_is_what_a_file_is(predictor, photos):
     rgb = cv2.imread(str(photos / "a.png"))[..., ::-1]
     (one,) = everything(predictor, rgb)
     (same,) = everything(predictor, str(photos / "a.png"))
@@ -144,16 +136,16 @@ def test_an_array_is_what_a_file_is(save, photos):
     assert_same(one, same)
 
 
-def test_broken_images_are_left_out_or_raise(save, photos):
+def test_broken_images_are_left_out_or_raise(predictor, photos):
     (photos / "text.png").write_text("not an image")
     cut = photos / "b.jpg"
     cut.write_bytes(cut.read_bytes()[:-200])
-    predictor, faults = Predictor(save(), device="cpu"), []
+    faults = []
     paths = [photos / name for name in ("text.png", "a.png", "b.jpg", "none.png")]
     seen = [*predictor.stream(paths, "auto", 0.3, 2, skip=faults.append)]
     assert [one.path for one in seen] == [photos / "a.png"]
     said = [str(fault) for fault in faults]
-    assert "text.png is no image that can be read" in said[0]
+    assert "text.png is not an image that can be read" in said[0]
     assert "b.jpg cannot be decoded to its end" in said[1]
     assert "none.png does not exist" in said[2]
     with pytest.raises(DataError, match=r"text\.png"):
@@ -177,7 +169,7 @@ def test_a_detector_that_was_not_taught_has_to_be_told(save, photos):
         (auto,) = everything(predictor, photos / "a.png")
     assert [warning.filename for warning in caught] == [__file__]
     (one,) = everything(predictor, photos / "a.png", dataset="all")
-    assert (one.dataset, one.likeness) == (None, None)
+    assert (one.dataset, one.confidence) == (None, None)
     assert_same(auto, one)
 
 
@@ -195,33 +187,18 @@ def test_the_only_dataset_is_looked_for(save, photos):
         (None, {}, "must be a path or a uint8 array .*, got NoneType"),
         ([None], {}, "got NoneType"),
         (torch.zeros(2, 2, 3), {}, "got Tensor"),
-        (Image.new("RGB", (2, 2)), {}, "got Image"),
-        (np.zeros((0, 0, 3), np.uint8), {}, r"got uint8 of shape \(0, 0, 3\)"),
         (np.zeros((0, 4, 3), np.uint8), {}, r"got uint8 of shape \(0, 4, 3\)"),
         (np.zeros((2, 2, 4), np.uint8), {}, r"got uint8 of shape \(2, 2, 4\)"),
         (np.zeros((2, 2, 3), np.float32), {}, r"got float32 of shape \(2, 2, 3\)"),
-        (
-            np.zeros((1, 4000, 3), np.uint8),
-            {},
-            r"array \(4000 x 1 px\) cannot be resized",
-        ),
+        (np.zeros((1, 4000, 3), np.uint8), {}, r"array \(4000 x 1 px\) cannot be re"),
         ("{folder}", {}, "photos is a folder; give the files in it"),
+        ("{folder}/a.png", dict(dataset="prak"), "no dataset 'prak'; .* 'park'"),
         ("{folder}/a.png", dict(batch_size=0), "batch_size must be at least 1, got 0"),
-        (
-            "{folder}/a.png",
-            dict(batch_size=-1),
-            "batch_size must be at least 1, got -1",
-        ),
-        (
-            "{folder}/a.png",
-            dict(min_score=1.5),
-            r"min_score must be in \[0, 1\], got 1.5",
-        ),
+        ("{folder}/a.png", dict(min_score=1.5), r"min_score must be in \[0, 1\]"),
         ("{folder}/a.png", dict(min_score=np.nan), "min_score must be .* got nan"),
     ],
 )
-def test_what_cannot_be_looked_at_is_named(save, photos, images, options, text):
-    predictor = Predictor(save(), device="cpu")
+def test_what_cannot_be_looked_at_is_named(predictor, photos, images, options, text):
     if isinstance(images, str):
         images = images.format(folder=photos)
     with pytest.raises(ValueError, match=text):  # DataError is one
@@ -245,13 +222,7 @@ def test_a_dataset_head_is_asked_first(save, photos):
     predictor._detector.awareness.head.bias.data = torch.tensor([0.0, 9.0, 0.0])
     (one,) = predictor(photos / "a.png")
     assert one.dataset == "park"
-    assert one.likeness == pytest.approx(np.exp(9) / (np.exp(9) + 2), abs=1e-4)
-
-
-def test_an_unknown_dataset_is_named(save, photos):
-    predictor = Predictor(save(), device="cpu")
-    with pytest.raises(ConfigError, match=r"no dataset 'prak'; did you mean 'park'\?"):
-        predictor(photos / "a.png", dataset="prak")
+    assert one.confidence == pytest.approx(np.exp(9) / (np.exp(9) + 2), abs=1e-4)
 
 
 def test_checkpoints_that_say_too_little_are_refused(save, tmp_path):
@@ -261,7 +232,7 @@ def test_checkpoints_that_say_too_little_are_refused(save, tmp_path):
         Predictor(save(drop_meta=("dataset_meta",)))
     with pytest.raises(DataError, match="there is no checkpoint"):
         Predictor(tmp_path / "none.pth")
-    with pytest.raises(ConfigError, match="of a 'DINO', which is no detector of damex"):
+    with pytest.raises(ConfigError, match="a 'DINO', which is not a detector of damex"):
         Predictor(edited(save(), lambda text: text.replace("'MoEDINO'", "'DINO'")))
 
 
@@ -292,28 +263,9 @@ def test_a_device_that_is_not_there_is_named(save, photos, capsys, command, devi
     assert line.endswith("; use cpu or cuda:0.")
 
 
-def test_no_code_of_a_checkpoint_runs(save, tmp_path):
-    mark = tmp_path / "ran"
-    line = f"\nx = __import__('pathlib').Path({str(mark)!r}).touch()\n"
-    with pytest.raises(DataError, match="more than values"):
-        Predictor(edited(save(), lambda text: text + line))
-    call = f"type='pathlib.Path.touch', self={str(mark)!r}"
-    with pytest.raises(DataError, match=r"has type='pathlib\.Path\.touch'"):
-        Predictor(edited(save(), lambda text: text.replace("type='ResNet'", call)))
-    assert not mark.exists()
-
-
-def test_modules_that_a_checkpoint_names_are_not_imported(save, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "stranger.py").write_text("raise SystemExit('ran')")
-    line = "\ncustom_imports = dict(imports=['stranger'])\n"
-    Predictor(edited(save(), lambda text: text + line), device="cpu")
-
-
-def test_frames_of_a_video_are_seen_as_images_are(save, clip):
-    predictor = Predictor(save(), device="cpu")
+def test_frames_of_a_video_are_seen_as_images_are(predictor, clip):
     seen = everything(predictor, clip, batch_size=2)
-    arrays = [frame.pixels[..., ::-1] for frame in frames_of(clip)]
+    arrays = [frame[..., ::-1] for frame in frames_of(clip)]
     assert [(one.path, one.frame) for one in seen] == [(clip, n) for n in range(5)]
     for one, other in zip(seen, everything(predictor, arrays), strict=True):
         assert (one.width, one.height, other.frame) == (96, 64, None)

@@ -10,10 +10,9 @@ import pytest
 from mmdet.apis import inference_detector, init_detector
 from mmdet.models.detectors import DINO
 
-from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference import Predictor
-from damex.inference.specialist import take_out
+from damex.inference.specialist import extract
 from damex.inference.stored import StoredDetector
 from tests.test_inference.conftest import BEST, SPACE
 
@@ -49,7 +48,7 @@ MOES = {
 def compare(checkpoint, folder, images, *, dataset):
     """Largest differences of scores and boxes to the mixture that is told."""
     out = folder / f"{dataset}.pth"
-    config = take_out(StoredDetector.read(str(checkpoint)), dataset).write(out)
+    config = extract(StoredDetector.read(str(checkpoint)), dataset).write(out)
     detector = init_detector(str(config), str(out), device="cpu")
     assert type(detector) is DINO
     predictor = Predictor(checkpoint, device="cpu")
@@ -90,15 +89,18 @@ def test_a_backbone_of_timm_goes_along(save, photos, tmp_path):
 
 
 REFUSALS = {
-    "k": ({"gate": dict(type="TopKGate", k=2), "image_vote": False}, "to 2 experts"),
-    "soft": ({"gate": dict(type="TopKGate", k=1)}, "weight of an expert depends"),
+    "k": (
+        {"gate": dict(type="TopKGate", k=2), "image_vote": False},
+        "gate has k=2",
+    ),
+    "soft": ({"gate": dict(type="TopKGate", k=1)}, "renormalize=False"),
     "gate": (
         {"gate": dict(type="DenseSoftmaxGate"), "image_vote": False},
         "its gate is a DenseSoftmaxGate",
     ),
     "no groups": (
         {"num_experts": 2, "losses": [], "image_vote": False},
-        "does not know which experts are whose",
+        "its experts belong to no dataset",
     ),
     "several": ({"num_experts": 6}, "the dataset has 2 experts"),
     "affine": (
@@ -132,7 +134,7 @@ def test_what_has_no_dense_equal_is_refused(save, changes, words):
     moe = changes if "channels" in changes else {**BEST, **changes}
     stored = StoredDetector.read(str(save(moe=moe)))
     with pytest.raises(ConfigError, match=words) as caught:
-        take_out(stored, "park")
+        extract(stored, "park")
     assert "\n" not in str(caught.value)
 
 
@@ -140,17 +142,7 @@ def test_what_changes_scores_by_dataset_is_refused(save):
     coverage = dict(label_coverage=SPACE.coverage())
     stored = StoredDetector.read(str(save(label_prior=dict(source="head"), **coverage)))
     with pytest.raises(ConfigError, match="has label_prior, which"):
-        take_out(stored, "park")
-
-
-def test_files_are_not_replaced(save, tmp_path, capsys):
-    checkpoint = save()
-    capsys.readouterr()  # what building a detector says
-    arguments = ["export", str(checkpoint), "--dataset", "park", "--out"]
-    assert main([*arguments, str(checkpoint)]) == 2
-    assert "made.pth exists; remove it" in capsys.readouterr().err
-    assert main([*arguments, str(tmp_path / "park.pt")]) == 2
-    assert "--out must end in .pth or .onnx" in capsys.readouterr().err
+        extract(stored, "park")
 
 
 # mmcv may have no compiled ops here, and mmdet needs some to be imported.

@@ -17,26 +17,18 @@ from PIL import Image
 from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference import Predictor, onnx_graph
-from damex.inference.images import Inputs
-from damex.inference.onnx_graph import (
-    DetectorGraph,
-    Routing,
-    resized,
-    resizing_to,
-    to_onnx,
-)
-from damex.inference.onnx_parity import (
-    Answers,
-    answers_of_graph,
-    answers_of_mmdet,
+from damex.inference.dense_experts import voted_detector
+from damex.inference.export import (
+    Detections,
     compare,
+    detections_of_graph,
+    detections_of_mmdet,
     difference,
-    milliseconds,
     start_session,
 )
-from damex.inference.onnx_routing import voted_detector
-from damex.inference.predictor import labels_by_group
-from damex.inference.specialist import take_out
+from damex.inference.onnx_graph import DetectorGraph, resized, resizing_to, to_onnx
+from damex.inference.predictor import Inputs, labels_by_group
+from damex.inference.specialist import extract
 from damex.inference.stored import StoredDetector
 from tests.test_inference.conftest import BEST, PIPELINE
 
@@ -58,7 +50,7 @@ LOAD, RESIZE, _, PACK = PIPELINE
 def graph_of(checkpoint, *, dataset="park", size=None, pipeline=None):
     """A graph of a specialist, as the command makes it."""
     stored = StoredDetector.read(str(checkpoint))
-    specialist = take_out(stored, dataset)
+    specialist = extract(stored, dataset)
     pipeline = resizing_to(pipeline or stored.pipeline, size)
     return DetectorGraph(specialist.build(), pipeline).eval()
 
@@ -81,14 +73,14 @@ def check(graph, detector=None):
     """Hold a graph to a detector, on batches that it was not made with."""
     detector = graph.detector if detector is None else detector
     session = start_session(to_onnx(graph, dict(classes=("dog", "person"))))
-    labels = graph.routing.labels if graph.routing else None
+    labels = graph.votes.labels if graph.votes else None
     seen = []
     for seed, size in enumerate(SIZES):
         images = pictures(size, 1 + seed % 3, seed=seed)
-        found = answers_of_graph(session, images)
+        found = detections_of_graph(session, images)
         for image, other in zip(images, found, strict=True):
             inputs = Inputs(graph.pipeline)
-            one = answers_of_mmdet(inputs, image, detector=detector, labels=labels)
+            one = detections_of_mmdet(inputs, image, detector=detector, labels=labels)
             assert one.boxes.shape == other.boxes.shape
             scores, boxes = difference(one, other, least=upper_half(one))
             assert scores < 2e-5
@@ -147,9 +139,9 @@ KINDS = {
 def mixture_graph(checkpoint):
     """The graph of a whole mixture, and the detector that it was made of."""
     stored = StoredDetector.read(str(checkpoint))
-    detector, votes = voted_detector(stored.build(), stored.path)
-    routing = Routing(votes, labels_by_group(stored.space))
-    return DetectorGraph(detector, stored.pipeline, routing).eval(), stored.build()
+    labels = labels_by_group(stored.space)
+    detector, votes = voted_detector(stored.build(), labels, stored.path)
+    return DetectorGraph(detector, stored.pipeline, votes).eval(), stored.build()
 
 
 def save_mixture(save, **moe):
@@ -175,9 +167,9 @@ def test_a_whole_mixture_answers_as_in_damex(save, kind):
     (shares_BG,) = session.run(["datasets"], dict(images=images))
     np.testing.assert_allclose(shares_BG.sum(1), 1.0, atol=1e-5)
     assert len({*shares_BG.argmax(1).tolist()}) > 1
-    inputs, labels = Inputs(graph.pipeline), graph.routing.labels
-    for image, other in zip(images, answers_of_graph(session, images), strict=True):
-        one = answers_of_mmdet(inputs, image, detector=detector, labels=labels)
+    inputs, labels = Inputs(graph.pipeline), graph.votes.labels
+    for image, other in zip(images, detections_of_graph(session, images), strict=True):
+        one = detections_of_mmdet(inputs, image, detector=detector, labels=labels)
         assert max(difference(one, other, least=upper_half(one))) < 1e-2
 
 
@@ -206,9 +198,9 @@ def test_the_command_writes_a_whole_mixture(save, tmp_path, capsys):
 
 UNWRITTEN = {
     "each token alone": (dict(image_vote=False), "train with moe.image_vote=True"),
-    "two experts": (dict(gate=dict(type="TopKGate", k=2)), "a token goes to 2 experts"),
-    "dense": (False, "has no experts, or none that were taught"),
-    "untaught": (dict(losses=[]), "has no experts, or none that were taught"),
+    "two experts": (dict(gate=dict(type="TopKGate", k=2)), "its gate has k=2"),
+    "dense": (False, "has no experts, or none that were tr"),
+    "untaught": (dict(losses=[]), "has no experts, or none that were tr"),
 }
 
 
@@ -249,8 +241,8 @@ def test_files_of_any_shape_get_the_answers_of_damex_predict(save, tmp_path, dat
         Image.fromarray(image).save(path)
         (told,) = predictor(path, dataset=dataset, min_score=0.0)
         labels = np.array([classes.index(name) for name in told.names])
-        told = Answers(told.boxes, told.scores, labels)
-        (found,) = answers_of_graph(session, image[None])
+        told = Detections(told.boxes, told.scores, labels)
+        (found,) = detections_of_graph(session, image[None])
         scores, boxes = difference(told, found, least=upper_half(told))
         assert scores < 1e-4
         assert boxes < 1e-2
@@ -298,8 +290,8 @@ def test_a_size_replaces_that_of_the_training():
     ("step", "words"),
     [
         (dict(type="Pad", size=(800, 800)), "applies Pad to images"),
-        (PACK, "say --image-size WIDTH HEIGHT"),
-        (resize(scale_factor=0.5), "say --image-size WIDTH HEIGHT"),
+        (PACK, "add --image-size WIDTH HEIGHT"),
+        (resize(scale_factor=0.5), "add --image-size WIDTH HEIGHT"),
     ],
 )
 def test_pipelines_that_no_graph_follows(step, words):
@@ -310,10 +302,10 @@ def test_pipelines_that_no_graph_follows(step, words):
 def test_differences_are_to_the_nearest_of_the_class():
     """Order says nothing; an answer that only one has is infinitely far."""
     rows = np.array([[0.0, 0, 9, 9], [10, 10, 19, 19], [20, 20, 29, 29]])
-    one = Answers(rows, np.array([0.8, 0.8, 0.1]), np.array([0, 0, 1]))
-    swapped = Answers(rows[[1, 0, 2]] + 0.25, np.array([0.8, 0.75, 0.1]), one.labels)
+    one = Detections(rows, np.array([0.8, 0.8, 0.1]), np.array([0, 0, 1]))
+    swapped = Detections(rows[[1, 0, 2]] + 0.25, np.array([0.8, 0.75, 0.1]), one.labels)
     assert difference(one, swapped, least=0.5) == pytest.approx((0.05, 0.25))
-    other = Answers(rows, one.scores, np.array([0, 0, 2]))
+    other = Detections(rows, one.scores, np.array([0, 0, 2]))
     assert difference(one, other, least=0.5) == (0.0, 0.0)
     assert difference(one, other, least=0.0) == (np.inf, np.inf)
 
@@ -375,18 +367,18 @@ def test_images_too_small_for_the_queries_are_left_out():
     def of_mmdet(image):
         if len(image) < 32:
             raise RuntimeError("selected index k out of range")
-        return Answers(np.ones((1, 4)), np.ones(1), np.ones(1))
+        return Detections(np.ones((1, 4)), np.ones(1), np.ones(1))
 
     small, large = (np.zeros((side, 32, 3), np.uint8) for side in (8, 32))
     assert compare(of_mmdet, of_mmdet, [small, large]).images == 1
-    with pytest.raises(ConfigError, match=r"out of range\); say a larger --image-size"):
+    with pytest.raises(ConfigError, match=r"out of range\); try a larger --image-size"):
         compare(of_mmdet, of_mmdet, [small])
 
 
 def test_one_answer_of_nan_is_not_close():
     def run(score):
         box, label = np.ones((1, 4)), np.ones(1)
-        return lambda image: Answers(box, np.array([score(image)]), label)
+        return lambda image: Detections(box, np.array([score(image)]), label)
 
     images = [np.full((9, 9, 3), value, np.uint8) for value in (1, 0, 1)]
     good, bad = run(lambda _: 1.0), run(lambda image: 1.0 if image.any() else np.nan)
@@ -400,18 +392,7 @@ def test_a_graph_that_fails_on_a_size_is_named():
             raise ValueError("cannot multiply\nmore")
 
     with pytest.raises(ConfigError, match=r"of 9 x 7 pixels.*: cannot multiply$"):
-        answers_of_graph(Session(), np.zeros((1, 7, 9, 3), np.uint8))
-
-
-def test_times_are_of_one_thread():
-    threads, seen = torch.get_num_threads(), []
-    torch.set_num_threads(threads + 1)
-    try:
-        milliseconds(lambda _: seen.append(torch.get_num_threads()), image=None)
-        assert {*seen} == {1}
-        assert torch.get_num_threads() == threads + 1
-    finally:
-        torch.set_num_threads(threads)
+        detections_of_graph(Session(), np.zeros((1, 7, 9, 3), np.uint8))
 
 
 def test_an_operation_that_onnx_has_not(save, tmp_path, capsys, monkeypatch):
@@ -433,7 +414,7 @@ def test_a_size_too_small_for_the_queries(save, tmp_path, capsys):
     capsys.readouterr()
     assert export(checkpoint, out, "--image-size", 16, 16) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
-    assert error.endswith("with 16 x 16 pixels; say a larger --image-size.")
+    assert error.endswith("with 16 x 16 pixels; try a larger --image-size.")
 
 
 def test_missing_packages_are_named_first(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
-"""``damex predict`` as it is typed: what it prints, what it writes, how it ends."""
+"""``damex predict``: the command as it is typed, and the files of its predictions."""
 
 import csv
+import dataclasses
 import json
 import shutil
 from contextlib import nullcontext
@@ -8,10 +9,15 @@ from pathlib import Path
 
 import mmcv
 import pytest
+import torch
 from PIL import Image
 
 from damex.__main__ import main
-from damex.inference import commands
+from damex.errors import ConfigError, DataError
+from damex.inference import media
+from damex.inference import predict as command
+from damex.inference.predict import check_outputs, coco_document, csv_table
+from damex.inference.stored import write_checkpoint
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def test_broken_images_are_named_at_the_end(predict, photos):
     assert status == 1
     assert said.out.splitlines()[-3].startswith("3 images, ")
     assert said.out.splitlines()[-2] == "error: 1 of 4 files could not be read:"
-    assert "broken.png is no image that can be read." in said.out.splitlines()[-1]
+    assert "broken.png is not an image that can be read." in said.out.splitlines()[-1]
 
 
 def test_frames_of_a_video_are_images(predict, photos, clip, tmp_path):
@@ -66,7 +72,7 @@ def test_frames_of_a_video_are_images(predict, photos, clip, tmp_path):
     status, said = predict(*words, *options, "--batch-size", 4)
     assert status == 1
     assert "error: 1 of 3 files could not be read:" in said.out
-    assert "bad.avi is no video that OpenCV can read." in said.out.splitlines()[-1]
+    assert "bad.avi is not a video that OpenCV can read." in said.out.splitlines()[-1]
     names = ["photos/a.png", *(f"clip.mp4:{number}" for number in range(5))]
     assert [line.split()[0] for line in said.out.splitlines()[:6]] == names
     document = json.loads(found.read_text())
@@ -98,12 +104,12 @@ def test_what_was_found_before_a_stop_is_written(
     outputs = ("--json", found, "--csv", table, "--draw", seen)
     options = ("--min-score", 0.2, "--batch-size", 2)
 
-    def stop_at_the_third(one, name, least, line_of=commands.line_of):
+    def stop_at_the_third(one, name, least, line_of=command.line_of):
         if name == "deep/a.png":
             raise kind("stop")
         return line_of(one, name, least)
 
-    monkeypatch.setattr(commands, "line_of", stop_at_the_third)
+    monkeypatch.setattr(command, "line_of", stop_at_the_third)
     with nullcontext() if kind is KeyboardInterrupt else pytest.raises(kind):
         status, said = predict(photos, *options, *outputs)
         assert status == 130
@@ -129,7 +135,7 @@ def test_an_image_that_cannot_be_resized_is_named_at_the_end(predict, photos):
 
 
 def test_a_video_that_breaks_off_is_named_at_the_end(predict, clip, monkeypatch):
-    monkeypatch.setattr(mmcv.VideoReader, "frame_cnt", 60)
+    monkeypatch.setattr(media, "frame_count", lambda _: 60)
     status, said = predict(clip, "--min-probability", 0)
     assert status == 1
     assert said.out.splitlines()[-3].startswith("5 images, ")
@@ -156,9 +162,27 @@ def test_a_dense_detector_looks_for_all_classes(save, photos, capsys):
     assert main(["predict", str(path), str(photos), "--device", "cpu"]) == 0
     note, *lines = capsys.readouterr().out.splitlines()
     assert note.startswith("note: ")
-    assert note.endswith("keep to its classes: street, park, sky.")
+    assert note.endswith("its classes: street, park, sky.")
     assert [line.split()[0] for line in lines[:-1]] == ["a.png", "b.jpg", "deep/a.png"]
     assert not any(line.startswith("note") for line in lines)
+
+
+def test_a_line_break_in_a_name_does_not_break_the_line(make_prediction):
+    one = make_prediction(probabilities={"pa\nrk": 1.0})
+    one = dataclasses.replace(one, names=("do\ng", "car"))
+    line = command.line_of(one, "a\r.png", 0.5)
+    assert line.split() == [
+        "a",
+        ".png",
+        "pa",
+        "rk",
+        "1.00",
+        "1",
+        "do",
+        "g,",
+        "1",
+        "car",
+    ]
 
 
 def test_images_that_look_like_no_dataset_are_marked(predict, photos):
@@ -196,3 +220,122 @@ def test_mistakes_end_in_one_line(predict, photos, monkeypatch, arguments, words
     assert status == 2
     assert words in said.err
     assert len(said.err.strip().splitlines()) == 1
+
+
+CLASSES = ("car", "dog")
+WEIGHT = dict(weight=torch.zeros(9_000))
+
+
+def write(output, pairs):
+    with output as add:
+        for one, name in pairs:
+            add(one, name)
+
+
+def test_json_is_a_coco_document_with_scores(tmp_path, make_prediction):
+    some = make_prediction(probabilities=dict(street=0.25, park=0.75))
+    none = make_prediction(dataset=None)
+    path = tmp_path / "new" / "found.json"
+    write(coco_document(path, CLASSES), [(some, "a.png"), (none, "b.png")])
+    document = json.loads(path.read_text())
+    size = dict(width=96, height=64)
+    assert document["images"] == [
+        dict(id=1, file_name="a.png", **size, dataset="park", probability=0.75),
+        dict(id=2, file_name="b.png", **size),
+    ]
+    assert document["categories"] == [dict(id=1, name="car"), dict(id=2, name="dog")]
+    assert [row["id"] for row in document["annotations"]] == [1, 2, 3, 4]
+    assert document["annotations"][0] == dict(
+        id=1,
+        image_id=1,
+        category_id=2,
+        bbox=[8.0, 10.0, 20.0, 30.0],
+        area=600.0,
+        score=0.9,
+        iscrowd=0,
+    )
+
+
+def test_csv_has_a_row_per_detection(tmp_path, make_prediction):
+    path = tmp_path / "found.csv"
+    some = make_prediction(probabilities=dict(street=0.25, park=0.75))
+    none = make_prediction(dataset=None)
+    write(csv_table(path), [(some, "a,b.png"), (none, "c.png")])
+    with path.open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert len(rows) == 4
+    assert rows[0] == {
+        **{"file": "a,b.png", "width": "96", "height": "64", "dataset": "park"},
+        **{"probability": "0.75", "class": "dog", "score": "0.9"},
+        **{"x1": "8.0", "y1": "10.0", "x2": "28.0", "y2": "40.0"},
+    }
+    assert (rows[3]["class"], rows[3]["dataset"], rows[3]["probability"]) == (
+        "car",
+        "",
+        "",
+    )
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DataError])
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        ("json", lambda path: json.loads(path.read_text())["images"]),
+        ("csv", lambda path: [*csv.DictReader(path.open(newline=""))][::2]),
+    ],
+)
+def test_what_was_found_before_a_stop_is_kept(
+    tmp_path, make_prediction, kind, read, count, error
+):
+    """Without anything that was found, an earlier file stays."""
+    path = tmp_path / f"found.{kind}"
+    path.write_text("earlier")
+    output = csv_table(path) if kind == "csv" else coco_document(path, CLASSES)
+
+    def found():
+        for number in range(count):
+            yield make_prediction(), f"{number}.png"
+            assert path.read_text() == "earlier"
+        raise error
+
+    with pytest.raises(error):
+        write(output, found())
+    if count:
+        assert len(read(path)) == count
+    else:
+        assert path.read_text() == "earlier"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("a.csv", lambda path, found: write(csv_table(path), found)),
+        ("a.json", lambda path, found: write(coco_document(path, CLASSES), found)),
+        ("a.pth", lambda path, _: write_checkpoint(path, WEIGHT, config="")),
+        ("a.pth", lambda path, _: write_checkpoint(path, {}, config="#" * 9_000)),
+    ],
+)
+def test_a_full_disk_leaves_the_earlier_file(
+    tmp_path, make_prediction, full_disk, name, make
+):
+    path = tmp_path / name
+    path.write_text("earlier")
+    found = [(make_prediction(), f"{number}.png") for number in range(100)]
+    reason = r"a\.\w+ was not written \(File too large\)"
+    with full_disk(4_000), pytest.raises(ConfigError, match=reason):
+        make(path, found)
+    assert path.read_text() == "earlier"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_inputs_and_outputs_are_different_files(tmp_path):
+    image, link = tmp_path / "a.png", tmp_path / "link.json"
+    image.write_text("")
+    link.symlink_to(image)
+    new = tmp_path / "new.json"
+    check_outputs([new], [image])
+    for targets in ([image], [link], [new, tmp_path / "x" / ".." / "new.json"]):
+        with pytest.raises(ConfigError, match="would be replaced"):
+            check_outputs(targets, [image])

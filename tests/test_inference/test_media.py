@@ -4,31 +4,24 @@ import shutil
 from contextlib import nullcontext
 
 import cv2
-import mmcv
 import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
 from damex.errors import DataError
-from damex.inference.images import fault_of, find_images, frames_of, names_of
+from damex.inference import media
+from damex.inference.media import fault_of, find_images, frames_of, names_of
 
 
-def test_files_folders_and_patterns_stand_for_images_once(photos):
+def test_files_folders_and_patterns_are_images_once(photos):
     (photos / "notes.txt").write_text("no image")
     words = [str(photos / "b.jpg"), str(photos), str(photos / "*.png")]
     found = find_images(words)
     names = ["b.jpg", "a.png", "deep/a.png"]
     assert [path.relative_to(photos).as_posix() for path in found] == names
-
-
-def test_a_pattern_may_go_into_folders(photos):
     found = find_images([str(photos / "**" / "a.png")])
     assert [path.parent.name for path in found] == ["photos", "deep"]
-
-
-def test_a_file_that_is_named_is_taken_whatever_its_name(photos):
-    odd = photos / "picture.data"
-    (photos / "a.png").rename(odd)
+    odd = (photos / "a.png").rename(photos / "picture.data")
     assert find_images([str(odd)]) == [odd]
 
 
@@ -112,8 +105,6 @@ def test_what_pillow_does_not_know_is_left_to_others(photos):
     path = photos / "text.png"
     path.write_text("not an image")
     assert fault_of(path) is None
-    with pytest.raises(OSError, match="cannot identify"):
-        Image.open(path)
 
 
 def test_videos_are_found_where_they_are_wanted(photos, clip):
@@ -124,9 +115,7 @@ def test_videos_are_found_where_they_are_wanted(photos, clip):
 
 
 def test_frames_come_in_order(clip):
-    frames = [*frames_of(clip)]
-    assert [frame.number for frame in frames] == [0, 1, 2, 3, 4]
-    means = [frame.pixels.mean() for frame in frames]
+    means = [frame.mean() for frame in frames_of(clip)]
     assert means == pytest.approx([20, 60, 100, 140, 180], abs=4)
 
 
@@ -135,7 +124,7 @@ def test_a_file_that_is_no_video_is_named(tmp_path):
     with pytest.raises(DataError, match=r"clip\.mp4 does not exist"):
         next(frames_of(path))
     path.write_text("no video")
-    with pytest.raises(DataError, match=r"clip\.mp4 is no video that OpenCV can read"):
+    with pytest.raises(DataError, match=r"clip\.mp4 is not a video"):
         next(frames_of(path))
     path = path.rename(tmp_path / "\udcff.mp4")  # OpenCV would crash
     with pytest.raises(DataError, match="not UTF-8"):
@@ -154,17 +143,15 @@ def test_a_video_that_breaks_off_is_named_after_its_frames(tmp_path, suffix):
     assert len([*frames_of(path)]) == 20
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    frames, numbers = frames_of(path), []
+    frames, read = frames_of(path), []
     with pytest.raises(DataError, match=r"breaks off: (\d+) of 20 frames") as caught:
-        numbers.extend(frame.number for frame in frames)
-    read = int(str(caught.value).partition("off: ")[2].split()[0])
-    assert 5 < read < 15
+        read.extend(frames)
+    assert f"off: {len(read)} of" in str(caught.value)
+    assert 5 < len(read) < 15
 
 
-@pytest.mark.parametrize(
-    ("stated", "is_whole"), [(0, True), (-9, True), (6, True), (7, False)]
-)
+@pytest.mark.parametrize(("stated", "is_whole"), [(-9, True), (6, True), (7, False)])
 def test_a_count_may_be_unknown_or_off_by_one(clip, monkeypatch, stated, is_whole):
-    monkeypatch.setattr(mmcv.VideoReader, "frame_cnt", stated)
+    monkeypatch.setattr(media, "frame_count", lambda _: stated)
     with nullcontext() if is_whole else pytest.raises(DataError, match="5 of 7 frames"):
         assert len([*frames_of(clip)]) == 5

@@ -8,16 +8,19 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from mmengine.dataset import pseudo_collate
 from PIL import Image
 
 from damex.__main__ import main
 from damex.errors import DataError
-from damex.inference.images import Inputs
-from damex.inference.look.history import read_history
-from damex.inference.look.page import LayerUse, paint
-from damex.inference.look.samples import rows_of_mixture, rows_of_words
-from damex.inference.look.watch import TILE, Watcher
+from damex.inference.predictor import Inputs, detect
+from damex.inference.routing_recorder import TILE, Recorder
+from damex.inference.routing_report import (
+    LayerUse,
+    paint,
+    read_history,
+    rows_of_mixture,
+    rows_of_words,
+)
 from damex.inference.stored import StoredDetector
 from damex.models.insertion import moe_blocks
 from damex.moe import LayerTally
@@ -55,7 +58,7 @@ class Page(HTMLParser):
 
 def test_the_numbers_of_a_layer_by_hand():
     counts = torch.tensor([[2, 1], [0, 10]])
-    use = LayerUse.of("encoder.0", LayerTally(counts, counts.sum(1)))
+    use = LayerUse("encoder.0", LayerTally(counts, counts.sum(1)))
     assert use.share_RE == pytest.approx(np.array([[2 / 3, 1 / 3], [0.0, 1.0]]))
     # Both rows count alike, although the second has more tokens.
     assert use.load_E == pytest.approx(np.array([1 / 3, 2 / 3]))
@@ -71,7 +74,7 @@ def test_the_numbers_of_a_layer_by_hand():
 
 def test_a_row_without_images_is_no_row_of_the_load():
     counts = torch.tensor([[4, 0, 0], [0, 0, 0]])
-    use = LayerUse.of("a", LayerTally(counts, counts.sum(1)))
+    use = LayerUse("a", LayerTally(counts, counts.sum(1)))
     assert use.load_E.tolist() == [1.0, 0.0, 0.0]
     assert (use.entropy, use.information) == (0.0, 0.0)
     assert list(use.unused) == [1, 2]
@@ -125,48 +128,46 @@ def test_without_any_image_one_line_says_what_to_do(stored):
         rows_of_mixture(stored(), per_dataset=3)
 
 
-def look(stored, photos, *, watcher=None, **options):
-    watcher = watcher or Watcher(stored, device="cpu")
+def record(stored, photos, *, recorder=None, **options):
+    recorder = recorder or Recorder(stored, device="cpu")
     rows = rows_of_words([str(photos)])
     settings = dict(examples_per_row=2, batch_size=2, advance=lambda: None)
-    return watcher, rows, *watcher.watch(rows, **{**settings, **options})
+    return recorder, rows, recorder.record(rows, **{**settings, **options})
 
 
 def test_tokens_are_counted_as_in_evaluation(stored, photos):
     """The detector's own counts per image, one image at a time, are the other way."""
-    found = stored()
-    watcher, rows, watched, _ = look(found, photos, batch_size=1)
-    watcher.detector.counts_tokens = True
-    inputs = Inputs(found.pipeline)
+    detector = stored()
+    recorder, rows, found = record(detector, photos, batch_size=1)
+    recorder.detector.counts_tokens = True
+    inputs = Inputs(detector.pipeline)
     for number, row in enumerate(rows):
-        batches = [pseudo_collate([inputs(path)]) for path in row.paths]
-        with torch.inference_mode():
-            samples = [watcher.detector.test_step(batch)[0] for batch in batches]
-        for name, tally in watched.served.items():
+        samples = [detect(recorder.detector, [inputs(path)])[0] for path in row.paths]
+        for name, tally in found.served.items():
             counts = np.sum([sample.routing_counts[name] for sample in samples], axis=0)
             assert tally.counts_GE[number].tolist() == counts.tolist()
             assert tally.tokens_G[number] == counts.sum()
 
 
 def test_where_images_vote_the_choice_of_tokens_is_shown_too(stored, photos):
-    _, _, watched, _ = look(stored(), photos)
-    assert set(watched.chosen) == set(watched.served)
-    for example in watched.examples:
+    _, _, found = record(stored(), photos)
+    assert set(found.chosen) == set(found.served)
+    for example in found.examples:
         assert all(len(experts) == 1 for experts in example.elected.values())
     own = dict(layers=dict(encoder=[0]), losses=[dict(type="DatasetRoutingLoss")])
-    _, _, watched, _ = look(stored(moe=own), photos)
-    assert watched.chosen == {}
-    assert all(example.elected == {} for example in watched.examples)
+    _, _, found = record(stored(moe=own), photos)
+    assert found.chosen == {}
+    assert all(example.elected == {} for example in found.examples)
 
 
 def test_regions_lie_where_the_tokens_are(stored, photos):
     """A router that tells left from right, on an image that is padded in its batch."""
-    watcher = Watcher(stored(), device="cpu")
-    block = next(b for b in moe_blocks(watcher.detector) if b.name == "encoder.1")
+    recorder = Recorder(stored(), device="cpu")
+    block = next(b for b in moe_blocks(recorder.detector) if b.name == "encoder.1")
 
     def choose(router, inputs, logits_VE):
         columns = []
-        for height, width in watcher._levels:
+        for height, width in recorder._levels:
             columns.append((torch.arange(width) / width).repeat(height))
         place_V = block.context.packing.pack(torch.cat(columns).expand(2, -1))
         right_V = (place_V >= 0.5).long()
@@ -175,15 +176,15 @@ def test_regions_lie_where_the_tokens_are(stored, photos):
     block.moe.router.register_forward_hook(choose)
     narrow = photos / "b.jpg"  # a.png is wider: half of this one's input is padding
     Image.open(narrow).resize((32, 64)).save(narrow)
-    _, _, watched, faults = look(None, photos, watcher=watcher)
-    assert faults == []
-    wide, tall, _ = watched.examples
+    _, _, found = record(None, photos, recorder=recorder)
+    assert found.faults == []
+    wide, tall, _ = found.examples
     for example in (wide, tall):
         width, height = example.picture.size
         assert max(width, height) == TILE
         assert [places.shape for places in example.regions["encoder.1"]] == [
             (height, width)
-        ] * len(watcher._levels)
+        ] * len(recorder._levels)
     finest = wide.regions["encoder.1"][0]
     half = wide.picture.width // 2
     assert (finest[:, : half - 1] == 0).all()
@@ -194,10 +195,10 @@ def test_regions_lie_where_the_tokens_are(stored, photos):
 
 def test_a_picture_that_rounding_made_larger_has_regions_to_its_end():
     """425 rows, drawn smaller, are 127.5."""
-    watcher = object.__new__(Watcher)
-    watcher._levels, watcher._shape = [(54, 80)], (425, 640)
+    recorder = object.__new__(Recorder)
+    recorder._levels, recorder._shape = [(54, 80)], (425, 640)
     row_N = torch.arange(54).repeat_interleave(80)
-    (places,) = watcher._maps(row_N, (192, 128), 0.3)
+    (places,) = recorder._maps(row_N, (192, 128), 0.3)
     assert places.shape == (128, 192)
     assert places[-1].tolist() == [53] * 192
 
@@ -228,11 +229,11 @@ def test_the_page_holds_the_numbers_and_needs_nothing_else(experts, photos, stor
         assert address.startswith(("data:image/jpeg;base64,", "#"))
     assert "url(" not in text
     assert "@import" not in text
-    _, _, watched, _ = look(stored(), photos, batch_size=8)  # the command's default
+    _, _, found = record(stored(), photos, batch_size=8)  # the command's default
     tables = iter([row for row in page.rows if row[0] in ("photos", "photos/deep")])
-    for name, tally in watched.served.items():
-        use = LayerUse.of(name, tally)
-        alone = LayerUse.of(name, watched.chosen[name])  # images vote in this detector
+    for name, tally in found.served.items():
+        use = LayerUse(name, tally)
+        alone = LayerUse(name, found.chosen[name])  # images vote in this detector
         for shares in (*use.share_RE, *alone.share_RE):
             shown = ["0" if s < 0.0005 else f"{100 * s:.1f}" for s in shares]
             assert next(tables)[1:] == shown
@@ -268,35 +269,30 @@ def test_curves_and_scores_of_the_run_are_drawn(experts, photos, save, tmp_path)
         assert f"<div>{title}</div>" in text
 
 
-def test_scores_are_those_of_the_epoch(tmp_path):
-    folder = tmp_path / "20260101_000000" / "vis_data"
-    folder.mkdir(parents=True)
-    lines = [
-        {"mixture/park/AP": ap, "step": epoch} for epoch, ap in ((1, 0.1), (2, 0.2))
-    ]
-    (folder / "scalars.json").write_text("\n".join(map(json.dumps, lines)))
-    name = dict(experiment_name="quick_20260101_000000")
-    for epoch, scores in ((1, {"mixture/park/AP": 0.1}), (3, {})):
-        meta = dict(epoch=epoch, iter=2 * epoch, **name)  # an epoch has two iterations
-        found = read_history(tmp_path / "a.pth", meta, dict(max_epochs=3))
-        assert found.scores == scores
-        assert bool(found.note) == (scores == {})
-        assert found.charts["AP of each dataset"] == {"park": [(1.0, 0.1), (2.0, 0.2)]}
-
-
 @pytest.mark.parametrize(
-    "train_cfg", [dict(max_iters=8), dict(type="IterBasedTrainLoop")]
+    ("meta", "train_cfg", "score"),
+    [
+        (dict(epoch=1, iter=2), dict(max_epochs=9), 0.1),
+        (dict(epoch=3, iter=2), dict(max_epochs=9), None),
+        (dict(epoch=9, iter=1), dict(max_iters=9), 0.1),
+        (
+            dict(epoch=9, iter=1),
+            dict(type="IterBasedTrainLoop"),
+            0.1,
+        ),
+    ],
 )
-def test_scores_are_those_of_the_iteration_where_the_training_counts_them(
-    tmp_path, train_cfg
-):
+def test_scores_are_those_of_the_step(tmp_path, meta, train_cfg, score):
+    """The epoch, or the iteration if the training counts them."""
     folder = tmp_path / "20260101_000000" / "vis_data"
     folder.mkdir(parents=True)
-    lines = [{"mixture/park/AP": step / 10, "step": step} for step in (4, 8)]
+    lines = [{"mixture/park/AP": ap, "step": step} for step, ap in ((1, 0.1), (2, 0.2))]
     (folder / "scalars.json").write_text("\n".join(map(json.dumps, lines)))
-    meta = dict(experiment_name="quick_20260101_000000", epoch=8, iter=4)
-    found = read_history(tmp_path / "a.pth", meta, train_cfg)
-    assert found.scores == {"mixture/park/AP": 0.4}
+    meta = dict(experiment_name="quick_20260101_000000", **meta)
+    found, charts, note = read_history(tmp_path / "a.pth", meta, train_cfg)
+    assert found.get("mixture/park/AP") == score
+    assert bool(note) == (score is None)
+    assert charts["AP of each dataset"] == {"park": [(1.0, 0.1), (2.0, 0.2)]}
 
 
 def test_a_summary_counts_for_the_last_checkpoint_alone(tmp_path):
@@ -304,12 +300,12 @@ def test_a_summary_counts_for_the_last_checkpoint_alone(tmp_path):
     summary = dict(datasets=dict(park=row), routing_accuracy=dict(park=1.0, mean=1.0))
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "last_checkpoint").write_text("elsewhere/epoch_2.pth")
-    found = read_history(tmp_path / "epoch_2.pth", {}, {})
-    assert found.scores["mixture/park/AP50"] == 0.75
-    assert found.scores["mixture/park/routing_accuracy"] == 1.0
-    assert read_history(tmp_path / "epoch_1.pth", {}, {}).scores == {}
+    scores, _, _ = read_history(tmp_path / "epoch_2.pth", {}, {})
+    assert scores["mixture/park/AP50"] == 0.75
+    assert scores["mixture/park/routing_accuracy"] == 1.0
+    assert read_history(tmp_path / "epoch_1.pth", {}, {})[0] == {}
     (tmp_path / "summary.json").write_text("{}")
-    assert read_history(tmp_path / "epoch_2.pth", {}, {}).scores == {}
+    assert read_history(tmp_path / "epoch_2.pth", {}, {})[0] == {}
 
 
 def test_names_cannot_break_the_page(experts, photos):
@@ -326,8 +322,8 @@ def test_broken_images_are_named(experts, photos):
     (photos / "broken.png").write_text("no image")
     status, said, text = experts("--images", photos)
     assert status == 1
-    assert "broken.png is no image that can be read." in said.out
-    assert "broken.png is no image that can be read." in text
+    assert "broken.png is not an image that can be read." in said.out
+    assert "broken.png is not an image that can be read." in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,302 @@
+"""Experts without dispatch, for export: their choice is known per dataset or image.
+
+- `dense_ffn`: for a given dataset, one FFN equals a mixture of experts.
+- `VotedFFN`: if the tokens of an image vote on one expert (``image_vote``), its weights
+  are looked up per image, as ONNX cannot dispatch a variable number of tokens.
+
+Axes: B images, N tokens per image, D model width, H hidden width, L rank, E experts, G
+dataset groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.errors import ConfigError
+from damex.models.blocks import MoEFFN
+from damex.models.detectors import RoutedDetector, mmdet_class
+from damex.models.insertion import moe_blocks
+from damex.models.told_dataset import can_tell_datasets
+from damex.models.upcycling import DENSE_EXPERT
+from damex.moe import AffineExperts, FFNExperts, LowRankExperts, TopKGate
+
+SLOPE = "0.1.weight"  # of nn.PReLU
+ODD_PARTS = ("relu", "gelu", "silu")  # activations f with f(z) - f(-z) = z
+
+
+def refuse(
+    detector: RoutedDetector, path: str, faults: Mapping[str, Any], reason: str
+) -> None:
+    """Raise a ConfigError if a detector has a fault, or experts other than FFNs."""
+    blocks = moe_blocks(detector)
+    shared = {
+        "moe.channels": detector.channel_gating,
+        "experts in its backbone": any(not isinstance(b, MoEFFN) for b in blocks),
+    }
+    for what, found in {**faults, **shared}.items():
+        if found:
+            raise ConfigError(f"the detector in {path} has {what}, {reason}.")
+
+
+def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
+    """Tensors of mmcv's ``FFN.layers`` that equal a block for one dataset group.
+
+    They hold the group's expert, its gate weight folded into the second layer, and the
+    shared expert (another FFN or a low-rank linear map), concatenated along the hidden
+    units. The block must be in eval mode.
+
+    Raises:
+        ConfigError: If no FFN equals the block.
+    """
+    expert, weight = chosen_expert(block, group)
+    moe = block.moe
+    if block.norm is not None:
+        raise _refusal(block, "it has a norm before its experts (block.norm='pre')")
+    part = _linear_part if isinstance(moe.experts, LowRankExperts) else _ffn_part
+    parts = [part(block, moe.experts, expert, weight)]
+    if moe.shared_expert is not None:
+        parts.insert(0, _ffn_part(block, moe.shared_expert.expert, 0, 1.0))
+    slope = parts[-1].pop(SLOPE, None)
+    if slope is not None and len(parts) > 1:
+        raise _refusal(block, "its shared expert has another slope (PReLU)")
+    found = {
+        "0.0.weight": torch.cat([part["0.0.weight"] for part in parts]),
+        "0.0.bias": torch.cat([part["0.0.bias"] for part in parts]),
+        "1.weight": torch.cat([part["1.weight"] for part in parts], dim=1),
+        "1.bias": torch.stack([part["1.bias"] for part in parts]).sum(0),
+    }
+    return found if slope is None else {**found, SLOPE: slope}
+
+
+def pad_hidden(ffn: Mapping[str, Tensor], hidden: int) -> dict[str, Tensor]:
+    """Pad the output of `dense_ffn` to ``hidden`` units; the new ones add nothing."""
+    more = hidden - ffn["0.0.bias"].shape[0]
+    return {
+        **ffn,
+        "0.0.weight": functional.pad(ffn["0.0.weight"], (0, 0, 0, more)),
+        "0.0.bias": functional.pad(ffn["0.0.bias"], (0, more)),
+        "1.weight": functional.pad(ffn["1.weight"], (0, more)),
+    }
+
+
+def chosen_expert(block: MoEFFN, group: int) -> tuple[int, float]:
+    """The expert that takes all tokens of a group, and its gate weight in eval mode.
+
+    Raises:
+        ConfigError: If there are several, or the weight depends on the token.
+    """
+    if block.is_dense:
+        return DENSE_EXPERT, 1.0
+    moe = block.moe
+    gate, groups_GE = moe.gate, moe.group_experts_GE
+    if not isinstance(gate, TopKGate):
+        raise _refusal(block, f"its gate is a {type(gate).__name__}, not a TopKGate")
+    renormalize = gate.renormalize or moe.num_experts == 1
+    if gate.k != 1 or gate.capacity is not None or not renormalize:
+        raise _refusal(
+            block,
+            f"its gate has k={gate.k}, capacity={gate.capacity} and "
+            f"renormalize={gate.renormalize}",
+        )
+    if groups_GE is None:
+        raise _refusal(block, "its experts belong to no dataset")
+    experts = groups_GE[group].nonzero().flatten().tolist()
+    if len(experts) != 1:
+        raise _refusal(block, f"the dataset has {len(experts)} experts")
+    return experts[0], float(gate.weight_scale)
+
+
+def _ffn_part(
+    block: MoEFFN, bank: Any, expert: int, weight: float
+) -> dict[str, Tensor]:
+    """One expert as mmcv's FFN, its output multiplied by ``weight``."""
+    if not isinstance(bank, FFNExperts):
+        raise _refusal(block, f"its experts are {type(bank).__name__}")
+    if bank.activation != block.dense_activation:
+        raise _refusal(
+            block,
+            f"its experts have {bank.activation} and the detector's FFNs "
+            f"{block.dense_activation}",
+        )
+    found = {
+        "0.0.weight": bank.w1_EDH[expert].t(),
+        "0.0.bias": bank.b1_EH[expert],
+        "1.weight": bank.w2_EHD[expert].t() * weight,
+        "1.bias": bank.b2_ED[expert] * weight,
+    }
+    if bank.slope_E1 is not None:
+        found[SLOPE] = bank.slope_E1[expert]
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _linear_part(
+    block: MoEFFN, bank: LowRankExperts, expert: int, weight: float
+) -> dict[str, Tensor]:
+    """A linear map of rank L as 2 L hidden units, by z = f(z) - f(-z)."""
+    if block.dense_activation not in ODD_PARTS:
+        raise _refusal(block, f"its FFNs have {block.dense_activation}, not a ReLU")
+    down_LD = bank.down_EDL[expert].detach().t()
+    up_DL = bank.up_ELD[expert].detach().t() * weight
+    return {
+        "0.0.weight": torch.cat([down_LD, -down_LD]),
+        "0.0.bias": down_LD.new_zeros(2 * len(down_LD)),
+        "1.weight": torch.cat([up_DL, -up_DL], dim=1),
+        "1.bias": up_DL.new_zeros(len(up_DL)),
+    }
+
+
+def _refusal(block: MoEFFN, reason: str) -> ConfigError:
+    return ConfigError(
+        f"no dense detector equals this mixture of experts: in {block.name}, {reason}. "
+        "One expert per dataset, k=1 and renormalize=True, as in damex_best, can be "
+        "exported."
+    )
+
+
+class ImageVotes:
+    """Votes of a batch, accumulated over layers.
+
+    ``labels`` are the classes of each dataset group. ``real_BN1`` is False for padded
+    tokens of the encoder or decoder, None without padding.
+    """
+
+    def __init__(self, labels: Sequence[Sequence[int]]) -> None:
+        self.labels = labels
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset before a batch."""
+        self.real_BN1: Tensor | None = None
+        self._votes_BG: Tensor | None = None
+        self._shares: list[Tensor] = []
+
+    def count(self, logits_BNE: Tensor, experts_GE: Tensor) -> Tensor:
+        """Add the votes of a layer, like `damex.moe.routing.image_votes`.
+
+        ``experts_GE`` marks the one expert of each group; returns group_B, elected so
+        far.
+        """
+        real_BN1 = self.real_BN1
+        if real_BN1 is None:
+            real_BN1 = torch.ones_like(logits_BNE[..., :1], dtype=torch.bool)
+        own_EG = experts_GE.T.to(logits_BNE.dtype)
+        log_BNG = torch.log_softmax(logits_BNE, -1) @ own_EG
+        votes_BG = log_BNG.masked_fill(~real_BN1, 0.0).sum(1)
+        if self._votes_BG is not None:
+            votes_BG = self._votes_BG + votes_BG
+        self._votes_BG = votes_BG
+        share_BNG = torch.softmax(logits_BNE, -1) @ own_EG
+        share_BNG = share_BNG / share_BNG.sum(-1, keepdim=True)
+        sums_BG = share_BNG.masked_fill(~real_BN1, 0.0).sum(1)
+        self._shares.append(sums_BG / sums_BG.sum(-1, keepdim=True))
+        return votes_BG.argmax(1)
+
+    def probabilities(self) -> Tensor:
+        """Return probabilities_BG, the mean over layers, like `group_posterior`."""
+        return torch.stack(self._shares).mean(0)
+
+
+class VotedFFN(nn.Module):
+    """Replacement of a ``MoEFFN`` in eval mode that looks up the expert of each image.
+
+    ``votes`` is shared by all layers.
+
+    Raises:
+        ConfigError: If its tokens do not choose one expert per image.
+    """
+
+    experts_GE: Tensor
+    expert_G: Tensor
+
+    def __init__(self, block: MoEFFN, votes: ImageVotes) -> None:
+        super().__init__()
+        moe = block.moe
+        if moe.group_choice.chooser(training=False) != "image":
+            raise ConfigError(
+                f"in {block.name}, every token chooses its expert, which ONNX cannot "
+                "express; train with moe.image_vote=True (or set it and test: the "
+                "weights are the same), or export one --dataset."
+            )
+        if type(moe.experts) not in _BANKS:
+            raise ConfigError(
+                f"in {block.name}, experts are {type(moe.experts).__name__}; as ONNX "
+                f"{', '.join(kind.__name__ for kind in _BANKS)} can be written."
+            )
+        experts_GE = cast(Tensor, moe.group_experts_GE)
+        chosen = [chosen_expert(block, group) for group in range(len(experts_GE))]
+        self.votes, self.weight = votes, chosen[0][1]
+        self.norm, self.gamma2 = block.norm, block.gamma2
+        self.router, self.bank = moe.router, moe.experts
+        self.shared = None if moe.shared_expert is None else moe.shared_expert.expert
+        self.register_buffer("experts_GE", experts_GE)
+        self.register_buffer("expert_G", torch.tensor([number for number, _ in chosen]))
+
+    def forward(self, query_BND: Tensor, identity_BND: Tensor | None = None) -> Tensor:
+        """Add the output of the experts to the query, like `MoEFFN.forward`."""
+        tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
+        group_B = self.votes.count(self.router(tokens_BND), self.experts_GE)
+        run = _BANKS[type(self.bank)]
+        out_BND = run(self.bank, tokens_BND, self.expert_G[group_B]) * self.weight
+        if self.shared is not None:
+            out_BND = out_BND + self.shared.forward_expert(tokens_BND, expert=0)
+        if self.votes.real_BN1 is not None:
+            out_BND = out_BND.masked_fill(~self.votes.real_BN1, 0.0)
+        return (query_BND if identity_BND is None else identity_BND) + self.gamma2(
+            out_BND
+        )
+
+
+def _ffn(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
+    """Output of `FFNExperts`; image b uses expert ``expert_B[b]``."""
+    hidden_BNH = tokens_BND @ bank.w1_EDH[expert_B] + bank.b1_EH[expert_B][:, None]
+    slope = None if bank.slope_E1 is None else bank.slope_E1[expert_B][:, None]
+    hidden_BNH = bank.activate(hidden_BNH, slope)
+    return hidden_BNH @ bank.w2_EHD[expert_B] + bank.b2_ED[expert_B][:, None]
+
+
+def _low_rank(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
+    """Output of `LowRankExperts`."""
+    return tokens_BND @ bank.down_EDL[expert_B] @ bank.up_ELD[expert_B]
+
+
+def _affine(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
+    """Output of `AffineExperts`."""
+    scale_B1D, shift_B1D = bank.gamma_ED[expert_B], bank.beta_ED[expert_B]
+    return tokens_BND * scale_B1D[:, None] + shift_B1D[:, None]
+
+
+_BANKS = {FFNExperts: _ffn, LowRankExperts: _low_rank, AffineExperts: _affine}
+
+
+def voted_detector(
+    detector: RoutedDetector, labels: Sequence[Sequence[int]], path: str
+) -> tuple[Any, ImageVotes]:
+    """Replace the experts of a detector by `VotedFFN`, in place; return it with votes.
+
+    The detector must be in eval mode; its class becomes mmdet's. ``labels`` are the
+    classes of each dataset group.
+
+    Raises:
+        ConfigError: If experts are not in FFNs, or do not predict one dataset per
+            image.
+    """
+    faults = {
+        "label_prior or dataset_conditioning": detector.awareness is not None,
+        "no experts, or none that were trained to predict the dataset": not moe_blocks(
+            detector
+        )
+        or not can_tell_datasets(detector),
+    }
+    reason = "so that ONNX can express it with --dataset NAME alone, if at all"
+    refuse(detector, path, faults, reason)
+    votes = ImageVotes(labels)
+    for name, module in [*detector.named_modules()]:
+        if isinstance(module, MoEFFN):
+            detector.set_submodule(name, VotedFFN(module, votes))
+    detector.__class__ = mmdet_class(detector)  # no damex code remains
+    return detector, votes

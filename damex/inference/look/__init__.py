@@ -1,1 +1,0 @@
-"""Expert report: routing of each dataset's tokens to experts."""

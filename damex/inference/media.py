@@ -1,0 +1,159 @@
+"""Find, name and check image files, and read videos. Imports no torch."""
+
+from __future__ import annotations
+
+import glob
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+import cv2
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from damex.datasets.formats.tree import IMAGE_SUFFIXES
+from damex.errors import DataError
+
+# Videos that OpenCV cannot read are reported at the end.
+SUFFIXES = (*sorted(IMAGE_SUFFIXES), ".avif", ".heic", ".heif")
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
+
+
+def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
+    """Find the images (and ``videos``) of files, folders and patterns, each once.
+
+    Files may have any name. Folders are searched recursively, images without a suffix
+    included. Other words are patterns (``*``, ``**``, ``?``).
+
+    Raises:
+        DataError: If a word matches nothing.
+    """
+    found: dict[Path, Path] = {}
+    suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if videos else SUFFIXES
+    for word in words:
+        files = _files_of(word, suffixes)
+        if not files:
+            what = "image in the folder" if Path(word).is_dir() else "file or folder"
+            raise DataError(
+                f"there is no {what} {word} (seen from {Path.cwd()}); images end in "
+                f"{', '.join(suffixes)}."
+            )
+        for file in files:
+            found.setdefault(_place(file), file)
+    return list(found.values())
+
+
+def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = sorted(path.rglob("*"))
+    else:
+        names = glob.glob(word, recursive=True)  # noqa: PTH207 (absolute ones, too)
+        inside = [Path(name) for name in sorted(names)]
+    return [p for p in inside if p.is_file() and _is_wanted(p, suffixes)]
+
+
+def _is_wanted(path: Path, suffixes: Sequence[str]) -> bool:
+    """Whether a file has one of the suffixes, or none and image content."""
+    if path.suffix:
+        return path.suffix.lower() in suffixes
+    try:
+        with Image.open(path):
+            return True
+    except Image.DecompressionBombError:
+        return True  # reported when it is read
+    except Exception:  # Pillow's readers raise anything
+        return False
+
+
+def _place(path: Path) -> Path:
+    """Absolute path without ``..``; links are kept if possible."""
+    path = path.absolute()
+    return path.parent.resolve() / path.name if ".." in path.parts else path
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Unique relative names for files, without ``..``, from their common folder."""
+    places = [_place(path) for path in paths]
+    # Windows drive letters become folders.
+    rooted = [
+        PurePosixPath("/", place.anchor.strip(":\\/"), *place.parts[1:])
+        for place in places
+    ]
+    shared = posixpath.commonpath([path.parent for path in rooted]) if rooted else ""
+    return [printable(str(path.relative_to(shared))) for path in rooted]
+
+
+def printable(name: str) -> str:
+    """Replace bytes of a file name or message that are not UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def fault_of(path: Path) -> str | None:
+    """Why an image file is broken although OpenCV may read it; None if it is fine.
+
+    OpenCV fills truncated files with gray, and decodes bombs of a gigabyte of pixels.
+    """
+    try:
+        with Image.open(path) as image:
+            image.draft(None, (1, 1))  # an eighth of a JPEG's size: faster
+            image.load()
+    except FileNotFoundError:
+        return "does not exist"
+    except IsADirectoryError:
+        return "is a folder; give the files in it"
+    except Image.DecompressionBombError as error:
+        return f"is too large ({str(error).rstrip('.')}); cut it into tiles"
+    except UnidentifiedImageError:
+        return None  # other readers support more formats
+    except Exception as error:  # PIL's readers raise anything
+        return f"cannot be decoded to its end ({error})"
+    return None
+
+
+def is_video(path: Path) -> bool:
+    """Whether a file has the suffix of a video."""
+    return path.suffix.lower() in VIDEO_SUFFIXES
+
+
+def open_video(path: Path) -> cv2.VideoCapture:
+    """Open a video; DataError if OpenCV cannot read it."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist.")
+    if printable(str(path)) != str(path):
+        raise DataError(
+            f"{path} has a name that is not UTF-8, which OpenCV cannot open; rename it."
+        )
+    video = cv2.VideoCapture(str(path))
+    if not video.isOpened():
+        raise DataError(f"{path} is not a video that OpenCV can read.")
+    return video
+
+
+def frame_count(video: cv2.VideoCapture) -> int:
+    """The stated number of frames: <= 0 if unknown, often one too many."""
+    return int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+
+
+def frames_of(path: Path) -> Iterator[np.ndarray]:
+    """Iterate over the frames of a video, uint8 (height, width, 3) in BGR.
+
+    Raises:
+        DataError: If it cannot be read, or ends early (known after the last frame).
+    """
+    video, read, reached = open_video(path), 0, 0
+    fps = video.get(cv2.CAP_PROP_FPS)
+    while (frame := video.read())[0]:
+        read += 1
+        yield frame[1]
+        # Some formats only state a duration; the count is then estimated from the rate.
+        seconds = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
+        reached = max(read, round(seconds * fps) + 1)
+    if read == 0:
+        raise DataError(f"{path} holds no frame that OpenCV can read.")
+    stated = frame_count(video)
+    if stated - reached > 1:
+        raise DataError(f"{path} breaks off: {read} of {stated} frames could be read.")
