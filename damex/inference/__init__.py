@@ -9,7 +9,11 @@
 
 from typing import Any
 
+from damex.compat import ensure_ops
+
 __all__ = ["Prediction", "Predictor"]
+
+ensure_ops()
 
 
 def __getattr__(name: str) -> Any:

@@ -95,10 +95,8 @@ class Drawings:
     def add(self, one: Prediction, _: str = "") -> None:
         """Draw an image, or the next frame of a video; one video must follow the other.
 
-        The prediction must hold its image (``stream(..., keep_images=True)``).
-
-        Raises:
-            ConfigError: If it would replace the image, or a video cannot be written.
+        Predictions need their images (``keep_images``). ConfigError if the source would
+        be replaced, or a video cannot be written.
         """
         if one.path is None or one.image is None:
             raise ValueError("Drawings: the prediction needs a file and its image")

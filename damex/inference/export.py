@@ -6,7 +6,7 @@ Axes: H and W rows and columns of an image, K detections per image.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex import __version__
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError
@@ -243,26 +244,19 @@ def difference(
     Rounding may swap detections of equal score, so each one scoring ``least`` or more
     is matched to the nearest of its class. Infinite if a class is missing.
     """
-    pairs = [*_distances(one, other, least), *_distances(other, one, least)]
-    scores, boxes = np.max(pairs, axis=0).tolist()
-    return scores, boxes
-
-
-def _distances(
-    one: Detections, other: Detections, least: float
-) -> Iterator[tuple[float, float]]:
-    """Differences of score and box to the nearest detection of the same class."""
-    for box, score, label in zip(one.boxes, one.scores, one.labels, strict=True):
-        if score < least:
-            continue
-        alike = other.labels == label
-        if not alike.any():
-            yield np.inf, np.inf
-            continue
-        scores = np.abs(other.scores[alike] - score)
-        boxes = np.abs(other.boxes[alike] - box).max(-1)
-        nearest = np.maximum(scores / SCORE_TOLERANCE, boxes / BOX_TOLERANCE).argmin()
-        yield scores[nearest], boxes[nearest]
+    worst = np.zeros(2)
+    for these, those in ((one, other), (other, one)):
+        kept_N = ~(these.scores < least)  # keeps NaN
+        scores_NK = np.abs(these.scores[kept_N, None] - those.scores)
+        boxes_NK = np.abs(these.boxes[kept_N, None] - those.boxes).max(-1)
+        other_class_NK = these.labels[kept_N, None] != those.labels
+        pairs_2NK = np.stack([scores_NK, boxes_NK])
+        pairs_2NK[:, other_class_NK] = np.inf
+        tolerances = np.array([SCORE_TOLERANCE, BOX_TOLERANCE])[:, None, None]
+        nearest_N = (pairs_2NK / tolerances).max(0).argmin(1)
+        pairs_2N = pairs_2NK[:, np.arange(len(nearest_N)), nearest_N]
+        worst = np.maximum(worst, pairs_2N.max(1, initial=0.0))
+    return float(worst[0]), float(worst[1])
 
 
 def start_session(content: bytes) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError
@@ -86,7 +87,7 @@ def predict(
                 name = name_of(one, names)
                 console.print(line_of(one, name, min_probability))
                 is_foreign = _is_foreign(one, min_probability)
-                counts.update(images=1, objects=len(one.scores), foreign=is_foreign)
+                counts.update(images=1, objects=len(one.scores), foreign=int(is_foreign))
                 write(one, name)
                 bar.advance()
     except BaseException as error:  # Ctrl-C, too
@@ -103,12 +104,7 @@ def predict(
 
 
 def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Check output paths and create their folders.
-
-    Raises:
-        ConfigError: If an output would overwrite an input or output, or is not
-            writable.
-    """
+    """Create output folders; ConfigError if an input or output would be replaced."""
     taken = {path.resolve() for path in inputs}
     for target in targets:
         check_file(target)

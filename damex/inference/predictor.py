@@ -70,11 +70,7 @@ class Inputs:
         self._load, self._prepare = Compose([load]), Compose(rest)
 
     def each(self, image: Picture) -> Iterator[dict[str, Any]]:
-        """Preprocess an image, or all frames of a video.
-
-        Raises:
-            DataError: If it cannot be read.
-        """
+        """Preprocess an image, or all frames of a video."""
         if isinstance(image, str | Path) and is_video(Path(image)):
             for number, bgr in enumerate(frames_of(Path(image))):
                 yield self._prepared(_loaded(bgr, path=str(image), number=number))
@@ -239,10 +235,6 @@ class Predictor:
         ``skip`` is called with the error of an unreadable image, which is then left
         out; by default the error is raised. With ``keep_images``, predictions hold
         their pixels.
-
-        Raises:
-            ConfigError: If the dataset is unknown.
-            ValueError: If a number is out of range.
         """
         check_number("Predictor", "in [0, 1]", min_score=min_score)
         check_sizes("Predictor", batch_size=batch_size)

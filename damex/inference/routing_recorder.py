@@ -181,9 +181,9 @@ class Recorder:
     ) -> Example:
         """Picture and regions of one image of the batch."""
         rgb_CHW = packed["inputs"].flip(0).float().clamp(0, 255).to(torch.uint8)
-        picture = Image.fromarray(rgb_CHW.permute(1, 2, 0).numpy())
-        scale = TILE / max(picture.size)
-        picture = picture.resize([max(round(side * scale), 1) for side in picture.size])
+        whole = Image.fromarray(rgb_CHW.permute(1, 2, 0).numpy())
+        sides = [max(round(side * TILE / max(whole.size)), 1) for side in whole.size]
+        picture = whole.resize((sides[0], sides[1]))
         regions, elected = {}, {}
         for name, record in self._records.items():
             is_kept = _is_kept_to_a_group(record)
@@ -195,29 +195,24 @@ class Recorder:
                     record.logits_VE.argmax(1) if is_kept else top1_expert(record)
                 )
                 expert_BN = record.packing.unpack(expert_V, fill=record.num_experts)
-                regions[name] = self._maps(expert_BN[image], picture.size, scale)
+                regions[name] = self._maps(expert_BN[image], whole, picture)
         return Example(row, path, picture, regions, elected)
 
     def _maps(
-        self, expert_N: Tensor, size: tuple[int, int], scale: float
+        self, expert_N: Tensor, whole: Image.Image, picture: Image.Image
     ) -> list[np.ndarray]:
-        """Expert maps in picture size per level; ``scale``: picture over input size."""
+        """Expert maps in the size of ``picture`` per level."""
         lengths = [height * width for height, width in self._levels]
         if sum(lengths) != len(expert_N):
             return []  # the encoder's tokens differ from the neck's
         maps = []
-        parts = expert_N.cpu().split(lengths)
-        for part, level in zip(parts, self._levels, strict=True):
-            places = [
-                # Rounding may make the picture half a pixel larger than the input.
-                ((np.arange(side) + 0.5) / scale * cells / whole)
-                .astype(int)
-                .clip(max=cells - 1)
-                for side, cells, whole in zip(
-                    size[::-1], level, self._shape, strict=True
-                )
-            ]
-            maps.append(part.view(level).numpy()[np.ix_(*places)])
+        parts = expert_N.cpu().int().split(lengths)
+        for part, (rows, columns) in zip(parts, self._levels, strict=True):
+            places = Image.fromarray(part.view(rows, columns).numpy())
+            height, width = self._shape  # padded
+            box = (0, 0, columns * whole.width / width, rows * whole.height / height)
+            nearest = Image.Resampling.NEAREST
+            maps.append(np.asarray(places.resize(picture.size, nearest, box)))
         return maps
 
 

@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
 from damex.engine.console import filter_console
 from damex.engine.routing_alarm import LEAST_EVENNESS, routing_faults
@@ -142,14 +143,7 @@ def rows_of_words(words: Sequence[str]) -> list[Row]:
 def rows_of_mixture(
     stored: StoredDetector, *, per_dataset: int
 ) -> tuple[list[Row], list[str]]:
-    """Sample validation images of each dataset.
-
-    Returns:
-        A row for each dataset with images, and a sentence about each missing one.
-
-    Raises:
-        DataError: If no image is found.
-    """
+    """Sample validation images: rows, and a sentence about each dataset without any."""
     rows, notes = [], []
     for number, name in enumerate(stored.space.dataset_names):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.registry import MODELS, TRANSFORMS
 from mmengine.config import ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from damex.engine.config import DATASET_OPTIONS
 from damex.engine.config_files import PlainConfig
 from damex.errors import ConfigError
 from damex.inference.dense_experts import dense_ffn, pad_hidden, refuse
-from damex.inference.stored import StoredDetector, check_target, write_checkpoint
+from damex.inference.stored import StoredDetector, write_checkpoint
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import mmdet_class
 from damex.models.sites import COMPONENTS
@@ -27,6 +27,7 @@ from damex.models.told_dataset import selects_by_first_class
 
 OF_DAMEX = ("moe", "num_groups", "label_coverage", *DATASET_OPTIONS)
 TIMM_KEYS = "backbone.net."  # of TimmBackbone in a state dict
+PACKAGES = ("mmdet", "mmcv", "mmengine", "torch", "timm")  # of an exported detector
 TIMM = "timm.create_model"  # mmengine imports and calls a type with a dot
 
 
@@ -50,12 +51,7 @@ class Specialist:
         return detector.eval()
 
     def write(self, path: Path) -> Path:
-        """Write the checkpoint and its config, and return the path of the config.
-
-        Raises:
-            ConfigError: If ``path`` does not end in .pth, or a file exists already.
-        """
-        check_target(path)
+        """Write the checkpoint and its config, and return the path of the config."""
         write_checkpoint(
             path,
             self.state,
@@ -85,9 +81,8 @@ def extract(stored: StoredDetector, dataset: str) -> Specialist:
     refuse(detector, stored.path, faults, "which no dense detector of mmdet has")
     state = _without_experts(detector, stored.space.group_id(number))
     model = _plain_model(stored.model, detector, len(labels), state)
-    for registry, config in ((MODELS, model), (TRANSFORMS, stored.pipeline)):
-        _check_types(registry, config)
     plain = MODELS.build(ConfigDict(copy.deepcopy(model)))
+    _check_types(plain, stored.pipeline)
     state = _of_classes(state, plain.state_dict(), labels, detector.bbox_head)
     plain.load_state_dict(state)
     classes = tuple(stored.space.classes[label] for label in labels)
@@ -212,25 +207,16 @@ def plain_backbone(backbone: TimmBackbone, divisor: int) -> dict[str, Any]:
     return config
 
 
-def _check_types(registry: Any, config: Any) -> None:
+def _check_types(detector: nn.Module, pipeline: Sequence[Mapping[str, Any]]) -> None:
     """Reject parts that mmdet alone cannot build."""
-    for kind in _types_in(config):
-        found = None if kind == TIMM else registry.get(kind)
-        module = getattr(found, "__module__", "mmdet")
-        if module.split(".")[0] not in ("mmdet", "mmcv", "mmengine", "torch"):
+    kinds = {type(module) for module in detector.modules()}
+    kinds |= {TRANSFORMS.get(step["type"]) for step in pipeline}
+    for kind in kinds:
+        if kind.__module__.split(".")[0] not in PACKAGES:
             raise ConfigError(
-                f"the detector has a {kind!r} of {module}, which mmdet alone cannot "
-                "build; it cannot be exported."
+                f"the detector has a {kind.__name__} of {kind.__module__}, which mmdet "
+                "alone cannot build; it cannot be exported."
             )
-
-
-def _types_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from (kind for kind in [value.get("type")] if isinstance(kind, str))
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _types_in(item)
 
 
 def _of_classes(
@@ -255,17 +241,9 @@ def _whole_config(
     model: Mapping[str, Any], pipeline: Sequence[Any], classes: Sequence[str]
 ) -> PlainConfig:
     """Config for mmdet's ``init_detector`` and ``DetInferencer``."""
-    dataset = dict(
-        type="CocoDataset", metainfo=dict(classes=tuple(classes)), pipeline=pipeline
-    )
-    backends = [dict(type="LocalVisBackend")]
-    return PlainConfig(
-        dict(
-            default_scope="mmdet",
-            model=dict(model),
-            test_dataloader=dict(batch_size=1, num_workers=0, dataset=dataset),
-            visualizer=dict(
-                type="DetLocalVisualizer", vis_backends=backends, name="visualizer"
-            ),
-        )
-    )
+    meta, backends = dict(classes=tuple(classes)), [dict(type="LocalVisBackend")]
+    dataset = dict(type="CocoDataset", metainfo=meta, pipeline=pipeline)
+    draw = dict(type="DetLocalVisualizer", vis_backends=backends, name="visualizer")
+    loader = dict(batch_size=1, num_workers=0, dataset=dataset)
+    config = dict(default_scope="mmdet", model=dict(model), test_dataloader=loader)
+    return PlainConfig(dict(**config, visualizer=draw))

@@ -15,7 +15,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
-import damex.registry  # noqa: F401  (makes mmdet importable, without its messages)
+import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.datasets.coco_checks import read_coco
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture

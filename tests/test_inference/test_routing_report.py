@@ -193,16 +193,6 @@ def test_regions_lie_where_the_tokens_are(stored, photos):
     assert (tall.regions["encoder.1"][0] == 0).all()
 
 
-def test_a_picture_that_rounding_made_larger_has_regions_to_its_end():
-    """425 rows, drawn smaller, are 127.5."""
-    recorder = object.__new__(Recorder)
-    recorder._levels, recorder._shape = [(54, 80)], (425, 640)
-    row_N = torch.arange(54).repeat_interleave(80)
-    (places,) = recorder._maps(row_N, (192, 128), 0.3)
-    assert places.shape == (128, 192)
-    assert places[-1].tolist() == [53] * 192
-
-
 @pytest.fixture
 def experts(save, capsys, tmp_path):
     """Run the command; returns its status, what it said, and the page if it wrote."""

@@ -67,25 +67,21 @@ def compare(checkpoint, folder, images, *, dataset):
 def test_the_specialist_equals_the_mixture_that_is_told(save, photos, tmp_path, moe):
     checkpoint = save(moe=moe)
     images = [photos / "a.png", photos / "b.jpg"]
-    for dataset in ("street", "park"):
-        assert (compare(checkpoint, tmp_path, images, dataset=dataset) < 1e-5).all()
-
-
-def test_a_class_alone_has_fewer_answers_than_queries(save, photos, tmp_path):
-    """50 queries and 1 class are 50 answers, not the 100 of the mixture."""
-    found = compare(save(), tmp_path, [photos / "a.png"], dataset="sky")
-    assert (found < 1e-5).all()
-
-
-def test_a_dense_detector_loses_its_classes_alone(save, photos, tmp_path):
-    found = compare(save(moe=False), tmp_path, [photos / "a.png"], dataset="park")
-    assert (found < 1e-5).all()
-
-
-def test_a_backbone_of_timm_goes_along(save, photos, tmp_path):
-    checkpoint = save(base="moe-dino-mini_efficientnet-lite0")
-    images = [photos / "a.png", photos / "b.jpg"]
     assert (compare(checkpoint, tmp_path, images, dataset="park") < 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "dataset"),
+    [
+        ({}, "sky"),  # 50 queries and 1 class: 50 detections, not the mixture's 100
+        (dict(moe=False), "park"),
+        (dict(base="moe-dino-mini_efficientnet-lite0"), "park"),
+    ],
+    ids=["one class", "dense", "timm"],
+)
+def test_other_detectors(save, photos, tmp_path, options, dataset):
+    found = compare(save(**options), tmp_path, [photos / "a.png"], dataset=dataset)
+    assert (found < 1e-5).all()
 
 
 REFUSALS = {
