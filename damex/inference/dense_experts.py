@@ -57,7 +57,7 @@ def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
     moe = block.moe
     if block.norm is not None:
         raise _refusal(block, "it has a norm before its experts (block.norm='pre')")
-    part = _linear_part if isinstance(moe.experts, LowRankExperts) else _ffn_part
+    part: Any = _linear_part if isinstance(moe.experts, LowRankExperts) else _ffn_part
     parts = [part(block, moe.experts, expert, weight)]
     if moe.shared_expert is not None:
         parts.insert(0, _ffn_part(block, moe.shared_expert.expert, 0, 1.0))

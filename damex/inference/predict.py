@@ -6,7 +6,7 @@ import csv
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +75,21 @@ def predict(
         console.print(f"note: {predictor.auto_note}")
         dataset = "all"
     faults: list[DataError] = []
-    options = dict(keep_images=draw is not None, skip=faults.append)
-    found = predictor.stream(paths, dataset, min_score, batch_size, **options)
-    total, counts = sum(map(_images_in, paths)), Counter[str]()
-    stopped: BaseException | None = None
-    outputs = _outputs(json, csv, draw, names, predictor.classes)
-    try:
-        with Bar() as bar, outputs as write:
-            bar.begin("images", total)
-            for one in found:
-                name = name_of(one, names)
-                console.print(line_of(one, name, min_probability))
-                is_foreign = _is_foreign(one, min_probability)
-                counts.update(images=1, objects=len(one.scores), foreign=int(is_foreign))
-                write(one, name)
-                bar.advance()
-    except BaseException as error:  # Ctrl-C, too
-        if not counts:
-            raise
-        stopped = error
+    found = predictor.stream(
+        *(paths, dataset, min_score, batch_size),
+        keep_images=draw is not None,
+        skip=faults.append,
+    )
+    total = sum(map(_images_in, paths))
+    with Bar() as bar:
+        bar.begin("images", total)
+
+        def show(one: Prediction, name: str) -> None:
+            console.print(line_of(one, name, min_probability))
+            bar.advance()
+
+        outputs = _outputs(json, csv, draw, names, predictor.classes)
+        counts, stopped = _write_all(found, names, show, outputs, min_probability)
     console.print(_summary(counts, faults, len(paths), min_probability))
     if stopped is None:
         return 1 if faults else 0
@@ -101,6 +97,33 @@ def predict(
     if isinstance(stopped, KeyboardInterrupt):
         return 130
     raise stopped
+
+
+def _write_all(
+    found: Iterator[Prediction],
+    names: Mapping[Path, str],
+    show: Add,
+    outputs: AbstractContextManager[Add],
+    least: float,
+) -> tuple[Counter[str], BaseException | None]:
+    """Show and write all predictions; return counts and what stopped it, if anything.
+
+    An error before the first prediction is raised.
+    """
+    counts = Counter[str]()
+    try:
+        with outputs as write:
+            for one in found:
+                name = name_of(one, names)
+                show(one, name)
+                foreign = int(_is_foreign(one, least))
+                counts.update(images=1, objects=len(one.scores), foreign=foreign)
+                write(one, name)
+    except BaseException as error:  # Ctrl-C, too
+        if not counts:
+            raise
+        return counts, error
+    return counts, None
 
 
 def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:

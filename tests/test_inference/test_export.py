@@ -103,7 +103,7 @@ def test_the_graph_answers_as_mmdet(save, base):
 
 
 def test_another_size_and_a_class_alone(save):
-    """50 queries and 1 class are 50 answers; no image is padded."""
+    """50 queries and 1 class are 50 detections; no image is padded."""
     checkpoint = save(data_preprocessor=dict(BGR, pad_size_divisor=1))
     session = check(graph_of(checkpoint, dataset="sky", size=(60, 100)))
     shapes = {one.name: one.shape for one in session.get_outputs()}
@@ -111,18 +111,19 @@ def test_another_size_and_a_class_alone(save):
         boxes=["batch", 50, 4], scores=["batch", 50], labels=["batch", 50]
     )
     (images,) = session.get_inputs()
-    assert (images.type, images.shape) == (
-        "tensor(uint8)",
-        ["batch", "height", "width", 3],
-    )
+    shape = ["batch", "height", "width", 3]
+    assert (images.type, images.shape) == ("tensor(uint8)", shape)
 
 
-def test_blue_first_and_what_the_file_says_of_itself(save):
-    session = check(graph_of(save(data_preprocessor=BGR)))
-    known = session.get_modelmeta().custom_metadata_map
-    assert {key: json.loads(value) for key, value in known.items()} == dict(
-        image_size=[96, 64], keep_ratio=True, classes=["dog", "person"]
-    )
+@pytest.mark.parametrize(
+    "step",
+    [
+        dict(type="Resize", scale=(90, 70)),  # stretched
+        dict(type="Resize", scale=70, keep_ratio=True),
+    ],
+)
+def test_images_are_prepared_as_in_the_training(save, step):
+    check(graph_of(save(data_preprocessor=BGR), pipeline=[LOAD, step, PACK]))
 
 
 LOW_RANK = dict(
@@ -180,22 +181,6 @@ def test_a_backbone_that_pads_by_itself(save):
     check(*mixture_graph(save(base=base, data_preprocessor=preprocessor)))
 
 
-def test_the_command_writes_a_whole_mixture(save, tmp_path, capsys):
-    out, checkpoint = tmp_path / "all.onnx", save_mixture(save)
-    capsys.readouterr()
-    assert main(["export", str(checkpoint), "--out", str(out)]) == 0
-    written, about, compared, _ = capsys.readouterr().out.splitlines()
-    assert written.startswith(f"written: {out} (")
-    assert about.startswith("3 datasets, 4 classes, ")
-    assert compared.startswith("compared with mmdet on noise")
-    session = start_session(out.read_bytes())
-    names = [one.name for one in session.get_outputs()]
-    assert names == ["boxes", "scores", "labels", "datasets"]
-    known = session.get_modelmeta().custom_metadata_map
-    assert json.loads(known["datasets"]) == ["street", "park", "sky"]
-    assert json.loads(known["labels"]) == dict(street=[0, 1], park=[1, 2], sky=[3])
-
-
 UNWRITTEN = {
     "each token alone": (dict(image_vote=False), "train with moe.image_vote=True"),
     "two experts": (dict(gate=dict(type="TopKGate", k=2)), "its gate has k=2"),
@@ -205,12 +190,10 @@ UNWRITTEN = {
 
 
 @pytest.mark.parametrize(("moe", "words"), UNWRITTEN.values(), ids=UNWRITTEN)
-def test_mixtures_that_no_graph_follows(save, tmp_path, capsys, moe, words):
+def test_mixtures_that_no_graph_follows(save, moe, words):
     path = save(moe=False if moe is False else {**BEST, "num_experts": 6, **moe})
-    capsys.readouterr()
-    assert main(["export", str(path), "--out", str(tmp_path / "all.onnx")]) == 2
-    (error,) = capsys.readouterr().err.strip().splitlines()
-    assert words in error
+    with pytest.raises(ConfigError, match=words):
+        mixture_graph(path)
 
 
 @pytest.mark.parametrize("refine", [False, True])
@@ -228,22 +211,39 @@ def test_deformable_detr_without_stages(build_mmdet, refine):
 
 
 @pytest.mark.parametrize("dataset", ["park", "auto"])
-def test_files_of_any_shape_get_the_answers_of_damex_predict(save, tmp_path, dataset):
-    """From the file to boxes in its pixels: a specialist and the whole mixture."""
-    checkpoint, out = save_mixture(save), tmp_path / "made.onnx"
-    words = [] if dataset == "auto" else ["--dataset", dataset]
-    assert main(["export", str(checkpoint), "--out", str(out), *words]) == 0
+def test_the_command_and_its_file(save, tmp_path, capsys, dataset):
+    """Files of any shape get the detections of ``damex predict``."""
+    checkpoint, out = save_mixture(save), tmp_path / "new" / "made.onnx"
+    capsys.readouterr()  # the log of building a detector
+    assert export(checkpoint, out, dataset=None if dataset == "auto" else dataset) == 0
+    written, about, compared, times = capsys.readouterr().out.splitlines()
+    assert written.startswith(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB), ")
+    assert written.endswith(" 96 x 64 pixels at most")
+    numbers = dict(park="park: 2 classes, ", auto="3 datasets, 4 classes, ")
+    assert about.startswith(numbers[dataset])
+    assert ": scores differ by " in compared
+    assert "noise (no validation image is here), in 6 shapes" in compared
+    assert re.search(r": [\d.]+ in onnxruntime, [\d.]+ in mmdet$", times)
     session, predictor = start_session(out.read_bytes()), Predictor(checkpoint)
-    classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+    known = session.get_modelmeta().custom_metadata_map
+    known = {key: json.loads(value) for key, value in known.items()}
+    assert (known["image_size"], known["keep_ratio"]) == ([96, 64], True)
+    if dataset == "park":
+        assert (known["dataset"], known["classes"]) == ("park", ["person", "dog"])
+    else:
+        assert known["datasets"] == ["street", "park", "sky"]
+        assert known["labels"] == dict(street=[0, 1], park=[1, 2], sky=[3])
+    names = ["boxes", "scores", "labels", *["datasets"] * (dataset == "auto")]
+    assert [one.name for one in session.get_outputs()] == names
     for seed, size in enumerate(SIZES):
         path = tmp_path / "image.png"
         (image,) = pictures(size, 1, seed=seed)
         Image.fromarray(image).save(path)
-        (told,) = predictor(path, dataset=dataset, min_score=0.0)
-        labels = np.array([classes.index(name) for name in told.names])
-        told = Detections(told.boxes, told.scores, labels)
+        (one,) = predictor(path, dataset=dataset, min_score=0.0)
+        labels = np.array([known["classes"].index(name) for name in one.names])
+        expected = Detections(one.boxes, one.scores, labels)
         (found,) = detections_of_graph(session, image[None])
-        scores, boxes = difference(told, found, least=upper_half(told))
+        scores, boxes = difference(expected, found, least=upper_half(expected))
         assert scores < 1e-4
         assert boxes < 1e-2
 
@@ -261,17 +261,6 @@ def test_resizing_is_that_of_opencv():
         (found,) = resized(torch.from_numpy(image[None]), old, new)
         expected = cv2.resize(image, (new_width, new_height))
         np.testing.assert_array_equal(found.permute(1, 2, 0), expected)
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        dict(type="Resize", scale=(90, 70)),  # stretched
-        dict(type="Resize", scale=70, keep_ratio=True),
-    ],
-)
-def test_images_are_prepared_as_in_the_training(save, step):
-    check(graph_of(save(), pipeline=[LOAD, step, PACK]))
 
 
 def resize(**options):
@@ -311,30 +300,9 @@ def test_differences_are_to_the_nearest_of_the_class():
 
 
 def export(checkpoint, out, *more, dataset="park"):
-    words = ("export", checkpoint, "--dataset", dataset, "--out", out, *more)
+    named = () if dataset is None else ("--dataset", dataset)
+    words = ("export", checkpoint, *named, "--out", out, *more)
     return main([str(word) for word in words])
-
-
-def test_the_command_says_what_it_compared(save, tmp_path, capsys):
-    out = tmp_path / "new" / "park.onnx"
-    checkpoint = save()
-    capsys.readouterr()  # what building a detector says
-    assert export(checkpoint, out) == 0
-    said = capsys.readouterr()
-    written, about, compared, times = said.out.splitlines()
-    size = out.stat().st_size / 1e6
-    assert written == (
-        f"written: {out} ({size:.1f} MB), for images of any size, which it resizes to "
-        "96 x 64 pixels at most"
-    )
-    assert about.startswith("park: 2 classes, ")
-    assert compared.startswith(
-        "compared with mmdet on noise (no validation image is here), in 6 shapes: "
-    )
-    assert re.search(r": [\d.]+ in onnxruntime, [\d.]+ in mmdet$", times)
-    known = start_session(out.read_bytes()).get_modelmeta().custom_metadata_map
-    assert json.loads(known["classes"]) == ["person", "dog"]
-    assert json.loads(known["dataset"]) == "park"
 
 
 FAULTS = {
@@ -421,28 +389,30 @@ def test_missing_packages_are_named_first(tmp_path, capsys, monkeypatch):
     found = {"onnx": object(), "onnxruntime": None}
     monkeypatch.setattr(onnx_graph, "find_spec", found.get)
     assert export(tmp_path / "none.pth", tmp_path / "park.onnx") == 2
-    (error,) = capsys.readouterr().err.strip().splitlines()
-    assert error == (
-        "error: a .onnx file needs onnxruntime; pip install 'damex[onnx]'."
-    )
+    assert "needs onnxruntime; pip install 'damex[onnx]'." in capsys.readouterr().err
 
 
-def test_targets_that_cannot_be(tmp_path, capsys):
-    there = tmp_path / "park.onnx"
-    there.write_text("mine")
-    checkpoint = tmp_path / "none.pth"
-    targets = {
-        there: "park.onnx exists; remove it",
-        tmp_path / "park.pt": "--out must end in .pth or .onnx, got",
-    }
-    for out, words in targets.items():
-        assert export(checkpoint, out) == 2
-        assert words in capsys.readouterr().err
-    assert there.read_text() == "mine"
-    assert export(checkpoint, tmp_path / "park.pth", "--image-size", 96, 64) == 2
+@pytest.mark.parametrize(
+    ("out", "options", "words"),
+    [
+        ("there.onnx", {}, "there.onnx exists; remove it"),
+        ("there.pth", {}, "there.py exists; remove it"),
+        ("park.pt", {}, "--out must end in .pth or .onnx, got"),
+        ("all.pth", dict(dataset=None), "add --dataset NAME"),
+    ],
+)
+def test_targets_that_cannot_be(tmp_path, capsys, out, options, words):
+    for name in ("there.onnx", "there.py"):
+        (tmp_path / name).write_text("mine")
+    assert export(tmp_path / "none.pth", tmp_path / out, **options) == 2
+    assert words in capsys.readouterr().err
+    assert all(path.read_text() == "mine" for path in tmp_path.iterdir())
+
+
+def test_a_size_is_for_onnx_alone(tmp_path, capsys):
+    checkpoint, out = tmp_path / "none.pth", tmp_path / "park.pth"
+    assert export(checkpoint, out, "--image-size", 96, 64) == 2
     assert "a .pth takes images of any size" in capsys.readouterr().err
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "all.pth")]) == 2
-    assert "add --dataset NAME" in capsys.readouterr().err
 
 
 def test_detectors_that_no_graph_follows(build_mmdet, save):
