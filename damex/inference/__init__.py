@@ -7,9 +7,12 @@
     predictions = predictor(["photo.jpg"])
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from damex.compat import ensure_ops
+
+if TYPE_CHECKING:
+    from damex.inference.predictor import Prediction, Predictor
 
 __all__ = ["Prediction", "Predictor"]
 

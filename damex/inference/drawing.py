@@ -92,7 +92,7 @@ class Drawings:
         self._colors = palette(classes)
         self._video: _DrawnVideo | None = None
 
-    def add(self, one: Prediction, _: str = "") -> None:
+    def add(self, one: Prediction) -> None:
         """Draw an image, or the next frame of a video; one video must follow the other.
 
         Predictions need their images (``keep_images``). ConfigError if the source would

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from damex.inference.media import (
 from damex.inference.predictor import Prediction, Predictor
 
 Add = Callable[[Prediction, str], Any]
+Found = Sequence[tuple[Prediction, str]]  # with image names
 COLUMNS = (
     *("file", "width", "height", "dataset", "probability"),
     *("class", "score", "x1", "y1", "x2", "y2"),
@@ -147,18 +149,34 @@ def _outputs(
     names: Mapping[Path, str],
     classes: Sequence[str],
 ) -> Iterator[Add]:
-    """Open all requested outputs and yield a function that writes to them."""
+    """Yield a function that draws a prediction and keeps it for the files.
+
+    These are written at the end, also after an error or Ctrl-C.
+    """
+    found: list[tuple[Prediction, str]] = []
+    ended = False
     with ExitStack() as stack:
-        adders: list[Add] = []
-        if json is not None:
-            document = coco_document(Path(json), classes)
-            adders.append(stack.enter_context(document))
-        if csv is not None:
-            adders.append(stack.enter_context(csv_table(Path(csv))))
+        add = None
         if draw is not None:
-            drawings = Drawings(Path(draw), names, classes)
-            adders.append(stack.enter_context(drawings).add)
-        yield lambda one, name: [add(one, name) for add in adders]
+            add = stack.enter_context(Drawings(Path(draw), names, classes)).add
+
+        def write(one: Prediction, name: str) -> None:
+            if (json, csv) != (None, None):
+                found.append((replace(one, image=None), name))
+            if add is not None:
+                add(one)
+
+        try:
+            yield write
+            ended = True
+        finally:
+            if ended or found:  # keep an earlier file rather than empty it
+                with ExitStack() as files:  # one is written although another fails
+                    if csv is not None:
+                        files.callback(write_csv, csv, found)
+                    if json is not None:
+                        document = coco_document(found, classes)
+                        files.callback(write_json, json, document)
 
 
 def _images_in(path: Path) -> int:
@@ -213,27 +231,23 @@ def _summary(
     return "\n".join(lines)
 
 
-@contextmanager
-def coco_document(path: Path, classes: Sequence[str]) -> Iterator[Add]:
-    """Yield a function that adds a prediction and image name to a COCO document.
+def coco_document(found: Found, classes: Sequence[str]) -> dict[str, Any]:
+    """Build COCO annotations with a ``score`` from predictions and image names.
 
-    Annotations have a ``score``; category ids count from 1. Images carry ``dataset``
-    and its ``probability`` if predicted. Written at the end, also after an error or
-    Ctrl-C.
+    Category ids count from 1. Images carry ``dataset`` and its ``probability`` if
+    predicted.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    categories = [dict(id=i, name=name) for i, name in enumerate(classes, 1)]
-
-    def add(one: Prediction, name: str) -> None:
-        size = dict(width=one.width, height=one.height)
-        images.append(dict(id=len(images) + 1, file_name=name, **size, **_about(one)))
+    for number, (one, name) in enumerate(found, 1):
+        image = dict(id=number, file_name=name, width=one.width, height=one.height)
+        images.append({**image, **_about(one)})
         rows = zip(one.boxes.tolist(), one.scores, one.labels, strict=True)
         for (x1, y1, x2, y2), score, label in rows:
             annotations.append(
                 dict(
                     id=len(annotations) + 1,
-                    image_id=len(images),
+                    image_id=number,
                     category_id=int(label) + 1,
                     bbox=[round(v, 2) for v in (x1, y1, x2 - x1, y2 - y1)],
                     area=round((x2 - x1) * (y2 - y1), 2),
@@ -241,54 +255,26 @@ def coco_document(path: Path, classes: Sequence[str]) -> Iterator[Add]:
                     iscrowd=0,
                 )
             )
-
-    def write() -> None:
-        lists = dict(images=images, annotations=annotations, categories=categories)
-        write_json(path, lists)
-
-    with _written(images, write):
-        yield add
+    categories = [dict(id=i, name=name) for i, name in enumerate(classes, 1)]
+    return dict(images=images, annotations=annotations, categories=categories)
 
 
-@contextmanager
-def csv_table(path: Path) -> Iterator[Add]:
-    """Yield a function that adds a prediction and image name to a CSV table.
-
-    One row per detection (`COLUMNS`), boxes in pixels. Written at the end, also after
-    an error or Ctrl-C.
-    """
-    rows: list[list[Any]] = []
-
-    def add(one: Prediction, name: str) -> None:
-        about = _about(one)
-        image = [name, one.width, one.height]
-        image += [about.get("dataset", ""), about.get("probability", "")]
-        found = zip(one.names, one.scores, one.boxes.tolist(), strict=True)
-        for label, score, box in found:
-            numbers = (round(float(score), 4), *(round(value, 2) for value in box))
-            rows.append([*image, label, *numbers])
-
-    def write() -> None:
-        with (
-            atomic_write(path) as part,
-            part.open("w", encoding="utf-8", newline="") as file,
-        ):
-            csv.writer(file).writerows([COLUMNS, *rows])
-
-    with _written(rows, write):
-        yield add
-
-
-@contextmanager
-def _written(rows: Sequence[Any], write: Callable[[], None]) -> Iterator[None]:
-    """Call ``write`` at the end; after an error only if there are ``rows``."""
-    try:
-        yield
-    except BaseException:
-        if rows:  # keep an earlier file rather than empty it
-            write()
-        raise
-    write()
+def write_csv(path: str | Path, found: Found) -> None:
+    """Write a CSV table with a row (`COLUMNS`) per detection, boxes in pixels."""
+    with (
+        atomic_write(path) as part,
+        part.open("w", encoding="utf-8", newline="") as file,
+    ):
+        table = csv.writer(file)
+        table.writerow(COLUMNS)
+        for one, name in found:
+            about = _about(one)
+            image = [name, one.width, one.height]
+            image += [about.get("dataset", ""), about.get("probability", "")]
+            rows = zip(one.names, one.scores, one.boxes.tolist(), strict=True)
+            for label, score, box in rows:
+                numbers = (round(float(score), 4), *(round(value, 2) for value in box))
+                table.writerow([*image, label, *numbers])
 
 
 def _about(one: Prediction) -> dict[str, Any]:

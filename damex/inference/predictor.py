@@ -80,7 +80,7 @@ class Inputs:
     def __call__(self, image: Picture) -> dict[str, Any]:
         """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
 
-        ``pixels`` is the image itself, in BGR; `detect` leaves it out.
+        ``pixels`` is the loaded image, in BGR; `detect` leaves it out.
 
         Raises:
             DataError: If it cannot be read, or the pipeline rejects it.
@@ -122,6 +122,14 @@ def _checked(image: Any) -> np.ndarray:
         "an image must be a path or a uint8 array (height, width, 3) in RGB, got "
         f"{found}."
     )
+
+
+def _as_rgb(pixels: np.ndarray) -> np.ndarray:
+    """Output of ``LoadImageFromFile``, also gray or of floats, as uint8 RGB."""
+    pixels_HWC = np.atleast_3d(pixels).clip(0, 255).astype(np.uint8)
+    if pixels_HWC.shape[2] < 3:
+        pixels_HWC = pixels_HWC[..., :1].repeat(3, 2)
+    return pixels_HWC[..., 2::-1]
 
 
 def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:
@@ -263,7 +271,7 @@ class Predictor:
                 ):
                     samples = detect(self._detector, batch)
                 for sample, one in zip(samples, batch, strict=True):
-                    image = one["pixels"][..., ::-1] if keep_images else None
+                    image = _as_rgb(one["pixels"]) if keep_images else None
                     yield self._prediction(sample, choice, min_score, image)
 
     def _choose(self, dataset: str) -> _Choice:

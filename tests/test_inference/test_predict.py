@@ -15,7 +15,7 @@ from PIL import Image
 from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference import predict as command
-from damex.inference.predict import coco_document, csv_table
+from damex.inference.predict import coco_document, write_csv
 from damex.inference.stored import write_checkpoint
 
 
@@ -209,18 +209,10 @@ CLASSES = ("car", "dog")
 WEIGHT = dict(weight=torch.zeros(9_000))
 
 
-def write(output, pairs):
-    with output as add:
-        for one, name in pairs:
-            add(one, name)
-
-
-def test_json_is_a_coco_document_with_scores(tmp_path, make_prediction):
+def test_json_is_a_coco_document_with_scores(make_prediction):
     some = make_prediction(probabilities=dict(street=0.25, park=0.75))
     none = make_prediction(dataset=None)
-    path = tmp_path / "new" / "found.json"
-    write(coco_document(path, CLASSES), [(some, "a.png"), (none, "b.png")])
-    document = json.loads(path.read_text())
+    document = coco_document([(some, "a.png"), (none, "b.png")], CLASSES)
     size = dict(width=96, height=64)
     assert document["images"] == [
         dict(id=1, file_name="a.png", **size, dataset="park", probability=0.75),
@@ -243,7 +235,7 @@ def test_csv_has_a_row_per_detection(tmp_path, make_prediction):
     path = tmp_path / "found.csv"
     some = make_prediction(probabilities=dict(street=0.25, park=0.75))
     none = make_prediction(dataset=None)
-    write(csv_table(path), [(some, "a,b.png"), (none, "c.png")])
+    write_csv(path, [(some, "a,b.png"), (none, "c.png")])
     with path.open(newline="") as file:
         rows = [*csv.DictReader(file)]
     assert len(rows) == 4
@@ -259,14 +251,14 @@ def test_csv_has_a_row_per_detection(tmp_path, make_prediction):
     )
 
 
-@pytest.mark.parametrize("kind", [csv_table, lambda path: coco_document(path, CLASSES)])
-def test_without_any_image_an_earlier_file_stays_after_a_stop(tmp_path, kind):
-    path = tmp_path / "found"
-    path.write_text("earlier")
-    with pytest.raises(KeyboardInterrupt), kind(path):
+def test_without_any_image_earlier_files_stay_after_a_stop(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "a.csv"]
+    for path in files:
+        path.write_text("earlier")
+    outputs = command._outputs(*map(str, files), None, {}, CLASSES)
+    with pytest.raises(KeyboardInterrupt), outputs:
         raise KeyboardInterrupt
-    assert path.read_text() == "earlier"
-    assert [*tmp_path.iterdir()] == [path]
+    assert all(path.read_text() == "earlier" for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
