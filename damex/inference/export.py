@@ -208,12 +208,9 @@ class Parity(NamedTuple):
 
 
 def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parity:
-    """Compare a graph with its detector.
+    """Compare a graph with its detector; ConfigError if one fails on all images.
 
     Images with fewer tokens than queries are left out, as neither detects anything.
-
-    Raises:
-        ConfigError: If no image is left, or onnxruntime fails on one.
     """
     parities = []
     for image in images:
@@ -278,11 +275,7 @@ def start_session(content: bytes) -> Any:
 
 
 def detections_of_graph(session: Any, images: np.ndarray) -> list[Detections]:
-    """Detect with onnxruntime in images of one size, uint8 (B, H, W, 3) in RGB.
-
-    Raises:
-        ConfigError: If the graph fails on images of this size.
-    """
+    """Detect with onnxruntime in images of one size, uint8 (B, H, W, 3) in RGB."""
     try:
         outputs = session.run(OUTPUTS, {INPUT: images})
     except Exception as error:  # its classes derive from nothing else

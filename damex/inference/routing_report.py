@@ -281,17 +281,11 @@ def _chart(title: str, curves: Curves) -> dict[str, Any]:
 def read_history(
     checkpoint: Path, meta: Mapping[str, Any], train_cfg: Mapping[str, Any]
 ) -> History:
-    """Read ``vis_data/scalars.json`` of the run that wrote a checkpoint.
+    """Read the log of the run that wrote a checkpoint, ``vis_data/scalars.json``.
 
-    Args:
-        checkpoint: The .pth file.
-        meta: Its metadata: ``experiment_name``, which ends in the name of the log
-            folder next to it, ``epoch`` and ``iter``.
-        train_cfg: Whether the training loop counts epochs or iterations.
-
-    Returns:
-        Metrics of the evaluation of this checkpoint, charts by title, and a sentence
-        about missing parts.
+    Returns the metrics of the evaluation of this checkpoint, charts by title, and a
+    sentence about missing parts. ``meta`` is of the checkpoint: its ``experiment_name``
+    ends in the name of the log folder.
     """
     found = re.search(r"_(\d{8}_\d{6})$", str(meta.get("experiment_name", "")))
     folder = checkpoint.parent / (found.group(1) if found else "")
@@ -306,12 +300,12 @@ def read_history(
             lines.append(dict(json.loads(text)))
         except (ValueError, TypeError):  # a killed run leaves a partial line
             continue
-    step = meta.get(length_key(train_cfg)[4:-1])
+    step = meta.get(length_key(train_cfg)[4:-1], "unknown")
     scores = {}
     for line in lines:
         mine = {k: v for k, v in line.items() if k.startswith("mixture/")}
-        if mine and step is not None and line.get("step") == step:
-            scores = mine
+        if line.get("step") == step:
+            scores = mine or scores
     note = "" if scores else f"No AP: {path} has no evaluation of this checkpoint."
     return scores, _charts(lines), note
 

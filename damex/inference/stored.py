@@ -177,11 +177,7 @@ def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]
 def check_target(
     path: Path, *, suffixes: Sequence[str] = (".pth",), with_config: bool = True
 ) -> None:
-    """Check the path of a detector (and of its config) before anything is computed.
-
-    Raises:
-        ConfigError: If the suffix is wrong, or a file exists already.
-    """
+    """Raise a ConfigError if the suffix is wrong, or a file (or config) exists."""
     if path.suffix not in suffixes:
         raise ConfigError(f"--out must end in {' or '.join(suffixes)}, got {path}.")
     for file in (path, path.with_suffix(".py")):
@@ -200,9 +196,6 @@ def write_checkpoint(
     """Write a checkpoint and its config, each completely or not at all.
 
     ``meta`` is further metadata of the checkpoint, such as ``dataset_meta``.
-
-    Raises:
-        ConfigError: If a file cannot be written.
     """
     content = dict(meta=dict(cfg=config, **meta), state_dict=dict(state))
     with atomic_write(path) as part:
