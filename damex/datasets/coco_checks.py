@@ -1,6 +1,6 @@
-"""All findings about a COCO document, for `damex data check`.
+"""The validator of COCO documents, and reading a valid one.
 
-The loader raises the first error of the same list.
+`damex data check` prints the findings, and the loader raises the first error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,76 +40,58 @@ def check_coco(
     records, findings = parse_records(document, place, expected.classes)
     if records is None:
         return None, findings
-    if not records.images:
-        findings.append(
-            place.finding("no-images", None, "it lists no images. Correct the file.")
-        )
-    findings += _check_classes(records, expected.classes)
-    findings += _check_links(records)
     with np.errstate(all="ignore"):  # files hold numbers of any size
-        findings += check_boxes(records, expected)
-    findings += _check_numbers(records, expected)
+        for check in (_check_classes, _check_links, check_boxes, _check_counts):
+            findings += check(records, expected)
     return records, findings
 
 
-def _check_classes(
-    records: Records, classes: Sequence[str] | None
-) -> Iterator[Finding]:
-    """Missing classes that are in use, and headings that are left out."""
+def _check_classes(records: Records, expected: Expectations) -> Iterator[Finding]:
+    """Missing classes that are in use, headings that are left out, and no images."""
+    place = records.place
+    if not records.images:
+        text = "it lists no images. Correct the file."
+        yield place.finding("no-images", None, text)
     known = [*filter(None, records.categories.values())]
-    kind = "unknown-class" if records.place.split == "train" else "class-not-in-file"
-    for name in classes or ():
+    kind = "unknown-class" if place.split == "train" else "class-not-in-file"
+    for name in expected.classes or ():
         if name not in known:
             text = (
                 f"the file does not list it; {did_you_mean(name, known)} Correct "
                 "'classes' in the mixture entry, or add it to the categories, with or "
                 "without boxes."
             )
-            yield records.place.finding(kind, f"class {name!r}", text)
-    for name in records.headings if records.place.split == "train" else ():
+            yield place.finding(kind, f"class {name!r}", text)
+    for name in records.headings if place.split == "train" else ():
         text = (
             "this category is only a heading of others and has no box: it is left out. "
             "To keep it, list it with the others in classes=[...] of the mixture entry."
         )
-        yield records.place.finding("dummy-class", f"class {name!r}", text)
+        yield place.finding("dummy-class", f"class {name!r}", text)
 
 
-def _check_links(records: Records) -> Iterator[Finding]:
+def _check_links(records: Records, _: Expectations) -> Iterator[Finding]:
     """Annotations of unknown images or categories, and images listed twice."""
-    texts = {str(image["id"]) for image in records.images}
-
-    def of_image(position: int) -> str:
-        found = records.annotations[position]["image_id"]
-        advice = "Correct it, or remove the record."
-        if str(found) in texts:
-            advice = "An image has this id as another type: write both as numbers."
-        return (
-            f"image_id {found!r} is not that of an image: the box is left out. {advice}"
-        )
-
-    lost = np.flatnonzero(records.image_N < 0)
-    yield from records.each("unknown-image-id", "annotations", lost, of_image)
+    yield from records.each(
+        "unknown-image-id",
+        "annotations",
+        np.flatnonzero(records.image_N < 0),
+        "image_id {record[image_id]!r} is not that of an image: the box is left out. "
+        "Correct it (a number and a text are different ids), or remove the record.",
+    )
     ids = [*map(repr, records.categories)]
-    listed = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
-
-    def of_category(position: int) -> str:
-        found = records.annotations[position]["category_id"]
-        return (
-            f"category_id {found!r} is not listed: the box is left out. Expected one "
-            f"of {listed or 'none'}. Correct it, or add the category."
-        )
-
-    known = records.categories.keys()
-    unknown = [
-        position
-        for position, record in enumerate(records.annotations)
-        if record["category_id"] not in known
-    ]
-    yield from records.each("unknown-category-id", "annotations", unknown, of_category)
-    yield from _check_file_names(records)
-
-
-def _check_file_names(records: Records) -> Iterator[Finding]:
+    yield from records.each(
+        "unknown-category-id",
+        "annotations",
+        [
+            position
+            for position, record in enumerate(records.annotations)
+            if record["category_id"] not in records.categories
+        ],
+        "category_id {record[category_id]!r} is not listed: the box is left out. "
+        "Expected one of {known}. Correct it, or add the category.",
+        known=(", ".join(ids[:10]) or "none") + ", ..." * (len(ids) > 10),
+    )
     names = [image.get("file_name") for image in records.images]
     first: dict[str, int] = {}
     again = [
@@ -117,58 +99,62 @@ def _check_file_names(records: Records) -> Iterator[Finding]:
         for position, name in enumerate(names)
         if isinstance(name, str) and first.setdefault(name, position) != position
     ]
+    yield from records.each(
+        "duplicate-file-name",
+        "images",
+        again,
+        "{other} has the same file_name {record[file_name]!r}; each would teach that "
+        "the objects of the other are background. Merge the two.",
+        other=lambda position: records.image_name(first[names[position]]),
+    )
 
-    def of_image(position: int) -> str:
-        other = records.image_name(first[str(names[position])])
-        return (
-            f"{other} has the same file_name {names[position]!r}; each would teach "
-            "that the objects of the other are background. Merge the two."
-        )
 
-    yield from records.each("duplicate-file-name", "images", again, of_image)
-
-
-def _check_numbers(records: Records, expected: Expectations) -> Iterator[Finding]:
+def _check_counts(records: Records, expected: Expectations) -> Iterator[Finding]:
     """Findings on box counts by image, and by unused class."""
     names = records.categories
     others = {key for key, name in names.items() if not expected.uses(name)}
-    found = [row["category_id"] for row in records.annotations]
-    for key, count in Counter(key for key in found if key in others).items():
-        text = f"{count} boxes of a class that is not in use are left out."
+    found = Counter(row["category_id"] for row in records.annotations)
+    for key in filter(others.__contains__, found):
+        text = f"{found[key]} boxes of a class that is not in use are left out."
         where = f"class {names[key]!r}"
-        yield records.place.finding("class-not-used", where, text, count=count)
+        yield records.place.finding("class-not-used", where, text, count=found[key])
     # By id: images that share an id share their boxes.
     in_use = names.keys() - others
     counts = Counter(
-        [row["image_id"] for row in records.annotations if row["category_id"] in in_use]
+        row["image_id"] for row in records.annotations if row["category_id"] in in_use
     )
-    images = records.images
-    empty = [i for i, image in enumerate(images) if not counts[image["id"]]]
-
-    def name(position: int) -> str:
-        named = records.place.root  # the finding already has the path
-        return "it" if named else repr(images[position].get("file_name"))
-
-    def of_empty(position: int) -> str:
-        return (
-            f"{name(position)} has no box: training leaves it out, evaluation does "
-            "not. Nothing to do if it shows no object."
-        )
-
-    yield from records.each("image-without-boxes", "images", empty, of_empty)
+    count_M = [counts[image["id"]] for image in records.images]
+    # A finding about a converted folder already has the path.
+    name = "it" if records.place.root else "{record[file_name]!r}"
+    yield from records.each(
+        "image-without-boxes",
+        "images",
+        [i for i, count in enumerate(count_M) if not count],
+        f"{name} has no box: training leaves it out, evaluation does not. Nothing to "
+        "do if it shows no object.",
+    )
     limit = expected.num_queries
-    if limit is None:
-        return
-    full = [i for i, image in enumerate(images) if counts[image["id"]] > limit]
+    yield from records.each(
+        "many-boxes",
+        "images",
+        [i for i, count in enumerate(count_M) if limit is not None and count > limit],
+        f"{name} has {{count}} boxes, and the detector has {limit} queries, each of "
+        "which finds one object at most. Set model.num_queries higher, or cut the "
+        "image into tiles.",
+        count=count_M.__getitem__,
+    )
 
-    def of_full(position: int) -> str:
-        return (
-            f"{name(position)} has {counts[images[position]['id']]} boxes, and the "
-            f"detector has {limit} queries, each of which finds one object at most. "
-            "Set model.num_queries higher, or cut the image into tiles."
-        )
 
-    yield from records.each("many-boxes", "images", full, of_full)
+def read_coco(path: Path, dataset: str) -> dict[str, Any]:
+    """Load a COCO file with valid fields, ids and class names; boxes are not checked.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or holds anything else.
+    """
+    place = Place(dataset, str(path))
+    document, findings = read_json(path, place)
+    raise_first(findings or parse_records(document, place)[1])
+    return document
 
 
 def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
@@ -191,27 +177,16 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
     place = Place(dataset, str(path))
     categories, findings = readable_records(categories, "categories", place)
     raise_first(findings)
-    real = without_dummies(categories, (), key="id")
-    headings = [c["id"] for c in categories if c not in real]
     used = {
-        number
-        for number in headings
-        if re.search(rf'"category_id"\s*:\s*{re.escape(json.dumps(number))}\b', text)
+        category["id"]
+        for category in categories
+        if category not in without_dummies(categories, (), key="id")
+        and re.search(rf'"category_id"\s*:\s*{_written(category["id"])}\b', text)
     }
     kept = without_dummies(categories, used, key="id")
     raise_first(check_class_names(kept, place))
     return tuple(str(category["name"]) for category in kept)
 
 
-def read_coco(path: Path, dataset: str) -> dict[str, Any]:
-    """Load a COCO file with valid fields, ids and class names; boxes are not checked.
-
-    Raises:
-        DataError: If the file is missing, is not JSON, or holds anything else.
-    """
-    place = Place(dataset, str(path))
-    document, findings = read_json(path, place)
-    if not findings:
-        _, findings = parse_records(document, place)
-    raise_first(findings)
-    return document
+def _written(number: Any) -> str:
+    return re.escape(json.dumps(number))
