@@ -64,9 +64,9 @@ def check_coco(file: str, images: str, quick: bool, progress: Bar) -> Inspection
     path = Path(file)
     place = Place(path.stem, str(path))
     source = coco_file(place, CocoSource(path, Path(images)))
-    inspection = Inspection()
+    inspection = Inspection(quick=quick)
     inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
-    inspection.check_images(quick=quick, progress=progress)
+    inspection.check_images(progress=progress)
     return inspection
 
 

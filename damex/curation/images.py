@@ -36,7 +36,7 @@ PLAIN = 4.0
 
 
 def image_records(
-    records: Records, folder: Path, expected: Expectations
+    records: Records, folder: Path, expected: Expectations, *, with_boxes: bool = True
 ) -> list[ImageRecord]:
     """The images of an annotation file, each file once."""
     is_used = np.ones(len(records.images), bool)
@@ -44,7 +44,7 @@ def image_records(
         is_used[:] = False
         is_used[records.image_N[usable_boxes(records, expected).position_B]] = True
     found: dict[str, ImageRecord] = {}
-    boxes = _boxes(records)
+    boxes = _boxes(records) if with_boxes else {}
     for position, size in enumerate(records.size_M2.tolist()):
         name = records.images[position].get("file_name")
         if isinstance(name, str) and name:

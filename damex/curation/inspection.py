@@ -6,7 +6,8 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from damex.commandline.run import Bar
@@ -15,7 +16,7 @@ from damex.curation.images import check_existence, image_records, look_at
 from damex.curation.leaks import find_leaks, same_files
 from damex.curation.sources import Source, expectations, sources_of
 from damex.datasets.coco_checks import check_coco
-from damex.datasets.coco_records import Expectations
+from damex.datasets.coco_records import Expectations, Records
 from damex.datasets.findings import Finding, Place, capped
 from damex.datasets.image_checks import ImageRecord, check_look, check_scales
 from damex.datasets.label_space import LabelSpace
@@ -32,12 +33,17 @@ MAX_LOGGED = 200
 
 @dataclass
 class Inspection:
-    """Findings, with the images of all annotation files and the numbers checked."""
+    """Findings, with the images of all annotation files and the numbers checked.
 
+    ``quick`` leaves images undecoded. ``counted`` are the files that were checked.
+    """
+
+    quick: bool = False
     findings: list[Finding] = field(default_factory=list)
     images: list[ImageRecord] = field(default_factory=list)
     num_boxes: int = 0
     num_datasets: int = 0
+    counted: dict[Place, ClassCounts | None] = field(default_factory=dict)
 
     def add_dataset(
         self,
@@ -66,28 +72,35 @@ class Inspection:
         self.findings += check_classes(first, others, expected, rename)
 
     def _add_source(self, source: Source, expected: Expectations) -> ClassCounts | None:
-        document, findings = source.read()
-        self.findings += findings
-        if any(errors_of(findings)):
-            return None
-        records, findings = check_coco(document, source.place, expected)
-        self.findings += findings
-        if records is None:
-            return None
-        images = image_records(records, source.images, expected)
-        self.findings += capped(check_scales(images, expected.kept_scales))
-        self.num_boxes += len(records.annotations)
-        self.images += images
-        return ClassCounts.of(records)
+        if source.place not in self.counted:
+            document, findings = source.read()
+            self.findings += findings
+            if any(errors_of(findings)):
+                return None
+            self.add_document(document, source.place, expected, source.images)
+        return self.counted[source.place]
 
-    def check_images(
-        self, *, quick: bool, progress: Bar, seconds: float = float("inf")
-    ) -> None:
+    def add_document(
+        self, document: Any, place: Place, expected: Expectations, folder: Path
+    ) -> tuple[Records | None, list[Finding]]:
+        """Check a COCO document with images in ``folder``; returns what that finds."""
+        records, findings = check_coco(document, place, expected)
+        self.findings += findings
+        self.counted[place] = None if records is None else ClassCounts.of(records)
+        if records is not None:
+            images = image_records(records, folder, expected, with_boxes=not self.quick)
+            self.findings += capped(check_scales(images, expected.kept_scales))
+            self.num_boxes += len(records.annotations)
+            self.images += images
+        return records, findings
+
+    def check_images(self, *, progress: Bar, seconds: float = float("inf")) -> None:
         """Check the image files, and compare the images of all datasets.
 
         ``quick`` only reads headers, and compares paths instead of content; images stop
         being opened after ``seconds``.
         """
+        quick = self.quick
         progress.begin("look for files", None)
         there, found = check_existence(self.images)
         if seconds < float("inf"):
@@ -113,16 +126,18 @@ def check_config(
     splits: Sequence[str] = SPLITS,
     progress: Bar | None = None,
     seconds: float = float("inf"),
+    loaded: Inspection | None = None,
 ) -> Inspection:
     """Check the datasets of a config with a ``mixture``.
 
-    ``quick`` does not decode images; images stop being opened after ``seconds``.
+    ``quick`` does not decode images; images stop being opened after ``seconds``. Files
+    that ``loaded`` has checked are not read again.
 
     Raises:
         ConfigError: If the mixture itself is invalid.
     """
     progress = progress or Bar()
-    inspection = Inspection()
+    inspection = loaded or Inspection(quick=quick)
     specs = parse_mixture(cfg["mixture"])
     space, fault = _label_space(cfg, specs)
     required = ["train", *(s for s in splits if cfg.get(f"{s}_dataloader"))]
@@ -141,8 +156,26 @@ def check_config(
     if fault and not any(errors_of(inspection.findings)):
         place = Place("all datasets", "label space")
         inspection.findings.append(place.finding("unknown-class", None, fault))
-    inspection.check_images(quick=quick, progress=progress, seconds=seconds)
+    inspection.check_images(progress=progress, seconds=seconds)
     return inspection
+
+
+def checked_while_loading(
+    cfg: Mapping[str, Any],
+) -> tuple[Inspection, Callable[..., tuple[Records | None, list[Finding]]]]:
+    """An inspection, and the ``check`` that adds to it what a dataset loads."""
+    inspection = Inspection(quick=True)
+    specs = {spec.name: spec for spec in parse_mixture(cfg["mixture"])}
+
+    def check(
+        document: Any, place: Place, expected: Expectations, folder: Path
+    ) -> tuple[Records | None, list[Finding]]:
+        used = expected.classes
+        known = expectations(cfg, specs[place.dataset], place.split, used)
+        known = replace(known, on_bad_box=expected.on_bad_box)
+        return inspection.add_document(document, place, known, folder)
+
+    return inspection, check
 
 
 def _label_space(
@@ -181,14 +214,18 @@ def _not_all(looked: int, total: int, seconds: float) -> Finding:
     return Place("all datasets", "image files").finding("not-checked", None, text)
 
 
-def refusal(cfg: Mapping[str, Any], logger: logging.Logger) -> str | None:
+def refusal(
+    cfg: Mapping[str, Any], logger: logging.Logger, loaded: Inspection | None = None
+) -> str | None:
     """Run the quick check on a config's training and validation data.
 
-    The log gets warnings in one line, and all findings at level info. Returns why
-    training is not possible, or None.
+    Files that ``loaded`` has checked are not read again. The log gets warnings in one
+    line, and all findings at level info. Returns why training is not possible, or None.
     """
     splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
-    findings = check_config(cfg, quick=True, splits=splits, seconds=SECONDS).findings
+    findings = check_config(
+        cfg, quick=True, splits=splits, seconds=SECONDS, loaded=loaded
+    ).findings
     for finding in findings[:MAX_LOGGED]:
         logger.info(f"data check: {finding.level}: {finding.message}")
     errors = [*errors_of(findings)]

@@ -11,8 +11,13 @@ from mmengine.utils import is_abs
 
 from damex.datasets.coco_records import Expectations, read_json
 from damex.datasets.findings import Finding, Place
-from damex.datasets.nested import dataset_registry, leaves, map_leaves
-from damex.datasets.pipeline_checks import applies_exif, image_scales
+from damex.datasets.mmdet_configs import (
+    applies_exif,
+    dataset_registry,
+    image_scales,
+    leaves,
+    map_leaves,
+)
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
@@ -74,9 +79,7 @@ def coco_file(place: Place, found: CocoSource) -> Source:
 def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     found = spec.coco_source(split)
     if found is not None:
-        root = spec.conversion.summary.root if spec.root is not None else ""
-        place = Place.of(spec.name, found.annotations, split=split, root=root)
-        yield coco_file(place, found)
+        yield coco_file(spec.place(split, found.annotations), found)
         return
     config = spec.dataset_config(split)
     inner = leaves(config)

@@ -6,7 +6,8 @@ import contextlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mmdet.datasets import CocoDataset
@@ -16,10 +17,7 @@ from mmengine.logging import print_log
 
 from damex.datasets.coco_boxes import DROPPED, area_of, is_number, usable_boxes
 from damex.datasets.coco_checks import check_coco
-from damex.datasets.coco_records import (
-    Expectations,
-    read_json,
-)
+from damex.datasets.coco_records import Expectations, Records, read_json
 from damex.datasets.findings import KINDS, Finding, Place, raise_first
 
 
@@ -55,6 +53,8 @@ class NamedCocoDataset(CocoDataset):
         root: Folder that the file was converted from; messages then name its files.
         on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
             side.
+        check: Called with the document, its place, expectations and image folder; it
+            returns what ``check_coco``, the default, does.
         **kwargs: As for ``CocoDataset``.
     """
 
@@ -65,10 +65,12 @@ class NamedCocoDataset(CocoDataset):
         split: str = "train",
         root: str = "",
         on_bad_box: str = "error",
+        check: Callable[..., tuple[Records | None, list[Finding]]] | None = None,
         **kwargs: Any,
     ) -> None:
         self.name, self.split, self.root = name, split, root
         self.on_bad_box = Expectations(on_bad_box=on_bad_box).on_bad_box
+        self._check = check
         kwargs.setdefault("data_prefix", dict(img=""))  # mmdet's default lacks img
         super().__init__(**kwargs)
 
@@ -84,7 +86,7 @@ class NamedCocoDataset(CocoDataset):
         records = None
         document, findings = read_json(path, place)
         if not findings:
-            records, findings = check_coco(document, place, expected)
+            records, findings = self._checked(document, place, expected)
         raise_first(findings)
         assert records is not None
         self._log(findings, place)
@@ -96,6 +98,14 @@ class NamedCocoDataset(CocoDataset):
         known = records.categories
         categories = [c for c in document["categories"] if c["id"] in known]
         return _NamedCoco({**document, "annotations": usable, "categories": categories})
+
+    def _checked(
+        self, document: Any, place: Place, expected: Expectations
+    ) -> tuple[Records | None, list[Finding]]:
+        check, self._check = self._check, None
+        if check is None:
+            return check_coco(document, place, expected)
+        return check(document, place, expected, Path(self.data_prefix["img"]))
 
     def _log(self, findings: Iterable[Finding], place: Place) -> None:
         """Log the number of warnings, and facts in a line that the screen omits."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -145,7 +146,8 @@ class Place:
     @classmethod
     def of(cls, dataset: str, path: object, *, split: str, root: str = "") -> Place:
         """The place of a COCO file, which may be the conversion of a folder."""
-        return cls(dataset, f"{root} ({split})" if root else str(path), split, root)
+        file = f"{root} ({split})" if root else str(Path(str(path)))
+        return cls(dataset, file, split, root)
 
     def finding(
         self,

@@ -14,8 +14,7 @@ from mmengine.dist import get_dist_info, sync_random_seed
 from mmengine.logging import print_log
 from torch.utils.data import BatchSampler, Sampler
 
-from damex.datasets.mixture import MixtureDataset
-from damex.datasets.seeding import SeededIndex, mix_seed
+from damex.datasets.mixture import MixtureDataset, SeededIndex, mix_seed
 from damex.errors import ConfigError
 
 SAMPLINGS = ("explicit", "proportional", "sqrt", "temperature", "uniform")

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from mmengine.utils import is_abs
 
 from damex.datasets.coco_checks import read_class_names
+from damex.datasets.findings import Place
 from damex.datasets.formats.conversion import Conversion, check_entry, convert_entry
 from damex.datasets.formats.records import fault_of_names
-from damex.datasets.nested import (
+from damex.datasets.mmdet_configs import (
     check_class,
     declared_classes,
     leaves,
@@ -164,6 +165,15 @@ class DatasetSpec:
     def conversion(self) -> Conversion:
         """Result of converting ``root`` (see ``convert_entry``), if given."""
         return convert_entry(vars(self))
+
+    @property
+    def converted_root(self) -> str:
+        """The folder that was converted; empty for COCO files."""
+        return self.conversion.summary.root if self.root is not None else ""
+
+    def place(self, split: str, file: str | Path) -> Place:
+        """The place of a COCO file in findings."""
+        return Place.of(self.name, file, split=split, root=self.converted_root)
 
     def coco_source(self, split: str) -> CocoSource | None:
         """COCO file and image folder of a split; None if not given or not COCO."""

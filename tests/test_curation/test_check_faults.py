@@ -23,7 +23,7 @@ from damex.datasets.coco_records import Expectations
 from damex.datasets.findings import KINDS, LEVELS, Place
 from damex.datasets.image_checks import ImageRecord, check_image
 from damex.datasets.mixture import MixtureDataset
-from damex.datasets.pipeline_checks import image_scales
+from damex.datasets.mmdet_configs import image_scales
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 from tests.test_curation.conftest import CLASSES, SIZE, document, picture

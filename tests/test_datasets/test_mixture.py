@@ -18,9 +18,8 @@ from mmengine.dataset import pseudo_collate
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from damex.datasets.mixture import MixtureDataset
+from damex.datasets.mixture import MixtureDataset, SeededIndex, local_seed, mix_seed
 from damex.datasets.sampler import MixtureSampler
-from damex.datasets.seeding import SeededIndex, local_seed, mix_seed
 from damex.errors import ConfigError, DataError
 
 LOAD = [
