@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from damex.datasets.label_file import LabelFile
-from damex.datasets.label_space import LabelSpace, read_label_space
+from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import DatasetSpec
 from damex.errors import ConfigError
 
@@ -101,7 +100,7 @@ def test_an_empty_file_says_what_its_rule_says(mode):
         (dict(dataset={}), "unknown key 'dataset'; did you mean 'datasets'"),
         (dict(unlisted="join"), "unlisted must be one of .* got 'join'"),
         (dict(datasets=["voc"]), "datasets must be"),
-        (dict(datasets=dict(voc=["car"])), "dataset 'voc' must be .* got"),
+        (dict(datasets=dict(voc=["car"])), r"datasets must be .* got .*'voc': \['car'"),
         (dict(datasets=dict(voc=dict(car=3))), "'car' must become a name, or null"),
         (dict(datasets=dict(voc=dict(car=" "))), "'car' must become a name, or null"),
         (dict(datasets=dict(vok={})), "lists the dataset 'vok'; did you mean 'voc'"),
