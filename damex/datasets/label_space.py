@@ -141,10 +141,16 @@ class LabelFile:
         ``renamed`` is the ``rename`` of its entry.
 
         Raises:
-            ConfigError: If a listed class is unknown or renamed, an unlisted one is an
-                error, or no class stays.
+            ConfigError: If a listed or renamed class is unknown, a class is both, an
+                unlisted one is an error, or no class stays.
         """
         listed = self.datasets.get(dataset, {})
+        for name in renamed:
+            if name not in own:
+                raise ConfigError(
+                    f"dataset {dataset!r}: rename names the class {name!r}; "
+                    f"{did_you_mean(name, own)}"
+                )
         for name in listed:
             if name not in own:
                 raise ConfigError(
@@ -234,9 +240,7 @@ class LabelSpace:
                 )
         mappings = []
         for spec in specs:
-            spec.mixture_classes()  # rejects a 'rename' of an unknown class
-            own = spec.own_classes
-            mappings.append(rules.mapping(spec.name, own, spec.rename))
+            mappings.append(rules.mapping(spec.name, spec.own_classes, spec.rename))
         classes = dict.fromkeys(name for m in mappings for name in m.values())
         return cls(
             classes=tuple(classes),

@@ -276,17 +276,6 @@ class DatasetSpec:
             )
         return classes
 
-    def mixture_classes(self) -> tuple[str, ...]:
-        """Class names after ``rename``; ConfigError if it names an unknown class."""
-        own = self.own_classes
-        for name in self.rename:
-            if name not in own:
-                raise ConfigError(
-                    f"dataset {self.name!r}: rename names the class {name!r}; "
-                    f"{did_you_mean(name, own)}"
-                )
-        return tuple(self.rename.get(name, name) for name in own)
-
 
 def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ...]:
     """Read and cross-check the entries of ``mixture``.

@@ -81,6 +81,12 @@ def test_metainfo_survives_json(mode):
     assert LabelSpace.from_metainfo(stored) == space
 
 
+def test_rename_of_an_unknown_class_is_refused_with_a_suggestion():
+    spec = DatasetSpec("a", classes=("person", "bus"), rename=dict(persn="human"))
+    with pytest.raises(ConfigError, match="'a': rename names the class 'persn'; did y"):
+        LabelSpace.from_specs([spec])
+
+
 def test_unknown_mode():
     with pytest.raises(ConfigError, match=r"label_space must be one of .* got 'join'"):
         LabelSpace.from_specs([STREET], mode="join")

@@ -240,17 +240,6 @@ def test_dataset_that_names_no_classes():
         _ = DatasetSpec("a", train=dict(type="XMLDataset")).own_classes
 
 
-def test_rename_gives_the_mixtures_words_in_own_order():
-    spec = DatasetSpec("a", classes=("auto", "bus"), rename=dict(auto="car"))
-    assert spec.mixture_classes() == ("car", "bus")
-
-
-def test_rename_of_an_unknown_class_is_refused_with_a_suggestion():
-    spec = DatasetSpec("a", classes=("person", "bus"), rename=dict(persn="human"))
-    with pytest.raises(ConfigError, match="'a': rename names the class 'persn'; did y"):
-        spec.mixture_classes()
-
-
 def test_wrong_annotation_path_names_dataset_path_and_mend(tmp_path):
     spec = DatasetSpec("cars", f"{tmp_path}/", train="typo.json")
     with pytest.raises(DataError) as caught:
