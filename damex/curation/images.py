@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from damex.datasets.coco_boxes import is_number, usable_boxes
-from damex.datasets.coco_records import Expectations, Records
+from damex.datasets.coco_checks import usable_boxes
+from damex.datasets.coco_records import Expectations, Records, is_number
 from damex.datasets.findings import Finding
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.image_checks import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from damex.curation.sources import Source
-from damex.datasets.coco_boxes import Boxes, read_boxes
+from damex.datasets.coco_checks import Boxes, read_boxes
 from damex.datasets.coco_records import Expectations, Records, parse_records
 
 # COCO's limits of small, medium and large: the side of a square in pixels.

@@ -15,9 +15,8 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.coco_boxes import DROPPED, area_of, is_number, usable_boxes
-from damex.datasets.coco_checks import check_coco
-from damex.datasets.coco_records import Expectations, Records, read_json
+from damex.datasets.coco_checks import DROPPED, area_of, check_coco, usable_boxes
+from damex.datasets.coco_records import Expectations, Records, is_number, read_json
 from damex.datasets.findings import KINDS, Finding, Place, raise_first
 
 

@@ -1,9 +1,11 @@
-"""COCO documents as columns, and findings about their fields, ids and names."""
+"""COCO documents: reading them, and their records as columns with faults of fields."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from damex.datasets.findings import MAX_LISTED, Finding, Place, capped
+from damex.datasets.findings import (
+    MAX_LISTED,
+    OF_IMAGES,
+    TEXTS,
+    Finding,
+    Place,
+    capped,
+    raise_first,
+)
 from damex.errors import ConfigError
 
 BAD_BOX_POLICIES = ("error", "drop")
@@ -108,35 +118,33 @@ class Records:
     def each(
         self,
         kind: str,
-        key: str,
         positions: Sequence[int] | np.ndarray,
-        text: str,
-        *,
         level: str | None = None,
         **values: Any,
     ) -> Iterator[Finding]:
-        """A finding for each record of list ``key``; one for all beyond ``MAX_LISTED``.
+        """A finding for each annotation or image; one for all beyond ``MAX_LISTED``.
 
-        ``text`` is formatted with ``record``, ``size`` (of the image) and ``values``,
-        which may be functions of the position.
+        The message in ``TEXTS`` is formatted with ``record``, ``size`` (of the image)
+        and ``values``, which may be functions of the position.
         """
+        of_image = kind in OF_IMAGES
+        name = self.image_name if of_image else self.annotation_name
         for position in map(int, positions[:MAX_LISTED]):
-            record = getattr(self, key)[position]
-            image = position if key == "images" else int(self.image_N[position])
+            image = position if of_image else int(self.image_N[position])
             listed = self.images[image] if image >= 0 else {}
-            width, height = self.size_M2[image] if image >= 0 else (math.nan, math.nan)
+            size = self.size_M2[image] if image >= 0 else (math.nan, math.nan)
             known = {k: v(position) if callable(v) else v for k, v in values.items()}
-            size = f"{width:g} x {height:g} px"
-            words = text.format(record=record, size=size, **known)
+            known["record"] = (self.images if of_image else self.annotations)[position]
+            known["size"] = f"{size[0]:g} x {size[1]:g} px"
+            has_owner = listed and not of_image
             source = listed.get("source") if self.place.root else None
-            file = f"{self.place.root}/{source}" if source else None
-            owner, name = f"image {listed.get('file_name')!r}", self.annotation_name
-            if key == "images" or not listed:
-                owner = ""
-            if key == "images":
-                name = self.image_name
             yield self.place.finding(
-                kind, name(position), words, owner=owner, level=level, file=file
+                kind,
+                name(position),
+                TEXTS[kind].format(**known),
+                owner=f"image {listed.get('file_name')!r}" if has_owner else "",
+                level=level,
+                file=f"{self.place.root}/{source}" if source else None,
             )
         rest = len(positions) - MAX_LISTED
         if rest > 0:
@@ -172,6 +180,53 @@ def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
     except ValueError as error:  # not JSON, or not text
         text = f"it is not a JSON file ({error}). Write it again."
         return None, [place.finding("not-json", None, text)]
+
+
+def read_coco(path: Path, dataset: str) -> dict[str, Any]:
+    """Load a COCO file with valid fields, ids and class names; boxes are not checked.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or holds anything else.
+    """
+    place = Place(dataset, str(path))
+    document, findings = read_json(path, place)
+    raise_first(findings or parse_records(document, place)[1])
+    return document
+
+
+def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
+    """Names of the categories of a COCO file, in file order, without empty headings.
+
+    Only this list is parsed: the whole of a large file takes many seconds.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or has no valid categories.
+    """
+    text, categories = "", None
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # reported by read_coco
+        text = path.read_text(encoding="utf-8-sig")
+    keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
+    if len(keys) == 1:  # otherwise one may be nested in another record
+        with contextlib.suppress(json.JSONDecodeError):
+            categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
+    if not isinstance(categories, list):
+        categories = read_coco(path, dataset)["categories"]
+    place = Place(dataset, str(path))
+    categories, findings = readable_records(categories, "categories", place)
+    raise_first(findings)
+    used = {
+        category["id"]
+        for category in categories
+        if category not in without_dummies(categories, (), key="id")
+        and re.search(rf'"category_id"\s*:\s*{_written(category["id"])}\b', text)
+    }
+    kept = without_dummies(categories, used, key="id")
+    raise_first(check_class_names(kept, place))
+    return tuple(str(category["name"]) for category in kept)
+
+
+def _written(number: Any) -> str:
+    return re.escape(json.dumps(number))
 
 
 def parse_records(
@@ -262,6 +317,16 @@ def readable_records(
             kind = f"duplicate-{LISTS[key]}-id"
             findings.append(place.finding(kind, f"{LISTS[key]} {value}", text))
     return kept, capped(findings)
+
+
+def is_box(box: Any) -> bool:
+    """Whether a JSON value is a list of four numbers."""
+    return isinstance(box, list) and len(box) == 4 and all(map(is_number, box))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number, including NaN and infinity."""
+    return type(value) in (int, float)
 
 
 def _name(category: Mapping[str, Any]) -> str:

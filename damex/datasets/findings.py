@@ -100,6 +100,59 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
     }
 )
 
+_BOX = "the box [x, y, width, height] = {record[bbox]} "
+_CORRECT = "Correct the record, or remove it."
+# Messages about single records; see `Records.each`.
+TEXTS: Mapping[str, str] = MappingProxyType(
+    {
+        "unknown-image-id": (
+            "image_id {record[image_id]!r} is not that of an image: the box is left "
+            "out. Correct it (a number and a text are different ids), or remove the "
+            "record."
+        ),
+        "unknown-category-id": (
+            "category_id {record[category_id]!r} is not listed: the box is left out. "
+            "Expected one of {known}. Correct it, or add the category."
+        ),
+        "duplicate-file-name": (
+            "{other} has the same file_name {record[file_name]!r}; each would teach "
+            "that the objects of the other are background. Merge the two."
+        ),
+        "image-without-boxes": (
+            "{image} has no box: training leaves it out, evaluation does not. Nothing "
+            "to do if it shows no object."
+        ),
+        "many-boxes": (
+            "{image} has {count} boxes, and the detector has {limit} queries, each of "
+            "which finds one object at most. Set model.num_queries higher, or cut the "
+            "image into tiles."
+        ),
+        "box-format": "bbox must be [x, y, width, height] in pixels, got {box}.",
+        "box-not-finite": f"{_BOX}must have finite numbers. {_CORRECT}",
+        "box-negative": (
+            f"{_BOX}has a negative width or height; expected both above 0. {{advice}}"
+        ),
+        "box-outside": f"{_BOX}lies outside of the image ({{size}}). {{advice}}",
+        "box-zero-size": f"{_BOX}has a side of 0: training leaves it out. {_CORRECT}",
+        "box-thin": f"{_BOX}has a side below 1 px: training leaves it out. {_CORRECT}",
+        "box-partly-outside": (
+            f"{_BOX}reaches over the border of the image ({{size}}): training clips it."
+            f" {_CORRECT}"
+        ),
+        "box-ignored": f"{_BOX}is marked 'ignore': training leaves it out.",
+        "area-zero": (
+            f"{_BOX}has the area {{record[area]:g}}, expected above 0: training leaves "
+            "it out. Correct it."
+        ),
+        "area-inconsistent": (
+            f"{_BOX}has the area {{record[area]:g}}, expected {{expected}}. Correct it."
+        ),
+        "duplicate-box": f"{_BOX}is that of {{first}}, too. Remove one of them.",
+    }
+)
+# The kinds among them that are about images, not annotations.
+OF_IMAGES = ("duplicate-file-name", "image-without-boxes", "many-boxes")
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from mmengine.utils import is_abs
 
-from damex.datasets.coco_checks import read_class_names
+from damex.datasets.coco_records import read_class_names
 from damex.datasets.findings import Place
 from damex.datasets.formats.conversion import Conversion, check_entry, convert_entry
 from damex.datasets.formats.records import fault_of_names

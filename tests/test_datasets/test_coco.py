@@ -9,7 +9,7 @@ import pytest
 from mmdet.datasets import CocoDataset
 
 from damex.datasets.coco import NamedCocoDataset
-from damex.datasets.coco_checks import read_class_names
+from damex.datasets.coco_records import read_class_names
 from damex.errors import DataError
 
 UNION = ("car", "person", "bus", "dog")

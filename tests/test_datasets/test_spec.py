@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mmdet.datasets import CocoDataset, VOCDataset
 
-from damex.datasets.coco_checks import read_coco
+from damex.datasets.coco_records import read_coco
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 
