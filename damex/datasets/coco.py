@@ -83,9 +83,11 @@ class NamedCocoDataset(CocoDataset):
         )
         place = Place.of(self.name, path, split=self.split, root=self.root)
         records = None
+        check, self._check = self._check, None  # it may hold all that it has seen
         document, findings = read_json(path, place)
         if not findings:
-            records, findings = self._checked(document, place, expected)
+            given, folder = (document, place, expected), Path(self.data_prefix["img"])
+            records, findings = check(*given, folder) if check else check_coco(*given)
         raise_first(findings)
         assert records is not None
         self._log(findings, place)
@@ -97,14 +99,6 @@ class NamedCocoDataset(CocoDataset):
         known = records.categories
         categories = [c for c in document["categories"] if c["id"] in known]
         return _NamedCoco({**document, "annotations": usable, "categories": categories})
-
-    def _checked(
-        self, document: Any, place: Place, expected: Expectations
-    ) -> tuple[Records | None, list[Finding]]:
-        check, self._check = self._check, None
-        if check is None:
-            return check_coco(document, place, expected)
-        return check(document, place, expected, Path(self.data_prefix["img"]))
 
     def _log(self, findings: Iterable[Finding], place: Place) -> None:
         """Log the number of warnings, and facts in a line that the screen omits."""

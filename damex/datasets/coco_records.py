@@ -27,6 +27,7 @@ from damex.datasets.findings import (
 from damex.errors import ConfigError
 
 BAD_BOX_POLICIES = ("error", "drop")
+NUMBERS = frozenset({int, float})
 # The lists of a document, and what one of their records is called.
 LISTS: Mapping[str, str] = MappingProxyType(
     {"images": "image", "annotations": "annotation", "categories": "category"}
@@ -38,11 +39,11 @@ class _Field(NamedTuple):
 
     types: tuple[type, ...]
     words: str
-    test: Callable[[Any], bool] = lambda value: True
+    test: Callable[[Any], bool] | None = None
     is_link: bool = False
 
     def accepts(self, value: Any) -> bool:
-        return type(value) in self.types and self.test(value)
+        return type(value) in self.types and (self.test is None or self.test(value))
 
 
 _ID = _Field((int, str, float), "an integer or a text")
@@ -290,14 +291,15 @@ def readable_records(
     """Find the readable records of a list, and faults of their fields and ids."""
     kept, findings = [], []
     fields = _FIELDS[key]
+    tests = [(name, field.accepts) for name, field in fields.items()]
     for position, row in enumerate(rows):
         if type(row) is not dict:
             text = f"expected an object with fields, got {row!r:.80}."
             record = f"{LISTS[key]} number {position + 1} of the list"
             findings.append(place.finding("wrong-type", record, text))
             continue
-        faults = [k for k, field in fields.items() if not field.accepts(row.get(k))]
-        if not any(fields[name].is_link for name in faults):
+        faults = [name for name, accepts in tests if not accepts(row.get(name))]
+        if not faults or not any(fields[name].is_link for name in faults):
             kept.append(row)
         for name in faults:
             known = _ID.accepts(row.get("id"))
@@ -321,12 +323,12 @@ def readable_records(
 
 def is_box(box: Any) -> bool:
     """Whether a JSON value is a list of four numbers."""
-    return isinstance(box, list) and len(box) == 4 and all(map(is_number, box))
+    return isinstance(box, list) and len(box) == 4 and {*map(type, box)} <= NUMBERS
 
 
 def is_number(value: Any) -> bool:
     """Whether a JSON value is a number, including NaN and infinity."""
-    return type(value) in (int, float)
+    return type(value) in NUMBERS
 
 
 def _name(category: Mapping[str, Any]) -> str:

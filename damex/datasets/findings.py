@@ -176,10 +176,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a report."""
-        return {
-            name: getattr(self, name)
-            for name in ("level", "kind", "dataset", "file", "record", "message")
-        }
+        return {key: value for key, value in vars(self).items() if key != "count"}
 
 
 @dataclass(frozen=True)
