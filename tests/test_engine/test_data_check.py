@@ -7,11 +7,11 @@ import pytest
 from mmengine.config import Config
 from mmengine.runner import BaseLoop
 
-from damex.commandline.run import run_command
+from damex.__main__ import main
 from damex.curation import sources
 from damex.curation.inspection import refusal
 from damex.datasets import coco, coco_records
-from damex.engine import cli, runner
+from damex.engine import runner
 from damex.engine.runner import MixtureRunner
 
 
@@ -26,12 +26,8 @@ def logger():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(config):
-        monkeypatch.setattr("sys.argv", ["tool", str(config)])
-        return run_command(cli.train), capsys.readouterr().err
-
-    return call
+def run(capsys):
+    return lambda config: (main(["train", str(config)]), capsys.readouterr().err)
 
 
 def warnings_of(logger):
