@@ -122,7 +122,7 @@ def _check_counts(records: Records, expected: Expectations) -> Iterator[Finding]
     yield from records.each("image-without-boxes", empty, image=image)
     if (limit := expected.num_queries) is not None:
         full = np.flatnonzero(count_M > limit)
-        values = dict(image=image, count=count_M.item, limit=limit)
+        values: dict[str, Any] = dict(image=image, count=count_M.item, limit=limit)
         yield from records.each("many-boxes", full, **values)
 
 
@@ -158,7 +158,8 @@ class Boxes:
 def read_boxes(records: Records, expected: Expectations) -> tuple[Boxes, list[int]]:
     """Boxes of used classes on listed images, and positions of malformed ones."""
     used = {key for key, name in records.categories.items() if expected.uses(name)}
-    positions, malformed = [], []
+    positions: list[int] = []
+    malformed: list[int] = []
     for position in np.flatnonzero(records.image_N >= 0).tolist():
         record = records.annotations[position]
         if record["category_id"] in used:
@@ -172,8 +173,8 @@ def read_boxes(records: Records, expected: Expectations) -> tuple[Boxes, list[in
 
 def area_of(record: Mapping[str, Any]) -> float:
     """The area of an annotation, by default that of its box."""
-    area = record.get("area")
-    return area if is_number(area) else record["bbox"][2] * record["bbox"][3]
+    _, _, width, height = record["bbox"]
+    return record["area"] if is_number(record.get("area")) else width * height
 
 
 @np.errstate(all="ignore")  # sums of NaN and of infinity
