@@ -92,9 +92,10 @@ class LabelFile:
                 raise ConfigError(
                     f"{where} has the unknown key {key!r}; {did_you_mean(key, KEYS)}"
                 )
-        unlisted, datasets = content.get("unlisted", "union"), content.get("datasets")
-        for key, known in (("version", (VERSION,)), ("unlisted", UNLISTED)):
-            value = content.get(key, "union" if key == "unlisted" else None)
+        datasets: Any = content.get("datasets")
+        unlisted = content.get("unlisted", "union")
+        values = ((content.get("version"), (VERSION,)), (unlisted, UNLISTED))
+        for key, (value, known) in zip(KEYS, values, strict=False):
             if value not in known:
                 expected = f"one of {known}" if len(known) > 1 else known[0]
                 raise ConfigError(f"{where}: {key} must be {expected}, got {value!r}.")

@@ -207,9 +207,10 @@ class MixtureRunner(OrderlyRunner):
         for dataset in datasets:
             dataset["check"] = check
         try:
-            self._train_loop = self.build_train_loop(self._train_loop)
-            if self._val_loop is not None:
-                self._val_loop = self.build_val_loop(self._val_loop)
+            loop: Any = self._train_loop
+            self._train_loop = self.build_train_loop(loop)
+            if (loop := self._val_loop) is not None:
+                self._val_loop = self.build_val_loop(loop)
         except (ConfigError, DataError) as error:
             return error
         finally:
