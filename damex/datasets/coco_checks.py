@@ -322,7 +322,7 @@ def _check_areas(boxes: Boxes) -> Iterator[Finding]:
     yield from boxes.each("area-zero", (area_B <= 0) & has_size_B)
     other, product = "area-inconsistent", "width times height"
     yield from boxes.each(other, large_B, expected=f"at most {product}")
-    expected = f"{product}, as there is no mask"
+    expected = f"{product} without a mask"
     yield from boxes.each(other, small_B, "info", expected=expected)
 
 

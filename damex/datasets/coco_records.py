@@ -174,7 +174,7 @@ def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
             advice = (
                 "Make the toy datasets here: python -m damex.toydata --out data/toy"
             )
-        text = f"there is no such annotation file (seen from {Path.cwd()}). {advice}"
+        text = f"the annotation file does not exist (seen from {Path.cwd()}). {advice}"
         return None, [place.finding("file-missing", None, text)]
     try:
         return json.loads(file.read_text(encoding="utf-8-sig")), []
@@ -277,7 +277,7 @@ def _check_lists(document: Any, place: Place) -> Iterator[Finding]:
         return
     for key in LISTS:
         if key not in document:
-            text = f"there is no list {key!r}; a COCO file has {', '.join(LISTS)}."
+            text = f"the list {key!r} is missing; a COCO file has {', '.join(LISTS)}."
             yield place.finding("missing-list", key, text)
         elif not isinstance(document[key], list):
             found = type(document[key]).__name__
@@ -304,7 +304,7 @@ def readable_records(
         for name in faults:
             known = _ID.accepts(row.get("id"))
             label = row["id"] if known else f"number {position + 1} of the list"
-            kind, text = "missing-field", f"there is no {name!r}; add it to the record."
+            kind, text = "missing-field", f"{name!r} is missing; add it to the record."
             if (value := row.get(name)) is not None:
                 kind = "wrong-type"
                 text = f"{name} must be {fields[name].words}, got {value!r:.80}."

@@ -29,14 +29,14 @@ class Kind(NamedTuple):
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         # The annotation file.
-        "file-missing": Kind("error", "there is no annotation file"),
+        "file-missing": Kind("error", "the annotation file is missing"),
         "not-json": Kind("error", "the annotation file is not JSON"),
         "missing-list": Kind("error", "no `images`, `annotations` or `categories`"),
         "wrong-type": Kind("error", "a record or a field has the wrong type"),
         "missing-field": Kind("error", "a record lacks a field that COCO promises"),
         "split-missing": Kind("error", "the config uses a split that the entry lacks"),
         "not-loaded": Kind("error", "the entry or its dataset class cannot load"),
-        "not-checked": Kind("info", "what was not checked, and why"),
+        "not-checked": Kind("info", "checks that were not run, and why"),
         "left-out": Kind("warning", "what reading the folder left out"),
         "noted": Kind("info", "what reading the folder changed or assumed"),
         # Ids.
@@ -55,7 +55,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "box-zero-size": Kind("warning", "a side of 0 px: left out of training"),
         "box-thin": Kind("warning", "thinner than 1 px: left out of training"),
         "box-tiny": Kind(
-            "info", "a class of which 10 % or more are below 4 px in training"
+            "info", "a class with 10 % or more of its boxes below 4 px in training"
         ),
         "box-xyxy": Kind("warning", "boxes look like x1, y1, x2, y2"),
         "box-normalised": Kind("error", "boxes look like shares of the image"),
@@ -90,7 +90,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "image-size": Kind("error", "width or height is off by more than 1 px"),
         "image-elongated": Kind("error", "the resize of the config leaves 0 px of it"),
         "image-rotated": Kind("error", "EXIF turns the image, and not its boxes"),
-        "image-suffix": Kind("info", "the content is not what the suffix says"),
+        "image-suffix": Kind("info", "the content does not match the suffix"),
         # Across images.
         "leak-identical": Kind("warning", "one image in train and in val or test"),
         "leak-near": Kind("warning", "nearly one image in train and in val or test"),
@@ -162,7 +162,7 @@ class Finding:
         level: ``error``, ``warning`` or ``info``.
         kind: One of ``KINDS``.
         record: Record in the file, such as ``annotation 17``; None for the whole file.
-        message: What, where, what was expected, and what to do.
+        message: Problem, place, expectation, and advice.
         count: Number of records that it covers.
     """
 

@@ -105,7 +105,7 @@ def check_transforms(transforms: Any, where: str) -> None:
     if transform_class is None:
         known = sorted({**TRANSFORMS.module_dict, **SHARED_TRANSFORMS.module_dict})
         raise ConfigError(
-            f"{where}: there is no transform {kind!r}; "
+            f"{where}: unknown transform {kind!r}; "
             f"{did_you_mean(str(kind), known, limit=5)}"
         )
     signature = inspect.signature(transform_class)

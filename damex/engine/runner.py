@@ -71,6 +71,8 @@ class MixtureRunner(OrderlyRunner):
     and runs several processes without a GPU.
     """
 
+    _train_loop: Any
+    _val_loop: Any
     _kept_rows: Mapping[str, Tensor] = MappingProxyType({})
 
     @classmethod
@@ -207,10 +209,9 @@ class MixtureRunner(OrderlyRunner):
         for dataset in datasets:
             dataset["check"] = check
         try:
-            loop: Any = self._train_loop
-            self._train_loop = self.build_train_loop(loop)
-            if (loop := self._val_loop) is not None:
-                self._val_loop = self.build_val_loop(loop)
+            self._train_loop = self.build_train_loop(self._train_loop)
+            if self._val_loop is not None:
+                self._val_loop = self.build_val_loop(self._val_loop)
         except (ConfigError, DataError) as error:
             return error
         finally:

@@ -303,7 +303,7 @@ def test_cached_mosaic_mixes_images_of_one_dataset(two_datasets):
 @pytest.mark.parametrize(
     ("transform", "fault"),
     [
-        (dict(type="Resise"), "there is no transform 'Resise'; did you mean 'Resize'"),
+        (dict(type="Resise"), "unknown transform 'Resise'; did you mean 'Resize'"),
         (
             dict(
                 type="RandomChoice", transforms=[[dict(type="Resize", scal=(24, 16))]]
@@ -378,7 +378,7 @@ def test_lazy_mixture_reads_no_file_before_full_init(two_datasets):
     options = dict(datasets=two_datasets, split="val", label_space=metainfo)
     lazy = MixtureDataset(lazy_init=True, **options)
     assert lazy.metainfo == metainfo
-    with pytest.raises(DataError, match="there is no such annotation file"):
+    with pytest.raises(DataError, match="the annotation file does not exist"):
         lazy.full_init()
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)

@@ -218,10 +218,13 @@ def test_own_classes_are_those_of_the_entry_or_the_file(two_datasets, edit_json,
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (None, r"there is no such annotation file .*Correct data_root or train"),
+        (None, r"the annotation file does not exist .*Correct data_root or train"),
         (b"images: []", "it is not a JSON"),
         (b"\xff\xfe\x00", "it is not a JSON"),
-        (json.dumps(dict(images=[], annotations=[])).encode(), "no list 'categories'"),
+        (
+            json.dumps(dict(images=[], annotations=[])).encode(),
+            "the list 'categories' is missing",
+        ),
         (b"[1, 2]", "with the lists images"),
     ],
 )
