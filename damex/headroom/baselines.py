@@ -34,7 +34,7 @@ SPANS = ("begin", "end", "T_max", "step_size", "total_steps", "milestones", "per
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointTraining:
     """The data of the joint training.
 
     Attributes:
@@ -49,7 +49,7 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Baseline:
     """One kind of training; `name` is its folder, `images` the number read by a run."""
 
     name: str
@@ -57,7 +57,7 @@ class Rung:
     images: int
 
 
-def read_joint(cfg: Config) -> Joint:
+def read_joint(cfg: Config) -> JointTraining:
     """Check a config, make a dense copy, and read the dataset shares of its sampler.
 
     Raises:
@@ -73,16 +73,16 @@ def read_joint(cfg: Config) -> Joint:
     sampler = _sampler(dense)
     names = [spec.name for spec in sampler.dataset.specs]
     shares = dict(zip(names, map(float, sampler.shares), strict=True))
-    return Joint(dense, sampler.total, shares)
+    return JointTraining(dense, sampler.total, shares)
 
 
-def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
+def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Baseline]:
     """Return the trainings behind rung names.
 
     Args:
         joint: The joint training.
-        names: Keys of :data:`TRAINED`, ``single`` (one per dataset) or ``oracle`` (the
-            recipe, evaluated with oracle routing).
+        names: Keys of :data:`BASELINES`, ``single`` (one per dataset) or ``oracle``
+            (the recipe, evaluated with oracle routing).
 
     Raises:
         ConfigError: If the config cannot be changed as a rung needs.
@@ -94,11 +94,11 @@ def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
         elif name == "oracle":
             rungs += experts_of(joint, [RECIPE])
         else:
-            rungs.append(_changed(joint, name, TRAINED[name]))
+            rungs.append(_changed(joint, name, BASELINES[name]))
     return rungs
 
 
-def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
+def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Baseline]:
     """Return the trainings with experts that are scored against the ladder's verdict.
 
     Args:
@@ -111,35 +111,29 @@ def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
     Raises:
         ConfigError: If a file is missing, or takes the name of another rung.
     """
-    rungs: list[Rung] = []
+    found: dict[str, Baseline] = {}
     for file in files:
-        for name, part in _arms(file).items():
-            if name in {*TRAINED, "oracle", *(rung.name for rung in rungs)}:
+        base = read_part(file, MOE)
+        arms = base.pop("arms", None) or {Path(base.filename).stem: {}}
+        for name, arm in arms.items():
+            if name in {*BASELINES, "oracle", *found}:
                 raise ConfigError(
                     f"--experts names {file!r}, but another rung has the name {name!r} "
                     "and its folder; leave it out, or rename it."
                 )
-            rungs.append(_changed(joint, name, partial(_mix, part=part)))
-    return rungs
+            part = copy.deepcopy(base)
+            part.merge_from_dict(arm)
+            found[name] = _changed(joint, name, partial(_mix, part=part))
+    return list(found.values())
 
 
-def _arms(file: str) -> dict[str, Config]:
-    """Settings by rung name."""
-    base = read_part(file, MOE)
-    arms = base.pop("arms", None)
-    if arms is None:
-        return {Path(base.filename).stem: base}
-    found = {name: copy.deepcopy(base) for name in arms}
-    for name, arm in arms.items():
-        found[name].merge_from_dict(arm)
-    return found
-
-
-def _changed(joint: Joint, name: str, change: Callable[[Config], None] | None) -> Rung:
+def _changed(
+    joint: JointTraining, name: str, change: Callable[[Config], None] | None
+) -> Baseline:
     cfg = copy.deepcopy(joint.config)
     if change is not None:
         change(cfg)
-    return Rung(name, cfg, _images(cfg, joint.samples_per_epoch))
+    return Baseline(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
 def single_name(dataset: str) -> str:
@@ -181,7 +175,7 @@ def _mix(cfg: Config, *, part: Config) -> None:
     cfg.merge_from_dict(settings)
 
 
-TRAINED: dict[str, Callable[[Config], None] | None] = {
+BASELINES: dict[str, Callable[[Config], None] | None] = {
     "dense": None,
     "dense_lr2": _learn_faster,
     "wide_decoder": partial(_widen, component="decoder"),
@@ -189,7 +183,7 @@ TRAINED: dict[str, Callable[[Config], None] | None] = {
 }
 
 
-def _singles(joint: Joint) -> list[Rung]:
+def _singles(joint: JointTraining) -> list[Baseline]:
     """Dense detectors of single datasets, with the images they have in the mixture."""
     if len(joint.shares) < 2:
         raise ConfigError(
@@ -207,7 +201,7 @@ def _singles(joint: Joint) -> list[Rung]:
             for key in {"max_iters", "val_interval", "val_begin"} & {*train}:
                 train[key] = _scaled(train[key], share)
         cfg["param_scheduler"] = _scaled_spans(cfg.get("param_scheduler"), share)
-        rungs.append(Rung(single_name(dataset), cfg, _images(cfg, samples)))
+        rungs.append(Baseline(single_name(dataset), cfg, _images(cfg, samples)))
     return rungs
 
 

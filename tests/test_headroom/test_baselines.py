@@ -7,7 +7,7 @@ from mmengine.optim import build_optim_wrapper
 from damex.engine.config import resolve_config
 from damex.engine.config_files import CONFIGS, merge_options, moe_of_file, read_config
 from damex.errors import ConfigError
-from damex.headroom.rungs import experts_of, read_joint, rungs_of
+from damex.headroom.baselines import baselines_of, experts_of, read_joint
 from damex.models.insertion import moe_blocks
 
 
@@ -24,7 +24,7 @@ def joint(config):
 
 
 def configs(joint, *names):
-    return {rung.name: rung.config for rung in rungs_of(joint, names)}
+    return {rung.name: rung.config for rung in baselines_of(joint, names)}
 
 
 def build(cfg):
@@ -63,7 +63,7 @@ def test_rungs_do_not_change_each_other_or_the_config(config):
     cfg = read_config(str(config))
     before = cfg.to_dict()
     joint = read_joint(cfg)
-    rungs_of(joint, ["dense_lr2", "wide_decoder", "single"])
+    baselines_of(joint, ["dense_lr2", "wide_decoder", "single"])
     assert cfg.to_dict() == before
     dense = configs(joint, "dense")["dense"]
     assert dense.optim_wrapper == cfg.optim_wrapper
@@ -88,7 +88,7 @@ def test_single_runs_read_what_the_joint_run_reads_of_each_dataset(joint):
         }
     )
     assert weighted.shares == dict(street=0.75, park=0.25)
-    dense, *singles = rungs_of(weighted, ["dense", "single"])
+    dense, *singles = baselines_of(weighted, ["dense", "single"])
     whole = drawn(dense.config, epochs=4)
     assert dense.images == sum(whole.values()) == 40
     assert [rung.name for rung in singles] == ["single_street", "single_park"]
@@ -101,7 +101,9 @@ def test_single_runs_read_what_the_joint_run_reads_of_each_dataset(joint):
 def test_without_weights_shares_are_numbers_of_images(joint):
     found = joint()
     assert found.shares == pytest.approx(dict(street=5 / 8, park=3 / 8))
-    images = {rung.name: rung.images for rung in rungs_of(found, ["dense", "single"])}
+    images = {
+        rung.name: rung.images for rung in baselines_of(found, ["dense", "single"])
+    }
     assert images == dict(dense=8, single_street=5, single_park=3)
 
 
@@ -142,7 +144,7 @@ def test_training_by_iterations_is_shortened_with_its_schedule(joint):
         }
     )
     found.config.train_cfg.pop("max_epochs", None)
-    dense, street, park = rungs_of(found, ["dense", "single"])
+    dense, street, park = baselines_of(found, ["dense", "single"])
     assert (dense.images, street.images, park.images) == (1600, 1000, 600)
     assert street.config.train_cfg.max_iters == 500
     assert street.config.train_cfg.val_interval == 250
@@ -201,17 +203,17 @@ def test_what_cannot_be_measured_is_refused_before_it_starts(config, change, mes
 def test_a_rung_says_what_it_would_have_changed(joint, name, change, message):
     found = joint(**change)
     with pytest.raises(ConfigError, match=f"{message}.*--rungs"):
-        rungs_of(found, [name])
+        baselines_of(found, [name])
 
 
 def test_one_dataset_has_no_single(joint, two_datasets):
     found = joint(mixture=two_datasets[:1])
     with pytest.raises(ConfigError, match="the mixture has one dataset, 'street'"):
-        rungs_of(found, ["single"])
+        baselines_of(found, ["single"])
 
 
 def test_the_oracle_is_a_training_of_the_recipe(joint):
-    (rung,) = rungs_of(joint(), ["oracle"])
+    (rung,) = baselines_of(joint(), ["oracle"])
     (recipe,) = experts_of(joint(), ["damex_best"])
     assert (rung.name, rung.config.to_dict()) == (recipe.name, recipe.config.to_dict())
     assert rung.config.moe == moe_of_file("damex_best")
@@ -223,7 +225,7 @@ def test_experts_are_trained_on_what_the_dense_detector_reads(joint, tmp_path):
     own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
     one, two = experts_of(joint(), ["vanilla", str(own)])
     assert (one.name, two.name) == ("vanilla", "mine")
-    (dense,) = rungs_of(joint(), ["dense"])
+    (dense,) = baselines_of(joint(), ["dense"])
     assert one.images == two.images == dense.images
     (block,) = moe_blocks(build(two.config))
     assert (block.name, block.moe.num_experts) == ("decoder.1", 3)
