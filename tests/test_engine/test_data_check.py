@@ -7,7 +7,7 @@ import pytest
 from mmengine.config import Config
 
 from damex.commandline.run import run_command
-from damex.curation.inspection import refusal
+from damex.curation.check import refusal
 from damex.engine import cli, runner
 from damex.engine.runner import MixtureRunner
 
