@@ -98,41 +98,25 @@ def test_single_runs_read_what_the_joint_run_reads_of_each_dataset(joint):
         assert abs(own[name] - whole[name]) <= 4 * 0.5  # half a sample per epoch
 
 
-def test_without_weights_shares_are_numbers_of_images(joint):
-    found = joint()
+def test_single_runs_know_their_own_classes_alone(config, joint):
+    """Also those of a written config, which holds its label space."""
+    found = joint(**{"model.ignore_unannotated_classes": True})
     assert found.shares == pytest.approx(dict(street=5 / 8, park=3 / 8))
-    images = {
-        rung.name: rung.images for rung in baselines_of(found, ["dense", "single"])
-    }
-    assert images == dict(dense=8, single_street=5, single_park=3)
-
-
-def test_single_runs_know_their_own_classes_alone(joint):
-    singles = configs(joint(), "single")
-    classes = {"single_street": ["car", "person", "bus"]}
-    classes["single_park"] = ["person", "dog", "car"]
-    for name, cfg in singles.items():
-        resolved = resolve_config(cfg)
+    dense, *singles = baselines_of(found, ["dense", "single"])
+    assert (dense.images, *(rung.images for rung in singles)) == (8, 5, 3)
+    assert dense.config.model.ignore_unannotated_classes
+    classes = [["car", "person", "bus"], ["person", "dog", "car"]]
+    written = read_joint(resolve_config(read_config(str(config))))
+    again = baselines_of(written, ["single"])
+    for rung, other, names in zip(singles, again, classes, strict=True):
+        assert "ignore_unannotated_classes" not in rung.config.model
+        resolved = resolve_config(rung.config)
         for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
             data = DATASETS.build(resolved[loader]["dataset"])
-            assert list(data.metainfo["classes"]) == classes[name]
-        assert build(cfg).bbox_head.num_classes == 3
-
-
-def test_one_dataset_needs_no_options_about_several(joint):
-    found = joint(**{"model.ignore_unannotated_classes": True})
-    singles = configs(found, "single").values()
-    assert not any("ignore_unannotated_classes" in cfg.model for cfg in singles)
-    assert configs(found, "dense")["dense"].model.ignore_unannotated_classes
-
-
-def test_a_written_config_with_its_label_space_gives_the_same_singles(config, joint):
-    plain = configs(joint(), "single")
-    written = resolve_config(read_config(str(config)))
-    assert written.model.bbox_head.num_classes == 4
-    for name, cfg in configs(read_joint(written), "single").items():
-        assert build(cfg).bbox_head.num_classes == 3
-        assert drawn(cfg) == drawn(plain[name])
+            assert list(data.metainfo["classes"]) == names
+        assert build(rung.config).bbox_head.num_classes == 3
+        assert build(other.config).bbox_head.num_classes == 3
+        assert drawn(other.config) == drawn(rung.config)
 
 
 def test_training_by_iterations_is_shortened_with_its_schedule(joint):
@@ -220,15 +204,30 @@ def test_the_oracle_is_a_training_of_the_recipe(joint):
     assert rung.images == 8
 
 
-def test_experts_are_trained_on_what_the_dense_detector_reads(joint, tmp_path):
-    own = tmp_path / "mine.py"
-    own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
-    one, two = experts_of(joint(), ["vanilla", str(own)])
-    assert (one.name, two.name) == ("vanilla", "mine")
-    (dense,) = baselines_of(joint(), ["dense"])
-    assert one.images == two.images == dense.images
-    (block,) = moe_blocks(build(two.config))
-    assert (block.name, block.moe.num_experts) == ("decoder.1", 3)
+def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
+    """All are trained on what the dense detector reads."""
+    own, parts = tmp_path / "mine.py", tmp_path / "parts.py"
+    own.write_text("moe = None\nmodel = dict(dataset_conditioning=dict(film=True))")
+    parts.write_text(
+        "moe = dict(layers=dict(decoder=[1]), num_experts=3)\n"
+        "arms = dict(\n"
+        "    five=dict(moe=dict(num_experts=5)),\n"
+        "    dense_faster=dict(moe=None, optim_wrapper=dict(optimizer=dict(lr=0.5))),\n"
+        ")\n"
+    )
+    plain = joint()
+    (dense,) = baselines_of(plain, ["dense"])
+    found = experts_of(plain, ["vanilla", str(own), str(parts)])
+    assert {rung.images for rung in found} == {dense.images}
+    named = {rung.name: rung.config for rung in found}
+    assert list(named) == ["vanilla", "mine", "five", "dense_faster"]
+    assert build(named["mine"]).awareness.conditioning is not None
+    assert named["mine"].model.num_queries == plain.config.model.num_queries
+    (block,) = moe_blocks(build(named["five"]))
+    assert (block.name, block.moe.num_experts) == ("decoder.1", 5)
+    assert list(moe_blocks(build(named["dense_faster"]))) == []
+    assert named["dense_faster"].optim_wrapper.optimizer.lr == 0.5
+    assert named["five"].optim_wrapper == plain.config.optim_wrapper
 
 
 def test_experts_may_not_take_the_folder_of_a_rung(joint, tmp_path):
@@ -236,32 +235,6 @@ def test_experts_may_not_take_the_folder_of_a_rung(joint, tmp_path):
     own.write_text("moe = dict(layers=dict(decoder=[1]))")
     with pytest.raises(ConfigError, match="another rung has the name 'wide_decoder'"):
         experts_of(joint(), [str(own)])
-
-
-def test_a_file_may_change_more_than_the_experts(joint, tmp_path):
-    own = tmp_path / "told.py"
-    own.write_text("moe = None\nmodel = dict(dataset_conditioning=dict(film=True))")
-    (rung,) = experts_of(joint(), [str(own)])
-    assert build(rung.config).awareness.conditioning is not None
-    assert rung.config.model.num_queries == joint().config.model.num_queries
-
-
-def test_a_file_with_arms_makes_a_rung_of_each(joint, tmp_path):
-    own = tmp_path / "parts.py"
-    own.write_text(
-        "moe = dict(layers=dict(decoder=[1]), num_experts=3)\n"
-        "arms = dict(\n"
-        "    five=dict(moe=dict(num_experts=5)),\n"
-        "    dense_faster=dict(moe=None, optim_wrapper=dict(optimizer=dict(lr=0.5))),\n"
-        ")\n"
-    )
-    five, faster = experts_of(joint(), [str(own)])
-    assert (five.name, faster.name) == ("five", "dense_faster")
-    (block,) = moe_blocks(build(five.config))
-    assert (block.name, block.moe.num_experts) == ("decoder.1", 5)
-    assert list(moe_blocks(build(faster.config))) == []
-    assert faster.config.optim_wrapper.optimizer.lr == 0.5
-    assert five.config.optim_wrapper == joint().config.optim_wrapper
 
 
 def test_every_intervention_of_the_worlds_can_be_built(joint):
