@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from damex.commandline.run import Bar
-from damex.curation.classes import ClassCounts, check_classes
+from damex.curation.classes import ClassCounts, check_classes, count_boxes
 from damex.curation.images import check_existence, find_leaks, look_at, same_files
 from damex.curation.sources import Source, expectations, image_records, sources_of
 from damex.datasets.coco_checks import check_coco
-from damex.datasets.coco_records import Expectations
+from damex.datasets.coco_records import Expectations, Records
 from damex.datasets.findings import KINDS, LEVELS, Finding, Place, capped
 from damex.datasets.image_checks import ImageRecord, check_look, check_scales
 from damex.datasets.label_space import LabelSpace
@@ -86,9 +86,9 @@ def _check_coco_file(file: str, images: str, quick: bool, progress: Bar) -> Insp
     path = Path(file)
     place = Place(path.stem, str(path))
     source = Source.of_file(place, CocoSource(path, Path(images)))
-    inspection = Inspection()
+    inspection = Inspection(quick=quick)
     inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
-    inspection.check_images(quick=quick, progress=progress)
+    inspection.check_images(progress=progress)
     return inspection
 
 
@@ -122,12 +122,18 @@ def _count_levels(findings: Iterable[Finding]) -> str:
 
 @dataclass
 class Inspection:
-    """Findings, with the images of all annotation files and the numbers checked."""
+    """Findings, with the images of all annotation files and the numbers checked.
 
+    ``quick`` leaves images undecoded. ``boxes_of`` are the boxes by class of each
+    checked file; None if it is unreadable.
+    """
+
+    quick: bool = False
     findings: list[Finding] = field(default_factory=list)
     images: list[ImageRecord] = field(default_factory=list)
     num_boxes: int = 0
     num_datasets: int = 0
+    boxes_of: dict[Place, Counter[str] | None] = field(default_factory=dict)
 
     def add_dataset(
         self,
@@ -147,30 +153,39 @@ class Inspection:
             place = source.place
             progress.begin(f"read {place.file}", None)
             expected = expected_of(place.split)
-            document, findings = source.read()
-            records = None
-            if not any(errors_of(findings)):
-                records, more = check_coco(document, place, expected)
-                findings += more
-            self.findings += findings
-            if records is not None:
-                images = image_records(records, source.images, expected)
-                self.findings += capped(check_scales(images, expected.kept_scales))
-                self.num_boxes += len(records.annotations)
-                self.images += images
-                found = counts.setdefault(place.split, ClassCounts(place, Counter()))
-                found.add(records)
+            if place not in self.boxes_of:
+                document, findings = source.read()
+                self.findings += findings
+                if any(errors_of(findings)):
+                    continue
+                self.add_document(document, place, expected, source.images)
+            if (boxes := self.boxes_of[place]) is not None:
+                whole = counts.setdefault(place.split, ClassCounts(place, Counter()))
+                whole.boxes.update(boxes)
         train = counts.pop("train", None)
         self.findings += check_classes(train, [*counts.values()], expected, rename)
 
-    def check_images(
-        self, *, quick: bool, progress: Bar, seconds: float = float("inf")
-    ) -> None:
+    def add_document(
+        self, document: Any, place: Place, expected: Expectations, folder: Path
+    ) -> tuple[Records | None, list[Finding]]:
+        """Check a COCO document with images in ``folder``; returns what that finds."""
+        records, findings = check_coco(document, place, expected)
+        self.findings += findings
+        self.boxes_of[place] = None if records is None else count_boxes(records)
+        if records is not None:
+            images = image_records(records, folder, expected, with_boxes=not self.quick)
+            self.findings += capped(check_scales(images, expected.kept_scales))
+            self.num_boxes += len(records.annotations)
+            self.images += images
+        return records, findings
+
+    def check_images(self, *, progress: Bar, seconds: float = float("inf")) -> None:
         """Check the image files, and compare the images of all datasets.
 
         ``quick`` only reads headers, and compares paths instead of content; images stop
         being opened after ``seconds``.
         """
+        quick = self.quick
         progress.begin("look for files", None)
         there, found = check_existence(self.images)
         if seconds < float("inf"):
@@ -201,16 +216,18 @@ def check_config(
     splits: Sequence[str] = SPLITS,
     progress: Bar | None = None,
     seconds: float = float("inf"),
+    loaded: Inspection | None = None,
 ) -> Inspection:
     """Check the datasets of a config with a ``mixture``.
 
-    ``quick`` does not decode images; images stop being opened after ``seconds``.
+    ``quick`` does not decode images; images stop being opened after ``seconds``. Files
+    that ``loaded`` has checked are not read again.
 
     Raises:
         ConfigError: If the mixture itself is invalid.
     """
     progress = progress or Bar()
-    inspection = Inspection()
+    inspection = loaded or Inspection(quick=quick)
     specs = parse_mixture(cfg["mixture"])
     dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
     mode = dataset.get("label_space") or cfg.get("label_space") or "union"
@@ -228,7 +245,7 @@ def check_config(
     if fault and not any(errors_of(inspection.findings)):
         place = Place("all datasets", "label space")
         inspection.findings.append(place.finding("unknown-class", None, fault))
-    inspection.check_images(quick=quick, progress=progress, seconds=seconds)
+    inspection.check_images(progress=progress, seconds=seconds)
     return inspection
 
 
@@ -237,14 +254,36 @@ def errors_of(findings: Iterable[Finding]) -> Iterator[Finding]:
     return (finding for finding in findings if finding.level == "error")
 
 
-def refusal(cfg: Mapping[str, Any], logger: logging.Logger) -> str | None:
+def checked_while_loading(
+    cfg: Mapping[str, Any],
+) -> tuple[Inspection, Callable[..., tuple[Records | None, list[Finding]]]]:
+    """An inspection, and the ``check`` that adds to it what a dataset loads."""
+    inspection = Inspection(quick=True)
+    specs = {spec.name: spec for spec in parse_mixture(cfg["mixture"])}
+
+    def check(
+        document: Any, place: Place, expected: Expectations, folder: Path
+    ) -> tuple[Records | None, list[Finding]]:
+        used = expected.classes
+        known = expectations(cfg, specs[place.dataset], place.split, used)
+        known = replace(known, on_bad_box=expected.on_bad_box)
+        return inspection.add_document(document, place, known, folder)
+
+    return inspection, check
+
+
+def refusal(
+    cfg: Mapping[str, Any], logger: logging.Logger, loaded: Inspection | None = None
+) -> str | None:
     """Run the quick check on a config's training and validation data.
 
-    The log gets warnings in one line, and all findings at level info. Returns why
-    training is not possible, or None.
+    Files that ``loaded`` has checked are not read again. The log gets warnings in one
+    line, and all findings at level info. Returns why training is not possible, or None.
     """
     splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
-    findings = check_config(cfg, quick=True, splits=splits, seconds=SECONDS).findings
+    findings = check_config(
+        cfg, quick=True, splits=splits, seconds=SECONDS, loaded=loaded
+    ).findings
     for finding in findings[:MAX_LOGGED]:
         logger.info(f"data check: {finding.level}: {finding.message}")
     errors = [*errors_of(findings)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, takewhile
+from typing import NamedTuple
 
 from damex.datasets.coco_records import Expectations, Records
 from damex.datasets.findings import Finding, Place
@@ -43,19 +43,21 @@ SYNONYMS = (
 SHORTEST = 5  # minimum letters of a name to allow a slip
 
 
-@dataclass(frozen=True)
-class ClassCounts:
+class ClassCounts(NamedTuple):
     """Number of boxes by class of a split (0 if unused), and its first file."""
 
     place: Place
     boxes: Counter[str]
 
-    def add(self, records: Records) -> None:
-        """Count the readable records of a file."""
-        found = Counter(record["category_id"] for record in records.annotations)
-        for key, name in records.categories.items():
-            if name:
-                self.boxes[name] += found[key]
+
+def count_boxes(records: Records) -> Counter[str]:
+    """Number of boxes by class name in a file; 0 for an unused class."""
+    found = Counter(record["category_id"] for record in records.annotations)
+    boxes: Counter[str] = Counter()
+    for key, name in records.categories.items():
+        if name:
+            boxes[name] += found[key]
+    return boxes
 
 
 def check_classes(

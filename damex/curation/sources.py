@@ -162,7 +162,7 @@ def expectations(
 
 
 def image_records(
-    records: Records, folder: Path, expected: Expectations
+    records: Records, folder: Path, expected: Expectations, *, with_boxes: bool = True
 ) -> list[ImageRecord]:
     """The images of an annotation file, each file once."""
     is_used = np.ones(len(records.images), bool)
@@ -170,7 +170,7 @@ def image_records(
         is_used[:] = False
         is_used[records.image_N[usable_boxes(records, expected).position_B]] = True
     found: dict[str, ImageRecord] = {}
-    boxes = _boxes(records)
+    boxes = _boxes(records) if with_boxes else {}
     for position, size in enumerate(records.size_M2.tolist()):
         name = records.images[position].get("file_name")
         if not isinstance(name, str) or not name:
