@@ -70,7 +70,7 @@ def browse(
             contact_sheet(view.title, tiles[view.title]).save(part)
     page = render(f"Data of {Path(config).stem}", views, tiles, colors, notes)
     write_text(folder / "index.html", page)
-    print(f"{folder / 'index.html'}: {len(views)} splits; their sheets are beside it.")
+    print(f"{folder / 'index.html'}: {len(views)} splits, with a contact sheet each.")
 
 
 def _read(

@@ -296,7 +296,7 @@ def refusal(
         return errors[0].message + (more if rest else "")
     kinds = _kinds(finding for finding in findings if finding.level == "warning")
     if kinds:
-        logger.warning(f"data check: {kinds}; damex data check CONFIG says more.")
+        logger.warning(f"data check: {kinds}; run damex data check CONFIG.")
     for finding in findings:
         if finding.kind == "not-checked":
             logger.warning(f"data check: {finding.message}")

@@ -61,7 +61,7 @@ def read_features(
     source = spec.coco_source("train")
     if source is None:
         raise ConfigError(
-            f"dataset {spec.name!r} is no COCO file, and plan reads only these; "
+            f"dataset {spec.name!r} is not a COCO file, and plan reads only these; "
             "convert it, or set group='...' in its entry by hand."
         )
     document = read_coco(source.annotations, spec.name)

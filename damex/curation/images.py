@@ -93,7 +93,7 @@ def _without_folder(folder: Path, images: Sequence[ImageRecord]) -> Finding:
     if not is_remote(folder):
         kind, level = "folder-missing", None if used else "warning"
         text = (
-            f"there is no such folder of images (seen from {Path.cwd()}); "
+            f"the folder of images is missing (seen from {Path.cwd()}); "
             f"{len(images)} records of {first.place.file} need it, such as "
             f"{first.record} ({first.path.name}). Correct data_root or img in the "
             "mixture entry."
@@ -306,19 +306,19 @@ def _looks_like(first: ImageRecord, other: ImageRecord, cosine: float) -> Findin
     if _is_leak(first, other):
         kind = "leak-near"
         advice = (
-            "Look at both, and take one of them out: a score on images that were "
-            "trained on says nothing."
+            "Look at both, and take one of them out: scores on training images are "
+            "meaningless."
         )
     return other.finding(
-        kind, f"looks like {_name(first)}, likeness {cosine:.3f}. {advice}"
+        kind, f"looks like {_name(first)}, similarity {cosine:.3f}. {advice}"
     )
 
 
 def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
     if _is_leak(first, other):
         text = (
-            f"is the training image {_name(first)}: a score on images that were "
-            f"trained on says nothing. Take it out of {first.split} or {other.split}."
+            f"is the training image {_name(first)}: scores on training images are "
+            f"meaningless. Take it out of {first.split} or {other.split}."
         )
         return other.finding("leak-identical", text)
     advice = "Nothing to do if the two datasets annotate different classes in it."

@@ -134,7 +134,7 @@ def _print_cost(
     if "oracle" in names:
         lines.append(f"oracle: {seeds} evaluations of {RECIPE}")
     if rungs[0].config.get("load_from") is not None:
-        lines.append("load_from: what has no place in its tensors starts at random")
+        lines.append("load_from: parameters without weights in it start at random")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

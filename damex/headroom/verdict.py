@@ -20,7 +20,7 @@ CAUSES = MappingProxyType(
         "wide_decoder": "capacity: wider FFNs in the decoder help",
         "wide_encoder": "capacity: wider FFNs in the encoder help",
         "single": "interference: datasets do better with detectors of their own",
-        "oracle": "routing: experts that are told the dataset help",
+        "oracle": "routing: experts that know the dataset help",
     }
 )
 
