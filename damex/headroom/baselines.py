@@ -26,9 +26,8 @@ from damex.engine.schedule import set_length
 from damex.errors import ConfigError
 
 RECIPE = "damex_best"
-WIDER = 4
-FASTER = 2.0
 
+Change = Callable[[Config], None]
 # Scheduler fields that count iterations if `by_epoch` is False.
 SPANS = ("begin", "end", "T_max", "step_size", "total_steps", "milestones", "periods")
 
@@ -127,9 +126,7 @@ def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Baseline]:
     return list(found.values())
 
 
-def _changed(
-    joint: JointTraining, name: str, change: Callable[[Config], None] | None
-) -> Baseline:
+def _changed(joint: JointTraining, name: str, change: Change | None) -> Baseline:
     cfg = copy.deepcopy(joint.config)
     if change is not None:
         change(cfg)
@@ -141,31 +138,19 @@ def single_name(dataset: str) -> str:
     return f"single_{dataset}"
 
 
-def _learn_faster(cfg: Config) -> None:
-    """Double the learning rate; parameter groups keep their factors."""
-    optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer") or {}
-    if not isinstance(optimizer.get("lr"), (int, float)):
+def _multiply(cfg: Config, *, path: str, factor: float) -> None:
+    """Multiply a number of a config."""
+    *parents, key = path.split(".")
+    inner: Any = cfg
+    for parent in parents:
+        inner = inner.get(parent) or {}
+    value = inner.get(key)
+    if not isinstance(value, (int, float)):
         raise ConfigError(
-            "the rung dense_lr2 doubles optim_wrapper.optimizer.lr, and the config has "
-            "no such number; set it, or leave the rung out with --rungs."
+            f"a rung multiplies {path} by {factor:g}, and it is {value!r} in the "
+            "config; set a number, or leave the rung out with --rungs."
         )
-    optimizer["lr"] *= FASTER
-
-
-def _widen(cfg: Config, *, component: str) -> None:
-    """Widen the FFNs in all layers of the encoder or decoder by a factor of four."""
-    path = (component, "layer_cfg", "ffn_cfg")
-    inner: Any = cfg["model"]
-    for key in path:
-        inner = inner.get(key) if isinstance(inner, Mapping) else None
-    width = inner.get("feedforward_channels") if isinstance(inner, dict) else None
-    if not isinstance(width, int):
-        raise ConfigError(
-            f"the rung wide_{component} widens model.{'.'.join(path)}."
-            f"feedforward_channels, and it is {width!r} in the config; set a number, "
-            "or leave the rung out with --rungs."
-        )
-    inner["feedforward_channels"] = width * WIDER
+    inner[key] = value * factor
 
 
 def _mix(cfg: Config, *, part: Config) -> None:
@@ -175,11 +160,12 @@ def _mix(cfg: Config, *, part: Config) -> None:
     cfg.merge_from_dict(settings)
 
 
-BASELINES: dict[str, Callable[[Config], None] | None] = {
+FFN_WIDTH = "model.{}.layer_cfg.ffn_cfg.feedforward_channels"
+BASELINES: dict[str, Change | None] = {
     "dense": None,
-    "dense_lr2": _learn_faster,
-    "wide_decoder": partial(_widen, component="decoder"),
-    "wide_encoder": partial(_widen, component="encoder"),
+    "dense_lr2": partial(_multiply, path="optim_wrapper.optimizer.lr", factor=2.0),
+    "wide_decoder": partial(_multiply, path=FFN_WIDTH.format("decoder"), factor=4),
+    "wide_encoder": partial(_multiply, path=FFN_WIDTH.format("encoder"), factor=4),
 }
 
 
@@ -264,25 +250,28 @@ def _check(cfg: Config) -> None:
     for key in ("train_dataloader", "val_dataloader", "train_cfg", "val_evaluator"):
         if not cfg.get(key):
             raise ConfigError(f"the config sets no {key}, so that nothing is measured.")
-    train = cfg["train_cfg"]
-    if "max_epochs" not in train and "max_iters" not in train:
-        raise ConfigError("train_cfg sets neither max_epochs nor max_iters.")
+    train, sampler = cfg["train_cfg"], cfg["train_dataloader"].get("sampler") or {}
     evaluators = cfg["val_evaluator"]
     evaluators = [evaluators] if isinstance(evaluators, Mapping) else evaluators
-    if all(one.get("type") != "MixtureMetric" for one in evaluators):
-        raise ConfigError(
-            "val_evaluator has no dict(type='MixtureMetric'), which scores datasets."
+    fault = None
+    if "max_epochs" not in train and "max_iters" not in train:
+        fault = "train_cfg sets neither max_epochs nor max_iters."
+    elif all(one.get("type") != "MixtureMetric" for one in evaluators):
+        fault = (
+            "val_evaluator has no dict(type='MixtureMetric'): it scores datasets."
         )
-    if (cfg["train_dataloader"].get("sampler") or {}).get("type") != "MixtureSampler":
-        raise ConfigError(
+    elif sampler.get("type") != "MixtureSampler":
+        fault = (
             "train_dataloader.sampler must be dict(type='MixtureSampler'), which knows "
             "the share of each dataset."
         )
-    if "experts" in (cfg.get("optim_wrapper") or {}):
-        raise ConfigError(
+    elif "experts" in (cfg.get("optim_wrapper") or {}):
+        fault = (
             "optim_wrapper.experts is for detectors with experts, and these are dense; "
             "leave it and optim_wrapper.constructor out."
         )
+    if fault is not None:
+        raise ConfigError(fault)
 
 
 def _sampler(cfg: Config) -> MixtureSampler:

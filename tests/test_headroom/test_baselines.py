@@ -180,8 +180,8 @@ def test_what_cannot_be_measured_is_refused_before_it_starts(config, change, mes
     ("name", "change", "message"),
     [
         ("wide_decoder", {"model.decoder.layer_cfg": None}, "it is None in the config"),
-        ("wide_encoder", {"model.encoder": None}, "wide_encoder widens model.encoder"),
-        ("dense_lr2", {"optim_wrapper.optimizer.lr": None}, "doubles optim_wrapper"),
+        ("wide_encoder", {"model.encoder": None}, "multiplies model.encoder"),
+        ("dense_lr2", {"optim_wrapper.optimizer.lr": None}, "multiplies optim_wrapper"),
     ],
 )
 def test_a_rung_says_what_it_would_have_changed(joint, name, change, message):
