@@ -257,9 +257,7 @@ def _check(cfg: Config) -> None:
     if "max_epochs" not in train and "max_iters" not in train:
         fault = "train_cfg sets neither max_epochs nor max_iters."
     elif all(one.get("type") != "MixtureMetric" for one in evaluators):
-        fault = (
-            "val_evaluator has no dict(type='MixtureMetric'): it scores datasets."
-        )
+        fault = "val_evaluator has no dict(type='MixtureMetric'): it scores datasets."
     elif sampler.get("type") != "MixtureSampler":
         fault = (
             "train_dataloader.sampler must be dict(type='MixtureSampler'), which knows "
