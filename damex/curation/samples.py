@@ -13,10 +13,10 @@ import mmcv
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from damex.curation.sheets import Color, draw_name
 from damex.curation.sources import Source
 from damex.datasets.coco_boxes import read_boxes
 from damex.datasets.coco_records import Expectations, parse_records
+from damex.inference.drawing import Color, draw_boxes
 
 TILE = 400
 COLUMNS = 4
@@ -145,19 +145,15 @@ def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
         return _broken(error)
     scale = TILE / max(image.size)
     size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
-    tile = image.resize(size, Image.Resampling.LANCZOS)
-    boxes = sorted(sample.boxes, key=lambda box: -abs(box[1][2] * box[1][3]))
-    names = [name or "?" for name, _ in boxes]
+    tile_HWC = np.asarray(image.resize(size, Image.Resampling.LANCZOS))
+    boxes = sorted(sample.boxes, key=lambda box: abs(box[1][2] * box[1][3]))
     box_N4 = scale * np.array([box for _, box in boxes]).reshape(-1, 4)
     corner_N22 = np.stack([box_N4[:, :2], box_N4[:, :2] + box_N4[:, 2:]], axis=1)
-    corners = np.sort(corner_N22, axis=1).reshape(-1, 4).tolist()  # sides may be < 0
-    draw, font = ImageDraw.Draw(tile), ImageFont.load_default(12)
+    corner_N4 = np.sort(corner_N22, axis=1).reshape(-1, 4)  # sides may be below 0
+    names = [name or "?" for name, _ in boxes]
+    labels = [""] * max(len(names) - MAX_NAMES, 0) + names[-MAX_NAMES:]
     inks = [colors.get(name, INK) for name in names]
-    for corner, ink in zip(corners, inks, strict=True):
-        draw.rectangle(corner, outline=ink, width=2)
-    for corner, ink, name in [*zip(corners, inks, names, strict=True)][:MAX_NAMES]:
-        draw_name(draw, tile.size, corner, name, ink, font)
-    return tile
+    return Image.fromarray(draw_boxes(tile_HWC, corner_N4, labels, inks))
 
 
 def contact_sheet(title: str, samples: Tiles) -> Image.Image:

@@ -22,12 +22,12 @@ from damex.curation.samples import (
     draw_tile,
     view_of,
 )
-from damex.curation.sheets import palette
 from damex.curation.sources import Source
 from damex.datasets.coco_records import Expectations
 from damex.datasets.findings import Place
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource
+from damex.inference.drawing import palette
 
 
 class Page(HTMLParser):
@@ -187,8 +187,3 @@ def test_a_limit_of_pillow_comes_back_after_threads_that_overlap():
         assert min(pool.map(use, range(2))) > before
     limit = Image.MAX_IMAGE_PIXELS
     assert limit == before
-
-
-def test_colors_of_classes_differ():
-    colors = palette(f"class {number}" for number in range(24))
-    assert len(set(colors.values())) == 24
