@@ -146,7 +146,7 @@ def test_the_quick_start_elsewhere_says_how_to_make_its_data(
     monkeypatch.chdir(tmp_path)
     assert program.main(["train", "quickstart"]) == 2
     said = capsys.readouterr().err.strip()
-    assert "data/toy/shapes/train.json: there is no such annotation file" in said
+    assert "data/toy/shapes/train.json: the annotation file does not exist" in said
     assert said.endswith("here: python -m damex.toydata --out data/toy")
 
 

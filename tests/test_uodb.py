@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -34,8 +33,13 @@ CLASSES = dict(
 
 
 @pytest.fixture
-def stand_ins(make_coco_dataset, tmp_path, monkeypatch):
+def stand_ins(make_coco_dataset, edit_json, tmp_path, monkeypatch):
     """data/uodb with a handful of small images per dataset, and all its classes."""
+
+    def into_folder(document):
+        for image in document["images"]:
+            image["file_name"] = f"images/{image['file_name']}"
+
     for name, count in CLASSES.items():
         make_coco_dataset(
             tmp_path / "data" / "uodb" / name,
@@ -44,11 +48,7 @@ def stand_ins(make_coco_dataset, tmp_path, monkeypatch):
             size=(64, 48),
         )
         for split in ("train", "val"):
-            path = tmp_path / "data" / "uodb" / name / f"{split}.json"
-            document = json.loads(path.read_text())
-            for image in document["images"]:
-                image["file_name"] = f"images/{image['file_name']}"
-            path.write_text(json.dumps(document))
+            edit_json(tmp_path / "data" / "uodb" / name / f"{split}.json", into_folder)
     monkeypatch.chdir(tmp_path)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from damex.datasets.coco_boxes import is_number
-from damex.datasets.coco_checks import read_coco
+from damex.datasets.coco_records import is_number, read_coco
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError

@@ -11,9 +11,8 @@ from pathlib import Path
 import damex.registry  # noqa: F401  (keeps mmdet's import silent)
 from damex.curation.classes import near_pairs
 from damex.curation.dataset_features import scale_and_shape
-from damex.datasets.coco_checks import read_coco
-from damex.datasets.label_file import LabelFile
-from damex.datasets.label_space import LabelSpace
+from damex.datasets.coco_records import read_coco
+from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from damex.curation.sources import Source
-from damex.datasets.coco_boxes import read_boxes
+from damex.datasets.coco_checks import read_boxes
 from damex.datasets.coco_records import Expectations, parse_records
 from damex.inference.drawing import Color, draw_boxes
 

@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from mmengine.utils import is_abs
 
-from damex.datasets.coco_boxes import is_number, usable_boxes
-from damex.datasets.coco_records import Expectations, Records, read_json
+from damex.datasets.coco_checks import usable_boxes
+from damex.datasets.coco_records import Expectations, Records, is_number, read_json
 from damex.datasets.findings import Finding, Place
 from damex.datasets.image_checks import ImageRecord, NamedBox
-from damex.datasets.nested import dataset_registry, leaves, map_leaves
-from damex.datasets.pipeline_checks import applies_exif, image_scales
+from damex.datasets.mmdet_configs import (
+    applies_exif,
+    dataset_registry,
+    image_scales,
+    leaves,
+    map_leaves,
+)
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
@@ -75,9 +80,7 @@ def _conversion(spec: DatasetSpec) -> Iterator[Finding]:
 def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     found = spec.coco_source(split)
     if found is not None:
-        root = spec.conversion.summary.root if spec.root is not None else ""
-        place = Place.of(spec.name, found.annotations, split=split, root=root)
-        yield Source.of_file(place, found)
+        yield Source.of_file(spec.place(split, found.annotations), found)
         return
     config = spec.dataset_config(split)
     inner = leaves(config)

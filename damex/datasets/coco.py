@@ -6,7 +6,8 @@ import contextlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mmdet.datasets import CocoDataset
@@ -14,12 +15,8 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.coco_boxes import DROPPED, area_of, is_number, usable_boxes
-from damex.datasets.coco_checks import check_coco
-from damex.datasets.coco_records import (
-    Expectations,
-    read_json,
-)
+from damex.datasets.coco_checks import DROPPED, area_of, check_coco, usable_boxes
+from damex.datasets.coco_records import Expectations, Records, is_number, read_json
 from damex.datasets.findings import KINDS, Finding, Place, raise_first
 
 
@@ -55,6 +52,8 @@ class NamedCocoDataset(CocoDataset):
         root: Folder that the file was converted from; messages then name its files.
         on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
             side.
+        check: Called with the document, its place, expectations and image folder; it
+            returns what ``check_coco``, the default, does.
         **kwargs: As for ``CocoDataset``.
     """
 
@@ -65,10 +64,12 @@ class NamedCocoDataset(CocoDataset):
         split: str = "train",
         root: str = "",
         on_bad_box: str = "error",
+        check: Callable[..., tuple[Records | None, list[Finding]]] | None = None,
         **kwargs: Any,
     ) -> None:
         self.name, self.split, self.root = name, split, root
         self.on_bad_box = Expectations(on_bad_box=on_bad_box).on_bad_box
+        self._check = check
         kwargs.setdefault("data_prefix", dict(img=""))  # mmdet's default lacks img
         super().__init__(**kwargs)
 
@@ -82,9 +83,11 @@ class NamedCocoDataset(CocoDataset):
         )
         place = Place.of(self.name, path, split=self.split, root=self.root)
         records = None
+        check, self._check = self._check, None  # it may hold all that it has seen
         document, findings = read_json(path, place)
         if not findings:
-            records, findings = check_coco(document, place, expected)
+            given, folder = (document, place, expected), Path(self.data_prefix["img"])
+            records, findings = check(*given, folder) if check else check_coco(*given)
         raise_first(findings)
         assert records is not None
         self._log(findings, place)

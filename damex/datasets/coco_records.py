@@ -1,59 +1,63 @@
-"""COCO documents as columns, and findings about their fields, ids and classes."""
+"""COCO documents: reading them, and their records as columns with faults of fields."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from damex.datasets.findings import MAX_LISTED, Finding, Place, capped
+from damex.datasets.findings import (
+    MAX_LISTED,
+    OF_IMAGES,
+    TEXTS,
+    Finding,
+    Place,
+    capped,
+    raise_first,
+)
 from damex.errors import ConfigError
 
 BAD_BOX_POLICIES = ("error", "drop")
-LISTS = ("images", "annotations", "categories")
-_SINGULAR = {"images": "image", "annotations": "annotation", "categories": "category"}
+NUMBERS = frozenset({int, float})
+# The lists of a document, and what one of their records is called.
+LISTS: Mapping[str, str] = MappingProxyType(
+    {"images": "image", "annotations": "annotation", "categories": "category"}
+)
 
 
 class _Field(NamedTuple):
-    """Allowed types and values of a field."""
+    """Types and values of a field; a record with a faulty link is not read."""
 
-    types: frozenset[type]
+    types: tuple[type, ...]
     words: str
     test: Callable[[Any], bool] | None = None
+    is_link: bool = False
 
     def accepts(self, value: Any) -> bool:
         return type(value) in self.types and (self.test is None or self.test(value))
 
 
-_ID = _Field(frozenset({int, str, float}), "an integer or a text")
-_PATH = _Field(frozenset({str}), "a path", bool)
-_NAME = _Field(frozenset({int, str}), "a text", lambda value: value != "")
+_ID = _Field((int, str, float), "an integer or a text")
+_LINK = _ID._replace(is_link=True)
+_PATH = _Field((str,), "a path", bool)
+_NAME = _Field((int, str), "a text", lambda value: value != "")
 _PIXELS = _Field(
-    frozenset({int, float}),
-    "a number of pixels above 0",
-    lambda value: 0 < value < math.inf,
+    (int, float), "a number of pixels above 0", lambda value: 0 < value < math.inf
 )
 _FIELDS: Mapping[str, Mapping[str, _Field]] = MappingProxyType(
     {
-        "images": dict(id=_ID, file_name=_PATH, width=_PIXELS, height=_PIXELS),
-        "annotations": dict(image_id=_ID, category_id=_ID, id=_ID),
-        "categories": dict(id=_ID, name=_NAME),
-    }
-)
-# Records with a fault in one of these are skipped in all further checks.
-_LINKS = MappingProxyType(
-    {
-        "images": ("id",),
-        "annotations": ("image_id", "category_id"),
-        "categories": ("id",),
+        "images": dict(id=_LINK, file_name=_PATH, width=_PIXELS, height=_PIXELS),
+        "annotations": dict(image_id=_LINK, category_id=_LINK, id=_ID),
+        "categories": dict(id=_LINK, name=_NAME),
     }
 )
 
@@ -115,21 +119,33 @@ class Records:
     def each(
         self,
         kind: str,
-        key: str,
         positions: Sequence[int] | np.ndarray,
-        text: str | Callable[[int], str],
-        *,
         level: str | None = None,
+        **values: Any,
     ) -> Iterator[Finding]:
-        """A finding for each record of list ``key``; one for all beyond ``MAX_LISTED``.
+        """A finding for each annotation or image; one for all beyond ``MAX_LISTED``.
 
-        ``text`` is the message or a function of the position.
+        The message in ``TEXTS`` is formatted with ``record``, ``size`` (of the image)
+        and ``values``, which may be functions of the position.
         """
+        of_image = kind in OF_IMAGES
+        name = self.image_name if of_image else self.annotation_name
         for position in map(int, positions[:MAX_LISTED]):
-            record, owner, file = self._names(key, position)
-            words = text if isinstance(text, str) else text(position)
+            image = position if of_image else int(self.image_N[position])
+            listed = self.images[image] if image >= 0 else {}
+            size = self.size_M2[image] if image >= 0 else (math.nan, math.nan)
+            known = {k: v(position) if callable(v) else v for k, v in values.items()}
+            known["record"] = (self.images if of_image else self.annotations)[position]
+            known["size"] = f"{size[0]:g} x {size[1]:g} px"
+            has_owner = listed and not of_image
+            source = listed.get("source") if self.place.root else None
             yield self.place.finding(
-                kind, record, words, owner=owner, level=level, file=file
+                kind,
+                name(position),
+                TEXTS[kind].format(**known),
+                owner=f"image {listed.get('file_name')!r}" if has_owner else "",
+                level=level,
+                file=f"{self.place.root}/{source}" if source else None,
             )
         rest = len(positions) - MAX_LISTED
         if rest > 0:
@@ -148,21 +164,6 @@ class Records:
             return f"line {place}" if isinstance(place, int) else str(place)
         return f"annotation {record.get('id')}"
 
-    def _names(self, key: str, position: int) -> tuple[str, str, str | None]:
-        """Record, its owner, and its file unless that is the annotation file."""
-        if key == "images":
-            return self.image_name(position), "", self._file(position)
-        image = int(self.image_N[position])
-        if image < 0:
-            return self.annotation_name(position), "", None
-        owner = f"image {self.images[image].get('file_name')!r}"
-        return self.annotation_name(position), owner, self._file(image)
-
-    def _file(self, image: int) -> str | None:
-        """The annotation file of an image in a converted folder."""
-        source = self.images[image].get("source")
-        return f"{self.place.root}/{source}" if self.place.root and source else None
-
 
 def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
     """Read a JSON file; returns its content or None, and findings about the reading."""
@@ -173,13 +174,60 @@ def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
             advice = (
                 "Make the toy datasets here: python -m damex.toydata --out data/toy"
             )
-        text = f"there is no such annotation file (seen from {Path.cwd()}). {advice}"
+        text = f"the annotation file does not exist (seen from {Path.cwd()}). {advice}"
         return None, [place.finding("file-missing", None, text)]
     try:
         return json.loads(file.read_text(encoding="utf-8-sig")), []
     except ValueError as error:  # not JSON, or not text
         text = f"it is not a JSON file ({error}). Write it again."
         return None, [place.finding("not-json", None, text)]
+
+
+def read_coco(path: Path, dataset: str) -> dict[str, Any]:
+    """Load a COCO file with valid fields, ids and class names; boxes are not checked.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or holds anything else.
+    """
+    place = Place(dataset, str(path))
+    document, findings = read_json(path, place)
+    raise_first(findings or parse_records(document, place)[1])
+    return document
+
+
+def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
+    """Names of the categories of a COCO file, in file order, without empty headings.
+
+    Only this list is parsed: the whole of a large file takes many seconds.
+
+    Raises:
+        DataError: If the file is missing, is not JSON, or has no valid categories.
+    """
+    text, categories = "", None
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # reported by read_coco
+        text = path.read_text(encoding="utf-8-sig")
+    keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
+    if len(keys) == 1:  # otherwise one may be nested in another record
+        with contextlib.suppress(json.JSONDecodeError):
+            categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
+    if not isinstance(categories, list):
+        categories = read_coco(path, dataset)["categories"]
+    place = Place(dataset, str(path))
+    categories, findings = readable_records(categories, "categories", place)
+    raise_first(findings)
+    used = {
+        category["id"]
+        for category in categories
+        if category not in without_dummies(categories, (), key="id")
+        and re.search(rf'"category_id"\s*:\s*{_written(category["id"])}\b', text)
+    }
+    kept = without_dummies(categories, used, key="id")
+    raise_first(check_class_names(kept, place))
+    return tuple(str(category["name"]) for category in kept)
+
+
+def _written(number: Any) -> str:
+    return re.escape(json.dumps(number))
 
 
 def parse_records(
@@ -196,28 +244,25 @@ def parse_records(
     for key in LISTS:
         rows[key], faults = readable_records(document[key], key, place)
         findings += faults
-    categories = without_headings(rows["categories"], rows["annotations"], classes)
+    images, annotations, every = rows.values()
+    categories = _without_headings(every, annotations, classes)
     findings += check_class_names(categories, place)
-    images, annotations = rows["images"], rows["annotations"]
-    sizes = [(image.get("width"), image.get("height")) for image in images]
     unknown = (math.nan, math.nan)
+    sizes = [(image.get("width"), image.get("height")) for image in images]
     known = [pair if all(map(_PIXELS.accepts, pair)) else unknown for pair in sizes]
     position_of = {image["id"]: i for i, image in enumerate(images)}
-    ids = (record["image_id"] for record in annotations)
+    positions = [position_of.get(record["image_id"], -1) for record in annotations]
     names: dict[Any, str] = {}
     for category in categories:  # the first of each id
-        names.setdefault(category["id"], _text(category.get("name")))
-    left = [c for c in rows["categories"] if c not in categories]
+        names.setdefault(category["id"], _name(category))
     records = Records(
         place=place,
         images=images,
         annotations=annotations,
         categories=names,
-        headings=tuple(_text(category.get("name")) for category in left),
+        headings=tuple(_name(c) for c in every if c not in categories),
         size_M2=np.array(known, np.float64).reshape(-1, 2),
-        image_N=np.fromiter(
-            map(position_of.get, ids, repeat(-1)), np.int64, len(annotations)
-        ),
+        image_N=np.array(positions, np.int64),
     )
     return records, findings
 
@@ -232,7 +277,7 @@ def _check_lists(document: Any, place: Place) -> Iterator[Finding]:
         return
     for key in LISTS:
         if key not in document:
-            text = f"there is no list {key!r}; a COCO file has {', '.join(LISTS)}."
+            text = f"the list {key!r} is missing; a COCO file has {', '.join(LISTS)}."
             yield place.finding("missing-list", key, text)
         elif not isinstance(document[key], list):
             found = type(document[key]).__name__
@@ -244,51 +289,50 @@ def readable_records(
     rows: list[Any], key: str, place: Place
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Find the readable records of a list, and faults of their fields and ids."""
-    faults = [(i, "", row) for i, row in enumerate(rows) if type(row) is not dict]
-    lost = {position for position, _, _ in faults}
-    dicts = [i for i in range(len(rows)) if i not in lost] if lost else range(len(rows))
-    for name, field in _FIELDS[key].items():
-        column = [rows[i].get(name) for i in dicts]
-        if {*map(type, column)} <= field.types and (
-            field.test is None or all(map(field.test, column))
-        ):
+    kept, findings = [], []
+    fields = _FIELDS[key]
+    tests = [(name, field.accepts) for name, field in fields.items()]
+    for position, row in enumerate(rows):
+        if type(row) is not dict:
+            text = f"expected an object with fields, got {row!r:.80}."
+            record = f"{LISTS[key]} number {position + 1} of the list"
+            findings.append(place.finding("wrong-type", record, text))
             continue
-        pairs = zip(dicts, column, strict=True)
-        bad = [(i, name, value) for i, value in pairs if not field.accepts(value)]
-        faults += bad
-        if name in _LINKS[key]:
-            lost |= {position for position, _, _ in bad}
-    findings = []
-    for position, name, value in sorted(faults, key=lambda fault: fault[0]):
-        row = rows[position]
-        known = isinstance(row, dict) and _ID.accepts(row.get("id"))
-        label = row["id"] if known else f"number {position + 1} of the list"
-        kind = "missing-field" if name and value is None else "wrong-type"
-        text = f"there is no {name!r}; add it to the record."
-        if not name:
-            text = f"expected an object with fields, got {value!r:.80}."
-        elif value is not None:
-            text = f"{name} must be {_FIELDS[key][name].words}, got {value!r:.80}."
-        findings.append(place.finding(kind, f"{_SINGULAR[key]} {label}", text))
-    kept = [row for i, row in enumerate(rows) if i not in lost] if lost else rows
-    return kept, capped([*findings, *_check_ids(kept, key, place)])
-
-
-def _check_ids(rows: list[dict[str, Any]], key: str, place: Place) -> Iterator[Finding]:
-    ids = [found for row in rows if type(found := row.get("id")) in _ID.types]
-    if len(set(ids)) == len(ids):
-        return
-    name = _SINGULAR[key]
-    for value, count in Counter(ids).items():
+        faults = [name for name, accepts in tests if not accepts(row.get(name))]
+        if not faults or not any(fields[name].is_link for name in faults):
+            kept.append(row)
+        for name in faults:
+            known = _ID.accepts(row.get("id"))
+            label = row["id"] if known else f"number {position + 1} of the list"
+            kind, text = "missing-field", f"{name!r} is missing; add it to the record."
+            if (value := row.get(name)) is not None:
+                kind = "wrong-type"
+                text = f"{name} must be {fields[name].words}, got {value!r:.80}."
+            findings.append(place.finding(kind, f"{LISTS[key]} {label}", text))
+    ids = Counter(found for row in kept if _ID.accepts(found := row.get("id")))
+    for value, count in ids.items() if len(ids) < len(kept) else ():
         if count > 1:
             text = (
                 f"{count} records of {key!r} have the id {value!r}, so that one would "
                 "replace the other. Give every record its own id."
             )
-            yield place.finding(f"duplicate-{name}-id", f"{name} {value}", text)
+            kind = f"duplicate-{LISTS[key]}-id"
+            findings.append(place.finding(kind, f"{LISTS[key]} {value}", text))
+    return kept, capped(findings)
 
 
-def _text(name: Any) -> str:
+def is_box(box: Any) -> bool:
+    """Whether a JSON value is a list of four numbers."""
+    return isinstance(box, list) and len(box) == 4 and {*map(type, box)} <= NUMBERS
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number, including NaN and infinity."""
+    return type(value) in NUMBERS
+
+
+def _name(category: Mapping[str, Any]) -> str:
+    name = category.get("name")
     return "" if name is None else str(name)
 
 
@@ -312,7 +356,7 @@ def without_dummies(
     return [category for category in categories if not is_dummy(category)]
 
 
-def without_headings(
+def _without_headings(
     categories: Sequence[Mapping[str, Any]],
     annotations: Sequence[Mapping[str, Any]],
     classes: Collection[str] | None,
@@ -320,16 +364,15 @@ def without_headings(
     """Leave out headings without boxes, unless only they have the name of a class."""
     used = {record["category_id"] for record in annotations}
     kept = without_dummies(categories, used, key="id")
-    wanted = {*(classes or ())} - {_text(category.get("name")) for category in kept}
-    return [c for c in categories if c in kept or _text(c.get("name")) in wanted]
+    wanted = {*(classes or ())} - {_name(category) for category in kept}
+    return [c for c in categories if c in kept or _name(c) in wanted]
 
 
 def check_class_names(
     categories: Sequence[Mapping[str, Any]], place: Place
 ) -> Iterator[Finding]:
     """Names shared by two categories."""
-    names = [_text(category.get("name")) for category in categories]
-    for name, count in Counter(filter(None, names)).items():
+    for name, count in Counter(filter(None, map(_name, categories))).items():
         if count > 1:
             text = f"{count} categories have this name. Give each class one category."
             yield place.finding("duplicate-class-name", f"class {name!r}", text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,14 +29,14 @@ class Kind(NamedTuple):
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         # The annotation file.
-        "file-missing": Kind("error", "there is no annotation file"),
+        "file-missing": Kind("error", "the annotation file is missing"),
         "not-json": Kind("error", "the annotation file is not JSON"),
         "missing-list": Kind("error", "no `images`, `annotations` or `categories`"),
         "wrong-type": Kind("error", "a record or a field has the wrong type"),
         "missing-field": Kind("error", "a record lacks a field that COCO promises"),
         "split-missing": Kind("error", "the config uses a split that the entry lacks"),
         "not-loaded": Kind("error", "the entry or its dataset class cannot load"),
-        "not-checked": Kind("info", "what was not checked, and why"),
+        "not-checked": Kind("info", "checks that were not run, and why"),
         "left-out": Kind("warning", "what reading the folder left out"),
         "noted": Kind("info", "what reading the folder changed or assumed"),
         # Ids.
@@ -54,7 +55,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "box-zero-size": Kind("warning", "a side of 0 px: left out of training"),
         "box-thin": Kind("warning", "thinner than 1 px: left out of training"),
         "box-tiny": Kind(
-            "info", "a class of which 10 % or more are below 4 px in training"
+            "info", "a class with 10 % or more of its boxes below 4 px in training"
         ),
         "box-xyxy": Kind("warning", "boxes look like x1, y1, x2, y2"),
         "box-normalised": Kind("error", "boxes look like shares of the image"),
@@ -89,7 +90,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "image-size": Kind("error", "width or height is off by more than 1 px"),
         "image-elongated": Kind("error", "the resize of the config leaves 0 px of it"),
         "image-rotated": Kind("error", "EXIF turns the image, and not its boxes"),
-        "image-suffix": Kind("info", "the content is not what the suffix says"),
+        "image-suffix": Kind("info", "the content does not match the suffix"),
         # Across images.
         "leak-identical": Kind("warning", "one image in train and in val or test"),
         "leak-near": Kind("warning", "nearly one image in train and in val or test"),
@@ -98,6 +99,59 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "fixed-camera": Kind("info", "images that look alike and show other objects"),
     }
 )
+
+_BOX = "the box [x, y, width, height] = {record[bbox]} "
+_CORRECT = "Correct the record, or remove it."
+# Messages about single records; see `Records.each`.
+TEXTS: Mapping[str, str] = MappingProxyType(
+    {
+        "unknown-image-id": (
+            "image_id {record[image_id]!r} is not that of an image: the box is left "
+            "out. Correct it (a number and a text are different ids), or remove the "
+            "record."
+        ),
+        "unknown-category-id": (
+            "category_id {record[category_id]!r} is not listed: the box is left out. "
+            "Expected one of {known}. Correct it, or add the category."
+        ),
+        "duplicate-file-name": (
+            "{other} has the same file_name {record[file_name]!r}; each would teach "
+            "that the objects of the other are background. Merge the two."
+        ),
+        "image-without-boxes": (
+            "{image} has no box: training leaves it out, evaluation does not. Nothing "
+            "to do if it shows no object."
+        ),
+        "many-boxes": (
+            "{image} has {count} boxes, and the detector has {limit} queries, each of "
+            "which finds one object at most. Set model.num_queries higher, or cut the "
+            "image into tiles."
+        ),
+        "box-format": "bbox must be [x, y, width, height] in pixels, got {box}.",
+        "box-not-finite": f"{_BOX}must have finite numbers. {_CORRECT}",
+        "box-negative": (
+            f"{_BOX}has a negative width or height; expected both above 0. {{advice}}"
+        ),
+        "box-outside": f"{_BOX}lies outside of the image ({{size}}). {{advice}}",
+        "box-zero-size": f"{_BOX}has a side of 0: training leaves it out. {_CORRECT}",
+        "box-thin": f"{_BOX}has a side below 1 px: training leaves it out. {_CORRECT}",
+        "box-partly-outside": (
+            f"{_BOX}reaches over the border of the image ({{size}}): training clips it."
+            f" {_CORRECT}"
+        ),
+        "box-ignored": f"{_BOX}is marked 'ignore': training leaves it out.",
+        "area-zero": (
+            f"{_BOX}has the area {{record[area]:g}}, expected above 0: training leaves "
+            "it out. Correct it."
+        ),
+        "area-inconsistent": (
+            f"{_BOX}has the area {{record[area]:g}}, expected {{expected}}. Correct it."
+        ),
+        "duplicate-box": f"{_BOX}is that of {{first}}, too. Remove one of them.",
+    }
+)
+# The kinds among them that are about images, not annotations.
+OF_IMAGES = ("duplicate-file-name", "image-without-boxes", "many-boxes")
 
 
 @dataclass(frozen=True)
@@ -108,7 +162,7 @@ class Finding:
         level: ``error``, ``warning`` or ``info``.
         kind: One of ``KINDS``.
         record: Record in the file, such as ``annotation 17``; None for the whole file.
-        message: What, where, what was expected, and what to do.
+        message: Problem, place, expectation, and advice.
         count: Number of records that it covers.
     """
 
@@ -122,10 +176,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a report."""
-        return {
-            name: getattr(self, name)
-            for name in ("level", "kind", "dataset", "file", "record", "message")
-        }
+        return {key: value for key, value in vars(self).items() if key != "count"}
 
 
 @dataclass(frozen=True)
@@ -145,7 +196,8 @@ class Place:
     @classmethod
     def of(cls, dataset: str, path: object, *, split: str, root: str = "") -> Place:
         """The place of a COCO file, which may be the conversion of a folder."""
-        return cls(dataset, f"{root} ({split})" if root else str(path), split, root)
+        file = f"{root} ({split})" if root else str(Path(str(path)))
+        return cls(dataset, file, split, root)
 
     def finding(
         self,

@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import cv2
 import mmcv
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from damex.datasets.findings import KINDS, Finding, Place
 from damex.datasets.formats.images import (
     ROTATED_WHEN_LOADED,
+    Header,
     exif_orientation,
     images_of_any_size,
     stored_size,
@@ -26,18 +29,8 @@ from damex.datasets.formats.images import (
 
 # Tolerated difference of a stated size in pixels, due to rounding.
 SIZE_TOLERANCE = 1
-# EXIF orientations: upright, and the first that swaps rows and columns.
-UPRIGHT, FIRST_WITH_SIDES_EXCHANGED = 1, 5
-SUFFIXES = {
-    "BMP": {".bmp", ".dib"},
-    "GIF": {".gif"},
-    "JPEG": {".jpg", ".jpeg", ".jpe", ".jfif"},
-    "MPO": {".jpg", ".jpeg", ".mpo"},
-    "PNG": {".png"},
-    "PPM": {".ppm", ".pgm", ".pbm", ".pnm"},
-    "TIFF": {".tif", ".tiff"},
-    "WEBP": {".webp"},
-}
+# Formats that share suffixes with another.
+SAME = MappingProxyType({"MPO": "JPEG", "DIB": "BMP"})
 Size = tuple[float, float]
 # Class name, and x1, y1, x2, y2 as shares of the image.
 NamedBox = tuple[str, float, float, float, float]
@@ -75,17 +68,12 @@ class ImageRecord(NamedTuple):
     def finding(self, kind: str, text: str, level: str | None = None) -> Finding:
         """A finding about the image file; not an error if the file is never loaded."""
         level = level or KINDS[kind].level
-        return Finding(
-            level="warning" if level == "error" and not self.is_used else level,
-            kind=kind,
-            dataset=self.place.dataset,
-            file=str(self.path),
-            record=self.record,
-            message=(
-                f"dataset {self.place.dataset!r}: the {self.split} image {self.path} "
-                f"{text} ({self.record} of {self.place.file})"
-            ),
-        )
+        level = "warning" if level == "error" and not self.is_used else level
+        source = f"{self.record} of {self.place.file}"
+        message = f"the {self.split} image {self.path} {text} ({source})"
+        found = self.place.finding(kind, self.record, "", level=level)
+        name = f"dataset {self.place.dataset!r}"
+        return replace(found, file=str(self.path), message=f"{name}: {message}")
 
 
 class Look(NamedTuple):
@@ -103,7 +91,7 @@ class Look(NamedTuple):
     fault: tuple[str, str] | tuple[str, str, str | None] | None
     format: str = ""
     size: tuple[int, int] = (0, 0)
-    orientation: int = UPRIGHT
+    orientation: int = 1
     digest: bytes = b""
     gradient: np.ndarray | None = None
 
@@ -146,75 +134,61 @@ def missing_file(image: ImageRecord, near: str | None) -> Finding:
 
 def look_at_header(path: Path) -> Look:
     """Read size, format and orientation without decoding the pixels."""
+    advice = "Replace the file, or remove it from the annotation file."
     try:
         size = path.stat().st_size
         if size == 0:
-            text = "(0 bytes) cannot be decoded. Replace the file."
-            return Look(("image-empty", text))
+            return Look(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
         with Image.open(path) as image:
             found = image.format or "", stored_size(image), exif_orientation(image)
     except Exception as error:  # PIL's readers raise anything
-        return unreadable(path, error)
+        known = f"({path.stat().st_size} bytes) " if path.is_file() else ""
+        is_plain = isinstance(error, UnidentifiedImageError)
+        text = f"{known}cannot be decoded{'' if is_plain else f': {error}'}. {advice}"
+        return Look(("image-unreadable", text))
     if not cv2.haveImageReader(str(path)):
         text = f"is a {found[0]} file, which OpenCV does not read. Convert it to PNG."
         return Look(("image-unreadable", text))
     return Look(None, *found)
 
 
-def unreadable(path: Path, error: Exception) -> Look:
-    """Result for a file that PIL cannot open."""
-    size = f"({path.stat().st_size} bytes) " if path.is_file() else ""
-    is_plain = type(error).__name__ == "UnidentifiedImageError"
-    text = (
-        f"{size}cannot be decoded{'' if is_plain else f': {error}'}. Replace the file, "
-        "or remove it from the annotation file."
-    )
-    return Look(("image-unreadable", text))
-
-
-def check_look(image: ImageRecord, look: Look) -> list[Finding]:
+def check_look(image: ImageRecord, look: Look) -> Iterator[Finding]:
     """Compare a file with its record."""
     if look.fault is not None:
-        return [image.finding(*look.fault)]
-    if look.orientation == UPRIGHT:
-        findings = [*_check_upright(image, look)]
-    else:
-        findings = [*_check_rotated(image, look)]
-    suffix = image.path.suffix.lower()
-    if suffix not in SUFFIXES.get(look.format, {suffix}):
+        yield image.finding(*look.fault)
+        return
+    if image.size is not None:
+        yield from _check_size(image, look, image.size)
+    stated = Image.registered_extensions().get(image.path.suffix.lower())
+    if stated and SAME.get(stated, stated) != SAME.get(look.format, look.format):
         text = f"is a {look.format} file by its content. It is read all the same."
-        findings.append(image.finding("image-suffix", text))
-    return findings
+        yield image.finding("image-suffix", text)
 
 
-def _check_upright(image: ImageRecord, look: Look) -> Iterator[Finding]:
-    if image.size is None or same_size(image.size, look.size):
-        return
-    swapped = same_size(image.size, look.size[::-1])
-    hint = "; width and height are exchanged" if swapped else ""
-    text = (
-        f"has {_words(look.size)} px, and its record states {_words(image.size)}{hint}."
-        " Correct the record, and its boxes if they are for another size."
-    )
-    yield image.finding("image-size", text)
-
-
-def _check_rotated(image: ImageRecord, look: Look) -> Iterator[Finding]:
+def _check_size(image: ImageRecord, look: Look, stated: Size) -> Iterator[Finding]:
     """Infer from the record's size whether its boxes fit the image as loaded."""
-    if image.size is None:
-        return
-    turned = look.orientation >= FIRST_WITH_SIDES_EXCHANGED
-    shown = look.size[::-1] if turned else look.size
+    shown = Header(*look.size, look.orientation).shown
     # OpenCV also rotates TIFF when asked not to.
     asked = image.applies_exif or look.format == "TIFF"
     applies = asked and look.format in ROTATED_WHEN_LOADED
     loaded, other = (shown, look.size) if applies else (look.size, shown)
+    fits, fits_other = (same_size(stated, size) for size in (loaded, other))
+    if look.orientation == 1:
+        if not fits:
+            hint = "; width and height are exchanged"
+            hint = hint if same_size(stated, look.size[::-1]) else ""
+            text = (
+                f"has {_words(look.size)} px, and its record states {_words(stated)}"
+                f"{hint}. Correct the record, and its boxes if they are for another "
+                "size."
+            )
+            yield image.finding("image-size", text)
+        return
     facts = (
         f"is rotated by EXIF (orientation {look.orientation}): it is stored with "
         f"{_words(look.size)} and shown with {_words(shown)} px, training loads "
-        f"{_words(loaded)}, and its record states {_words(image.size)}"
+        f"{_words(loaded)}, and its record states {_words(stated)}"
     )
-    fits, fits_other = (same_size(image.size, size) for size in (loaded, other))
     if fits and fits_other:
         text = (
             f"{facts}, so that sizes do not tell whether the boxes are for the stored "

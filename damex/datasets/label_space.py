@@ -1,16 +1,34 @@
-"""LabelSpace: one list of classes for all datasets of a mixture, mapped by name."""
+"""LabelSpace: one list of classes for all datasets of a mixture, mapped by name.
+
+A label file maps the classes of each dataset to the mixture's::
+
+    {
+      "version": 1,
+      "unlisted": "union",
+      "datasets": {
+        "voc": {"motorbike": "motorcycle"},
+        "zoo": {"jaguar": "zoo/jaguar", "do not use": null}
+      }
+    }
+
+JSON, because YAML does not read the class names no, on and 7 as strings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from damex.datasets.label_file import LabelFile
 from damex.datasets.spec import DatasetSpec
 from damex.errors import ConfigError, did_you_mean
 
 LABEL_SPACE_MODES = ("union", "partitioned")
+VERSION = 1
+UNLISTED = (*LABEL_SPACE_MODES, "drop", "error")
+KEYS = ("version", "unlisted", "datasets")
 
 
 def read_label_space(value: Any) -> str | LabelFile:
@@ -25,6 +43,155 @@ def read_label_space(value: Any) -> str | LabelFile:
             f"file that ends in .json, got {value!r}."
         )
     return value
+
+
+@dataclass(frozen=True)
+class LabelFile:
+    """A user's mapping of classes to those of the mixture.
+
+    Args:
+        datasets: Per dataset: its class name -> name in the mixture, or None to leave
+            it out. Equal names in the mixture are one class.
+        unlisted: Rule for other classes: ``union`` keeps the name (after ``rename``),
+            so that equal names are one class; ``partitioned`` makes it
+            ``dataset/class``; ``drop`` leaves it out; ``error`` rejects it.
+        where: File or option, for messages.
+    """
+
+    datasets: Mapping[str, Mapping[str, str | None]]
+    unlisted: str = "union"
+    where: str = "label_space"
+
+    @classmethod
+    def read(cls, path: str | Path) -> LabelFile:
+        """Read a file; ConfigError if it is missing or invalid."""
+        try:
+            text = Path(path).expanduser().read_bytes()
+            content = json.loads(text, object_pairs_hook=_without_doubles)
+        except OSError as error:
+            raise ConfigError(
+                f"label_space: {path} cannot be read (seen from {Path.cwd()}): "
+                f"{error.strerror}. damex data labels CONFIG --out {path} writes "
+                "one to begin with."
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"label_space: {path}: {error}") from error
+        return cls.from_content(content, where=str(path))
+
+    @classmethod
+    def from_content(cls, content: Any, *, where: str = "label_space") -> LabelFile:
+        """Build from a parsed file called ``where``; ConfigError if it is invalid."""
+        form = '{"<dataset>": {"<its class>": "<class of the mixture, or null>"}}'
+        if not isinstance(content, Mapping):
+            raise ConfigError(
+                f'{where} must hold {{"version": {VERSION}, "datasets": {form}}}, got '
+                f"{content!r}."
+            )
+        for key in content:
+            if key not in KEYS:
+                raise ConfigError(
+                    f"{where} has the unknown key {key!r}; {did_you_mean(key, KEYS)}"
+                )
+        datasets: Any = content.get("datasets")
+        unlisted = content.get("unlisted", "union")
+        values = ((content.get("version"), (VERSION,)), (unlisted, UNLISTED))
+        for key, (value, known) in zip(KEYS, values, strict=False):
+            if value not in known:
+                expected = f"one of {known}" if len(known) > 1 else known[0]
+                raise ConfigError(f"{where}: {key} must be {expected}, got {value!r}.")
+        rows = datasets.values() if isinstance(datasets, Mapping) else [None]
+        if not all(isinstance(row, Mapping) for row in rows):
+            raise ConfigError(f"{where}: datasets must be {form}, got {datasets!r}.")
+        for name, row in datasets.items():
+            for own, target in row.items():
+                if target is None or (isinstance(target, str) and target.strip()):
+                    continue
+                raise ConfigError(
+                    f"{where}: dataset {name!r}: class {own!r} must become a name, or "
+                    f"null to leave it out; got {target!r}."
+                )
+        return cls({k: dict(row) for k, row in datasets.items()}, unlisted, where)
+
+    def to_content(self) -> dict[str, Any]:
+        """Plain values for :meth:`from_content`."""
+        return dict(
+            version=VERSION,
+            unlisted=self.unlisted,
+            datasets={name: dict(classes) for name, classes in self.datasets.items()},
+        )
+
+    def to_text(self) -> str:
+        """The file, one line per class."""
+        return json.dumps(self.to_content(), indent=2, ensure_ascii=False) + "\n"
+
+    def only(self, *datasets: str) -> LabelFile:
+        """The label file restricted to some datasets."""
+        found = {name: row for name, row in self.datasets.items() if name in datasets}
+        return replace(self, datasets=found)
+
+    def dropped(self, dataset: str) -> tuple[str, ...]:
+        """Names of a dataset's classes that the file leaves out."""
+        listed = self.datasets.get(dataset, {})
+        return tuple(own for own, target in listed.items() if target is None)
+
+    def mapping(
+        self, dataset: str, own: Sequence[str], renamed: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Map the class names ``own`` of a dataset to the mixture, except dropped ones.
+
+        ``renamed`` is the ``rename`` of its entry.
+
+        Raises:
+            ConfigError: If a listed or renamed class is unknown, a class is both, an
+                unlisted one is an error, or no class stays.
+        """
+        listed = self.datasets.get(dataset, {})
+        for name in renamed:
+            if name not in own:
+                raise ConfigError(
+                    f"dataset {dataset!r}: rename names the class {name!r}; "
+                    f"{did_you_mean(name, own)}"
+                )
+        for name in listed:
+            if name not in own:
+                raise ConfigError(
+                    f"{self.where}: dataset {dataset!r} has no class {name!r}; "
+                    f"{did_you_mean(name, own)}"
+                )
+            if name in renamed:
+                raise ConfigError(
+                    f"{self.where} lists the class {name!r} of dataset {dataset!r}, "
+                    "which 'rename' of its mixture entry changes, too; keep one of "
+                    "them."
+                )
+        kept: dict[str, str] = {}
+        for name in own:
+            prefix = f"{dataset}/" if self.unlisted == "partitioned" else ""
+            target = listed.get(name, prefix + renamed.get(name, name))
+            if name not in listed and self.unlisted == "error":
+                raise ConfigError(
+                    f"{self.where} does not list the class {name!r} of dataset "
+                    f"{dataset!r}; add it (null leaves a class out), or set "
+                    '"unlisted": "union".'
+                )
+            if target is not None and (name in listed or self.unlisted != "drop"):
+                kept[name] = target
+        if not kept:
+            raise ConfigError(
+                f"{self.where} leaves no class of dataset {dataset!r}; keep one, or "
+                "remove the dataset from the mixture."
+            )
+        return kept
+
+
+def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; ValueError for a repeated key (JSON keeps the last one)."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} stands twice in one object; remove one of them.")
+        found[key] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,12 +232,16 @@ class LabelSpace:
         rules = mode if isinstance(mode, LabelFile) else read_label_space(mode)
         if isinstance(rules, str):
             rules = LabelFile({}, unlisted=rules)
-        rules.check_datasets([spec.name for spec in specs])
+        names = [spec.name for spec in specs]
+        for name in rules.datasets:
+            if name not in names:
+                raise ConfigError(
+                    f"{rules.where} lists the dataset {name!r}; "
+                    f"{did_you_mean(name, names).replace('it has', 'the mixture has')}"
+                )
         mappings = []
         for spec in specs:
-            spec.mixture_classes()  # rejects a 'rename' of an unknown class
-            own = spec.own_classes
-            mappings.append(rules.mapping(spec.name, own, spec.rename))
+            mappings.append(rules.mapping(spec.name, spec.own_classes, spec.rename))
         classes = dict.fromkeys(name for m in mappings for name in m.values())
         return cls(
             classes=tuple(classes),

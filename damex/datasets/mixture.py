@@ -5,13 +5,17 @@ from __future__ import annotations
 import bisect
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from mmdet.registry import DATASETS
 from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
@@ -25,11 +29,55 @@ from damex.datasets.image_checks import (
     same_size,
 )
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.nested import leaves, map_leaves
-from damex.datasets.pipeline_checks import applies_exif, check_transforms, image_scales
-from damex.datasets.seeding import SeededIndex, local_seed
+from damex.datasets.mmdet_configs import (
+    applies_exif,
+    check_transforms,
+    image_scales,
+    leaves,
+    map_leaves,
+)
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
+
+
+class SeededIndex(int):
+    """An ``int`` index with the seed for everything random about this sample.
+
+    Augmentation then depends on the position of a sample in the run, not on the number
+    and history of workers or on resumption.
+    """
+
+    seed: int
+
+    def __new__(cls, index: int, seed: int) -> SeededIndex:
+        """Make an index with its seed."""
+        value = super().__new__(cls, index)
+        value.seed = seed
+        return value
+
+    def __reduce__(self) -> tuple[type[SeededIndex], tuple[int, int]]:
+        return SeededIndex, (int(self), self.seed)
+
+
+def mix_seed(*parts: int) -> int:
+    """Hash several integers into one 32-bit seed."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+@contextmanager
+def local_seed(seed: int) -> Iterator[None]:
+    """Seed random, numpy and torch temporarily, then restore their states."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    # torch.manual_seed would also reseed every GPU, whose states are not restored.
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 @DATASETS.register_module()
@@ -53,6 +101,7 @@ class MixtureDataset(Dataset):
         max_refetch: How many other images to try if the pipeline rejects one.
         test_mode: Whether samples are for evaluation; follows ``split`` by default.
         lazy_init: Load the annotations in ``full_init`` instead of at construction.
+        check: Check of COCO documents, as in ``NamedCocoDataset``.
 
     Raises:
         ConfigError: If the mixture or an option is invalid.
@@ -71,6 +120,7 @@ class MixtureDataset(Dataset):
         max_refetch: int = 100,
         test_mode: bool | None = None,
         lazy_init: bool = False,
+        check: Callable | None = None,
     ) -> None:
         self.specs = parse_mixture(datasets)
         self.split = split
@@ -87,6 +137,7 @@ class MixtureDataset(Dataset):
         self._scales = [image_scales(steps, keep_ratio=True) for steps in pipelines]
         self._applies_exif = [applies_exif(steps) for steps in pipelines]
         self.sources: list[BaseDataset] = []
+        self._check = check
         if not lazy_init:
             self.full_init()
 
@@ -112,6 +163,7 @@ class MixtureDataset(Dataset):
         finally:
             if freezes:
                 gc.unfreeze()
+        self._check = None  # it may hold all that it has seen
         self._places = [self._place(spec) for spec in self.specs]
         self._ends = list(accumulate(self.sizes))
         self._labels = [
@@ -216,8 +268,7 @@ class MixtureDataset(Dataset):
             kind = leaves(spec.dataset_config(self.split))[0]["type"]
             kind = getattr(kind, "__name__", kind)
             return Place(spec.name, f"{kind} ({self.split})", self.split)
-        root = spec.conversion.summary.root if spec.root is not None else ""
-        return Place.of(spec.name, found.annotations, split=self.split, root=root)
+        return spec.place(self.split, found.annotations)
 
     def _identity(self, spec: DatasetSpec) -> dict[str, Any]:
         """Metainfo of every sample of a dataset."""
@@ -262,7 +313,10 @@ class MixtureDataset(Dataset):
                 f"for {self.split}: {why}. Check 'classes' and the file."
             )
         if spec.root is not None and self.split == "train":
-            _log_conversion(spec)
+            summary = spec.conversion.summary
+            is_odd = summary.dropped or summary.noted
+            level = logging.WARNING if is_odd else logging.INFO
+            print_log(summary.text(spec.name), logger="current", level=level)
         text = f"{self.split}: {spec.name}: {len(dataset)} images"
         print_log(text, logger="current", level=logging.INFO)
         return dataset
@@ -282,17 +336,10 @@ class MixtureDataset(Dataset):
         if spec.classes is not None or leaf["type"] == "NamedCocoDataset":
             config["metainfo"] = dict(classes=own)
         if leaf["type"] == "NamedCocoDataset":
-            root = spec.conversion.summary.root if spec.root is not None else ""
+            root, policy = spec.converted_root, self.on_bad_box
             config.update(name=spec.name, split=self.split, root=root)
-            config["on_bad_box"] = self.on_bad_box
+            config.update(on_bad_box=policy, check=self._check)
         return config
-
-
-def _log_conversion(spec: DatasetSpec) -> None:
-    """Log the summary of a conversion, on the screen if something is odd."""
-    summary = spec.conversion.summary
-    level = logging.WARNING if summary.dropped or summary.noted else logging.INFO
-    print_log(summary.text(spec.name), logger="current", level=level)
 
 
 def _as_ground_truth(instances: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

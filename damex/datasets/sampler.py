@@ -14,8 +14,7 @@ from mmengine.dist import get_dist_info, sync_random_seed
 from mmengine.logging import print_log
 from torch.utils.data import BatchSampler, Sampler
 
-from damex.datasets.mixture import MixtureDataset
-from damex.datasets.seeding import SeededIndex, mix_seed
+from damex.datasets.mixture import MixtureDataset, SeededIndex, mix_seed
 from damex.errors import ConfigError
 
 SAMPLINGS = ("explicit", "proportional", "sqrt", "temperature", "uniform")
@@ -88,6 +87,9 @@ class MixtureSampler(Sampler[SeededIndex]):
         self._skipped = 0
         # Remaining samples of this process in a resumed epoch, and its index.
         self._left: tuple[int, list[int]] | None = None
+        total = len(dataset) if samples_per_epoch is None else samples_per_epoch
+        if total < 1:
+            raise ConfigError(f"samples_per_epoch must be 1 or more, got {total}.")
         if homogeneous_batches and batch_size is None:
             raise ConfigError(
                 "MixtureSampler: homogeneous_batches=True needs the batch_size of the "
@@ -95,9 +97,6 @@ class MixtureSampler(Sampler[SeededIndex]):
             )
         # Samples of one dataset that one process reads at once: 1 or a batch.
         self._unit = batch_size if homogeneous_batches and batch_size else 1
-        total = len(dataset) if samples_per_epoch is None else samples_per_epoch
-        if total < 1:
-            raise ConfigError(f"samples_per_epoch must be 1 or more, got {total}.")
         self._asked_for = total
         group = self.world_size * self._unit
         self.total = group * math.ceil(total / group)
@@ -119,15 +118,14 @@ class MixtureSampler(Sampler[SeededIndex]):
 
     def describe(self) -> str:
         """Composition of one epoch, a line per dataset."""
-        lines = [f"one epoch: {self.total} samples"]
-        rows = zip(self.dataset.specs, self.shares, self.dataset.sizes, strict=True)
-        for spec, share, size in rows:
-            samples = share * self.total
-            lines.append(
-                f"  {spec.name}: {share:.1%}, {samples:.1f} samples of {size} images, "
-                f"{samples / size:.2f} passes"
-            )
-        return "\n".join(lines)
+        passes = self.passes(self.total).items()
+        rows = zip(passes, self.shares, self.dataset.sizes, strict=True)
+        lines = [
+            f"  {name}: {share:.1%}, {share * self.total:.1f} samples of {size} "
+            f"images, {seen:.2f} passes"
+            for (name, seen), share, size in rows
+        ]
+        return "\n".join([f"one epoch: {self.total} samples", *lines])
 
     def passes(self, samples: int) -> dict[str, float]:
         """How often each image of a dataset is seen in ``samples`` of all processes."""
@@ -210,14 +208,21 @@ class MixtureSampler(Sampler[SeededIndex]):
         for world_size, batch_size, used in passes:
             rows = self._share_out(rows, world_size, seen)
             for rank, row in enumerate(rows):
-                maker = _batches_of(row, order, self.dataset, batches, batch_size)
+                maker = self._batches(row, order, batches, batch_size)
                 read = itertools.chain(*itertools.islice(maker, used))
                 gone = {sample.seed for sample in read}
                 rows[rank] = [place for place in row if place not in gone]
                 seen |= gone
         row = self._share_out(rows, self.world_size, seen)[self.rank]
         self._left = epoch, row
-        return len(_batches_of(row, order, self.dataset, batches, batches.batch_size))
+        return len(self._batches(row, order, batches, batches.batch_size))
+
+    def _batches(
+        self, row: list[int], order: list[int], like: BatchSampler, batch_size: int
+    ) -> Any:
+        """Batches of positions in an epoch, grouped by a copy of a batch sampler."""
+        samples = [SeededIndex(order[place], place) for place in row]
+        return type(like)(_Row(self.dataset, samples), batch_size, like.drop_last)
 
     def leave_out_first(self, samples: int) -> None:
         """Leave out the first ``samples`` of all processes in this run."""
@@ -292,29 +297,16 @@ class MixtureSampler(Sampler[SeededIndex]):
 
 
 class _Row(Sampler[SeededIndex]):
-    """Sampler over known samples, seeded by their positions."""
+    """Sampler over known samples."""
 
     def __init__(self, dataset: MixtureDataset, samples: list[SeededIndex]) -> None:
-        self.dataset = dataset
-        self.samples = samples
+        self.dataset, self.samples = dataset, samples
 
     def __iter__(self) -> Iterator[SeededIndex]:
         return iter(self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)
-
-
-def _batches_of(
-    row: list[int],
-    order: list[int],
-    dataset: MixtureDataset,
-    like: BatchSampler,
-    batch_size: int,
-) -> Any:
-    """Batches of positions in an epoch, grouped by a copy of another batch sampler."""
-    samples = _Row(dataset, [SeededIndex(order[place], place) for place in row])
-    return type(like)(samples, batch_size, like.drop_last)
 
 
 def sampling_weights(
@@ -327,26 +319,22 @@ def sampling_weights(
     """
     given = [spec.weight for spec in dataset.specs]
     has_weights = given[0] is not None  # all or none have one
-    if sampling is None:
-        sampling = "explicit" if has_weights else "proportional"
+    sampling = sampling or ("explicit" if has_weights else "proportional")
+    fault = ""
     if sampling not in SAMPLINGS:
+        fault = f"sampling must be one of {SAMPLINGS}"
+    elif has_weights and sampling != "explicit":
+        fault = "the mixture's entries have weight=...; remove them, or sampling"
+    elif sampling == "explicit" and not has_weights:
+        fault = "sampling='explicit' needs a weight=...; add it to all entries"
+    elif (sampling == "temperature") != (temperature is not None):
+        fault = "temperature is for sampling='temperature', which needs it"
+    elif temperature is not None and not temperature >= 1:
+        fault = "temperature must be 1 or more"
+    if fault:
         raise ConfigError(
-            f"MixtureSampler: sampling must be one of {SAMPLINGS}, got {sampling!r}."
-        )
-    if has_weights != (sampling == "explicit"):
-        what = "but the mixture's entries have" if has_weights else "which needs a"
-        raise ConfigError(
-            f"MixtureSampler: sampling={sampling!r}, {what} weight=...; "
-            + ("remove them, or sampling." if has_weights else "add it to all entries.")
-        )
-    if (sampling == "temperature") != (temperature is not None):
-        raise ConfigError(
-            f"MixtureSampler: sampling={sampling!r} and temperature={temperature!r}; "
-            "temperature is for sampling='temperature', which needs it."
-        )
-    if temperature is not None and not temperature >= 1:
-        raise ConfigError(
-            f"MixtureSampler: temperature must be 1 or more, got {temperature!r}."
+            f"MixtureSampler: {fault}; got sampling={sampling!r}, "
+            f"temperature={temperature!r}."
         )
     if sampling == "explicit":
         return np.array(given, dtype=np.float64)

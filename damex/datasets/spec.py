@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from mmengine.utils import is_abs
 
-from damex.datasets.coco_checks import read_class_names
+from damex.datasets.coco_records import read_class_names
+from damex.datasets.findings import Place
 from damex.datasets.formats.conversion import Conversion, check_entry, convert_entry
 from damex.datasets.formats.records import fault_of_names
-from damex.datasets.nested import (
+from damex.datasets.mmdet_configs import (
     check_class,
     declared_classes,
     leaves,
@@ -38,6 +39,7 @@ TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "img": ((str, Mapping), "a path, or a dict with one for each split"),
         "rename": (Mapping, "a dict"),
         "group": (str, "a text"),
+        "classes": ((list, tuple), "a list of names"),
     }
 )
 
@@ -116,20 +118,14 @@ class DatasetSpec:
             raise ConfigError(
                 f"{where}.name: {name!r} is {RESERVED[name]}; choose another name."
             )
-        _check_types(entry, f"{where} ({name!r})")
-        weight = entry.get("weight")
-        is_number = isinstance(weight, (int, float)) and math.isfinite(weight)
-        if weight is not None and not (is_number and weight > 0):
-            raise ConfigError(
-                f"{where} ({name!r}): weight must be a number above 0, got {weight!r}; "
-                "to leave a dataset out, remove its entry."
-            )
-        check_entry(entry, f"{where} ({name!r})")
+        where = f"{where} ({name!r})"
+        _check_values(entry, where)
+        check_entry(entry, where)
         given = {key: value for key, value in entry.items() if value is not None}
         if not {"root", *SPLITS} & given.keys():
             raise ConfigError(
-                f"{where} ({name!r}) names no data; add root='<folder>', or data_root, "
-                "train, val and img (see docs/datasets.md)."
+                f"{where} names no data; add root='<folder>', or data_root, train, val "
+                "and img (see docs/datasets.md)."
             )
         if "classes" in given:
             given["classes"] = tuple(given["classes"])
@@ -165,6 +161,15 @@ class DatasetSpec:
         """Result of converting ``root`` (see ``convert_entry``), if given."""
         return convert_entry(vars(self))
 
+    @property
+    def converted_root(self) -> str:
+        """The folder that was converted; empty for COCO files."""
+        return self.conversion.summary.root if self.root is not None else ""
+
+    def place(self, split: str, file: str | Path) -> Place:
+        """The place of a COCO file in findings."""
+        return Place.of(self.name, file, split=split, root=self.converted_root)
+
     def coco_source(self, split: str) -> CocoSource | None:
         """COCO file and image folder of a split; None if not given or not COCO."""
         source = self.source(split)
@@ -177,14 +182,12 @@ class DatasetSpec:
     def dataset_config(self, split: str) -> dict[str, Any]:
         """Config of the mmdet dataset of a split; ConfigError if it is missing."""
         source = self.source(split)
-        if source is None and self.root is not None:
+        if source is None:
             raise ConfigError(
                 f"dataset {self.name!r}: {self.root} has no images for {split!r}; name "
                 f"some with {split}='<split, folder or list>', or give val_share=0.2."
-            )
-        if source is None:
-            raise ConfigError(
-                f"dataset {self.name!r} has no {split!r} entry; add "
+                if self.root is not None
+                else f"dataset {self.name!r} has no {split!r} entry; add "
                 f"{split}='<annotation file>' (COCO format, relative to data_root) or "
                 f"{split}=dict(type='<mmdet dataset>', ...)."
             )
@@ -273,17 +276,6 @@ class DatasetSpec:
             )
         return classes
 
-    def mixture_classes(self) -> tuple[str, ...]:
-        """Class names after ``rename``; ConfigError if it names an unknown class."""
-        own = self.own_classes
-        for name in self.rename:
-            if name not in own:
-                raise ConfigError(
-                    f"dataset {self.name!r}: rename names the class {name!r}; "
-                    f"{did_you_mean(name, own)}"
-                )
-        return tuple(self.rename.get(name, name) for name in own)
-
 
 def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ...]:
     """Read and cross-check the entries of ``mixture``.
@@ -303,7 +295,14 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
             "val=..., img=...) per dataset."
         )
     specs = tuple(DatasetSpec.from_config(e, i) for i, e in enumerate(entries))
-    _check_weights(specs)
+    without = [spec.name for spec in specs if spec.weight is None]
+    if without and len(without) < len(specs):
+        given = ", ".join(f"{s.name}={s.weight}" for s in specs if s.weight is not None)
+        raise ConfigError(
+            f"mixture: weight is given for some datasets ({given}) but not for "
+            f"{', '.join(without)}; give every dataset a weight, or none (then every "
+            "image is seen equally often)."
+        )
     names = [spec.name for spec in specs]
     files = [_source_file(spec) for spec in specs]
     for position, (name, file) in enumerate(zip(names, files, strict=True)):
@@ -331,22 +330,14 @@ def _at_home(path: Any) -> Any:
     return os.path.expanduser(path) if is_path else path  # noqa: PTH111 - keeps ""
 
 
-def _check_types(entry: Mapping[str, Any], where: str) -> None:
-    """Reject values of an entry that have the wrong type for their key."""
+def _check_values(entry: Mapping[str, Any], where: str) -> None:
+    """Reject values of an entry that do not fit their key."""
     for key, (kinds, words) in TYPES.items():
         value = entry.get(key)
         if value is not None and not isinstance(value, kinds):
             raise ConfigError(f"{where}: {key} must be {words}, got {value!r}.")
-    classes = entry.get("classes")
-    if isinstance(classes, str):
-        raise ConfigError(
-            f"{where}: classes must be a list of names, got {classes!r}; write "
-            f"classes=[{classes!r}]."
-        )
-    is_list = isinstance(classes, (list, tuple))
-    if classes is not None and not (
-        is_list and all(isinstance(c, str) for c in classes)
-    ):
+    classes = entry.get("classes") or ()
+    if not all(isinstance(name, str) for name in classes):
         raise ConfigError(f"{where}: classes must be a list of names, got {classes!r}.")
     if classes and (fault := fault_of_names(classes)) is not None:
         raise ConfigError(f"{where}: classes={classes!r}: {fault}.")
@@ -355,17 +346,12 @@ def _check_types(entry: Mapping[str, Any], where: str) -> None:
             raise ConfigError(
                 f"{where}: rename must give the class {own!r} a name, got {name!r}."
             )
-
-
-def _check_weights(specs: Sequence[DatasetSpec]) -> None:
-    """Reject a mix of weights and image counts, which have no common unit."""
-    without = [spec.name for spec in specs if spec.weight is None]
-    if without and len(without) < len(specs):
-        given = ", ".join(f"{s.name}={s.weight}" for s in specs if s.weight is not None)
+    weight = entry.get("weight")
+    is_number = isinstance(weight, (int, float)) and math.isfinite(weight)
+    if weight is not None and not (is_number and weight > 0):
         raise ConfigError(
-            f"mixture: weight is given for some datasets ({given}) but not for "
-            f"{', '.join(without)}; give every dataset a weight, or none (then every "
-            "image is seen equally often)."
+            f"{where}: weight must be a number above 0, got {weight!r}; to leave a "
+            "dataset out, remove its entry."
         )
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from mmengine.config import Config, ConfigDict
 
-from damex.datasets.label_file import LabelFile
-from damex.datasets.label_space import LabelSpace, read_label_space
+from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.config_files import (
     LOADERS,

@@ -22,10 +22,10 @@ from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import Tensor, nn
 
 from damex.compat import ensure_ops
-from damex.curation.check import refusal
+from damex.curation.check import checked_while_loading, refusal
 from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
-from damex.engine.config_files import LOADERS
+from damex.engine.config_files import LOADERS, mixture_datasets
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.freezing import KeepRowsHook, freeze_all_but
 from damex.engine.optimizer_state import check_resumable, load_moments
@@ -71,6 +71,8 @@ class MixtureRunner(OrderlyRunner):
     and runs several processes without a GPU.
     """
 
+    _train_loop: Any
+    _val_loop: Any
     _kept_rows: Mapping[str, Tensor] = MappingProxyType({})
 
     @classmethod
@@ -182,16 +184,40 @@ class MixtureRunner(OrderlyRunner):
         self._check_data()
 
     def _check_data(self) -> None:
-        """Reject faulty data before it is loaded; only the first process reports it."""
+        """Load the data and reject faults; only the first process reports them."""
         if self.cfg.get("data_check", "quick") == "off" or not self.cfg.get("mixture"):
             return
-        fault = self.on_first(lambda: refusal(self.cfg, self.logger))
+        inspection, check = checked_while_loading(self.cfg)
+        error = self._load_data(check)
+        fault = self.on_first(lambda: refusal(self.cfg, self.logger, inspection))
         if fault is not None and self.rank == 0:
             raise DataError(
                 f"{fault} (data_check='off' in the config leaves this check out.)"
             )
         if fault is not None:
             raise ConfigError("process 0 found errors in the data.")
+        if error is not None:
+            raise error
+
+    def _load_data(self, check: Callable) -> ConfigError | DataError | None:
+        """Build both loops, whose datasets call ``check`` on what they read, once."""
+        datasets = [
+            dataset
+            for loader in (self._train_dataloader, self._val_dataloader)
+            for dataset in mixture_datasets((loader or {}).get("dataset"))
+        ]
+        for dataset in datasets:
+            dataset["check"] = check
+        try:
+            self._train_loop = self.build_train_loop(self._train_loop)
+            if self._val_loop is not None:
+                self._val_loop = self.build_val_loop(self._val_loop)
+        except (ConfigError, DataError) as error:
+            return error
+        finally:
+            for dataset in datasets:  # it holds all that it has seen
+                del dataset["check"]
+        return None
 
     def load_or_resume(self) -> None:
         """Load or resume as configured; warn if the schedule is not the config's."""

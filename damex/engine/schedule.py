@@ -16,7 +16,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, _ParamScheduler
 from mmengine.runner import Runner
 
-from damex.datasets.seeding import mix_seed
+from damex.datasets.mixture import mix_seed
 from damex.engine.optimizer_state import NAMES, parameter_names
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN

@@ -15,8 +15,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 
 import damex.registry  # noqa: F401
-from damex.datasets.label_file import LabelFile
-from damex.datasets.label_space import read_label_space
+from damex.datasets.label_space import LabelFile, read_label_space
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import DATASET_OPTIONS, resolve_config

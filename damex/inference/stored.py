@@ -16,7 +16,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.datasets.coco_checks import read_coco
+from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors

@@ -18,12 +18,12 @@ from damex.curation.dataset_features import box_statistics
 from damex.curation.labels import count_classes
 from damex.curation.sources import expectations
 from damex.datasets.coco import NamedCocoDataset
-from damex.datasets.coco_checks import check_coco, read_coco
-from damex.datasets.coco_records import Expectations
+from damex.datasets.coco_checks import check_coco
+from damex.datasets.coco_records import Expectations, read_coco
 from damex.datasets.findings import KINDS, LEVELS, Place
 from damex.datasets.image_checks import ImageRecord, check_image
 from damex.datasets.mixture import MixtureDataset
-from damex.datasets.pipeline_checks import image_scales
+from damex.datasets.mmdet_configs import image_scales
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 from tests.test_curation.conftest import CLASSES, SIZE, document, picture

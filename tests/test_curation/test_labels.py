@@ -8,8 +8,7 @@ import pytest
 
 from damex.commandline.data import data
 from damex.commandline.run import run_command
-from damex.datasets.label_file import LabelFile
-from damex.datasets.label_space import LabelSpace
+from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import parse_mixture
 
 

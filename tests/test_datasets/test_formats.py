@@ -18,7 +18,7 @@ import pytest
 
 from damex.commandline.data import data
 from damex.commandline.run import run_command
-from damex.datasets.coco_checks import read_coco
+from damex.datasets.coco_records import read_coco
 from damex.datasets.formats.conversion import convert_cached
 from damex.datasets.formats.images import content_share
 from damex.datasets.formats.records import Options

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 from mmengine.config import Config
+from mmengine.runner import BaseLoop
 
-from damex.commandline.run import run_command
+from damex.__main__ import main
+from damex.curation import sources
 from damex.curation.check import refusal
-from damex.engine import cli, runner
+from damex.datasets import coco, coco_records
+from damex.engine import runner
 from damex.engine.runner import MixtureRunner
 
 
@@ -23,12 +26,8 @@ def logger():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(config):
-        monkeypatch.setattr("sys.argv", ["tool", str(config)])
-        return run_command(cli.train), capsys.readouterr().err
-
-    return call
+def run(capsys):
+    return lambda config: (main(["train", str(config)]), capsys.readouterr().err)
 
 
 def warnings_of(logger):
@@ -115,6 +114,25 @@ def test_the_check_can_be_left_out(write_config, monkeypatch):
     config = Config.fromfile(write_config(name="quick"))
     with pytest.raises(runner.DataError, match="no"):
         MixtureRunner.from_cfg(config)._check_data()
+
+
+def test_each_annotation_file_is_parsed_once(write_config, two_datasets, monkeypatch):
+    """The check is that of the loader, and adds its warnings to the log."""
+    read, seen = coco_records.read_json, []
+    for module in (coco, sources):
+        monkeypatch.setattr(
+            module,
+            "read_json",
+            lambda path, place: seen.append(path) or read(path, place),
+        )
+    started = MixtureRunner.from_cfg(Config.fromfile(write_config()))
+    started._check_data()
+    files = [
+        f"{e['data_root']}{s}.json" for e in two_datasets for s in ("train", "val")
+    ]
+    assert sorted(seen) == sorted(files)
+    assert isinstance(started._train_loop, BaseLoop)
+    assert "check" not in started._train_dataloader["dataset"]
 
 
 @pytest.mark.parametrize(
