@@ -1,11 +1,13 @@
-"""Check the classes of a dataset: names, and boxes in each split."""
+"""Class names: those of one dataset checked, and spellings that may mean one class."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import combinations, takewhile
+from typing import NamedTuple
 
 from damex.datasets.coco_records import Expectations, Records
 from damex.datasets.findings import Finding, Place
@@ -16,24 +18,46 @@ FEW_BOXES = 10
 DUMMY_NAMES = frozenset(
     {"background", "bg", "dummy", "ignore", "none", "unlabeled", "unlabelled", "void"}
 )
+# Synonyms in datasets of everyday objects, mostly VOC's and COCO's.
+SYNONYMS = (
+    ("aeroplane", "airplane", "plane"),
+    ("bike", "bicycle", "cycle"),
+    ("cell phone", "mobile phone", "smartphone", "phone"),
+    ("couch", "sofa", "settee"),
+    ("cyclist", "bicyclist"),
+    ("dining table", "table"),
+    ("doughnut", "donut"),
+    ("fridge", "refrigerator"),
+    ("hair drier", "hair dryer"),
+    ("lorry", "truck"),
+    ("motorbike", "motorcycle"),
+    ("people", "person", "human"),
+    ("pedestrian", "person"),
+    ("potted plant", "plant"),
+    ("automobile", "auto", "car"),
+    ("ship", "boat"),
+    ("stop", "stop sign"),
+    ("traffic light", "stoplight", "traffic signal"),
+    ("tv monitor", "tv", "television", "monitor"),
+)
+SHORTEST = 5  # minimum letters of a name to allow a slip
 
 
-@dataclass(frozen=True)
-class ClassCounts:
-    """Number of boxes by class of one annotation file; 0 for an unused class."""
+class ClassCounts(NamedTuple):
+    """Number of boxes by class of a split (0 if unused), and its first file."""
 
     place: Place
-    boxes: Mapping[str, int]
+    boxes: Counter[str]
 
-    @classmethod
-    def of(cls, records: Records) -> ClassCounts:
-        """Count the readable records of a file."""
-        found = Counter(record["category_id"] for record in records.annotations)
-        boxes: Counter[str] = Counter()
-        for key, name in records.categories.items():
-            if name:
-                boxes[name] += found[key]
-        return cls(records.place, boxes)
+
+def count_boxes(records: Records) -> Counter[str]:
+    """Number of boxes by class name in a file; 0 for an unused class."""
+    found = Counter(record["category_id"] for record in records.annotations)
+    boxes: Counter[str] = Counter()
+    for key, name in records.categories.items():
+        if name:
+            boxes[name] += found[key]
+    return boxes
 
 
 def check_classes(
@@ -49,113 +73,148 @@ def check_classes(
     first = train or next(iter(others), None)
     if first is None:
         return
-    yield from _unknown_names(first, rename)
-    yield from _similar_names(first, expected, rename)
-    dummies = [*_dummies(first, expected)]
-    yield from dummies
-    is_dummy = {finding.record for finding in dummies}
-    for name, count in first.boxes.items():
-        record = f"class {name!r}"
-        if not expected.uses(name) or record in is_dummy:
-            continue
-        if train is not None:
-            elsewhere = sum(other.boxes.get(name, 0) for other in others)
-            yield from _check_use(train.place, record, count, elsewhere)
-            for other in others:
-                yield from _check_other(other, name, count)
-    if train is not None and not expected.is_choice:
-        for other in others:
-            yield from _not_in_train(train, other)
-
-
-def _unknown_names(counts: ClassCounts, rename: Mapping[str, str]) -> Iterator[Finding]:
-    for name in rename:
-        if name not in counts.boxes:
+    yield from _check_names(first, expected, rename)
+    if train is None:
+        return
+    for name, count in train.boxes.items():
+        if expected.uses(name) and not _is_dummy(name):
+            yield from _check_counts(name, count, train, others)
+    for other in others if not expected.is_choice else ():
+        for name in [name for name in other.boxes if name not in train.boxes]:
             text = (
-                "rename in the mixture entry names it; "
-                f"{did_you_mean(name, counts.boxes)} Correct 'rename'."
+                f"{other.boxes[name]} boxes of a class that the training set does not "
+                f"list, so that they do not count; {did_you_mean(name, train.boxes)}"
             )
-            yield counts.place.finding("unknown-class", f"class {name!r}", text)
+            yield other.place.finding("class-not-in-train", f"class {name!r}", text)
 
 
-def _similar_names(
+def _is_dummy(name: str) -> bool:
+    return name.casefold().strip("_ ") in DUMMY_NAMES
+
+
+def _check_names(
     counts: ClassCounts, expected: Expectations, rename: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Names that differ only by case, spaces, punctuation, or plural."""
-    same: dict[str, list[str]] = {}
-    names = dict.fromkeys(
-        rename.get(name, name) for name in counts.boxes if expected.uses(name)
-    )
-    for name in names:
-        same.setdefault(_bare(name), []).append(name)
-    for first, *rest in same.values():
-        for name in rest:
-            yield counts.place.finding(
-                "similar-class-names",
-                f"class {name!r}",
-                f"it may be the same as the class {first!r}. If so, merge them: "
-                f"rename={{{name!r}: {first!r}}} in the mixture entry.",
-            )
+    finding = counts.place.finding
+    for name in [name for name in rename if name not in counts.boxes]:
+        text = (
+            "rename in the mixture entry names it; "
+            f"{did_you_mean(name, counts.boxes)} Correct 'rename'."
+        )
+        yield finding("unknown-class", f"class {name!r}", text)
+    used = {name: n for name, n in counts.boxes.items() if expected.uses(name)}
+    for first, name in _same_names(rename.get(name, name) for name in used):
+        text = (
+            f"it may be the same as the class {first!r}. If so, merge them: "
+            f"rename={{{name!r}: {first!r}}} in the mixture entry."
+        )
+        yield finding("similar-class-names", f"class {name!r}", text)
+    for name in filter(_is_dummy, used):
+        text = (
+            f"this category with {used[name]} boxes does not name objects, and would "
+            "become an output of the detector. List the others in classes=[...] of the "
+            "mixture entry."
+        )
+        yield finding("dummy-class", f"class {name!r}", text)
 
 
-def _bare(name: str) -> str:
-    """A name without case, spaces, punctuation and plural ending."""
-    bare = re.sub(r"[\W_]+", "", name.casefold())
-    if bare.endswith("ies") and len(bare) > 4:
-        return bare[:-3] + "y"
-    if bare.endswith(("sses", "xes", "ches", "shes")):
-        return bare[:-2]
-    is_plural = bare.endswith("s") and not bare.endswith("ss") and len(bare) > 3
-    return bare[:-1] if is_plural else bare
-
-
-def _dummies(counts: ClassCounts, expected: Expectations) -> Iterator[Finding]:
-    for name, count in counts.boxes.items():
-        if expected.uses(name) and name.casefold().strip("_ ") in DUMMY_NAMES:
-            text = (
-                f"this category with {count} boxes does not name objects, and would "
-                "become an output of the detector. List the others in classes=[...] "
-                "of the mixture entry."
-            )
-            yield counts.place.finding("dummy-class", f"class {name!r}", text)
-
-
-def _check_use(
-    place: Place, record: str, count: int, elsewhere: int
+def _check_counts(
+    name: str, count: int, train: ClassCounts, others: Sequence[ClassCounts]
 ) -> Iterator[Finding]:
-    if count == 0 and elsewhere == 0:
+    record = f"class {name!r}"
+    if count == 0 and not any(other.boxes[name] for other in others):
         text = (
             "no box is of this class, and it becomes an output of the detector all "
             "the same. Leave it out with classes=[...] in the mixture entry."
         )
-        yield place.finding("unused-class", record, text)
+        yield train.place.finding("unused-class", record, text)
     elif 0 < count < FEW_BOXES:
         text = (
             f"{count} in the training set; expected {FEW_BOXES} boxes or more to learn "
             "a class. Add examples, or leave it out with classes=[...]."
         )
-        yield place.finding("few-boxes", record, text)
-
-
-def _check_other(other: ClassCounts, name: str, in_train: int) -> Iterator[Finding]:
-    record = f"class {name!r}"
-    here = other.boxes.get(name)
-    if in_train == 0 and here:
-        text = (
-            f"{here} boxes here and none in the training set, so that it "
-            "cannot be learnt. Split the dataset again."
-        )
-        yield other.place.finding("class-only-in-val", record, text)
-    elif in_train > 0 and here == 0:
-        text = f"{in_train} boxes in the training set and none here: it has no score."
-        yield other.place.finding("class-only-in-train", record, text)
-
-
-def _not_in_train(train: ClassCounts, other: ClassCounts) -> Iterator[Finding]:
-    for name, count in other.boxes.items():
-        if name not in train.boxes:
+        yield train.place.finding("few-boxes", record, text)
+    for other in others:
+        here = other.boxes[name]
+        if here and count == 0:
             text = (
-                f"{count} boxes of a class that the training set does not list, so "
-                f"that they do not count; {did_you_mean(name, train.boxes)}"
+                f"{here} boxes here and none in the training set, so that it "
+                "cannot be learnt. Split the dataset again."
             )
-            yield other.place.finding("class-not-in-train", f"class {name!r}", text)
+            yield other.place.finding("class-only-in-val", record, text)
+        elif count > 0 and name in other.boxes and not here:
+            text = f"{count} boxes in the training set and none here: it has no score."
+            yield other.place.finding("class-only-in-train", record, text)
+
+
+def _same_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Names that equal an earlier one but for case, spaces, punctuation or plural."""
+    known: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        letters = _letters(name)
+        first = next((known[s] for s in _singulars(letters) if s in known), None)
+        if first is not None:
+            yield first, name
+        for word in _singulars(letters):
+            known.setdefault(word, first or name)
+
+
+def why_near(first: str, second: str) -> str | None:
+    """Why two different names may mean the same: a key of the rule, or None.
+
+    One of 'case', 'spaces', 'plural', 'synonym' and 'spelling'.
+    """
+    if first.casefold() == second.casefold():
+        return "case"
+    a, b = _letters(first), _letters(second)
+    if a == b:
+        return "spaces"
+    if a in _singulars(b) or b in _singulars(a):
+        return "plural"
+    if _meanings(a) & _meanings(b):
+        return "synonym"
+    return "spelling" if _is_slip(a, b) else None
+
+
+def near_pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Pairs of different names that may mean the same, with why."""
+    pairs = combinations(dict.fromkeys(names), 2)
+    return [(a, b, why) for a, b in pairs if (why := why_near(a, b)) is not None]
+
+
+@cache
+def _letters(name: str) -> str:
+    """A name without case, spaces and hyphens."""
+    return re.sub(r"[\W_]+", "", name.casefold())
+
+
+@cache
+def _singulars(word: str) -> tuple[str, ...]:
+    """A word, and words that it may be the plural of."""
+    if len(word) < 3 or word.endswith("ss"):
+        return (word,)
+    endings = {"s": "", "es": "", "ies": "y"}
+    shorter = (word.removesuffix(e) + y for e, y in endings.items() if word.endswith(e))
+    return (word, *shorter)
+
+
+@cache
+def _meanings(word: str) -> frozenset[int]:
+    """Rows of `SYNONYMS` that contain a word, in the singular or plural."""
+    rows = [{*map(_letters, row)} for row in SYNONYMS]
+    return frozenset(i for i, row in enumerate(rows) if row & {*_singulars(word)})
+
+
+def _is_slip(a: str, b: str) -> bool:
+    """Whether a letter is missing or wrong, or neighbors swapped; digits never are."""
+    if min(len(a), len(b)) < SHORTEST or abs(len(a) - len(b)) > 1:
+        return False
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    start = len(list(same))
+    rest_a, rest_b = a[start:], b[start:]
+    if any(rest[:1].isdigit() for rest in (rest_a, rest_b)):
+        return False
+    if len(a) != len(b):
+        return rest_a[1:] == rest_b or rest_a == rest_b[1:]
+    swapped = rest_a[1::-1] + rest_a[2:]
+    return rest_a[1:] == rest_b[1:] or swapped == rest_b

@@ -24,9 +24,8 @@ SIDE = 160  # of these images, in pixels
 BACKBONE = "tf_efficientnet_lite0"
 PARTS = ("images", "boxes", "classes")
 
-
 # Returns one feature vector for several images.
-Look = Callable[[Sequence[np.ndarray]], np.ndarray]
+FeaturesOf = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,11 @@ class DatasetFeatures:
 
 
 def read_features(
-    spec: DatasetSpec, classes: Sequence[str], look: Look
+    spec: DatasetSpec, classes: Sequence[str], features_of: FeaturesOf
 ) -> DatasetFeatures:
     """Compute features of a training set.
 
-    ``look`` extracts image features: :func:`colour_looks`, or the result of
-    :func:`backbone_looks`.
+    ``features_of`` is :func:`color_features`, or from :func:`backbone_features`.
 
     Raises:
         ConfigError: If it is not a COCO file.
@@ -62,7 +60,7 @@ def read_features(
     source = spec.coco_source("train")
     if source is None:
         raise ConfigError(
-            f"dataset {spec.name!r} is no COCO file, and plan reads only these; "
+            f"dataset {spec.name!r} is not a COCO file, and plan reads only these; "
             "convert it, or set group='...' in its entry by hand."
         )
     document = read_coco(source.annotations, spec.name)
@@ -76,7 +74,7 @@ def read_features(
         images=len(files),
         classes=frozenset(classes),
         boxes_F=box_statistics(document),
-        looks_F=look(pixels),
+        looks_F=features_of(pixels),
     )
 
 
@@ -84,12 +82,10 @@ def _load(source: CocoSource, file: str, dataset: str) -> np.ndarray:
     path = Path(source.images, file)
     try:
         with images_of_any_size(), Image.open(path) as image:
-            small = image.convert("RGB").resize((SIDE, SIDE))
+            return np.asarray(image.convert("RGB").resize((SIDE, SIDE)))
     except OSError as error:
-        raise DataError(f"dataset {dataset!r}: {path} cannot be read: {error}.") from (
-            error
-        )
-    return np.asarray(small)
+        message = f"dataset {dataset!r}: {path} cannot be read: {error}."
+        raise DataError(message) from error
 
 
 def scale_and_shape(box: Any, image: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -121,16 +117,12 @@ def box_statistics(document: dict) -> np.ndarray:
     scales, shapes = np.log(known).T
     sizes = [(image.get("width"), image.get("height")) for image in images.values()]
     pixels = [math.prod(size) for size in sizes if all(map(is_number, size))]
-    return np.array(
-        [
-            *(scales.mean(), scales.std(), shapes.mean(), shapes.std()),
-            math.log(len(known) / len(images)),
-            0.5 * math.log(np.mean(pixels)),
-        ]
-    )
+    boxes = [scales.mean(), scales.std(), shapes.mean(), shapes.std()]
+    per_image = math.log(len(known) / len(images))
+    return np.array([*boxes, per_image, 0.5 * math.log(np.mean(pixels))])
 
 
-def colour_looks(pixels: Sequence[np.ndarray]) -> np.ndarray:
+def color_features(pixels: Sequence[np.ndarray]) -> np.ndarray:
     """Color and edge features of uint8 images (height, width, 3), without a backbone.
 
     Histograms of each channel, in 16 bins, and of differences of adjacent brightness.
@@ -153,7 +145,7 @@ def can_use_backbone() -> bool:
     return packaged_weights(BACKBONE) is not None
 
 
-def backbone_looks() -> Look:
+def backbone_features() -> FeaturesOf:
     """Return a function for mean features in a frozen ImageNet backbone."""
     import torch
 
@@ -163,13 +155,13 @@ def backbone_looks() -> Look:
     backbone.init_weights()
     backbone.eval()
 
-    def look(pixels: Sequence[np.ndarray]) -> np.ndarray:
+    def features_of(pixels: Sequence[np.ndarray]) -> np.ndarray:
         images_BHWC = torch.as_tensor(np.stack(pixels)).float()
         with torch.no_grad():
             maps = backbone((images_BHWC.permute(0, 3, 1, 2) - 127.0) / 128.0)
         return np.concatenate([one.mean(dim=(0, 2, 3)).numpy() for one in maps])
 
-    return look
+    return features_of
 
 
 def affinities(found: Sequence[DatasetFeatures]) -> dict[str, np.ndarray]:
@@ -179,10 +171,13 @@ def affinities(found: Sequence[DatasetFeatures]) -> dict[str, np.ndarray]:
     datasets, with a mean of 1 over pairs; that of classes is 1 - IoU of the names.
     ``all`` uses the mean distance over ``PARTS``.
     """
+    sets = [one.classes for one in found]
     distances = {
         "images": _distances(np.stack([one.looks_F for one in found])),
         "boxes": _distances(np.stack([one.boxes_F for one in found])),
-        "classes": np.array([[_unlike(a, b) for b in found] for a in found]),
+        "classes": np.array(
+            [[1.0 - len(a & b) / max(len(a | b), 1) for b in sets] for a in sets]
+        ),
     }
     distances["all"] = np.mean([distances[part] for part in PARTS], axis=0)
     return {part: np.exp(-distance) for part, distance in distances.items()}
@@ -190,14 +185,9 @@ def affinities(found: Sequence[DatasetFeatures]) -> dict[str, np.ndarray]:
 
 def _distances(features_MF: np.ndarray) -> np.ndarray:
     spread_F = features_MF.std(axis=0)
-    scaled_MF = (features_MF - features_MF.mean(axis=0)) / np.where(
-        spread_F > 1e-12, spread_F, 1.0
-    )
+    scaled_MF = features_MF - features_MF.mean(axis=0)
+    scaled_MF = scaled_MF / np.where(spread_F > 1e-12, spread_F, 1.0)
     distances_MM = np.linalg.norm(scaled_MF[:, None] - scaled_MF, axis=2)
     pairs = len(features_MF) * (len(features_MF) - 1)
     mean = distances_MM.sum() / pairs
     return distances_MM / mean if mean > 0 else distances_MM
-
-
-def _unlike(a: DatasetFeatures, b: DatasetFeatures) -> float:
-    return 1.0 - len(a.classes & b.classes) / max(len(a.classes | b.classes), 1)

@@ -1,4 +1,7 @@
-"""Open the image files of datasets: existence and content."""
+"""Open the image files of datasets, and find duplicates: in train and val, or twice.
+
+Axes: N images, D differences of gray levels, P pairs, K planes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from damex.datasets.coco_checks import usable_boxes
-from damex.datasets.coco_records import Expectations, Records, is_number
 from damex.datasets.findings import Finding
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.image_checks import (
@@ -33,53 +34,19 @@ from damex.datasets.image_checks import (
 LOOK_SIDE = 16
 # Norm of its differences, in gray levels, below which a picture is plain.
 PLAIN = 4.0
-
-
-def image_records(
-    records: Records, folder: Path, expected: Expectations, *, with_boxes: bool = True
-) -> list[ImageRecord]:
-    """The images of an annotation file, each file once."""
-    is_used = np.ones(len(records.images), bool)
-    if records.place.split == "train" and expected.filter_empty:
-        is_used[:] = False
-        is_used[records.image_N[usable_boxes(records, expected).position_B]] = True
-    found: dict[str, ImageRecord] = {}
-    boxes = _boxes(records) if with_boxes else {}
-    for position, size in enumerate(records.size_M2.tolist()):
-        name = records.images[position].get("file_name")
-        if isinstance(name, str) and name:
-            known = None if np.isnan(size).any() else (size[0], size[1])
-            image = ImageRecord(
-                place=records.place,
-                record=records.image_name(position),
-                path=folder / name,
-                size=known,
-                applies_exif=expected.applies_exif,
-                is_used=bool(is_used[position]),
-                boxes=tuple(boxes.get(position, ())),
-            )
-            first = found.setdefault(name, image)
-            if image.is_used and not first.is_used:
-                found[name] = image
-    return list(found.values())
-
-
-def _boxes(records: Records) -> dict[int, list[NamedBox]]:
-    """Boxes by the position of their image, as in :class:`ImageRecord`."""
-    found: dict[int, list[NamedBox]] = {}
-    sizes = records.size_M2.tolist()
-    for record, position in zip(
-        records.annotations, records.image_N.tolist(), strict=True
-    ):
-        bbox = record.get("bbox")
-        if position < 0 or not isinstance(bbox, list) or len(bbox) != 4:
-            continue
-        if all(map(is_number, bbox)):
-            name = records.categories.get(record["category_id"], "")
-            (x, y, w, h), (width, height) = bbox, sizes[position]
-            corners = x / width, y / height, (x + w) / width, (y + h) / height
-            found.setdefault(position, []).append((name, *corners))
-    return found
+# Cosine of two gradients: 0.99 and above if recompressed or resized, 0.95 and below
+# for successive pictures of one scene.
+NEAR = 0.98
+# Maximum number of near images to compare box by box.
+NEAREST = 10
+# Minimum IoU of boxes of one object, and share of such boxes in duplicate images.
+SAME_BOX, SAME_OBJECTS = 0.5, 0.75
+# Rows per block of the matrix of all pairs.
+BLOCK = 512
+# Expected number of images per hash, for diverse images.
+BUCKET = 64
+# Probability that a near pair shares no hash.
+MISSED = 1e-9
 
 
 def check_existence(
@@ -95,14 +62,10 @@ def check_existence(
     missing: set[ImageRecord] = set()
     findings = []
     for folder, inside in folders.items():
-        if is_remote(folder):
+        listing = {} if is_remote(folder) else _listing(folder)
+        if is_remote(folder) or (listing is None and len(inside) > 1):
             missing.update(inside)
-            findings.append(_not_opened(inside))
-            continue
-        listing = _listing(folder)
-        if listing is None and len(inside) > 1:
-            missing.update(inside)
-            findings.append(_missing_folder(inside))
+            findings.append(_without_folder(folder, inside))
             continue
         for image in inside:
             name = image.path.name
@@ -116,28 +79,26 @@ def check_existence(
 def _listing(folder: Path) -> dict[str, str] | None:
     """Names in a folder by their lower case; None if it does not exist."""
     try:
-        with os.scandir(folder) as entries:
-            return {entry.name.casefold(): entry.name for entry in entries}
+        return {file.name.casefold(): file.name for file in folder.iterdir()}
     except OSError:
         return None
 
 
-def _not_opened(images: Sequence[ImageRecord]) -> Finding:
-    text = f"{len(images)} images of a remote storage are not opened."
-    folder = str(images[0].path.parent)
-    return images[0].place.finding("not-checked", None, text, file=folder)
-
-
-def _missing_folder(images: Sequence[ImageRecord]) -> Finding:
+def _without_folder(folder: Path, images: Sequence[ImageRecord]) -> Finding:
+    """One finding about images in remote storage, or in a missing folder."""
     used = [image for image in images if image.is_used]
     first = (used or images)[0]
-    text = (
-        f"there is no such folder of images (seen from {Path.cwd()}); {len(images)} "
-        f"records of {first.place.file} need it, such as {first.record} "
-        f"({first.path.name}). Correct data_root or img in the mixture entry."
-    )
-    folder, level = str(first.path.parent), None if used else "warning"
-    return first.place.finding("folder-missing", None, text, file=folder, level=level)
+    kind, level = "not-checked", None
+    text = f"{len(images)} images of a remote storage are not opened."
+    if not is_remote(folder):
+        kind, level = "folder-missing", None if used else "warning"
+        text = (
+            f"the folder of images is missing (seen from {Path.cwd()}); "
+            f"{len(images)} records of {first.place.file} need it, such as "
+            f"{first.record} ({first.path.name}). Correct data_root or img in the "
+            "mixture entry."
+        )
+    return first.place.finding(kind, None, text, file=str(folder), level=level)
 
 
 def look_at(
@@ -205,3 +166,172 @@ def gradient_of(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
     differences = np.concatenate([across.ravel(), down.ravel()])
     norm = float(np.linalg.norm(differences))
     return differences / norm if norm > PLAIN else np.zeros_like(differences)
+
+
+def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
+    """Files listed by several splits, without reading them."""
+    first: dict[str, ImageRecord] = {}
+    for image in sorted(images, key=lambda image: image.split != "train"):
+        known = first.setdefault(str(image.path), image)
+        if known is not image and _is_leak(known, image):
+            yield _identical(known, image)
+
+
+def find_leaks(
+    images: Sequence[ImageRecord], looks: Sequence[Look]
+) -> Iterator[Finding]:
+    """Findings about images with the same content, or nearly the same look.
+
+    Faulty and undecoded images are skipped.
+    """
+    pairs = zip(images, looks, strict=True)
+    decoded = [(image, look) for image, look in pairs if look.digest]
+    # Training images first: the second of a pair is reported.
+    decoded.sort(key=lambda pair: pair[0].split != "train")
+    groups: dict[bytes, list[ImageRecord]] = {}
+    gradients: dict[bytes, np.ndarray] = {}
+    for image, look in decoded:
+        if look.gradient is not None:
+            gradients.setdefault(look.digest, look.gradient)
+        groups.setdefault(look.digest, []).append(image)
+    for first, *others in groups.values():
+        for other in others:
+            yield _identical(first, other)
+    if gradients:
+        gradients_ND = np.stack([*gradients.values()])
+        yield from _near(gradients_ND, [groups[digest] for digest in gradients])
+
+
+def near_pairs(gradients_ND: np.ndarray) -> np.ndarray:
+    """Sorted pairs (P, 2) of rows, i < j, with a cosine of at least ``NEAR``.
+
+    Only rows that share a hash bucket are compared; a near pair is missed once in a
+    billion. If rows are few or mostly near, all pairs are compared. Rows have norm 1,
+    or 0, which are near to nothing.
+    """
+    rows_N = np.flatnonzero(gradients_ND.any(axis=1))
+    found = [np.empty((0, 2), np.int64)]
+    for bucket in _buckets(gradients_ND[rows_N]):
+        rows = rows_N[bucket]
+        found.append(rows[_pairs(gradients_ND[rows])])
+    return np.unique(np.concatenate(found), axis=0)
+
+
+def _buckets(gradients_ND: np.ndarray) -> list[np.ndarray]:
+    """Row sets containing near pairs (random planes: P(same bit) = 1 - angle / pi)."""
+    count, width = gradients_ND.shape
+    bits = max(round(np.log2(max(count, 1) / BUCKET)), 1)
+    shared = (1 - np.arccos(NEAR) / np.pi) ** bits
+    rng, found = np.random.default_rng(0), []
+    for _ in range(int(np.ceil(np.log(MISSED) / np.log(1 - shared)))):
+        planes_DK = rng.standard_normal((width, bits)).astype(gradients_ND.dtype)
+        hash_N = (gradients_ND @ planes_DK > 0) @ (1 << np.arange(bits))
+        order = np.argsort(hash_N, kind="stable")
+        ends = np.flatnonzero(np.diff(hash_N[order])) + 1
+        found += [rows for rows in np.split(order, ends) if len(rows) > 1]
+    whole = np.arange(count)
+    return found if sum(len(rows) ** 2 for rows in found) < count**2 else [whole]
+
+
+def _pairs(gradients_ND: np.ndarray) -> np.ndarray:
+    """Like :func:`near_pairs`, but over all pairs, in blocks."""
+    found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
+    for start in range(0, len(gradients_ND), BLOCK):
+        cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[start:].T
+        found.append(np.argwhere(np.triu(cosine_BM >= NEAR, 1)) + start)
+    return np.concatenate(found)
+
+
+def _near(
+    gradients_ND: np.ndarray, groups: Sequence[list[ImageRecord]]
+) -> Iterator[Finding]:
+    """For each image one of the same look, train first; different boxes are counted."""
+    alike: dict[str, list[tuple[ImageRecord, ImageRecord]]] = {}
+    is_train_N = np.array([group[0].split == "train" for group in groups])
+    boxes_N5 = np.stack([_sum_of_boxes(group[0]) for group in groups])
+    pairs_P2 = near_pairs(gradients_ND)
+    pairs_P2 = pairs_P2[np.argsort(pairs_P2[:, 1], kind="stable")]
+    highs, starts = np.unique(pairs_P2[:, 1], return_index=True)
+    first_images = np.split(pairs_P2[:, 0], starts)[1:]
+    for high, lows in zip(highs.tolist(), first_images, strict=True):
+        firsts = lows[is_train_N[lows]] if is_train_N[lows].any() else lows
+        for other in groups[high]:
+            distances = np.abs(boxes_N5[firsts] - _sum_of_boxes(other)).sum(axis=1)
+            nearest = firsts[np.argsort(distances, kind="stable")[:NEAREST]].tolist()
+            same = [low for low in nearest if _show_the_same(groups[low][0], other)]
+            first = groups[(same or nearest)[0]][0]
+            if same:
+                cosine = float(gradients_ND[same[0]] @ gradients_ND[high])
+                yield _looks_like(first, other, cosine)
+            else:
+                alike.setdefault(other.place.dataset, []).append((first, other))
+    for pairs in alike.values():
+        first, other = pairs[0]
+        text = (
+            f"{len(pairs)} images look like another one of the dataset and show other "
+            f"objects, or none, such as {other.path} and {first.path}: a fixed camera, "
+            "or frames of a video? Then scores hold for this scene alone; split by "
+            "time or place to know more."
+        )
+        yield other.place.finding("fixed-camera", None, text, count=len(pairs))
+
+
+def _sum_of_boxes(image: ImageRecord) -> np.ndarray:
+    """Number of boxes and sums of their corners, as a quick comparison."""
+    return np.array([(1.0, *box[1:]) for box in image.boxes]).reshape(-1, 5).sum(axis=0)
+
+
+def _show_the_same(first: ImageRecord, other: ImageRecord) -> bool:
+    """Whether most boxes agree; datasets may differ in their classes."""
+    if first.place.dataset != other.place.dataset:
+        return True
+    count = len(first.boxes) + len(other.boxes)
+    found = sum(_is_among(box, other.boxes) for box in first.boxes)
+    found += sum(_is_among(box, first.boxes) for box in other.boxes)
+    return count > 0 and found >= SAME_OBJECTS * count
+
+
+def _is_among(box: NamedBox, others: Sequence[NamedBox]) -> bool:
+    name, x1, y1, x2, y2 = box
+    for other, a1, b1, a2, b2 in others:
+        shared = max(min(x2, a2) - max(x1, a1), 0) * max(min(y2, b2) - max(y1, b1), 0)
+        whole = (x2 - x1) * (y2 - y1) + (a2 - a1) * (b2 - b1) - shared
+        if other == name and shared >= SAME_BOX * whole:
+            return True
+    return False
+
+
+def _looks_like(first: ImageRecord, other: ImageRecord, cosine: float) -> Finding:
+    kind, advice = "near-duplicate-image", "Nothing to do if that is meant."
+    if _is_leak(first, other):
+        kind = "leak-near"
+        advice = (
+            "Look at both, and take one of them out: scores on training images are "
+            "meaningless."
+        )
+    return other.finding(
+        kind, f"looks like {_name(first)}, similarity {cosine:.3f}. {advice}"
+    )
+
+
+def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
+    if _is_leak(first, other):
+        text = (
+            f"is the training image {_name(first)}: scores on training images are "
+            f"meaningless. Take it out of {first.split} or {other.split}."
+        )
+        return other.finding("leak-identical", text)
+    advice = "Nothing to do if the two datasets annotate different classes in it."
+    if first.place.dataset == other.place.dataset:
+        advice = "Take one of them out."
+    return other.finding(
+        "duplicate-image", f"has the same content as {_name(first)}. {advice}"
+    )
+
+
+def _name(image: ImageRecord) -> str:
+    return f"{image.path} ({image.record} of {image.place.file})"
+
+
+def _is_leak(first: ImageRecord, other: ImageRecord) -> bool:
+    return first.split == "train" and other.split != "train"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
 import damex.registry  # noqa: F401  (keeps mmdet's import silent)
+from damex.curation.classes import near_pairs
 from damex.curation.dataset_features import scale_and_shape
-from damex.curation.near_names import near_pairs
 from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
@@ -43,6 +43,8 @@ class ClassCount:
 
 
 Counts = Mapping[str, Sequence[ClassCount]]  # per dataset
+# Per class of the mixture: datasets, and their classes.
+Rows = Mapping[str, Sequence[tuple[str, ClassCount]]]
 
 
 def labels(config: str, *, cfg_options: Sequence[str], out: str | None) -> None:
@@ -54,8 +56,10 @@ def labels(config: str, *, cfg_options: Sequence[str], out: str | None) -> None:
     cfg = mixture_config_of(config, cfg_options)
     specs = parse_mixture(cfg["mixture"])
     rules = cfg.get("label_space") or "union"
-    if out is not None:
-        _check_target(Path(out))
+    if out is not None and Path(out).suffix != ".json":
+        raise ConfigError(f"--out must end in .json, got {out!r}.")
+    if out is not None and Path(out).exists():
+        raise ConfigError(f"--out: {out} exists; remove it, or choose another name.")
     counts = {
         spec.name: count_classes(spec, mapping)
         for spec, mapping in zip(
@@ -103,33 +107,6 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
 
 def report(counts: Counts) -> list[str]:
     """The merge table, near-miss names, and names that may mean different things."""
-    return [
-        *_table(counts),
-        *_section("near-miss names (one class, or two?)", near_misses(counts)),
-        *_section(
-            "merged by name, but perhaps different things", sorted(conflicts(counts))
-        ),
-        *_section("left out", left_out(counts)),
-        *_section("not annotated by all datasets", partly_annotated(counts)),
-    ]
-
-
-def _section(title: str, lines: Sequence[str]) -> list[str]:
-    return ["", f"{title}:", *(f"  {line}" for line in lines or ["none"])]
-
-
-def by_target(counts: Counts) -> dict[str, list[tuple[str, ClassCount]]]:
-    """Per class of the mixture: datasets and counts; most datasets first."""
-    rows: dict[str, list[tuple[str, ClassCount]]] = {}
-    for dataset, found in counts.items():
-        for count in found:
-            if count.target is not None:
-                rows.setdefault(count.target, []).append((dataset, count))
-    return dict(sorted(rows.items(), key=lambda row: -len({d for d, _ in row[1]})))
-
-
-def _table(counts: Counts) -> list[str]:
-    """A line per class of the mixture with its datasets, names and numbers of boxes."""
     rows = by_target(counts)
     shared = sum(len({dataset for dataset, _ in row}) > 1 for row in rows.values())
     width = max(len(name) for name in rows)
@@ -140,7 +117,31 @@ def _table(counts: Counts) -> list[str]:
     for name, row in rows.items():
         cells = "; ".join(f"{dataset}: {_cell(count, name)}" for dataset, count in row)
         lines.append(f"{name:{width}}  {cells}")
+    left_out = [
+        f"{dataset}: {_cell(count, '')}"
+        for dataset, found in counts.items()
+        for count in found
+        if count.target is None
+    ]
+    sections = {
+        "near-miss names (one class, or two?)": near_misses(rows, counts),
+        "merged by name, but perhaps different things": sorted(conflicts(rows)),
+        "left out": left_out,
+        "not annotated by all datasets": partly_annotated(rows, len(counts)),
+    }
+    for title, found in sections.items():
+        lines += ["", f"{title}:", *(f"  {line}" for line in found or ["none"])]
     return lines
+
+
+def by_target(counts: Counts) -> Rows:
+    """Per class of the mixture: datasets and counts; most datasets first."""
+    rows: dict[str, list[tuple[str, ClassCount]]] = {}
+    for dataset, found in counts.items():
+        for count in found:
+            if count.target is not None:
+                rows.setdefault(count.target, []).append((dataset, count))
+    return dict(sorted(rows.items(), key=lambda row: -len({d for d, _ in row[1]})))
 
 
 def _cell(count: ClassCount, target: str) -> str:
@@ -148,13 +149,12 @@ def _cell(count: ClassCount, target: str) -> str:
     return own + ("not counted" if count.boxes is None else f"{count.boxes:,}")
 
 
-def near_misses(counts: Counts) -> list[str]:
+def near_misses(rows: Rows, datasets: Collection[str]) -> list[str]:
     """Pairs of classes of the mixture with nearly the same name.
 
     Names with a dataset before a slash were kept apart on purpose.
     """
-    rows = by_target(counts)
-    names = [name for name in rows if name.split("/")[0] not in counts]
+    names = [name for name in rows if name.split("/")[0] not in datasets]
     lines = []
     for first, second, why in near_pairs(names):
         a, b = ({dataset for dataset, _ in rows[name]} for name in (first, second))
@@ -165,12 +165,12 @@ def near_misses(counts: Counts) -> list[str]:
     return lines
 
 
-def conflicts(counts: Counts) -> Iterator[str]:
+def conflicts(rows: Rows) -> Iterator[str]:
     """Classes of equal name in several datasets that may mean different things.
 
     A hint from supercategories, and median size and shape of boxes.
     """
-    for name, row in by_target(counts).items():
+    for name, row in rows.items():
         for (first, a), (second, b) in combinations(row, 2):
             if first == second or a.own.casefold() != b.own.casefold():
                 continue  # merged on purpose
@@ -196,26 +196,15 @@ def _differences(a: ClassCount, b: ClassCount) -> Iterator[str]:
         yield f"width over height of a typical box {x:.2g} and {y:.2g}"
 
 
-def left_out(counts: Counts) -> list[str]:
-    """Classes of the datasets that are in no class of the mixture."""
-    return [
-        f"{dataset}: {_cell(count, '')}"
-        for dataset, found in counts.items()
-        for count in found
-        if count.target is None
-    ]
-
-
-def partly_annotated(counts: Counts) -> list[str]:
+def partly_annotated(rows: Rows, num_datasets: int) -> list[str]:
     """Advice for classes that only some datasets annotate."""
-    rows = by_target(counts).values()
-    some = sum(len({dataset for dataset, _ in row}) < len(counts) for row in rows)
-    if not some:
-        return []
-    return [
+    sizes = (len({dataset for dataset, _ in row}) for row in rows.values())
+    some = sum(size < num_datasets for size in sizes)
+    text = (
         f"{some} classes. Their objects in images of the other datasets are taught as "
         "background: if there are any, set model.ignore_unannotated_classes=True."
-    ]
+    )
+    return [text] if some else []
 
 
 def starting_file(specs: Sequence[DatasetSpec], counts: Counts) -> LabelFile:
@@ -231,10 +220,3 @@ def starting_file(specs: Sequence[DatasetSpec], counts: Counts) -> LabelFile:
         },
         unlisted="error",
     )
-
-
-def _check_target(path: Path) -> None:
-    if path.suffix != ".json":
-        raise ConfigError(f"--out must end in .json, got {str(path)!r}.")
-    if path.exists():
-        raise ConfigError(f"--out: {path} exists; remove it, or choose another name.")

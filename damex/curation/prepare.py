@@ -22,28 +22,40 @@ from damex.files import write_json
 SPLITS = ("train", "val")
 SITE = "the UODB project page of SVCL, UC San Diego"
 VOC_CLASSES = (
-    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair"),
-    *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant"),
-    *("sheep", "sofa", "train", "tvmonitor"),
+    "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse "
+    "motorbike person pottedplant sheep sofa train tvmonitor"
 )
-SIX_CLASSES = ("bicycle", "bird", "car", "cat", "dog", "person")
+SIX_CLASSES = "bicycle bird car cat dog person"
+DOTA_CLASSES = (
+    "plane baseball-diamond bridge ground-track-field small-vehicle large-vehicle ship "
+    "tennis-court basketball-court storage-tank soccer-ball-field roundabout harbor "
+    "swimming-pool helicopter"
+)
+KITCHEN_CLASSES = (
+    "coca_cola_glass_bottle coffee_mate_french_vanilla "
+    "honey_bunches_of_oats_honey_roasted hunts_sauce mahatma_rice "
+    "nature_valley_soft_baked_oatmeal_squares_cinnamon_brown_sugar "
+    "nature_valley_sweet_and_salty_nut_almond palmolive_orange "
+    "pop_secret_light_butter pringles_bbq red_bull"
+)
+RESEARCH = "research; see site"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One dataset of the benchmark.
+    """One dataset of the benchmark; paths are below its folder.
 
     Args:
-        classes: Used classes, in lower case; empty for all in the files.
-        train: Lists of training images, below the dataset's folder.
+        words: Used classes, in lower case; empty for all in the files.
+        train: Lists of training images.
         val: The same for evaluation.
         size: Number of images and disk space.
         licence: In a few words.
         source: Website that hosts it.
-        also: Folders that are needed besides the lists.
+        also: Folders that are needed in addition to the lists.
     """
 
-    classes: tuple[str, ...]
+    words: str
     train: tuple[str, ...]
     val: tuple[str, ...]
     size: str
@@ -52,25 +64,27 @@ class Recipe:
     also: tuple[str, ...] = ("Annotations", "JPEGImages")
 
     @property
-    def needed(self) -> tuple[str, ...]:
-        """All required files and folders."""
-        return tuple(dict.fromkeys((*self.train, *self.val, *self.also)))
+    def classes(self) -> tuple[str, ...]:
+        """Used classes; empty for all in the files."""
+        return tuple(self.words.split())
+
+    def missing(self, root: Path) -> list[str]:
+        """Missing files and folders in the folder of the dataset."""
+        needed = dict.fromkeys((*self.train, *self.val, *self.also))
+        return [path for path in needed if not (root / path).exists()]
 
 
-def _voc(train: str, val: str, **facts: str | tuple[str, ...]) -> dict:
-    """Options of a dataset in VOC layout with one list per split."""
-    train, val = (f"ImageSets/Main/{name}.txt" for name in (train, val))
-    return {"train": (train,), "val": (val,), **facts}
+def _voc(words: str, train: str, val: str, size: str, licence: str) -> Recipe:
+    """A dataset in VOC layout with one list per split."""
+    lists = ((f"ImageSets/Main/{name}.txt",) for name in (train, val))
+    return Recipe(words, *lists, size, licence)
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "clipart": Recipe(
-            VOC_CLASSES,
-            **_voc("train", "test", size="1,000 images", licence="research; see site"),
-        ),
+        "clipart": _voc(VOC_CLASSES, "train", "test", "1,000 images", RESEARCH),
         "coco": Recipe(
-            (),
+            "",
             train=("annotations/instances_val2014.json",),
             val=("annotations/instances_val2017.json",),
             also=("val2014",),
@@ -78,75 +92,36 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             licence="annotations CC BY 4.0; images: Flickr's terms",
             source="cocodataset.org",
         ),
-        "deeplesion": Recipe(
-            ("lesion",),
-            **_voc(
-                "trainval",
-                "test",
-                size="32,120 key slices; all slices are 220 GB",
-                licence="NIH Clinical Center: open, cite the paper",
-            ),
+        "deeplesion": _voc(
+            *("lesion", "trainval", "test"),
+            "32,120 key slices; all slices are 220 GB",
+            "NIH Clinical Center: open, cite the paper",
         ),
-        "dota": Recipe(
-            (
-                *("plane", "baseball-diamond", "bridge", "ground-track-field"),
-                *("small-vehicle", "large-vehicle", "ship", "tennis-court"),
-                *("basketball-court", "storage-tank", "soccer-ball-field"),
-                *("roundabout", "harbor", "swimming-pool", "helicopter"),
-            ),
-            **_voc(
-                "train",
-                "val",
-                size="1,869 large images before the benchmark's crops",
-                licence="academic use; images: Google Earth's terms",
-            ),
+        "dota": _voc(
+            *(DOTA_CLASSES, "train", "val"),
+            "1,869 large images before the benchmark's crops",
+            "academic use; images: Google Earth's terms",
         ),
-        "kitchen": Recipe(
-            (
-                *("coca_cola_glass_bottle", "coffee_mate_french_vanilla"),
-                *("honey_bunches_of_oats_honey_roasted", "hunts_sauce"),
-                "mahatma_rice",
-                "nature_valley_soft_baked_oatmeal_squares_cinnamon_brown_sugar",
-                *("nature_valley_sweet_and_salty_nut_almond", "palmolive_orange"),
-                *("pop_secret_light_butter", "pringles_bbq", "red_bull"),
-            ),
-            **_voc(
-                "train",
-                "test",
-                size="GMU Kitchens, 6,700 images",
-                licence="none stated; ask its authors",
-            ),
+        "kitchen": _voc(
+            *(KITCHEN_CLASSES, "train", "test"),
+            "GMU Kitchens, 6,700 images",
+            "none stated; ask its authors",
         ),
-        "lisa": Recipe(
-            ("warning", "noturn", "speedlimit", "stop"),
-            **_voc(
-                "train",
-                "test",
-                size="6,610 frames, 7.7 GB",
-                licence="LISA Traffic Sign Dataset: its own, academic use",
-            ),
+        "lisa": _voc(
+            *("warning noturn speedlimit stop", "train", "test"),
+            "6,610 frames, 7.7 GB",
+            "LISA Traffic Sign Dataset: its own, academic use",
         ),
-        "watercolor": Recipe(
-            SIX_CLASSES,
-            **_voc("train", "test", size="2,000 images", licence="research; see site"),
+        "watercolor": _voc(SIX_CLASSES, "train", "test", "2,000 images", RESEARCH),
+        "widerface": _voc(
+            *("face", "train", "val"),
+            "16,106 images, 1.8 GB",
+            "research, not commercial; see site",
         ),
-        "widerface": Recipe(
-            ("face",),
-            **_voc(
-                "train",
-                "val",
-                size="16,106 images, 1.8 GB",
-                licence="research, not commercial; see site",
-            ),
-        ),
-        "kitti": Recipe(
-            ("pedestrian", "cyclist", "car"),
-            **_voc(
-                "trainval",
-                "test",
-                size="7,481 images, 12 GB as PNG",
-                licence="CC BY-NC-SA 3.0",
-            ),
+        "kitti": _voc(
+            *("pedestrian cyclist car", "trainval", "test"),
+            "7,481 images, 12 GB as PNG",
+            "CC BY-NC-SA 3.0",
         ),
         "voc": Recipe(
             VOC_CLASSES,
@@ -163,10 +138,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             licence="research; images: Flickr's terms",
             source="the PASCAL VOC pages of host.robots.ox.ac.uk",
         ),
-        "comic": Recipe(
-            SIX_CLASSES,
-            **_voc("train", "test", size="2,000 images", licence="research; see site"),
-        ),
+        "comic": _voc(SIX_CLASSES, "train", "test", "2,000 images", RESEARCH),
     }
 )
 
@@ -195,10 +167,9 @@ def _prepare(name: str, root: Path) -> bool:
     """Convert one dataset, or print its missing files; returns whether it is ready."""
     recipe = RECIPES[name]
     if all((root / f"{split}.json").is_file() for split in SPLITS):
-        print(f"{name}: ready; remove {root}/train.json to convert it anew")
+        print(f"{name}: ready; remove {root}/train.json to convert it again")
         return True
-    lacks = missing(recipe, root)
-    if lacks:
+    if lacks := recipe.missing(root):
         print(
             f"{name}: {recipe.size}; licence: {recipe.licence}.\n"
             f"  From {recipe.source}; unpack it into {root}/, which lacks"
@@ -218,27 +189,20 @@ def _prepare(name: str, root: Path) -> bool:
     return True
 
 
-def missing(recipe: Recipe, root: Path) -> list[str]:
-    """Missing files and folders of a dataset in folder ``root``."""
-    return [path for path in recipe.needed if not (root / path).exists()]
-
-
 def voc_documents(name: str, root: Path) -> dict[str, dict[str, Any]]:
     """COCO documents of a dataset in VOC layout.
 
     Raises:
         DataError: If it cannot be read.
     """
-    recipe = RECIPES[name]
-    entry = dict(name=name, root=str(root), format="voc")
-    lists = dict(train=list(recipe.train), val=list(recipe.val))
-    (spec,) = parse_mixture([{**entry, **lists}])
-    found = {}
-    for split in SPLITS:
-        source = spec.coco_source(split)
-        if source is not None:
-            found[split] = read_coco(source.annotations, name)
-    return found
+    lists = dict(train=list(RECIPES[name].train), val=list(RECIPES[name].val))
+    (spec,) = parse_mixture([dict(name=name, root=str(root), format="voc", **lists)])
+    sources = {split: spec.coco_source(split) for split in SPLITS}
+    return {
+        split: read_coco(source.annotations, name)
+        for split, source in sources.items()
+        if source is not None
+    }
 
 
 def coco_documents(root: Path) -> dict[str, dict[str, Any]]:
@@ -253,21 +217,18 @@ def coco_documents(root: Path) -> dict[str, dict[str, Any]]:
     whole = read_coco(root / "annotations" / "instances_val2014.json", "coco")
     held = read_coco(root / "annotations" / "instances_val2017.json", "coco")
     minival = {image["id"] for image in held["images"]}
+    for image in whole["images"]:
+        image["file_name"] = f"val2014/{image['file_name']}"
+    for record in whole["annotations"]:
+        record.pop("segmentation", None)
+    train = {image["id"] for image in whole["images"]} - minival
     return {
         split: dict(
-            images=[
-                {**image, "file_name": f"val2014/{image['file_name']}"}
-                for image in whole["images"]
-                if (image["id"] in minival) == (split == "val")
-            ],
-            annotations=[
-                {key: value for key, value in record.items() if key != "segmentation"}
-                for record in whole["annotations"]
-                if (record["image_id"] in minival) == (split == "val")
-            ],
+            images=[one for one in whole["images"] if one["id"] in ids],
+            annotations=[one for one in whole["annotations"] if one["image_id"] in ids],
             categories=whole["categories"],
         )
-        for split in SPLITS
+        for split, ids in dict(train=train, val=minival).items()
     }
 
 

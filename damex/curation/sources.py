@@ -1,4 +1,4 @@
-"""The splits of a mixture, in any format, as COCO documents."""
+"""The splits of a mixture, in any format, as COCO documents and lists of images."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from mmengine.utils import is_abs
 
-from damex.datasets.coco_records import Expectations, read_json
+from damex.datasets.coco_checks import usable_boxes
+from damex.datasets.coco_records import Expectations, Records, is_number, read_json
 from damex.datasets.findings import Finding, Place
+from damex.datasets.image_checks import ImageRecord, NamedBox
 from damex.datasets.mmdet_configs import (
     applies_exif,
     dataset_registry,
@@ -21,18 +24,21 @@ from damex.datasets.mmdet_configs import (
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
-Reading = tuple[Any, list[Finding]]
-
 
 class Source(NamedTuple):
     """Annotation file of a split, and its image folder.
 
-    ``read`` returns the document, or None, and findings.
+    ``read`` returns the COCO document, or None, and findings.
     """
 
     place: Place
     images: Path
-    read: Callable[[], Reading]
+    read: Callable[[], tuple[Any, list[Finding]]]
+
+    @classmethod
+    def of_file(cls, place: Place, found: CocoSource) -> Source:
+        """The source that is a COCO file and a folder of images."""
+        return cls(place, found.images, partial(read_json, found.annotations, place))
 
 
 def sources_of(
@@ -43,7 +49,6 @@ def sources_of(
     ``required`` are the splits that the config uses.
     """
     for split in splits:
-        place = Place(spec.name, "its mixture entry", split)
         named: Any = ""
         try:
             if split == "train" and spec.root is not None:
@@ -58,6 +63,7 @@ def sources_of(
         except (ConfigError, DataError) as error:
             kind = "not-loaded" if named is not None else "split-missing"
             text = str(error).removeprefix(f"dataset {spec.name!r}").lstrip(": ")
+            place = Place(spec.name, "its mixture entry", split)
             yield place.finding(kind, None, text)
 
 
@@ -71,15 +77,10 @@ def _conversion(spec: DatasetSpec) -> Iterator[Finding]:
             yield place.finding(kind, None, text, count=entry.times)
 
 
-def coco_file(place: Place, found: CocoSource) -> Source:
-    """The source that is a COCO file and a folder of images."""
-    return Source(place, found.images, partial(read_json, found.annotations, place))
-
-
 def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     found = spec.coco_source(split)
     if found is not None:
-        yield coco_file(spec.place(split, found.annotations), found)
+        yield Source.of_file(spec.place(split, found.annotations), found)
         return
     config = spec.dataset_config(split)
     inner = leaves(config)
@@ -90,7 +91,7 @@ def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
             images = Path(folder) if is_abs(folder) else above / folder
             paths = CocoSource(above / leaf.get("ann_file", ""), images)
             place = Place.of(spec.name, paths.annotations, split=split)
-            yield coco_file(place, paths)
+            yield Source.of_file(place, paths)
         return
     kind = inner[0]["type"]
     kind = kind if isinstance(kind, str) else kind.__name__
@@ -98,15 +99,14 @@ def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     yield Source(place, Path(), partial(_read_dataset, config, place))
 
 
-def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
+def _read_dataset(config: Mapping[str, Any], place: Place) -> tuple[Any, list[Finding]]:
     """The annotations of an mmdet dataset class as a COCO document."""
     whole = map_leaves(config, lambda leaf: {**leaf, "pipeline": [], "test_mode": True})
     try:
         dataset = dataset_registry().build(whole)
         dataset.full_init()
         names = dataset.metainfo["classes"]
-        infos = [dataset.get_data_info(i) for i in range(len(dataset))]
-        document = _as_coco(infos, names)
+        document = _as_coco(map(dataset.get_data_info, range(len(dataset))), names)
     except Exception as error:  # the user's dataset class may raise anything
         text = f"it cannot be loaded: {type(error).__name__}: {error}"
         return None, [place.finding("not-loaded", None, text, level="error")]
@@ -117,18 +117,12 @@ def _read_dataset(config: Mapping[str, Any], place: Place) -> Reading:
     return document, [place.finding("not-checked", None, text)]
 
 
-def _as_coco(infos: list[dict[str, Any]], names: Any) -> dict[str, Any]:
+def _as_coco(infos: Iterable[dict[str, Any]], names: Iterable[Any]) -> dict[str, Any]:
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for number, info in enumerate(infos):
-        images.append(
-            dict(
-                id=number,
-                file_name=str(info["img_path"]),
-                width=info.get("width"),
-                height=info.get("height"),
-            )
-        )
+        size = dict(width=info.get("width"), height=info.get("height"))
+        images.append(dict(id=number, file_name=str(info["img_path"]), **size))
         for instance in info.get("instances", ()):
             x1, y1, x2, y2 = (float(value) for value in instance["bbox"])
             annotations.append(
@@ -168,3 +162,49 @@ def expectations(
         num_queries=queries if isinstance(queries, int) else None,
         applies_exif=applies_exif(pipeline),
     )
+
+
+def image_records(
+    records: Records, folder: Path, expected: Expectations, *, with_boxes: bool = True
+) -> list[ImageRecord]:
+    """The images of an annotation file, each file once."""
+    is_used = np.ones(len(records.images), bool)
+    if records.place.split == "train" and expected.filter_empty:
+        is_used[:] = False
+        is_used[records.image_N[usable_boxes(records, expected).position_B]] = True
+    found: dict[str, ImageRecord] = {}
+    boxes = _boxes(records) if with_boxes else {}
+    for position, size in enumerate(records.size_M2.tolist()):
+        name = records.images[position].get("file_name")
+        if not isinstance(name, str) or not name:
+            continue
+        image = ImageRecord(
+            place=records.place,
+            record=records.image_name(position),
+            path=folder / name,
+            size=None if np.isnan(size).any() else (size[0], size[1]),
+            applies_exif=expected.applies_exif,
+            is_used=bool(is_used[position]),
+            boxes=tuple(boxes.get(position, ())),
+        )
+        if image.is_used > found.setdefault(name, image).is_used:
+            found[name] = image
+    return list(found.values())
+
+
+def _boxes(records: Records) -> dict[int, list[NamedBox]]:
+    """Boxes by the position of their image, as in :class:`ImageRecord`."""
+    found: dict[int, list[NamedBox]] = {}
+    sizes = records.size_M2.tolist()
+    for record, position in zip(
+        records.annotations, records.image_N.tolist(), strict=True
+    ):
+        bbox = record.get("bbox")
+        if position < 0 or not isinstance(bbox, list) or len(bbox) != 4:
+            continue
+        if all(map(is_number, bbox)):
+            name = records.categories.get(record["category_id"], "")
+            (x, y, w, h), (width, height) = bbox, sizes[position]
+            corners = x / width, y / height, (x + w) / width, (y + h) / height
+            found.setdefault(position, []).append((name, *corners))
+    return found

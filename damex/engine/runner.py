@@ -22,7 +22,7 @@ from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import Tensor, nn
 
 from damex.compat import ensure_ops
-from damex.curation.inspection import checked_while_loading, refusal
+from damex.curation.check import checked_while_loading, refusal
 from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
 from damex.engine.config import label_space_of, resolve_config
 from damex.engine.config_files import LOADERS, mixture_datasets

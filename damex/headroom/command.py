@@ -17,12 +17,16 @@ from rich.console import Console
 
 from damex.commandline.commands import RUNGS
 from damex.engine.config_files import config_of
-from damex.engine.work_dir import latest_checkpoint
 from damex.errors import ConfigError
+from damex.headroom.baselines import (
+    RECIPE,
+    Baseline,
+    baselines_of,
+    experts_of,
+    read_joint,
+)
 from damex.headroom.report import dot_plot, ladder_table, report
-from damex.headroom.rungs import RECIPE, Rung, experts_of, read_joint, rungs_of
 from damex.headroom.runs import (
-    Run,
     check_finished,
     check_seeds,
     finish,
@@ -32,7 +36,7 @@ from damex.headroom.runs import (
 from damex.models.sites import COMPONENTS
 
 # Rungs that re-evaluate the trainings of another one, and by which ablation.
-AGAIN = MappingProxyType(
+REEVALUATED = MappingProxyType(
     {"oracle": (RECIPE, "tell_datasets"), "zeroed": ("dense", "zero_ffns")}
 )
 NO_VERDICT = "No verdict: dense, or everything that it is compared with, is missing."
@@ -63,7 +67,7 @@ def headroom(
     cfg = config_of(config, cfg_options)
     _check_checkpoints(cfg, names)
     joint = read_joint(cfg)
-    trained = rungs_of(joint, ["dense", *(n for n in names if n != "zeroed")])
+    trained = baselines_of(joint, ["dense", *(n for n in names if n != "zeroed")])
     scored = experts_of(joint, experts)
     trained += _new(scored, trained)
     _print_cost(trained, names, len(seeds), console)
@@ -76,14 +80,15 @@ def headroom(
     }
     failed = finish(list(runs.values()), console, jobs=jobs)
     again = {
-        (name, seed): _again(runs[rung, seed], name, command)
-        for name, (rung, command) in AGAIN.items()
+        (name, seed): runs[rung, seed].evaluation(name, command)
+        for name, (rung, command) in REEVALUATED.items()
         for seed in seeds
         if name in names and runs[rung, seed] not in failed
     }
     failed += finish(list(again.values()), console, jobs=jobs)
+    found = {key: run.summary() for key, run in (runs | again).items()}
     result = report(
-        _summaries(runs | again, seeds=seeds),
+        {name: [found.get((name, seed)) for seed in seeds] for name, _ in found},
         datasets=list(joint.shares),
         seeds=seeds,
         experts=[rung.name for rung in scored],
@@ -92,7 +97,7 @@ def headroom(
     check_finished(failed)
 
 
-def _new(experts: Sequence[Rung], rungs: Sequence[Rung]) -> list[Rung]:
+def _new(experts: Sequence[Baseline], rungs: Sequence[Baseline]) -> list[Baseline]:
     """Experts that are not yet among the rungs (the oracle's may be)."""
     known = {rung.name: rung.config.to_dict() for rung in rungs}
     for rung in experts:
@@ -104,22 +109,9 @@ def _new(experts: Sequence[Rung], rungs: Sequence[Rung]) -> list[Rung]:
     return [rung for rung in experts if rung.name not in known]
 
 
-def _summaries(
-    runs: Mapping[tuple[str, int], Run], *, seeds: Sequence[int]
-) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for name, _ in runs)
-    return {
-        name: [
-            runs[name, seed].summary() if (name, seed) in runs else None
-            for seed in seeds
-        ]
-        for name in names
-    }
-
-
 def _check_checkpoints(cfg: Config, rungs: Sequence[str]) -> None:
     """Reject trainings without checkpoints if a rung evaluates them again."""
-    again = [name for name in rungs if name in AGAIN]
+    again = [name for name in rungs if name in REEVALUATED]
     if again and (cfg.get("default_hooks") or {}).get("checkpoint", {}) is None:
         raise ConfigError(
             f"default_hooks.checkpoint is None, and {' and '.join(again)} evaluate "
@@ -129,7 +121,7 @@ def _check_checkpoints(cfg: Config, rungs: Sequence[str]) -> None:
 
 
 def _print_cost(
-    rungs: Sequence[Rung], names: Sequence[str], seeds: int, console: Console
+    rungs: Sequence[Baseline], names: Sequence[str], seeds: int, console: Console
 ) -> None:
     """Print how much will be trained."""
     lines = [f"{rung.name}: {seeds} x {rung.images:,} images" for rung in rungs]
@@ -142,19 +134,8 @@ def _print_cost(
     if "oracle" in names:
         lines.append(f"oracle: {seeds} evaluations of {RECIPE}")
     if rungs[0].config.get("load_from") is not None:
-        lines.append("load_from: what has no place in its tensors starts at random")
+        lines.append("load_from: parameters without weights in it start at random")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
-
-
-def _again(trained: Run, name: str, command: str) -> Run:
-    """Another evaluation of a training, in its folder."""
-    return Run(
-        trained.config,
-        trained.folder / name,
-        module="damex.headroom.ablations",
-        command=command,
-        inputs=(str(latest_checkpoint(trained.folder)),),
-    )
 
 
 def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from damex.engine.summary import markdown
-from damex.headroom.rungs import RECIPE, single_name
+from damex.headroom.baselines import RECIPE, single_name
 from damex.headroom.verdict import (
     Difference,
     Scores,
-    Verdict,
     is_above,
     judge,
     paired_difference,
@@ -64,30 +63,24 @@ def report(
         judged["differences"] = {
             name: one._asdict() for name, one in verdict.differences.items()
         }
-        outcomes = {name: _outcome(rows, verdict, name) for name in experts}
+        base = rows[verdict.reference]["mean_ap"]
+        gains = {
+            name: paired_difference(rows[name]["mean_ap"], base) for name in experts
+        }
+        for name, gain in gains.items():
+            if gain is not None:
+                helps = is_above(gain)
+                words = "helps" if helps else "is not shown to help"
+                text = f"{name} {words}: {gain} over {verdict.reference} in mean AP."
+                outcomes[name] = dict(
+                    minus_best_dense=gain._asdict(), helps=helps, text=text
+                )
     return dict(
         seeds=list(seeds),
         rungs=with_differences(rows, base="dense"),
         zeroed=with_differences(zeroed_rows(summaries.get("zeroed", ())), base="none"),
         verdict=judged,
-        experts={name: one for name, one in outcomes.items() if one is not None},
-    )
-
-
-def _outcome(
-    rows: Mapping[str, Mapping[str, Any]], verdict: Verdict, name: str
-) -> dict[str, Any] | None:
-    """A mixture of experts against the verdict; None without a finished seed."""
-    scores = rows[name]["mean_ap"], rows[verdict.reference]["mean_ap"]
-    difference = paired_difference(*scores)
-    if difference is None:
-        return None
-    helps = is_above(difference)
-    return dict(
-        minus_best_dense=difference._asdict(),
-        helps=helps,
-        text=f"{name} {'helps' if helps else 'is not shown to help'}: "
-        f"{difference} over {verdict.reference} in mean AP.",
+        experts=outcomes,
     )
 
 
@@ -99,7 +92,6 @@ def rung_row(summaries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
         ``ap`` of each; all are lists over seeds.
     """
     found = [summary for summary in summaries if summary is not None]
-    names = found[0]["datasets"] if found else ()
     row: dict[str, Any] = {
         key: [run and run[key] for run in summaries] for key in SCORES
     }
@@ -108,7 +100,7 @@ def rung_row(summaries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
             key: [run and run["datasets"][name][key] for run in summaries]
             for key in ("ap50", "ap")
         }
-        for name in names
+        for name in (found[0]["datasets"] if found else ())
     }
     return row
 
@@ -119,13 +111,12 @@ def single_row(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Means are over datasets, for seeds in which all finished. Nothing is pooled: no
     detector knows all classes.
     """
-    row: dict[str, Any] = {
-        key: [
-            _mean(values)
-            for values in zip(*(r[key] for r in rows.values()), strict=True)
+    row: dict[str, Any] = {}
+    for key in ("mean_ap50", "mean_ap"):
+        seeds = zip(*(one[key] for one in rows.values()), strict=True)
+        row[key] = [
+            None if None in found else statistics.fmean(found) for found in seeds
         ]
-        for key in ("mean_ap50", "mean_ap")
-    }
     row["pooled_ap"] = [None] * len(row["mean_ap"])
     row["datasets"] = {
         name: own for one in rows.values() for name, own in one["datasets"].items()
@@ -146,11 +137,6 @@ def zeroed_rows(
         site: {key: [run and run[site][key] for run in found] for key in SCORES}
         for site in sites
     }
-
-
-def _mean(values: Scores) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
 
 
 def with_differences(
@@ -205,23 +191,21 @@ def dot_plot(rows: Mapping[str, Scores], *, score: str) -> Figure:
     seed, None if unfinished; rows without any are omitted.
     """
     known = {
-        name: [value for value in values if value is not None]
-        for name, values in rows.items()
+        name: [v for v in values if v is not None] for name, values in rows.items()
     }
     shown = {name: values for name, values in known.items() if values}
     figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(shown)), layout="constrained")
     axes = figure.subplots()
-    spreads = [spread(values) for values in shown.values()]
-    for place, (values, row) in enumerate(zip(shown.values(), spreads, strict=True)):
+    for place, values in enumerate(shown.values()):
         axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
-        if row is not None:
-            axes.plot(row.mean, place, "|", color="black", markersize=14)
-    first = spreads[0] if spreads else None
+        axes.plot(statistics.fmean(values), place, "|", color="black", markersize=14)
+    first = spread(next(iter(shown.values()), ()))
     if first is not None:
+        reach = first.deviation or 0.0
         axes.axvline(first.mean, color="#b2603a", linewidth=1)
-        if first.deviation is not None:
-            reach = (first.mean - first.deviation, first.mean + first.deviation)
-            axes.axvspan(*reach, color="#b2603a", alpha=0.15)
+        axes.axvspan(
+            first.mean - reach, first.mean + reach, color="#b2603a", alpha=0.15
+        )
     axes.set_yticks(range(len(shown)), list(shown))
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)

@@ -21,6 +21,7 @@ from mmengine.config import Config
 from rich.console import Console
 
 from damex.engine.config_files import read_config
+from damex.engine.work_dir import latest_checkpoint
 from damex.errors import ConfigError
 
 
@@ -105,8 +106,7 @@ class Run:
             ConfigError: If the folder holds a run with other settings, or something
                 else.
         """
-        prefix = "test_" if self.command == "test" else ""
-        path = self.folder / f"{prefix}summary.json"
+        path = self.folder / "summary.json"
         if not path.is_file():
             return None
         try:
@@ -130,12 +130,12 @@ class Run:
     def start(self, *, threads: int) -> subprocess.Popen[bytes]:
         """Start the command; a training resumes from its last checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        goes_on = self.is_scored and (self.folder / "last_checkpoint").is_file()
-        resume = ["--resume"] if goes_on else []
+        resumes = self.is_scored and (self.folder / "last_checkpoint").is_file()
         options = ["--cfg-options", *self.options] if self.options else []
         command = [
             *[sys.executable, "-m", self.module, self.command, self.config],
-            *[*self.inputs, *resume, "--work-dir", str(self.folder), *options],
+            *[*self.inputs, *["--resume"] * resumes],
+            *["--work-dir", str(self.folder), *options],
         ]
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -144,6 +144,17 @@ class Run:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )
+
+    def evaluation(self, name: str, ablation: str) -> Run:
+        """Return another evaluation of a finished training, in a folder below it."""
+        checkpoint = str(latest_checkpoint(self.folder))
+        return Run(
+            self.config,
+            self.folder / name,
+            module="damex.headroom.ablations",
+            command=ablation,
+            inputs=(checkpoint,),
+        )
 
     def last_words(self) -> str:
         """Return the last non-empty line of the log, for instance its error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,13 +20,13 @@ CAUSES = MappingProxyType(
         "wide_decoder": "capacity: wider FFNs in the decoder help",
         "wide_encoder": "capacity: wider FFNs in the encoder help",
         "single": "interference: datasets do better with detectors of their own",
-        "oracle": "routing: experts that are told the dataset help",
+        "oracle": "routing: experts that know the dataset help",
     }
 )
 
 # Threshold for one seed, without an interval: the noise of a seed is 0.01 to 0.02.
 # A larger difference whose interval contains 0 is open.
-GUESS = 0.02
+MIN_GAIN = 0.02
 
 OPENINGS = MappingProxyType(
     {
@@ -126,44 +126,33 @@ class Verdict:
 
     def __str__(self) -> str:
         guess = " (a guess from a single seed)" if self.is_guess else ""
-        return f"{OPENINGS[self.answer]}{guess}: {self._why()}{self._control()}"
-
-    def _why(self) -> str:
-        against = f"{self.reference} in mean AP{self._level()}"
-        if self.answer == "yes":
-            reasons = [f"{self._named([n])} ({CAUSES[n]})" for n in self.above]
-            return f"above {against} by {'; '.join(reasons)}."
-        if self.answer == "no":
-            found = self._named(self.differences)
-            return f"nothing that they could draw on is above {against}: {found}."
-        return (
-            f"above {self.reference} in mean AP by {self._named(self.open)}, which may "
-            f"be chance{self._level()}; more seeds would tell."
-        )
-
-    def _level(self) -> str:
-        """The family-wise level of all comparisons."""
         count = len(self.differences)
-        if self.is_guess or count == 1:
-            return ""
-        return f" (family-wise level 5 %: Holm, {count} comparisons)"
-
-    def _named(self, names: Iterable[str]) -> str:
-        return ", ".join(f"{name} {self.differences[name]}" for name in names)
-
-    def _control(self) -> str:
-        """A remark if the control is the detector to beat."""
+        level = f" (family-wise level 5 %: Holm, {count} comparisons)"
+        level = "" if self.is_guess or count == 1 else level
+        against = f"{self.reference} in mean AP"
+        named = {name: f"{name} {one}" for name, one in self.differences.items()}
+        if self.answer == "yes":
+            reasons = (f"{named[name]} ({CAUSES[name]})" for name in self.above)
+            why = f"above {against}{level} by {'; '.join(reasons)}."
+        elif self.answer == "no":
+            found = ", ".join(named.values())
+            why = f"nothing that they could draw on is above {against}{level}: {found}."
+        else:
+            found = ", ".join(named[name] for name in self.open)
+            why = (
+                f"above {against} by {found}, which may be chance{level}; more seeds "
+                "would tell."
+            )
+        text = f"{OPENINGS[self.answer]}{guess}: {why}"
         if self.reference == "dense" or self.learning_speed is None:
-            return ""
+            return text
         meaning = (
             ": some of what experts win over dense would be learning speed."
             if is_above(self.learning_speed)
             else ", which is within the noise."
         )
-        return (
-            f" Twice the learning rate alone gives {self.learning_speed} over dense"
-            f"{meaning}"
-        )
+        speed = f"{self.learning_speed} over dense{meaning}"
+        return f"{text} Twice the learning rate alone gives {speed}"
 
 
 def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
@@ -171,7 +160,7 @@ def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
 
     Above: the lower end of the 95 % interval of the paired difference in mean AP is
     above 0, with Holm's correction over all measured rungs (Scand. J. Statist. 1979);
-    for a single seed, the difference is above :data:`GUESS`. The reference is the
+    for a single seed, the difference is above :data:`MIN_GAIN`. The reference is the
     better one of ``dense`` and ``dense_lr2``: under Adam experts may merely learn
     faster, which needs no experts.
 
@@ -181,18 +170,30 @@ def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     Returns:
         The verdict; None without ``dense``, or with controls only.
     """
-    speed = _difference(mean_ap, "dense_lr2", "dense")
+
+    def difference(name: str, base: str, comparisons: int = 1) -> Difference | None:
+        if name not in mean_ap or base not in mean_ap:
+            return None
+        values, base_values = mean_ap[name], mean_ap[base]
+        return paired_difference(values, base_values, comparisons=comparisons)
+
+    speed = difference("dense_lr2", "dense")
     reference = "dense_lr2" if speed is not None and speed.mean > 0.0 else "dense"
-    found = {name: _difference(mean_ap, name, reference) for name in CAUSES}
+    found = {name: difference(name, reference) for name in CAUSES}
     differences = {name: one for name, one in found.items() if one is not None}
     if not differences:
         return None
-    above = _above(mean_ap, reference, tuple(differences))
+    # Holm: intervals are as wide as for all that are not yet found to be above.
+    rest, count = [*differences], 0
+    while len(rest) != count:
+        count = len(rest)
+        rest = [n for n in rest if not is_above(difference(n, reference, count))]
     still_open = tuple(
         name
-        for name, one in differences.items()
-        if name not in above and (one.mean > GUESS or is_above(one))
+        for name in rest
+        if differences[name].mean > MIN_GAIN or is_above(differences[name])
     )
+    above = tuple(name for name in differences if name not in rest)
     return Verdict(
         answer="yes" if above else "undecided" if still_open else "no",
         is_guess=any(one.ci95 is None for one in differences.values()),
@@ -204,33 +205,10 @@ def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     )
 
 
-def _above(
-    mean_ap: Mapping[str, Scores], reference: str, names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The rungs above a reference, by Holm's procedure.
-
-    Intervals are as wide as for all rungs that are not yet found to be above.
-    """
-    rest, count = names, 0
-    while len(rest) != count:
-        count = len(rest)
-        found = {n: _difference(mean_ap, n, reference, count) for n in rest}
-        rest = tuple(name for name, one in found.items() if not is_above(one))
-    return tuple(name for name in names if name not in rest)
-
-
-def _difference(
-    mean_ap: Mapping[str, Scores], name: str, base: str, comparisons: int = 1
-) -> Difference | None:
-    if name not in mean_ap or base not in mean_ap:
-        return None
-    return paired_difference(mean_ap[name], mean_ap[base], comparisons=comparisons)
-
-
 def is_above(difference: Difference | None) -> bool:
     """Return whether a paired difference alone is a gain, without correction."""
     if difference is None:
         return False
     if difference.ci95 is None:
-        return difference.mean > GUESS
+        return difference.mean > MIN_GAIN
     return difference.ci95[0] > 0.0

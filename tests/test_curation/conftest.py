@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from damex.curation.inspection import check_config
+from damex.curation.check import check_config
 
 CLASSES = ("car", "tree", "person")
 SIZE = (96, 64)

@@ -8,9 +8,9 @@ from mmengine.dataset import Compose
 
 from damex.commandline.data import data
 from damex.commandline.run import run_command
-from damex.curation.inspection import check_config
+from damex.curation.check import check_config
 from damex.datasets.coco import NamedCocoDataset
-from damex.datasets.findings import KINDS, MAX_LISTED, Finding, Place, capped
+from damex.datasets.findings import MAX_LISTED, Place, capped
 from damex.datasets.mixture import MixtureDataset
 from damex.errors import DataError
 from tests.test_curation.conftest import CLASSES, SIZE, picture
@@ -35,15 +35,12 @@ def coco(dataset, split="train"):
     )
 
 
-def test_a_clean_file_ends_with_0(dataset, run):
+def test_only_an_error_ends_with_1(dataset, run):
     dataset.write()
     status, out, _ = run("check", *coco(dataset))
     assert status == 0
     assert "0 errors, 0 warnings, 0 infos" in out
     assert "14 images and 42 boxes" in out
-
-
-def test_a_warning_is_no_error(dataset, run):
     dataset.train["annotations"][4]["area"] = 0
     dataset.write()
     status, out, _ = run("check", *coco(dataset))
@@ -56,7 +53,7 @@ def test_an_error_ends_with_1_and_the_report_has_these_fields_alone(
     dataset.image(2).unlink()
     dataset.train["annotations"][4].update(bbox=[500, 2, 10, 10], area=100)
     dataset.write()
-    report = tmp_path / "report.json"
+    report = tmp_path / "reports" / "street.json"  # its folder is made
     status, out, _ = run("check", *coco(dataset), "--json", report)
     assert status == 1
     written = json.loads(report.read_text())
@@ -85,13 +82,6 @@ def test_a_config_is_checked_with_its_options(dataset, run, tmp_path):
         "check", config, "--quick", "--cfg-options", "model.num_queries=3"
     )
     assert "many-boxes" not in out
-
-
-def test_the_folder_of_the_report_is_made(dataset, run, tmp_path):
-    dataset.write()
-    file = tmp_path / "reports" / "street.json"
-    assert run("check", *coco(dataset), "--quick", "--json", file)[0] == 0
-    assert json.loads(file.read_text()) == {"findings": []}
 
 
 @pytest.mark.parametrize("command", ["check", "browse", "labels"])
@@ -148,24 +138,25 @@ def test_a_dataset_class_of_mmdet_is_checked_by_what_it_loads(dataset):
     assert next(f.record for f in findings if f.level == "error") == "image 1"
 
 
-def test_a_dataset_class_that_fails_is_a_finding(dataset):
-    dataset.write()
-    cfg = dataset.config(train=dict(type=PlainDataset, path=None))
-    findings = check_config(cfg, quick=True).findings
-    [failed] = [finding for finding in findings if finding.level == "error"]
-    assert failed.kind == "not-loaded"
-    assert "TypeError" in failed.message
-
-
-def test_a_folder_that_cannot_be_read_is_a_finding_and_the_others_are_checked(dataset):
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (lambda: dict(train=dict(type=PlainDataset, path=None)), "TypeError"),
+        (lambda: dict(root="/lost"), "/lost"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_finding_and_the_rest_is_checked(
+    dataset, entry, message
+):
+    dataset.train["annotations"][4]["area"] = 0
     dataset.write()
     cfg = dataset.config()
-    cfg["mixture"] = [*cfg["mixture"], dict(name="lost", root="/lost")]
-    findings = check_config(cfg, quick=True).findings
-    lost = [f for f in findings if f.level == "error"]
-    assert {f.kind for f in lost} == {"not-loaded"}
-    assert {f.dataset for f in lost} == {"lost"}
+    cfg["mixture"].append(dict(name="lost", **entry()))
     others = check_config(dataset.config(), quick=True).findings
+    findings = check_config(cfg, quick=True).findings
+    lost = [f for f in findings if f.dataset == "lost"]
+    assert {(f.kind, f.level) for f in lost} == {("not-loaded", "error")}
+    assert message in lost[0].message
     assert [f for f in findings if f not in lost] == others
 
 
@@ -280,11 +271,3 @@ def test_capped_counts_each_kind_by_itself():
     kept = capped([*many, place.finding("image-empty", "1", "")])
     assert [f.count for f in kept if f.record is None] == [7]
     assert sum(f.count for f in kept) == MAX_LISTED + 8
-
-
-def test_a_finding_has_the_level_of_its_kind_unless_another_is_given():
-    place = Place("street", "train.json")
-    for kind in KINDS:
-        assert place.finding(kind, None, "").level == KINDS[kind].level
-    assert place.finding("box-outside", None, "", level="info").level == "info"
-    assert isinstance(place.finding("box-tiny", None, ""), Finding)

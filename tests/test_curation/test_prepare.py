@@ -40,29 +40,20 @@ def test_the_configs_datasets_all_have_a_recipe():
     assert sum(len(recipe.classes) for recipe in RECIPES.values()) + 80 == 167
 
 
-def test_an_empty_folder_lacks_everything_and_says_where_it_is_had(run):
+def test_only_what_is_missing_is_listed_with_where_to_get_it(run, tmp_path):
+    (tmp_path / "kitti" / "JPEGImages").mkdir(parents=True)
     status, lines, _ = run()
-    assert status == 1
-    assert lines[-1] == "0 of 11 datasets are ready"
+    assert (status, lines[-1]) == (1, "0 of 11 datasets are ready")
     text = "\n".join(lines)
     for name, recipe in RECIPES.items():
         assert f"{name}: {recipe.size}; licence: {recipe.licence}." in text
         assert recipe.source in text
-    start = next(i for i, line in enumerate(lines) if line.startswith("voc: "))
+    start = next(i for i, line in enumerate(lines) if line.startswith("kitti: "))
     assert lines[start + 2 : start + 5] == [
-        "    VOC2007/ImageSets/Main/trainval.txt",
-        "    VOC2012/ImageSets/Main/trainval.txt",
-        "    VOC2007/ImageSets/Main/test.txt",
+        "    ImageSets/Main/trainval.txt",
+        "    ImageSets/Main/test.txt",
+        "    Annotations",
     ]
-
-
-def test_only_what_is_missing_is_listed(run, tmp_path):
-    (tmp_path / "kitti" / "JPEGImages").mkdir(parents=True)
-    (tmp_path / "kitti" / "ImageSets" / "Main").mkdir(parents=True)
-    (tmp_path / "kitti" / "ImageSets" / "Main" / "trainval.txt").touch()
-    status, lines, _ = run("kitti")
-    assert status == 1
-    assert lines[2:-1] == ["    ImageSets/Main/test.txt", "    Annotations"]
 
 
 def test_coco_is_parted_by_the_images_of_val2017(run, tmp_path):
@@ -115,18 +106,29 @@ def test_classes_of_the_benchmark_are_kept_in_its_order():
     ]
 
 
-def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, tmp_path):
-    root = tmp_path / "kitti"
-    for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
-        (root / folder).mkdir(parents=True)
-    for stem, names in dict(a=["Car", "Van"], b=["Cyclist"], c=["Car"]).items():
-        objects = "".join(OBJECT.format(name=name) for name in names)
-        (root / "Annotations" / f"{stem}.xml").write_text(XML.format(objects=objects))
-        Image.new("RGB", (48, 32), stem.encode()[0]).save(
-            root / "JPEGImages" / f"{stem}.jpg"
-        )
-    (root / "ImageSets/Main/trainval.txt").write_text("a\nb\n")
-    (root / "ImageSets/Main/test.txt").write_text("c\n")
+@pytest.fixture
+def voc(tmp_path):
+    """Write a dataset in VOC layout: the objects of each image, and the lists."""
+
+    def write(name, objects, **lists):
+        root = tmp_path / name
+        for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
+            (root / folder).mkdir(parents=True)
+        for stem, names in objects.items():
+            text = XML.format(objects="".join(OBJECT.format(name=n) for n in names))
+            (root / "Annotations" / f"{stem}.xml").write_text(text)
+            image = Image.new("RGB", (48, 32), stem.encode()[0])
+            image.save(root / "JPEGImages" / f"{stem}.jpg")
+        for split, stems in lists.items():
+            (root / f"ImageSets/Main/{split}.txt").write_text(stems)
+        return root
+
+    return write
+
+
+def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, voc):
+    objects = dict(a=["Car", "Van"], b=["Cyclist"], c=["Car"])
+    root = voc("kitti", objects, trainval="a\nb\n", test="c\n")
     status, lines, said = run("kitti")
     assert status == 0, said
     assert lines[0] == (
@@ -138,21 +140,12 @@ def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, tmp_path):
     assert val["annotations"][0]["category_id"] == 3
 
 
-def test_a_killed_run_leaves_nothing_that_looks_ready(run, tmp_path, monkeypatch):
-    root = tmp_path / "comic"
-    for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
-        (root / folder).mkdir(parents=True)
-    for stem, split in dict(a="train", b="test").items():
-        text = XML.format(objects=OBJECT.format(name="cat"))
-        (root / f"Annotations/{stem}.xml").write_text(text)
-        Image.new("RGB", (48, 32), stem.encode()[0]).save(
-            root / f"JPEGImages/{stem}.png"
-        )
-        (root / f"ImageSets/Main/{split}.txt").write_text(f"{stem}\n")
+def test_a_killed_run_leaves_nothing_that_looks_ready(run, voc, monkeypatch):
+    root = voc("comic", dict(a=["cat"], b=["cat"]), train="a\n", test="b\n")
     write = Path.write_text
 
     def killed(self, text, **options):
-        is_last = root in self.parents and '"JPEGImages/b.png"' in text
+        is_last = root in self.parents and '"JPEGImages/b.jpg"' in text
         write(self, text[: len(text) // 2] if is_last else text, **options)
         if is_last:
             raise KeyboardInterrupt

@@ -9,7 +9,7 @@ from mmengine.runner import BaseLoop
 
 from damex.__main__ import main
 from damex.curation import sources
-from damex.curation.inspection import refusal
+from damex.curation.check import refusal
 from damex.datasets import coco, coco_records
 from damex.engine import runner
 from damex.engine.runner import MixtureRunner

@@ -1,5 +1,7 @@
 """FFNs that add nothing: by hand, in a detector, and afterwards."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import FFN
@@ -21,18 +23,13 @@ def test_a_zeroed_ffn_is_its_identity(scale):
     assert all(torch.equal(v, state[k]) for k, v in ffn.state_dict().items())
 
 
-def test_an_ffn_without_identity_gives_zeros():
-    ffn = FFN(embed_dims=8, feedforward_channels=16, add_identity=False)
-    with zeroed([ffn]):
-        assert not ffn(torch.randn(2, 3, 8)).any()
-
-
-def test_it_works_again_after_an_error():
-    ffn = FFN(embed_dims=8, feedforward_channels=16)
-    with pytest.raises(RuntimeError, match="stopped"), zeroed([ffn]):
-        raise RuntimeError("stopped")
-    tokens = torch.randn(1, 2, 8)
-    assert not torch.equal(ffn.eval()(tokens), tokens)
+def test_an_ffn_without_identity_gives_zeros_and_works_again_after_an_error():
+    ffn = FFN(embed_dims=8, feedforward_channels=16, add_identity=False).eval()
+    tokens = torch.randn(2, 3, 8)
+    with suppress(RuntimeError), zeroed([ffn]):
+        assert not ffn(tokens).any()
+        raise RuntimeError
+    assert ffn(tokens).any()
 
 
 def test_sites_are_layers_and_whole_components(build, make_batch, run_predict):
@@ -63,12 +60,9 @@ def test_every_detector_has_sites(build_mmdet, detector_name):
     assert {"encoder.0", "encoder.1", "encoder", "decoder.1", "decoder"} < {*sites}
 
 
-def test_experts_cannot_be_zeroed(build):
+def test_experts_and_other_models_cannot_be_zeroed(build):
     with pytest.raises(ConfigError, match="layer 0 of the decoder has a MoEFFN"):
         ffn_sites(build())
-
-
-def test_a_detector_without_transformer_has_none():
     with pytest.raises(ConfigError, match="Linear has no layers in an encoder"):
         ffn_sites(torch.nn.Linear(1, 1))
 

@@ -113,23 +113,18 @@ def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
             "dense_lr2": [summary(a=0.25), summary(a=0.375)],
             "wide_decoder": [summary(a=0.25), summary(a=0.375)],
             "mine": [summary(a=score) for score in scores],
+            "failed": [None, None],
         },
         datasets=["a"],
         seeds=[0, 1],
-        experts=["mine"],
+        experts=["mine", "failed"],
     )
+    assert list(found["experts"]) == ["mine"]
     one = json.loads(json.dumps(found["experts"]["mine"]))
     # Seed by seed: 0.5 - 0.25 and the other one - 0.375.
     assert one["minus_best_dense"]["mean"] == (0.25 + scores[1] - 0.375) / 2
     assert one["helps"] is helps
     assert found["verdict"]["answer"] == "no"  # the experts are no part of the verdict
-
-
-def test_experts_without_a_finished_seed_are_left_out():
-    runs = {name: [summary(a=0.25)] for name in ("dense", "wide_decoder")}
-    runs["mine"] = [None]
-    found = report(runs, datasets=["a"], seeds=[0], experts=["mine"])
-    assert found["experts"] == {}
 
 
 def test_every_seed_is_a_dot_beside_its_name():

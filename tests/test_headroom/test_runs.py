@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,24 +15,20 @@ from damex.errors import ConfigError
 from damex.headroom.runs import Run, run_all, training, write_config
 
 
-def test_a_run_without_its_evaluation_has_not_finished(tmp_path):
+def test_a_run_without_its_evaluation_or_with_a_truncated_summary_has_not_finished(
+    tmp_path,
+):
     summary = dict(datasets={}, command="train.py config.py --cfg-options a=1")
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     scored = Run("config.py", tmp_path, ("a=1",), is_scored=True)
     assert scored.summary() is None
     assert Run("config.py", tmp_path, ("a=1",)).summary() == summary
-
-
-def test_a_summary_that_is_cut_off_is_none(tmp_path):
     (tmp_path / "summary.json").write_text('{"command": "damex tr')
     assert Run("config.py", tmp_path).summary() is None
-
-
-@pytest.mark.parametrize("content", [[], dict(datasets={}), dict(command="damex")])
-def test_a_file_that_is_no_summary_is_one_line(tmp_path, content):
-    (tmp_path / "summary.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"summary\.json is not a summary of a run"):
-        Run("config.py", tmp_path).summary()
+    for content in ([], dict(datasets={}), dict(command="damex")):
+        (tmp_path / "summary.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"summary\.json is not a summary"):
+            Run("config.py", tmp_path).summary()
 
 
 @pytest.mark.parametrize(
@@ -51,33 +46,26 @@ def test_a_run_of_other_inputs_is_refused(tmp_path, program):
         other.summary()
 
 
-def test_the_config_of_some_runs_is_written_once_and_reads_the_same(tmp_path, config):
-    cfg = read_config(str(config))
-    path = write_config(cfg, tmp_path / "dense")
-    assert path == tmp_path / "dense" / "config.py"
-    assert read_config(str(path)).to_dict() == cfg.to_dict()
-    before = path.stat().st_mtime_ns
-    write_config(cfg, tmp_path / "dense")
-    assert path.stat().st_mtime_ns == before
-
-
 @pytest.mark.parametrize("run", ["seed0", "timed0"])
-def test_runs_of_another_config_are_not_mixed_in(tmp_path, config, run):
+def test_a_config_is_written_once_and_not_mixed_with_another(tmp_path, config, run):
     folder = tmp_path / "dense"
     cfg = read_config(str(config))
+    path = write_config(cfg, folder)
+    assert path == folder / "config.py"
+    assert read_config(str(path)).to_dict() == cfg.to_dict()
+    before = path.stat().st_mtime_ns
     write_config(cfg, folder)
+    assert path.stat().st_mtime_ns == before
     cfg.train_cfg.max_epochs = 5
     write_config(cfg, folder)  # nothing has run yet
-    assert read_config(str(folder / "config.py")).train_cfg.max_epochs == 5
+    assert read_config(str(path)).train_cfg.max_epochs == 5
     (folder / run).mkdir()
     cfg.train_cfg.max_epochs = 6
     with pytest.raises(ConfigError, match="differs in train_cfg; name another"):
         write_config(cfg, folder)
-    (folder / "config.py").unlink()
+    path.unlink()
     with pytest.raises(ConfigError, match=r"has runs, and no config\.py"):
         write_config(cfg, folder)
-    shutil.rmtree(folder)
-    write_config(cfg, folder)
 
 
 @pytest.fixture
@@ -90,22 +78,19 @@ def started(monkeypatch):
     return found
 
 
-def test_a_training_is_of_the_config_beside_it_and_goes_on(tmp_path, started):
+def test_a_training_resumes_and_a_timed_run_does_not(tmp_path, started):
     run = training(tmp_path / "config.py", seed=4)
     run.start(threads=1)
     (run.folder / "last_checkpoint").touch()
     run.start(threads=1)
-    first, second = started
     config, folder = str(tmp_path / "config.py"), str(tmp_path / "seed4")
     options = ["--work-dir", folder, "--cfg-options", "randomness.seed=4"]
-    assert first == ["train", config, *options]
-    assert second == ["train", config, "--resume", *options]
-
-
-def test_what_is_timed_starts_anew(tmp_path, started):
-    (tmp_path / "last_checkpoint").touch()
-    Run("config.py", tmp_path).start(threads=1)
-    assert started == [["train", "config.py", "--work-dir", str(tmp_path)]]
+    Run("config.py", run.folder).start(threads=1)
+    assert started == [
+        ["train", config, *options],
+        ["train", config, "--resume", *options],
+        ["train", "config.py", "--work-dir", folder],
+    ]
 
 
 @dataclass(frozen=True)
@@ -128,9 +113,11 @@ def is_alive(pid):
 
 
 def test_ends_come_in_their_order_with_their_status():
-    slow, fast = Sleeper(3.0), Sleeper(0.0)
+    slow, fast = Sleeper(1.5), Sleeper(0.0)
     assert list(run_all([slow, fast], jobs=2, threads=7)) == [(fast, 7), (slow, 7)]
+    before = signal.getsignal(signal.SIGTERM)
     assert list(run_all([slow, fast], jobs=1, threads=7)) == [(slow, 7), (fast, 7)]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow
@@ -160,9 +147,3 @@ def test_no_training_outlives_the_command(number):
     command.send_signal(number)
     assert command.wait(timeout=20) != 0
     assert not any(is_alive(child) for child in children)
-
-
-def test_the_callers_handler_of_sigterm_is_back_afterwards():
-    before = signal.getsignal(signal.SIGTERM)
-    list(run_all([Sleeper(0.0)], jobs=1, threads=1))
-    assert signal.getsignal(signal.SIGTERM) is before

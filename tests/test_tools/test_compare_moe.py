@@ -23,23 +23,14 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
     tmp_path, config, run_python
 ):
     common = ("--work-dir", str(tmp_path / "compared"), "--seeds", "0")
-    first = run_python(
-        "tools/analysis/compare_moe.py",
-        config,
-        "--moe",
-        "damex",
-        *common,
-        "--timed-rounds",
-        "0",
-    )
+    tool = ("tools/analysis/compare_moe.py", config, *common)
+    first = run_python(*tool, "--moe", "damex", "--timed-rounds", "0")
     assert first.returncode == 0, first.stderr + first.stdout
     kept = tmp_path / "compared" / "damex" / "seed0" / "summary.json"
     before = kept.stat().st_mtime_ns
 
     more = ("--moe", "dense", "damex", "--timed-rounds", "1", "--timed-samples", "2")
-    second = run_python(
-        "tools/analysis/compare_moe.py", config, *common, *more, "--jobs", "2"
-    )
+    second = run_python(*tool, *more, "--jobs", "2")
     assert second.returncode == 0, second.stderr + second.stdout
     assert "2 runs, 1 finished before; 2 at a time" in second.stdout
     assert kept.stat().st_mtime_ns == before
@@ -55,18 +46,6 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
     assert 0 <= damex["routing_accuracy"][0] <= 1
     assert dense["seconds_per_iteration"] > 0
     assert dense["peak_memory_mib"] > 100
-
-    other = run_python(
-        "tools/analysis/compare_moe.py",
-        config,
-        "--moe",
-        "damex",
-        *common,
-        "--cfg-options",
-        "train_cfg.max_epochs=2",
-    )
-    assert other.returncode == 2
-    assert "runs of a config that differs in train_cfg;" in other.stderr
 
 
 @pytest.mark.slow
@@ -95,7 +74,7 @@ def test_a_failed_training_is_named_and_missing_in_the_table(
         (["--moe", "damx"], "no config file 'damx'.*did you mean 'damex'"),
         (["--moe", "damex", "configs/_base_/moe/damex.py"], "names 'damex' twice"),
         (["--seeds", "1", "1"], r"--seeds must be different numbers"),
-        (["--cfg-options", "moe=damex"], "moe=damex: name what is compared with --moe"),
+        (["--cfg-options", "moe=damex"], "moe=damex: name the mixtures with --moe"),
         (["--jobs", "0"], '"0" for --jobs'),
         (["--timed-rounds", "-1"], '"-1" for --timed-rounds'),
     ],
@@ -218,18 +197,12 @@ def test_what_was_trained_before_a_run_was_resumed_took_no_time():
     markdown_table(with_differences([dense, row]))
 
 
-def test_one_seed_has_no_spread():
+def test_missing_seeds_are_left_out():
     assert comparison_row("damex", [scored(0.5)])["ap50"] == (0.5, None)
-
-
-def test_a_mixture_without_a_finished_run_has_no_numbers():
     row = comparison_row("damex", [])
     assert row["seeds"] == 0
     assert row["ap50"] is None
     assert markdown_table(with_differences([row])).splitlines()[2].count("| -") == 9
-
-
-def test_a_seed_that_failed_is_in_no_pair():
     dense = comparison_row("dense", [scored(0.25), None, scored(0.5)])
     damex = comparison_row("damex", [None, scored(0.9), scored(0.625)])
     assert dense["seeds"] == 2

@@ -7,7 +7,7 @@ from mmengine.optim import build_optim_wrapper
 from damex.engine.config import resolve_config
 from damex.engine.config_files import CONFIGS, merge_options, moe_of_file, read_config
 from damex.errors import ConfigError
-from damex.headroom.rungs import experts_of, read_joint, rungs_of
+from damex.headroom.baselines import baselines_of, experts_of, read_joint
 from damex.models.insertion import moe_blocks
 
 
@@ -24,7 +24,7 @@ def joint(config):
 
 
 def configs(joint, *names):
-    return {rung.name: rung.config for rung in rungs_of(joint, names)}
+    return {rung.name: rung.config for rung in baselines_of(joint, names)}
 
 
 def build(cfg):
@@ -63,7 +63,7 @@ def test_rungs_do_not_change_each_other_or_the_config(config):
     cfg = read_config(str(config))
     before = cfg.to_dict()
     joint = read_joint(cfg)
-    rungs_of(joint, ["dense_lr2", "wide_decoder", "single"])
+    baselines_of(joint, ["dense_lr2", "wide_decoder", "single"])
     assert cfg.to_dict() == before
     dense = configs(joint, "dense")["dense"]
     assert dense.optim_wrapper == cfg.optim_wrapper
@@ -88,7 +88,7 @@ def test_single_runs_read_what_the_joint_run_reads_of_each_dataset(joint):
         }
     )
     assert weighted.shares == dict(street=0.75, park=0.25)
-    dense, *singles = rungs_of(weighted, ["dense", "single"])
+    dense, *singles = baselines_of(weighted, ["dense", "single"])
     whole = drawn(dense.config, epochs=4)
     assert dense.images == sum(whole.values()) == 40
     assert [rung.name for rung in singles] == ["single_street", "single_park"]
@@ -98,39 +98,25 @@ def test_single_runs_read_what_the_joint_run_reads_of_each_dataset(joint):
         assert abs(own[name] - whole[name]) <= 4 * 0.5  # half a sample per epoch
 
 
-def test_without_weights_shares_are_numbers_of_images(joint):
-    found = joint()
+def test_single_runs_know_their_own_classes_alone(config, joint):
+    """Also those of a written config, which holds its label space."""
+    found = joint(**{"model.ignore_unannotated_classes": True})
     assert found.shares == pytest.approx(dict(street=5 / 8, park=3 / 8))
-    images = {rung.name: rung.images for rung in rungs_of(found, ["dense", "single"])}
-    assert images == dict(dense=8, single_street=5, single_park=3)
-
-
-def test_single_runs_know_their_own_classes_alone(joint):
-    singles = configs(joint(), "single")
-    classes = {"single_street": ["car", "person", "bus"]}
-    classes["single_park"] = ["person", "dog", "car"]
-    for name, cfg in singles.items():
-        resolved = resolve_config(cfg)
+    dense, *singles = baselines_of(found, ["dense", "single"])
+    assert (dense.images, *(rung.images for rung in singles)) == (8, 5, 3)
+    assert dense.config.model.ignore_unannotated_classes
+    classes = [["car", "person", "bus"], ["person", "dog", "car"]]
+    written = read_joint(resolve_config(read_config(str(config))))
+    again = baselines_of(written, ["single"])
+    for rung, other, names in zip(singles, again, classes, strict=True):
+        assert "ignore_unannotated_classes" not in rung.config.model
+        resolved = resolve_config(rung.config)
         for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
             data = DATASETS.build(resolved[loader]["dataset"])
-            assert list(data.metainfo["classes"]) == classes[name]
-        assert build(cfg).bbox_head.num_classes == 3
-
-
-def test_one_dataset_needs_no_options_about_several(joint):
-    found = joint(**{"model.ignore_unannotated_classes": True})
-    singles = configs(found, "single").values()
-    assert not any("ignore_unannotated_classes" in cfg.model for cfg in singles)
-    assert configs(found, "dense")["dense"].model.ignore_unannotated_classes
-
-
-def test_a_written_config_with_its_label_space_gives_the_same_singles(config, joint):
-    plain = configs(joint(), "single")
-    written = resolve_config(read_config(str(config)))
-    assert written.model.bbox_head.num_classes == 4
-    for name, cfg in configs(read_joint(written), "single").items():
-        assert build(cfg).bbox_head.num_classes == 3
-        assert drawn(cfg) == drawn(plain[name])
+            assert list(data.metainfo["classes"]) == names
+        assert build(rung.config).bbox_head.num_classes == 3
+        assert build(other.config).bbox_head.num_classes == 3
+        assert drawn(other.config) == drawn(rung.config)
 
 
 def test_training_by_iterations_is_shortened_with_its_schedule(joint):
@@ -142,7 +128,7 @@ def test_training_by_iterations_is_shortened_with_its_schedule(joint):
         }
     )
     found.config.train_cfg.pop("max_epochs", None)
-    dense, street, park = rungs_of(found, ["dense", "single"])
+    dense, street, park = baselines_of(found, ["dense", "single"])
     assert (dense.images, street.images, park.images) == (1600, 1000, 600)
     assert street.config.train_cfg.max_iters == 500
     assert street.config.train_cfg.val_interval == 250
@@ -194,39 +180,54 @@ def test_what_cannot_be_measured_is_refused_before_it_starts(config, change, mes
     ("name", "change", "message"),
     [
         ("wide_decoder", {"model.decoder.layer_cfg": None}, "it is None in the config"),
-        ("wide_encoder", {"model.encoder": None}, "wide_encoder widens model.encoder"),
-        ("dense_lr2", {"optim_wrapper.optimizer.lr": None}, "doubles optim_wrapper"),
+        ("wide_encoder", {"model.encoder": None}, "multiplies model.encoder"),
+        ("dense_lr2", {"optim_wrapper.optimizer.lr": None}, "multiplies optim_wrapper"),
     ],
 )
 def test_a_rung_says_what_it_would_have_changed(joint, name, change, message):
     found = joint(**change)
     with pytest.raises(ConfigError, match=f"{message}.*--rungs"):
-        rungs_of(found, [name])
+        baselines_of(found, [name])
 
 
 def test_one_dataset_has_no_single(joint, two_datasets):
     found = joint(mixture=two_datasets[:1])
     with pytest.raises(ConfigError, match="the mixture has one dataset, 'street'"):
-        rungs_of(found, ["single"])
+        baselines_of(found, ["single"])
 
 
 def test_the_oracle_is_a_training_of_the_recipe(joint):
-    (rung,) = rungs_of(joint(), ["oracle"])
+    (rung,) = baselines_of(joint(), ["oracle"])
     (recipe,) = experts_of(joint(), ["damex_best"])
     assert (rung.name, rung.config.to_dict()) == (recipe.name, recipe.config.to_dict())
     assert rung.config.moe == moe_of_file("damex_best")
     assert rung.images == 8
 
 
-def test_experts_are_trained_on_what_the_dense_detector_reads(joint, tmp_path):
-    own = tmp_path / "mine.py"
-    own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
-    one, two = experts_of(joint(), ["vanilla", str(own)])
-    assert (one.name, two.name) == ("vanilla", "mine")
-    (dense,) = rungs_of(joint(), ["dense"])
-    assert one.images == two.images == dense.images
-    (block,) = moe_blocks(build(two.config))
-    assert (block.name, block.moe.num_experts) == ("decoder.1", 3)
+def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
+    """All are trained on what the dense detector reads."""
+    own, parts = tmp_path / "mine.py", tmp_path / "parts.py"
+    own.write_text("moe = None\nmodel = dict(dataset_conditioning=dict(film=True))")
+    parts.write_text(
+        "moe = dict(layers=dict(decoder=[1]), num_experts=3)\n"
+        "arms = dict(\n"
+        "    five=dict(moe=dict(num_experts=5)),\n"
+        "    dense_faster=dict(moe=None, optim_wrapper=dict(optimizer=dict(lr=0.5))),\n"
+        ")\n"
+    )
+    plain = joint()
+    (dense,) = baselines_of(plain, ["dense"])
+    found = experts_of(plain, ["vanilla", str(own), str(parts)])
+    assert {rung.images for rung in found} == {dense.images}
+    named = {rung.name: rung.config for rung in found}
+    assert list(named) == ["vanilla", "mine", "five", "dense_faster"]
+    assert build(named["mine"]).awareness.conditioning is not None
+    assert named["mine"].model.num_queries == plain.config.model.num_queries
+    (block,) = moe_blocks(build(named["five"]))
+    assert (block.name, block.moe.num_experts) == ("decoder.1", 5)
+    assert list(moe_blocks(build(named["dense_faster"]))) == []
+    assert named["dense_faster"].optim_wrapper.optimizer.lr == 0.5
+    assert named["five"].optim_wrapper == plain.config.optim_wrapper
 
 
 def test_experts_may_not_take_the_folder_of_a_rung(joint, tmp_path):
@@ -234,32 +235,6 @@ def test_experts_may_not_take_the_folder_of_a_rung(joint, tmp_path):
     own.write_text("moe = dict(layers=dict(decoder=[1]))")
     with pytest.raises(ConfigError, match="another rung has the name 'wide_decoder'"):
         experts_of(joint(), [str(own)])
-
-
-def test_a_file_may_change_more_than_the_experts(joint, tmp_path):
-    own = tmp_path / "told.py"
-    own.write_text("moe = None\nmodel = dict(dataset_conditioning=dict(film=True))")
-    (rung,) = experts_of(joint(), [str(own)])
-    assert build(rung.config).awareness.conditioning is not None
-    assert rung.config.model.num_queries == joint().config.model.num_queries
-
-
-def test_a_file_with_arms_makes_a_rung_of_each(joint, tmp_path):
-    own = tmp_path / "parts.py"
-    own.write_text(
-        "moe = dict(layers=dict(decoder=[1]), num_experts=3)\n"
-        "arms = dict(\n"
-        "    five=dict(moe=dict(num_experts=5)),\n"
-        "    dense_faster=dict(moe=None, optim_wrapper=dict(optimizer=dict(lr=0.5))),\n"
-        ")\n"
-    )
-    five, faster = experts_of(joint(), [str(own)])
-    assert (five.name, faster.name) == ("five", "dense_faster")
-    (block,) = moe_blocks(build(five.config))
-    assert (block.name, block.moe.num_experts) == ("decoder.1", 5)
-    assert list(moe_blocks(build(faster.config))) == []
-    assert faster.config.optim_wrapper.optimizer.lr == 0.5
-    assert five.config.optim_wrapper == joint().config.optim_wrapper
 
 
 def test_every_intervention_of_the_worlds_can_be_built(joint):

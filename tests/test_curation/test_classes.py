@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from damex.curation.near_names import near_pairs, why_near
+from damex.curation.classes import near_pairs, why_near
 
 
 @pytest.mark.parametrize(

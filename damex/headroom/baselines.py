@@ -25,15 +25,14 @@ from damex.engine.schedule import set_length
 from damex.errors import ConfigError
 
 RECIPE = "damex_best"
-WIDER = 4
-FASTER = 2.0
 
+Change = Callable[[Config], None]
 # Scheduler fields that count iterations if `by_epoch` is False.
 SPANS = ("begin", "end", "T_max", "step_size", "total_steps", "milestones", "periods")
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointTraining:
     """The data of the joint training.
 
     Attributes:
@@ -48,7 +47,7 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Baseline:
     """One kind of training; `name` is its folder, `images` the number read by a run."""
 
     name: str
@@ -56,7 +55,7 @@ class Rung:
     images: int
 
 
-def read_joint(cfg: Config) -> Joint:
+def read_joint(cfg: Config) -> JointTraining:
     """Check a config, make a dense copy, and read the dataset shares of its sampler.
 
     Raises:
@@ -72,16 +71,16 @@ def read_joint(cfg: Config) -> Joint:
     sampler = _sampler(dense)
     names = [spec.name for spec in sampler.dataset.specs]
     shares = dict(zip(names, map(float, sampler.shares), strict=True))
-    return Joint(dense, sampler.total, shares)
+    return JointTraining(dense, sampler.total, shares)
 
 
-def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
+def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Baseline]:
     """Return the trainings behind rung names.
 
     Args:
         joint: The joint training.
-        names: Keys of :data:`TRAINED`, ``single`` (one per dataset) or ``oracle`` (the
-            recipe, evaluated with oracle routing).
+        names: Keys of :data:`BASELINES`, ``single`` (one per dataset) or ``oracle``
+            (the recipe, evaluated with oracle routing).
 
     Raises:
         ConfigError: If the config cannot be changed as a rung needs.
@@ -93,11 +92,11 @@ def rungs_of(joint: Joint, names: Sequence[str]) -> list[Rung]:
         elif name == "oracle":
             rungs += experts_of(joint, [RECIPE])
         else:
-            rungs.append(_changed(joint, name, TRAINED[name]))
+            rungs.append(_changed(joint, name, BASELINES[name]))
     return rungs
 
 
-def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
+def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Baseline]:
     """Return the trainings with experts that are scored against the ladder's verdict.
 
     Args:
@@ -110,35 +109,27 @@ def experts_of(joint: Joint, files: Sequence[str]) -> list[Rung]:
     Raises:
         ConfigError: If a file is missing, or takes the name of another rung.
     """
-    rungs: list[Rung] = []
+    found: dict[str, Baseline] = {}
     for file in files:
-        for name, part in _arms(file).items():
-            if name in {*TRAINED, "oracle", *(rung.name for rung in rungs)}:
+        base = read_part(file, MOE)
+        arms = base.pop("arms", None) or {Path(base.filename).stem: {}}
+        for name, arm in arms.items():
+            if name in {*BASELINES, "oracle", *found}:
                 raise ConfigError(
                     f"--experts names {file!r}, but another rung has the name {name!r} "
                     "and its folder; leave it out, or rename it."
                 )
-            rungs.append(_changed(joint, name, partial(_mix, part=part)))
-    return rungs
+            part = copy.deepcopy(base)
+            part.merge_from_dict(arm)
+            found[name] = _changed(joint, name, partial(_mix, part=part))
+    return list(found.values())
 
 
-def _arms(file: str) -> dict[str, Config]:
-    """Settings by rung name."""
-    base = read_part(file, MOE)
-    arms = base.pop("arms", None)
-    if arms is None:
-        return {Path(base.filename).stem: base}
-    found = {name: copy.deepcopy(base) for name in arms}
-    for name, arm in arms.items():
-        found[name].merge_from_dict(arm)
-    return found
-
-
-def _changed(joint: Joint, name: str, change: Callable[[Config], None] | None) -> Rung:
+def _changed(joint: JointTraining, name: str, change: Change | None) -> Baseline:
     cfg = copy.deepcopy(joint.config)
     if change is not None:
         change(cfg)
-    return Rung(name, cfg, _images(cfg, joint.samples_per_epoch))
+    return Baseline(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
 def single_name(dataset: str) -> str:
@@ -146,31 +137,19 @@ def single_name(dataset: str) -> str:
     return f"single_{dataset}"
 
 
-def _learn_faster(cfg: Config) -> None:
-    """Double the learning rate; parameter groups keep their factors."""
-    optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer") or {}
-    if not isinstance(optimizer.get("lr"), (int, float)):
+def _multiply(cfg: Config, *, path: str, factor: float) -> None:
+    """Multiply a number of a config."""
+    *parents, key = path.split(".")
+    inner: Any = cfg
+    for parent in parents:
+        inner = inner.get(parent) or {}
+    value = inner.get(key)
+    if not isinstance(value, (int, float)):
         raise ConfigError(
-            "the rung dense_lr2 doubles optim_wrapper.optimizer.lr, and the config has "
-            "no such number; set it, or leave the rung out with --rungs."
+            f"a rung multiplies {path} by {factor:g}, and it is {value!r} in the "
+            "config; set a number, or leave the rung out with --rungs."
         )
-    optimizer["lr"] *= FASTER
-
-
-def _widen(cfg: Config, *, component: str) -> None:
-    """Widen the FFNs in all layers of the encoder or decoder by a factor of four."""
-    path = (component, "layer_cfg", "ffn_cfg")
-    inner: Any = cfg["model"]
-    for key in path:
-        inner = inner.get(key) if isinstance(inner, Mapping) else None
-    width = inner.get("feedforward_channels") if isinstance(inner, dict) else None
-    if not isinstance(width, int):
-        raise ConfigError(
-            f"the rung wide_{component} widens model.{'.'.join(path)}."
-            f"feedforward_channels, and it is {width!r} in the config; set a number, "
-            "or leave the rung out with --rungs."
-        )
-    inner["feedforward_channels"] = width * WIDER
+    inner[key] = value * factor
 
 
 def _mix(cfg: Config, *, part: Config) -> None:
@@ -180,15 +159,16 @@ def _mix(cfg: Config, *, part: Config) -> None:
     cfg.merge_from_dict(settings)
 
 
-TRAINED: dict[str, Callable[[Config], None] | None] = {
+FFN_WIDTH = "model.{}.layer_cfg.ffn_cfg.feedforward_channels"
+BASELINES: dict[str, Change | None] = {
     "dense": None,
-    "dense_lr2": _learn_faster,
-    "wide_decoder": partial(_widen, component="decoder"),
-    "wide_encoder": partial(_widen, component="encoder"),
+    "dense_lr2": partial(_multiply, path="optim_wrapper.optimizer.lr", factor=2.0),
+    "wide_decoder": partial(_multiply, path=FFN_WIDTH.format("decoder"), factor=4),
+    "wide_encoder": partial(_multiply, path=FFN_WIDTH.format("encoder"), factor=4),
 }
 
 
-def _singles(joint: Joint) -> list[Rung]:
+def _singles(joint: JointTraining) -> list[Baseline]:
     """Dense detectors of single datasets, with the images they have in the mixture."""
     if len(joint.shares) < 2:
         raise ConfigError(
@@ -206,7 +186,7 @@ def _singles(joint: Joint) -> list[Rung]:
             for key in {"max_iters", "val_interval", "val_begin"} & {*train}:
                 train[key] = _scaled(train[key], share)
         cfg["param_scheduler"] = _scaled_spans(cfg.get("param_scheduler"), share)
-        rungs.append(Rung(single_name(dataset), cfg, _images(cfg, samples)))
+        rungs.append(Baseline(single_name(dataset), cfg, _images(cfg, samples)))
     return rungs
 
 
@@ -269,25 +249,26 @@ def _check(cfg: Config) -> None:
     for key in ("train_dataloader", "val_dataloader", "train_cfg", "val_evaluator"):
         if not cfg.get(key):
             raise ConfigError(f"the config sets no {key}, so that nothing is measured.")
-    train = cfg["train_cfg"]
-    if "max_epochs" not in train and "max_iters" not in train:
-        raise ConfigError("train_cfg sets neither max_epochs nor max_iters.")
+    train, sampler = cfg["train_cfg"], cfg["train_dataloader"].get("sampler") or {}
     evaluators = cfg["val_evaluator"]
     evaluators = [evaluators] if isinstance(evaluators, Mapping) else evaluators
-    if all(one.get("type") != "MixtureMetric" for one in evaluators):
-        raise ConfigError(
-            "val_evaluator has no dict(type='MixtureMetric'), which scores datasets."
-        )
-    if (cfg["train_dataloader"].get("sampler") or {}).get("type") != "MixtureSampler":
-        raise ConfigError(
+    fault = None
+    if "max_epochs" not in train and "max_iters" not in train:
+        fault = "train_cfg sets neither max_epochs nor max_iters."
+    elif all(one.get("type") != "MixtureMetric" for one in evaluators):
+        fault = "val_evaluator has no dict(type='MixtureMetric'): it scores datasets."
+    elif sampler.get("type") != "MixtureSampler":
+        fault = (
             "train_dataloader.sampler must be dict(type='MixtureSampler'), which knows "
             "the share of each dataset."
         )
-    if "experts" in (cfg.get("optim_wrapper") or {}):
-        raise ConfigError(
+    elif "experts" in (cfg.get("optim_wrapper") or {}):
+        fault = (
             "optim_wrapper.experts is for detectors with experts, and these are dense; "
             "leave it and optim_wrapper.constructor out."
         )
+    if fault is not None:
+        raise ConfigError(fault)
 
 
 def _sampler(cfg: Config) -> MixtureSampler:
