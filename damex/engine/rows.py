@@ -18,7 +18,7 @@ from torch import Tensor
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN, MoEPatchConv
-from damex.models.told_dataset import selects_by_first_class
+from damex.models.queries import selects_by_first_class
 
 CLASSIFIERS = ("fc_cls", "cls_branches", "aux_cls_branches")
 LABELS = "dn_query_generator.label_embedding."

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
+from damex.models.dataset_classifier import classifies_datasets
 from damex.models.detectors import RoutedDetector, mmdet_class
 from damex.models.insertion import moe_blocks
-from damex.models.told_dataset import can_tell_datasets
 from damex.models.upcycling import DENSE_EXPERT
 from damex.moe import AffineExperts, FFNExperts, LowRankExperts, TopKGate
 
@@ -290,7 +290,7 @@ def voted_detector(
         "no experts, or none that were trained to predict the dataset": not moe_blocks(
             detector
         )
-        or not can_tell_datasets(detector),
+        or not classifies_datasets(detector),
     }
     reason = "so that ONNX can express it with --dataset NAME alone, if at all"
     refuse(detector, path, faults, reason)

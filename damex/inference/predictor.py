@@ -20,7 +20,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.errors import DataError, check_number, check_sizes
 from damex.inference.media import fault_of, frames_of, is_video
 from damex.inference.stored import StoredDetector
-from damex.models.told_dataset import can_tell_datasets, told_dataset
+from damex.models.dataset_classifier import classifies_datasets, given_dataset
 
 Picture = str | Path | np.ndarray
 
@@ -185,7 +185,7 @@ class Predictor:
             name: tuple(space.classes[label] for label in space.valid_labels(number))
             for number, name in enumerate(space.dataset_names)
         }
-        self.can_tell = can_tell_datasets(self._detector)
+        self.can_tell = classifies_datasets(self._detector)
         self.auto_note = None
         if not self.can_tell and len(self.datasets) > 1:
             self.auto_note = (
@@ -265,7 +265,7 @@ class Predictor:
         for _, alike in groupby(packed, lambda one: one["inputs"].shape):
             while batch := list(islice(alike, batch_size)):
                 with (
-                    told_dataset(self._detector, choice.labels)
+                    given_dataset(self._detector, choice.labels)
                     if choice.dataset is not None and choice.labels is not None
                     else nullcontext()
                 ):

@@ -21,9 +21,9 @@ from damex.inference.dense_experts import dense_ffn, pad_hidden, refuse
 from damex.inference.stored import StoredDetector, write_checkpoint
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import mmdet_class
+from damex.models.queries import selects_by_first_class
 from damex.models.sites import COMPONENTS
 from damex.models.timm_backbone import TimmBackbone
-from damex.models.told_dataset import selects_by_first_class
 
 OF_DAMEX = ("moe", "num_groups", "label_coverage", *DATASET_OPTIONS)
 TIMM_KEYS = "backbone.net."  # of TimmBackbone in a state dict

@@ -1,4 +1,4 @@
-"""DatasetAwareness: how a detector uses the dataset that an image is (probably) from.
+"""How a detector uses the dataset that an image is (probably) from.
 
 Axes: B images, N tokens or queries, D channels, C classes, S datasets, G dataset
 groups.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,16 +25,18 @@ from damex.models.config import (
     one_of,
     read_config,
 )
-from damex.models.dataset_head import DatasetConditioning, DatasetHead, dataset_loss
-from damex.models.insertion import moe_blocks
-from damex.models.label_prior import (
-    LabelCoverage,
+from damex.models.dataset_classifier import (
+    DatasetConditioning,
+    DatasetHead,
+    annotated_classes,
     class_log_prior,
-    ignore_classes,
+    class_scores,
+    dataset_loss,
+    ignore_unannotated,
     router_posterior,
-    unannotated_classes,
 )
-from damex.models.queries import dataset_ids_of
+from damex.models.insertion import moe_blocks
+from damex.models.queries import ids_of
 from damex.moe import RoutingRecord
 
 
@@ -98,15 +100,6 @@ class DatasetAwarenessConfig:
         return self.dataset_head or DatasetHeadConfig()
 
 
-@dataclass
-class _Step:
-    """State of one forward pass; None for adjustments that are not made."""
-
-    unannotated_BC: Tensor | None = None
-    group_logits_BG: Tensor | None = None
-    log_prior_BC: Tensor | None = None
-
-
 class DatasetAwareness(nn.Module):
     """Uses the dataset of an image, with or without experts.
 
@@ -123,25 +116,30 @@ class DatasetAwareness(nn.Module):
     def __init__(
         self,
         config: DatasetAwarenessConfig,
-        coverage: LabelCoverage,
+        coverage: Mapping[str, Any],
         *,
         num_classes: int,
         embed_dims: int,
     ) -> None:
         super().__init__()
         self.config = config
-        sizes = (embed_dims, coverage.num_groups)
-        for name, annotated in (
-            ("annotated_SC", coverage.by_dataset(num_classes)),
-            ("annotated_GC", coverage.by_group(num_classes)),
-        ):  # derived from the config, so not in checkpoints
-            self.register_buffer(name, annotated, persistent=False)
+        masks = annotated_classes(**coverage, num_classes=num_classes)
+        for name, mask in zip(("annotated_SC", "annotated_GC"), masks, strict=True):
+            # Derived from the config, so not in checkpoints.
+            self.register_buffer(name, mask, persistent=False)
+        sizes = (embed_dims, len(self.annotated_GC))
         self.head = None if config.head is None else DatasetHead(*sizes)
         self.conditioning: DatasetConditioning | None = None
         if config.dataset_conditioning is not None:
             film = config.dataset_conditioning.film
             self.conditioning = DatasetConditioning(*sizes, film=film)
-        self._step = _Step()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget the step; None for adjustments that are not made."""
+        self._dataset_ids_B: Tensor | None = None
+        self._group_logits_BG: Tensor | None = None
+        self._log_prior_BC: Tensor | None = None
 
     @contextmanager
     def step(self, head: Any, samples: Sequence[Any] | None) -> Iterator[None]:
@@ -151,28 +149,20 @@ class DatasetAwareness(nn.Module):
         is read in training only.
         """
         if self.training and self.config.ignore_unannotated_classes and samples:
-            ids_B = dataset_ids_of(samples, self.annotated_SC.device)
-            self._step.unannotated_BC = unannotated_classes(ids_B, self.annotated_SC)
-        with ExitStack() as stack:
-            for module in (head.cls_branches[-1], head):
-                stack.enter_context(module.register_forward_hook(self._after))
+            device = self.annotated_SC.device
+            self._dataset_ids_B = ids_of(samples, "dataset_id", device)
+        with class_scores([head.cls_branches[-1], head], self.adjust):
             try:
                 yield
             finally:
-                self._step = _Step()
-
-    def _after(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        """Forward hook of a module whose (first) output is class scores."""
-        if isinstance(outputs, Tensor):
-            return self.adjust(outputs)
-        return (self.adjust(outputs[0]), *outputs[1:])
+                self._clear()
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Adjust class scores (..., B, N, C) as set for this step."""
-        if self._step.unannotated_BC is not None:
-            logits = ignore_classes(logits, self._step.unannotated_BC)
-        if self._step.log_prior_BC is not None:
-            logits = logits + self._step.log_prior_BC.unsqueeze(1)
+        if self._dataset_ids_B is not None:
+            logits = ignore_unannotated(logits, self._dataset_ids_B, self.annotated_SC)
+        if self._log_prior_BC is not None:
+            logits = logits + self._log_prior_BC.unsqueeze(1)
         return logits
 
     def condition_memory(
@@ -183,35 +173,35 @@ class DatasetAwareness(nn.Module):
     ) -> Tensor:
         """Predict the datasets; condition the memory if configured. True is padding."""
         if self.head is not None:
-            self._step.group_logits_BG = self.head(memory_BND, padding_BN)
+            self._group_logits_BG = self.head(memory_BND, padding_BN)
         prior = self.config.label_prior
-        # A dense phase (``moe.upcycling``) has no records.
-        can_ask = prior is not None and (prior.source == "head" or len(records) > 0)
-        if prior is not None and can_ask and not self.training:
-            self._step.log_prior_BC = self._log_prior(prior, records)
+        if prior is not None and not self.training:
+            self._log_prior_BC = self._log_prior(prior, records)
         if self.conditioning is None:
             return memory_BND
         return self.conditioning.memory(memory_BND, self.posterior())
 
     def _log_prior(
         self, config: LabelPriorConfig, records: Mapping[str, RoutingRecord]
-    ) -> Tensor:
+    ) -> Tensor | None:
+        """Return the prior of all classes; None in a dense phase (no records)."""
         with torch.autocast(self.annotated_GC.device.type, enabled=False):
-            if config.source == "router":
+            if config.source == "head":
+                posterior_BG = self.posterior()
+            elif records:
                 *_, last = records.values()  # the decoder has not run yet
                 posterior_BG = router_posterior(last)
             else:
-                posterior_BG = self.posterior()
+                return None
             return class_log_prior(posterior_BG, self.annotated_GC, floor=config.floor)
 
     def posterior(self) -> Tensor:
-        """Return the head's probabilities (B, G), detached: only its loss trains it."""
-        logits_BG = self._step.group_logits_BG
-        if logits_BG is None:
-            raise RuntimeError(
-                "the head was not asked; call condition_memory() within a step."
-            )
-        return logits_BG.detach().softmax(dim=1)
+        """Return the head's probabilities (B, G), detached: only its loss trains it.
+
+        Call it within a step, after :meth:`condition_memory`.
+        """
+        assert self._group_logits_BG is not None
+        return self._group_logits_BG.detach().softmax(dim=1)
 
     def condition_query(self, query_BND: Tensor) -> Tensor:
         """Condition the content of all queries, denoising ones included."""
@@ -224,7 +214,7 @@ class DatasetAwareness(nn.Module):
 
         Groups are -1 where unknown; None if all are. Empty without a head.
         """
-        logits_BG, config = self._step.group_logits_BG, self.config.head
+        logits_BG, config = self._group_logits_BG, self.config.head
         if logits_BG is None or config is None:
             return {}
         if group_ids_B is None:
@@ -246,7 +236,8 @@ def build_awareness(
     Args:
         detector: The detector, experts inserted.
         options: Its arguments named in :class:`DatasetAwarenessConfig`.
-        label_coverage: The fields of a :class:`LabelCoverage`; None without a mixture.
+        label_coverage: Arguments of :func:`damex.models.dataset_classifier.
+            annotated_classes`; None without a mixture.
 
     Raises:
         ConfigError: If an option is unknown or invalid, or needs a mixture, a DINO with
@@ -274,25 +265,21 @@ def build_awareness(
         text = (
             "model.ignore_unannotated_classes leaves the scores of such classes "
             "untrained, and nothing keeps them from an image at inference; set "
-            "model.label_prior=dict(source='head'), unless such objects stand in the "
-            "images and are to be found there: a prior would hide them."
+            "model.label_prior=dict(source='head'), unless such objects are in the "
+            "images and should be detected there: a prior would hide them."
         )
         print_log(text, logger="current", level=logging.WARNING)
-    if prior is not None and prior.source == "router" and not _router_knows(detector):
+    routers = [b.moe for b in moe_blocks(detector) if b.name.startswith("encoder.")]
+    is_trained = any(loss.needs_groups for moe in routers[-1:] for loss in moe.losses)
+    if prior is not None and prior.source == "router" and not is_trained:
         raise ConfigError(
-            "model.label_prior.source is 'router', but no router of the encoder learns "
-            "to tell datasets apart; set moe.layers.encoder and a DatasetRoutingLoss "
-            "in moe.losses, or source='head'."
+            "model.label_prior.source is 'router', but no router of the encoder is "
+            "trained to classify datasets; set moe.layers.encoder and a "
+            "DatasetRoutingLoss in moe.losses, or source='head'."
         )
     return DatasetAwareness(
         config,
-        LabelCoverage(**label_coverage),
+        label_coverage,
         num_classes=head.num_classes,
         embed_dims=detector.embed_dims,
     )
-
-
-def _router_knows(detector: nn.Module) -> bool:
-    """Whether the last encoder layer with experts is taught the dataset groups."""
-    layers = [b.moe for b in moe_blocks(detector) if b.name.startswith("encoder.")]
-    return bool(layers) and any(loss.needs_groups for loss in layers[-1].losses)

@@ -28,6 +28,10 @@ from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext
 from damex.models.dataset_awareness import build_awareness
+from damex.models.dataset_classifier import (
+    group_posterior,
+    restrict_to_predicted_group,
+)
 from damex.models.initialization import copy_draws, ffns_in_place, own_random_stream
 from damex.models.insertion import (
     InsertionReport,
@@ -40,13 +44,12 @@ from damex.models.phases import InRunUpcycling, RouterWarmup
 from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
-    group_ids_of,
+    ids_of,
     query_foreground,
     real_query_mask,
     valid_ratio_of,
 )
 from damex.models.timm_backbone import check_neck
-from damex.models.told_dataset import choose_datasets, group_posterior
 from damex.moe import RoutingTally, gathered_experts
 
 if TYPE_CHECKING:
@@ -66,8 +69,9 @@ class RoutedDetector(_Detector):
         num_groups: Number of dataset groups; filled in from the mixture.
         ignore_unannotated_classes, label_prior, dataset_head, dataset_conditioning: See
             :class:`damex.models.dataset_awareness.DatasetAwarenessConfig`.
-        label_coverage: See :class:`damex.models.label_prior.LabelCoverage`; filled in
-            from the mixture if dataset awareness needs it.
+        label_coverage: Arguments of
+            :func:`damex.models.dataset_classifier.annotated_classes`; filled in from
+            the mixture if dataset awareness needs it.
         **kwargs: Arguments of the mmdet detector. ``encoder.num_cp`` and
             ``decoder.num_cp`` are the numbers of layers with activation checkpointing.
 
@@ -193,7 +197,7 @@ class RoutedDetector(_Detector):
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Compute the detector's losses and ``loss_moe_*``, means over MoE layers."""
-        groups = group_ids_of(batch_data_samples, batch_inputs.device)
+        groups = ids_of(batch_data_samples, "group_id", batch_inputs.device)
         truth = None
         if self.training and counts_foreground(moe_blocks(self)):
             truth = ground_truth_of(batch_data_samples)
@@ -232,7 +236,7 @@ class RoutedDetector(_Detector):
         ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
             if all("labels_by_group" in sample for sample in samples):
-                choose_datasets(samples, group_posterior(self))
+                restrict_to_predicted_group(samples, group_posterior(self))
             add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
             if self.counts_tokens:
                 attach_routing(samples, self.routing.records)
@@ -256,7 +260,7 @@ class RoutedDetector(_Detector):
         if not self.training and any(
             block.moe.group_choice.oracle for block in moe_blocks(self)
         ):
-            groups = group_ids_of(samples or (), images.device)
+            groups = ids_of(samples or (), "group_id", images.device)
             if groups is None or groups.min() < 0:
                 raise ConfigError(
                     "moe.oracle asks for the dataset of each image, and a sample has "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mmdet.models.detectors import DINO, DeformableDETR
 from torch import Tensor
 
 
@@ -21,20 +22,24 @@ def real_query_mask(query_BND: Tensor) -> Tensor:
     return (query_BND != 0).any(dim=-1)
 
 
-def group_ids_of(
-    batch_data_samples: Sequence[Any], device: torch.device
-) -> Tensor | None:
-    """Return the dataset group of every image, -1 where unknown; None if all are."""
-    ids = [sample.metainfo.get("group_id", -1) for sample in batch_data_samples]
-    if all(value < 0 for value in ids):
-        return None
-    return torch.tensor(ids, device=device)
+def selects_by_first_class(detector: Any) -> bool:
+    """Whether queries are selected by the score of class 0, regardless of its meaning.
+
+    True for two-stage Deformable DETR (Zhu et al. 2021), whose first stage separates
+    objects from background.
+    """
+    is_deformable = isinstance(detector, DeformableDETR)
+    is_staged = is_deformable and detector.as_two_stage
+    return is_staged and not isinstance(detector, DINO)  # DINO scores all classes
 
 
-def dataset_ids_of(batch_data_samples: Sequence[Any], device: torch.device) -> Tensor:
-    """Return the dataset of every image, -1 where unknown."""
-    ids = [sample.metainfo.get("dataset_id", -1) for sample in batch_data_samples]
-    return torch.tensor(ids, device=device)
+def ids_of(samples: Sequence[Any], key: str, device: torch.device) -> Tensor | None:
+    """Return the ``group_id`` or ``dataset_id`` of every image, -1 where unknown.
+
+    None if all are unknown.
+    """
+    ids = [sample.metainfo.get(key, -1) for sample in samples]
+    return None if max(ids, default=-1) < 0 else torch.tensor(ids, device=device)
 
 
 def valid_ratio_of(

@@ -14,7 +14,7 @@ from damex.engine.freezing import freeze_all_but
 from damex.engine.rows import RowNames, remap_notes, remap_rows
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
-from damex.models.told_dataset import selects_by_first_class
+from damex.models.queries import selects_by_first_class
 from tests.test_inference.conftest import SPACE
 
 COCO = tuple(f"c{i}" for i in range(80))

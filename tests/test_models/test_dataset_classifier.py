@@ -1,0 +1,176 @@
+import math
+
+import pytest
+import torch
+from mmdet.models.losses import FocalLoss
+
+from damex.models.dataset_classifier import (
+    DatasetConditioning,
+    DatasetHead,
+    annotated_classes,
+    class_log_prior,
+    dataset_loss,
+    ignore_unannotated,
+    router_posterior,
+)
+from damex.moe import Assignment, Packing, RoutingRecord
+
+# street: car, person; park: person, dog; sea: ship. Each is a group of its own.
+BY_DATASET, _ = annotated_classes([[0, 1], [1, 2], [3]], [0, 1, 2], num_classes=4)
+
+
+def test_head_starts_undecided_and_sees_real_features_alone():
+    head = DatasetHead(2, 3)
+    memory_BND = torch.tensor([[[1.0, 2.0], [3.0, 6.0], [50.0, 70.0]]])
+    padding_BN = torch.tensor([[False, False, True]])
+    assert head(memory_BND, padding_BN).tolist() == [[0.0, 0.0, 0.0]]
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
+        head.bias.copy_(torch.tensor([0.0, 0.0, 10.0]))
+    assert head(memory_BND, padding_BN).tolist() == [[2.0, 4.0, 16.0]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits_BG = head(memory_BND[:, :2].bfloat16(), None)
+    assert logits_BG.dtype == torch.float32
+    assert logits_BG.tolist() == [[2.0, 4.0, 16.0]]
+
+
+def test_loss_leaves_unknown_images_out():
+    logits_BG = torch.tensor([[0.0, math.log(3.0)], [9.0, -9.0], [0.0, math.log(3.0)]])
+    loss, accuracy = dataset_loss(logits_BG, torch.tensor([1, -1, 0]))
+    assert loss.item() == pytest.approx(-(math.log(3 / 4) + math.log(1 / 4)) / 2)
+    assert accuracy.item() == 0.5
+
+
+def test_loss_of_unknown_images_alone_is_zero_with_a_gradient():
+    logits_BG = torch.zeros(2, 3, requires_grad=True)
+    loss, accuracy = dataset_loss(logits_BG, torch.tensor([-1, -1]))
+    loss.backward()
+    assert loss.item() == accuracy.item() == 0.0
+    assert (logits_BG.grad == 0).all()
+
+
+def test_conditioning_by_hand():
+    conditioning = DatasetConditioning(1, 2, film=True)
+    with torch.no_grad():
+        conditioning.query_GD.copy_(torch.tensor([[4.0], [8.0]]))
+        conditioning.scale_GD.copy_(torch.tensor([[1.0], [-1.0]]))
+        conditioning.shift_GD.copy_(torch.tensor([[10.0], [20.0]]))
+    posterior_BG = torch.tensor([[1.0, 0.0], [0.25, 0.75]])
+    values_BND = torch.tensor([[[2.0]], [[2.0]]])
+    assert conditioning.query(values_BND, posterior_BG).flatten().tolist() == [6, 9]
+    # 2 (1 + 1) + 10 and 2 (1 - 1/2) + 17.5
+    assert conditioning.memory(values_BND, posterior_BG).flatten().tolist() == [
+        14,
+        18.5,
+    ]
+
+
+def test_without_film_the_memory_is_not_touched():
+    conditioning = DatasetConditioning(4, 3, film=False)
+    assert set(conditioning.state_dict()) == {"query_GD"}
+    memory_BND = torch.randn(1, 2, 4)
+    assert conditioning.memory(memory_BND, torch.ones(1, 3) / 3) is memory_BND
+
+
+def test_classes_of_datasets_and_groups():
+    """A group annotates what any of its datasets does; datasets of it may differ."""
+    annotated_SC, annotated_GC = annotated_classes(
+        [[0, 1], [3], [1, 2]], [0, 1, 0], num_classes=4
+    )
+    assert annotated_SC.int().tolist() == [[1, 1, 0, 0], [0, 0, 0, 1], [0, 1, 1, 0]]
+    assert annotated_GC.int().tolist() == [[1, 1, 1, 0], [0, 0, 0, 1]]
+
+
+def test_classes_are_ignored_image_by_image_in_all_layers():
+    ids_B = torch.tensor([0, -1, 2])  # -1 is unknown: nothing is ignored
+    logits_LBQC = ignore_unannotated(torch.zeros(5, 3, 3, 4), ids_B, BY_DATASET)
+    assert logits_LBQC[2, :, 1].tolist() == [
+        [0, 0, -1e4, -1e4],
+        [0] * 4,
+        [-1e4] * 3 + [0],
+    ]
+
+
+def test_the_naive_loss_unlearns_what_another_dataset_teaches():
+    """An image of the park shows a car, which the park does not annotate.
+
+    Background at p = 1/2: the focal loss (gamma 2, alpha 1/4) is -3/4 p^2 log(1 - p).
+    Its slope in the logit, 3/4 (2 p^2 (1 - p) log 2 + p^3) = 0.2237, pushes car down.
+    """
+    loss = FocalLoss(use_sigmoid=True, gamma=2.0, alpha=0.25, reduction="sum")
+    slopes, values = [], []
+    for annotated_SC in (torch.ones_like(BY_DATASET), BY_DATASET):
+        logits_BQC = torch.zeros(1, 1, 4, requires_grad=True)
+        ignored_QC = ignore_unannotated(logits_BQC, torch.tensor([1]), annotated_SC)[0]
+        value = loss(ignored_QC, torch.tensor([4]))  # 4: background
+        value.backward()
+        slopes.append(logits_BQC.grad[0, 0])
+        values.append(value.item())
+    slope = 0.75 * (2 * 0.5**3 * math.log(2) + 0.5**3)
+    torch.testing.assert_close(slopes[0], torch.full((4,), slope))
+    torch.testing.assert_close(slopes[1], torch.tensor([0.0, slope, slope, 0.0]))
+    assert slopes[1][0] == slopes[1][3] == 0.0
+    each = 0.75 * 0.25 * math.log(2)
+    assert values == pytest.approx([4 * each, 2 * each])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_ignored_scores_are_finite_zeros_in_every_type(dtype):
+    logits_BQC = torch.randn(2, 3, 4).to(dtype)
+    none_SC = torch.zeros(1, 4, dtype=torch.bool)
+    ignored = ignore_unannotated(logits_BQC, torch.zeros(2, dtype=torch.long), none_SC)
+    assert ignored.isfinite().all()
+    assert ignored.dtype == dtype
+    assert (ignored.sigmoid() == 0).all()
+
+
+def test_prior_by_hand():
+    posterior_BG = torch.tensor([[0.7, 0.2, 0.1], [0.0, 0.0, 1.0]])
+    prior_BC = class_log_prior(posterior_BG, BY_DATASET, floor=0.01)
+    torch.testing.assert_close(
+        prior_BC.exp(),
+        torch.tensor([[0.7, 0.9, 0.2, 0.1], [0.01, 0.01, 0.01, 1.0]]),
+    )
+
+
+def test_without_a_floor_a_sure_posterior_shuts_unannotated_classes_out():
+    posterior_BG = torch.tensor([[0.0, 1.0, 0.0]])
+    prior_BC = class_log_prior(posterior_BG, BY_DATASET, floor=0.0)
+    assert prior_BC.tolist() == [[-math.inf, 0.0, 0.0, -math.inf]]
+
+
+def test_a_class_that_all_annotate_is_left_alone_exactly():
+    annotated_GC = torch.tensor([[True, True], [True, False], [True, False]])
+    posterior_BG = torch.randn(50, 3).softmax(dim=1)
+    prior_BC = class_log_prior(posterior_BG, annotated_GC, floor=1e-4)
+    assert (prior_BC[:, 0] == 0).all()
+    assert (prior_BC[:, 1] < 0).all()
+
+
+def record_of(logits_VE, packing, group_experts):
+    return RoutingRecord(
+        logits_VE=logits_VE,
+        packing=packing,
+        assignment=Assignment.from_topk(
+            torch.zeros(len(logits_VE), 1, dtype=torch.long),
+            torch.ones(len(logits_VE), 1),
+            num_experts=logits_VE.shape[1],
+        ),
+        group_experts_GE=group_experts,
+    )
+
+
+def test_posterior_of_a_router_by_hand():
+    """Two images, the second with one real token; group 0 has two experts."""
+    groups_GE = torch.tensor([[True, True, False], [False, False, True]])
+    packing = Packing.of_mask(torch.tensor([[True, True], [False, True]]))
+    probs_VE = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6], [0.2, 0.2, 0.6]])
+    posterior_BG = router_posterior(record_of(probs_VE.log(), packing, groups_GE))
+    torch.testing.assert_close(posterior_BG, torch.tensor([[0.6, 0.4], [0.4, 0.6]]))
+
+
+def test_groups_that_share_an_expert_still_sum_to_one():
+    groups_GE = torch.tensor([[True, True, False], [False, True, True]])
+    probs_VE = torch.tensor([[0.5, 0.3, 0.2]])
+    posterior_BG = router_posterior(record_of(probs_VE.log(), Packing(1, 1), groups_GE))
+    torch.testing.assert_close(posterior_BG, torch.tensor([[0.8, 0.5]]) / 1.3)
