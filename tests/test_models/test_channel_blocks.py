@@ -1,5 +1,3 @@
-"""None"""
-
 import copy
 
 import pytest
@@ -10,9 +8,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.errors import ConfigError
-from damex.models.channel_blocks import GatedFFNBlock, GatedResidualBlock
+from damex.models.channels import GatedFFNBlock, GatedResidualBlock
 from damex.models.context import RoutingContext
 from damex.moe import ChannelGates
+
+PLUGIN = dict(type="ContextBlock", ratio=0.25)
 
 
 @pytest.fixture
@@ -104,13 +104,13 @@ def features(channels):
 
 
 @pytest.mark.parametrize(
-    ("depth", "in_channels", "channels"),
-    # Stage 1 of base width 8: planes 16. Basic: both convs; bottleneck: the first two.
-    [(18, 8, {"b.conv1": 16, "b.conv2": 16}), (50, 32, {"b.conv1": 16, "b.conv2": 16})],
+    ("depth", "in_channels"), [(18, 8), (50, 32)], ids=["basic", "bottleneck"]
 )
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_open_gates_are_the_block_of_mmdet(depth, in_channels, channels, training):
+def test_open_gates_are_the_block_of_mmdet(depth, in_channels, training):
     gated, block, context = gated_block(depth)
+    # Stage 1 of base width 8. Basic: both convs; bottleneck: the first two.
+    channels = {"b.conv1": 16, "b.conv2": 16}
     assert gated.channels == channels
     assert list(gated.state_dict()) == list(block.state_dict())
     gated.train(training)
@@ -163,17 +163,7 @@ def test_flops_of_a_bottleneck_by_hand():
     [
         (dict(with_cp=True), "with_cp=False"),
         (dict(norm_cfg=dict(type="GN", num_groups=4)), "b.conv1: .*batch norm"),
-        (
-            dict(
-                plugins=[
-                    dict(
-                        cfg=dict(type="ContextBlock", ratio=0.25),
-                        position="after_conv2",
-                    )
-                ]
-            ),
-            "has a plugin",
-        ),
+        (dict(plugins=[dict(cfg=PLUGIN, position="after_conv2")]), "has a plugin"),
     ],
     ids=["with_cp", "group norm", "plugin"],
 )
@@ -181,8 +171,3 @@ def test_residual_that_cannot_be_gated_is_refused(options, message):
     block = resnet(50, **options).layer2[0]
     with pytest.raises(ConfigError, match=message):
         GatedResidualBlock(block, name="b", context=RoutingContext())
-
-
-def test_only_blocks_of_resnet_are_gated():
-    with pytest.raises(ConfigError, match=r"conv.Conv2d; .*resnet.Bottleneck"):
-        GatedResidualBlock(nn.Conv2d(1, 1, 1), name="b", context=RoutingContext())

@@ -1,6 +1,5 @@
-"""None"""
-
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +8,10 @@ from mmengine.config import Config
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from damex.errors import ConfigError
+from damex.models.channels import ChannelGating, insert_channels
+from damex.models.config import read_moe
 from damex.models.context import RoutingContext
-from damex.moe import ChannelGates
 
 CHANNELS = dict(
     layers=dict(backbone=[3], encoder=[0], decoder="even"),
@@ -28,28 +29,6 @@ def changed(**channels):
     return {**CHANNELS, "channels": {**CHANNELS["channels"], **channels}}
 
 
-def run_loss(detector, batch):
-    detector.train()
-    torch.manual_seed(1)
-    data = detector.data_preprocessor(copy.deepcopy(batch), True)
-    return detector(**data, mode="loss")
-
-
-def run_predict(detector, batch):
-    detector.eval()
-    data = detector.data_preprocessor(copy.deepcopy(batch), False)
-    with torch.no_grad():
-        return detector(**data, mode="predict")
-
-
-def total(losses):
-    return sum(
-        torch.stack(v).sum() if isinstance(v, list) else v
-        for k, v in losses.items()
-        if "loss" in k
-    )
-
-
 @pytest.fixture
 def batch(make_batch):
     return make_batch([0, 2], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
@@ -58,8 +37,6 @@ def batch(make_batch):
 @pytest.fixture
 def gates_of(monkeypatch):
     """The gates of the last step of a detector."""
-    from damex.models.channels import ChannelGating
-
     seen = []
     forward = ChannelGating.forward
 
@@ -71,16 +48,20 @@ def gates_of(monkeypatch):
     return lambda: seen[-1]
 
 
-def test_every_gated_layer_has_its_gates(build, batch, gates_of):
-    detector = build(moe=CHANNELS)
-    run_loss(detector, batch)
+def test_every_gated_layer_has_its_gates_also_without_losses(
+    build, batch, gates_of, run_loss
+):
+    detector = build(moe=changed(l1_weight=0, aux_weight=0.0))
+    losses = run_loss(detector, batch)
+    assert "moe_active_channels" in losses
+    assert not [key for key in losses if key.startswith("loss_moe")]
     assert list(gates_of().layers) == LAYERS
     # Base width 32: stage 3 has 256 channels; FFNs have 256 hidden ones.
     assert {g.shape for g in gates_of().layers.values()} == {(2, 256)}
     assert gates_of().logits_BE.shape == (2, 4)  # classes
 
 
-def test_losses_by_their_formulas(build, batch, gates_of):
+def test_losses_by_their_formulas(build, batch, gates_of, run_loss):
     detector = build(moe=changed(l1_weight=0.01, aux_weight=0.5))
     losses = run_loss(detector, batch)
     layers = list(gates_of().layers.values())
@@ -101,7 +82,7 @@ def test_losses_by_their_formulas(build, batch, gates_of):
     )
 
 
-def test_the_embedding_can_learn_the_dataset(build, make_batch, gates_of):
+def test_the_embedding_can_learn_the_dataset(build, make_batch, gates_of, run_loss):
     """Image 1 is of an unknown dataset and does not count."""
     detector = build(moe=changed(aux_target="datasets"))
     losses = run_loss(detector, make_batch([0, None, 2]))
@@ -111,15 +92,8 @@ def test_the_embedding_can_learn_the_dataset(build, make_batch, gates_of):
     torch.testing.assert_close(losses["loss_moe_embedding"], expected)
 
 
-def test_a_loss_of_weight_zero_is_not_there(build, batch):
-    detector = build(moe=changed(l1_weight=0, aux_weight=0.0))
-    losses = run_loss(detector, batch)
-    assert not [key for key in losses if key.startswith("loss_moe")]
-    assert "moe_active_channels" in losses
-
-
 @pytest.mark.parametrize("depth", [18, 50], ids=["basic", "bottleneck"])
-def test_it_trains_and_predicts(build, batch, depth):
+def test_it_trains_and_predicts(build, batch, depth, run_loss, run_predict, total):
     changes = {}
     if depth == 50:
         changes = dict(
@@ -130,23 +104,19 @@ def test_it_trains_and_predicts(build, batch, depth):
     total(run_loss(detector, batch)).backward()
     without = [n for n, p in detector.named_parameters() if p.grad is None]
     assert without == []
-    first, second = run_predict(detector, batch), run_predict(detector, batch)
+    first = run_predict(detector, batch)
+    other = build(moe=CHANNELS, **changes)
+    other.load_state_dict(detector.state_dict())
+    for sample in batch["data_samples"]:  # no dataset is read
+        sample.set_metainfo(dict(group_id=-1, dataset_id=-1))
+    second = run_predict(copy.deepcopy(other), batch)
     for a, b in zip(first, second, strict=True):
         assert len(a.pred_instances) > 0
         assert torch.equal(a.pred_instances.bboxes, b.pred_instances.bboxes)
         assert "routing_counts" not in a
 
 
-def test_no_dataset_id_is_read_when_predicting(build, make_batch):
-    detector = build(moe=changed(aux_target="datasets"))
-    found = [run_predict(detector, make_batch(groups)) for groups in ([0], [2], [None])]
-    for other in found[1:]:
-        assert torch.equal(
-            other[0].pred_instances.bboxes, found[0][0].pred_instances.bboxes
-        )
-
-
-def test_skipping_predicts_the_same_and_computes_less(build, batch):
+def test_skipping_predicts_the_same_and_computes_less(build, batch, run_predict):
     detector = build(moe=CHANNELS)
     found, flops = [], []
     for skip_closed in (True, False):
@@ -163,7 +133,7 @@ def test_skipping_predicts_the_same_and_computes_less(build, batch):
     assert flops[0] < flops[1]
 
 
-def test_gates_do_not_change_with_padding(build, make_batch, gates_of):
+def test_gates_do_not_change_with_padding(build, make_batch, gates_of, run_predict):
     detector = build(moe=CHANNELS)
     sizes = [(64, 64), (64, 32)]
     run_predict(detector, make_batch([0, 0], sizes=sizes))
@@ -173,18 +143,17 @@ def test_gates_do_not_change_with_padding(build, make_batch, gates_of):
     torch.testing.assert_close(gates_of().logits_BE, tight)
 
 
-def test_dense_weights_keep_their_names_and_load(build, batch):
+def test_dense_weights_keep_their_names_and_load(build, batch, run_predict):
     dense, gated = build(moe=None), build(moe=CHANNELS)
     result = gated.load_state_dict(dense.state_dict(), strict=False)
     assert result.unexpected_keys == []
     assert {key.split(".")[0] for key in result.missing_keys} == {"channel_gating"}
     with torch.no_grad():
-        for head in gated.channel_gating.path.heads.values():
-            head.weight_CE.zero_()
         logits = gated.channel_gating.path.embedding.fc
         logits.weight.zero_()
         logits.bias.fill_(1.0)
         for head in gated.channel_gating.path.heads.values():
+            head.weight_CE.zero_()
             head.weight_CE[:, 0] = 1.0  # every gate is 1
     for a, b in zip(run_predict(gated, batch), run_predict(dense, batch), strict=True):
         torch.testing.assert_close(
@@ -192,20 +161,7 @@ def test_dense_weights_keep_their_names_and_load(build, batch):
         )
 
 
-def test_a_copy_and_a_loaded_state_predict_the_same(build, model_config, batch):
-    detector = build(moe=CHANNELS)
-    run_loss(detector, batch)  # batch norms learn
-    other = MODELS.build(model_config(moe=CHANNELS))
-    other.load_state_dict(detector.state_dict())
-    expected = run_predict(detector, batch)
-    twin = copy.deepcopy(detector)
-    assert twin.routing is not detector.routing
-    for found in (run_predict(twin, batch), run_predict(other, batch)):
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a.pred_instances.bboxes, b.pred_instances.bboxes)
-
-
-def test_stage_two_trains_the_rest_only(build, batch):
+def test_stage_two_trains_the_rest_only(build, batch, run_loss, total):
     detector = build(moe=changed(frozen=True, l1_weight=1.0))
     before = copy.deepcopy(detector.state_dict())
     losses = run_loss(detector, batch)
@@ -233,8 +189,6 @@ def test_raw_outputs_are_gated_too(build, batch):
 
 def test_both_stages_are_one_detector():
     """The checkpoint of deepmoe.py fits deepmoe_stage2.py."""
-    from pathlib import Path
-
     folder = Path(__file__).parents[2] / "configs/_base_/moe"
     first = Config.fromfile(folder / "deepmoe.py").moe
     second = Config.fromfile(folder / "deepmoe_stage2.py").moe
@@ -243,21 +197,82 @@ def test_both_stages_are_one_detector():
     assert second.channels.frozen is True
 
 
-def test_gates_are_known_during_the_step_only():
-    context = RoutingContext()
-    gates = ChannelGates(
-        logits_BE=torch.zeros(1, 2), layers={"encoder.0": torch.ones(1, 3)}
+def test_the_report_names_every_layer_and_the_cost(build):
+    config = read_moe({**CHANNELS, "layers": dict(backbone=[2], decoder=[1])})
+    gating, report = insert_channels(
+        build(moe=None),
+        config.layers,
+        config.channels,
+        context=RoutingContext(),
+        num_groups=3,
     )
-    with context.step(gates=gates):
-        assert context.gates is gates
-        assert context.layer_gates("encoder.0") is gates.layers["encoder.0"]
-    with pytest.raises(RuntimeError, match="only inside of a step"):
-        context.layer_gates("encoder.0")
+    # Base width 32: stage 2 has two blocks of two convs of 128 channels.
+    assert dict(report.channels) == {
+        "backbone.2.0.conv1": 128,
+        "backbone.2.0.conv2": 128,
+        "backbone.2.1.conv1": 128,
+        "backbone.2.1.conv2": 128,
+        "decoder.1": 256,
+    }
+    # Convs 3*8*9 and 8*16*9, norms 2*8 and 2*16, linear 16*4 + 4; heads 4 * 768.
+    assert report.parameters == 216 + 1152 + 16 + 32 + 68 + 4 * 768
+    assert "gates on 768 channels of 5 layers (4,556 parameters more):" in str(report)
+    assert "  backbone.2.1.conv2: 128 channels" in str(report)
+    assert gating.path.names == tuple(report.channels)
 
 
-def test_an_error_in_a_step_leaves_nothing_behind():
-    context = RoutingContext()
-    with pytest.raises(KeyError), context.step(gates=ChannelGates(torch.zeros(1), {})):
-        context.layer_gates("decoder.9")
-    with pytest.raises(RuntimeError, match="call the detector's loss, predict"):
-        context.layer_gates("decoder.9")
+def test_without_auxiliary_loss_the_embedding_has_any_size(build):
+    embedding = dict(type="ShallowEmbedding", widths=(8,), embed_dims=7)
+    moe = changed(embedding=embedding, aux_weight=0)
+    assert build(moe=moe).channel_gating.path.embedding.embed_dims == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(router=dict(type="LinearRouter")), "no use for moe.router"),
+        (dict(num_experts=2), "no use for moe.num_experts"),
+        (dict(channels=[1]), r"moe.channels must be a dict .*, got \[1\]"),
+        (dict(layers=dict(backbone=[2, 2])), "listed twice"),
+        (dict(layers=dict(decoder=[0, 0])), "listed twice"),
+        (dict(layers=dict(backbone=[])), "chooses no layer"),
+        (changed(l1_wieght=1), "key 'l1_wieght'; did you mean 'l1_weight'"),
+        (changed(l1_weight=-0.1), "l1_weight must be a number of 0 or more, got -0.1"),
+        (changed(aux_weight=True), "aux_weight must be .*got True"),
+        (changed(aux_target="boxes"), r"one of \('classes', 'datasets'\), got 'boxes'"),
+        (changed(gate_init="zeros"), "gate_init: .*'zeros'.*'ones'"),
+        (changed(frozen=1), "frozen must be True or False, got 1"),
+        (changed(embedding=dict(type="Shallow")), "embedding has the unknown type"),
+        (changed(embedding=dict(widths=())), "channels.embedding = .*positive widths"),
+        (changed(embedding=dict(embed_dims=7)), "embed_dims is 7, .* has 4 classes"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(build, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build(moe={**CHANNELS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(moe=changed(aux_target="datasets"), num_groups=None),
+            "no mixture to take the dataset groups",
+        ),
+        (
+            dict(backbone=dict(type="MobileNetV2")),
+            r"needs a ResNet of mmdet .*MobileNetV2",
+        ),
+        (
+            dict(backbone=dict(type="ResNeXt", depth=50, groups=4, base_width=4)),
+            r"backbone.3.0 is a resnext.Bottleneck; ch",
+        ),
+    ],
+    ids=["mixture", "MobileNet", "ResNeXt"],
+)
+def test_detectors_that_cannot_be_gated_are_refused(model_config, changes, message):
+    config = model_config(moe=CHANNELS)
+    for key, value in changes.items():
+        config[key] = value
+    with pytest.raises(ConfigError, match=message):
+        MODELS.build(config)
