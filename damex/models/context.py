@@ -1,13 +1,17 @@
-"""RoutingContext: passes dataset ids and packings to MoE layers inside mmdet."""
+"""State that MoE layers read during a forward pass, and again when recomputed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from damex.errors import ConfigError
 from damex.models.queries import GroundTruth
 from damex.moe import ChannelGates, Packing, RoutingRecord
 
@@ -85,26 +89,20 @@ class RoutingContext:
         """
         if token_mask_BN is not None:
             self.packing = Packing.of_mask(token_mask_BN)
-        self.foreground_BN = foreground_BN
-        self.num_auxiliary = num_auxiliary
+        self.foreground_BN, self.num_auxiliary = foreground_BN, num_auxiliary
         try:
             yield
         finally:
-            self.packing, self.foreground_BN = None, None
-            self.num_auxiliary = 0
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state that layers may read now, for a later :meth:`replay`."""
-        return {**vars(self), "records": {}}
+            self.packing, self.foreground_BN, self.num_auxiliary = None, None, 0
 
     @contextmanager
-    def replay(self, snapshot: dict[str, Any]) -> Iterator[None]:
-        """Restore a snapshot while a layer is recomputed.
+    def replay(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Restore a copy of ``vars(context)`` while a layer is recomputed.
 
         Records are discarded: those of the first run are already in the losses.
         """
         present = dict(vars(self))
-        vars(self).update(snapshot, records={})
+        vars(self).update(state, records={})
         try:
             yield
         finally:
@@ -123,15 +121,75 @@ class RoutingContext:
             self.records[name] = record
 
     def layer_gates(self, name: str) -> Tensor:
-        """Return the gates (images, channels) of one gated layer.
-
-        Raises:
-            RuntimeError: If no step is open.
-        """
+        """Return the gates (images, channels) of a gated layer; needs an open step."""
         if self.gates is None:
             raise RuntimeError(
-                "gated layers run only inside of a step of their detector, which looks "
-                "at the images first: call the detector's loss, predict or forward, "
-                "not its parts."
+                "gated layers run only inside of a step of their detector: call its "
+                "loss, predict or forward, not its parts."
             )
         return self.gates.layers[name]
+
+
+class CheckpointedForward:
+    """The ``forward`` of a layer with activation checkpointing.
+
+    mmdet's ``num_cp`` needs fairscale and does not know about routing: when it
+    recomputes a layer, the step is closed and its experts would see no groups and no
+    mask. Here the second run reads what the first run read. Parameters keep their
+    names.
+    """
+
+    def __init__(self, layer: nn.Module, context: RoutingContext) -> None:
+        self.layer = layer
+        self.context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer; in training it is recomputed in the backward pass."""
+        forward = type(self.layer).forward
+        if not (self.layer.training and torch.is_grad_enabled()):
+            return forward(self.layer, *args, **kwargs)
+        state = dict(vars(self.context))
+        return checkpoint(
+            forward,
+            self.layer,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), self.context.replay(state)),
+            **kwargs,
+        )
+
+
+def take_num_cp(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Split ``num_cp`` of encoder and decoder from a copy of a detector's arguments.
+
+    Raises:
+        ConfigError: If a value is not a valid number of layers.
+    """
+    config, counts = dict(config), {}
+    for component in ("encoder", "decoder"):
+        value = (config.get(component) or {}).get("num_cp")
+        if value is None:
+            continue
+        layers = config[component].get("num_layers")
+        if type(value) is not int or not -1 <= value <= layers:
+            raise ConfigError(
+                f"model.{component}.num_cp, the number of layers to recompute, must be "
+                f"an integer from 0 to {layers} (num_layers), or -1 for none, got "
+                f"{value!r}."
+            )
+        config[component] = copy.copy(config[component])
+        counts[component] = config[component].pop("num_cp")
+    return config, counts
+
+
+def checkpoint_layers(
+    detector: nn.Module, counts: Mapping[str, int], *, context: RoutingContext
+) -> None:
+    """Recompute the first ``counts[component]`` layers in the backward pass.
+
+    Dropout, gate noise and autocast are replayed, so losses and gradients do not
+    change. The experts must be inserted before.
+    """
+    for component, count in counts.items():
+        for layer in getattr(detector, component).layers[: max(count, 0)]:
+            layer.forward = CheckpointedForward(layer, context)

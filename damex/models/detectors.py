@@ -21,12 +21,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from damex.errors import ConfigError
-from damex.models.activation_checkpointing import checkpoint_layers, take_num_cp
 from damex.models.blocks import MoEFFN
 from damex.models.build import resolved_moe
 from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
-from damex.models.context import RoutingContext
+from damex.models.context import (
+    RoutingContext,
+    checkpoint_layers,
+    take_num_cp,
+)
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import (
     group_posterior,

@@ -11,7 +11,7 @@ from torch import distributed
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.config import MoEConfig
-from damex.moe import ExpertShards, MoELayer
+from damex.moe import ExpertShards
 
 REASONS: Mapping[str, str] = MappingProxyType(
     {
@@ -24,7 +24,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def spread_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -> str:
+def shard_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -> str:
     """Keep only this process's experts, if the config asks for expert parallelism.
 
     All processes call this together, after each has drawn all experts, so that they
@@ -58,10 +58,14 @@ def spread_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -
             f"moe.num_experts={(num_experts // size + 1) * size}."
         )
     _check_processes(size)
-    device = get_device()
-    shards = ExpertShards.of_world(size, device_type=device)
-    for block in blocks:
-        _spread(block.moe, shards, size)
+    shards = ExpertShards.of_world(size, device_type=get_device())
+    try:
+        for block in blocks:
+            block.moe.shard_experts(shards)
+    except ValueError as error:
+        raise ConfigError(
+            f"moe.expert_parallel={size}: {error}; set moe.expert_parallel=1."
+        ) from error
     rows, each = shards.num_processes // size, num_experts // size
     first = shards.index * each
     return (
@@ -70,33 +74,17 @@ def spread_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -
     )
 
 
-def _spread(moe: MoELayer, shards: ExpertShards, size: int) -> None:
-    try:
-        moe.shard_experts(shards)
-    except ValueError as error:
-        raise ConfigError(
-            f"moe.expert_parallel={size}: {error}; set moe.expert_parallel=1."
-        ) from error
-
-
 def _check_processes(size: int) -> None:
     """Reject too few processes, or a number that is not a multiple."""
-    start = (
-        f"start {size} processes, or a multiple of that, with torchrun "
-        f"--nproc_per_node={size} tools/train.py CONFIG --launcher pytorch"
-    )
-    if not (distributed.is_available() and distributed.is_initialized()):
-        raise ConfigError(
-            f"moe.expert_parallel={size} shares experts out among {size} processes, "
-            f"and there is one, without a launcher; {start}, or set "
-            "moe.expert_parallel=1 (checkpoints are the same)."
-        )
-    count = distributed.get_world_size()
-    if count % size:
+    is_started = distributed.is_available() and distributed.is_initialized()
+    count = distributed.get_world_size() if is_started else 1
+    if count % size or not is_started:
         raise ConfigError(
             f"moe.expert_parallel={size} needs a number of processes that it divides, "
-            f"and there are {count}; {start}, or set moe.expert_parallel to one of "
-            f"{_divisors(count)}."
+            f"and there are {count}; start {size} processes, or a multiple of that, "
+            f"with torchrun --nproc_per_node={size} tools/train.py CONFIG --launcher "
+            f"pytorch, or set moe.expert_parallel to one of {_divisors(count)} "
+            "(checkpoints are the same)."
         )
 
 

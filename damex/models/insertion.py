@@ -15,7 +15,7 @@ from damex.models.blocks import MoEFFN, MoEPatchConv, activation_of
 from damex.models.build import build_layer, module_class
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
-from damex.models.expert_parallel import spread_experts
+from damex.models.expert_parallel import shard_experts
 from damex.models.sites import chosen_layers, conv_sites
 from damex.models.upcycling import (
     DensePhase,
@@ -77,7 +77,7 @@ def insert_moe(
     notes = [*_notes(blocks[0].moe)]
     if config.upcycling is not None:
         notes += [f"moe.upcycling: {note}" for note in gate_notes(blocks)]
-    layout = spread_experts(config, blocks) if config.expert_parallel > 1 else ""
+    layout = shard_experts(config, blocks) if config.expert_parallel > 1 else ""
     return InsertionReport(rows, tuple(notes), layout)
 
 

@@ -22,23 +22,20 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
         if limited. A dropped token has no first expert.
     """
     collected: dict[str, list[Tensor]] = {}
-    hits, tokens = [], []
+    hits, drops = [], []
     for record in records.values():
         for name, value in record.losses.items():
             collected.setdefault(f"loss_moe_{name}", []).append(value)
         if record.group_ids_V is not None and record.group_experts_GE is not None:
-            hits_G, tokens_G = routing_hits(record)
-            hits.append(hits_G.sum())
-            tokens.append(tokens_G.sum())
+            hits.append(torch.stack([one.sum() for one in routing_hits(record)]))
+        if record.assignment.dropped is not None:
+            drops.append(torch.stack(dropped_counts(record)))
     result = {name: torch.stack(v).mean() for name, v in collected.items()}
     if hits:
-        result["moe_routing_accuracy"] = (
-            torch.stack(hits).sum() / torch.stack(tokens).sum()
-        )
-    limited = [r for r in records.values() if r.assignment.dropped is not None]
-    if limited:
-        pairs = [torch.stack(dropped_counts(record)) for record in limited]
-        dropped, asked = torch.stack(pairs).sum(0)
+        right, tokens = torch.stack(hits).sum(0)
+        result["moe_routing_accuracy"] = right / tokens
+    if drops:
+        dropped, asked = torch.stack(drops).sum(0)
         result["moe_drop_rate"] = dropped / asked.clamp_min(1)
     return result
 
@@ -62,24 +59,16 @@ def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
     """
     if not records:
         return samples
-    counts = {
-        name: count_tokens_BE(record).tolist() for name, record in records.items()
-    }
-    groups = _group_experts(next(iter(records.values())))
+    counts = {name: count_tokens_BE(one).tolist() for name, one in records.items()}
+    groups_GE = next(iter(records.values())).group_experts_GE  # same in all layers
     for image, sample in enumerate(samples):
         sample.set_metainfo(
             dict(routing_counts={name: rows[image] for name, rows in counts.items()})
         )
-        if groups is not None:
-            sample.set_metainfo(dict(group_experts=groups))
+        if groups_GE is not None:
+            experts = [row.nonzero().flatten().tolist() for row in groups_GE.cpu()]
+            sample.set_metainfo(dict(group_experts=experts))
     return samples
-
-
-def _group_experts(record: RoutingRecord) -> list[list[int]] | None:
-    """Return the experts of each dataset group, the same in all layers."""
-    if record.group_experts_GE is None:
-        return None
-    return [row.nonzero().flatten().tolist() for row in record.group_experts_GE.cpu()]
 
 
 def add_dataset_instances(

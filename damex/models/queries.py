@@ -50,7 +50,7 @@ def valid_ratio_of(
     None if no image is padded. ``batch_data_samples`` provide ``img_shape``.
     """
     sizes = _padded_sizes(batch_inputs, batch_data_samples)
-    if sizes is None:
+    if not sizes:
         return None
     height, width = batch_inputs.shape[-2:]
     ratios = [(h / height, w / width) for h, w in sizes]
@@ -62,7 +62,7 @@ def image_mask_of(
 ) -> Tensor | None:
     """Return a mask (B, H, W), False for padding; None if no image is padded."""
     sizes = _padded_sizes(batch_inputs, batch_data_samples)
-    if sizes is None:
+    if not sizes:
         return None
     mask_BHW = torch.zeros_like(batch_inputs[:, 0], dtype=torch.bool)
     for image, (height, width) in enumerate(sizes):
@@ -72,11 +72,10 @@ def image_mask_of(
 
 def _padded_sizes(
     batch_inputs: Tensor, batch_data_samples: Sequence[Any] | None
-) -> list[tuple[int, int]] | None:
-    """Return height and width of each image; None if no image is padded."""
-    sizes = [s.metainfo["img_shape"][:2] for s in batch_data_samples or ()]
-    full = tuple(batch_inputs.shape[-2:])
-    return None if all(tuple(size) == full for size in sizes) else sizes
+) -> list[tuple[int, int]]:
+    """Return height and width of each image; empty if no image is padded."""
+    sizes = [tuple(s.metainfo["img_shape"][:2]) for s in batch_data_samples or ()]
+    return sizes if set(sizes) - {tuple(batch_inputs.shape[-2:])} else []
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,12 @@ def ground_truth_of(batch_data_samples: Sequence[Any]) -> GroundTruth:
     """Read the boxes of mmdet's data samples."""
     boxes, ratios = [], []
     for sample in batch_data_samples:
-        height, width = sample.img_shape[:2]
-        batch_height, batch_width = sample.batch_input_shape
         pixels = sample.gt_instances.bboxes
         pixels = getattr(pixels, "tensor", pixels)  # mmdet's box types hold a tensor
+        height, width = sample.img_shape[:2]
         boxes.append(pixels / pixels.new_tensor([width, height, width, height]))
-        ratio = [width / batch_width, height / batch_height]
-        ratios.append(pixels.new_tensor(ratio))
+        batch_height, batch_width = sample.batch_input_shape
+        ratios.append(pixels.new_tensor([width / batch_width, height / batch_height]))
     return GroundTruth(tuple(boxes), torch.stack(ratios))
 
 

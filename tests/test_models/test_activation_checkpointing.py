@@ -8,8 +8,7 @@ from mmengine.config import Config
 from torch.autograd.graph import saved_tensors_hooks
 
 from damex.errors import ConfigError
-from damex.models.activation_checkpointing import take_num_cp
-from damex.models.context import RoutingContext
+from damex.models.context import RoutingContext, take_num_cp
 from damex.models.insertion import moe_blocks
 
 MIXTURES = Path(__file__).parents[2] / "configs/_base_/moe"
@@ -83,7 +82,7 @@ def test_less_is_kept_for_the_backward_pass(build_mmdet, make_batch, run_loss):
 def test_nothing_is_recomputed_without_gradients(
     build_mmdet, make_batch, run_predict, monkeypatch
 ):
-    monkeypatch.setattr("damex.models.activation_checkpointing.checkpoint", None)
+    monkeypatch.setattr("damex.models.context.checkpoint", None)
     detector = build_mmdet("MoEDINO", moe=NOISY, encoder=dict(num_cp=2))
     assert len(run_predict(detector, make_batch([0, 1]))) == 2
 
@@ -131,7 +130,7 @@ def test_replay_restores_everything_and_keeps_no_record():
     mask, ids = torch.tensor([[True, False, True]]), torch.tensor([1])
     with context.step(ids), context.component(mask):
         context.foreground = "a field of later"
-        seen, packing = context.snapshot(), context.packing
+        seen, packing = dict(vars(context)), context.packing
         context.add("first", "record")
     del context.foreground
     with context.step():

@@ -76,7 +76,7 @@ def test_the_lines_say_who_has_which_experts_and_how_long_it_takes(read):
 
 
 REFUSED = [
-    (4, 1, "shares experts out among 4 processes, and there is one"),
+    (4, 1, "it divides, and there are 1; start 4 processes"),
     (2, 3, r"and there are 3; .* one of \[1, 3\]"),
     (3, 3, "must divide the number of experts, 4"),
 ]
