@@ -11,7 +11,7 @@ _base_ = [
     "_base_/runtime.py",
 ]
 work_dir = "work_dirs/quickstart"
-# One size for all: what the frozen stages make of an image can be kept.
+# One size for all images.
 train_pipeline = [*_base_.train_pipeline]
 train_pipeline.insert(-1, dict(type="Pad", size=(128, 128)))
 train_dataloader = dict(

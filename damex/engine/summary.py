@@ -28,7 +28,6 @@ from rich.table import Table
 from damex.engine.work_dir import latest_checkpoint
 from damex.errors import DataError
 from damex.files import atomic_write, write_json
-from damex.models.feature_cache import reports
 from damex.models.insertion import moe_blocks
 
 PACKAGES = (
@@ -50,7 +49,7 @@ class RunSummaryHook(Hook):
         self._created = time.monotonic()
         self._train_seconds = 0.0
         self._train_started: float | None = None
-        self._first_iter = self._first_epoch = 0
+        self._first_iter = 0
         self._val_started = 0.0
         self._val_seconds = 0.0
         self._samples: dict[str, list[Any]] = defaultdict(list)
@@ -59,12 +58,7 @@ class RunSummaryHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Start the clock."""
         self._train_started = time.monotonic()
-        self._first_iter, self._first_epoch = runner.iter, runner.epoch
-
-    def after_train_epoch(self, runner: Runner) -> None:
-        """Report cache hits once, after the first epoch in which images can repeat."""
-        if runner.epoch == self._first_epoch + 1 < runner.max_epochs - 1:
-            self._report_caches(runner)
+        self._first_iter = runner.iter
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Clear the images of the previous evaluation."""
@@ -110,15 +104,10 @@ class RunSummaryHook(Hook):
         if self._train_started is not None:
             elapsed = time.monotonic() - self._train_started
             self._train_seconds = elapsed - self._val_seconds
-        self._report_caches(runner)
         last = None
         with suppress(DataError):  # no checkpoints, but traces of an earlier run
             last = latest_checkpoint(runner.work_dir)
         self._write(runner, prefix="", checkpoint=last)
-
-    def _report_caches(self, runner: Runner) -> None:
-        for line in reports(runner.model) if runner.rank == 0 else ():
-            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _report(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         self._scores = scores_of(metrics)

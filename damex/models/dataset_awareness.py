@@ -246,19 +246,15 @@ def build_awareness(
     config = read_config(DatasetAwarenessConfig, options, "model")
     if config == DatasetAwarenessConfig():
         return None
-    if label_coverage is None:
+    head = detector.bbox_head
+    supports = detector.chooses_queries_by_class and head.loss_cls.use_sigmoid
+    if label_coverage is None or not supports:
         raise ConfigError(
             "model: ignore_unannotated_classes, label_prior, dataset_head and "
-            "dataset_conditioning need to know which dataset annotates which class, "
-            "and there is no mixture to take it from; train on a mixture, or leave "
-            "them out."
-        )
-    head = detector.bbox_head
-    if not detector.chooses_queries_by_class or not head.loss_cls.use_sigmoid:
-        raise ConfigError(
-            f"model.type is {type(detector).__name__}, but ignore_unannotated_classes, "
-            "label_prior, dataset_head and dataset_conditioning are for MoEDINO with a "
-            "sigmoid loss; change model.type, or leave them out."
+            "dataset_conditioning need a MoEDINO with a sigmoid loss, and a mixture to "
+            f"take the classes of each dataset from (here {type(detector).__name__} "
+            f"{'without' if label_coverage is None else 'with'} a mixture); change "
+            "model.type and the data, or leave these options out."
         )
     prior = config.label_prior
     if prior is None and config.ignore_unannotated_classes:

@@ -90,12 +90,10 @@ class DatasetConditioning(nn.Module):
 
     def __init__(self, embed_dims: int, num_groups: int, *, film: bool) -> None:
         super().__init__()
-        self.query_GD = nn.Parameter(torch.zeros(num_groups, embed_dims))
-        self.scale_GD: nn.Parameter | None = None
-        self.shift_GD: nn.Parameter | None = None
-        if film:
-            self.scale_GD = nn.Parameter(torch.zeros(num_groups, embed_dims))
-            self.shift_GD = nn.Parameter(torch.zeros(num_groups, embed_dims))
+        zeros_GD = torch.zeros(num_groups, embed_dims)
+        self.query_GD = nn.Parameter(zeros_GD.clone())
+        self.scale_GD = nn.Parameter(zeros_GD.clone()) if film else None
+        self.shift_GD = nn.Parameter(zeros_GD.clone()) if film else None
 
     def query(self, query_BND: Tensor, posterior_BG: Tensor) -> Tensor:
         """Add the posterior-weighted dataset embedding to the queries' content."""

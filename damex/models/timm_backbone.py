@@ -5,7 +5,10 @@ Axes: B images, C channels, H rows, W columns.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from damex.errors import ConfigError
-from damex.models.feature_cache import FeatureCache
+from damex.errors import ConfigError, did_you_mean
 from damex.models.pretrained import load_file, load_pretrained
-from damex.models.timm_features import create_features, cut, modules_up_to, run_steps
 
 
 @MODELS.register_module()
@@ -52,10 +53,7 @@ class TimmBackbone(BaseModule):
         norm_eval: Freeze the running statistics of all batch norms.
         channels_last: Memory format; same results up to rounding. Trains depthwise
             convolutions faster on a CPU; measure for others.
-        cache_mib: Cache the frozen stages' outputs for training images, up to this size
-            in MiB per process; 0 for no cache. Pays off with little augmentation: the
-            hit rate is reported after training. Needs a network that is a chain of
-            modules.
+        cache_mib: Ignored; configs of earlier versions set it.
         **options: For ``timm.create_model``, for instance ``drop_path_rate=0.1``.
 
     Attributes:
@@ -97,23 +95,6 @@ class TimmBackbone(BaseModule):
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
-        self.feature_cache = self._build_cache(cache_mib)
-
-    def _build_cache(self, mib: float) -> FeatureCache | None:
-        if isinstance(mib, bool) or not isinstance(mib, int | float) or mib < 0:
-            raise ConfigError(
-                "TimmBackbone: cache_mib must be a size in MiB, or 0 for no cache, got "
-                f"{mib!r}."
-            )
-        if not mib:
-            return None
-        if self.frozen_stages == -1:
-            raise ConfigError(
-                f"TimmBackbone: cache_mib={mib} keeps what frozen stages make, but "
-                "frozen_stages is -1; freeze some, or leave cache_mib out."
-            )
-        cut(self.net, self.frozen_stages, model=self.name)  # raises if it cannot be cut
-        return FeatureCache(mib)
 
     def _frozen(self) -> Iterator[nn.Module]:
         """Yield frozen modules; looked up each time, as ``sync_bn`` replaces norms."""
@@ -122,7 +103,9 @@ class TimmBackbone(BaseModule):
     def init_weights(self) -> None:
         """Load the initial weights, if any; timm has already drawn random ones."""
         if self._start is True:
-            load_pretrained(self.net, self.name, self.out_indices, self.options)
+            options = {**self.options, "pretrained": True}
+            download = partial(create_features, self.name, self.out_indices, **options)
+            load_pretrained(self.net, self.name, self.options, download)
         elif self._start:
             load_file(self.net, Path(self._start), name=self.name)
 
@@ -131,10 +114,9 @@ class TimmBackbone(BaseModule):
         super().train(mode)
         for module in self._frozen():
             module.training = False
-        if self.norm_eval:
-            for module in self.net.modules():
-                if isinstance(module, _BatchNorm):
-                    module.training = False
+        for module in self.net.modules() if self.norm_eval else ():
+            if isinstance(module, _BatchNorm):
+                module.training = False
         return self
 
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, ...]:
@@ -142,7 +124,7 @@ class TimmBackbone(BaseModule):
         height, width = images_BCHW.shape[-2:]
         step = max(32, *self.reductions)
         padded = functional.pad(images_BCHW, (0, -width % step, 0, -height % step))
-        maps = self._maps(padded)
+        maps = self.net(padded.contiguous(memory_format=self._layout))
         if self._turned:
             maps = [one.permute(0, 3, 1, 2) for one in maps]
         return tuple(
@@ -152,24 +134,6 @@ class TimmBackbone(BaseModule):
             ].contiguous()
             for one, stride in zip(maps, self.reductions, strict=True)
         )
-
-    def _maps(self, images_BCHW: Tensor) -> Sequence[Tensor]:
-        """Run timm's network, its frozen part through the cache."""
-        if self.feature_cache is None or not self.training:
-            return self.net(images_BCHW.contiguous(memory_format=self._layout))
-        # Cut each time, as layers may have been replaced since.
-        first, rest = cut(self.net, self.frozen_stages, model=self.name)
-
-        def compute(some_BCHW: Tensor) -> list[Tensor]:
-            some_BCHW = some_BCHW.contiguous(memory_format=self._layout)
-            maps, end = run_steps(first, some_BCHW)
-            return maps if first[-1].kept else [*maps, end]
-
-        known = self.feature_cache.features(
-            images_BCHW, compute, [step.module for step in first]
-        )
-        maps = known if first[-1].kept else known[:-1]
-        return [*maps, *run_steps(rest, known[-1])[0]]
 
 
 def check_neck(backbone: nn.Module, neck: Mapping[str, Any] | None) -> None:
@@ -183,3 +147,84 @@ def check_neck(backbone: nn.Module, neck: Mapping[str, Any] | None) -> None:
             f"{backbone.channels} channels (strides {backbone.reductions}); set "
             f"in_channels={backbone.channels}."
         )
+
+
+def create_features(name: str, indices: tuple[int, ...], **options: Any) -> nn.Module:
+    """Create the feature extractor of a timm model, for any image size if supported.
+
+    ``indices`` are those of the feature maps, in rising order.
+
+    Raises:
+        ConfigError: If timm has no such model, map or option.
+    """
+    import timm  # slow to import
+
+    known = timm.list_models()
+    if name.split(".")[0] not in known:
+        near = difflib.get_close_matches(name, known, n=10) or known
+        raise ConfigError(
+            f"TimmBackbone: timm {timm.__version__} has no model {name!r}; "
+            f"{did_you_mean(name, near)}"
+        )
+    if not indices or list(indices) != sorted(set(indices)) or indices[0] < 0:
+        raise ConfigError(
+            "TimmBackbone: out_indices must be numbers from 0 up in rising order, "
+            f"got {indices}."
+        )
+    try:
+        return _any_size(name, out_indices=indices, **options)
+    except (AssertionError, IndexError) as error:
+        info: Any = _any_size(name, **{**options, "pretrained": False}).feature_info
+        strides = info.reduction()
+        raise ConfigError(
+            f"TimmBackbone: out_indices is {indices}, but {name!r} has {len(strides)} "
+            f"feature maps, 0 to {len(strides) - 1}, of strides {strides}."
+        ) from error
+    except (RuntimeError, OSError, TypeError) as error:
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"TimmBackbone: timm cannot create {name!r} with {options}: {words} "
+            "(_delete_=True drops the options of an inherited backbone)"
+        ) from error
+
+
+def _any_size(name: str, **options: Any) -> nn.Module:
+    """Create a model; those of a fixed size (windows, patches) accept any."""
+    import timm
+
+    for any_size in ({"strict_img_size": False}, {"dynamic_img_size": True}):
+        try:
+            return timm.create_model(name, features_only=True, **any_size, **options)
+        except TypeError as error:
+            if not any(option in str(error) for option in any_size):
+                raise
+    return timm.create_model(name, features_only=True, **options)
+
+
+def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Module]:
+    """Yield all modules up to the one of feature map number ``last``; -1 for none.
+
+    Raises:
+        ConfigError: If ``net`` does not compute that map.
+    """
+    if last == -1:
+        return
+    info: Any = net.feature_info
+    makers = [one["module"] for one in info.info]  # of all maps, including dropped ones
+    if type(last) is not int or not 0 <= last < len(makers):
+        raise ConfigError(
+            "TimmBackbone: frozen_stages must be -1 for none or from 0 to "
+            f"{len(makers) - 1} for {model!r}, got {last!r}."
+        )
+    names = [module for module, _ in net.named_modules()]
+    # timm's extractors rename the modules of the full model.
+    maker = makers[last]
+    targets = {maker, maker.replace(".", "_"), f"model.{maker}"} & set(names)
+    if not targets:
+        raise ConfigError(
+            f"TimmBackbone: frozen_stages={last} is beyond the feature maps of "
+            f"{model!r} that out_indices keeps; lower it."
+        )
+    (target,) = targets
+    inside = [name for name in names if f"{name}.".startswith(f"{target}.")]
+    yield from islice(net.modules(), names.index(inside[-1]) + 1)

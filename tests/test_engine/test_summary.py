@@ -21,7 +21,6 @@ from damex.engine.summary import (
     score_table,
     summarise,
 )
-from damex.models.feature_cache import FeatureCache
 
 SCORES = {
     "fish/AP": 0.25,
@@ -184,30 +183,6 @@ def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkey
     assert (found["iterations"], found["trained_iterations"]) == (40, 10)
     assert found["train_seconds"] == 10.0
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_a_cache_of_features_is_reported_from_the_second_epoch_on(capsys):
-    cache = FeatureCache(1.0)
-    for _ in range(2):
-        cache.features(torch.ones(2, 1, 4, 4), lambda images: [images], [])
-    model = torch.nn.Module()
-    model.backbone = torch.nn.Module()
-    model.backbone.feature_cache = cache
-    model.other = torch.nn.Module()
-    model.other.feature_cache = FeatureCache(1.0)  # not used, nothing to say
-    runner = SimpleNamespace(model=model, rank=0, iter=8, epoch=2, max_epochs=6)
-    hook = RunSummaryHook()
-    hook.before_train(runner)  # resumed after two epochs
-    said = []
-    for runner.epoch in range(2, 6):
-        hook.after_train_epoch(runner)
-        said.append(capsys.readouterr().out)
-    assert [bool(text) for text in said] == [False, True, False, False]
-    assert said[1].startswith("frozen features: 50 % of 4 images from the cache")
-    assert said[1].count("\n") == 1
-    runner.rank, runner.epoch = 1, 3
-    hook.after_train_epoch(runner)
-    assert capsys.readouterr().out == ""
 
 
 def test_the_printed_command_can_be_typed(build, tmp_path, capsys):

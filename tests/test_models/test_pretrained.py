@@ -13,7 +13,7 @@ from timm.data import ImageNetInfo, create_transform, resolve_data_config
 
 from damex.errors import ConfigError
 from damex.models import pretrained
-from damex.models.pretrained import PACKAGES, packaged_weights, with_timm_names
+from damex.models.pretrained import PACKAGES, packaged_weights
 from damex.models.timm_backbone import TimmBackbone
 from damex.toydata.domains import load_photographs
 
@@ -24,7 +24,7 @@ LITE0 = "tf_efficientnet_lite0"
 def weights():
     found = packaged_weights(LITE0)
     if found is None:
-        pytest.skip(f"{PACKAGES[LITE0].name} is not installed (make install does)")
+        pytest.skip(f"{PACKAGES[LITE0][0]} is not installed (make install does)")
     return found
 
 
@@ -71,30 +71,30 @@ class Trap:
 
 def test_a_file_that_would_run_code_is_refused(tmp_path):
     path, ran = tmp_path / "trap.pth", tmp_path / "ran"
-    path.write_bytes(pickle.dumps({"a": Trap(ran)}, protocol=2))
-    with pytest.raises(ConfigError, match="cannot be read as a file of tensors"):
-        TimmBackbone("test_resnet", pretrained=str(path)).init_weights()
-    torch.save({"a": Trap(ran)}, path)
-    with pytest.raises(ConfigError, match="would run code"):
-        TimmBackbone("test_resnet", pretrained=str(path)).init_weights()
+    for write in (torch.save, lambda data, path: path.write_bytes(pickle.dumps(data))):
+        write({"a": Trap(ran)}, path)
+        with pytest.raises(ConfigError, match="would run code"):
+            TimmBackbone("test_resnet", pretrained=str(path)).init_weights()
     assert not ran.exists()
 
 
-def test_weights_of_another_model_are_refused(tmp_path):
-    path = tmp_path / "w.pth"
-    torch.save(timm.create_model("test_resnet").state_dict(), path)
-    with pytest.raises(ConfigError, match="does not hold the weights of 'test_conv"):
-        TimmBackbone("test_convnext", pretrained=str(path)).init_weights()
-
-
-def test_weights_that_lack_a_stage_are_refused(tmp_path):
-    # timm itself would leave random weights there and say so in its log only.
-    path = tmp_path / "w.pth"
-    state = timm.create_model("test_convnext").state_dict()
-    partial = {k: v for k, v in state.items() if not k.startswith("stages.2.")}
-    torch.save(partial, path)
-    with pytest.raises(ConfigError, match=r"tensors are missing \['stages_2\."):
-        TimmBackbone("test_convnext", pretrained=str(path)).init_weights()
+@pytest.mark.parametrize(
+    ("source", "left_out", "message"),
+    [
+        ("test_resnet", "none", "does not hold the weights of 'test_conv"),
+        # timm itself would leave random weights there and say so in its log only.
+        ("test_convnext", "stages.2.", r"tensors are missing \['stages_2\."),
+    ],
+)
+def test_weights_of_another_or_half_a_model_are_refused(
+    source, left_out, message, tmp_path
+):
+    state = timm.create_model(source).state_dict()
+    partial = {k: v for k, v in state.items() if not k.startswith(left_out)}
+    torch.save(partial, tmp_path / "w.pth")
+    backbone = TimmBackbone("test_convnext", pretrained=str(tmp_path / "w.pth"))
+    with pytest.raises(ConfigError, match=message):
+        backbone.init_weights()
 
 
 def test_starting_weights_are_read_by_a_training_only(monkeypatch):
@@ -136,8 +136,6 @@ def test_the_packaged_weights_know_what_photographs_show(weights):
     as_trained = create_transform(**resolve_data_config({}, model=model))
     right = {"china": "palace", "flower": "daisy"}
     assert top_class(weights, as_trained) == right
-    unscaled = top_class(weights, lambda image: as_trained(image) * 127.5 + 127.5)
-    assert not unscaled.items() & right.items()
     one, other = "blocks.1.1.conv_pw.weight", "blocks.2.0.conv_pw.weight"
     swapped = weights | {one: weights[other], other: weights[one]}
     assert weights[one].shape == weights[other].shape
@@ -148,7 +146,7 @@ def test_the_packaged_weights_know_what_photographs_show(weights):
 def test_a_backbone_starts_from_an_installed_package(name, caplog):
     weights = packaged_weights(name)
     if weights is None:
-        pytest.skip(f"{PACKAGES[name].name} is not installed (make install does)")
+        pytest.skip(f"{PACKAGES[name][0]} is not installed (make install does)")
     backbone = TimmBackbone(f"{name}.in1k", pretrained=True)
     torch.manual_seed(0)
     with caplog.at_level(logging.INFO):
@@ -161,45 +159,18 @@ def test_a_backbone_starts_from_an_installed_package(name, caplog):
     assert all(torch.equal(value, weights[key]) for key, value in state.items())
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda state: dict(reversed(state.items())), "conv_stem.weight.*_fc.bias"),
-        (
-            lambda state: state | {"_blocks.3._bn1.bias": torch.zeros(5)},
-            r"\('blocks.2.0.bn2.bias', 144\).*\('_blocks.3._bn1.bias', 5\)",
-        ),
-        (
-            lambda state: {k: v for k, v in state.items() if k != "_fc.bias"},
-            r"expects \('classifier.bias', 1000\) where they have None",
-        ),
-        (lambda state: state | {"_new.bias": torch.zeros(1)}, "None.*'_new.bias'"),
-    ],
-    ids=["order", "shape", "missing", "extra"],
-)
-def test_packaged_weights_agree_in_order_kind_and_shape(edit, words):
-    package = PACKAGES[LITE0].path()
-    if package is None:
-        pytest.skip(f"{PACKAGES[LITE0].name} is not installed (make install does)")
-    state = torch.load(package, weights_only=True)
-    own = timm.create_model(LITE0).state_dict()
-    assert list(with_timm_names(state, own)) == list(own)
-    with pytest.raises(ConfigError, match=words):
-        with_timm_names(edit(state), own)
-
-
 @pytest.fixture
 def fake_package(tmp_path, monkeypatch):
     """An installed package whose file is not the one published."""
-    package = PACKAGES[LITE0]
-    module = package.name.replace("-", "_")
-    folder = tmp_path / module / "models"
-    folder.mkdir(parents=True)
+    package, file, _ = PACKAGES[LITE0]
+    module = package.replace("-", "_")
+    path = tmp_path / module / file
+    path.parent.mkdir(parents=True)
     (tmp_path / module / "__init__.py").write_text("raise SystemExit('code was run')")
-    torch.save({"_conv_stem.weight": torch.zeros(1)}, folder / package.file)
+    torch.save({"_conv_stem.weight": torch.zeros(1)}, path)
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    return folder / package.file
+    return path
 
 
 def test_a_file_with_another_hash_is_refused(fake_package):

@@ -3,8 +3,6 @@
 Read in the code at github.com/jinga-lala/DAMEX, commit 20ded9d.
 """
 
-import copy
-
 import pytest
 import torch
 from mmdet.registry import DATASETS
@@ -15,16 +13,8 @@ from damex.engine.config import resolve_config
 from damex.models.insertion import moe_blocks
 
 
-def run(detector, batch, mode):
-    detector.train(mode == "loss")
-    torch.manual_seed(1)
-    data = detector.data_preprocessor(copy.deepcopy(batch), mode == "loss")
-    with torch.set_grad_enabled(mode == "loss"):
-        return detector(**data, mode=mode)
-
-
 def test_two_images_of_two_datasets_give_the_loss_of_each_image_on_its_own(
-    build, make_batch
+    build, make_batch, run_loss
 ):
     """Fault: router logits lie query by query and targets image by image, so that with
     two images per device half of the targets are wrong.
@@ -36,7 +26,7 @@ def test_two_images_of_two_datasets_give_the_loss_of_each_image_on_its_own(
             lambda block, inputs: seen.update({block: inputs[0].detach()})
         )
     batch = make_batch([2, 0], sizes=[(64, 64), (64, 32)], boxes=[2, 2])
-    loss = run(detector, batch, "loss")["loss_moe_dataset_routing"]
+    loss = run_loss(detector, batch)["loss_moe_dataset_routing"]
     layers, mixed_up = [], []
     for block, tokens_BND in seen.items():
         alone = [
@@ -57,7 +47,7 @@ def test_two_images_of_two_datasets_give_the_loss_of_each_image_on_its_own(
     ("moe", "served"), [("damex", 900), ("damex_official_code", 141)]
 )
 def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
-    build, make_batch, monkeypatch, moe, served
+    build, make_batch, monkeypatch, run_loss, run_predict, moe, served
 ):
     """Fault: once the router sends an image's queries to the expert of its dataset,
     84 % of them find no place there, at test time, too.
@@ -69,11 +59,10 @@ def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
         monkeypatch.setattr(
             block.moe.router, "forward", lambda rows: good.expand(len(rows), 8)
         )
-    detector.counts_tokens = True
-    samples = run(detector, make_batch([5], sizes=[(256, 256)]), "predict")
+    samples = run_predict(detector, make_batch([5], sizes=[(256, 256)]))
     for counts in samples[0].routing_counts.values():
         assert counts == [0, 0, 0, 0, 0, served, 0, 0]
-    losses = run(detector, make_batch([5], sizes=[(256, 256)]), "loss")
+    losses = run_loss(detector, make_batch([5], sizes=[(256, 256)]))
     if moe == "damex":
         assert "moe_drop_rate" not in losses
     else:
@@ -103,7 +92,9 @@ def mixture(two_datasets):
     return resolve_config(cfg)
 
 
-def test_the_first_classes_of_two_datasets_train_different_logits(build, mixture):
+def test_the_first_classes_of_two_datasets_train_different_logits(
+    build, mixture, run_loss
+):
     """Fault: the loss sees each dataset's own class numbers, so that COCO's person,
     VOC's aeroplane and WIDER FACE's face all train the same logit.
     """
@@ -118,7 +109,7 @@ def test_the_first_classes_of_two_datasets_train_different_logits(build, mixture
         data["data_samples"].gt_instances = instances[:1]
         detector = build(num_groups=2)
         batch = dict(inputs=[data["inputs"]], data_samples=[data["data_samples"]])
-        run(detector, batch, "loss")["loss_cls"].backward()
+        run_loss(detector, batch)["loss_cls"].backward()
         gradient = detector.bbox_head.cls_branches[2].bias.grad
         # Only the logit of the object's class is pulled up.
         assert (gradient < 0).sum() == 1

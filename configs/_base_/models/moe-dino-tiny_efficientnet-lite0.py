@@ -1,6 +1,6 @@
 # A DINO for a CPU, on ImageNet weights that come by pip: EfficientNet-Lite0 at strides
 # 8, 16 and 32, 128 channels, 2 + 3 layers, 100 queries. The stages up to stride 8 are
-# frozen; their features of an image are kept in memory for the next time it comes.
+# frozen.
 _base_ = ["./moe-dino-4scale_r50.py"]
 model = dict(
     num_queries=100,
@@ -17,7 +17,6 @@ model = dict(
         frozen_stages=2,
         norm_eval=True,
         channels_last=True,
-        cache_mib=512,
     ),
     neck=dict(
         in_channels=[40, 112, 320],
