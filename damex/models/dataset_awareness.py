@@ -236,8 +236,9 @@ def build_awareness(
     Args:
         detector: The detector, experts inserted.
         options: Its arguments named in :class:`DatasetAwarenessConfig`.
-        label_coverage: Arguments of :func:`damex.models.dataset_classifier.
-            annotated_classes`; None without a mixture.
+        label_coverage: ``labels`` and ``groups`` as in
+            :func:`damex.models.dataset_classifier.annotated_classes`; None without a
+            mixture.
 
     Raises:
         ConfigError: If an option is unknown or invalid, or needs a mixture, a DINO with

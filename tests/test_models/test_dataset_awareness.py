@@ -218,25 +218,6 @@ def test_a_sure_posterior_leaves_the_classes_of_its_dataset_alone(
         assert_equal([ours[own]], [theirs[own_theirs]])
 
 
-def test_an_undecided_posterior_keeps_the_order_of_equally_covered_classes(
-    build, annotated_batch, run_predict
-):
-    """Four datasets with one class each: all scores sink by log 4."""
-    coverage = dict(labels=[[0], [1], [2], [3]], groups=[0, 1, 2, 3])
-    plain = build(moe=None)
-    prior = build(moe=None, label_coverage=coverage, label_prior=dict())
-    batch = annotated_batch([0, 2])
-    for ours, theirs in zip(
-        run_predict(prior, batch), run_predict(plain, batch), strict=True
-    ):
-        ours, theirs = ours.pred_instances, theirs.pred_instances
-        assert torch.equal(ours.labels, theirs.labels)
-        assert torch.equal(ours.bboxes, theirs.bboxes)
-        torch.testing.assert_close(
-            ours.scores.logit(), theirs.scores.logit() - math.log(4)
-        )
-
-
 def test_detections_of_the_images_own_dataset_have_the_prior_too(
     build_aware, annotated_batch, run_predict
 ):

@@ -1,5 +1,3 @@
-"""Which tokens of a detector are foreground."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -74,22 +74,16 @@ def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
 @pytest.fixture
 def mixture(two_datasets):
     """Cars and persons, each the first class of one of the datasets, by real files."""
-    pipeline = [
+    steps = [
         dict(type="LoadImageFromFile"),
         dict(type="LoadAnnotations", with_bbox=True),
         dict(type="Resize", scale=(64, 64), keep_ratio=False),
         dict(type="PackDetInputs"),
     ]
-    cfg = Config(
-        dict(
-            mixture=two_datasets,
-            model=dict(bbox_head=dict(num_classes=None)),
-            train_dataloader=dict(
-                dataset=dict(type="MixtureDataset", pipeline=pipeline)
-            ),
-        )
-    )
-    return resolve_config(cfg)
+    loader = dict(dataset=dict(type="MixtureDataset", pipeline=steps))
+    model = dict(bbox_head=dict(num_classes=None))
+    parts = dict(mixture=two_datasets, model=model, train_dataloader=loader)
+    return resolve_config(Config(parts))
 
 
 def test_the_first_classes_of_two_datasets_train_different_logits(

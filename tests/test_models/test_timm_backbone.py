@@ -26,7 +26,12 @@ SWIN = dict(
         (CONVNEXT, [32, 48, 64], [8, 16, 32]),
         (SWIN, [16, 32, 64], [8, 16, 32]),
         (dict(name="test_resnet", out_indices=(2, 4)), [48, 96], [8, 32]),
-        (dict(name="test_efficientnet", out_indices=(1, 2)), [24, 32], [4, 8]),
+        # The configs of earlier versions set cache_mib.
+        (
+            dict(name="test_efficientnet", out_indices=(1, 2), cache_mib=9),
+            [24, 32],
+            [4, 8],
+        ),
         (dict(name="test_vit", out_indices=(1, 3)), [64, 64], [16, 16]),
     ],
     ids=lambda value: value.get("name") if isinstance(value, dict) else "",
