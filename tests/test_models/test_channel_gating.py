@@ -71,12 +71,9 @@ def test_losses_by_their_formulas(build, batch, gates_of, run_loss):
     share = (opened / (2 * 7 * 256)).item()
     assert losses["moe_active_channels"].item() == pytest.approx(share)
     expected = []
-    for logits_E, sample in zip(
-        gates_of().logits_BE, batch["data_samples"], strict=True
-    ):
-        present = sorted(set(sample.gt_instances.labels.tolist()))
-        log_probs_E = functional.log_softmax(logits_E, dim=0)
-        expected.append(-log_probs_E[present].mean())
+    log_probs_BE = functional.log_softmax(gates_of().logits_BE, dim=1)
+    for log_probs_E, sample in zip(log_probs_BE, batch["data_samples"], strict=True):
+        expected.append(-log_probs_E[sample.gt_instances.labels.unique()].mean())
     torch.testing.assert_close(
         losses["loss_moe_embedding"], 0.5 * torch.stack(expected).mean()
     )
@@ -199,13 +196,9 @@ def test_both_stages_are_one_detector():
 
 def test_the_report_names_every_layer_and_the_cost(build):
     config = read_moe({**CHANNELS, "layers": dict(backbone=[2], decoder=[1])})
-    gating, report = insert_channels(
-        build(moe=None),
-        config.layers,
-        config.channels,
-        context=RoutingContext(),
-        num_groups=3,
-    )
+    mount = dict(context=RoutingContext(), num_groups=3)
+    detector = build(moe=None)
+    gating, report = insert_channels(detector, config.layers, config.channels, **mount)
     # Base width 32: stage 2 has two blocks of two convs of 128 channels.
     assert dict(report.channels) == {
         "backbone.2.0.conv1": 128,

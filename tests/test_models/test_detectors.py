@@ -3,7 +3,6 @@ import copy
 import pytest
 import torch
 from mmdet.registry import MODELS
-from torch.nn import functional
 
 ENCODER_AND_DECODER = dict(
     layers=dict(encoder=[0], decoder=[0, 2]),
@@ -43,23 +42,6 @@ def test_every_parameter_gets_a_gradient(
 
 def tokens_per_image(record):
     return record.packing.spread(torch.arange(2)).bincount(minlength=2).tolist()
-
-
-def test_dataset_loss_is_the_mean_over_layers_of_the_cross_entropy(
-    build, make_batch, records, run_loss
-):
-    """Images of different datasets, boxes and sizes in one batch: no misalignment."""
-    detector = build(moe=ENCODER_AND_DECODER)
-    batch = make_batch([2, 0], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
-    losses = run_loss(detector, batch)
-    expected = []
-    for record in records.values():
-        target_V = record.packing.spread(torch.tensor([2, 0]))
-        expected.append(0.1 * functional.cross_entropy(record.logits_VE, target_V))
-    assert list(records) == ["encoder.0", "decoder.0", "decoder.2"]
-    torch.testing.assert_close(
-        losses["loss_moe_dataset_routing"], torch.stack(expected).mean()
-    )
 
 
 def test_padding_and_filler_queries_are_never_routed(

@@ -6,7 +6,6 @@ A probe is itself tested: it has to notice when its place is left out of the mas
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -122,35 +121,6 @@ def test_the_mask_leaves_exactly_no_gradient_where_a_is_not_annotated(
             assert (amber >= 0).all()
             assert (amber > 0).any() == (not masked)
         assert (gradient[1] != 0).any()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_naive_loss_unlearns_a_class_and_the_masked_one_does_not(
-    detector, images, run_loss, total, masked
-):
-    """Steps on images that show A without its label; only the classifier moves."""
-    model, batch = detector(masked), images(AMBER, AMBER)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = "cls_branches" in name
-    branches = model.bbox_head.cls_branches
-    optimizer = torch.optim.SGD(branches.parameters(), lr=0.1)
-    history = [rows_of_a(branches)]
-    for _ in range(4):
-        optimizer.zero_grad()
-        total(run_loss(model, batch)).backward()
-        optimizer.step()
-        history.append(rows_of_a(branches))
-    for before, after in itertools.pairwise(history):
-        if masked:
-            assert torch.equal(before, after)
-        else:
-            assert (after[:, -1] < before[:, -1]).all()
-
-
-def rows_of_a(branches):
-    """Weight and bias of A in each classifier."""
-    rows = [torch.cat([one.weight[0], one.bias[:1]]) for one in branches]
-    return torch.stack(rows).detach()
 
 
 # --- the places, one by one -----------------------------------------------------------

@@ -82,13 +82,6 @@ def truth():
     )
 
 
-def test_boxes_are_shares_of_their_own_image(truth):
-    assert truth.boxes[0].tolist() == [[0.0, 0.25, 0.5, 0.5]]
-    assert truth.boxes[1].tolist() == [[0.625, 0.0, 1.0, 1.0]]
-    # width, height of the image over those of the batch
-    assert truth.valid_ratio_B2.tolist() == [[1.0, 1.0], [1.0, 0.5]]
-
-
 def test_feature_cells_by_their_centres(truth):
     masks = encoder_foreground(truth, torch.tensor([[4, 4], [1, 2]]))
     # Centres in pixels: 8, 24, 40, 56; coarse level: y = 32, x = 16 and 48.
