@@ -25,18 +25,16 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def shard_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -> str:
-    """Keep only this process's experts, if the config asks for expert parallelism.
+    """Keep only this process's experts, as ``moe.expert_parallel`` asks.
 
     All processes call this together, after each has drawn all experts, so that they
-    start as in a single process. Returns the layout in words; empty if not sharded.
+    start as in a single process. Returns the layout in words.
 
     Raises:
         ConfigError: If there are too few processes, numbers do not divide, or an option
             does not support sharded experts.
     """
     size = config.expert_parallel
-    if size == 1:
-        return ""
     for name, reason in REASONS.items():
         if getattr(config, name) is not None:
             raise ConfigError(

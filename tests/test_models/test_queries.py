@@ -175,7 +175,9 @@ def test_recomputation_counts_the_same(build, make_batch, run_loss):
 
 @pytest.mark.parametrize("name", ["MoEDETR", "MoEConditionalDETR", "MoEDABDETR"])
 def test_detectors_without_reference_points_refuse(name, build_mmdet):
-    with pytest.raises(ConfigError, match=f"reference points, which {name} has not"):
+    with pytest.raises(
+        ConfigError, match=f"reference points, which {name} does not have"
+    ):
         build_mmdet(name, moe=MOE)
 
 
