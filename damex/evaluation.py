@@ -85,32 +85,24 @@ def coco_scores(
 
 def _load(backend: str) -> tuple[Any, Any]:
     """The COCO and COCOeval classes of a backend."""
+    if backend not in COCO_BACKENDS:
+        raise ValueError(f"backend must be one of {COCO_BACKENDS}, got {backend!r}.")
     if backend == "faster_coco_eval":
         from faster_coco_eval import COCO, COCOeval_faster
 
         return COCO, COCOeval_faster
-    if backend == "pycocotools":
-        from pycocotools.coco import COCO
-        from pycocotools.cocoeval import COCOeval
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
 
-        return COCO, COCOeval
-    raise ValueError(f"backend must be one of {COCO_BACKENDS}, got {backend!r}.")
+    return COCO, COCOeval
 
 
 def _document(
     images: Sequence[ImageResult], classes: Mapping[int, str]
 ) -> dict[str, Any]:
     """Ground truth as a COCO document; image ids are positions, from 1."""
-    numbered = list(enumerate(images, start=1))
-    wanted = (
-        (image_id, truth)
-        for image_id, image in numbered
-        for truth in image.ground_truth
-        if truth["label"] in classes
-    )
     records = [
         dict(
-            id=number,
             image_id=image_id,
             category_id=int(truth["label"]) + 1,
             bbox=list(truth["bbox"]),
@@ -118,12 +110,17 @@ def _document(
             iscrowd=truth["iscrowd"],
             ignore=0,
         )
-        for number, (image_id, truth) in enumerate(wanted, start=1)
+        for image_id, image in enumerate(images, start=1)
+        for truth in image.ground_truth
+        if truth["label"] in classes
     ]
     return dict(
         info={},
-        images=[dict(id=i, width=im.width, height=im.height) for i, im in numbered],
-        annotations=records,
+        images=[
+            dict(id=image_id, width=image.width, height=image.height)
+            for image_id, image in enumerate(images, start=1)
+        ],
+        annotations=[dict(record, id=i) for i, record in enumerate(records, start=1)],
         categories=[dict(id=k + 1, name=name) for k, name in sorted(classes.items())],
     )
 
@@ -143,14 +140,10 @@ def _detections(images: Sequence[ImageResult], labels: np.ndarray) -> np.ndarray
 
 @dataclass(frozen=True)
 class _Row:
-    """The contribution of one image.
+    """The contribution of one image, with detections of its dataset's or all classes.
 
-    Args:
-        dataset_id: Position of its dataset in the mixture.
-        of_dataset: With detections of the dataset's classes.
-        of_all: With detections of all classes.
-        tokens_LE: Tokens per layer, by their first expert; None without experts.
-        group_experts: The experts of each group; None if groups share all of them.
+    ``tokens_LE`` are tokens per layer by their first expert, None without experts;
+    ``group_experts`` the experts of each group, None if groups share all of them.
     """
 
     dataset_id: int
@@ -217,16 +210,18 @@ class MixtureMetric(BaseMetric):
                     "Look at the loss in the log, and try a lower learning rate."
                 )
             counts = sample.get("routing_counts") or {}
-            of_all = _image_result(sample, found)
-            chosen = sample.get("dataset_instances")
-            row = _Row(
-                dataset_id=sample["dataset_id"],
-                of_dataset=_image_result(sample, chosen) if chosen else of_all,
-                of_all=of_all,
-                tokens_LE=np.array(list(counts.values())) if counts else None,
-                group_experts=sample.get("group_experts"),
+            of_all = of_dataset = _image_result(sample, found)
+            if chosen := sample.get("dataset_instances"):
+                of_dataset = _image_result(sample, chosen)
+            self.results.append(
+                _Row(
+                    sample["dataset_id"],
+                    of_dataset,
+                    of_all,
+                    tokens_LE=np.array([*counts.values()]) if counts else None,
+                    group_experts=sample.get("group_experts"),
+                )
             )
-            self.results.append(row)
 
     def compute_metrics(self, results: list[_Row]) -> dict[str, float]:
         """Compute the scores of every dataset with samples, their means, and pooled."""
@@ -241,19 +236,23 @@ class MixtureMetric(BaseMetric):
             )
         for dataset_id, name in enumerate(space.dataset_names):
             rows = [row for row in results if row.dataset_id == dataset_id]
-            if not rows:
-                continue
-            images = [row.of_dataset for row in rows]
-            found = self._scores(images, space, space.valid_labels(dataset_id))
-            found |= _routing_accuracy(rows, space.group_id(dataset_id))
-            scores.update({f"{name}/{key}": value for key, value in found.items()})
-        scores.update(_means(scores))
+            if rows:
+                images = [row.of_dataset for row in rows]
+                found = self._scores(images, space, space.valid_labels(dataset_id))
+                found |= _routing_accuracy(rows, space.group_id(dataset_id))
+                scores |= {f"{name}/{key}": value for key, value in found.items()}
+        for key in ("AP", "AP50", "AP75", "routing_accuracy"):
+            column = [v for name, v in scores.items() if name.endswith(f"/{key}")]
+            if not np.all(np.isnan(column)):
+                scores[f"mean/{key}"] = float(np.nanmean(column))
         images = [row.of_all for row in results]
         pooled = self._scores(images, space, range(space.num_classes))
-        scores.update({f"pooled/{key}": value for key, value in pooled.items()})
+        scores |= {f"pooled/{key}": value for key, value in pooled.items()}
         tokens_SLE = [row.tokens_LE for row in results if row.tokens_LE is not None]
-        if tokens_SLE:
-            scores["mean/max_load"] = _max_load(np.sum(tokens_SLE, axis=0))
+        if tokens_SLE:  # the busiest expert of each layer
+            tokens_LE = np.sum(tokens_SLE, axis=0)
+            load_L = tokens_LE.max(1) / np.maximum(tokens_LE.sum(1), 1)
+            scores["mean/max_load"] = float(load_L.mean())
         print_log(str(scores), logger="current", level=logging.INFO)
         return scores
 
@@ -289,19 +288,3 @@ def _routing_accuracy(rows: Sequence[_Row], group: int) -> dict[str, float]:
     own = sum(tokens_LE[:, experts].sum() for tokens_LE, experts in known)
     total = sum(tokens_LE.sum() for tokens_LE, _ in known)
     return {"routing_accuracy": float(own / max(total, 1))} if known else {}
-
-
-def _max_load(tokens_LE: np.ndarray) -> float:
-    """Fraction of tokens of the busiest expert, mean over layers."""
-    tokens_L = np.maximum(tokens_LE.sum(1), 1)
-    return float((tokens_LE.max(1) / tokens_L).mean())
-
-
-def _means(scores: Mapping[str, float]) -> dict[str, float]:
-    """Plain mean over datasets of AP, AP50, AP75 and routing_accuracy."""
-    found = {}
-    for key in ("AP", "AP50", "AP75", "routing_accuracy"):
-        column = [value for name, value in scores.items() if name.endswith(f"/{key}")]
-        if not np.all(np.isnan(column)):
-            found[f"mean/{key}"] = float(np.nanmean(column))
-    return found

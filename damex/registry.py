@@ -18,7 +18,7 @@ from mmdet.registry import MODELS
 
 from damex import evaluation, moe  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
-from damex.engine import console, optim, runner, schedule, summary  # noqa: F401
+from damex.engine import console, optim, runner, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data
 from damex.models import detectors  # noqa: F401
 

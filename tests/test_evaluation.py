@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mmdet.evaluation import CocoMetric, DumpDetResults
+from mmdet.evaluation import DumpDetResults
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -20,6 +20,7 @@ from damex.datasets.spec import DatasetSpec
 from damex.errors import ConfigError, DataError
 from damex.evaluation import COCO_BACKENDS, ImageResult, MixtureMetric, coco_scores
 
+COUNTS = ("images", "boxes")
 NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 
 
@@ -47,56 +48,76 @@ def image(found, ground_truth):
     )
 
 
-def test_average_precision_by_hand(backend):
-    # Two objects; detections by score: hit (0.9), miss (0.8), hit (0.7).
-    # Precision 1 at recall 1/2 and 2/3 at recall 1. COCO reads 101 recalls: 51 of them
-    # (0.00 to 0.50) at precision 1, 50 at 2/3: (51 + 50 * 2 / 3) / 101 = 0.83498.
-    objects = [truth([0, 0, 100, 100]), truth([200, 0, 100, 100])]
-    found = [
-        (0, 0, 100, 100, 0.9, 0),
-        (400, 300, 500, 400, 0.8, 0),
-        (200, 0, 300, 100, 0.7, 0),
-    ]
-    scores = coco_scores([image(found, objects)], classes={0: "a"}, backend=backend)
-    assert tuple(scores) == NAMES
-    for name in ("AP", "AP50", "AP75", "AP_large"):
-        assert scores[name] == pytest.approx((51 + 50 * 2 / 3) / 101)
-    # No object is smaller than 96 x 96.
-    assert math.isnan(scores["AP_small"])
-    assert math.isnan(scores["AP_medium"])
-
-
-def test_overlap_decides_by_threshold(backend):
+OBJECT, HIT = truth([0, 0, 100, 100]), (0, 0, 100, 100)
+NONE, FAR = math.nan, [200, 0, 200, 200]
+IN_CROWD = [(210, 10, 230, 30, 0.9, 0), (*HIT, 0.8, 0)]
+MISS = [(*HIT, 0.9, 0), (400, 300, 500, 400, 0.8, 0), (200, 0, 400, 200, 0.7, 0)]
+HALF = dict.fromkeys(("AP", "AP50", "AP75", "AP_large"), (51 + 50 * 2 / 3) / 101)
+# Detections and objects of an image, number of classes, and expected scores. COCO reads
+# precision at 101 recalls.
+BY_HAND = {
+    # Two objects; detections by score: hit, miss, hit. Precision 1 at recall 1/2 and
+    # 2/3 at recall 1: 51 recalls (0.00 to 0.50) at 1, 50 at 2/3. No object is smaller
+    # than 96 x 96.
+    "hit, miss, hit": (MISS, [OBJECT, truth(FAR)], 1, HALF),
     # Shifted by 20 of 100 px: IoU = 80 / 120 = 0.667, a hit at the thresholds 0.50,
     # 0.55, 0.60 and 0.65: 4 of 10.
-    scores = coco_scores(
-        [image([(20, 0, 120, 100, 0.9, 0)], [truth([0, 0, 100, 100])])],
-        classes={0: "a"},
-        backend=backend,
-    )
-    assert scores["AP"] == pytest.approx(0.4)
-    assert scores["AP50"] == pytest.approx(1.0)
-    assert scores["AP75"] == 0.0
+    "overlap": ([(20, 0, 120, 100, 1, 0)], [OBJECT], 1, dict(AP=0.4, AP50=1.0, AP75=0)),
+    # Class 2 is found (1.0), class 5 is not (0.0); the others have no object.
+    "mean": (
+        [(*HIT, 0.9, 2)],
+        [truth(FAR, 5), truth(OBJECT["bbox"], 2)],
+        7,
+        dict(AP=0.5),
+    ),
+    "wrong label": ([(*HIT, 0.9, 1)], [OBJECT], 2, dict(AP=0.0)),
+    # A 100 x 100 box around an outline of 500 px is a small object (< 32 x 32 = 1024).
+    "outline": (
+        [(*HIT, 1, 0)],
+        [{**OBJECT, "area": 500}],
+        1,
+        dict(AP_small=1, AP_large=NONE),
+    ),
+    "nothing detected": (
+        [],
+        [OBJECT],
+        1,
+        dict(AP=0, AP_large=0, AP_small=NONE),
+    ),
+    # The best detection lies inside of the crowd; it is ignored, and the crowd need not
+    # be found. As an ordinary object it would cost: one hit of two, after a miss.
+    "crowd": (IN_CROWD, [OBJECT, truth(FAR, crowd=1)], 1, dict(AP=1.0)),
+    "no crowd": (IN_CROWD, [OBJECT, truth(FAR)], 1, dict(AP=51 * 0.5 / 101)),
+    **{
+        f"nothing to find, {len(found)} detections, {name}": (
+            *(found, objects, 1),
+            dict.fromkeys(NAMES, NONE),
+        )
+        for found in ([], [(*HIT, 0.9, 0)])
+        for name, objects in {
+            "no objects": [],
+            "another class": [{**OBJECT, "label": 1}],
+            "a crowd": [{**OBJECT, "iscrowd": 1}],
+        }.items()
+    },
+}
 
 
-def test_mean_over_classes(backend):
-    # Class 2 is found (1.0), class 5 is not (0.0); class 7 has no object: left out.
-    objects = [truth([0, 0, 50, 50], 2), truth([100, 100, 50, 50], 5)]
-    scores = coco_scores(
-        [image([(0, 0, 50, 50, 0.9, 2)], objects)],
-        classes={2: "a", 5: "b", 7: "c"},
-        backend=backend,
-    )
+@pytest.mark.parametrize("case", BY_HAND)
+def test_average_precision_by_hand(backend, case):
+    found, objects, num_classes, expected = BY_HAND[case]
+    classes = {label: f"class {label}" for label in range(num_classes)}
+    scores = coco_scores([image(found, objects)], classes=classes, backend=backend)
+    assert tuple(scores) == NAMES
+    for name, value in expected.items():
+        assert scores[name] == pytest.approx(value, nan_ok=True), name
+
+
+def test_false_detections_in_an_empty_image_count(backend):
+    hit, empty = image([(*HIT, 0.5, 0)], [OBJECT]), image([(*HIT, 0.9, 0)], [])
+    scores = coco_scores([hit, empty], classes={0: "a"}, backend=backend)
+    # The mistake comes first: precision 1/2 at every recall.
     assert scores["AP"] == pytest.approx(0.5)
-
-
-def test_label_has_to_be_right(backend):
-    scores = coco_scores(
-        [image([(0, 0, 50, 50, 0.9, 1)], [truth([0, 0, 50, 50], 0)])],
-        classes={0: "a", 1: "b"},
-        backend=backend,
-    )
-    assert scores["AP"] == 0.0
 
 
 def test_detections_and_objects_of_other_classes_do_not_count(backend):
@@ -128,138 +149,9 @@ def test_other_classes_do_not_use_up_the_100_detections(backend):
     assert scores["AP"] == pytest.approx(1.0)
 
 
-def test_detection_in_a_crowd_is_no_mistake(backend):
-    # The best detection lies inside of the crowd; it is ignored, and the crowd need not
-    # be found. As an ordinary object it would cost: one hit of two, after a miss.
-    found = [(210, 10, 230, 30, 0.9, 0), (0, 0, 50, 50, 0.8, 0)]
-    scores = {}
-    for crowd in (0, 1):
-        objects = [truth([0, 0, 50, 50]), truth([200, 0, 200, 200], crowd=crowd)]
-        scores[crowd] = coco_scores(
-            [image(found, objects)], classes={0: "a"}, backend=backend
-        )["AP"]
-    # Without the flag: precision 1/2 for the recalls 0.00 to 0.50, 0 beyond.
-    assert scores[1] == pytest.approx(1.0)
-    assert scores[0] == pytest.approx(51 * 0.5 / 101)
-
-
-def test_size_follows_the_annotated_area(backend):
-    # A 100 x 100 box around an outline of 500 px is a small object (< 32 x 32 = 1024).
-    scores = coco_scores(
-        [image([(0, 0, 100, 100, 0.9, 0)], [truth([0, 0, 100, 100], area=500)])],
-        classes={0: "a"},
-        backend=backend,
-    )
-    assert scores["AP_small"] == pytest.approx(1.0)
-    assert math.isnan(scores["AP_large"])
-
-
-def test_nothing_detected_is_zero_where_there_is_something(backend):
-    scores = coco_scores(
-        [image([], [truth([0, 0, 50, 50])])], classes={0: "a"}, backend=backend
-    )
-    assert [scores[name] for name in ("AP", "AP50", "AP75", "AP_medium")] == [0.0] * 4
-    assert math.isnan(scores["AP_small"])
-    assert math.isnan(scores["AP_large"])
-
-
-@pytest.mark.parametrize("found", [[], [(0, 0, 50, 50, 0.9, 0)]])
-@pytest.mark.parametrize(
-    "objects",
-    [[], [truth([0, 0, 50, 50], 1)], [truth([0, 0, 50, 50], crowd=1)]],
-    ids=["no objects", "other class", "crowd only"],
-)
-def test_nothing_to_find_is_nan(backend, found, objects):
-    scores = coco_scores([image(found, objects)], classes={0: "a"}, backend=backend)
-    assert all(math.isnan(value) for value in scores.values())
-
-
-def test_false_detections_in_an_empty_image_count(backend):
-    hit = image([(0, 0, 50, 50, 0.5, 0)], [truth([0, 0, 50, 50])])
-    empty = image([(0, 0, 50, 50, 0.9, 0)], [])
-    scores = coco_scores([hit, empty], classes={0: "a"}, backend=backend)
-    # The mistake comes first: precision 1/2 at every recall.
-    assert scores["AP"] == pytest.approx(0.5)
-
-
 def test_unknown_backend():
     with pytest.raises(ValueError, match=r"backend must be one of .* got 'coco'"):
         coco_scores([], classes={}, backend="coco")
-
-
-@pytest.fixture
-def jittered(make_coco_dataset, edit_json, tmp_path):
-    """A COCO file of 640 x 480 images, and detections near and far from its boxes."""
-    entry = make_coco_dataset(
-        tmp_path / "city",
-        classes=["car", "person", "bus"],
-        num_images=6,
-        boxes_per_image=7,
-        size=(640, 480),
-    )
-    path = Path(entry["data_root"]) / "val.json"
-    rng = np.random.default_rng(4)
-
-    def vary(document):
-        for record in document["annotations"]:
-            shrink = rng.choice([0.1, 0.3, 1.0])  # small, medium and large objects
-            record["bbox"][2] = max(2, int(record["bbox"][2] * shrink))
-            record["bbox"][3] = max(2, int(record["bbox"][3] * shrink))
-            record["area"] = record["bbox"][2] * record["bbox"][3] * 0.8
-            record["iscrowd"] = int(rng.random() < 0.15)
-
-    edit_json(path, vary)
-    document = json.loads(path.read_text())
-    results = []
-    for record in document["images"]:
-        objects = [
-            truth(a["bbox"], a["category_id"] - 1, area=a["area"], crowd=a["iscrowd"])
-            for a in document["annotations"]
-            if a["image_id"] == record["id"]
-        ]
-        found = []
-        for o in [*objects, *objects]:
-            x, y, w, h = o["bbox"]
-            dx, dy = rng.normal(0, 0.08, 2) * (w, h)
-            label = o["label"] if rng.random() < 0.8 else int(rng.integers(3))
-            found.append((x + dx, y + dy, x + dx + w, y + dy + h, rng.random(), label))
-        results.append(image(found, objects))
-    return path, results
-
-
-def test_equals_mmdets_coco_metric_and_backends_agree(jittered):
-    path, results = jittered
-    classes = ("car", "person", "bus")
-    metric = CocoMetric(ann_file=str(path), metric="bbox")
-    metric.dataset_meta = dict(classes=classes)
-    samples = [
-        dict(
-            img_id=image_id,
-            ori_shape=(480, 640),
-            pred_instances=dict(
-                bboxes=torch.from_numpy(result.boxes),
-                scores=torch.from_numpy(result.scores),
-                labels=torch.from_numpy(result.labels),
-            ),
-        )
-        for image_id, result in enumerate(results, start=1)
-    ]
-    metric.process({}, samples)
-    theirs = metric.evaluate(len(samples))
-    ours = {
-        backend: coco_scores(results, classes=dict(enumerate(classes)), backend=backend)
-        for backend in COCO_BACKENDS
-    }
-    keys = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")
-    for name, key in zip(NAMES, keys, strict=True):
-        for scores in ours.values():
-            # mmdet rounds to three digits.
-            assert round(scores[name], 3) == theirs[f"coco/bbox_{key}"]
-        assert ours[COCO_BACKENDS[0]][name] == pytest.approx(
-            ours[COCO_BACKENDS[1]][name], abs=1e-9
-        )
-    # The case says something: neither nothing nor everything is found.
-    assert 0.05 < ours[COCO_BACKENDS[0]]["AP"] < 0.95
 
 
 # Labels: car 0, person 1, dog 2; street annotates car and person, park person and dog.
@@ -412,32 +304,15 @@ def test_other_detectors_are_told_of(monkeypatch):
     assert logged[1].startswith("the detector chooses its detections among all classes")
 
 
-def test_numbers_of_images_and_boxes():
-    scores = evaluate(
-        [
-            sample(PARK, truth=[(BOX, PERSON), (AWAY, DOG)]),
-            sample(STREET, truth=[(BOX, CAR)]),
-            sample(PARK),
-        ]
-    )
-    assert (scores["street/images"], scores["street/boxes"]) == (1, 1)
-    assert (scores["park/images"], scores["park/boxes"]) == (2, 2)
-
-
-def test_dataset_without_objects_is_nan_and_not_in_the_mean():
+def test_datasets_without_objects_or_samples():
     scores = evaluate([hit(STREET, CAR), sample(PARK, [(BOX, 0.9, DOG)])])
-    assert math.isnan(scores["park/AP"])
-    assert scores["mean/AP"] == pytest.approx(1.0)
-    assert scores["mean/AP50"] == pytest.approx(1.0)
-
-
-def test_without_any_object_there_is_no_mean():
+    assert math.isnan(scores["park/AP"])  # and not in the mean
+    assert scores["mean/AP"] == scores["mean/AP50"] == pytest.approx(1.0)
+    counts = [scores[f"{name}/{key}"] for name in ("street", "park") for key in COUNTS]
+    assert counts == [1, 1, 1, 0]
     scores = evaluate([sample(STREET), sample(PARK)])
     assert "mean/AP" not in scores
     assert math.isnan(scores["street/AP"])
-
-
-def test_dataset_without_samples_is_left_out():
     scores = evaluate([hit(PARK, DOG)])
     assert not [key for key in scores if key.startswith("street/")]
     assert scores["mean/AP"] == pytest.approx(1.0)
@@ -485,31 +360,22 @@ def test_routing_accuracy_counts_the_experts_of_the_group():
     assert scores["b/routing_accuracy"] == pytest.approx(0.25)
 
 
-def test_dense_detector_has_no_routing_accuracy():
-    assert not [
-        key for key in evaluate([hit(STREET, CAR)]) if "routing" in key or "load" in key
-    ]
-
-
-def test_dataset_that_routed_no_token_has_share_zero():
-    scores = evaluate([hit(STREET, CAR, counts={"l": [0, 0]}, groups=[[0], [1]])])
-    assert scores["street/routing_accuracy"] == 0.0
-
-
-def test_experts_that_no_dataset_owns_have_no_routing_accuracy():
-    scores = evaluate([hit(STREET, CAR, counts={"l": [3, 1]})])
-    assert scores["mean/max_load"] == 0.75
-    assert not [key for key in scores if key.endswith("routing_accuracy")]
-
-
-def test_scores_do_not_depend_on_the_batches():
-    samples = [
-        sample(i % 2, [(BOX, 0.1 * i, PERSON)], [(BOX if i % 3 else AWAY, PERSON)])
-        for i in range(1, 8)
-    ]
-    assert evaluate(samples, batch_size=1) == pytest.approx(
-        evaluate(samples, batch_size=7), nan_ok=True
-    )
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {}),  # a dense detector
+        (
+            dict(counts={"l": [0, 0]}, groups=[[0], [1]]),
+            {"street/routing_accuracy": 0.0, "mean/max_load": 0.0},
+        ),
+        (dict(counts={"l": [3, 1]}), {"mean/max_load": 0.75}),  # experts of no group
+    ],
+)
+def test_routing_scores_need_experts_and_groups(options, expected):
+    scores = evaluate([hit(STREET, CAR, **options)])
+    found = {k: v for k, v in scores.items() if "routing" in k or "load" in k}
+    found.pop("mean/routing_accuracy", None)
+    assert found == expected
 
 
 def test_sample_of_another_dataset_class_is_refused():
@@ -517,38 +383,6 @@ def test_sample_of_another_dataset_class_is_refused():
     del stranger["dataset_id"]
     with pytest.raises(ConfigError, match="without dataset_id; use it with a dataset"):
         MixtureMetric().process({}, [stranger])
-
-
-def test_predicting_the_annotations_of_real_files_scores_one(two_datasets, edit_json):
-    # From the files through MixtureDataset into the metric; ids collide on purpose.
-    edit_json(
-        two_datasets[1]["data_root"] + "val.json",
-        lambda d: d["annotations"][0].update(iscrowd=1),
-    )
-    dataset = MixtureDataset(
-        datasets=two_datasets,
-        split="val",
-        pipeline=[
-            dict(type="LoadImageFromFile"),
-            dict(type="LoadAnnotations", with_bbox=True),
-            dict(type="PackDetInputs"),
-        ],
-    )
-    samples = []
-    for index in range(len(dataset)):
-        data = dataset[index]["data_samples"]
-        truth = data.gt_instances
-        found = dict(
-            bboxes=truth.bboxes.tensor,
-            labels=truth.labels,
-            scores=torch.linspace(0.5, 0.9, len(truth.labels)),
-        )
-        samples.append({**data.to_dict(), "pred_instances": found})
-    space = LabelSpace.from_metainfo(dataset.metainfo)
-    scores = evaluate(samples, space=space)
-    assert scores["street/AP"] == pytest.approx(1.0)
-    assert scores["park/AP"] == pytest.approx(1.0)
-    assert (scores["street/boxes"], scores["park/boxes"]) == (10, 6)
 
 
 def test_scores_that_are_no_numbers_name_the_dataset_and_the_likely_cause():

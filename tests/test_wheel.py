@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 CODE = """
 import sys
 import damex
-from damex.engine.config_files import find_config, moe_of_file, read_config
+from damex.config_files import find_config, moe_of_file, read_config
 
 assert damex.__file__.startswith(sys.argv[1]), damex.__file__
 print(read_config("quickstart").filename)

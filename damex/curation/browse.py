@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from damex.commandline.run import Bar
+from damex.config_files import mixture_config_of
 from damex.curation.samples import (
     SplitView,
     Tiles,
@@ -23,7 +24,6 @@ from damex.curation.samples import (
 from damex.curation.sources import expectations, sources_of
 from damex.datasets.findings import Finding
 from damex.datasets.spec import SPLITS, parse_mixture
-from damex.engine.config_files import mixture_config_of
 from damex.files import atomic_write, css_color, data_uri, fill, make_folder, write_text
 from damex.inference.drawing import Color, palette
 

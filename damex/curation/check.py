@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from damex.commandline.run import Bar
+from damex.config_files import mixture_config_of
 from damex.curation.classes import ClassCounts, check_classes, count_boxes
 from damex.curation.images import check_existence, find_leaks, look_at, same_files
 from damex.curation.sources import Source, expectations, image_records, sources_of
@@ -25,7 +26,6 @@ from damex.datasets.findings import KINDS, LEVELS, Finding, Place, capped
 from damex.datasets.image_checks import ImageRecord, check_look, check_scales
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, CocoSource, parse_mixture
-from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError, DataError
 from damex.files import check_file, write_json
 

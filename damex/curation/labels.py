@@ -9,12 +9,12 @@ from itertools import combinations
 from pathlib import Path
 
 import damex.registry  # noqa: F401  (keeps mmdet's import silent)
+from damex.config_files import mixture_config_of
 from damex.curation.classes import near_pairs
 from damex.curation.dataset_features import scale_and_shape
 from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
 from damex.files import write_text
 

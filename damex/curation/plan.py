@@ -19,6 +19,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 import damex.registry  # noqa: F401  (keeps mmdet's import silent)
+from damex.config_files import mixture_config_of
 from damex.curation.dataset_features import (
     BACKBONE,
     PARTS,
@@ -31,7 +32,6 @@ from damex.curation.dataset_features import (
 )
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
-from damex.engine.config_files import mixture_config_of
 from damex.errors import ConfigError
 
 TOLERANCE = 1e-9

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import pickle
 import re
+import reprlib
 import struct
 import threading
 import zipfile
@@ -28,10 +29,11 @@ from damex.errors import ConfigError, DataError
 from damex.models.build import moe_difference
 from damex.models.detectors import RoutedDetector
 
-# IndexError and struct.error: truncated files of torch before 1.6.
 WRAPPER = "module."
 ALLOWING = threading.RLock()  # torch's list of allowed classes is global
-UNREADABLE = (EOFError, RuntimeError, URLError, IndexError, struct.error)
+# IndexError and struct.error: truncated files of torch before 1.6; KeyError: a name
+# that a scheme such as torchvision:// does not know.
+UNREADABLE = (EOFError, RuntimeError, URLError, IndexError, KeyError, struct.error)
 
 
 def load_checkpoints_as_data() -> None:
@@ -59,17 +61,11 @@ def load_checkpoints_as_data() -> None:
 def load_from_local(path: str, map_location: Any = None) -> Any:
     """Load a local file; DataError if it is missing or truncated."""
     file = Path(path).expanduser()
-    if file.is_dir():
-        names = sorted(one.name for one in file.glob("*.pth"))
-        raise DataError(
-            f"the checkpoint {path} is a folder; name a .pth file "
-            + (f"in it: {', '.join(names[-3:])}." if names else "(it has none).")
-        )
     if not file.is_file():
-        raise DataError(
-            f"there is no checkpoint {path} (seen from {Path.cwd()}); look into the "
-            "work directory for *.pth files."
-        )
+        names = sorted(one.name for one in file.glob("*.pth"))[-3:]
+        known = f"in it: {', '.join(names)}" if names else "of a work directory"
+        fault = "is a folder" if file.is_dir() else f"is missing in {Path.cwd()}"
+        raise DataError(f"the checkpoint {path} {fault}; name a .pth file {known}.")
     with file.open("rb") as content:
         is_pickle = content.read(1) == b"\x80"  # before torch 1.6
     if not is_pickle and not zipfile.is_zipfile(file):
@@ -113,18 +109,14 @@ def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
             raise DataError(
                 f"the checkpoint {path} holds more than tensors and plain values, or "
                 "is cut off. It was not loaded, as it could run code. If you trust "
-                "where it comes from, load it yourself and save its 'state_dict' with "
+                "its source, load it yourself and save its 'state_dict' with "
                 "torch.save."
             ) from error
-        except KeyError as error:
-            raise DataError(
-                f"there is no checkpoint {path}: its scheme knows no {error}."
-            ) from error
         except UNREADABLE as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise DataError(
-                f"the checkpoint {path} cannot be read: {reason} "
-                "Use an earlier one, or fetch it again."
+                f"the checkpoint {path} cannot be read ({reason}); use an earlier one, "
+                "or fetch it again."
             ) from error
         if not isinstance(checkpoint, dict):
             raise DataError(
@@ -195,7 +187,7 @@ def check_fit(
     if not isinstance(model, RoutedDetector) or "moe" not in meta:
         return None
     note = moe_difference(meta["moe"], model.resolved_moe())
-    return note and f"{path} had other experts: {note}."
+    return note and f"the checkpoint had other experts: {note}."
 
 
 def check_finite(state: Mapping[str, Any], *, path: str) -> None:
@@ -223,7 +215,7 @@ def check_tensors(
     found, needed = stored.keys(), model.state_dict().keys()
     counts = {
         "are missing": sorted(needed - found),
-        "are too many": sorted(found - needed),
+        "are unknown": sorted(found - needed),
         "have another shape": [*_misfits(stored, model).values()],
     }
     faults = [
@@ -234,17 +226,15 @@ def check_tensors(
     if faults:
         raise ConfigError(
             f"the checkpoint {path} is of another detector than the config: "
-            f"{', '.join(faults)}. Use the config that lies beside the checkpoint, "
-            "with the same moe=..."
+            f"{', '.join(faults)}. Use the config in the work directory of the "
+            "checkpoint, with the same moe=..."
         )
 
 
 def replace_misfits(state: dict[str, Any], model: nn.Module) -> str | None:
-    """Replace tensors of other shapes by the model's own; return a warning if any."""
-    own = model.state_dict()
-    misfits = _misfits(state, model)
-    for key in misfits:
-        state[key] = own[key]
+    """Replace tensors of other shapes by the model's; return a warning if any."""
+    misfits, new = _misfits(state, model), model.state_dict()
+    state.update({key: new[key] for key in misfits})
     if not misfits:
         return None
     return (
@@ -256,12 +246,11 @@ def replace_misfits(state: dict[str, Any], model: nn.Module) -> str | None:
 
 def _misfits(state: Mapping[str, Any], model: nn.Module) -> dict[str, str]:
     """Return the keys of tensors whose shapes differ, with both shapes in words."""
-    own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    found = {}
-    for key, value in state.items():
-        if key in own and own[key] != tuple(value.shape):
-            found[key] = f"{key} of {tuple(value.shape)}, here {own[key]}"
-    return found
+    return {
+        key: f"{key} of {tuple(state[key].shape)}, here {tuple(new.shape)}"
+        for key, new in model.state_dict().items()
+        if key in state and state[key].shape != new.shape
+    }
 
 
 def check_label_space(meta: Mapping[str, Any], space: LabelSpace, *, path: str) -> None:
@@ -273,27 +262,20 @@ def check_label_space(meta: Mapping[str, Any], space: LabelSpace, *, path: str) 
     if "datasets" not in stored:
         return
     trained = LabelSpace.from_metainfo(stored)
-    if trained.classes != space.classes:
-        raise ConfigError(
-            f"the checkpoint {path} was trained on {trained.num_classes} classes of "
-            f"{', '.join(trained.dataset_names)}, the config's mixture has "
-            f"{space.num_classes} of {', '.join(space.dataset_names)}; labels would "
-            "mean something else. Use the config that the checkpoint was trained with "
-            "(it lies beside the checkpoint in the work directory)."
-        )
+    pairs: list[tuple[str, Any, Any]] = [
+        ("classes", trained.classes, space.classes),
+        ("dataset groups", trained.groups, space.groups),
+    ]
     for name in set(trained.dataset_names) & set(space.dataset_names):
         then = trained.dataset_classes[trained.dataset_id(name)]
         now = space.dataset_classes[space.dataset_id(name)]
-        for own in then.keys() & now.keys():
-            if then[own] != now[own]:
-                raise ConfigError(
-                    f"the checkpoint {path} was trained with {own!r} of dataset "
-                    f"{name!r} as class {then[own]!r}, and the config makes it "
-                    f"{now[own]!r}; use the label_space and rename of the training."
-                )
-    if trained.groups != space.groups:
-        raise ConfigError(
-            f"the checkpoint {path} was trained with the dataset groups "
-            f"{list(trained.groups)}, the config has {list(space.groups)}; set the "
-            "same group='...' in the mixture entries."
-        )
+        both = sorted(then.keys() & now.keys())
+        pairs += [(f"class of {name}'s {k!r}", then[k], now[k]) for k in both]
+    for what, before, value in pairs:
+        if before != value:
+            raise ConfigError(
+                f"the checkpoint {path} was trained with other labels; {what}: was "
+                f"{reprlib.repr(before)}, is {reprlib.repr(value)} in the config. Use "
+                "the config in the work directory of the checkpoint, or its mixture "
+                "(with rename and group) and label_space."
+            )

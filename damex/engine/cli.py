@@ -12,7 +12,7 @@ from mmengine.device import get_device
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from damex.engine.config_files import merge_options, parse_options, read_config
+from damex.config_files import merge_options, parse_options, read_config
 from damex.errors import ConfigError
 
 

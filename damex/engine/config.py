@@ -1,25 +1,196 @@
-"""Config values that follow from the mixture."""
+"""Checks of a config before anything is built, and values that follow from it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
-from damex.datasets.spec import parse_mixture
-from damex.engine.config_files import (
+from damex.commandline.commands import LAUNCHERS
+from damex.config_files import (
+    KEYS,
     LOADERS,
     PlainConfig,
     mixture_datasets,
+    mixtures_of,
     moe_of_file,
 )
+from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
+from damex.datasets.spec import parse_mixture
+from damex.engine.optim import check_optimizer_type
 from damex.errors import ConfigError
+from damex.models.config import (
+    COUNT,
+    FLAG,
+    NON_NEGATIVE,
+    NUMBER,
+    Rule,
+    are_dicts,
+    is_dict,
+    one_of,
+)
 from damex.models.dataset_awareness import DatasetAwarenessConfig
 
 # Detector options that depend on which dataset annotates which class.
 DATASET_OPTIONS = tuple(vars(DatasetAwarenessConfig()))
+DICT = Rule("a dict", is_dict)
+# A command line parses 1e4 as a float.
+LENGTH = Rule(
+    "a whole number of 1 or more",
+    lambda v: type(v) in (int, float) and v >= 1 and float(v).is_integer(),
+)
+POSITIVE = Rule("a number above 0", lambda v: type(v) in (int, float) and v > 0.0)
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+# Settings by name; "*" is any dataloader. None (the default) is allowed unless the name
+# is in `NEEDED`.
+SETTINGS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "work_dir": Rule("the name of a folder", lambda v: type(v) is str and v != ""),
+        "max_epochs": LENGTH,
+        "max_iters": LENGTH,
+        "train_cfg.max_epochs": LENGTH,
+        "train_cfg.max_iters": LENGTH,
+        "train_cfg.val_interval": LENGTH,
+        "train_cfg.val_begin": NON_NEGATIVE,
+        "*.batch_size": COUNT,
+        "*.num_workers": NUMBER,
+        "train_dataloader.sampler.samples_per_epoch": COUNT,
+        "optim_wrapper.optimizer.lr": NON_NEGATIVE,
+        "optim_wrapper.optimizer.weight_decay": NON_NEGATIVE,
+        "optim_wrapper.accumulative_counts": COUNT,
+        "optim_wrapper.clip_grad.max_norm": POSITIVE,
+        "model.num_queries": COUNT,
+        "model.test_cfg.max_per_img": COUNT,
+        "model.encoder.num_layers": COUNT,
+        "model.decoder.num_layers": COUNT,
+        "randomness.seed": NUMBER,
+        "custom_hooks": Rule("a list of dicts", are_dicts),
+        "resume": FLAG,
+        "load_optimizer": FLAG,
+        "launcher": one_of(*LAUNCHERS),
+        "log_level": one_of(*LEVELS),
+        "console": one_of("progress", "full"),
+        "data_check": one_of("quick", "off"),
+        "find_unused_parameters": FLAG,
+        "compile": Rule("True, False or a dict", lambda v: isinstance(v, bool | dict)),
+        **dict.fromkeys(
+            (
+                *("model", "train_cfg", "*", "*.dataset", "train_dataloader.sampler"),
+                *("optim_wrapper", "optim_wrapper.optimizer"),
+                *("optim_wrapper.clip_grad", "model.test_cfg", "env_cfg"),
+                *("randomness", "default_hooks"),
+            ),
+            DICT,
+        ),
+    }
+)
+NEEDED = ("model", "env_cfg", "work_dir")
+# mmengine needs all or none of each row.
+TOGETHER = (
+    ("train_dataloader", "train_cfg", "optim_wrapper"),
+    ("val_dataloader", "val_cfg", "val_evaluator"),
+    ("test_dataloader", "test_cfg", "test_evaluator"),
+)
+# Pipeline steps, and their options that are image sizes.
+STEPS = ("Resize", "Crop", "Pad")
+SIZES = ("scale", "scales", "size", "crop_size")
+
+
+def check_settings(cfg: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first invalid setting, with the allowed values."""
+    for name, rule in SETTINGS.items():
+        for place in dict.fromkeys(name.replace("*", loader) for loader in LOADERS):
+            for value in _values(cfg, place):
+                is_default = value is None and place not in NEEDED
+                if not is_default and not rule.is_allowed(value):
+                    raise ConfigError(f"{place} must be {rule.words}, got {value!r}.")
+    for row in TOGETHER:
+        missing = [name for name in row if cfg.get(name) is None]
+        if missing and len(missing) < len(row):
+            raise ConfigError(
+                f"{' and '.join(missing)} must be set, too, with "
+                f"{' and '.join(name for name in row if name not in missing)}; or set "
+                f"all of {', '.join(row)} to None."
+            )
+    optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer")
+    if optimizer is not None:
+        check_optimizer_type(optimizer, "optimizer")
+    for loader in LOADERS:
+        _check_dataset(cfg, loader)
+
+
+def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
+    """Reject invalid image sizes and a mixture without datasets."""
+    dataset = (cfg.get(loader) or {}).get("dataset")
+    _check_sizes(dataset, loader)
+    mixtures = [] if cfg.get("mixture") is not None else mixture_datasets(dataset)
+    if not all(mixture.get("datasets") for mixture in mixtures):
+        raise ConfigError(
+            f"mixture is None or missing, and {loader} has a MixtureDataset; set "
+            "mixture=[dict(name=..., ...), ...], as in configs/own_datasets.py."
+        )
+
+
+def _check_sizes(config: Any, loader: str) -> None:
+    """Reject image sizes of pipeline steps that are not made of numbers above 0."""
+    if isinstance(config, (list, tuple)):
+        config = dict(enumerate(config))
+    for key, value in config.items() if is_dict(config) else ():
+        is_size = key in SIZES and any(x in str(config.get("type")) for x in STEPS)
+        if is_size and not _is_positive(value):
+            raise ConfigError(
+                f"{config['type']} in a pipeline of {loader}: {key} must be made of "
+                f"numbers above 0, as in {key}=(1333, 800), got {value!r}."
+            )
+        _check_sizes(value, loader)
+
+
+def _values(cfg: Any, place: str) -> Iterator[Any]:
+    *parts, last = place.split(".")
+    for part in parts:
+        cfg = cfg.get(part)
+        if not is_dict(cfg):
+            return
+    if last in cfg:
+        yield cfg[last]
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether a value is None, a number above 0, or a non-empty nesting of these."""
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(map(_is_positive, value))
+    return value is None or POSITIVE.is_allowed(value)
+
+
+def check_answers(model: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ``max_per_img`` is too high for a detector's queries."""
+    queries, head = model.get("num_queries"), model.get("bbox_head") or {}
+    asked = (model.get("test_cfg") or {}).get("max_per_img")
+    loss = head.get("loss_cls")
+    if queries is None or asked is None or loss is None:
+        return
+    classes = head.get("num_classes") if loss.get("use_sigmoid") else 1
+    if classes is not None and asked > queries * classes:
+        raise ConfigError(
+            f"model.num_queries={queries} can make {queries * classes} detections per "
+            f"image, but model.test_cfg.max_per_img={asked} asks for more; raise "
+            f"num_queries, or set model.test_cfg.max_per_img={queries * classes}."
+        )
+
+
+def misspelt_keys(cfg: Mapping[str, Any]) -> list[str]:
+    """Return warnings about unknown top-level names that resemble a key."""
+    return [
+        f"the config sets {key}, which nothing reads; did you mean {near}?"
+        for key in cfg
+        if key not in KEYS
+        for near in difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
+    ]
 
 
 def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
@@ -46,7 +217,15 @@ def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
         DataError: If an annotation file is missing or is not in COCO format.
     """
     cfg = PlainConfig.of(copy.deepcopy(cfg))
-    _set_moe(cfg)
+    model = cfg.get("model")
+    if "moe" in cfg:
+        if "moe" in model:
+            raise ConfigError(
+                "both moe and model.moe are set; keep one of them (moe=None at the top "
+                "level makes the detector dense)."
+            )
+        moe = cfg.pop("moe")  # kept in one place, so that a written config reads back
+        model["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
     if cfg.get("mixture") is None:
         return cfg
     specs = parse_mixture(cfg["mixture"])
@@ -59,38 +238,24 @@ def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
         space = LabelSpace.from_specs(specs, mode=mode)
     else:
         space.check(specs, mode=mode)
-    for loader in LOADERS:
-        for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
-            dataset.setdefault("datasets", cfg["mixture"])
-            dataset["label_space"] = space.to_metainfo()
-    _set_num_classes(cfg["model"], space)
+    for dataset in mixtures_of(cfg):
+        dataset.setdefault("datasets", cfg["mixture"])
+        dataset["label_space"] = space.to_metainfo()
+    _set_num_classes(model, space)
     _set_batch_size(cfg.get("train_dataloader") or {})
-    if cfg["model"].get("moe") is not None:
-        cfg["model"]["num_groups"] = len(space.group_names)
-    if any(cfg["model"].get(name) not in (None, False) for name in DATASET_OPTIONS):
-        cfg["model"]["label_coverage"] = space.coverage()
+    if model.get("moe") is not None:
+        model["num_groups"] = len(space.group_names)
+    if any(model.get(name) not in (None, False) for name in DATASET_OPTIONS):
+        model["label_coverage"] = space.coverage()
     return cfg
 
 
 def label_space_of(cfg: Config | ConfigDict) -> LabelSpace | None:
     """Return the label space of a resolved config; None without a mixture."""
-    for loader in LOADERS:
-        for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
-            if isinstance(dataset.get("label_space"), Mapping):
-                return LabelSpace.from_metainfo(dataset["label_space"])
+    for dataset in mixtures_of(cfg):
+        if isinstance(dataset.get("label_space"), Mapping):
+            return LabelSpace.from_metainfo(dataset["label_space"])
     return None
-
-
-def _set_moe(cfg: Config | ConfigDict) -> None:
-    if "moe" not in cfg:
-        return
-    if "moe" in cfg["model"]:
-        raise ConfigError(
-            "both moe and model.moe are set; keep one of them (moe=None at the top "
-            "level makes the detector dense)."
-        )
-    moe = cfg.pop("moe")  # kept in one place, so that a written config reads back
-    cfg["model"]["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
 
 
 def _set_batch_size(loader: dict) -> None:

@@ -6,13 +6,12 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from mmdet.engine.hooks import DetVisualizationHook
 from mmdet.registry import HOOKS
 from mmengine.dist import is_main_process
@@ -30,7 +29,7 @@ from rich.progress import (
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
-from damex.engine.schedule import bare_model
+from damex.engine.hooks import bare_model
 from damex.files import make_folder
 from damex.models.insertion import moe_blocks
 
@@ -52,44 +51,32 @@ class ProgressHook(Hook):
 
     Args:
         every_seconds: Seconds between plain lines.
-        smoothing: Weight of the past in the displayed running means, in [0, 1).
     """
 
     priority = "LOW"
 
-    def __init__(self, *, every_seconds: float = 15.0, smoothing: float = 0.9) -> None:
+    def __init__(self, *, every_seconds: float = 15.0) -> None:
         self.every_seconds = every_seconds
-        self.smoothing = smoothing
         self._console = Console(
             file=sys.stdout, quiet=not is_main_process(), markup=False, emoji=False
         )
-        self._progress: Progress | None = None
-        self._means: dict[str, float] = {}
-        self._label = ""
-        self._started = self._last_line = 0.0
-        self._first = self._total = 0
+        self._progress = Progress(console=self._console)
+        self._last_line = 0.0
 
     def before_train(self, runner: Runner) -> None:
         """Describe the run and open the bar."""
         self._console.print(describe_run(runner), highlight=False, soft_wrap=True)
         self._open("train", runner.max_iters, runner.iter)
 
-    def after_train_iter(
-        self,
-        runner: Runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Update the line."""
-        if runner.rank != 0:  # reading a loss waits for the GPU
-            return
-        for key in MEASURES:
-            if outputs and key in outputs:
-                value = float(torch.as_tensor(outputs[key]).detach())
-                old = self._means.get(key, value)
-                self._means[key] = self.smoothing * old + (1 - self.smoothing) * value
-        self._advance(runner.iter + 1, self._status())
+    def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
+        """Update the line with means of mmengine's last ten values."""
+        scalars = runner.message_hub.log_scalars
+        status = [
+            words.format(scalars[f"train/{key}"].mean(10))
+            for key, words in MEASURES.items()
+            if f"train/{key}" in scalars
+        ]
+        self._advance(runner.iter + 1, "  ".join(status))
 
     def before_val(self, runner: Runner) -> None:
         """Open a bar for the evaluation."""
@@ -122,10 +109,7 @@ class ProgressHook(Hook):
 
     def _open(self, label: str, total: int, done: int) -> None:
         self.close()
-        self._label, self._first, self._total = label, done, total
-        self._started = self._last_line = time.monotonic()
-        if not self._console.is_terminal:
-            return
+        self._last_line = time.monotonic()
         self._progress = Progress(
             TextColumn("{task.description:>8}"),
             BarColumn(),
@@ -137,35 +121,27 @@ class ProgressHook(Hook):
         self._task = self._progress.add_task(
             label, total=total, completed=done, status=""
         )
-        self._progress.start()
+        if self._console.is_terminal:
+            self._progress.start()
 
     def _advance(self, done: int, status: str) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, status=status)
-            return
-        now = time.monotonic()
-        if now - self._last_line < self.every_seconds and done < self._total:
+        self._progress.update(self._task, completed=done, status=status)
+        task, now = self._progress.tasks[0], time.monotonic()
+        is_due = now - self._last_line >= self.every_seconds or task.finished
+        if self._console.is_terminal or not is_due:
             return
         self._last_line = now
-        per_step = (now - self._started) / max(done - self._first, 1)
-        left = timedelta(seconds=round(per_step * (self._total - done)))
+        left = "unknown time"
+        if task.time_remaining is not None:
+            left = str(timedelta(seconds=round(task.time_remaining)))
         self._console.print(
-            f"{self._label:>8} {done}/{self._total}  {left} left  {status}",
+            f"{task.description:>8} {done}/{task.total}  {left} left  {status}",
             highlight=False,
         )
 
     def close(self) -> None:
         """Remove the bar from the screen."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def _status(self) -> str:
-        return "  ".join(
-            words.format(self._means[key])
-            for key, words in MEASURES.items()
-            if key in self._means
-        )
+        self._progress.stop()
 
 
 def describe_run(runner: Runner) -> str:
@@ -180,7 +156,7 @@ def describe_run(runner: Runner) -> str:
         experts = f"{moe.num_experts} experts in {names}"
         if moe.shards is not None:
             each = moe.num_experts // moe.shards.size
-            experts += f", {each} on each process (of which these are the parameters)"
+            experts += f", {each} on each process (only these are counted)"
     gating = getattr(model, "channel_gating", None)
     if gating is not None:
         heads = gating.path.heads.values()

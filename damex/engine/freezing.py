@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from damex.datasets.label_space import LabelSpace
-from damex.engine.rows import RowKey, RowNames, check_declared, has_groups, row_keys
-from damex.engine.schedule import bare_model
+from damex.engine.hooks import bare_model
+from damex.engine.rows import RowNames, check_declared, has_groups, row_keys
 from damex.errors import ConfigError, did_you_mean
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
@@ -39,22 +39,23 @@ def freeze_all_but(
             itself schedules which parts are frozen.
     """
     space = _check(model, space, datasets)
-    datasets = [
-        str(name) for name in datasets
-    ]  # a command line parses 2019 as a number
     check_declared(model)
+    # A command line parses 2019 as a number.
+    trained = _trained_names(space, [str(name) for name in datasets])
     owners = row_keys(model, model.state_dict(), RowNames.of_space(space))
-    trained = _trained_owners(space, datasets)
-    kept = {
-        key: torch.tensor([owner not in trained for owner in rows])
-        for key, rows in owners.items()
-        if any(owner in trained for owner in rows)
-    }
+    kept = {}
+    for key, rows in owners.items():
+        is_trained = [
+            bool(owner.names) and trained.get(owner.kind, set()).issuperset(owner.names)
+            for owner in rows
+        ]
+        if any(is_trained):
+            kept[key] = ~torch.tensor(is_trained)
     if not kept:
         raise ConfigError(
-            f"train_only={list(datasets)!r}: these datasets have no class and no "
-            "experts of their own, so that nothing would be trained; name all datasets "
-            "of a group, or leave train_only out."
+            f"train_only={list(datasets)!r}: all classes and experts of these datasets "
+            "are shared with others, so that nothing would be trained; name all "
+            "datasets of a group, or leave train_only out."
         )
     for key in kept.keys() & _free_routers(model):
         kept[key].fill_(False)
@@ -72,16 +73,13 @@ def _free_routers(model: Any) -> set[str]:
     If the single expert of a token has weight 1, its router cannot change a detection
     of an unnamed dataset. Frozen rows could not learn to tell old images from new ones.
     """
-    return {
-        f"{name}.moe.router.{key}"
-        for name, block in model.named_modules()
-        if has_groups(block) and _has_weight_one(block.moe.gate)
-        for key, _ in block.moe.router.named_parameters()
-    }
-
-
-def _has_weight_one(gate: Any) -> bool:
-    return isinstance(gate, TopKGate) and gate.k == 1 and gate.renormalize
+    found = set()
+    for name, block in model.named_modules():
+        gate = block.moe.gate if has_groups(block) else None
+        if isinstance(gate, TopKGate) and gate.k == 1 and gate.renormalize:
+            parameters = block.moe.router.named_parameters()
+            found |= {f"{name}.moe.router.{key}" for key, _ in parameters}
+    return found
 
 
 def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
@@ -104,38 +102,26 @@ def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
             )
     if model.trains_in_stages or any(b.moe.shards for b in moe_blocks(model)):
         raise ConfigError(
-            "train_only cannot stand beside moe.router_warmup, moe.upcycling or "
-            "moe.expert_parallel, which say themselves what is trained when or where; "
-            "leave them out."
+            "train_only cannot be combined with moe.router_warmup, moe.upcycling or "
+            "moe.expert_parallel, which decide themselves which parts are trained; "
+            "leave one of them out."
         )
     return space
 
 
-class _Trained:
-    """The owners of trained rows."""
-
-    def __init__(self, classes: set[str], groups: set[str]) -> None:
-        self._classes, self._groups = classes, groups
-
-    def __contains__(self, owner: RowKey) -> bool:
-        known = {"class": self._classes, "groups": self._groups}.get(owner.kind, set())
-        return bool(owner.names) and known.issuperset(owner.names)
-
-
-def _trained_owners(space: LabelSpace, datasets: Sequence[str]) -> _Trained:
-    rows = zip(space.dataset_names, space.dataset_classes, space.groups, strict=True)
-    of_others: dict[str, set[str]] = dict(classes=set(), groups=set())
-    for name, classes, group in rows:
+def _trained_names(space: LabelSpace, datasets: Sequence[str]) -> dict[str, set[str]]:
+    """Classes and groups that only the given datasets have, by kind of row owner."""
+    classes, groups = set(space.classes), set(space.groups)
+    for name, mapping, group in zip(
+        space.dataset_names, space.dataset_classes, space.groups, strict=True
+    ):
         if name not in datasets:
-            of_others["classes"] |= set(classes.values())
-            of_others["groups"].add(group)
-    return _Trained(
-        set(space.classes) - of_others["classes"],
-        set(space.groups) - of_others["groups"],
-    )
+            classes -= set(mapping.values())
+            groups -= {group}
+    return {"class": classes, "groups": groups}
 
 
-class KeepRowsHook(Hook):
+class FreezeRowsHook(Hook):
     """Keep rows of tensors fixed while the optimiser updates the others.
 
     Their gradients are zeroed, so that they do not count in the clipping norm, and
@@ -155,47 +141,30 @@ class KeepRowsHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Store the rows once weights are loaded."""
-        for name, tensor in self._tensors(runner).items():
-            rows = self._rows(name, tensor)
+        for name, tensor, rows in self._tensors(runner):
             self._values[name] = tensor.detach()[rows].clone()
             if tensor.requires_grad:
-                tensor.register_hook(_WithoutRows(rows))
+                view = rows.view(-1, *[1] * (tensor.dim() - 1))
+                tensor.register_hook(lambda grad, view=view: grad.masked_fill(view, 0))
 
-    def before_train_iter(
-        self, runner: Runner, batch_idx: int, data_batch: Any = None
-    ) -> None:
+    def before_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         """Freeze batch norms; mmengine sets the model to training before each epoch."""
         for module in bare_model(runner).modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
 
-    def after_train_iter(
-        self,
-        runner: Runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Any = None,
-    ) -> None:
+    def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         """Restore the rows."""
         with torch.no_grad():
-            for name, tensor in self._tensors(runner).items():
-                tensor[self._rows(name, tensor)] = self._values[name]
+            for name, tensor, rows in self._tensors(runner):
+                tensor[rows] = self._values[name]
 
-    def _tensors(self, runner: Runner) -> dict[str, Tensor]:
-        model: nn.Module = bare_model(runner)
+    def _tensors(self, runner: Runner) -> list[tuple[str, Tensor, Tensor]]:
+        """Name, tensor and frozen rows."""
+        model = bare_model(runner)
         found = dict([*model.named_parameters(), *model.named_buffers()])
-        return {name: found[name] for name in self._kept if name in found}
-
-    def _rows(self, name: str, tensor: Tensor) -> Tensor:
-        return self._kept[name].to(tensor.device)
-
-
-class _WithoutRows:
-    """Tensor hook that zeroes the gradient of some rows."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        shape = (-1,) + (1,) * (gradient.dim() - 1)
-        return gradient.masked_fill(self._rows.view(shape), 0.0)
+        return [
+            (name, found[name], rows.to(found[name].device))
+            for name, rows in self._kept.items()
+            if name in found
+        ]

@@ -1,14 +1,19 @@
-"""A separate optimiser for the experts, and learning rate restarts."""
+"""The optimiser of the experts, learning rates, and the length of a training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from mmengine.config import Config, ConfigDict
 from mmengine.model import is_model_wrapper
-from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
+from mmengine.optim import (
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+    _ParamScheduler,
+)
 from mmengine.optim.scheduler.lr_scheduler import LRSchedulerMixin
-from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
 from mmengine.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
@@ -22,7 +27,7 @@ from damex.errors import ConfigError, did_you_mean
 from damex.moe import ChainedOptimizer, NormalizedGD, expert_parameters
 
 OPTIMIZERS.register_module(module=NormalizedGD)
-HINT = "experts=dict(type='NormalizedGD', lr=0.001)"
+LOOPS = (None, "EpochBasedTrainLoop", "IterBasedTrainLoop")  # of mmengine
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -66,16 +71,16 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         bare = cast(nn.Module, model.module) if is_model_wrapper(model) else model
         try:
             banks, others = expert_parameters(bare)
-        except ValueError as error:
-            raise ConfigError(
-                "optim_wrapper.experts: the detector is dense (moe=None); leave out "
-                "optim_wrapper.constructor and experts, or choose a moe."
-            ) from error
-        banks = list(filter(None, map(_trained, banks)))
+        except ValueError:  # a dense detector
+            banks, others = [], []
+        for bank in banks:
+            bank["params"] = [p for p in bank["params"] if p.requires_grad]
+        banks = [bank for bank in banks if bank["params"]]
         if not banks:
             raise ConfigError(
-                "optim_wrapper.experts: all experts are frozen; leave out "
-                "optim_wrapper.constructor and experts."
+                "optim_wrapper.experts: the detector is dense (moe=None) or all its "
+                "experts are frozen; leave out optim_wrapper.constructor and experts, "
+                "or choose a moe."
             )
         groups = [dict(params=[p for p in others if p.requires_grad])]
         if not self.paramwise_cfg:
@@ -99,22 +104,19 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         names = {id(p): name for name, p in model.named_parameters()}
         expert_groups = []
         for bank in banks:
-            own = [by_id.pop(id(p)) for p in bank["params"]]
-            lr = self.experts_cfg["lr"] * self._factor(own, names)
-            expert_groups.append(dict(bank, lr=lr))
+            found = {
+                names[id(p)]: by_id.pop(id(p)).get("lr_mult", 1.0)
+                for p in bank["params"]
+            }
+            if len({*found.values()}) > 1:
+                raise ConfigError(
+                    "optim_wrapper.paramwise_cfg.custom_keys give the parameters of "
+                    f"one bank of experts different factors {found}; cover all of them "
+                    "or none."
+                )
+            factor = next(iter(found.values()))
+            expert_groups.append(dict(bank, lr=self.experts_cfg["lr"] * factor))
         return list(by_id.values()), expert_groups
-
-    def _factor(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> float:
-        """Return the common ``lr_mult`` of a bank of experts."""
-        factors = {group.get("lr_mult", 1.0) for group in groups}
-        if len(factors) > 1:
-            found = [names[id(group["params"][0])] for group in groups]
-            raise ConfigError(
-                "optim_wrapper.paramwise_cfg.custom_keys give the parameters of one "
-                f"bank of experts different factors {sorted(factors)}: "
-                f"{', '.join(found)}; cover all of them or none."
-            )
-        return factors.pop()
 
 
 @PARAM_SCHEDULERS.register_module()
@@ -146,25 +148,15 @@ def check_optimizer_type(config: Mapping[str, Any], field: str) -> None:
         )
 
 
-def _trained(bank: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Drop frozen parameters from a bank of experts; None if all are frozen."""
-    parameters = [p for p in bank["params"] if p.requires_grad]
-    return {**bank, "params": parameters} if parameters else None
-
-
 def _check_experts(config: Any) -> dict[str, Any]:
-    if not isinstance(config, Mapping):
+    lr: Any = config.get("lr") if isinstance(config, Mapping) else None
+    if type(lr) not in (int, float) or lr < 0 or config.get("type") is None:
         raise ConfigError(
             "optim_wrapper.constructor='ExpertOptimWrapperConstructor' needs "
-            f"optim_wrapper.experts, for instance {HINT}; got {config!r}."
+            "optim_wrapper.experts with a type and a learning rate lr of 0 or more, "
+            f"such as dict(type='NormalizedGD', lr=0.001), got {config!r}."
         )
     check_optimizer_type(config, "experts")
-    lr: Any = config.get("lr")
-    if config.get("type") is None or type(lr) not in (int, float) or lr < 0:
-        raise ConfigError(
-            "optim_wrapper.experts needs a type and a learning rate lr of 0 or more, "
-            f"for instance {HINT}; got {dict(config)!r}."
-        )
     return dict(config)
 
 
@@ -175,3 +167,69 @@ def _build(
         return OPTIMIZERS.build({**config, "params": groups})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optim_wrapper.{field} = {dict(config)}: {error}") from error
+
+
+def set_length(cfg: Config | ConfigDict) -> None:
+    """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``, in place.
+
+    Raises:
+        ConfigError: If mmengine's loop counts the other one; custom loops may differ.
+    """
+    train = cfg.get("train_cfg")
+    if not train:
+        return
+    key = length_key(train)
+    other = "max_epochs" if key == "max_iters" else "max_iters"
+    if cfg.get(other) is not None and (key in train or train.get("type") in LOOPS):
+        counted = key.removeprefix("max_")
+        raise ConfigError(
+            f"{other}={cfg[other]} is set, but the loop of train_cfg counts {counted}; "
+            f"set {key} (and {other}=None, if it is a base config that sets it)."
+        )
+    if cfg.get(key) is not None:
+        # Kept in one place, so that a written config reads back.
+        train[key] = cfg.pop(key)
+
+
+def length_key(train_cfg: Mapping[str, Any]) -> str:
+    """Return ``max_iters`` if the loop counts iterations, else ``max_epochs``."""
+    by_iters = (
+        train_cfg.get("type") == "IterBasedTrainLoop"
+        or train_cfg.get("by_epoch") is False
+        or "max_iters" in train_cfg
+    )
+    return "max_iters" if by_iters else "max_epochs"
+
+
+def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
+    """Copy scheduler configs, with all points in time in epochs or iterations."""
+    size = dict(epochs=epochs, iters=iters)
+    if isinstance(scheduler, Sequence):
+        return [in_steps(one, **size) for one in scheduler]
+    if not isinstance(scheduler, dict):
+        return scheduler
+    if "type" not in scheduler:  # one for each of several optimisers
+        return {name: in_steps(one, **size) for name, one in scheduler.items()}
+    length = epochs if scheduler.get("by_epoch", True) else iters
+    found = dict(scheduler)
+    for key in ("begin", "end"):
+        if key in found and 0 < found[key] < 1:
+            # As in moe.upcycling: equal fractions give equal iterations.
+            found[key] = math.ceil(found[key] * length)
+    if "milestones" in found:
+        found["milestones"] = [
+            round(stone * length) if 0 < stone < 1 else stone
+            for stone in found["milestones"]
+        ]
+    return found
+
+
+def spans(schedulers: Any) -> list[tuple[int, list[int]]]:
+    """Return ends and milestones of built schedulers, over all optimisers."""
+    if isinstance(schedulers, _ParamScheduler):
+        return [(schedulers.end, sorted(getattr(schedulers, "milestones", ())))]
+    if isinstance(schedulers, dict):  # of several optimisers, or a config
+        schedulers = list(schedulers.values())
+    if not isinstance(schedulers, (list, tuple)):
+        return []
+    return [span for inner in schedulers for span in spans(inner)]

@@ -1,4 +1,4 @@
-"""A runner that loses nothing when a training is interrupted."""
+"""A runner that loses nothing when interrupted, and its work directory."""
 
 from __future__ import annotations
 
@@ -9,28 +9,111 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from mmengine.dist import broadcast_object_list
 from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop
-from mmengine.visualization import Visualizer
 from torch import nn
 
 from damex.engine.console import ProgressHook
-from damex.engine.sharded_runner import ShardedRunner
-from damex.engine.work_dir import WorkDir, latest_checkpoint, shown
+from damex.engine.resumption import latest_checkpoint
+from damex.engine.sharding import ShardedRunner
 from damex.errors import ConfigError, DataError
 from damex.files import atomic_write
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # Errors of scipy's matching if predictions are not finite.
 MATCHING = ("matrix contains invalid numeric entries", "cost matrix is infeasible")
+
+
+class WorkDir:
+    """The work directory of a run; missing folders are created.
+
+    Attributes:
+        logs: The log folder of this run, once it is known.
+        iterations: Iterations of the checkpoints, by file name.
+
+    Raises:
+        ConfigError: If it is not writable.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self.logs: Path | None = None
+        self.iterations: dict[str, int] = {}
+        parents = (self.path, *self.path.parents)
+        self._made = [parent for parent in parents if not parent.exists()]
+        self._lock: int | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            self.remove_traces()
+            raise ConfigError(
+                f"work_dir={str(path)!r} cannot be written ({error.strerror}); name "
+                "another folder, for instance with --work-dir."
+            ) from error
+
+    def lock(self) -> str | None:
+        """Lock out other trainings; returns why the folder cannot be used, or None."""
+        if fcntl is None:
+            return None
+        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            # Unlike flock, data loading processes do not inherit it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner, *logs = os.read(file, 4096).decode().splitlines() or ["unknown"]
+            os.close(file)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return None
+            if logs == [str(self.logs)]:  # both started in the same second
+                self.logs = None
+            return (
+                f"{shown(self.path)} is in use: process {owner} trains there. Wait for "
+                "its end, stop it, or name another folder with --work-dir."
+            )
+        self._lock = file
+        os.truncate(file, 0)
+        os.write(file, f"{os.getpid()} on {socket.gethostname()}\n{self.logs}".encode())
+        for part in self.path.glob(".part-*.pth"):  # from a killed training
+            part.unlink(missing_ok=True)
+        return None
+
+    def unlock(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            (self.path / ".lock").unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def remove_traces(self) -> None:
+        """Remove the files of a run that failed before it began."""
+        if self.logs is not None:
+            shutil.rmtree(self.logs, ignore_errors=True)
+        for folder in self._made:
+            with suppress(OSError):  # in use by others
+                folder.rmdir()
+
+
+def shown(path: str | Path) -> str:
+    """Return a path for messages: relative if it is below the current folder."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 class OrderlyRunner(ShardedRunner):
@@ -70,6 +153,12 @@ class OrderlyRunner(ShardedRunner):
         if self.is_running and isinstance(error, OSError):
             raise error
 
+    def build_visualizer(self, visualizer: Any = None) -> Any:
+        """Build a visualizer for this run; by its name, another would be reused."""
+        if isinstance(visualizer, dict):
+            visualizer = {**visualizer, "name": self.log_dir}
+        return super().build_visualizer(visualizer)
+
     def check_start(self) -> None:
         """Reject a training that cannot work; a hook for subclasses."""
 
@@ -104,16 +193,6 @@ class OrderlyRunner(ShardedRunner):
         self.evaluates = True
         with _orderly(self):
             return super().test()
-
-    def leave_nothing(self) -> None:
-        """Remove the files of a failed start."""
-        if os.environ.get("RANK", "0") != "0":
-            return
-        self.folder.remove_traces()
-        visualizer = getattr(self, "visualizer", None)
-        if visualizer is not None:  # else the next runner would reuse its folder
-            for kind in (type(visualizer), Visualizer):
-                kind._instance_dict.pop(visualizer.instance_name, None)
 
     def load_or_resume(self) -> None:
         """Load or resume as configured; ConfigError if nothing can be resumed."""
@@ -174,8 +253,8 @@ def _orderly(runner: OrderlyRunner) -> Iterator[None]:
                     hook.close()
             fault = _fault(runner, error)
             runner.folder.unlock()
-            if not runner.has_begun:
-                runner.leave_nothing()
+            if not runner.has_begun and os.environ.get("RANK", "0") == "0":
+                runner.folder.remove_traces()
             if fault is None:
                 raise
             kind = ConfigError if isinstance(error, Exception) else KeyboardInterrupt
@@ -233,15 +312,17 @@ def _kill_children(others: Collection[Any]) -> None:
 
 def _fault(runner: OrderlyRunner, error: BaseException) -> str | None:
     """The message for the user; None for an error that is not handled here."""
-    text, cause = str(error), error.__cause__
+    text = str(error)
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted {_when(runner)}. {_saved(runner)}".strip()
-    disk = error if isinstance(error, OSError) else cause
+    disk = error if isinstance(error, OSError) else error.__cause__
     if isinstance(disk, OSError) and disk.errno in DISK:
+        folder = runner.folder.path
         if disk is error:
-            where = shown(disk.filename or runner.folder.path)
+            where = shown(disk.filename or folder)
             text = f"{where} cannot be written to ({disk.strerror}); free space."
-        return f"{text} {_free(runner.folder.path)} {_saved(runner)}".strip()
+        free = shutil.disk_usage(folder).free / 2**20
+        return f"{text} {free:,.1f} MiB are free. {_saved(runner)}".strip()
     if isinstance(error, ValueError) and any(words in text for words in MATCHING):
         text = f"the predictions of iteration {runner.iter + 1} are not finite"
     elif not isinstance(error, FloatingPointError):
@@ -258,20 +339,19 @@ def _fault(runner: OrderlyRunner, error: BaseException) -> str | None:
 
 def _when(runner: OrderlyRunner) -> str:
     loop = getattr(runner, "_train_loop", None)
-    if not runner.has_begun or not isinstance(loop, BaseLoop):
-        what = "evaluation" if runner.evaluates else "training"
-        return f"{'during' if runner.has_begun else 'before'} the {what}"
-    return f"after {loop.iter} of {loop.max_iters} iterations"
+    if runner.has_begun and isinstance(loop, BaseLoop):
+        return f"after {loop.iter} of {loop.max_iters} iterations"
+    what = "evaluation" if runner.evaluates else "training"
+    return f"{'during' if runner.has_begun else 'before'} the {what}"
 
 
 def _saved(runner: OrderlyRunner, *, resumes: bool = True) -> str:
     """The last checkpoint that this training wrote or resumed, and how to continue."""
     if not runner.has_begun or not isinstance(runner._train_loop, BaseLoop):
         return ""
-    try:
+    last = None
+    with suppress(DataError):
         last = latest_checkpoint(runner.work_dir)
-    except DataError:
-        last = None
     iteration = runner.folder.iterations.get(Path(last or "").name)
     if last is None or iteration is None:
         return "No checkpoint was written yet."
@@ -283,10 +363,3 @@ def _saved(runner: OrderlyRunner, *, resumes: bool = True) -> str:
     if runner.launcher != "none":
         command += ["--launcher", runner.launcher]
     return f"{words} Continue with: {launch}{shlex.join(command)}"
-
-
-def _free(folder: Path) -> str:
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free / 2**20
-    return f"{free:,.1f} MiB are free."

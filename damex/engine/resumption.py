@@ -1,22 +1,146 @@
-"""Resuming in the middle of an epoch, without repeating its images."""
+"""Checkpoints of a run: written safely, found again, and resumed in mid-epoch."""
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mmdet.datasets.samplers import AspectRatioBatchSampler
 from mmdet.registry import HOOKS
+from mmengine.dist import is_main_process
+from mmengine.hooks import CheckpointHook as MMEngineCheckpointHook
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, _ParamScheduler
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, Runner
 from torch.utils.data import BatchSampler
 
 from damex.datasets.sampler import MixtureSampler
+from damex.errors import ConfigError, DataError
+from damex.files import write_text
 
 KEY = "data_progress"
+
+
+def latest_checkpoint(folder: str | Path) -> str | None:
+    """Return path or URL of the last checkpoint; None without ``last_checkpoint``.
+
+    mmengine stores an absolute path. A checkpoint of that name in the folder itself
+    takes precedence, so that a copied folder does not lead to the original.
+
+    Raises:
+        DataError: If that file is empty, or names a missing checkpoint.
+    """
+    marker = Path(folder) / "last_checkpoint"
+    if not marker.is_file():
+        return None
+    named = marker.read_text(encoding="utf-8").strip()
+    here = marker.parent / Path(named).name
+    if here.is_file():
+        return str(here)
+    if named and ("://" in named or Path(named).is_file()):
+        return named
+    known = [*Path(folder).glob("epoch_*.pth"), *Path(folder).glob("iter_*.pth")]
+    newest = max(known, key=lambda path: path.stat().st_mtime, default="CHECKPOINT")
+    fault = f"names {named}, which is missing" if named else "is empty"
+    raise DataError(f"{marker} {fault}; resume with --resume {newest}.")
+
+
+@HOOKS.register_module()
+class CheckpointHook(MMEngineCheckpointHook):
+    """mmengine's hook, but old checkpoints are removed only after the next is written.
+
+    A run that is killed or fills the disk keeps its last and its best checkpoint, even
+    with ``max_keep_ckpts=1``.
+    """
+
+    file_backend: Any
+    best_ckpt_path: str | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except (TypeError, ValueError) as error:  # such as save_best="foo"
+            raise ConfigError(f"default_hooks.checkpoint: {error}") from error
+
+    def before_train(self, runner: Runner) -> None:
+        """Prepare; paths of a copied work directory point into the copy."""
+        super().before_train(runner)
+        if best := getattr(self, "best_ckpt_path", None):
+            self.best_ckpt_path = self._here(best)
+        for key, path in getattr(self, "best_ckpt_path_dict", {}).items():
+            self.best_ckpt_path_dict[key] = path and self._here(path)
+
+    def _here(self, path: str) -> str:
+        return self.file_backend.join_path(self.out_dir, Path(path).name)
+
+    def _save_checkpoint_with_step(
+        self, runner: Runner, step: int, meta: Mapping[str, Any]
+    ) -> None:
+        """Write a checkpoint, then mark it as the last, then remove the oldest."""
+        outdated = []
+        if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
+            if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
+                outdated.append(self.keep_ckpt_ids.popleft())
+            self.keep_ckpt_ids.append(step)
+            runner.message_hub.update_info("keep_ckpt_ids", [*self.keep_ckpt_ids])
+        name = self.filename_tmpl.format(step)
+        self.last_ckpt = self._here(name)
+        runner.message_hub.update_info("last_ckpt", self.last_ckpt)
+        runner.save_checkpoint(
+            self.out_dir,
+            name,
+            self.file_client_args,
+            save_optimizer=self.save_optimizer,
+            save_param_scheduler=self.save_param_scheduler,
+            meta=meta,
+            by_epoch=self.by_epoch,
+            backend_args=self.backend_args,
+            **self.args,
+        )
+        if is_main_process():
+            write_text(Path(runner.work_dir) / "last_checkpoint", self.last_ckpt)
+            for old in outdated:
+                self._remove(self._here(self.filename_tmpl.format(old)))
+
+    def _save_best_checkpoint(
+        self, runner: Runner, metrics: Mapping[str, float]
+    ) -> None:
+        """Write the best checkpoint, then remove the previous best."""
+        backend = self.file_backend
+        later = _RemovesLater(backend)
+        self.file_backend = later
+        try:
+            super()._save_best_checkpoint(runner, metrics)
+        finally:
+            self.file_backend = backend
+        best = getattr(self, "best_ckpt_path_dict", {}).values()
+        for path in later.outdated - {getattr(self, "best_ckpt_path", None), *best}:
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        if self.file_backend.isdir(path):  # a DeepSpeed checkpoint
+            self.file_backend.rmtree(path)
+        elif self.file_backend.isfile(path):
+            self.file_backend.remove(path)
+
+
+class _RemovesLater:
+    """File backend that records removals for later."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.outdated: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def remove(self, path: str) -> None:
+        """Record a path to remove."""
+        self.outdated.add(path)
+
+    rmtree = remove
 
 
 @HOOKS.register_module()
@@ -37,13 +161,7 @@ class DataProgressHook(Hook):
         self._passes: list[Sequence[int]] = []  # of this epoch, in earlier runs
         self._batches = 0  # of this epoch, in this run
 
-    def after_train_iter(
-        self,
-        runner: Runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Any = None,
-    ) -> None:
+    def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         """Count the batches used, not those prefetched by workers."""
         self._batches += 1
 
@@ -56,7 +174,7 @@ class DataProgressHook(Hook):
         """Save the data progress."""
         batches = _batches_of(runner)
         if batches is not None:
-            seen = [*_layout(runner, batches), self._batches]
+            seen = [runner.world_size, batches.batch_size, self._batches]
             checkpoint["meta"][KEY] = dict(
                 order=batches.sampler.order(), passes=[*self._passes, seen]
             )
@@ -66,45 +184,50 @@ class DataProgressHook(Hook):
         loop = runner._train_loop
         if not (runner._resume and isinstance(loop, BaseLoop)):
             return
-        progress, batches = checkpoint["meta"].get(KEY), _batches_of(runner)
+        meta, batches = checkpoint["meta"], _batches_of(runner)
+        progress = meta.get(KEY)
         is_known = progress is not None and batches is not None
         if is_known and batches.sampler.take_over(progress["order"]):
             self._passes = progress["passes"]
-            if isinstance(loop, IterBasedTrainLoop):
-                self._go_on_by_iterations(runner, batches)
-            else:
-                self._go_on_by_epochs(runner, batches, checkpoint)
-        elif _is_inside(checkpoint["meta"], loop):
-            _warn(
-                runner,
-                "the checkpoint does not tell which images of the epoch were seen (it "
-                "is of another mixture or sampler, or of an earlier version of damex); "
-                "the epoch begins again.",
+            self._resume(runner, batches, checkpoint)
+        elif not isinstance(loop, IterBasedTrainLoop) and (
+            any(used for _, _, used in progress["passes"])
+            if progress
+            else meta["iter"] != meta["epoch"] * len(loop.dataloader)
+        ):
+            runner.logger.warning(
+                "--resume: the checkpoint does not record which images of the epoch "
+                "were seen (it is of another mixture or sampler, or of an earlier "
+                "version of damex); the epoch begins again."
             )
 
-    def _go_on_by_epochs(self, runner: Runner, batches: Any, checkpoint: dict) -> None:
-        loop: Any = runner.train_loop
-        meta = checkpoint["meta"]
-        left = batches.sampler.leave_out(meta["epoch"], self._passes, batches)
-        length = len(loop.dataloader)
-        loop._max_iters = loop.max_epochs * length  # same epoch length as before
-        meta["iter"] = (meta["epoch"] + 1) * length - left
-        if _tell_change(runner, batches, self._passes):
-            _reschedule(runner, checkpoint, length=length)
-
-    def _go_on_by_iterations(self, runner: Runner, batches: Any) -> None:
+    def _resume(self, runner: Runner, batches: Any, checkpoint: dict) -> None:
         """Skip samples unless batch sizes may vary, which is left to mmengine."""
-        changed = _tell_change(runner, batches, self._passes)
-        sampler = batches.sampler
-        if sampler.infinite and type(batches) is BatchSampler:
+        loop: Any = runner.train_loop
+        meta, sampler = checkpoint["meta"], batches.sampler
+        then, now = [*self._passes[-1][:2]], [runner.world_size, batches.batch_size]
+        if then != now:
+            runner.logger.warning(
+                f"--resume: a batch of all processes was {then[0]} x {then[1]} images "
+                f"and is now {now[0]} x {now[1]} (processes x batch_size); the "
+                "learning rate is that of the config, which --auto-scale-lr would "
+                "adapt to it."
+            )
+        if not isinstance(loop, IterBasedTrainLoop):
+            left = sampler.leave_out(meta["epoch"], self._passes, batches)
+            length = len(loop.dataloader)
+            loop._max_iters = loop.max_epochs * length  # same epoch length as before
+            meta["iter"] = (meta["epoch"] + 1) * length - left
+            if then != now:
+                _reschedule(runner, checkpoint, length=length)
+        elif sampler.infinite and type(batches) is BatchSampler:
             samples = sum(world * size * used for world, size, used in self._passes)
             sampler.leave_out_first(samples)
-        elif changed:
-            _warn(
-                runner,
-                "which images were seen is known only with train_dataloader.sampler."
-                "infinite=True and train_dataloader.batch_sampler=None; some are left "
-                "out or seen again.",
+        elif then != now:
+            runner.logger.warning(
+                "--resume: which images were seen is known only with train_dataloader."
+                "sampler.infinite=True and train_dataloader.batch_sampler=None; some "
+                "are left out or seen again."
             )
 
 
@@ -145,34 +268,3 @@ def _batches_of(runner: Runner) -> Any:
     if is_known and isinstance(batches.sampler, MixtureSampler):
         return batches
     return None
-
-
-def _is_inside(meta: dict, loop: Any) -> bool:
-    """Whether a checkpoint was written in mid-epoch, as far as it tells."""
-    if isinstance(loop, IterBasedTrainLoop):
-        return False
-    if KEY in meta:
-        return any(used for _, _, used in meta[KEY]["passes"])
-    return meta["iter"] != meta["epoch"] * len(loop.dataloader)
-
-
-def _layout(runner: Runner, batches: Any) -> list[int]:
-    return [runner.world_size, batches.batch_size]
-
-
-def _tell_change(runner: Runner, batches: Any, passes: Sequence[Sequence[int]]) -> bool:
-    """Warn if the total batch size changed, and return whether it did."""
-    (world, size, _), own = passes[-1], _layout(runner, batches)
-    if [world, size] == own:
-        return False
-    _warn(
-        runner,
-        f"a batch of all processes was {world} x {size} images and is now {own[0]} x "
-        f"{own[1]} (processes x batch_size); the learning rate is that of the config, "
-        "which --auto-scale-lr would fit to it.",
-    )
-    return True
-
-
-def _warn(runner: Runner, words: str) -> None:
-    runner.logger.log(logging.WARNING, f"--resume: {words}")

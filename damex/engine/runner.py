@@ -22,27 +22,30 @@ from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import Tensor, nn
 
 from damex.compat import ensure_ops
+from damex.config_files import LOADERS, mixture_datasets
 from damex.curation.check import checked_while_loading, refusal
 from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
-from damex.engine.config import label_space_of, resolve_config
-from damex.engine.config_files import LOADERS, mixture_datasets
+from damex.engine.config import (
+    check_answers,
+    check_settings,
+    label_space_of,
+    misspelt_keys,
+    resolve_config,
+)
 from damex.engine.console import ProgressHook, filter_console
-from damex.engine.freezing import KeepRowsHook, freeze_all_but
+from damex.engine.freezing import FreezeRowsHook, freeze_all_but
+from damex.engine.hooks import (
+    IterationSeedHook,
+    RoutingAlarmHook,
+    TrainingStepHook,
+    bare_model,
+    routed_detector,
+)
+from damex.engine.optim import in_steps, set_length, spans
 from damex.engine.optimizer_state import check_resumable, load_moments
 from damex.engine.orderly_runner import OrderlyRunner
 from damex.engine.resumption import DataProgressHook
-from damex.engine.routing_alarm import RoutingAlarmHook
 from damex.engine.rows import remap_checkpoint
-from damex.engine.schedule import (
-    IterationSeedHook,
-    TrainingStepHook,
-    bare_model,
-    in_steps,
-    routed_detector,
-    set_length,
-    spans,
-)
-from damex.engine.settings import check_answers, check_settings, misspelt_keys
 from damex.engine.summary import RunSummaryHook, versions
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.detectors import RoutedDetector
@@ -98,7 +101,7 @@ class MixtureRunner(OrderlyRunner):
         """Register the config's hooks and damex's: ``custom_hooks`` would drop them."""
         super().register_hooks(default_hooks, custom_hooks)
         if self._kept_rows:
-            self.register_hook(KeepRowsHook(self._kept_rows))
+            self.register_hook(FreezeRowsHook(self._kept_rows))
         for hook in HOOKS_OF_DAMEX:
             if not any(isinstance(known, hook) for known in self.hooks):
                 self.register_hook(hook())
@@ -147,53 +150,51 @@ class MixtureRunner(OrderlyRunner):
         if datasets is not None:  # before DDP looks at requires_grad
             space = label_space_of(self.cfg)
             self._kept_rows = freeze_all_but(model, space, datasets)
-        if self.distributed and not is_model_wrapper(model):
-            model_wrapper_cfg = _complete_wrapper(model_wrapper_cfg, self.cfg, model)
+        wrapper = model_wrapper_cfg
+        if wrapper is None:
+            wrapper = dict(broadcast_buffers=False)
+        is_ours = self.distributed and wrapper.get("type", DDP) == DDP
+        if is_ours and not is_model_wrapper(model):
+            # Some parameters have no gradient in each stage.
+            in_stages = getattr(model, "trains_in_stages", False)
+            unused = in_stages or self.cfg.get("find_unused_parameters", False)
+            defaults: dict[str, Any] = dict(type=DDP, find_unused_parameters=unused)
+            if get_device() == "cpu":
+                defaults["device_ids"] = None
+            model_wrapper_cfg = {**defaults, **wrapper}
         return super().wrap_model(model_wrapper_cfg, model)
 
     def check_start(self) -> None:
         """Check settings and data; ConfigError or DataError if training is unsound."""
-        starts_anew = self._load_from is None and not self._resume
-        if starts_anew and self.cfg.get("load_optimizer"):
-            raise ConfigError(
-                "load_optimizer=True takes moments over from a checkpoint, and there "
-                "is none; set load_from=CHECKPOINT, or load_optimizer=False."
-            )
-        if starts_anew and self.cfg.get("train_only"):
-            raise ConfigError(
-                f"train_only={self.cfg['train_only']} keeps all other parts of the "
-                "detector as they are, and there is no checkpoint to take them from; "
-                "set load_from=CHECKPOINT (see damex grow), or leave train_only out."
-            )
         detector = routed_detector(self)
+        gating = getattr(detector, "channel_gating", None)
+        needs_checkpoint = {
+            "load_optimizer": self.cfg.get("load_optimizer"),
+            "train_only": self.cfg.get("train_only"),
+            "moe.channels.frozen": gating is not None and gating.path.frozen,
+        }
+        for name, value in needs_checkpoint.items():
+            if value and self._load_from is None and not self._resume:
+                raise ConfigError(
+                    f"{name}={value} builds on an earlier training, and the config "
+                    f"names no checkpoint of one; set load_from=CHECKPOINT, or leave "
+                    f"{name} out."
+                )
         averages = any(isinstance(hook, EMAHook) for hook in self.hooks)
         if averages and detector is not None and detector.upcycling is not None:
             raise ConfigError(
-                "moe.upcycling and EMAHook cannot be set together: averages would mix "
-                "experts with what was there before they were copied; leave one of "
+                "moe.upcycling and EMAHook cannot be combined: averages would mix "
+                "experts with the FFNs from which they were copied; leave one of "
                 "them out."
             )
-        gating = getattr(detector, "channel_gating", None)
-        if starts_anew and gating is not None and gating.path.frozen:
-            raise ConfigError(
-                "moe.channels.frozen=True trains the detector behind gates that stay "
-                "as an earlier training left them (DeepMoE's stage 2), and there is no "
-                "checkpoint of one; set load_from=CHECKPOINT of that training, or "
-                "frozen=False."
-            )
-        self._check_data()
-
-    def _check_data(self) -> None:
-        """Load the data and reject faults; only the first process reports them."""
         if self.cfg.get("data_check", "quick") == "off" or not self.cfg.get("mixture"):
             return
         inspection, check = checked_while_loading(self.cfg)
         error = self._load_data(check)
+        # Only the first process reports faulty data.
         fault = self.on_first(lambda: refusal(self.cfg, self.logger, inspection))
         if fault is not None and self.rank == 0:
-            raise DataError(
-                f"{fault} (data_check='off' in the config leaves this check out.)"
-            )
+            raise DataError(fault)
         if fault is not None:
             raise ConfigError("process 0 found errors in the data.")
         if error is not None:
@@ -225,9 +226,9 @@ class MixtureRunner(OrderlyRunner):
         super().load_or_resume()
         if spans(self.param_schedulers) != planned:
             self.logger.warning(
-                "--resume: the learning rate goes on by the schedule of the "
-                "checkpoint, whose length is not that of the config; to train by the "
-                "config's, start anew from it with load_from=CHECKPOINT."
+                "--resume: the learning rate continues on the checkpoint's schedule, "
+                "which has another length than the config's; for the config's, start a "
+                "new training from it with load_from=CHECKPOINT."
             )
 
     def load_checkpoint(
@@ -249,19 +250,24 @@ class MixtureRunner(OrderlyRunner):
             ConfigError: If it does not fit, or has no moments to take over.
         """
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
-        check_finite(checkpoint.get("state_dict", checkpoint), path=filename)
-        # mmengine's resume would execute this text to read one field of it.
-        (checkpoint.get("meta") or {}).pop("config", None)
-        model, remapped = bare_model(self), set[str]()
-        is_start = not (self._resume or self.evaluates)
+        state = checkpoint.get("state_dict", checkpoint)
+        meta = checkpoint.get("meta") or {}
+        check_finite(state, path=filename)
+        meta.pop("config", None)  # mmengine's resume would execute this text
+        model, space = bare_model(self), label_space_of(self.cfg)
+        is_start, remapped = not (self._resume or self.evaluates), set[str]()
+        notes: list[str | None] = []
         if is_start:
-            remapped = self._fit(checkpoint, path=filename)
+            detector = routed_detector(self)
+            remapped, found = remap_checkpoint(state, meta, detector, space)
+            notes += [*found, replace_misfits(state, model)]
+            notes += [upcycling_note(model, state)]
         else:
-            space = label_space_of(self.cfg)
-            if note := check_fit(checkpoint, model, space, path=filename):
-                self.logger.warning(note)
+            notes += [check_fit(checkpoint, model, space, path=filename)]
             if self._resume:
                 check_resumable(checkpoint, self.optim_wrapper, path=filename)
+        for note in filter(None, notes):
+            self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         revise_keys = revise_keys or [(r"^module\.", "")]
         checkpoint = _load_checkpoint_to_model(
@@ -277,19 +283,6 @@ class MixtureRunner(OrderlyRunner):
                 )
             )
         return checkpoint
-
-    def _fit(self, checkpoint: dict, *, path: str) -> set[str]:
-        model, state = bare_model(self), checkpoint.get("state_dict", checkpoint)
-        remapped, notes = remap_checkpoint(
-            state,
-            checkpoint.get("meta") or {},
-            routed_detector(self),
-            label_space_of(self.cfg),
-        )
-        others = (replace_misfits(state, model), upcycling_note(model, state))
-        for note in filter(None, (*notes, *others)):
-            self.logger.warning(f"{path}: {note}")
-        return remapped
 
 
 def check_detector(model: Any) -> None:
@@ -309,20 +302,3 @@ def check_detector(model: Any) -> None:
         f"moe is set, but model.type={kind.__name__!r} takes no experts; "
         f"{did_you_mean(f'MoE{kind.__name__}', routed)} Or set moe=None."
     )
-
-
-def _complete_wrapper(wrapper: dict | None, cfg: Config, model: nn.Module) -> dict:
-    """The wrapper config with defaults filled in."""
-    if wrapper is None:
-        wrapper = dict(broadcast_buffers=False)
-    if wrapper.get("type", DDP) != DDP:
-        return wrapper
-    # Some parameters have no gradient in each stage.
-    is_staged = getattr(model, "trains_in_stages", False)
-    defaults: dict[str, Any] = dict(
-        type=DDP,
-        find_unused_parameters=is_staged or cfg.get("find_unused_parameters", False),
-    )
-    if get_device() == "cpu":
-        defaults["device_ids"] = None
-    return {**defaults, **wrapper}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mmcv
@@ -25,7 +26,7 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
-from damex.engine.work_dir import latest_checkpoint
+from damex.engine.resumption import latest_checkpoint
 from damex.errors import DataError
 from damex.files import atomic_write, write_json
 from damex.models.insertion import moe_blocks
@@ -36,6 +37,7 @@ PACKAGES = (
 )
 PREFIX = "mixture/"
 IMAGES_PER_DATASET = 2  # in detections.png
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @HOOKS.register_module()
@@ -68,14 +70,10 @@ class RunSummaryHook(Hook):
     before_test_epoch = before_val_epoch
 
     def after_val_iter(
-        self,
-        runner: Runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Sequence[Any] | None = None,
+        self, runner: Runner, *_: Any, outputs: Sequence[Any] = (), **__: Any
     ) -> None:
         """Keep the first images of every dataset for the picture."""
-        for sample in outputs or ():
+        for sample in outputs:
             kept = self._samples[sample.metainfo.get("dataset_name", "")]
             if len(kept) < IMAGES_PER_DATASET:
                 kept.append(sample)
@@ -83,17 +81,24 @@ class RunSummaryHook(Hook):
     after_test_iter = after_val_iter
 
     def after_val_epoch(
-        self, runner: Runner, metrics: dict[str, float] | None = None
+        self, runner: Runner, metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
-        """Print the table of one evaluation."""
+        """Print the scores of one evaluation."""
         self._val_seconds += time.monotonic() - self._val_started
-        self._report(runner, metrics or {})
+        self._scores = scores_of(metrics)
+        if runner.rank != 0:
+            return
+        if self._scores:
+            self._console.print(score_table(self._scores))
+        for key, value in metrics.items():
+            if not key.startswith(PREFIX):
+                self._console.print(f"{key}: {value}", highlight=False)
 
     def after_test_epoch(
-        self, runner: Runner, metrics: dict[str, float] | None = None
+        self, runner: Runner, metrics: Mapping[str, float] = NO_METRICS
     ) -> None:
-        """Print the table and write ``test_summary.json`` and its picture."""
-        self._report(runner, metrics or {})
+        """Print the scores and write ``test_summary.json`` and its picture."""
+        self.after_val_epoch(runner, metrics)
         self._write(runner, prefix="test_", checkpoint=runner._load_from)
 
     def after_train(self, runner: Runner) -> None:
@@ -109,35 +114,28 @@ class RunSummaryHook(Hook):
             last = latest_checkpoint(runner.work_dir)
         self._write(runner, prefix="", checkpoint=last)
 
-    def _report(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        self._scores = scores_of(metrics)
-        if runner.rank != 0:
-            return
-        if self._scores:
-            self._console.print(score_table(self._scores))
-        for key, value in metrics.items():
-            if not key.startswith(PREFIX):
-                self._console.print(f"{key}: {value}", highlight=False)
-
     def _write(self, runner: Runner, *, prefix: str, checkpoint: str | None) -> None:
         """Write the files of a run and print their paths and the next command."""
         if runner.rank != 0:
             return
         folder = Path(runner.work_dir)
-        found: dict[str, str | None] = dict(
-            checkpoint=checkpoint, log=runner.logger.log_file
-        )
+        found: dict[str, Any] = dict(checkpoint=checkpoint, log=runner.logger.log_file)
         if self._scores or self._train_started is not None:
-            found["summary"] = self._write_summary(runner, folder, prefix)
-        if self._scores:
-            found["picture"] = self._draw(runner, folder / f"{prefix}detections.png")
+            found["summary"] = folder / f"{prefix}summary.json"
+            write_json(found["summary"], self._summary(runner), indent=2)
+        samples = {name: kept for name, kept in self._samples.items() if kept}
+        if self._scores and samples:
+            found["picture"] = folder / f"{prefix}detections.png"
+            meta = runner.visualizer.dataset_meta
+            with atomic_write(found["picture"]) as part:
+                draw_detections(samples, meta).savefig(part, dpi=100)
         if checkpoint and not prefix and moe_blocks(runner.model):
             found["experts"] = shlex.join(["damex", "experts", checkpoint])
         for name, value in found.items():
             if value:
                 self._console.print(f"{name:>10}: {value}", soft_wrap=True)
 
-    def _write_summary(self, runner: Runner, folder: Path, prefix: str) -> str:
+    def _summary(self, runner: Runner) -> dict[str, Any]:
         summary = summarise(self._scores)
         if self._train_started is not None:
             summary["train_seconds"] = round(self._train_seconds, 1)
@@ -145,24 +143,12 @@ class RunSummaryHook(Hook):
             # train_seconds covers only these; fewer than iterations if resumed.
             summary["trained_iterations"] = runner.iter - self._first_iter
             summary["peak_memory_mib"] = _peak_memory_mib()
-        summary.update(
+        return dict(
+            summary,
             total_seconds=round(time.monotonic() - self._created, 1),
             versions=versions(),
             command=shlex.join(sys.argv),
         )
-        path = folder / f"{prefix}summary.json"
-        write_json(path, summary, indent=2)
-        return str(path)
-
-    def _draw(self, runner: Runner, path: Path) -> str | None:
-        """Write the picture of detections; None if there is nothing to draw."""
-        samples = {name: kept for name, kept in self._samples.items() if kept}
-        if not samples:
-            return None
-        meta = runner.visualizer.dataset_meta
-        with atomic_write(path) as part:
-            draw_detections(samples, meta).savefig(part, dpi=100)
-        return str(path)
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -213,9 +199,9 @@ def score_table(scores: Mapping[str, float]) -> Table:
     for name, row in summary["datasets"].items():
         counts = str(row["images"]), str(row["boxes"])
         scored = _number(row["ap"]), _number(row["ap50"])
-        table.add_row(name, *counts, *scored, _percent(shares.get(name)))
+        table.add_row(name, *counts, *scored, _number(shares.get(name), ".1%"))
     table.add_section()
-    for name, share in (("mean", _percent(shares.get("mean"))), ("pooled", "")):
+    for name, share in (("mean", _number(shares.get("mean"), ".1%")), ("pooled", "")):
         scored = _number(summary[f"{name}_ap"]), _number(summary[f"{name}_ap50"])
         table.add_row(name, "", "", *scored, share)
     return table
@@ -227,12 +213,8 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _number(value: float | None, style: str = ".3f") -> str:
+    return "-" if value is None else f"{value:{style}}"
 
 
 def _plain(value: float) -> float | None:

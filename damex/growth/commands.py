@@ -15,7 +15,7 @@ from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
 
 from damex.commandline.run import Bar
-from damex.engine.config_files import config_of, mixture_datasets, parse_options
+from damex.config_files import config_of, mixture_datasets, parse_options
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown, scores_of, summarise
 from damex.errors import ConfigError

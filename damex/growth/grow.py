@@ -12,10 +12,10 @@ from mmengine.config import Config, ConfigDict
 from mmengine.registry import init_default_scope
 from torch import Tensor
 
+from damex.config_files import mixture_datasets
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
 from damex.engine.config import label_space_of, resolve_config
-from damex.engine.config_files import mixture_datasets
 from damex.engine.freezing import freeze_all_but
 from damex.engine.rows import (
     GROUP_EXPERTS,

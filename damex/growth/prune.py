@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from damex.config_files import LOADERS, PlainConfig, mixture_datasets
 from damex.datasets.label_space import LabelFile, LabelSpace
-from damex.engine.config_files import LOADERS, PlainConfig, mixture_datasets
 from damex.engine.rows import RowNames, has_groups, row_keys
 from damex.errors import ConfigError
 from damex.growth.grow import build_initialized, mixing_notes, remapped_state

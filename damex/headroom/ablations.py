@@ -30,7 +30,7 @@ from damex.commandline.run import (
     run_command,
 )
 from damex.engine.cli import build_runner, load_config
-from damex.engine.schedule import bare_model
+from damex.engine.hooks import bare_model
 from damex.engine.summary import score_table, scores_of, summarise
 from damex.errors import ConfigError
 from damex.files import write_json

@@ -15,13 +15,13 @@ from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 
 import damex.registry  # noqa: F401
+from damex.config_files import LOADERS, MOE, mixture_datasets, read_part
 from damex.datasets.label_space import LabelFile, read_label_space
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import DATASET_OPTIONS, resolve_config
-from damex.engine.config_files import LOADERS, MOE, mixture_datasets, read_part
 from damex.engine.console import filter_console
-from damex.engine.schedule import set_length
+from damex.engine.optim import set_length
 from damex.errors import ConfigError
 
 RECIPE = "damex_best"

@@ -16,7 +16,7 @@ from mmengine.config import Config
 from rich.console import Console
 
 from damex.commandline.commands import RUNGS
-from damex.engine.config_files import config_of
+from damex.config_files import config_of
 from damex.errors import ConfigError
 from damex.headroom.baselines import (
     RECIPE,

@@ -20,8 +20,8 @@ import torch
 from mmengine.config import Config
 from rich.console import Console
 
-from damex.engine.config_files import read_config
-from damex.engine.work_dir import latest_checkpoint
+from damex.config_files import read_config
+from damex.engine.resumption import latest_checkpoint
 from damex.errors import ConfigError
 
 

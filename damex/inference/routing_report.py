@@ -22,8 +22,8 @@ from rich.table import Table
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
 from damex.engine.console import filter_console
-from damex.engine.routing_alarm import LEAST_EVENNESS, routing_faults
-from damex.engine.schedule import length_key
+from damex.engine.hooks import LEAST_EVENNESS, routing_faults
+from damex.engine.optim import length_key
 from damex.errors import ConfigError, DataError
 from damex.files import css_color, data_uri, fill, make_folder, write_text
 from damex.inference.drawing import Color, palette

@@ -14,8 +14,8 @@ from mmdet.registry import MODELS, TRANSFORMS
 from mmengine.config import ConfigDict
 from torch import Tensor, nn
 
+from damex.config_files import PlainConfig
 from damex.engine.config import DATASET_OPTIONS
-from damex.engine.config_files import PlainConfig
 from damex.errors import ConfigError
 from damex.inference.dense_experts import dense_ffn, pad_hidden, refuse
 from damex.inference.stored import StoredDetector, write_checkpoint

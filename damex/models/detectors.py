@@ -81,7 +81,7 @@ class RoutedDetector(_Detector):
     Attributes:
         chooses_queries_by_class: Whether dataset awareness is supported (by DINO).
         counts_tokens: Whether predictions report where their tokens went. Off, as it
-            takes time; set by :class:`damex.engine.schedule.TrainingStepHook` or a
+            takes time; set by :class:`damex.engine.hooks.TrainingStepHook` or a
             caller.
         tally: Collects the routers' choices in training; None for nothing.
     """

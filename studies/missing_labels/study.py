@@ -26,12 +26,12 @@ from mmdet.structures.bbox import bbox_overlaps
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 
+from damex.config_files import read_config
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import parse_mixture
 from damex.engine.cli import build_runner
-from damex.engine.config_files import read_config
-from damex.engine.schedule import bare_model
+from damex.engine.hooks import bare_model
 from damex.evaluation import ImageResult, coco_scores
 from damex.toydata import generate_toy_mixture
 from damex.toydata.domains import world_specs

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from mmengine.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,3 +102,31 @@ def run_tool():
         )
 
     return run
+
+
+class QuickRunner(Runner):
+    """Does not look for compilers, which takes seconds."""
+
+    def _log_env(self, env_cfg):
+        pass
+
+
+@pytest.fixture
+def quick_runner(tmp_path):
+    """A runner of mmengine that trains on one batch again and again."""
+
+    def make(model, batch, optim_wrapper, *, name="work", **options):
+        return QuickRunner(
+            model,
+            work_dir=str(tmp_path / name),
+            train_dataloader=torch.utils.data.DataLoader(
+                [batch], collate_fn=lambda items: items[0]
+            ),
+            optim_wrapper=optim_wrapper,
+            default_scope="mmdet",
+            default_hooks=dict(logger=None, param_scheduler=None, checkpoint=None),
+            experiment_name=f"{tmp_path.name}_{name}",
+            **options,
+        )
+
+    return make

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import damex.registry  # noqa: F401
-from damex.engine.fully_sharded import shard_fully
+from damex.engine.sharding import shard_fully
 from damex.models.insertion import moe_blocks
 from damex.moe import (
     ExpertGradients,
@@ -30,7 +30,7 @@ from damex.moe import (
 )
 
 ROOT = Path(__file__).parents[2]
-STEPS, MAX_NORM, NUM_EXPERTS = 3, 0.1, 8
+STEPS, MAX_NORM, NUM_EXPERTS = 2, 0.1, 8
 SIZES = [[(128, 96), (64, 128)], [(96, 96), (128, 32)], [(64, 64), (96, 128)]]
 
 

@@ -2,6 +2,7 @@ import functools
 import http.server
 import math
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,15 +79,15 @@ def evil(tmp_path):
 REFUSED = "holds more than tensors and plain values, or is cut off. It was not loaded"
 
 
-def test_code_in_a_checkpoint_is_not_run(evil):
+def load_for_init_cfg(path):
+    module = BaseModule(init_cfg=dict(type="Pretrained", checkpoint=str(path)))
+    module.init_weights()
+
+
+@pytest.mark.parametrize("load", [load, load_for_init_cfg])
+def test_code_in_a_checkpoint_is_not_run(evil, load):
     with pytest.raises(DataError, match=REFUSED):
         load(evil)
-
-
-def test_code_is_not_run_for_init_cfg(evil):
-    module = BaseModule(init_cfg=dict(type="Pretrained", checkpoint=str(evil)))
-    with pytest.raises(DataError, match=REFUSED):
-        module.init_weights()
 
 
 @pytest.mark.parametrize("start", [init_detector, DetInferencer])
@@ -155,9 +156,9 @@ def test_addresses_that_end_in_one_name_are_two_checkpoints(website):
 def test_a_hash_in_the_name_is_that_of_the_content(website):
     folder, address = website
     torch.save({}, folder / "dino-0123abcd.pth")
-    with pytest.raises(DataError, match=r"dino-0123abcd\.pth cannot be read: invalid"):
+    with pytest.raises(DataError, match=r"dino-0123abcd\.pth cannot be read .*invalid"):
         load(f"{address}/dino-0123abcd.pth")
-    with pytest.raises(DataError, match="cannot be read: HTTP Error 404"):
+    with pytest.raises(DataError, match=r"cannot be read .*HTTP Error 404"):
         load(f"{address}/none.pth")
 
 
@@ -181,14 +182,8 @@ def test_the_schemes_of_mmengine_load_as_data_too(website, evil, monkeypatch, fo
     assert load("torchvision://good")["conv1"].tolist() == [1.0]
     with pytest.raises(DataError, match=REFUSED):
         load("torchvision://evil")
-    with pytest.raises(DataError, match="torchvision://resnet: its scheme knows no"):
+    with pytest.raises(DataError, match=r"torchvision://resnet cannot be read .*'resn"):
         load("torchvision://resnet")
-
-
-def test_checkpoints_of_torch_before_1_6_are_read(tmp_path):
-    content = dict(weight=torch.ones(2))
-    torch.save(content, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
-    assert load(tmp_path / "x.pth")["weight"].tolist() == [1.0, 1.0]
 
 
 def test_attributes_are_not_fetched_for_a_checkpoint(tmp_path):
@@ -197,21 +192,12 @@ def test_attributes_are_not_fetched_for_a_checkpoint(tmp_path):
         load(tmp_path / "evil.pth")
 
 
-def test_a_cut_off_checkpoint_names_the_file_and_its_size(tmp_path):
-    path = tmp_path / "epoch_1.pth"
-    torch.save(dict(state_dict={"weight": torch.zeros(1000)}), path)
-    path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(
-        DataError, match=r"epoch_1\.pth \(2000 bytes\) is not a checkpoint of torch, or"
-    ):
-        load(path)
-
-
 def test_a_cut_off_checkpoint_of_torch_before_1_6_is_one_line_wherever_it_ends(
     tmp_path,
 ):
     path, content = tmp_path / "x.pth", dict(weight=torch.ones(2))
     torch.save(content, path, _use_new_zipfile_serialization=False)
+    assert load(path)["weight"].tolist() == [1.0, 1.0]
     whole = path.read_bytes()
     for size in range(len(whole) - 8):  # behind them load() asks for no more
         path.write_bytes(whole[:size])
@@ -220,15 +206,20 @@ def test_a_cut_off_checkpoint_of_torch_before_1_6_is_one_line_wherever_it_ends(
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com"])
-def test_a_file_that_is_no_checkpoint_says_so(tmp_path, content):
-    (tmp_path / "x.pth").write_bytes(content)
-    with pytest.raises(DataError, match="is not a checkpoint of torch"):
-        load(tmp_path / "x.pth")
+def test_a_file_that_is_no_checkpoint_says_so(tmp_path):
+    path = tmp_path / "x.pth"
+    torch.save(dict(state_dict={"weight": torch.zeros(1000)}), path)
+    for content in (b"", b"version https://git-lfs", path.read_bytes()[:2000]):
+        path.write_bytes(content)
+        words = rf"x\.pth \({len(content)} bytes\) is not a checkpoint of torch"
+        with pytest.raises(DataError, match=words):
+            load(path)
 
 
-def test_a_folder_names_the_checkpoints_in_it(tmp_path):
-    with pytest.raises(DataError, match=r"is a folder; name a \.pth file \(it has"):
+def test_a_missing_checkpoint_is_named_and_a_folder_names_those_in_it(tmp_path):
+    with pytest.raises(DataError, match=r"none\.pth is missing in"):
+        load(tmp_path / "none.pth")
+    with pytest.raises(DataError, match=r"is a folder; name a \.pth file"):
         load(tmp_path)
     torch.save({}, tmp_path / "epoch_3.pth")
     with pytest.raises(DataError, match=r"is a folder; .* in it: epoch_3\.pth\."):
@@ -275,50 +266,45 @@ def test_tensors_have_to_fit_exactly():
     state["weight"] = torch.ones(3, 2)
     with pytest.raises(ConfigError) as caught:
         check_tensors(state, model, path="x.pth")
-    assert str(caught.value) == (
-        "the checkpoint x.pth is of another detector than the config: 1 tensors are "
-        "missing (such as bias), 1 tensors are too many (such as scale), 1 tensors "
-        "have another shape (such as weight of (3, 2), here (1, 2)). Use the config "
-        "that lies beside the checkpoint, with the same moe=..."
-    )
+    text = re.sub(r"(are|have)[^(]*\(such as ", "", str(caught.value))
+    for fault in ("bias", "scale", "weight of (3, 2), here (1, 2)"):
+        assert f"1 tensors {fault}" in text
 
 
 def test_a_training_starts_from_what_fits():
     model = torch.nn.Linear(2, 1)
     state = {"weight": torch.ones(3, 2), "bias": torch.ones(1)}
-    assert replace_misfits(state, model) == (
-        "1 of 2 tensors have another shape than in the detector and are not loaded, "
-        "such as weight of (3, 2), here (1, 2); they start from random values."
-    )
+    note = replace_misfits(state, model)
+    assert note.startswith("1 of 2 tensors")
+    assert "weight of (3, 2), here (1, 2)" in note
     assert torch.equal(state["weight"], model.weight)
     assert state["bias"].item() == 1.0
     assert replace_misfits(state, model) is None
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(DataError, match="there is no checkpoint"):
-        load(tmp_path / "none.pth")
+SWAPPED = space("car", "bus").to_metainfo()
+SWAPPED["datasets"][0]["classes"] = {"car": "bus", "bus": "car"}
 
 
-def test_other_classes_are_refused():
-    stored = dict(dataset_meta=space("car", "bus").to_metainfo())
-    check_label_space(stored, space("car", "bus"), path="x.pth")
-    with pytest.raises(ConfigError, match="trained on 2 classes of a, b"):
-        check_label_space(stored, space("bus", "car"), path="x.pth")
-
-
-def test_classes_that_mean_other_words_are_refused():
-    """The lists of classes and the tensors are the same."""
-    stored, changed = space("car", "bus").to_metainfo(), space("car", "bus")
-    stored["datasets"][0]["classes"] = {"car": "bus", "bus": "car"}
-    with pytest.raises(ConfigError, match=r"'(car|bus)' of dataset 'a' as class"):
-        check_label_space(dict(dataset_meta=stored), changed, path="x.pth")
-
-
-def test_other_groups_are_refused():
-    stored = dict(dataset_meta=space("car").to_metainfo())
-    with pytest.raises(ConfigError, match=r"\['a', 'b'\], the config has \['a', 'a'\]"):
-        check_label_space(stored, space("car", groups=("a", "a")), path="x.pth")
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (
+            space("bus", "car").to_metainfo(),
+            r"classes: was \('bus', 'car'\), is \('car",
+        ),
+        (SWAPPED, "class of a's 'bus': was 'car', is 'bus'"),  # the lists are the same
+        (
+            space("car", "bus", groups=("a", "a")).to_metainfo(),
+            r"dataset groups: was \('a', 'a'\), is \('a', 'b'\)",
+        ),
+    ],
+)
+def test_labels_that_mean_something_else_are_refused(stored, words):
+    now = space("car", "bus")
+    check_label_space(dict(dataset_meta=now.to_metainfo()), now, path="x.pth")
+    with pytest.raises(ConfigError, match=words):
+        check_label_space(dict(dataset_meta=stored), now, path="x.pth")
 
 
 def test_a_checkpoint_of_plain_mmdet_is_not_checked():

@@ -51,7 +51,6 @@ def test_a_missing_validation_image_does_not_wait_for_the_validation(
     status, said = run(write_config())
     assert status == 2
     assert f"the val image {image(entry, 'none.png')} does not exist" in said
-    assert "data_check='off'" in said
     assert len(said.strip().splitlines()) == 1
     assert not list(tmp_path.rglob("*.pth"))
 
@@ -110,10 +109,10 @@ def test_the_check_can_be_left_out(write_config, monkeypatch):
 
     monkeypatch.setattr(runner, "refusal", refuse)
     config = Config.fromfile(write_config(name="off", extra="data_check = 'off'"))
-    MixtureRunner.from_cfg(config)._check_data()
+    MixtureRunner.from_cfg(config).check_start()
     config = Config.fromfile(write_config(name="quick"))
     with pytest.raises(runner.DataError, match="no"):
-        MixtureRunner.from_cfg(config)._check_data()
+        MixtureRunner.from_cfg(config).check_start()
 
 
 def test_each_annotation_file_is_parsed_once(write_config, two_datasets, monkeypatch):
@@ -126,25 +125,10 @@ def test_each_annotation_file_is_parsed_once(write_config, two_datasets, monkeyp
             lambda path, place: seen.append(path) or read(path, place),
         )
     started = MixtureRunner.from_cfg(Config.fromfile(write_config()))
-    started._check_data()
+    started.check_start()
     files = [
         f"{e['data_root']}{s}.json" for e in two_datasets for s in ("train", "val")
     ]
     assert sorted(seen) == sorted(files)
     assert isinstance(started._train_loop, BaseLoop)
     assert "check" not in started._train_dataloader["dataset"]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "known"),
-    [
-        ("data_check", "slow", "('quick', 'off')"),
-        ("console", "verbose", "('progress', 'full')"),
-    ],
-)
-def test_another_kind_of_check_or_console_is_refused(
-    write_config, run, key, value, known
-):
-    status, said = run(write_config(extra=f"{key} = {value!r}"))
-    assert status == 2
-    assert f"{key} must be one of {known}, got {value!r}" in said

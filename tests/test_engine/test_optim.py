@@ -148,16 +148,6 @@ def test_frozen_experts_stay_as_they_are(paramwise):
     assert len(held) == len(trained)
 
 
-@pytest.mark.parametrize("paramwise", [None, dict(norm_decay_mult=0.0)])
-def test_frozen_experts_alone_are_refused(paramwise):
-    model = Model()
-    for layer in model.layers:
-        layer.experts.requires_grad_(False)
-    cfg = copy.deepcopy(dict(SPLIT, paramwise_cfg=paramwise))
-    with pytest.raises(ConfigError, match="all experts are frozen; leave out"):
-        build_optim_wrapper(model, cfg)
-
-
 def test_accumulated_gradients_make_one_step():
     model = Model()
     start = copy.deepcopy(model)
@@ -224,27 +214,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(write_config, run_tool, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(experts=None), r"needs optim_wrapper.experts, for instance .*got None"),
-        (dict(experts=0.1), "got 0.1"),
+        (dict(experts=None), "needs optim_wrapper.experts .*got None"),
         (
             dict(experts=dict(type="NormalisedGD", lr=0.1)),
             "unknown type 'NormalisedGD'; did you mean 'NormalizedGD'",
         ),
         (dict(experts=dict(type="NormalizedGD")), "learning rate lr of 0 or more"),
-        (dict(experts=dict(lr=0.1)), "needs a type"),
+        (dict(experts=dict(lr=0.1)), "with a type .*0.1"),
         (dict(experts=dict(type="NormalizedGD", lr=-1)), "0 or more, .*-1"),
-        (dict(experts=dict(type="NormalizedGD", lr="0.1")), "0 or more, .*'0.1'"),
-        (
-            dict(experts=dict(type="NormalizedGD", lr=0.1, norm="max")),
-            "optim_wrapper.experts = .*unexpected keyword argument 'norm'",
-        ),
         (
             dict(experts=dict(type="NormalizedGD", lr=0.1, betas=1)),
             "optim_wrapper.experts = .*betas",
         ),
         (
             dict(paramwise_cfg=dict(custom_keys={"w1_EDH": dict(lr_mult=0.1)})),
-            r"different factors \[0.1, 1.0\]: layers.0.experts.w1_EDH",
+            r"different factors .*0.experts.w1_EDH': 0.1",
         ),
     ],
 )
@@ -253,6 +237,10 @@ def test_a_config_that_cannot_work_names_field_and_value(changes, message):
         build_optim_wrapper(Model(), copy.deepcopy({**SPLIT, **changes}))
 
 
-def test_a_dense_model_is_refused():
-    with pytest.raises(ConfigError, match=r"optim_wrapper.experts: .*moe=None"):
-        build_optim_wrapper(nn.Linear(2, 2), copy.deepcopy(SPLIT))
+def test_a_model_without_trained_experts_is_refused():
+    frozen = Model()
+    for layer in frozen.layers:
+        layer.experts.requires_grad_(False)
+    for model in (frozen, nn.Linear(2, 2)):
+        with pytest.raises(ConfigError, match=r"dense \(moe=None\) or all its experts"):
+            build_optim_wrapper(model, copy.deepcopy(SPLIT))

@@ -7,8 +7,8 @@ import torch
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper, build_optim_wrapper
 
+from damex.config_files import merge_options
 from damex.engine.cli import build_runner
-from damex.engine.config_files import merge_options
 from damex.engine.optimizer_state import (
     check_resumable,
     load_moments,

@@ -21,8 +21,8 @@ from mmengine.hooks import Hook
 
 import damex.engine.runner
 from damex.__main__ import main
-from damex.engine.schedule import check_losses
-from damex.engine.work_dir import WorkDir
+from damex.engine.hooks import check_losses
+from damex.engine.orderly_runner import WorkDir
 
 SMALL = """
 train_cfg = dict(max_epochs=3, val_begin=9)
@@ -158,9 +158,7 @@ def test_an_interrupted_start_leaves_nothing(
     ("arguments", "extra"),
     [
         (["train"], "model = dict(type='Nothing')"),
-        (["train"], "load_optimizer = True"),
         (["train"], "mixture[0]['root'] += '/nothing'"),
-        (["train"], "optim_wrapper = dict(optimizer=dict(type='Nothing'))"),
         (["train"], "load_from = 'nothing.pth'"),
         (["train", "--resume"], ""),
         (["test", "nothing.pth"], ""),

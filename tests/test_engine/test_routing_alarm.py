@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.optim import OptimWrapper
-from mmengine.runner import Runner
 
-from damex.engine.routing_alarm import (
+from damex.engine.hooks import (
     RoutingAlarmHook,
     routing_faults,
     routing_scalars,
@@ -19,15 +18,8 @@ from damex.models.insertion import moe_blocks
 from damex.moe import LayerTally
 
 
-class QuickRunner(Runner):
-    """Does not look for compilers, which takes seconds."""
-
-    def _log_env(self, env_cfg):
-        pass
-
-
 @pytest.fixture
-def train(build, make_batch, tmp_path, caplog):
+def train(build, make_batch, quick_runner, tmp_path):
     """Train a tiny detector on one image of each dataset per iteration.
 
     ``choose`` makes the logits of the routers from theirs. Returns the warnings and the
@@ -39,16 +31,12 @@ def train(build, make_batch, tmp_path, caplog):
         for block in moe_blocks(detector):
             if choose is not None:
                 block.moe.router.register_forward_hook(lambda *call: choose(call[2]))
-        batch = make_batch([0, 1, 2])
         length = dict(max_epochs=max_iters) if by_epoch else dict(max_iters=max_iters)
-        runner = QuickRunner(
+        runner = quick_runner(
             detector,
-            work_dir=str(tmp_path),
-            train_dataloader=torch.utils.data.DataLoader(
-                [batch], collate_fn=lambda items: items[0]
-            ),
+            make_batch([0, 1, 2]),
+            OptimWrapper(torch.optim.SGD(detector.parameters(), lr=0)),
             train_cfg=dict(by_epoch=by_epoch, **length),
-            optim_wrapper=OptimWrapper(torch.optim.SGD(detector.parameters(), lr=0)),
             custom_hooks=[
                 dict(type="RoutingAlarmHook", min_iters=2, **(options or {})),
             ],
@@ -57,9 +45,6 @@ def train(build, make_batch, tmp_path, caplog):
                 name=tmp_path.name,
                 vis_backends=[dict(type="LocalVisBackend")],
             ),
-            default_scope="mmdet",
-            default_hooks=dict(logger=None, param_scheduler=None, checkpoint=None),
-            experiment_name=tmp_path.name,
         )
         said = []
         handler = logging.Handler(logging.WARNING)

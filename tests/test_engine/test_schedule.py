@@ -8,14 +8,14 @@ import pytest
 import torch
 from mmengine.logging import MessageHub
 from mmengine.optim import CosineAnnealingLR, MultiStepLR, OptimWrapper
-from mmengine.runner import CheckpointLoader, Runner
+from mmengine.runner import CheckpointLoader
 
-from damex.engine.schedule import (
+from damex.engine.hooks import (
     ExpertMeanDecayHook,
     IterationSeedHook,
     TrainingStepHook,
-    spans,
 )
+from damex.engine.optim import spans
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 
@@ -25,32 +25,20 @@ MOE = dict(
 )
 
 
-class QuickRunner(Runner):
-    """Does not look for compilers, which takes seconds."""
-
-    def _log_env(self, env_cfg):
-        pass
-
-
 @pytest.fixture
-def make_runner(build, make_batch, tmp_path):
+def make_runner(build, make_batch, quick_runner):
     """A runner of mmengine with a tiny detector; each iteration is a micro-batch."""
 
     def make(name, *, max_iters):
         detector = build(moe=MOE)
         optimizer = torch.optim.SGD(detector.parameters(), lr=1e-4)
-        return QuickRunner(
+        return quick_runner(
             detector,
-            work_dir=str(tmp_path / name),
-            train_dataloader=torch.utils.data.DataLoader(
-                [make_batch([0, 1])], collate_fn=lambda items: items[0]
-            ),
+            make_batch([0, 1]),
+            OptimWrapper(optimizer, accumulative_counts=2),
+            name=name,
             train_cfg=dict(by_epoch=False, max_iters=max_iters),
-            optim_wrapper=OptimWrapper(optimizer, accumulative_counts=2),
             custom_hooks=[dict(type="TrainingStepHook")],
-            default_scope="mmdet",
-            default_hooks=dict(logger=None, param_scheduler=None),
-            experiment_name=f"{tmp_path.name}_{name}",
         )
 
     return make
@@ -127,14 +115,11 @@ def draw(*, seed=3, rank=0, iteration=5):
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_randomness_of_an_iteration_does_not_depend_on_what_was_before():
+def test_an_iteration_draws_what_its_seed_process_and_number_say():
     first = draw()
     torch.rand(1000)
     random.random()
     assert draw() == first
-
-
-def test_other_seeds_processes_and_iterations_draw_something_else():
     drawn = [draw(), draw(seed=4), draw(rank=1), draw(iteration=6)]
     for values in zip(*drawn, strict=True):
         assert len(set(values)) == 4

@@ -67,21 +67,17 @@ def test_a_dense_detector_has_no_share():
     assert set(summarise(dense)) == set(summarise(SCORES)) - shares
 
 
-@pytest.mark.parametrize(
-    ("dataset", "cells"),
-    [
-        ("fish", ["3", "7", "0.250", "0.500", "87.5%"]),
-        ("boards", ["2", "0", "-", "-", "100.0%"]),
-        ("mean", ["", "", "0.250", "0.500", "93.8%"]),
-        ("pooled", ["", "", "0.125", "0.375", ""]),
-    ],
-)
-def test_table_shows_one_row_per_dataset_the_mean_and_the_pooled_scores(dataset, cells):
+def test_table_shows_one_row_per_dataset_the_mean_and_the_pooled_scores():
     screen = io.StringIO()
     Console(file=screen, width=100).print(score_table(SCORES))
-    row = next(line for line in screen.getvalue().splitlines() if dataset in line)
-    shown = [cell.strip() for cell in row.replace("│", "|").split("|")[2:-1]]
-    assert shown == cells
+    rows = {}
+    for line in screen.getvalue().splitlines():
+        name, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+        rows[name] = cells
+    assert rows["fish"] == ["3", "7", "0.250", "0.500", "87.5%"]
+    assert rows["boards"] == ["2", "0", "-", "-", "100.0%"]
+    assert rows["mean"] == ["", "", "0.250", "0.500", "93.8%"]
+    assert rows["pooled"] == ["", "", "0.125", "0.375", ""]
 
 
 GREY = (120, 120, 120)
@@ -155,11 +151,6 @@ def test_a_row_for_each_dataset_whatever_its_images_are(sample):
         [(200, 200, 3)],
         [(100, 400, 3), (200, 200, 3), (100, 400, 3)],
     ]
-
-
-def test_an_image_without_annotations_is_drawn(sample):
-    (image,) = images({"a": [sample(100, 100)]})["a"]
-    assert len(painted(image[:, :200])[0]) == 0
 
 
 def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkeypatch):

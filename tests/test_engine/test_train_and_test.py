@@ -1,12 +1,7 @@
 """The tools as a user runs them: processes of their own, real files, real output."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,18 +15,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 NO_EVALUATION = "train_cfg = dict(max_epochs=2, val_begin=9)\n"
-EVERY_LINE = "custom_hooks = [dict(type='ProgressHook', every_seconds=0)]\n"
 
 
 def weights(path):
     return torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
-
-
-def assert_same_weights(first, second):
-    ours, theirs = weights(first), weights(second)
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert different == []
 
 
 def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path):
@@ -118,7 +105,7 @@ def test_options_of_datasets_travel_with_the_checkpoint(
         *("test.py", config, work / "epoch_1.pth"), *("--cfg-options", "moe=dense")
     )
     assert refused.returncode != 0
-    assert "tensors are too many (such as awareness." in refused.stderr
+    assert "tensors are unknown (such as awareness." in refused.stderr
 
 
 def test_a_gate_with_a_schedule_ends_at_its_end(write_config, run_tool, tmp_path):
@@ -129,22 +116,6 @@ def test_a_gate_with_a_schedule_ends_at_its_end(write_config, run_tool, tmp_path
     state = weights(tmp_path / "work" / "epoch_1.pth")
     progress = [state[name].item() for name in state if name.endswith("gate.progress")]
     assert progress == [1.0, 1.0]
-
-
-def test_a_killed_run_resumes_to_the_same_weights(write_config, run_tool, tmp_path):
-    """SIGKILL in the middle of the second epoch, on the CPU."""
-    config = write_config(extra=NO_EVALUATION + EVERY_LINE)
-    whole = run_tool("train.py", config, "--work-dir", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
-    _train_and_kill(config, tmp_path / "killed")
-    assert not (tmp_path / "killed" / "epoch_2.pth").exists()
-    resumed = run_tool(
-        "train.py", config, "--work-dir", tmp_path / "killed", "--resume"
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert_same_weights(
-        tmp_path / "whole" / "epoch_2.pth", tmp_path / "killed" / "epoch_2.pth"
-    )
 
 
 def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_path):
@@ -163,7 +134,9 @@ def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_p
     (half / "last_checkpoint").write_text(str(half / "epoch_1.pth"))
     resumed = run_tool("train.py", config, "--work-dir", half, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert_same_weights(whole / "epoch_2.pth", half / "epoch_2.pth")
+    ours, theirs = weights(whole / "epoch_2.pth"), weights(half / "epoch_2.pth")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     for epoch, is_dense in [(1, True), (2, False)]:
         state = weights(whole / f"epoch_{epoch}.pth")
         flags = [bool(state[n]) for n in state if n.endswith("dense_phase.flag")]
@@ -174,27 +147,6 @@ def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_p
         assert tested.returncode == 0, tested.stderr
         summary = json.loads((folder / "test_summary.json").read_text())
         assert bool(summary.get("routing_accuracy")) != is_dense
-
-
-def _train_and_kill(config, work_dir):
-    """Stop a training without warning once it is inside of its second epoch."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, str(ROOT / "tools" / "train.py"), str(config)),
-            *("--work-dir", str(work_dir), "--cfg-options"),
-            "default_hooks.logger.interval=1",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    for line in process.stdout:
-        assert time.monotonic() < deadline
-        if "train 9/12" in line:
-            break
-    process.send_signal(signal.SIGKILL)
-    process.wait()
 
 
 def test_two_processes_train_and_evaluate(write_config, run_tool, tmp_path):
@@ -213,27 +165,7 @@ def test_two_processes_train_and_evaluate(write_config, run_tool, tmp_path):
     assert images == {e["name"]: _num_val_images(e) for e in _mixture(config)}
 
 
-def test_resume_without_a_run_says_so(write_config, run_tool):
-    result = run_tool("train.py", write_config(), "--resume")
-    assert result.returncode == 2
-    assert "holds no checkpoint of an earlier run" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("moe", ["None", str(ROOT / "configs/_base_/moe/vanilla.py")])
-def test_one_word_changes_the_mixture_of_experts(write_config, run_tool, tmp_path, moe):
-    options = ("train_cfg.max_epochs=1", "train_cfg.val_interval=1")
-    result = run_tool(
-        "train.py", write_config(), "--cfg-options", f"moe={moe}", *options
-    )
-    assert result.returncode == 0, result.stderr
-    summary = json.loads((tmp_path / "work" / "summary.json").read_text())
-    assert ("routing_accuracy" in summary) == (moe != "None")
-
-
 def _mixture(config):
-    from mmengine.config import Config
-
     return Config.fromfile(config).mixture
 
 

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 from mmengine.logging import MessageHub
 
-from damex.engine.work_dir import CheckpointHook, WorkDir, latest_checkpoint
+from damex.engine.orderly_runner import WorkDir
+from damex.engine.resumption import CheckpointHook, latest_checkpoint
 from damex.errors import ConfigError, DataError
 
 HOLD = """
 import sys
-from damex.engine.work_dir import WorkDir
+from damex.engine.orderly_runner import WorkDir
 work = WorkDir(sys.argv[1])
 work.logs = sys.argv[1] + "/logs"
 print(work.lock(), flush=True)
@@ -142,29 +143,27 @@ def test_an_old_checkpoint_goes_when_the_next_one_is_there(tmp_path):
     runner = StubRunner(tmp_path)
     hook = CheckpointHook(1, max_keep_ckpts=1, save_best="AP", rule="greater")
     hook.before_train(runner)
-    hook.after_train_epoch(runner)
-    runner.epoch = 1
-    hook.after_val_epoch(runner, {"AP": 0.1})
-    assert checkpoints(tmp_path) == ["best_AP_epoch_1.pth", "epoch_1.pth"]
-    runner.is_full = True
-    with pytest.raises(OSError, match="No space"):
-        hook.after_train_epoch(runner)
-    with pytest.raises(OSError, match="No space"):
-        hook.after_val_epoch(runner, {"AP": 0.2})
-    assert checkpoints(tmp_path) == ["best_AP_epoch_1.pth", "epoch_1.pth"]
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "epoch_1.pth")
-
-
-def test_best_and_last_are_replaced(tmp_path):
-    runner = StubRunner(tmp_path)
-    hook = CheckpointHook(1, max_keep_ckpts=1, save_best="AP", rule="greater")
-    hook.before_train(runner)
     for epoch, score in enumerate([0.1, 0.2, 0.2], start=1):
         hook.after_train_epoch(runner)
         runner.epoch = epoch
         hook.after_val_epoch(runner, {"AP": score})
-    assert checkpoints(tmp_path) == ["best_AP_epoch_2.pth", "epoch_3.pth"]
+    there = ["best_AP_epoch_2.pth", "epoch_3.pth"]
+    assert checkpoints(tmp_path) == there
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "epoch_3.pth")
+    runner.is_full = True
+    for write in (
+        lambda: hook.after_train_epoch(runner),
+        lambda: hook.after_val_epoch(runner, {"AP": 0.3}),
+    ):
+        with pytest.raises(OSError, match="No space"):
+            write()
+        assert checkpoints(tmp_path) == there
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "epoch_3.pth")
+
+
+def test_an_unknown_score_to_save_the_best_by_is_refused():
+    with pytest.raises(ConfigError, match=r"default_hooks\.checkpoint: .*foo"):
+        CheckpointHook(1, save_best="foo")
 
 
 @pytest.mark.parametrize("save_best", ["AP", ["AP", "AP50"]])

@@ -19,7 +19,7 @@ from mmengine.model import is_model_wrapper
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from damex.engine.routing_alarm import summed
+from damex.engine.hooks import summed
 from damex.engine.runner import MixtureRunner
 from damex.moe import (
     BiasBalancer,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from damex.engine.config_files import read_config
+from damex.config_files import read_config
 from damex.errors import ConfigError
 from damex.headroom.runs import Run, run_all, training, write_config
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from mmengine.config import Config
 
-from damex.engine.config_files import PlainConfig
+from damex.config_files import PlainConfig
 from damex.errors import DataError
 from damex.inference.literal_config import check_types, read_literals
 

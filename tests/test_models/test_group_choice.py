@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from damex.engine.config_files import merge_options, read_config
+from damex.config_files import merge_options, read_config
 from damex.errors import ConfigError
 from damex.models.config import read_moe
 from damex.models.context import RoutingContext

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from damex.engine.config_files import read_config
+from damex.config_files import read_config
 from damex.errors import ConfigError
 from tools.analysis import compare_moe as tool
 from tools.analysis.compare_moe import (

@@ -5,8 +5,8 @@ import torch
 from mmdet.registry import MODELS
 from torch import distributed
 
+from damex.config_files import read_config
 from damex.engine.config import resolve_config
-from damex.engine.config_files import read_config
 from damex.errors import ConfigError
 from tools.analysis.dry_run import app, describe, lay_out
 

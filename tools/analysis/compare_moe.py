@@ -29,7 +29,7 @@ from damex.commandline.run import (
     program,
     run_command,
 )
-from damex.engine.config_files import (
+from damex.config_files import (
     CONFIGS,
     MOE,
     find_config,
@@ -38,7 +38,7 @@ from damex.engine.config_files import (
     parse_options,
     read_config,
 )
-from damex.engine.schedule import length_key, set_length
+from damex.engine.optim import length_key, set_length
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
 from damex.headroom.report import cell, dot_plot

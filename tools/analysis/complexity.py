@@ -31,8 +31,8 @@ from damex.commandline.run import (
     program,
     run_command,
 )
+from damex.config_files import config_of, size_of_test_images
 from damex.engine.config import DATASET_OPTIONS, resolve_config
-from damex.engine.config_files import config_of, size_of_test_images
 from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError

@@ -31,11 +31,11 @@ from damex.commandline.run import (
     program,
     run_command,
 )
+from damex.config_files import config_of, size_of_test_images
 from damex.engine.config import resolve_config
-from damex.engine.config_files import config_of, size_of_test_images
 from damex.engine.console import filter_console
+from damex.engine.optim import set_length
 from damex.engine.runner import check_detector
-from damex.engine.schedule import set_length
 from damex.models.detectors import RoutedDetector
 from damex.moe import MoELayer, sharded_layers, sharded_names
 

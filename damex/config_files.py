@@ -17,11 +17,10 @@ import numpy as np
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.utils import import_modules_from_strings
 
-import damex
 from damex.errors import ConfigError, did_you_mean
 
 # The shipped configs: a folder in a wheel, a link in a checkout.
-CONFIGS = (Path(damex.__file__).parent / ".mim" / "configs").resolve()
+CONFIGS = (Path(__file__).parent / ".mim" / "configs").resolve()
 MOE = "_base_/moe"
 SPLITS = ("train", "val", "test")
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -167,11 +166,9 @@ def read_config(name: str, *, needs_model: bool = True) -> Config:
         ConfigError: If it cannot be found or read, or lacks a needed model.
     """
     cfg = read_part(name)
-    if needs_model and "model" not in cfg:
-        raise ConfigError(
-            f"{name} sets no model, so it is no config of a detector; see configs/."
-        )
     if needs_model:
+        if "model" not in cfg:
+            raise ConfigError(f"the config {name} of a detector has to set model.")
         _import_modules(cfg)
     return cfg
 
@@ -184,7 +181,14 @@ def _import_modules(cfg: Config) -> None:
 
 def read_part(name: str, folder: str = "") -> Config:
     """Read a partial config file; arguments as in :func:`find_config`."""
-    return _read(find_config(name, folder))
+    file = find_config(name, folder)
+    try:
+        return PlainConfig.of(Config.fromfile(file, import_custom_modules=False))
+    except Exception as error:  # a config is a program; any error is possible
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"the config {file} cannot be read: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def moe_of_file(name: str) -> Any:
@@ -240,55 +244,49 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
             f"--cfg-options {' '.join(options)} set one field as a whole and in part; "
             "keep one of them."
         ) from error
-    if mixture is not None and cfg["mixture"] != mixture:
+    if mixture is not None:
         _replace_mixture(cfg, mixture)
+
+
+def _replace_mixture(cfg: Config, before: Any) -> None:
+    """Update the mixture in the dataloaders of a written config as well."""
+    for dataset in mixtures_of(cfg):
+        if dataset.get("datasets") == before:  # else evaluation uses a part of it
+            dataset["datasets"] = copy.deepcopy(cfg["mixture"])
+
+
+def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename options of ``moe`` to where the config has it."""
+    at_top = "moe" in options or "moe" in cfg
+    if not at_top and "moe" not in (cfg.get("model") or {}):
+        return dict(options)
+    place, other = ("moe.", "model.moe.") if at_top else ("model.moe.", "moe.")
+    return {
+        place + name.removeprefix(other) if name.startswith(other) else name: value
+        for name, value in options.items()
+    }
 
 
 def _check_place(cfg: Any, name: str) -> None:
     """Reject an option below a value without fields, or beyond the end of a list."""
     parts = name.split(".")
     for count, part in enumerate(parts):
-        above = ".".join(parts[:count])
-        if isinstance(cfg, list):
-            is_item = part.isdigit() and int(part) < len(cfg)
-            if not is_item or count + 1 == len(parts):
-                raise ConfigError(
-                    f"{name}: {above} is a list of {len(cfg)} in the config; set a "
-                    f"field of an item, as in {above}.0.type=..., or all of it as "
-                    f"{above}=[...]."
-                )
-            cfg = cfg[int(part)]
-        elif count and not isinstance(cfg, Mapping):
-            raise ConfigError(
-                f"{name}: {above} is {reprlib.repr(cfg)} in the config and has no "
-                f"fields; set {above} itself, or write dict(...) into the config file."
+        is_list = isinstance(cfg, list)
+        is_field = not count or isinstance(cfg, Mapping)
+        if is_list:
+            is_field = (
+                part.isdigit() and int(part) < len(cfg) and count < len(parts) - 1
             )
-        elif part not in cfg:
+        if not is_field:
+            above = ".".join(parts[:count])
+            raise ConfigError(
+                f"{name}: {above} is {reprlib.repr(cfg)} in the config, and {part} of "
+                f"it cannot be set; set {above} as a whole, or a field of an item of a "
+                f"list, as in {above}.0.type=..."
+            )
+        if not is_list and part not in cfg:
             return
-        else:
-            cfg = cfg[part]
-
-
-def _replace_mixture(cfg: Config, before: Any) -> None:
-    """Update the mixture in the dataloaders of a written config as well."""
-    for loader in LOADERS:
-        for dataset in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
-            if dataset.get("datasets") == before:  # unless evaluation uses a part of it
-                dataset["datasets"] = copy.deepcopy(cfg["mixture"])
-
-
-def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename options of ``moe`` to where the config has it."""
-    if "moe" in options or "moe" in cfg:
-        place, other = "moe.", "model.moe."
-    elif "moe" in (cfg.get("model") or {}):
-        place, other = "model.moe.", "moe."
-    else:
-        return dict(options)
-    return {
-        place + name.removeprefix(other) if name.startswith(other) else name: value
-        for name, value in options.items()
-    }
+        cfg = cfg[int(part) if is_list else part]
 
 
 def size_of_test_images(cfg: Config) -> tuple[int, int]:
@@ -301,6 +299,12 @@ def size_of_test_images(cfg: Config) -> tuple[int, int]:
         "the config has no test_pipeline with Resize(scale=(width, height)); add "
         "one (tools/analysis/complexity.py also takes --shape HEIGHT WIDTH)."
     )
+
+
+def mixtures_of(cfg: Mapping[str, Any]) -> list[dict]:
+    """Return the MixtureDataset configs of all dataloaders."""
+    loaders = [cfg.get(loader) or {} for loader in LOADERS]
+    return [one for x in loaders for one in mixture_datasets(x.get("dataset"))]
 
 
 def mixture_datasets(dataset: Any) -> list[dict]:
@@ -372,13 +376,3 @@ def _scalar(value: Any, where: str) -> str:
         "to a config file; use numbers, texts, True, False, None, lists, tuples and "
         "dicts."
     )
-
-
-def _read(file: Path) -> PlainConfig:
-    try:
-        return PlainConfig.of(Config.fromfile(file, import_custom_modules=False))
-    except Exception as error:  # a config is a program; any error is possible
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"the config {file} cannot be read: {type(error).__name__}: {reason}"
-        ) from error
