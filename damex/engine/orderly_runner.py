@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -156,7 +157,7 @@ class OrderlyRunner(ShardedRunner):
     def build_visualizer(self, visualizer: Any = None) -> Any:
         """Build a visualizer for this run; by its name, another would be reused."""
         if isinstance(visualizer, dict):
-            visualizer = {**visualizer, "name": self.log_dir}
+            visualizer = {**visualizer, "name": f"{self.log_dir}/{time.monotonic_ns()}"}
         return super().build_visualizer(visualizer)
 
     def check_start(self) -> None:

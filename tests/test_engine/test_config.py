@@ -212,7 +212,7 @@ def test_faults_of_the_mixture_come_before_anything_is_built(two_datasets):
     with pytest.raises(ConfigError, match="mixture must be a list of dicts"):
         resolve_config(config(two_datasets[0]))
     two_datasets[1]["train"] = "trian.json"
-    with pytest.raises(DataError, match=r"'park': .*park/trian\.json: there is no"):
+    with pytest.raises(DataError, match=r"'park': .*park/trian\.json: .*not exist"):
         resolve_config(config(two_datasets))
     two_datasets[0]["weight"] = 2.0
     with pytest.raises(ConfigError, match=r"street=2\.0\) but not for park"):

@@ -264,7 +264,7 @@ def test_a_run_starts_from_the_checkpoint_of_another_run(
 def test_options_that_cannot_work_are_rejected(make_runner):
     with pytest.raises(ConfigError, match="load_optimizer must be True or False, got"):
         make_runner(load_optimizer="yes")
-    with pytest.raises(ConfigError, match="from a checkpoint, and there is none"):
+    with pytest.raises(ConfigError, match=r"load_optimizer=True .*; set load_from="):
         make_runner(load_optimizer=True).train()
     averaged = "custom_hooks = [dict(type='EMAHook')]\n"
     averaged += "moe = dict(upcycling=dict(share=0.5))"
