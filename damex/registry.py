@@ -5,18 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-
-from damex.compat import ensure_ops
-
-with contextlib.redirect_stdout(io.StringIO()):
-    ensure_ops()
-    # mmdet prints twice that an optional package is missing.
-    import mmdet.datasets  # noqa: F401
 from mmdet.registry import MODELS
 
-from damex import evaluation, moe  # noqa: F401
+# engine first: it imports mmdet silently
+from damex import engine, evaluation, moe  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
 from damex.engine import console, optim, runner, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data

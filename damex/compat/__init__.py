@@ -7,7 +7,9 @@ before it are repaired.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
-__all__ = ["OpsReport", "ensure_ops"]
+__all__ = ["OpsReport", "ensure_ops", "import_mmdet"]
 
 EXTENSION = "mmcv._ext"
 # Builds mmcv for the installed torch; pip would otherwise build it without one.
@@ -50,6 +52,14 @@ class OpsReport:
             return f"mmcv ops: {self.kind}" + f" ({self.reason})" * bool(self.reason)
         ops = {k.removesuffix("_forward").removesuffix("_backward") for k in KERNELS}
         return f"mmcv ops: torch versions of {', '.join(sorted(ops))} ({self.reason})"
+
+
+def import_mmdet() -> None:
+    """Import mmdet with the ops in place, without the lines that it prints."""
+    ensure_ops()
+    # Twice: an optional package is missing.
+    with contextlib.redirect_stdout(io.StringIO()):
+        import_module("mmdet.datasets")
 
 
 def ensure_ops() -> OpsReport:

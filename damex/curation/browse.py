@@ -24,8 +24,8 @@ from damex.curation.samples import (
 from damex.curation.sources import expectations, sources_of
 from damex.datasets.findings import Finding
 from damex.datasets.spec import SPLITS, parse_mixture
+from damex.drawing import Color, palette
 from damex.files import atomic_write, css_color, data_uri, fill, make_folder, write_text
-from damex.inference.drawing import Color, palette
 
 # COCO's limits of small, medium and large: the side of a square in pixels.
 SMALL, LARGE = 32, 96

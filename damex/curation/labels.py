@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-import damex.registry  # noqa: F401  (keeps mmdet's import silent)
 from damex.config_files import mixture_config_of
 from damex.curation.classes import near_pairs
 from damex.curation.dataset_features import scale_and_shape

@@ -18,7 +18,6 @@ from itertools import combinations
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-import damex.registry  # noqa: F401  (keeps mmdet's import silent)
 from damex.config_files import mixture_config_of
 from damex.curation.dataset_features import (
     BACKBONE,

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import damex.registry  # noqa: F401  (keeps mmdet's import silent)
 from damex.datasets.coco_records import read_coco
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean

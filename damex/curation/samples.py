@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from damex.curation.sources import Source
 from damex.datasets.coco_checks import read_boxes
 from damex.datasets.coco_records import Expectations, parse_records
-from damex.inference.drawing import Color, draw_boxes
+from damex.drawing import Color, draw_boxes
 
 TILE = 400
 COLUMNS = 4

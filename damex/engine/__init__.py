@@ -1,5 +1,5 @@
 """Runner, hooks and checkpoints around mmengine."""
 
-from damex.compat import ensure_ops
+from damex.compat import import_mmdet
 
-ensure_ops()
+import_mmdet()

@@ -21,12 +21,12 @@ from rich.table import Table
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
+from damex.drawing import Color, palette
 from damex.engine.console import filter_console
 from damex.engine.hooks import LEAST_EVENNESS, routing_faults
 from damex.engine.optim import length_key
 from damex.errors import ConfigError, DataError
 from damex.files import css_color, data_uri, fill, make_folder, write_text
-from damex.inference.drawing import Color, palette
 from damex.inference.media import find_images, names_of
 from damex.inference.routing_recorder import Example, Recorded, Recorder, Row
 from damex.inference.stored import StoredDetector, millions

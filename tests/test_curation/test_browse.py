@@ -27,7 +27,7 @@ from damex.datasets.coco_records import Expectations
 from damex.datasets.findings import Place
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource
-from damex.inference.drawing import palette
+from damex.drawing import palette
 
 
 class Page(HTMLParser):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from damex.drawing import draw_boxes
 from damex.errors import ConfigError
 from damex.inference import drawing
-from damex.inference.drawing import Drawings, draw_boxes
+from damex.inference.drawing import Drawings
 from damex.inference.predictor import Inputs
 
 CLASSES = ("car", "dog")
