@@ -128,7 +128,7 @@ def test_an_old_group_with_old_classes_has_nothing_to_train_alone(
     assert command.startswith("  damex train ")
     assert "train_only" not in command
     assert "cannot be trained alone" in last
-    assert "have no class and no experts of their own" in last
+    assert "all classes and experts of these datasets are shared" in last
 
 
 def train(config, checkpoint, folder, **options):
