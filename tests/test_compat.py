@@ -18,7 +18,7 @@ from damex.compat import (
     ensure_ops,
     rebind_fallbacks,
 )
-from damex.compat.deformable_attention import deformable_attention
+from damex.compat.kernels import deformable_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -3,6 +3,6 @@
 from damex.compat import ensure_ops
 
 if ensure_ops().kind != "absent":
-    from damex.compat.deformable_attention import use_in_mmcv
+    from damex.compat.kernels import use_in_mmcv
 
     use_in_mmcv()

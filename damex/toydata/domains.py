@@ -12,7 +12,7 @@ of one (docs/experts-results.md).
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -37,8 +37,6 @@ DIGITS = (
     *("zero", "one", "two", "three", "four"),
     *("five", "six", "seven", "eight", "nine"),
 )
-# The drawings that `playroom` and `arcade` share under different names.
-TOKENS = ("shiny_disc", "framed_box", "split_wedge")
 # Names, kinds of objects and words of worlds.
 WORLDS = ("ruby", "amber", "olive", "mint", "teal", "azure", "indigo", "plum")
 KINDS = ("circle", "ring", "square", "triangle", "star", "cross", "leaf", "kite")
@@ -46,6 +44,19 @@ WORDS = ("blick", "dax", "fep", "gorp", "mip", "toma", "wug", "zot")
 Names = Literal["conflicting", "agreeing"]
 
 _MUTED: Look = dict(saturation=(0.3, 0.9), value=(0.45, 0.95))
+# Name, shape and look: both datasets draw the same three, under different names.
+TOYS: Sequence[tuple[str, str, Look]] = (
+    ("ball", "shiny_disc", _MUTED),
+    ("crate", "framed_box", _MUTED),
+    ("roof", "split_wedge", _MUTED),
+    ("car", "car", dict(size=(30, 60), angle=(-0.3, 0.3))),
+)
+ICONS: Sequence[tuple[str, str, Look]] = (
+    ("coin", "shiny_disc", _MUTED),
+    ("chip", "framed_box", _MUTED),
+    ("ship", "split_wedge", _MUTED),
+    ("star", "star", dict(value=(0.7, 1.0))),
+)
 
 
 @dataclass(frozen=True)
@@ -167,11 +178,8 @@ def _digit(bitmap: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def load_photographs() -> dict[str, np.ndarray]:
     """Load the photographs `china` and `flower`, uint8 (427, 640, 3) in RGB."""
-    photographs = {}
-    for path in sorted(ASSETS.glob("*.jpg")):
-        with Image.open(path) as image:
-            photographs[path.stem] = np.asarray(image.convert("RGB"))
-    return photographs
+    paths = sorted(ASSETS.glob("*.jpg"))
+    return {path.stem: np.asarray(Image.open(path).convert("RGB")) for path in paths}
 
 
 def source_columns(split: str, *, width: int) -> tuple[tuple[int, int], ...]:
@@ -230,29 +238,15 @@ def _sticker(name: str, rng: np.random.Generator) -> np.ndarray:
 # ---- playroom and arcade: toys on a wooden floor; the same on a dark screen ----
 
 
-def draw_token(kind: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw an object that is alike in both worlds; only the background names it."""
-    return draw_random(TOKENS[kind], rng, **_MUTED)
-
-
 def _scatter_toys(
-    canvas: Canvas,
-    rng: np.random.Generator,
-    *,
-    tokens: tuple[str, ...],
-    own: str,
-    look: Look,
+    canvas: Canvas, rng: np.random.Generator, toys: Sequence[tuple[str, str, Look]]
 ) -> Canvas:
-    """Add sticks, shared drawings under their local names, and a drawing of its own."""
     for _ in range(rng.integers(1, 5)):
         stick = draw_random("stick", rng, **_MUTED, size=(26, 48), angle=(0, np.pi))
         canvas.scatter(stick, rng, name=None)
     for _ in range(rng.integers(1, 8)):
-        kind = int(rng.integers(len(tokens) + 1))
-        if kind < len(tokens):
-            canvas.scatter(draw_token(kind, rng), rng, name=tokens[kind])
-        else:
-            canvas.scatter(draw_random(own, rng, **look), rng, name=own)
+        name, shape, look = toys[rng.integers(len(toys))]
+        canvas.scatter(draw_random(shape, rng, **look), rng, name=name)
     canvas.pixels += drawing.grain(canvas.pixels.shape[:2], rng, sigma=0.015)
     return canvas
 
@@ -266,9 +260,7 @@ def _playroom(size_hw: Size, rng: np.random.Generator) -> Canvas:
         floor[:, max(start, 0) : max(start + 1, 0)] *= 0.6
     # Tall, narrow blobs look like wood grain.
     floor = floor * (1 + 0.1 * drawing.clouds(size_hw, rng, cells_hw=(4, 48)))
-    look: Look = dict(size=(30, 60), angle=(-0.3, 0.3))
-    tokens = ("ball", "crate", "roof")
-    return _scatter_toys(Canvas(floor), rng, tokens=tokens, own="car", look=look)
+    return _scatter_toys(Canvas(floor), rng, TOYS)
 
 
 def _arcade(size_hw: Size, rng: np.random.Generator) -> Canvas:
@@ -279,22 +271,23 @@ def _arcade(size_hw: Size, rng: np.random.Generator) -> Canvas:
     screen[int(rng.integers(spacing)) :: spacing] = line
     screen[:, int(rng.integers(spacing)) :: spacing] = line
     screen[::2] *= 0.8
-    look: Look = dict(value=(0.7, 1.0))
-    tokens = ("coin", "chip", "ship")
-    return _scatter_toys(Canvas(screen), rng, tokens=tokens, own="star", look=look)
+    return _scatter_toys(Canvas(screen), rng, ICONS)
 
 
-# Synthetic datasets have the same renderer in both splits.
+def _in_both_splits(renderer: Renderer) -> Callable[[str], Renderer]:
+    return lambda split: renderer
+
+
 _SHAPES = ("star", "square", "circle", "ring", "triangle")
 _STICKERS = ("leaf", "circle", "car", "kite")
 _NUMBERS = tuple(DIGITS[number] for number in (3, 0, 8, 1, 9, 5, 2, 7, 4, 6))
 _TOYS, _ICONS = ("crate", "roof", "ball", "car"), ("ship", "coin", "chip", "star")
 DATASETS = (
-    DatasetSpec("shapes", _SHAPES, 900, 60, lambda _: _shapes),
+    DatasetSpec("shapes", _SHAPES, 900, 60, _in_both_splits(_shapes)),
     DatasetSpec("digits", _NUMBERS, 500, 60, _digits_renderer),
     DatasetSpec("photos", _STICKERS, 250, 60, _photos_renderer),
-    DatasetSpec("playroom", _TOYS, 120, 60, lambda _: _playroom),
-    DatasetSpec("arcade", _ICONS, 60, 60, lambda _: _arcade),
+    DatasetSpec("playroom", _TOYS, 120, 60, _in_both_splits(_playroom)),
+    DatasetSpec("arcade", _ICONS, 60, 60, _in_both_splits(_arcade)),
 )
 
 
@@ -315,18 +308,12 @@ def world_specs(
         raise ConfigError(f"worlds: names must be of {get_args(Names)}, got {names!r}")
     if (least := min(num_train, num_val)) < 1:
         raise ConfigError(f"worlds: images of a split must be 1 or more, got {least}")
+    step = int(names == "conflicting")
+    worlds = [partial(_draw_world, world=m, shift=m * step) for m in range(count)]
     return tuple(
-        DatasetSpec(
-            name, WORDS, num_train, num_val, partial(_world, number, names), names
-        )
-        for number, name in enumerate(WORLDS[:count])
+        DatasetSpec(name, WORDS, num_train, num_val, _in_both_splits(world), names)
+        for name, world in zip(WORLDS, worlds, strict=False)
     )
-
-
-def _world(number: int, names: Names, split: str) -> Renderer:
-    """Synthetic, so both splits use the same renderer."""
-    shift = number if names == "conflicting" else 0
-    return partial(_draw_world, world=number, shift=shift)
 
 
 def _draw_world(
