@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from damex.commandline.commands import app
-from damex.commandline.run import run_command
+try:
+    from damex.commandline.commands import app
+    from damex.commandline.run import run_command
+except ModuleNotFoundError as error:
+    sys.exit(f"damex: {error}; fix it with: pip install {error.name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

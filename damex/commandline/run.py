@@ -103,7 +103,8 @@ def command(app: App, module: str, *examples: str) -> Callable[[Callable], Calla
     """Add a command: options, run by the function of the same name in `module`.
 
     The module is imported by a run only, as many take seconds; help and mistakes in
-    options do not need it.
+    options do not need it. The function raises ConfigError or DataError for mistakes of
+    the user, and returns the exit status, None for 0.
     """
 
     def register(options: Callable) -> Callable:
@@ -229,31 +230,24 @@ def _fault_of_class(
     return f"{call} cannot be built: {type(error).__name__}{where}: {reason}"
 
 
-class Bar:
+class Bar(Progress):
     """Progress bar on a terminal; silent in a file or pipe, and outside of ``with``."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(
+        super().__init__(
             *(*columns, TimeRemainingColumn()),
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._task = self.add_task("", total=None)
 
     def begin(self, what: str, total: int | None) -> None:
         """Start a task of `total` steps."""
-        self._bar.reset(self._task, description=what, total=total)
+        self.reset(self._task, description=what, total=total)
 
-    def advance(self) -> None:
+    def step(self) -> None:
         """Complete a step."""
-        self._bar.advance(self._task)
+        self.advance(self._task)

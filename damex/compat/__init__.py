@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 __all__ = ["OpsReport", "ensure_ops", "import_mmdet"]
 
@@ -29,12 +29,8 @@ COMPILE_COMMAND = (
     "pip install --force-reinstall --no-deps --no-build-isolation --no-cache-dir "
     "--no-binary onedl-mmcv onedl-mmcv"
 )
-# Ops with a torch version, which `damex.compat.kernels` has under the same name.
-KERNELS = (
-    *("ms_deform_attn_forward", "ms_deform_attn_backward", "nms", "softnms"),
-    *("roi_align_forward", "roi_align_backward"),
-    *("sigmoid_focal_loss_forward", "sigmoid_focal_loss_backward"),
-)
+# Ops with a torch version in `damex.compat.kernels`, most as _forward and _backward.
+OPS = ("ms_deform_attn", "nms", "roi_align", "sigmoid_focal_loss", "softnms")
 # Prefixes of the modules that import mmcv ops with a fallback.
 USERS = ("mmdet.", "mmcv.cnn.")
 
@@ -50,8 +46,7 @@ class OpsReport:
         """Return one line for the log."""
         if self.kind != "stub":
             return f"mmcv ops: {self.kind}" + f" ({self.reason})" * bool(self.reason)
-        ops = {k.removesuffix("_forward").removesuffix("_backward") for k in KERNELS}
-        return f"mmcv ops: torch versions of {', '.join(sorted(ops))} ({self.reason})"
+        return f"mmcv ops: torch versions of {', '.join(OPS)} ({self.reason})"
 
 
 def import_mmdet() -> None:
@@ -118,14 +113,12 @@ class OpsStub(ModuleType):
             raise AttributeError(f"module {EXTENSION!r} has no attribute {name!r}")
         if name in ("get_compiler_version", "get_compiling_cuda_version"):
             return lambda: "not compiled (stub of damex)"
-        return partial(_call_kernel if name in KERNELS else _refuse, name)
+        return partial(_call, name)
 
 
-def _call_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(import_module("damex.compat.kernels"), name)(*args, **kwargs)
-
-
-def _refuse(name: str, *args: object, **kwargs: object) -> NoReturn:
+def _call(name: str, *args: Any, **kwargs: Any) -> Any:
+    if name.removesuffix("_forward").removesuffix("_backward") in OPS:
+        return getattr(import_module("damex.compat.kernels"), name)(*args, **kwargs)
     raise RuntimeError(
         f"mmcv op {name!r} was called, but mmcv was installed without compiled ops "
         "and damex has no torch version of this op. Either choose a model without "

@@ -46,11 +46,7 @@ def browse(
     samples: int,
     seed: int,
 ) -> None:
-    """Write a page about the datasets of a config, and a contact sheet of each split.
-
-    Raises:
-        ConfigError: If the command line or the mixture is invalid.
-    """
+    """Write a page about the datasets of a config, and contact sheets of the splits."""
     cfg = mixture_config_of(config, cfg_options)
     folder = Path(out or Path("work_dirs") / Path(config).stem / "browse")
     make_folder(folder)
@@ -63,7 +59,7 @@ def browse(
             tiles[view.title] = []
             for sample in view.samples:
                 tiles[view.title].append((sample.name, draw_tile(sample, colors)))
-                progress.advance()
+                progress.step()
     for view in views:
         name = re.sub(r"\W+", "_", f"{view.dataset}_{view.split}")
         with atomic_write(folder / f"{name}.png") as part:

@@ -47,11 +47,7 @@ def check(
     quick: bool,
     examples: int,
 ) -> int:
-    """Check the datasets of a config, or one COCO file; 1 if there is an error, else 0.
-
-    Raises:
-        ConfigError: If the command line or the mixture is invalid.
-    """
+    """Check the datasets of a config, or one COCO file; return 1 if it has an error."""
     if (config is None) == (coco is None):
         raise ConfigError(
             "check takes a config or the folder of a dataset, or --coco FILE --images "
@@ -191,9 +187,7 @@ class Inspection:
         if seconds < float("inf"):
             random.Random(SEED).shuffle(there)
         progress.begin("read headers" if quick else "decode images", len(there))
-        looks = look_at(
-            there, decode=not quick, advance=progress.advance, seconds=seconds
-        )
+        looks = look_at(there, decode=not quick, advance=progress.step, seconds=seconds)
         for image, look in zip(there, looks, strict=False):
             found += check_look(image, look)
         if len(looks) < len(there):

@@ -23,12 +23,7 @@ def convert(
     classes: Sequence[str],
     **splits: Sequence[str],
 ) -> None:
-    """Write COCO files of a dataset into a folder, and print a summary.
-
-    Raises:
-        ConfigError: If an option is invalid, or a file would be overwritten.
-        DataError: If the data cannot be read.
-    """
+    """Write COCO files of a dataset into a folder, and print a summary."""
     if val_share is not None and not 0.0 <= val_share < 1.0:
         raise ConfigError(f"--val-share must be from 0 to below 1, got {val_share}.")
     if (fault := fault_of_names(classes)) is not None:

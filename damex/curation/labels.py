@@ -47,11 +47,7 @@ Rows = Mapping[str, Sequence[tuple[str, ClassCount]]]
 
 
 def labels(config: str, *, cfg_options: Sequence[str], out: str | None) -> None:
-    """Print the merge table of a config, and write an initial label file.
-
-    Raises:
-        ConfigError: If the mixture is invalid, or the file exists.
-    """
+    """Print the merge table of a config, and write an initial label file."""
     cfg = mixture_config_of(config, cfg_options)
     specs = parse_mixture(cfg["mixture"])
     rules = cfg.get("label_space") or "union"

@@ -57,12 +57,7 @@ class ExpertPlan:
 def plan(
     config: str, *, cfg_options: Sequence[str], experts: int | None, capacity: float
 ) -> None:
-    """Propose dataset groups for a config.
-
-    Raises:
-        ConfigError: If the mixture is invalid, or there is nothing to plan.
-        DataError: If a dataset cannot be read.
-    """
+    """Propose dataset groups for a config."""
     cfg = mixture_config_of(config, cfg_options)
     specs = parse_mixture(cfg["mixture"])
     experts = experts or (len(specs) + 1) // 2

@@ -143,15 +143,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def prepare(benchmark: str, names: Sequence[str], *, root: str) -> int:
-    """Prepare the datasets of a benchmark.
-
-    Returns:
-        0 if all are ready, 1 if something is missing.
-
-    Raises:
-        ConfigError: If a dataset is unknown.
-        DataError: If the files of a dataset cannot be read.
-    """
+    """Prepare the datasets of a benchmark; 0 if all are ready, 1 if not."""
     for name in names:
         if name not in RECIPES:
             raise ConfigError(

@@ -12,7 +12,7 @@ from mmengine.device import get_device
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from damex.config_files import merge_options, parse_options, read_config
+from damex.config_files import config_of
 from damex.errors import ConfigError
 
 
@@ -81,9 +81,7 @@ def load_config(
     local_rank: int = 0,  # mmengine reads it from the environment
 ) -> Config:
     """Read the config and apply the command line; ConfigError if unreadable."""
-    cfg = read_config(config)
-    cfg.launcher = launcher
-    merge_options(cfg, parse_options(cfg_options))
+    cfg = config_of(config, [f"launcher={launcher}", *cfg_options])
     if work_dir is not None:
         cfg.work_dir = work_dir
     elif cfg.get("work_dir") is None:

@@ -39,12 +39,7 @@ def grow(
     like: str,
     images: int,
 ) -> None:
-    """Write a checkpoint from which to start a training with new datasets.
-
-    Raises:
-        ConfigError: If the config does not extend the mixture of the checkpoint.
-        DataError: If the checkpoint or an image cannot be read.
-    """
+    """Write a checkpoint from which to start a training with new datasets."""
     filter_console()
     check_target(Path(out), with_config=False)
     stored = StoredDetector.read(checkpoint)
@@ -120,12 +115,7 @@ def _option(key: str, value: str | list[str]) -> str | None:
 
 
 def prune(checkpoint: str, *, drop: Sequence[str], out: str) -> None:
-    """Write a checkpoint and config without some datasets.
-
-    Raises:
-        ConfigError: If a dataset is unknown or the others need its experts.
-        DataError: If the checkpoint cannot be read.
-    """
+    """Write a checkpoint and config without some datasets."""
     filter_console()
     check_target(Path(out))
     stored = StoredDetector.read(checkpoint)
@@ -141,13 +131,7 @@ def prune(checkpoint: str, *, drop: Sequence[str], out: str) -> None:
 
 
 def merge(checkpoint: str, *, datasets: Sequence[str], out: str, no_test: bool) -> None:
-    """Write a checkpoint in which datasets share experts, and print the change in AP.
-
-    Raises:
-        ConfigError: If the merge or the evaluation fails (after the checkpoint was
-            written).
-        DataError: If the checkpoint cannot be read.
-    """
+    """Write a checkpoint in which datasets share experts; print the change in AP."""
     filter_console()
     check_target(Path(out))
     stored = StoredDetector.read(checkpoint)
@@ -192,7 +176,7 @@ def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
         bar.begin(label, len(loader))
         for batch in loader:
             evaluator.process(detector.test_step(batch), batch)
-            bar.advance()
+            bar.step()
     summary = summarise(scores_of(evaluator.evaluate(len(loader.dataset))))
     rows = {name: row["ap"] for name, row in summary["datasets"].items()}
     return rows | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}

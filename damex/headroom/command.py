@@ -56,11 +56,7 @@ def headroom(
     work_dir: str,
     jobs: int,
 ) -> None:
-    """Train the rungs, write table and plot, and print the verdict.
-
-    Raises:
-        ConfigError: If the config does not fit a rung, or a run failed.
-    """
+    """Train the rungs, write table and plot, and print the verdict."""
     check_seeds(seeds)
     names = list(dict.fromkeys(rungs))
     console, folder = Console(markup=False, emoji=False), Path(work_dir)

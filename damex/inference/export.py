@@ -50,13 +50,7 @@ def export(
     dataset: str | None,
     image_size: tuple[int, int] | None,
 ) -> None:
-    """Write a dense detector of one dataset, or a whole mixture for onnxruntime.
-
-    Raises:
-        ConfigError: If the dataset is unknown, or the detector has no dense or ONNX
-            equivalent.
-        DataError: If the checkpoint cannot be read.
-    """
+    """Write a dense detector of one dataset, or a whole mixture for onnxruntime."""
     filter_console()
     path = Path(out)
     as_onnx = path.suffix == ".onnx"

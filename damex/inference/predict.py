@@ -52,12 +52,7 @@ def predict(
 ) -> int:
     """Detect objects in images and videos, and write the detections.
 
-    Returns:
-        1 if a file could not be read, 130 after Ctrl-C, else 0.
-
-    Raises:
-        ConfigError: If an option or the checkpoint is unusable.
-        DataError: If images are missing, or the checkpoint cannot be read.
+    Return 1 if a file could not be read, 130 after Ctrl-C, else 0.
     """
     paths = find_images(images, videos=True)
     files = [Path(file) for file in (json, csv) if file is not None]
@@ -88,7 +83,7 @@ def predict(
 
         def show(one: Prediction, name: str) -> None:
             console.print(line_of(one, name, min_probability))
-            bar.advance()
+            bar.step()
 
         outputs = _outputs(json, csv, draw, names, predictor.classes)
         counts, stopped = _write_all(found, names, show, outputs, min_probability)

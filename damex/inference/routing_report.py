@@ -60,15 +60,7 @@ def experts(
     batch_size: int,
     device: str | None,
 ) -> int:
-    """Write a page about the experts of a checkpoint, and print a table.
-
-    Returns:
-        1 if an image could not be read, else 0.
-
-    Raises:
-        ConfigError: If an option is unusable, or the detector has no experts.
-        DataError: If images are missing, or the checkpoint cannot be read.
-    """
+    """Write a page about the experts; return 1 if an image could not be read."""
     filter_console()
     stored = StoredDetector.read(checkpoint)
     recorder = Recorder(stored, device=device or get_device())
@@ -85,7 +77,7 @@ def experts(
             rows,
             examples_per_row=examples,
             batch_size=batch_size,
-            advance=bar.advance,
+            advance=bar.step,
         )
     train_cfg = stored.config.get("train_cfg") or {}
     scores, charts, note = read_history(Path(checkpoint), stored.meta, train_cfg)

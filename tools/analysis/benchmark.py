@@ -205,7 +205,7 @@ def benchmark(
                 with torch.autocast(device, torch.bfloat16, enabled=is_half):
                     timings = run_case(case, training, rounds, device)
                 runs.setdefault(training, {})[case.name] = timings
-                bar.advance()
+                bar.step()
     parts = [
         _head(device, dtype, threads, rounds),
         _table("Training: forward and backward", runs[True], _ratio),
