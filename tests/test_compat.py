@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 from damex.compat import (
     EXTENSION,
-    KERNELS,
+    OPS,
     OpsReport,
     OpsStub,
     ensure_ops,
@@ -41,19 +41,6 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 # ---- which ops are in use ----
 
 
-def test_second_call_changes_nothing():
-    first, before = ensure_ops(), sys.modules[EXTENSION]
-    assert ensure_ops() == first
-    assert sys.modules[EXTENSION] is before
-
-
-def test_compiled_ops_are_preferred_and_left_alone(monkeypatch):
-    compiled = ModuleType(EXTENSION)
-    monkeypatch.setitem(sys.modules, EXTENSION, compiled)
-    assert ensure_ops() == OpsReport("compiled")
-    assert sys.modules[EXTENSION] is compiled
-
-
 def fake_mmcv(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
     """Puts a package mmcv with these files first on the path."""
     package = folder / "mmcv"
@@ -71,36 +58,31 @@ def fake_mmcv(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> No
     monkeypatch.setattr("damex.compat.rebind_fallbacks", lambda: None)
 
 
-def test_compiled_file_is_imported(tmp_path, monkeypatch):
-    fake_mmcv(tmp_path, monkeypatch, ops="", _ext="def nms(): return 'compiled'")
-    assert ensure_ops().kind == "compiled"
-    assert sys.modules[EXTENSION].nms() == "compiled"
+NO_OPS = "mmcv was installed without compiled ops"
 
 
-def test_compiled_file_that_does_not_load_is_replaced_and_explained(
-    tmp_path, monkeypatch
-):
-    broken = "raise ImportError('undefined symbol: _ZN3c10')"
-    fake_mmcv(tmp_path, monkeypatch, ops="", _ext=broken)
-    report = ensure_ops()
-    assert report.kind == "stub"
-    assert "undefined symbol: _ZN3c10" in report.summary()
-    assert isinstance(sys.modules[EXTENSION], OpsStub)
-
-
-def test_mmcv_without_extension_gets_the_stub(tmp_path, monkeypatch):
-    fake_mmcv(tmp_path, monkeypatch, ops="")
-    report = ensure_ops()
-    reason = "mmcv was installed without compiled ops"
-    assert report == OpsReport("stub", reason)
-    assert ensure_ops() == OpsReport("stub", reason)
-    assert "ms_deform_attn, nms, roi_align, sigmoid_focal_loss" in report.summary()
-
-
-def test_mmcv_lite_is_absent_and_named(tmp_path, monkeypatch):
-    fake_mmcv(tmp_path, monkeypatch)
-    assert ensure_ops() == OpsReport("absent", "mmcv-lite has no mmcv.ops")
-    assert EXTENSION not in sys.modules
+@pytest.mark.parametrize(
+    ("files", "expected", "words"),
+    [
+        (dict(ops="", _ext="nms = 1"), OpsReport("compiled"), "mmcv ops: compiled"),
+        (
+            dict(ops="", _ext="raise ImportError('undefined symbol: _ZN')"),
+            OpsReport("stub", "mmcv's compiled ops do not load: undefined symbol: _ZN"),
+            "undefined symbol",
+        ),
+        (dict(ops=""), OpsReport("stub", NO_OPS), "ms_deform_attn, nms, roi_align, s"),
+        ({}, OpsReport("absent", "mmcv-lite has no mmcv.ops"), "mmcv ops: absent (m"),
+    ],
+)
+def test_ops_in_use(tmp_path, monkeypatch, files, expected, words):
+    fake_mmcv(tmp_path, monkeypatch, **files)
+    assert ensure_ops() == expected
+    assert words in expected.summary()
+    module = sys.modules.get(EXTENSION)
+    assert isinstance(module, OpsStub) == (expected.kind == "stub")
+    assert hasattr(module, "nms") == (expected.kind != "absent")
+    assert ensure_ops() == expected  # another call changes nothing
+    assert sys.modules.get(EXTENSION) is module
 
 
 def test_missing_mmcv_is_absent(monkeypatch):
@@ -143,19 +125,16 @@ def test_light_modules_import_neither_mmdet_nor_patches(module, unused):
     assert result.returncode == 0, result.stderr
 
 
+SLOW = ("evaluation", "models.blocks", "engine.runner", "datasets.coco")
+
+
 @pytest.mark.parametrize(
     "module",
     [
         "registry",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "evaluation",
-                "models.blocks",
-                "engine.runner",
-                "datasets.coco",
-                "headroom.command",
-            )
+            for name in (*SLOW, "headroom.command")
         ),
     ],
 )
@@ -202,8 +181,10 @@ def test_fallback_of_an_early_module_is_replaced(tmp_path, monkeypatch):
 def test_every_provided_op_has_its_kernel():
     from damex.compat import kernels
 
-    for name in KERNELS:
-        assert callable(getattr(kernels, name))
+    for name in OPS:
+        names = {name, f"{name}_forward"} & {*vars(kernels)}
+        assert len(names) == 1
+        assert name in names or callable(getattr(kernels, f"{name}_backward"))
 
 
 def test_python_itself_finds_no_hidden_names(monkeypatch):

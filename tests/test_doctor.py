@@ -1,5 +1,7 @@
 import subprocess
 import sys
+from collections.abc import Sequence
+from email.message import Message
 from importlib import metadata
 from pathlib import Path
 
@@ -25,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MMDET = Requirement("onedl-mmdetection>=3.5")
 
 
-def run_doctor(*blocked: str) -> subprocess.CompletedProcess[str]:
+def run_doctor(
+    *blocked: str, module: str = "damex.doctor", options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Runs the doctor where the blocked packages cannot be imported."""
     code = f"""
 import runpy, sys
@@ -36,8 +40,8 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocker())
-sys.argv = ["doctor"]
-runpy.run_module("damex.doctor", run_name="__main__")
+sys.argv[1:] = {options!r}
+runpy.run_module({module!r}, run_name="__main__")
 """
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
@@ -56,14 +60,14 @@ def status_of(output: str, name: str) -> str:
 
 @pytest.mark.slow
 def test_good_environment_is_well():
-    result = subprocess.run(
-        [sys.executable, "-m", "damex.doctor"], cwd=ROOT, capture_output=True, text=True
-    )
+    result = run_doctor()
     assert result.returncode == 0, result.stdout + result.stderr
     torch = metadata.version("torch")
     assert status_of(result.stdout, "torch").startswith(f"torch {torch} >=2.6 ok (C")
     assert "ok" in status_of(result.stdout, "onedl-mmdetection")
     assert result.stdout.endswith("All is well.\n")
+    result = run_doctor(options=["--quiet"])
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
 @pytest.mark.slow
@@ -104,29 +108,21 @@ def test_requirement_allows(versions, version, allowed):
     assert fits(Requirement(f"any{versions}"), version) is allowed
 
 
-def test_needs_are_those_of_requirements_txt_where_damex_is_not_installed(monkeypatch):
+def test_needs_are_those_of_the_installed_damex_or_of_requirements_txt(monkeypatch):
+    about = Message()
+    about["Requires-Python"] = ">=3.10"
+    about["Requires-Dist"] = "torch>=2.4"
+    about["Requires-Dist"] = 'pytest>=8; extra == "dev"'
+    monkeypatch.setattr(metadata, "metadata", lambda name: about)
+    assert declared() == (PYTHON, [Requirement("torch>=2.4")])
+
     def not_installed(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "metadata", not_installed)
     python, needs = declared()
     lines = (ROOT / "requirements.txt").read_text().split()
-    assert [str(need) for need in needs] == lines
-    assert python == Requirement("python>=3.10")
-
-
-def test_needs_of_an_installed_damex_leave_out_extras(monkeypatch):
-    from email.message import Message
-
-    about = Message()
-    about["Requires-Python"] = ">=3.10"
-    about["Requires-Dist"] = "torch>=2.4"
-    about["Requires-Dist"] = 'pytest>=8; extra == "dev"'
-    monkeypatch.setattr(metadata, "metadata", lambda name: about)
-    assert declared() == (
-        Requirement("python>=3.10"),
-        [Requirement("torch>=2.4")],
-    )
+    assert (python, [str(need) for need in needs]) == (PYTHON, lines)
 
 
 def test_every_trial_is_of_something_needed():
@@ -138,14 +134,6 @@ def test_every_trial_is_of_something_needed():
 
 
 # ---- checks on made-up versions ----
-
-
-def test_python_too_old():
-    assert check_python(Requirement("python>=3.10"), "3.10.2").problem == ""
-    row = check_python(Requirement("python>=3.10"), "3.9.18")
-    assert row.problem
-    assert "python=3.11" in row.fix
-
 
 INSTALL = 'pip install --upgrade "onedl-mmdetection>=3.5"'
 OLD, NEW = "mmdet", "onedl-mmdetection"
@@ -211,28 +199,28 @@ def test_failed_import_of_a_twin_reinstalls_the_twin():
     assert '"mmdet==3.3.0"' in explain_failure(row, "AssertionError: old mmcv").fix
 
 
-def test_torchvision_of_another_torch():
-    need = Requirement("torch==2.5.1")
-    assert check_torchvision(need, "2.5.1+cu121").problem == ""
-    row = check_torchvision(need, "2.6.0")
-    assert row.problem == "torchvision was built for torch ==2.5.1"
-    assert row.fix.endswith("torch torchvision")
+PYTHON, TORCH = Requirement("python>=3.10"), Requirement("torch==2.5.1")
+LITE = OpsReport("absent", "mmcv-lite has no mmcv.ops")
 
 
-def test_numpy_of_another_age():
-    assert check_numpy("").problem == ""
-    row = check_numpy("Numpy is not available")
-    assert "Numpy is not available" in row.problem
-    assert row.fix.startswith('pip install "numpy<2"')
-
-
-def test_stub_will_do_but_no_ops_will_not():
-    assert check_ops(OpsReport("compiled")).problem == ""
-    stub = check_ops(OpsReport("stub", "no ops"))
-    assert (stub.found, stub.note, stub.problem) == ("stub", "no ops", "")
-    lite = check_ops(OpsReport("absent", "mmcv-lite has no mmcv.ops"))
-    assert lite.problem == "mmcv-lite has no mmcv.ops"
-    assert "pip install onedl-mmcv" in lite.fix
+@pytest.mark.parametrize(
+    ("row", "problem", "fix"),
+    [
+        (check_python(PYTHON, "3.10.2"), "", ""),
+        (check_python(PYTHON, "3.9.18"), "version does not fit", "python=3.11"),
+        (check_torchvision(TORCH, "2.5.1+cu121"), "", ""),
+        (check_torchvision(TORCH, "2.6.0"), "built for torch ==2.5.1", PAIR),
+        (check_numpy(""), "", ""),
+        (check_numpy("not available"), "numpy: not available", '"numpy<2"'),
+        (check_ops(OpsReport("compiled")), "", ""),
+        (check_ops(OpsReport("stub", "no ops")), "", ""),  # the stub will do
+        (check_ops(LITE), "mmcv-lite has no mmcv.ops", "pip install onedl-mmcv"),
+    ],
+)
+def test_checks_of_pairs(row, problem, fix):
+    assert bool(row.problem) == bool(problem)
+    assert problem in row.problem
+    assert fix in row.fix
 
 
 # ---- the table ----
@@ -262,15 +250,16 @@ def test_a_long_command_stays_on_one_line(capsys):
     assert f"      pip install {'m' * 300}\n" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_quiet_prints_nothing_where_all_is_well():
-    command = [sys.executable, "-m", "damex.doctor", "--quiet"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
-
-
-def test_a_doctor_without_its_own_packages_says_how_to_get_them():
-    result = run_doctor("rich")
+@pytest.mark.parametrize(
+    ("module", "missing", "fix"),
+    [
+        ("damex.doctor", "rich", "pip install packaging rich"),
+        ("damex", "rich", "pip install rich"),
+        ("damex", "cyclopts", "pip install cyclopts"),
+    ],
+)
+def test_without_its_own_packages_a_program_says_how_to_get_them(module, missing, fix):
+    result = run_doctor(missing, module=module, options=["doctor"])
     assert result.returncode == 1
-    assert "pip install packaging rich" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.endswith(f"{fix}\n")
+    assert len(result.stderr.splitlines()) == 1
