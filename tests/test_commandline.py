@@ -62,8 +62,7 @@ assert not [name for name in ("mmdet", "scipy", "matplotlib") if name in sys.mod
 @pytest.mark.parametrize("words", NAMES, ids=" ".join)
 def test_help_has_examples_that_work(words, capsys):
     assert program.main([*words, "--help"]) == 0
-    text = capsys.readouterr().out
-    examples = text.partition("Examples:\n")[2].splitlines()
+    examples = capsys.readouterr().out.partition("Examples:\n")[2].splitlines()
     assert examples
     for line in examples:
         name, *given = line.split()
