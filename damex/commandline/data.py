@@ -1,4 +1,4 @@
-"""``damex data``: options of its commands, each a function in `damex.curation`."""
+"""``damex data``: options of its commands."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def browse(
 
 
 @command(
-    data, "damex.curation.convert", "damex data convert data/fish --out data/fish-coco"
+    data,
+    "damex.datasets.formats.conversion",
+    "damex data convert data/fish --out data/fish-coco",
 )
 def convert(
     root: str,

@@ -10,9 +10,8 @@ import ast
 import contextlib
 import inspect
 import io
-import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -134,21 +133,15 @@ def rebind_fallbacks() -> None:
     """
     early = [module for name, module in sys.modules.items() if name.startswith(USERS)]
     for module in early:
-        for source, name, bound_as in _guarded_imports(module):
-            op = getattr(import_module(source), name, None)
-            # Ops missing in this mmcv keep their fallback.
-            if op is not None:
-                setattr(module, bound_as, op)
-
-
-def _guarded_imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
-    """Yield source, name and bound name of mmcv ops imported in a try block."""
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError):
-        return  # no source to parse
-    blocks = [node.body for node in tree.body if isinstance(node, ast.Try)]
-    for node in itertools.chain(*blocks):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mmcv.ops"):
-            for alias in node.names:
-                yield str(node.module), alias.name, alias.asname or alias.name
+        try:
+            tree = ast.parse(inspect.getsource(module))
+        except (OSError, TypeError):
+            continue  # no source to parse
+        tries = [node for node in tree.body if isinstance(node, ast.Try)]
+        for node in (statement for one in tries for statement in one.body):
+            source = str(getattr(node, "module", ""))
+            if isinstance(node, ast.ImportFrom) and source.startswith("mmcv.ops"):
+                for alias in node.names:
+                    op = getattr(import_module(source), alias.name, None)
+                    if op is not None:  # in this mmcv
+                        setattr(module, alias.asname or alias.name, op)

@@ -23,12 +23,7 @@ def world(tmp_path_factory, make_coco_dataset, write_config_to):
         make_coco_dataset(folder / "street", classes=["car", "bus"], num_images=4),
         make_coco_dataset(folder / "park", classes=["dog", "car"], num_images=4),
     ]
-    extras = {
-        "config": "",
-        "no_mixture": "\nmixture = None",
-        "open_bracket": "\ntrain_pipeline = [1,2",
-    }
-    for name, extra in extras.items():
+    for name, extra in {"config": "", "no_mixture": "\nmixture = None"}.items():
         extra = f"train_cfg = dict(max_epochs=1){extra}"
         write_config_to(folder, mixture=mixture, extra=extra, name=name)
     (folder / "photos").mkdir()
@@ -63,7 +58,6 @@ COMMANDS = {
     "train": ("CONFIG",),
     "train none.py": ("none.py", "no config file"),
     "train no_mixture.py": ("mixture",),
-    "train open_bracket.py": ("open_bracket.py", "cannot be read"),
     "train config.py --work-dir new --cfg-options max_epochs=0": ("max_epochs", "0"),
     "train config.py --work-dir note.txt": ("note.txt",),
     "train config.py --resume --work-dir new": ("--resume", "new"),

@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import Any, NamedTuple
 from damex.datasets.formats.coco import COCO
 from damex.datasets.formats.documents import choose_splits, coco_document
 from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS, VOC
-from damex.datasets.formats.records import Format, Options, Summary
+from damex.datasets.formats.records import Format, Options, Summary, fault_of_names
 from damex.datasets.formats.tables import CSV, WIDER_FACE
 from damex.datasets.formats.tree import SPLITS, Tree, parent
 from damex.datasets.formats.yolo import YOLO
 from damex.errors import ConfigError, DataError, did_you_mean
-from damex.files import write_json
+from damex.files import atomic_write, write_json
 
 FORMATS: tuple[Format, ...] = (
     *(COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV),
@@ -245,3 +246,48 @@ def _version() -> str:
     """Hash of the code of this package, to invalidate the cache."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def convert(
+    root: str,
+    *,
+    out: str,
+    format: str | None,  # noqa: A002
+    val_share: float | None,
+    classes: Sequence[str],
+    **splits: Sequence[str],
+) -> None:
+    """``damex data convert``: write COCO files into a folder, and print a summary."""
+    if val_share is not None and not 0.0 <= val_share < 1.0:
+        raise ConfigError(f"--val-share must be from 0 to below 1, got {val_share}.")
+    if (fault := fault_of_names(classes)) is not None:
+        raise ConfigError(f"--classes: {fault}.")
+    lists = dict(splits, classes=classes)
+    chosen = {key: tuple(words) for key, words in lists.items() if words}
+    options = Options(format=format, val_share=val_share, **chosen)
+    tree, folder = open_root(root), Path(out)
+    if folder.resolve().is_relative_to(tree.root):
+        raise ConfigError(
+            f"--out {out} lies inside of {root}, whose annotations it would then be; "
+            "choose a folder outside."
+        )
+    with tempfile.TemporaryDirectory() as draft:
+        conversion = convert_tree(tree, options, Path(draft))
+        files = sorted(Path(draft).iterdir())
+        for file in files:
+            if (folder / file.name).exists():
+                raise ConfigError(
+                    f"{folder / file.name} exists and is not overwritten; "
+                    "remove it, or choose another --out."
+                )
+        with ExitStack() as stack:  # all files or none
+            for file in files:
+                part = stack.enter_context(atomic_write(folder / file.name))
+                shutil.copyfile(file, part)
+    name = tree.root.name
+    print(conversion.summary.text(name))
+    named = ", ".join(f'{s}="{s}.json"' for s in conversion.summary.splits)
+    print(
+        f"\nfor a mixture:\n    dict(name={name!r}, "
+        f"data_root={str(folder.resolve())!r}, {named}, img={str(tree.root)!r}),"
+    )
