@@ -109,14 +109,18 @@ def generate_toy_mixture(
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
-        made = Path(name)
+        made = Path(name) / "made"
+        made.mkdir()
         entries = [write_dataset(made, spec, seed=seed) for spec in specs]
         _write_json(made / STAMP, {"key": key, "datasets": entries, "files": files})
         if held is not None:
             _remove(out, held["files"])
-        for file in (*files, STAMP):
-            (out / file).parent.mkdir(parents=True, exist_ok=True)
-            (made / file).rename(out / file)
+        if out.is_dir() and any(out.iterdir()):
+            for file in (*files, STAMP):
+                (out / file).parent.mkdir(parents=True, exist_ok=True)
+                (made / file).rename(out / file)
+        else:
+            made.replace(out)
     return ToyReport(entries, seconds=time.perf_counter() - start, created=True)
 
 

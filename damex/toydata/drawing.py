@@ -213,8 +213,7 @@ class Canvas:
     def __init__(self, background: np.ndarray) -> None:
         self.pixels = background.astype(np.float64)
         # Of each object: its box and number of pixels, and which are visible.
-        self._wholes: list[tuple[Box, int]] = []
-        self._visible: list[np.ndarray] = []
+        self._objects: list[tuple[Box, int, np.ndarray]] = []
 
     def paste(self, sprite: np.ndarray, x: int, y: int, *, name: str | None) -> bool:
         """Paste a sprite, its top left corner at (x, y); return False if impossible.
@@ -229,38 +228,36 @@ class Canvas:
         color, alpha = sprite[:, :, :3], sprite[:, :, 3:]
         solid_HW = np.zeros(self.pixels.shape[:2], dtype=bool)
         solid_HW[area] = sprite[:, :, 3] >= 0.5
-        left = [visible_HW & ~solid_HW for visible_HW in self._visible]
-        for (_, num_pixels), visible_HW in zip(self._wholes, left, strict=True):
-            if visible_HW.sum() < MIN_VISIBLE * num_pixels:
-                return False
+        left = [
+            (box, n, visible_HW & ~solid_HW) for box, n, visible_HW in self._objects
+        ]
+        if any(visible_HW.sum() < MIN_VISIBLE * n for _, n, visible_HW in left):
+            return False
         if name is not None:
             box = Box(name, *_extent(solid_HW))
-            if any(box.overlap(one) > MAX_BOX_OVERLAP for one, _ in self._wholes):
+            if any(box.overlap(one) > MAX_BOX_OVERLAP for one, *_ in left):
                 return False
-            self._wholes.append((box, int(solid_HW.sum())))
-            left.append(solid_HW)
-        self._visible = left
+            left.append((box, int(solid_HW.sum()), solid_HW))
+        self._objects = left
         self.pixels[area] = self.pixels[area] * (1 - alpha) + color * alpha
         return True
 
     def scatter(
         self, sprite: np.ndarray, rng: np.random.Generator, *, name: str | None
-    ) -> bool:
+    ) -> None:
         """Paste a sprite at a random allowed place, unless a few tries find none."""
         rows = self.pixels.shape[0] - sprite.shape[0]
         columns = self.pixels.shape[1] - sprite.shape[1]
         if rows < 0 or columns < 0:
-            return False
+            return
         for _ in range(8):
             x, y = int(rng.integers(columns + 1)), int(rng.integers(rows + 1))
             if self.paste(sprite, x, y, name=name):
-                return True
-        return False
+                break
 
     def boxes(self) -> list[Box]:
         """Return the tight box of the visible pixels of every object."""
-        pairs = zip(self._wholes, self._visible, strict=True)
-        return [Box(whole.name, *_extent(mask)) for (whole, _), mask in pairs]
+        return [Box(box.name, *_extent(mask)) for box, _, mask in self._objects]
 
     def image(self) -> Image.Image:
         """Return the picture as 8-bit RGB."""
