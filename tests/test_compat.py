@@ -85,8 +85,12 @@ def test_ops_in_use(tmp_path, monkeypatch, files, expected, words):
     assert sys.modules.get(EXTENSION) is module
 
 
-def test_missing_mmcv_is_absent(monkeypatch):
-    monkeypatch.delitem(sys.modules, EXTENSION, raising=False)
+def test_loaded_ops_are_left_alone_and_a_missing_mmcv_is_absent(monkeypatch):
+    compiled = ModuleType(EXTENSION)
+    monkeypatch.setitem(sys.modules, EXTENSION, compiled)
+    assert ensure_ops() == OpsReport("compiled")
+    assert sys.modules[EXTENSION] is compiled
+    monkeypatch.delitem(sys.modules, EXTENSION)
     monkeypatch.setitem(sys.modules, "mmcv", None)
     assert ensure_ops() == OpsReport("absent", "mmcv is not installed")
 

@@ -166,9 +166,6 @@ def test_versions_of_a_distribution_and_its_twin(
         *(found, needed, problem, fix),
     )
     assert row.note == ("from mmdet" if [*installed] == [OLD] else "")
-
-
-def test_both_opencvs_may_stand_side_by_side():
     both = {"opencv-python": "4.12.0", "opencv-python-headless": "4.12.0"}
     assert check_versions(Requirement("opencv-python"), both).problem == ""
 
@@ -192,11 +189,8 @@ def test_failed_import_names_error_and_command(name, error, fix):
     row = explain_failure(Finding(name, "1.2"), error)
     assert row.problem == f"import fails: {error}"
     assert row.fix.endswith(fix)
-
-
-def test_failed_import_of_a_twin_reinstalls_the_twin():
-    row = Finding(NEW, "3.3.0", note="from mmdet")
-    assert '"mmdet==3.3.0"' in explain_failure(row, "AssertionError: old mmcv").fix
+    twin = Finding(NEW, "3.3.0", note="from mmdet")
+    assert '"mmdet==3.3.0"' in explain_failure(twin, "AssertionError: old mmcv").fix
 
 
 PYTHON, TORCH = Requirement("python>=3.10"), Requirement("torch==2.5.1")
@@ -243,11 +237,8 @@ def test_problems_and_commands_are_below_the_table(capsys):
         "All that is not installed at once:",
         '      pip install "onedl-mmdetection>=3.5" "timm>=1.0"',
     ]
-
-
-def test_a_long_command_stays_on_one_line(capsys):
     show([Finding("x", problem="p" * 300, fix=f"pip install {'m' * 300}")])
-    assert f"      pip install {'m' * 300}\n" in capsys.readouterr().out
+    assert f"      pip install {'m' * 300}\n" in capsys.readouterr().out  # unwrapped
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def _scatter_toys(
         stick = draw_random("stick", rng, **_MUTED, size=(26, 48), angle=(0, np.pi))
         canvas.scatter(stick, rng, name=None)
     for _ in range(rng.integers(1, 8)):
-        name, shape, look = toys[rng.integers(len(toys))]
+        name, shape, look = toys[int(rng.integers(len(toys)))]
         canvas.scatter(draw_random(shape, rng, **look), rng, name=name)
     canvas.pixels += drawing.grain(canvas.pixels.shape[:2], rng, sigma=0.015)
     return canvas
