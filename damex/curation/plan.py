@@ -11,7 +11,7 @@ Axes: M datasets, N experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -214,7 +214,7 @@ def choose_medoids(affinity_MM: np.ndarray, count: int) -> list[int]:
     The sum is over datasets to their nearest medoid. Greedy beyond ``MAX_SETS`` sets.
     """
 
-    def score(medoids: Sequence[int]) -> float:
+    def score(medoids: Iterable[int]) -> float:
         return round(float(affinity_MM[:, list(medoids)].max(axis=1).sum()), 12)
 
     number = len(affinity_MM)

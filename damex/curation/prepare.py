@@ -75,8 +75,8 @@ class Recipe:
 
 def _voc(words: str, train: str, val: str, size: str, licence: str) -> Recipe:
     """A dataset in VOC layout with one list per split."""
-    lists = ((f"ImageSets/Main/{name}.txt",) for name in (train, val))
-    return Recipe(words, *lists, size, licence)
+    train_list, val_list = (f"ImageSets/Main/{name}.txt" for name in (train, val))
+    return Recipe(words, (train_list,), (val_list,), size, licence)
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
