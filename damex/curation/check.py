@@ -20,8 +20,8 @@ from damex.config_files import mixture_config_of
 from damex.curation.classes import ClassCounts, check_classes, count_boxes
 from damex.curation.images import check_existence, find_leaks, look_at, same_files
 from damex.curation.sources import Source, expectations, image_records, sources_of
-from damex.datasets.coco_checks import check_coco
-from damex.datasets.coco_records import Expectations, Records
+from damex.datasets.coco_checks import Expectations, check_coco
+from damex.datasets.coco_records import Records
 from damex.datasets.findings import KINDS, LEVELS, Finding, Place, capped
 from damex.datasets.image_checks import ImageRecord, check_look, check_scales
 from damex.datasets.label_space import LabelSpace

@@ -9,7 +9,8 @@ from functools import cache
 from itertools import combinations, takewhile
 from typing import NamedTuple
 
-from damex.datasets.coco_records import Expectations, Records
+from damex.datasets.coco_checks import Expectations
+from damex.datasets.coco_records import Records
 from damex.datasets.findings import Finding, Place
 from damex.errors import did_you_mean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from damex.curation.sources import Source
-from damex.datasets.coco_checks import read_boxes
-from damex.datasets.coco_records import Expectations, parse_records
+from damex.datasets.coco_checks import Expectations, used_boxes
+from damex.datasets.coco_records import parse_records
 from damex.drawing import Color, draw_boxes
 
 TILE = 400
@@ -74,17 +75,18 @@ def view_of(
     records, _ = parse_records(document, source.place, expected.classes)
     if records is None:
         return None
-    boxes, _ = read_boxes(records, expected)
+    used_N = used_boxes(records, expected) & records.is_box_N
+    box_B4 = records.box_N4[used_N]
     name_of = {
         key: rename.get(name, name)
         for key, name in records.categories.items()
         if name and expected.uses(name)
     }
-    positions = boxes.position_B.tolist()
-    names = [name_of.get(records.annotations[i]["category_id"], "") for i in positions]
-    images = records.image_N[boxes.position_B].tolist()
+    rows = itertools.compress(records.annotations, used_N)
+    names = [name_of.get(row["category_id"], "") for row in rows]
+    images = records.image_N[used_N].tolist()
     drawn: dict[int, list[tuple[str, list[float]]]] = {}
-    for name, image, box in zip(names, images, boxes.box_B4.tolist(), strict=True):
+    for name, image, box in zip(names, images, box_B4.tolist(), strict=True):
         drawn.setdefault(image, []).append((name, box))
     samples = []
     for image in _choose(names, images, len(records.images), num_samples, rng):
@@ -92,7 +94,7 @@ def view_of(
         shown = [box for box in drawn.get(image, ()) if np.isfinite(box[1]).all()]
         samples.append(Sample(source.images / name, name, shown, expected.applies_exif))
     counts = Counter(names)
-    area_B = boxes.box_B4[:, 2:].clip(0).prod(axis=1)
+    area_B = box_B4[:, 2:].clip(0).prod(axis=1)
     return SplitView(
         dataset=source.place.dataset,
         split=source.place.split,

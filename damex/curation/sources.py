@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mmengine.utils import is_abs
 
-from damex.datasets.coco_checks import usable_boxes
-from damex.datasets.coco_records import Expectations, Records, is_number, read_json
+from damex.datasets.coco_checks import Expectations, usable_boxes
+from damex.datasets.coco_records import Records, is_number, read_json
 from damex.datasets.findings import Finding, Place
 from damex.datasets.image_checks import ImageRecord, NamedBox
 from damex.datasets.mmdet_configs import (
@@ -171,7 +171,7 @@ def image_records(
     is_used = np.ones(len(records.images), bool)
     if records.place.split == "train" and expected.filter_empty:
         is_used[:] = False
-        is_used[records.image_N[usable_boxes(records, expected).position_B]] = True
+        is_used[records.image_N[usable_boxes(records, expected)]] = True
     found: dict[str, ImageRecord] = {}
     boxes = _boxes(records) if with_boxes else {}
     for position, size in enumerate(records.size_M2.tolist()):

@@ -15,8 +15,8 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.coco_checks import DROPPED, area_of, check_coco, usable_boxes
-from damex.datasets.coco_records import Expectations, Records, is_number, read_json
+from damex.datasets.coco_checks import DROPPED, Expectations, check_coco, usable_boxes
+from damex.datasets.coco_records import Records, is_number, read_json
 from damex.datasets.findings import KINDS, Finding, Place, raise_first
 
 
@@ -91,11 +91,11 @@ class NamedCocoDataset(CocoDataset):
         raise_first(findings)
         assert records is not None
         self._log(findings, place)
-        positions = usable_boxes(records, expected).position_B.tolist()
+        positions = usable_boxes(records, expected).tolist()
         usable = [records.annotations[position] for position in positions]
         for record in usable:
             if not is_number(record.get("area")):
-                record["area"] = area_of(record)
+                record["area"] = record["bbox"][2] * record["bbox"][3]
         known = records.categories
         categories = [c for c in document["categories"] if c["id"] in known]
         return _NamedCoco({**document, "annotations": usable, "categories": categories})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,9 +26,7 @@ from damex.datasets.findings import (
     capped,
     raise_first,
 )
-from damex.errors import ConfigError
 
-BAD_BOX_POLICIES = ("error", "drop")
 NUMBERS = frozenset({int, float})
 # The lists of a document, and what one of their records is called.
 LISTS: Mapping[str, str] = MappingProxyType(
@@ -63,41 +63,6 @@ _FIELDS: Mapping[str, Mapping[str, _Field]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Expectations:
-    """What a config expects of the data; defaults are those of ``MixtureDataset``.
-
-    Args:
-        classes: Names of the used classes; None for all.
-        is_choice: Whether the mixture entry names them.
-        filter_empty: Whether training leaves out images without boxes.
-        scales: Sizes that images may be resized to.
-        kept_scales: Those of them for whole images with their aspect ratio kept.
-        num_queries: Number of objects that the detector can find in an image.
-        applies_exif: Whether images are rotated by their EXIF orientation.
-    """
-
-    classes: tuple[str, ...] | None = None
-    is_choice: bool = False
-    on_bad_box: str = "error"
-    filter_empty: bool = True
-    scales: tuple[tuple[float, float], ...] = ()
-    kept_scales: tuple[tuple[float, float], ...] = ()
-    num_queries: int | None = None
-    applies_exif: bool = True
-
-    def __post_init__(self) -> None:
-        if self.on_bad_box not in BAD_BOX_POLICIES:
-            raise ConfigError(
-                f"on_bad_box must be one of {BAD_BOX_POLICIES}, got "
-                f"{self.on_bad_box!r}."
-            )
-
-    def uses(self, name: str) -> bool:
-        """Whether training uses the class."""
-        return self.classes is None or name in self.classes
-
-
-@dataclass(frozen=True)
 class Records:
     """The readable records of a document: M images, N annotations.
 
@@ -106,6 +71,7 @@ class Records:
         headings: Names of categories that are only a heading of others.
         size_M2: Width and height in pixels; NaN if unknown.
         image_N: Position of each annotation's image; -1 if it is not listed.
+        class_N: Position of its category in ``categories``; -1 if it is not listed.
     """
 
     place: Place
@@ -115,34 +81,63 @@ class Records:
     headings: tuple[str, ...]
     size_M2: np.ndarray
     image_N: np.ndarray
+    class_N: np.ndarray
+
+    def has(self, key: str, test: Callable[[Any], bool] = bool) -> np.ndarray:
+        """Whether a field of each annotation passes a test; default: is true."""
+        return np.array([test(row.get(key)) for row in self.annotations], bool)
+
+    @cached_property
+    def is_box_N(self) -> np.ndarray:
+        """Whether ``bbox`` is a list of four numbers."""
+        return self.has("bbox", is_box)
+
+    @cached_property
+    def box_N4(self) -> np.ndarray:
+        """x, y, width, height in pixels; NaN if ``bbox`` has another form."""
+        box_N4 = np.full((len(self.annotations), 4), math.nan)
+        rows = itertools.compress(self.annotations, self.is_box_N)
+        values = itertools.chain.from_iterable(row["bbox"] for row in rows)
+        box_N4[self.is_box_N] = np.fromiter(values, np.float64).reshape(-1, 4)
+        return box_N4
+
+    @cached_property
+    def size_N2(self) -> np.ndarray:
+        """Width and height of each annotation's image; NaN if unknown."""
+        return np.vstack([self.size_M2, [[math.nan] * 2]])[self.image_N]
+
+    @cached_property
+    def area_N(self) -> np.ndarray:
+        """The areas of annotations, by default those of their boxes."""
+        area_N, stated_N = self.box_N4[:, 2:].prod(axis=1), self.has("area", is_number)
+        rows = itertools.compress(self.annotations, stated_N)
+        area_N[stated_N] = [row["area"] for row in rows]
+        return area_N
 
     def each(
-        self,
-        kind: str,
-        positions: Sequence[int] | np.ndarray,
-        level: str | None = None,
-        **values: Any,
+        self, kind: str, mask: Any, level: str | None = None, **values: Any
     ) -> Iterator[Finding]:
         """A finding for each annotation or image; one for all beyond ``MAX_LISTED``.
 
         The message in ``TEXTS`` is formatted with ``record``, ``size`` (of the image)
         and ``values``, which may be functions of the position.
         """
+        positions = np.flatnonzero(mask)
         of_image = kind in OF_IMAGES
         name = self.image_name if of_image else self.annotation_name
-        for position in map(int, positions[:MAX_LISTED]):
+        for position in positions[:MAX_LISTED].tolist():
             image = position if of_image else int(self.image_N[position])
             listed = self.images[image] if image >= 0 else {}
             size = self.size_M2[image] if image >= 0 else (math.nan, math.nan)
             known = {k: v(position) if callable(v) else v for k, v in values.items()}
-            known["record"] = (self.images if of_image else self.annotations)[position]
-            known["size"] = f"{size[0]:g} x {size[1]:g} px"
+            record = (self.images if of_image else self.annotations)[position]
+            known |= dict(record=record, box=f"{record.get('bbox')!r:.120}")
             has_owner = listed and not of_image
             source = listed.get("source") if self.place.root else None
             yield self.place.finding(
                 kind,
                 name(position),
-                TEXTS[kind].format(**known),
+                TEXTS[kind].format(size=f"{size[0]:g} x {size[1]:g} px", **known),
                 owner=f"image {listed.get('file_name')!r}" if has_owner else "",
                 level=level,
                 file=f"{self.place.root}/{source}" if source else None,
@@ -215,19 +210,14 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
     place = Place(dataset, str(path))
     categories, findings = readable_records(categories, "categories", place)
     raise_first(findings)
-    used = {
-        category["id"]
-        for category in categories
-        if category not in without_dummies(categories, (), key="id")
-        and re.search(rf'"category_id"\s*:\s*{_written(category["id"])}\b', text)
-    }
-    kept = without_dummies(categories, used, key="id")
-    raise_first(check_class_names(kept, place))
+
+    def is_used(key: Any) -> bool:
+        number = re.escape(json.dumps(key))
+        return re.search(rf'"category_id"\s*:\s*{number}\b', text) is not None
+
+    kept = _without_headings(categories, is_used)
+    raise_first(_check_class_names(kept, place))
     return tuple(str(category["name"]) for category in kept)
-
-
-def _written(number: Any) -> str:
-    return re.escape(json.dumps(number))
 
 
 def parse_records(
@@ -245,16 +235,20 @@ def parse_records(
         rows[key], faults = readable_records(document[key], key, place)
         findings += faults
     images, annotations, every = rows.values()
-    categories = _without_headings(every, annotations, classes)
-    findings += check_class_names(categories, place)
+    used = {record["category_id"] for record in annotations}
+    kept = _without_headings(every, used.__contains__)
+    wanted = {*(classes or ())} - {_name(category) for category in kept}
+    categories = [c for c in every if c in kept or _name(c) in wanted]
+    findings += _check_class_names(categories, place)
     unknown = (math.nan, math.nan)
     sizes = [(image.get("width"), image.get("height")) for image in images]
     known = [pair if all(map(_PIXELS.accepts, pair)) else unknown for pair in sizes]
-    position_of = {image["id"]: i for i, image in enumerate(images)}
-    positions = [position_of.get(record["image_id"], -1) for record in annotations]
+    image_of = {image["id"]: i for i, image in enumerate(images)}
     names: dict[Any, str] = {}
     for category in categories:  # the first of each id
         names.setdefault(category["id"], _name(category))
+    class_of = {key: i for i, key in enumerate(names)}
+    classes_N = [class_of.get(row["category_id"], -1) for row in annotations]
     records = Records(
         place=place,
         images=images,
@@ -262,7 +256,8 @@ def parse_records(
         categories=names,
         headings=tuple(_name(c) for c in every if c not in categories),
         size_M2=np.array(known, np.float64).reshape(-1, 2),
-        image_N=np.array(positions, np.int64),
+        image_N=np.array([image_of.get(r["image_id"], -1) for r in annotations], int),
+        class_N=np.array(classes_N, int),
     )
     return records, findings
 
@@ -276,49 +271,58 @@ def _check_lists(document: Any, place: Place) -> Iterator[Finding]:
         yield place.finding("wrong-type", None, text)
         return
     for key in LISTS:
-        if key not in document:
-            text = f"the list {key!r} is missing; a COCO file has {', '.join(LISTS)}."
-            yield place.finding("missing-list", key, text)
-        elif not isinstance(document[key], list):
-            found = type(document[key]).__name__
-            text = f"expected a list of records in {key!r}, got a {found}."
-            yield place.finding("wrong-type", key, text)
+        kind, text = "missing-list", "is missing; a COCO file has " + ", ".join(LISTS)
+        if key in document:
+            kind, text = "wrong-type", f"is a {type(document[key]).__name__}"
+        if not isinstance(document.get(key), list):
+            yield place.finding(kind, key, f"the list {key!r} {text}.")
 
 
 def readable_records(
     rows: list[Any], key: str, place: Place
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Find the readable records of a list, and faults of their fields and ids."""
-    kept, findings = [], []
-    fields = _FIELDS[key]
-    tests = [(name, field.accepts) for name, field in fields.items()]
-    for position, row in enumerate(rows):
+    is_sound, label = _are_sound(rows, key), LISTS[key]
+    kept, findings = [*rows] if is_sound else [], []
+    for position, row in enumerate(() if is_sound else rows):
+        number = f"number {position + 1} of the list"
         if type(row) is not dict:
             text = f"expected an object with fields, got {row!r:.80}."
-            record = f"{LISTS[key]} number {position + 1} of the list"
-            findings.append(place.finding("wrong-type", record, text))
+            findings.append(place.finding("wrong-type", f"{label} {number}", text))
             continue
-        faults = [name for name, accepts in tests if not accepts(row.get(name))]
-        if not faults or not any(fields[name].is_link for name in faults):
+        faults = {k: f for k, f in _FIELDS[key].items() if not f.accepts(row.get(k))}
+        if not any(field.is_link for field in faults.values()):
             kept.append(row)
-        for name in faults:
-            known = _ID.accepts(row.get("id"))
-            label = row["id"] if known else f"number {position + 1} of the list"
+        record = f"{label} {row['id'] if _ID.accepts(row.get('id')) else number}"
+        for name, field in faults.items():
             kind, text = "missing-field", f"{name!r} is missing; add it to the record."
             if (value := row.get(name)) is not None:
                 kind = "wrong-type"
-                text = f"{name} must be {fields[name].words}, got {value!r:.80}."
-            findings.append(place.finding(kind, f"{LISTS[key]} {label}", text))
-    ids = Counter(found for row in kept if _ID.accepts(found := row.get("id")))
-    for value, count in ids.items() if len(ids) < len(kept) else ():
+                text = f"{name} must be {field.words}, got {value!r:.80}."
+            findings.append(place.finding(kind, record, text))
+    ids = [found for row in kept if type(found := row.get("id")) in _ID.types]
+    for value, count in Counter(ids).items() if len({*ids}) < len(ids) else ():
         if count > 1:
             text = (
                 f"{count} records of {key!r} have the id {value!r}, so that one would "
                 "replace the other. Give every record its own id."
             )
-            kind = f"duplicate-{LISTS[key]}-id"
-            findings.append(place.finding(kind, f"{LISTS[key]} {value}", text))
+            kind = f"duplicate-{label}-id"
+            findings.append(place.finding(kind, f"{label} {value}", text))
     return kept, capped(findings)
+
+
+def _are_sound(rows: list[Any], key: str) -> bool:
+    """Whether all records are readable: column by column, as files may be large."""
+    if not {*map(type, rows)} <= {dict}:
+        return False
+    for name, field in _FIELDS[key].items():
+        column = [row.get(name) for row in rows]
+        if not {*map(type, column)} <= {*field.types}:
+            return False
+        if field.test is not None and not all(map(field.test, column)):
+            return False
+    return True
 
 
 def is_box(box: Any) -> bool:
@@ -336,39 +340,25 @@ def _name(category: Mapping[str, Any]) -> str:
     return "" if name is None else str(name)
 
 
-def without_dummies(
-    categories: Sequence[Mapping[str, Any]], used: Collection[Any], key: str = "name"
+def _without_headings(
+    categories: Sequence[Mapping[str, Any]], is_used: Callable[[Any], bool]
 ) -> list[Mapping[str, Any]]:
-    """Leave out categories that are only a heading of the others.
+    """Leave out unused categories that are only a heading of the others.
 
     Roboflow's exports begin with one: category 0 has the name of the project and no
-    boxes, and is the ``supercategory`` of all others. Categories in ``used`` (by
-    ``key``, ``name`` or ``id``) and other unused ones stay.
+    boxes, and is the ``supercategory`` of all others. ``is_used`` is asked by id.
     """
 
-    def is_dummy(category: Mapping[str, Any]) -> bool:
-        name = category.get("name")
-        return category.get(key) not in used and any(
-            other.get("supercategory") == name and other.get(key) != category.get(key)
-            for other in categories
-        )
+    def is_heading(category: Mapping[str, Any]) -> bool:
+        key, name = category["id"], category.get("name")
+        others = [other for other in categories if other["id"] != key]
+        below = any(other.get("supercategory") == name for other in others)
+        return below and not is_used(key)
 
-    return [category for category in categories if not is_dummy(category)]
-
-
-def _without_headings(
-    categories: Sequence[Mapping[str, Any]],
-    annotations: Sequence[Mapping[str, Any]],
-    classes: Collection[str] | None,
-) -> list[Mapping[str, Any]]:
-    """Leave out headings without boxes, unless only they have the name of a class."""
-    used = {record["category_id"] for record in annotations}
-    kept = without_dummies(categories, used, key="id")
-    wanted = {*(classes or ())} - {_name(category) for category in kept}
-    return [c for c in categories if c in kept or _name(c) in wanted]
+    return [category for category in categories if not is_heading(category)]
 
 
-def check_class_names(
+def _check_class_names(
     categories: Sequence[Mapping[str, Any]], place: Place
 ) -> Iterator[Finding]:
     """Names shared by two categories."""

@@ -23,7 +23,7 @@ from damex.curation.samples import (
     view_of,
 )
 from damex.curation.sources import Source
-from damex.datasets.coco_records import Expectations
+from damex.datasets.coco_checks import Expectations
 from damex.datasets.findings import Place
 from damex.datasets.formats.images import images_of_any_size
 from damex.datasets.spec import CocoSource

@@ -18,8 +18,8 @@ from damex.curation.dataset_features import box_statistics
 from damex.curation.labels import count_classes
 from damex.curation.sources import expectations
 from damex.datasets.coco import NamedCocoDataset
-from damex.datasets.coco_checks import check_coco
-from damex.datasets.coco_records import Expectations, read_coco
+from damex.datasets.coco_checks import Expectations, check_coco
+from damex.datasets.coco_records import read_coco
 from damex.datasets.findings import KINDS, LEVELS, Place
 from damex.datasets.image_checks import ImageRecord, check_image
 from damex.datasets.mixture import MixtureDataset
