@@ -23,7 +23,7 @@ from damex.curation.sources import Source, expectations, image_records, sources_
 from damex.datasets.coco_checks import Expectations, check_coco
 from damex.datasets.coco_records import Records
 from damex.datasets.findings import KINDS, LEVELS, Finding, Place, capped
-from damex.datasets.image_checks import ImageRecord, check_look, check_scales
+from damex.datasets.image_files import ImageRecord, check_look, check_scales
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, CocoSource, parse_mixture
 from damex.errors import ConfigError, DataError

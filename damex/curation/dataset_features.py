@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from damex.datasets.coco_records import is_number, read_coco
-from damex.datasets.formats.images import images_of_any_size
+from damex.datasets.image_files import images_of_any_size
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 

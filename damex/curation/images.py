@@ -18,11 +18,11 @@ import numpy as np
 from PIL import Image
 
 from damex.datasets.findings import Finding
-from damex.datasets.formats.images import images_of_any_size
-from damex.datasets.image_checks import (
+from damex.datasets.image_files import (
     ImageRecord,
     Look,
     NamedBox,
+    images_of_any_size,
     is_decoded,
     is_remote,
     look_at_header,

@@ -13,7 +13,7 @@ from mmengine.utils import is_abs
 from damex.datasets.coco_checks import Expectations, usable_boxes
 from damex.datasets.coco_records import Records, is_number, read_json
 from damex.datasets.findings import Finding, Place
-from damex.datasets.image_checks import ImageRecord, NamedBox
+from damex.datasets.image_files import ImageRecord, NamedBox
 from damex.datasets.mmdet_configs import (
     applies_exif,
     dataset_registry,

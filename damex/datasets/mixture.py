@@ -22,7 +22,7 @@ from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from damex.datasets.findings import Place, raise_first
-from damex.datasets.image_checks import (
+from damex.datasets.image_files import (
     ImageRecord,
     check_image,
     check_scales,

@@ -25,7 +25,7 @@ from damex.curation.samples import (
 from damex.curation.sources import Source
 from damex.datasets.coco_checks import Expectations
 from damex.datasets.findings import Place
-from damex.datasets.formats.images import images_of_any_size
+from damex.datasets.image_files import images_of_any_size
 from damex.datasets.spec import CocoSource
 from damex.drawing import palette
 

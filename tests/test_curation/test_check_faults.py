@@ -21,7 +21,7 @@ from damex.datasets.coco import NamedCocoDataset
 from damex.datasets.coco_checks import Expectations, check_coco
 from damex.datasets.coco_records import read_coco
 from damex.datasets.findings import KINDS, LEVELS, Place
-from damex.datasets.image_checks import ImageRecord, check_image
+from damex.datasets.image_files import ImageRecord, check_image
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.mmdet_configs import image_scales
 from damex.datasets.spec import DatasetSpec, parse_mixture

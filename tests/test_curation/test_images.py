@@ -10,7 +10,7 @@ from PIL import Image
 from damex.curation import images
 from damex.curation.images import NEAR, gradient_of, look_at, near_pairs
 from damex.datasets.findings import Place
-from damex.datasets.image_checks import ImageRecord, Look, check_look
+from damex.datasets.image_files import ImageRecord, Look, check_look
 from tests.test_curation.conftest import SIZE, picture
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from damex.datasets.formats.images import read_header, turn_box
+from damex.datasets.image_files import read_header, turn_box
 from damex.datasets.mixture import MixtureDataset
 from damex.errors import DataError
 

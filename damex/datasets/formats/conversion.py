@@ -243,8 +243,8 @@ def _read(folder: Path) -> Conversion | None:
 
 @cache
 def _version() -> str:
-    """Hash of the code of this package, to invalidate the cache."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    """Hash of the code of damex.datasets, to invalidate the cache."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 

@@ -6,20 +6,15 @@ out and counted; those that cross the border stay (training clips them).
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from damex.datasets.formats.images import (
-    Header,
-    content_share,
-    for_all,
-    images_of_any_size,
-    read_header,
-    turn_box,
-)
 from damex.datasets.formats.records import (
     Box,
     Contents,
@@ -30,11 +25,20 @@ from damex.datasets.formats.records import (
     Summary,
 )
 from damex.datasets.formats.tree import SPLITS, Tree, some, stem
-from damex.datasets.image_checks import SIZE_TOLERANCE, same_size
+from damex.datasets.image_files import (
+    SIZE_TOLERANCE,
+    Header,
+    images_of_any_size,
+    read_header,
+    same_size,
+    turn_box,
+)
 from damex.errors import ConfigError, did_you_mean
 
 DEFAULT_VAL_SHARE = 0.1
+_HASHED_BYTES = 1 << 16
 _DIGITS = 6  # decimals of a pixel
+T = TypeVar("T")
 
 
 def choose_splits(
@@ -169,6 +173,33 @@ def _by_content(
     val = [sample for sample in samples if shares[sample.image] < limit]
     train = [sample for sample in samples if shares[sample.image] >= limit]
     return train, val
+
+
+def content_share(path: Path) -> float:
+    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_HASHED_BYTES)
+        file.seek(max(size - _HASHED_BYTES, 0))
+        tail = file.read()
+    digest = hashlib.blake2b(head + tail + str(size).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") / 2**64
+
+
+def for_all(
+    function: Callable[[Path], T], root: Path, images: Iterable[str]
+) -> dict[str, T | OSError]:
+    """Call a function for many image files in parallel; OSErrors become values."""
+
+    def call(name: str) -> T | OSError:
+        try:
+            return function(root / name)
+        except OSError as error:
+            return error
+
+    names = list(dict.fromkeys(images))
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(names, pool.map(call, names), strict=True))
 
 
 def coco_document(

@@ -1,4 +1,4 @@
-"""Findings about image files: missing, damaged, wrong size, rotated.
+"""Image files: size, EXIF rotation, and findings about missing or damaged ones.
 
 `damex data check` looks at all images, the loader at one that fails to load.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,16 +19,15 @@ import cv2
 import mmcv
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from damex.datasets.findings import KINDS, Finding, Place
-from damex.datasets.formats.images import (
-    ROTATED_WHEN_LOADED,
-    Header,
-    exif_orientation,
-    images_of_any_size,
-    stored_size,
-)
 
+_ORIENTATION = 0x0112
+# Formats whose EXIF rotation OpenCV, the loader in training, applies; not WebP, AVIF...
+ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
+_OPENCV_PIXELS = 1 << 30  # OpenCV's limit
+_ONE_THREAD = RLock()
 # Tolerated difference of a stated size in pixels, due to rounding.
 SIZE_TOLERANCE = 1
 # Formats that share suffixes with another.
@@ -34,6 +35,88 @@ SAME = MappingProxyType({"MPO": "JPEG", "DIB": "BMP"})
 Size = tuple[float, float]
 # Class name, and x1, y1, x2, y2 as shares of the image.
 NamedBox = tuple[str, float, float, float, float]
+
+
+class Header(NamedTuple):
+    """Size as stored, and EXIF orientation, 1 to 8 (1 if the loader ignores it)."""
+
+    width: int
+    height: int
+    orientation: int = 1
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Width and height of the stored pixels."""
+        return self.width, self.height
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        """Width and height after the EXIF rotation, as training loads the image."""
+        turned = self.orientation >= 5
+        return (self.height, self.width) if turned else (self.width, self.height)
+
+
+@contextmanager
+def images_of_any_size() -> Iterator[None]:
+    """Lift Pillow's limit of 179 MP, for trusted datasets.
+
+    The limit is global to the process: one thread at a time changes it.
+    """
+    with _ONE_THREAD:
+        limit = Image.MAX_IMAGE_PIXELS
+        Image.MAX_IMAGE_PIXELS = _OPENCV_PIXELS
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+
+
+def read_header(path: Path) -> Header:
+    """Read size and rotation without decoding; OSError if missing or not an image."""
+    try:
+        kind, size, orientation = _open_header(path)
+    except OSError:
+        raise
+    except Exception as error:  # Pillow's readers raise anything
+        raise OSError(str(error)) from error
+    return Header(*size, orientation if kind in ROTATED_WHEN_LOADED else 1)
+
+
+def _open_header(path: Path) -> tuple[str, tuple[int, int], int]:
+    """Format, stored width and height, and EXIF orientation (1 if missing)."""
+    with Image.open(path) as image:
+        kind, size = image.format or "", image.size
+        if isinstance(image, TiffImageFile):  # newer Pillow rotates these
+            size = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
+            found = image.tag_v2.get(_ORIENTATION)
+        else:
+            exif = Image.Exif()  # getexif would also decode a PNG to search XMP
+            try:
+                exif.load(image.info.get("exif") or b"")
+                found = exif.get(_ORIENTATION)
+            except Exception:  # Pillow raises anything on broken blocks
+                found = 1
+    is_known = isinstance(found, int) and 1 <= found <= 8
+    return kind, size, found if is_known else 1
+
+
+def turn_box(
+    corners: tuple[float, float, float, float], header: Header
+) -> tuple[float, float, float, float]:
+    """Move x1, y1, x2, y2 from stored to shown pixels; swapped corners stay swapped."""
+    x1, y1, x2, y2 = corners
+    w, h = header.stored
+    # EXIF 2.32, tag 0x0112: 5 to 8 swap rows and columns; 6 is shown turned clockwise.
+    return {
+        1: corners,
+        2: (w - x2, y1, w - x1, y2),
+        3: (w - x2, h - y2, w - x1, h - y1),
+        4: (x1, h - y2, x2, h - y1),
+        5: (y1, x1, y2, x2),
+        6: (h - y2, x1, h - y1, x2),
+        7: (h - y2, w - x2, h - y1, w - x1),
+        8: (y1, w - x2, y2, w - x1),
+    }[header.orientation]
 
 
 def same_size(one: Size, other: Size) -> bool:
@@ -139,8 +222,7 @@ def look_at_header(path: Path) -> Look:
         size = path.stat().st_size
         if size == 0:
             return Look(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
-        with Image.open(path) as image:
-            found = image.format or "", stored_size(image), exif_orientation(image)
+        found = _open_header(path)
     except Exception as error:  # PIL's readers raise anything
         known = f"({path.stat().st_size} bytes) " if path.is_file() else ""
         is_plain = isinstance(error, UnidentifiedImageError)
