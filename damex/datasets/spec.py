@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,12 @@ from mmengine.utils import is_abs
 
 from damex.datasets.coco_records import read_class_names
 from damex.datasets.findings import Place
-from damex.datasets.formats.conversion import Conversion, check_entry, convert_entry
+from damex.datasets.formats.conversion import (
+    Conversion,
+    convert_entry,
+    fault_of_format,
+    words_of,
+)
 from damex.datasets.formats.records import fault_of_names
 from damex.datasets.mmdet_configs import (
     check_class,
@@ -31,7 +36,7 @@ RESERVED: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("mean", "pooled"), "a row of the table of results")
     | dict.fromkeys(("auto", "all", "none"), "a choice of --dataset and --like")
 )
-# Types of values that would otherwise fail later.
+# Types of values, and words for them; numbers have bounds, too.
 TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "root": ((str, Path), "a path"),
@@ -40,6 +45,8 @@ TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "rename": (Mapping, "a dict"),
         "group": (str, "a text"),
         "classes": ((list, tuple), "a list of names"),
+        "weight": ((int, float), "a number above 0"),
+        "val_share": ((int, float), "a number from 0 to below 1"),
     }
 )
 
@@ -97,36 +104,14 @@ class DatasetSpec:
         Raises:
             ConfigError: If a key is unknown, or a value is invalid.
         """
-        where = f"mixture[{position}]"
         if not isinstance(entry, Mapping):
             raise ConfigError(
-                f"{where} must be a dict(name=..., data_root=..., train=..., val=..., "
-                f"img=...), got {entry!r}."
+                f"mixture[{position}] must be a dict(name=..., data_root=..., "
+                f"train=..., val=..., img=...), got {entry!r}."
             )
-        known = tuple(cls.__dataclass_fields__)
-        for key in entry:
-            if key not in known:
-                raise ConfigError(
-                    f"{where} has the unknown key {key!r}; {did_you_mean(key, known)}"
-                )
-        name = entry.get("name")
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ConfigError(
-                f"{where}.name must be a non-empty string without '/', got {name!r}."
-            )
-        if name in RESERVED:
-            raise ConfigError(
-                f"{where}.name: {name!r} is {RESERVED[name]}; choose another name."
-            )
-        where = f"{where} ({name!r})"
-        _check_values(entry, where)
-        check_entry(entry, where)
         given = {key: value for key, value in entry.items() if value is not None}
-        if not {"root", *SPLITS} & given.keys():
-            raise ConfigError(
-                f"{where} names no data; add root='<folder>', or data_root, train, val "
-                "and img (see docs/datasets.md)."
-            )
+        for fault in _faults(given):
+            raise ConfigError(f"mixture[{position}]{fault}")
         if "classes" in given:
             given["classes"] = tuple(given["classes"])
         img = given.get("img")
@@ -330,28 +315,58 @@ def _at_home(path: Any) -> Any:
     return os.path.expanduser(path) if is_path else path  # noqa: PTH111 - keeps ""
 
 
-def _check_values(entry: Mapping[str, Any], where: str) -> None:
-    """Reject values of an entry that do not fit their key."""
+def _faults(entry: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with an entry without its None values, to follow its place."""
+    known = tuple(DatasetSpec.__dataclass_fields__)
+    for key in entry:
+        if key not in known:
+            yield f" has the unknown key {key!r}; {did_you_mean(key, known)}"
+    name = entry.get("name")
+    if not isinstance(name, str) or not name or "/" in name:
+        yield f".name must be a non-empty string without '/', got {name!r}."
+    if name in RESERVED:
+        yield f".name: {name!r} is {RESERVED[name]}; choose another name."
+    for fault in (*_faults_of_values(entry), *_faults_of_sources(entry)):
+        yield f" ({name!r}): {fault}"
+
+
+def _faults_of_values(entry: Mapping[str, Any]) -> Iterator[str]:
     for key, (kinds, words) in TYPES.items():
         value = entry.get(key)
-        if value is not None and not isinstance(value, kinds):
-            raise ConfigError(f"{where}: {key} must be {words}, got {value!r}.")
-    classes = entry.get("classes") or ()
-    if not all(isinstance(name, str) for name in classes):
-        raise ConfigError(f"{where}: classes must be a list of names, got {classes!r}.")
-    if classes and (fault := fault_of_names(classes)) is not None:
-        raise ConfigError(f"{where}: classes={classes!r}: {fault}.")
-    for own, name in (entry.get("rename") or {}).items():
-        if not isinstance(name, str) or not name.strip():
-            raise ConfigError(
-                f"{where}: rename must give the class {own!r} a name, got {name!r}."
+        fits = value is None or isinstance(value, kinds)
+        if fits and value is not None and key in ("weight", "val_share"):
+            fits = 0 < value < math.inf if key == "weight" else 0 <= value < 1
+        if not fits or (key == "classes" and {*map(type, value or ())} - {str}):
+            yield f"{key} must be {words}, got {value!r}."
+            return
+    if (fault := fault_of_names(entry.get("classes", ()))) is not None:
+        yield f"classes={entry['classes']!r}: {fault}."
+    for own, new in entry.get("rename", {}).items():
+        if not isinstance(new, str) or not new.strip():
+            yield f"rename must give the class {own!r} a name, got {new!r}."
+
+
+def _faults_of_sources(entry: Mapping[str, Any]) -> Iterator[str]:
+    has_root = "root" in entry
+    for key in ("data_root", "img") if has_root else ("format", "val_share"):
+        if entry.get(key, "") != "":
+            fault = "cannot be combined with" if has_root else "needs"
+            yield (
+                f"{key} {fault} root='<folder>', which finds annotations and images "
+                f"itself; {'remove one' if has_root else f'add it, or remove {key}'}."
             )
-    weight = entry.get("weight")
-    is_number = isinstance(weight, (int, float)) and math.isfinite(weight)
-    if weight is not None and not (is_number and weight > 0):
-        raise ConfigError(
-            f"{where}: weight must be a number above 0, got {weight!r}; to leave a "
-            "dataset out, remove its entry."
+    for split in SPLITS if has_root else ():
+        if split in entry and not words_of(entry[split]):
+            yield (
+                f"with root, {split} is a split, folder, list of images or annotation "
+                f"file inside of it, got {entry[split]!r}."
+            )
+    if (fault := fault_of_format(entry.get("format"))) is not None:
+        yield fault
+    if not {"root", *SPLITS} & entry.keys():
+        yield (
+            "no data; add root='<folder>', or data_root, train, val and img (see "
+            "docs/datasets.md)."
         )
 
 

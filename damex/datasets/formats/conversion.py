@@ -70,8 +70,8 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     Raises:
         ConfigError: If the name is unknown, nothing fits, or several formats do.
     """
-    if name is not None:
-        check_format(name)
+    if (fault := fault_of_format(name)) is not None:
+        raise ConfigError(fault)
     known = [f for f in FORMATS if (f.guessed if name is None else f.name == name)]
     found = [(f, evidence) for f in known if (evidence := f.recognise(tree))]
     if len(found) > 1:
@@ -91,12 +91,14 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     return found[0]
 
 
-def check_format(name: str, where: str = "") -> None:
-    """ConfigError for an unknown name of a format."""
+def fault_of_format(name: str | None) -> str | None:
+    """Why a name is not that of a format; None if it is, or is None."""
     names = [fmt.name for fmt in FORMATS]
-    if name not in names:
-        hint = did_you_mean(name, names)
-        raise ConfigError(f"{where}format={name!r} is unknown; {hint}")
+    return (
+        None
+        if name in (None, *names)
+        else f"format={name!r} is unknown; {did_you_mean(name, names)}"
+    )
 
 
 def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
@@ -148,7 +150,7 @@ def convert_entry(entry: Mapping[str, Any]) -> Conversion:
     options = Options(
         format=entry.get("format"),
         val_share=entry.get("val_share"),
-        **{key: _words(entry.get(key)) for key in (*SPLITS, "classes")},
+        **{key: words_of(entry.get(key)) for key in (*SPLITS, "classes")},
     )
     try:
         return convert_cached(entry["root"], options)
@@ -156,34 +158,7 @@ def convert_entry(entry: Mapping[str, Any]) -> Conversion:
         raise type(error)(f"dataset {entry['name']!r}: {error}") from error
 
 
-def check_entry(entry: Mapping[str, Any], where: str) -> None:
-    """Reject keys that contradict or need ``root``, and wrong values (ConfigError)."""
-    has_root = entry.get("root") is not None
-    for key in ("data_root", "img") if has_root else ("format", "val_share"):
-        if entry.get(key) not in (None, ""):
-            fault = "cannot be combined with" if has_root else "needs"
-            raise ConfigError(
-                f"{where}: {key} {fault} root='<folder>', which finds annotations and "
-                f"images itself. {'Remove one of the two' if has_root else 'Add it'}, "
-                f"or {'name the files' if has_root else f'remove {key}'}."
-            )
-    for split in SPLITS if has_root else ():
-        if entry.get(split) is not None and not _words(entry[split]):
-            raise ConfigError(
-                f"{where}: with root, {split} is a split, folder, list of images or "
-                f"annotation file inside of it, got {entry[split]!r}."
-            )
-    if entry.get("format") is not None:
-        check_format(str(entry["format"]), f"{where}: ")
-    share = entry.get("val_share")
-    is_share = isinstance(share, (int, float)) and 0.0 <= share < 1.0
-    if share is not None and not is_share:
-        raise ConfigError(
-            f"{where}: val_share must be a number from 0 to below 1, got {share!r}."
-        )
-
-
-def _words(value: Any) -> tuple[str, ...] | None:
+def words_of(value: Any) -> tuple[str, ...] | None:
     """One word or several as a tuple; None for None, empty for other types."""
     if value is None:
         return None
