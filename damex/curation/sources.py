@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from mmengine.utils import is_abs
 
 from damex.datasets.coco_checks import Expectations, usable_boxes
 from damex.datasets.coco_records import Records, is_number, read_json
@@ -80,22 +79,17 @@ def _conversion(spec: DatasetSpec) -> Iterator[Finding]:
 def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     found = spec.coco_source(split)
     if found is not None:
-        yield Source.of_file(spec.place(split, found.annotations), found)
+        yield Source.of_file(spec.place(split), found)
         return
     config = spec.dataset_config(split)
     inner = leaves(config)
     if all(leaf["type"] == "NamedCocoDataset" for leaf in inner):
         for leaf in inner:
-            above = Path(leaf.get("data_root") or "")
-            folder = (leaf.get("data_prefix") or {}).get("img") or ""
-            images = Path(folder) if is_abs(folder) else above / folder
-            paths = CocoSource(above / leaf.get("ann_file", ""), images)
+            paths = CocoSource.of(leaf)
             place = Place.of(spec.name, paths.annotations, split=split)
             yield Source.of_file(place, paths)
         return
-    kind = inner[0]["type"]
-    kind = kind if isinstance(kind, str) else kind.__name__
-    place = Place(spec.name, f"{kind} ({split})", split, is_file=False)
+    place = spec.place(split)
     yield Source(place, Path(), partial(_read_dataset, config, place))
 
 

@@ -17,7 +17,7 @@ JSON, because YAML does not read the class names no, on and 7 as strings.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ LABEL_SPACE_MODES = ("union", "partitioned")
 VERSION = 1
 UNLISTED = (*LABEL_SPACE_MODES, "drop", "error")
 KEYS = ("version", "unlisted", "datasets")
+FORM = (
+    f'{{"version": {VERSION}, "datasets": '
+    '{"<dataset>": {"<its class>": "<class of the mixture, or null>"}}}'
+)
 
 
 def read_label_space(value: Any) -> str | LabelFile:
@@ -81,36 +85,12 @@ class LabelFile:
     @classmethod
     def from_content(cls, content: Any, *, where: str = "label_space") -> LabelFile:
         """Build from a parsed file called ``where``; ConfigError if it is invalid."""
-        form = '{"<dataset>": {"<its class>": "<class of the mixture, or null>"}}'
         if not isinstance(content, Mapping):
-            raise ConfigError(
-                f'{where} must hold {{"version": {VERSION}, "datasets": {form}}}, got '
-                f"{content!r}."
-            )
-        for key in content:
-            if key not in KEYS:
-                raise ConfigError(
-                    f"{where} has the unknown key {key!r}; {did_you_mean(key, KEYS)}"
-                )
-        datasets: Any = content.get("datasets")
-        unlisted = content.get("unlisted", "union")
-        values = ((content.get("version"), (VERSION,)), (unlisted, UNLISTED))
-        for key, (value, known) in zip(KEYS, values, strict=False):
-            if value not in known:
-                expected = f"one of {known}" if len(known) > 1 else known[0]
-                raise ConfigError(f"{where}: {key} must be {expected}, got {value!r}.")
-        rows = datasets.values() if isinstance(datasets, Mapping) else [None]
-        if not all(isinstance(row, Mapping) for row in rows):
-            raise ConfigError(f"{where}: datasets must be {form}, got {datasets!r}.")
-        for name, row in datasets.items():
-            for own, target in row.items():
-                if target is None or (isinstance(target, str) and target.strip()):
-                    continue
-                raise ConfigError(
-                    f"{where}: dataset {name!r}: class {own!r} must become a name, or "
-                    f"null to leave it out; got {target!r}."
-                )
-        return cls({k: dict(row) for k, row in datasets.items()}, unlisted, where)
+            raise ConfigError(f"{where} must hold {FORM}, got {content!r}.")
+        for fault in _faults(content):
+            raise ConfigError(f"{where}{fault}")
+        datasets = {name: dict(row) for name, row in content["datasets"].items()}
+        return cls(datasets, content.get("unlisted", "union"), where)
 
     def to_content(self) -> dict[str, Any]:
         """Plain values for :meth:`from_content`."""
@@ -146,27 +126,20 @@ class LabelFile:
                 unlisted one is an error, or no class stays.
         """
         listed = self.datasets.get(dataset, {})
-        for name in renamed:
-            if name not in own:
-                raise ConfigError(
-                    f"dataset {dataset!r}: rename names the class {name!r}; "
-                    f"{did_you_mean(name, own)}"
-                )
-        for name in listed:
-            if name not in own:
-                raise ConfigError(
-                    f"{self.where}: dataset {dataset!r} has no class {name!r}; "
-                    f"{did_you_mean(name, own)}"
-                )
-            if name in renamed:
-                raise ConfigError(
-                    f"{self.where} lists the class {name!r} of dataset {dataset!r}, "
-                    "which 'rename' of its mixture entry changes, too; keep one of "
-                    "them."
-                )
+        for names, what in (
+            (renamed, f"dataset {dataset!r}: rename names the class"),
+            (listed, f"{self.where}: dataset {dataset!r} has no class"),
+        ):
+            for name in [name for name in names if name not in own]:
+                raise ConfigError(f"{what} {name!r}; {did_you_mean(name, own)}")
+        for name in [name for name in listed if name in renamed]:
+            raise ConfigError(
+                f"{self.where} lists the class {name!r} of dataset {dataset!r}, which "
+                "'rename' of its mixture entry changes, too; keep one of them."
+            )
+        prefix = f"{dataset}/" if self.unlisted == "partitioned" else ""
         kept: dict[str, str] = {}
         for name in own:
-            prefix = f"{dataset}/" if self.unlisted == "partitioned" else ""
             target = listed.get(name, prefix + renamed.get(name, name))
             if name not in listed and self.unlisted == "error":
                 raise ConfigError(
@@ -182,6 +155,28 @@ class LabelFile:
                 "remove the dataset from the mixture."
             )
         return kept
+
+
+def _faults(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the content of a label file, to follow its name."""
+    for key in content:
+        if key not in KEYS:
+            yield f" has the unknown key {key!r}; {did_you_mean(key, KEYS)}"
+    if (version := content.get("version")) != VERSION:
+        yield f": version must be {VERSION}, got {version!r}."
+    if (unlisted := content.get("unlisted", "union")) not in UNLISTED:
+        yield f": unlisted must be one of {UNLISTED}, got {unlisted!r}."
+    datasets: Any = content.get("datasets")
+    rows = datasets.values() if isinstance(datasets, Mapping) else [None]
+    if not all(isinstance(row, Mapping) for row in rows):
+        yield f": datasets must be as in {FORM}, got {datasets!r}."
+    for name, row in datasets.items():
+        for own, target in row.items():
+            if target is not None and not (isinstance(target, str) and target.strip()):
+                yield (
+                    f": dataset {name!r}: class {own!r} must become a name, or null to "
+                    f"leave it out; got {target!r}."
+                )
 
 
 def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mmengine.dataset import BaseDataset, Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
-from damex.datasets.findings import Place, raise_first
+from damex.datasets.findings import raise_first
 from damex.datasets.image_files import (
     ImageRecord,
     check_image,
@@ -33,7 +33,6 @@ from damex.datasets.mmdet_configs import (
     applies_exif,
     check_transforms,
     image_scales,
-    leaves,
     map_leaves,
 )
 from damex.datasets.spec import DatasetSpec, parse_mixture
@@ -164,7 +163,7 @@ class MixtureDataset(Dataset):
             if freezes:
                 gc.unfreeze()
         self._check = None  # it may hold all that it has seen
-        self._places = [self._place(spec) for spec in self.specs]
+        self._places = [spec.place(self.split) for spec in self.specs]
         self._ends = list(accumulate(self.sizes))
         self._labels = [
             self.label_space.local_to_global(
@@ -260,15 +259,6 @@ class MixtureDataset(Dataset):
         return ImageRecord(
             place, f"image {name}", path, size, self._applies_exif[source]
         )
-
-    def _place(self, spec: DatasetSpec) -> Place:
-        """The annotation file of a dataset, or its class."""
-        found = spec.coco_source(self.split)
-        if found is None:
-            kind = leaves(spec.dataset_config(self.split))[0]["type"]
-            kind = getattr(kind, "__name__", kind)
-            return Place(spec.name, f"{kind} ({self.split})", self.split)
-        return spec.place(self.split, found.annotations)
 
     def _identity(self, spec: DatasetSpec) -> dict[str, Any]:
         """Metainfo of every sample of a dataset."""

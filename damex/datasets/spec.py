@@ -57,6 +57,14 @@ class CocoSource(NamedTuple):
     annotations: Path
     images: Path
 
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> CocoSource:
+        """The files of the config of a COCO dataset."""
+        root = Path(config.get("data_root") or "")
+        images = (config.get("data_prefix") or {}).get("img") or ""
+        folder = Path(images) if is_abs(images) else root / images
+        return cls(root / config.get("ann_file", ""), folder)
+
 
 @dataclass(frozen=True)
 class DatasetSpec:
@@ -151,18 +159,19 @@ class DatasetSpec:
         """The folder that was converted; empty for COCO files."""
         return self.conversion.summary.root if self.root is not None else ""
 
-    def place(self, split: str, file: str | Path) -> Place:
-        """The place of a COCO file in findings."""
-        return Place.of(self.name, file, split=split, root=self.converted_root)
+    def place(self, split: str) -> Place:
+        """The place of a split in findings: its annotation file, or dataset class."""
+        if (found := self.coco_source(split)) is not None:
+            root = self.converted_root
+            return Place.of(self.name, found.annotations, split=split, root=root)
+        kind = leaves(self.dataset_config(split))[0]["type"]
+        kind = kind if isinstance(kind, str) else kind.__name__
+        return Place(self.name, f"{kind} ({split})", split, is_file=False)
 
     def coco_source(self, split: str) -> CocoSource | None:
         """COCO file and image folder of a split; None if not given or not COCO."""
-        source = self.source(split)
-        if not isinstance(source, str):
-            return None
-        root, images = Path(self.data_root), self._image_folder(split)
-        folder = Path(images) if is_abs(images) else root / images
-        return CocoSource(root / source, folder)
+        is_file = isinstance(self.source(split), str)
+        return CocoSource.of(self.dataset_config(split)) if is_file else None
 
     def dataset_config(self, split: str) -> dict[str, Any]:
         """Config of the mmdet dataset of a split; ConfigError if it is missing."""
@@ -379,5 +388,4 @@ def _source_file(spec: DatasetSpec) -> str | None:
     source = dict(ann_file=source) if isinstance(source, str) else source or {}
     if not isinstance(source.get("ann_file"), str):
         return None
-    root = Path(source.get("data_root") or spec.data_root)
-    return str((root / source["ann_file"]).resolve())
+    return str(CocoSource.of({"data_root": spec.data_root, **source})[0].resolve())

@@ -109,12 +109,6 @@ def test_labels_are_right_for_any_order_in_file_and_config(
     assert names_in_dataset(dataset) == names_in_file(park)
 
 
-def test_class_subset_leaves_out_other_boxes_and_other_images(park):
-    # Classes of the three images: person dog | dog car | car person.
-    dataset = load(park, ["dog"], filter_cfg=dict(filter_empty_gt=True))
-    assert names_in_dataset(dataset) == [["dog"], ["dog"]]
-
-
 @pytest.mark.parametrize("test_mode", [False, True])
 @pytest.mark.parametrize(
     ("kind", "box"),
@@ -226,6 +220,7 @@ def test_missing_area_follows_from_the_box(park, edit_json):
     edit_json(park, set_record("annotations", 0, bbox=[1, 2, 6, 7], area=None))
     info = load(park, test_mode=True).get_data_info(0)
     assert info["ground_truth"][0]["area"] == 42
+    assert "ground_truth" not in load(park).get_data_info(0)
     assert len(info["instances"]) == 2
 
 
@@ -244,7 +239,3 @@ def test_ground_truth_is_the_file_with_crowds_areas_and_thin_boxes(park, edit_js
         dict(bbox=[40.5, 2, 20, 0.5], label=1, area=10, iscrowd=0),
     ]
     assert [k["ignore_flag"] for k in info["instances"]] == [1]
-
-
-def test_ground_truth_is_only_for_evaluation(park):
-    assert "ground_truth" not in load(park).get_data_info(0)

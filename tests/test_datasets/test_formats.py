@@ -305,8 +305,6 @@ def test_mistakes(csv_folder, read, root, options, fault):
     [
         ("train/_annotations.coco.json", "train"),
         ("annotations/instances_val2017.json", "val"),
-        ("wider_face_split/wider_face_test_bbx_gt.txt", "test"),
-        ("validation-annotations-bbox.csv", "val"),
         ("train/valid.json", "val"),
         ("trains/devices.csv", None),
     ],

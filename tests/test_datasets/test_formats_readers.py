@@ -76,6 +76,8 @@ HEADED = coco()
 for one in HEADED["categories"]:
     one["supercategory"] = "pets-x1"
 HEADED["categories"].insert(0, dict(id=0, name="pets-x1"))
+CROWD = coco(boxes=[(1, CAT), (1, DOG)])
+CROWD["annotations"][1]["iscrowd"] = 1
 LABELLED = dict.fromkeys(("a.txt", "b.txt", "c.txt"), CAT_LINE) | {"x.names": "cat\nd"}
 
 
@@ -127,6 +129,13 @@ LAYOUTS = [
         {"a.xml": xml(CAT, filename="a.jpg"), "b.xml": xml(DOG, size=(0, 0))},
         options=dict(val_share=0.0),
         train="a.JPG cat, b.webp dog",
+    ),
+    layout(
+        "a crowd of coco",
+        {"x.json": CROWD},
+        {"boxes marked iscrowd: kept as crowd": 1},
+        options=dict(val_share=0.0),
+        train="a.jpg cat dog",
     ),
     layout(
         "coco",
@@ -501,6 +510,32 @@ FAULTY = {
 }
 
 
+FAULTY_COCO = coco(["a.jpg", "a.jpg", "gone.jpg"], [(1, CAT), (9, CAT), (3, CAT)])
+FAULTY_COCO["images"][1]["id"] = 1
+FAULTY_COCO["annotations"] += [
+    FAULTY_COCO["annotations"][0] | change
+    for change in (
+        dict(category_id=77),
+        dict(id=9, bbox=["3", "2"]),
+        dict(ignore=1, bbox=[1, 1, 5, 5]),
+    )
+]
+FAULTY["coco"] = (
+    "a.jpg",
+    {"train.json": FAULTY_COCO},
+    {
+        "annotations without a bbox of four numbers": "train.json: annotation 9: bbox "
+        "is ['3', '2']",
+        "image records with the id of another": "train.json: image 1",
+        "annotated images that are missing": "train.json: image 3: gone.jpg",
+        "boxes of images that are missing": "train.json: image 3",
+        "boxes of images that the file does not list": "train.json: image_id 9",
+        "boxes of an unknown category id": "train.json: annotation 0: 77",
+        "boxes marked 'ignore'": "train.json: annotation 0",
+    },
+)
+
+
 @pytest.mark.parametrize("name", FAULTY)
 def test_broken_records_are_counted_and_quoted(folder, read, name):
     images, files, examples = FAULTY[name]
@@ -511,38 +546,6 @@ def test_broken_records_are_counted_and_quoted(folder, read, name):
     assert found.dropped.keys() == examples.keys()
     for what, example in examples.items():
         assert found.summary.dropped[what].example.startswith(example)
-
-
-def test_faults_of_coco(folder, read):
-    document = coco(["a.jpg", "a.jpg", "gone.jpg"], [(1, CAT), (9, CAT), (3, CAT)])
-    document["images"][1]["id"] = 1
-    base = dict(document["annotations"][0])
-    document["annotations"] += [
-        base | change
-        for change in (
-            dict(category_id=77),
-            dict(id=9, bbox=["3", "2"]),
-            dict(ignore=1, bbox=[1, 1, 5, 5]),
-            dict(iscrowd=1, bbox=[1, 1, 6, 6]),
-        )
-    ]
-    found = read(folder("a.jpg", {"train.json": document}))
-    assert found.boxes() == {"a.jpg": [CAT, ("cat", (1, 1, 7, 7))]}
-    what = "annotations without a bbox of four numbers"
-    expected = (
-        what,
-        "image records with the id of another",
-        "annotated images that are missing",
-        "boxes of images that are missing",
-        "boxes of images that the file does not list",
-        "boxes of an unknown category id",
-        "boxes marked 'ignore'",
-    )
-    assert found.dropped == dict.fromkeys(expected, 1)
-    example = "train.json: annotation 9: bbox is ['3', '2']"
-    assert found.summary.dropped[what].example == example
-    assert found.noted == {"boxes marked iscrowd: kept as crowd": 1}
-    assert found.documents["train"]["annotations"][0]["area"] == 12.5
 
 
 @pytest.mark.parametrize("record", [7, None, [], dict(id=[1], image_id=[1])])
@@ -625,15 +628,6 @@ def test_image_of_voc_by_the_stated_name_and_lists_with_spaces(folder, read):
     assert examples == ["ImageSets/Main/val.txt:3: it's 3"]
     assert found.documents["val"]["annotations"][0]["iscrowd"] == 1
     assert found.noted == {"objects marked difficult: kept as crowd": 1}
-
-
-def test_images_that_cannot_be_read(folder, read):
-    root = folder("a.jpg b.jpg", {"a.xml": xml(CAT), "b.xml": xml(CAT)})
-    (root / "b.jpg").write_bytes(b"not an image")
-    assert read(root).dropped == {
-        "images that cannot be read": 1,
-        "boxes of images that cannot be read": 1,
-    }
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "gb2312", "gbk"])

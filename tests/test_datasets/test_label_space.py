@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -60,13 +59,6 @@ def test_names_decide_what_is_one_class(specs, mode, classes, labels):
         assert space.valid_labels(number) == sorted({*expected})
     stored = json.loads(json.dumps(space.to_metainfo()))
     assert LabelSpace.from_metainfo(stored) == space
-
-
-@pytest.mark.parametrize("own", list(itertools.permutations(PARK.classes)))
-def test_labels_go_by_name_for_any_order_of_own_classes(own):
-    space = LabelSpace.from_specs([STREET, PARK])
-    labels = space.local_to_global(1, own)
-    assert [space.classes[label] for label in labels] == list(own)
 
 
 def test_groups_are_numbered_by_their_first_dataset():

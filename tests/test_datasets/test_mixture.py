@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import json
 import pickle
@@ -18,7 +17,7 @@ from mmengine.dataset import pseudo_collate
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from damex.datasets.mixture import MixtureDataset, SeededIndex, local_seed, mix_seed
+from damex.datasets.mixture import MixtureDataset, local_seed
 from damex.datasets.sampler import MixtureSampler
 from damex.errors import ConfigError, DataError
 
@@ -437,25 +436,6 @@ def test_augmentation_does_not_depend_on_workers_or_global_seeds(two_datasets):
 def draw():
     """One number from each of the three global generators."""
     return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-@pytest.mark.parametrize(
-    "clone", [copy.copy, copy.deepcopy, lambda i: pickle.loads(pickle.dumps(i))]
-)
-def test_an_index_carries_its_seed(clone):
-    found = clone(SeededIndex(2, seed=99))
-    assert type(found) is SeededIndex
-    assert (found, found.seed, "abcd"[found]) == (2, 99, "c")
-
-
-def test_mixed_seeds_depend_on_every_part_and_their_order():
-    # 3,000 seeds of 32 bits: 0.001 collisions are expected by chance.
-    parts = [(0, e, p) for e in range(3) for p in range(1000)]
-    parts += [(1, 0, 0), (3, 2, 1), (1, 2, 3)]
-    seeds = [mix_seed(*p) for p in parts]
-    assert len(set(seeds)) == len(parts)
-    assert all(0 <= seed < 2**32 for seed in seeds)
-    assert seeds == [mix_seed(*p) for p in parts]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -73,19 +73,6 @@ def test_shares_are_exact_and_images_are_seen_in_turn(mixture, samples, options)
             assert counts.max() - counts.min() <= 1
 
 
-def test_a_tiny_share_comes_late_but_comes():
-    # 1 of 1001 samples and 10 samples per epoch: rounded per batch or per epoch, the
-    # second dataset would get nothing (mmdet's MultiSourceSampler waits for ever).
-    sampler = MixtureSampler(
-        Mixture([100, 4], [1000.0, 1.0]), seed=0, samples_per_epoch=10
-    )
-    orders = [sampler.epoch_indices(epoch) for epoch in range(1001)]
-    seen = Counter(i for order in orders for i in order if i >= 100)
-    # 1001 epochs x 10 samples / 1001 = 10 draws from 4 images: 3, 3, 2 and 2.
-    assert sorted(seen.values()) == [2, 2, 3, 3]
-    assert set(seen) == {100, 101, 102, 103}
-
-
 def test_order_is_a_function_of_seed_and_epoch():
     one = MixtureSampler(SMALL, seed=3, samples_per_epoch=20)
     ones = dict(homogeneous_batches=True, batch_size=1)

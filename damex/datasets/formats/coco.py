@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from damex.datasets.coco_records import LISTS, Records, parse_records, read_json
+from damex.datasets.coco_records import (
+    LISTS,
+    Records,
+    is_box,
+    is_number,
+    parse_records,
+    read_json,
+)
 from damex.datasets.findings import Place, raise_first
 from damex.datasets.formats.records import (
     Box,
@@ -98,10 +105,9 @@ def _load(
         if records is None or (finding.record or "").startswith(of_classes)
     )
     assert records is not None
-    for key, kept in (("images", records.images), ("annotations", records.annotations)):
-        known = {*map(id, kept)}
-        lost = [record for record in document[key] if id(record) not in known]
-        for record in lost:
+    known = {*map(id, [*records.images, *records.annotations])}
+    for key in ("images", "annotations"):
+        for record in [row for row in document[key] if id(row) not in known]:
             what = f"records of {key!r} that are not objects with valid ids"
             summary.drop(what, f"{path}: {record!r:.80}")
     return document, records
@@ -147,7 +153,7 @@ def _box(
         what = "boxes of an unknown category id"
         summary.drop(what, f"{where}: {record['category_id']!r}")
         return None
-    if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(_is_number, bbox)):
+    if not is_box(bbox):
         what = "annotations without a bbox of four numbers"
         summary.drop(what, f"{where}: bbox is {bbox!r:.80}")
         return None
@@ -158,13 +164,9 @@ def _box(
     if crowd := bool(record.get("iscrowd")):
         summary.note("boxes marked iscrowd: kept as crowd", where)
     area = record.get("area", 0)
-    stated = float(area) if _is_number(area) and 0 < area < math.inf else None
+    stated = float(area) if is_number(area) and 0 < area < math.inf else None
     corners = (x, y, x + w, y + h)
     return Box(corners, names[record["category_id"]], place, crowd, stated)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 COCO = Format(
