@@ -139,6 +139,4 @@ def _clip(box: list[float], image: Mapping[str, Any]) -> list[float]:
     """Clip an (x1, y1, x2, y2) box to the image."""
     x1, y1, x2, y2 = box
     right, bottom = float(image["width"]), float(image["height"])
-    if x1 >= 0 and y1 >= 0 and x2 <= right and y2 <= bottom:
-        return box
     return [max(x1, 0.0), max(y1, 0.0), min(x2, right), min(y2, bottom)]

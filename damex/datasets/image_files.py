@@ -124,6 +124,26 @@ def same_size(one: Size, other: Size) -> bool:
     return all(abs(a - b) <= SIZE_TOLERANCE for a, b in zip(one, other, strict=True))
 
 
+def fits_stored(
+    header: Header, stated: Size | None, boxes: Sequence[tuple[float, ...]]
+) -> bool | None:
+    """Whether boxes (x1, y1, x2, y2) are for the stored, not for the shown pixels.
+
+    ``stated`` is the size in the annotation; None is returned if it is wrong.
+    """
+    if stated is not None:
+        if same_size(stated, header.shown):
+            return False
+        is_turned = header.orientation != 1 and same_size(stated, header.stored)
+        return is_turned or None
+    # Without a size, boxes fit the image as shown unless only stored holds all.
+    stored, shown = (
+        all(b[2] <= w + SIZE_TOLERANCE and b[3] <= h + SIZE_TOLERANCE for b in boxes)
+        for w, h in (header.stored, header.shown)
+    )
+    return header.orientation >= 5 and stored and not shown
+
+
 def is_remote(path: str | Path) -> bool:
     """Whether a path is on a storage such as ``s3://`` (``Path`` keeps one slash)."""
     return re.match(r"[A-Za-z][\w+.-]+:/", str(path)) is not None

@@ -236,7 +236,7 @@ class MixtureDataset(Dataset):
         if "data_samples" not in packed:
             raise ConfigError(
                 f"dataset {name!r}: the {self.split} pipeline has to end with "
-                "dict(type='PackDetInputs'); its samples cannot name their dataset."
+                "dict(type='PackDetInputs')."
             )
         loaded = packed["data_samples"].metainfo.get("ori_shape")
         if loaded and image.size and not same_size(loaded[1::-1], image.size):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from damex.errors import ConfigError, did_you_mean
 
 
@@ -122,21 +124,16 @@ def image_scales(
     pipeline: Any, *, keep_ratio: bool = False
 ) -> tuple[tuple[float, float], ...]:
     """Sizes a pipeline may resize to; ``keep_ratio``: of whole, undistorted images."""
-    found: list[Any] = []
+    found: list[list[float]] = []
     for step in _steps(pipeline):
         if keep_ratio and "Crop" in str(step.get("type")):
             break  # what follows resizes a part of the image
         is_resize = "Resize" in str(step.get("type"))
-        if is_resize and (step.get("keep_ratio") or not keep_ratio):
-            scale: Any = step.get("scale", step.get("scales")) or ()
-            is_list = isinstance(scale, (list, tuple)) and scale
-            several = is_list and isinstance(scale[0], (list, tuple))
-            found += scale if several else [scale]
-    return tuple(
-        (float(scale[0]), float(scale[1]))
-        for scale in found
-        if isinstance(scale, (list, tuple)) and len(scale) == 2
-    )
+        scale = step.get("scale", step.get("scales"))
+        is_size = np.size(scale) % 2 == 0  # and not a factor, or missing
+        if is_resize and is_size and (step.get("keep_ratio") or not keep_ratio):
+            found += np.reshape(scale, (-1, 2)).astype(float).tolist()
+    return tuple((width, height) for width, height in found)
 
 
 def applies_exif(pipeline: Any) -> bool:

@@ -122,9 +122,8 @@ class DatasetSpec:
             raise ConfigError(f"mixture[{position}]{fault}")
         if "classes" in given:
             given["classes"] = tuple(given["classes"])
-        img = given.get("img")
-        if isinstance(img, Mapping):
-            given["img"] = {split: _at_home(path) for split, path in img.items()}
+        if isinstance(img := given.get("img"), Mapping):
+            given["img"] = _with_home(img, *img)
         return cls(**_with_home(given, "root", "data_root", "img", *SPLITS))
 
     @property
@@ -278,15 +277,11 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
         ConfigError: If it is not a list, is empty, repeats a dataset, or has only some
             weights.
     """
-    if not isinstance(entries, (list, tuple)):
+    if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(
-            "mixture must be a list of dicts, one per dataset, got a "
-            f"{type(entries).__name__}; write mixture=[dict(name=..., ...), ...]."
-        )
-    if not entries:
-        raise ConfigError(
-            "mixture is empty; add one dict(name=..., data_root=..., train=..., "
-            "val=..., img=...) per dataset."
+            "mixture must be a list of dicts, one per dataset, got "
+            f"{entries!r:.80}; write mixture=[dict(name=..., data_root=..., train=..., "
+            "val=..., img=...), ...]."
         )
     specs = tuple(DatasetSpec.from_config(e, i) for i, e in enumerate(entries))
     without = [spec.name for spec in specs if spec.weight is None]
@@ -316,12 +311,11 @@ def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ..
 
 def _with_home(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     """A copy with ``~`` expanded in the paths at some keys."""
-    return {k: _at_home(v) if k in keys else v for k, v in values.items()}
-
-
-def _at_home(path: Any) -> Any:
-    is_path = isinstance(path, (str, Path))
-    return os.path.expanduser(path) if is_path else path  # noqa: PTH111 - keeps ""
+    found = dict(values)
+    for key in keys:
+        if isinstance(path := values.get(key), (str, Path)):
+            found[key] = os.path.expanduser(path)  # noqa: PTH111 - keeps ""
+    return found
 
 
 def _faults(entry: Mapping[str, Any]) -> Iterator[str]:
@@ -385,7 +379,7 @@ def _source_file(spec: DatasetSpec) -> str | None:
         folder = str(Path(spec.root).resolve())
         return folder if spec.train is None else f"{folder}: {spec.train}"
     source = spec.source("train")
-    source = dict(ann_file=source) if isinstance(source, str) else source or {}
+    source = source if isinstance(source, Mapping) else dict(ann_file=source)
     if not isinstance(source.get("ann_file"), str):
         return None
     return str(CocoSource.of({"data_root": spec.data_root, **source})[0].resolve())

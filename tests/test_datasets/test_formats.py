@@ -20,8 +20,7 @@ from damex.commandline.data import data
 from damex.commandline.run import run_command
 from damex.datasets.coco_records import read_coco
 from damex.datasets.formats.conversion import convert_cached
-from damex.datasets.formats.documents import content_share
-from damex.datasets.formats.records import Options
+from damex.datasets.formats.records import Options, content_share
 from damex.datasets.formats.tree import Tree, split_of_file
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset

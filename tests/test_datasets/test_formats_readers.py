@@ -555,6 +555,7 @@ def test_unreadable_records_of_coco(folder, read, key, record):
     document[key].append(record)
     found = read(folder("a.jpg", {"x.json": document}))
     assert found.boxes() == {"a.jpg": [CAT]}
+    assert found.documents["train"]["annotations"][0]["area"] == 12.5
     assert found.dropped == {
         f"records of {key!r} that are not objects with valid ids": 1
     }

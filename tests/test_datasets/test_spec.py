@@ -70,7 +70,7 @@ def test_an_entry_that_cannot_be_is_refused(changes, fault):
 @pytest.mark.parametrize(
     ("entries", "fault"),
     [
-        ([], "mixture is empty; add one dict(name="),
+        ([], "one per dataset, got []; write mixture=[dict(name="),
         (
             dict(name="a", train="t.json"),
             "must be a list of dicts, one per dataset",

@@ -22,12 +22,12 @@ from damex.datasets.formats.records import (
     Sample,
     Summary,
     enclosing_box,
-    numbers,
-    size_of,
 )
 from damex.datasets.formats.tree import (
     Tree,
+    numbers,
     parent,
+    size_of,
     split_name,
     split_of_folder,
     stem,

@@ -21,12 +21,12 @@ from damex.datasets.formats.records import (
     Options,
     Sample,
     Summary,
-    numbers,
-    size_of,
 )
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
     Tree,
+    numbers,
+    size_of,
     some,
     split_name,
     split_of_file,

@@ -273,3 +273,18 @@ def _walk(
             yield path, (stat.st_size, stat.st_mtime_ns)
         elif entry.is_dir() and entry.name not in _SKIPPED_FOLDERS:
             yield from _walk(root, path, entered)
+
+
+def numbers(words: Sequence[str]) -> tuple[float, ...] | None:
+    """The words as numbers, NaN and infinity included; None if one is not a number."""
+    try:
+        return tuple(float(word) for word in words)
+    except ValueError:
+        return None
+
+
+def size_of(values: Sequence[float] | None) -> tuple[int, int] | None:
+    """Width and height of an annotation; None if missing or 0."""
+    if values is None or not all(0 < value < 1e6 for value in values):
+        return None
+    return round(values[0]), round(values[1])

@@ -32,12 +32,12 @@ from damex.datasets.formats.records import (
     Summary,
     enclosing_box,
     fault_of_names,
-    numbers,
 )
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
     Tree,
     join,
+    numbers,
     parent,
     replace_part,
     some,
