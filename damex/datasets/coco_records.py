@@ -273,7 +273,8 @@ def _check_lists(document: Any, place: Place) -> Iterator[Finding]:
     for key in LISTS:
         kind, text = "missing-list", "is missing; a COCO file has " + ", ".join(LISTS)
         if key in document:
-            kind, text = "wrong-type", f"is a {type(document[key]).__name__}"
+            found = type(document[key]).__name__
+            kind, text = "wrong-type", f"must hold records, got a {found}"
         if not isinstance(document.get(key), list):
             yield place.finding(kind, key, f"the list {key!r} {text}.")
 

@@ -275,41 +275,37 @@ def _check_size(image: ImageRecord, look: Look, stated: Size) -> Iterator[Findin
     applies = asked and look.format in ROTATED_WHEN_LOADED
     loaded, other = (shown, look.size) if applies else (look.size, shown)
     fits, fits_other = (same_size(stated, size) for size in (loaded, other))
+    if look.orientation == 1 and not fits:
+        hint = "; width and height are exchanged"
+        hint = hint if same_size(stated, look.size[::-1]) else ""
+        text = (
+            f"has {_words(look.size)} px, and its record states {_words(stated)}{hint}"
+            ". Correct the record, and its boxes if they are for another size."
+        )
+        yield image.finding("image-size", text)
     if look.orientation == 1:
-        if not fits:
-            hint = "; width and height are exchanged"
-            hint = hint if same_size(stated, look.size[::-1]) else ""
-            text = (
-                f"has {_words(look.size)} px, and its record states {_words(stated)}"
-                f"{hint}. Correct the record, and its boxes if they are for another "
-                "size."
-            )
-            yield image.finding("image-size", text)
         return
-    facts = (
+    rewrite = ": its boxes lie elsewhere. Write it again without EXIF." + applies * (
+        " Or name the dataset by root='<folder>', which rotates its boxes, or load it "
+        "with color_type='color_ignore_orientation'."
+    )
+    unclear = (
+        ", so that sizes do not tell whether the boxes are for the stored or for the "
+        "shown image. Look at it with damex data browse."
+    )
+    level, advice = {
+        (True, True): ("warning", unclear),
+        (True, False): ("info", ", which fits. Other programs may show it otherwise."),
+        (False, True): ("error", rewrite),
+        (False, False): ("error", ". Correct the record."),
+    }[fits, fits_other]
+    text = (
         f"is rotated by EXIF (orientation {look.orientation}): it is stored with "
         f"{_words(look.size)} and shown with {_words(shown)} px, training loads "
-        f"{_words(loaded)}, and its record states {_words(stated)}"
+        f"{_words(loaded)}, and its record states {_words(stated)}{advice}"
     )
-    if fits and fits_other:
-        text = (
-            f"{facts}, so that sizes do not tell whether the boxes are for the stored "
-            "or for the shown image. Look at it with damex data browse."
-        )
-        yield image.finding("image-rotated", text, "warning")
-    elif fits:
-        text = f"{facts}, which fits. Other programs may show it otherwise."
-        yield image.finding("image-rotated", text, "info")
-    elif fits_other:
-        text = f"{facts}: its boxes lie elsewhere. Write it again without EXIF."
-        if applies:
-            text += (
-                " Or name the dataset by root='<folder>', which rotates its boxes, or "
-                "load it with color_type='color_ignore_orientation'."
-            )
-        yield image.finding("image-rotated", text, "error")
-    else:
-        yield image.finding("image-size", f"{facts}. Correct the record.")
+    kind = "image-rotated" if fits or fits_other else "image-size"
+    yield image.finding(kind, text, level)
 
 
 def _words(size: Size) -> str:

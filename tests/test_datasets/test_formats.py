@@ -506,38 +506,6 @@ def test_summary_is_logged_once(csv_folder, monkeypatch):
     assert levels == [logging.WARNING, logging.INFO, logging.INFO]
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        (dict(data_root="x"), r"\('a'\): data_root cannot be combined with root="),
-        (dict(img="x/"), r"img cannot be combined with root="),
-        (dict(train=dict(type="VOCDataset")), r"with root, train is a split, folder"),
-        (dict(format="vocc"), r"format='vocc' is unknown; did you mean 'voc'\?"),
-        (dict(val_share=1.0), r"val_share must be .* to below 1, got 1\.0"),
-        (dict(val_share="x"), r"val_share must be a number"),
-        (dict(root=None, format="voc"), r"format needs root="),
-        (dict(root=None, val_share=0.2), r"val_share needs root="),
-    ],
-)
-def test_keys_that_do_not_go_together(changes, fault):
-    with pytest.raises(ConfigError, match=r"mixture\[0\] .*" + fault):
-        parse_mixture([{**dict(name="a", root="r"), **changes}])
-
-
-def test_list_of_files_needs_a_root():
-    spec = DatasetSpec("a", train=["a.json", "b.json"])
-    with pytest.raises(ConfigError, match=r"only an entry with root=\.\.\. can have"):
-        spec.source("train")
-
-
-def test_same_root_twice_is_refused():
-    entries = [dict(name="a", root="r"), dict(name="b", root="./r/")]
-    with pytest.raises(ConfigError, match=r"trains on the same .* as mixture\[0\]"):
-        parse_mixture(entries)
-    entries = [dict(name="a", root="r", train="x"), dict(name="b", root="r", train="y")]
-    assert len(parse_mixture(entries)) == 2
-
-
 def test_faults_of_a_root_name_the_dataset(csv_folder, tmp_path):
     spec = DatasetSpec("a", root=str(csv_folder), val_share=0.0)
     assert spec.coco_source("val") is None

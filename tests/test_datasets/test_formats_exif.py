@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -132,29 +130,3 @@ def test_any_kind_of_pixels_named_jpg_loads(tmp_path, mode):
     Image.new(mode, SIZE).save(tmp_path / "a.jpg", kind)
     (tmp_path / "x.csv").write_text(csv_row(STORED_BOX, SIZE))
     assert load(tmp_path)["inputs"].shape == (3, 32, 48)
-
-
-def test_plain_coco_file_with_a_rotated_image_is_an_error_when_it_is_loaded(
-    tmp_path, write_image
-):
-    write_image(tmp_path / "images/a.jpg", SIZE, orientation=8)
-    document = dict(
-        images=[dict(id=1, file_name="a.jpg", width=48, height=32)],
-        annotations=[
-            dict(id=1, image_id=1, category_id=1, bbox=[1, 1, 9, 9], iscrowd=0)
-        ],
-        categories=[dict(id=1, name="x")],
-    )
-    (tmp_path / "t.json").write_text(json.dumps(document))
-    entry = dict(name="a", data_root=str(tmp_path), train="t.json", img="images/")
-    dataset = MixtureDataset(datasets=[entry], pipeline=PIPELINE)
-    with pytest.raises(DataError) as caught:
-        dataset[0]
-    text = str(caught.value)
-    assert text.startswith("dataset 'a'")
-    assert "images/a.jpg is rotated by EXIF (orientation 8)" in text
-    assert "training loads 32 x 48, and its record states 48 x 32" in text
-    assert "\n" not in text
-    unrotated = dict(PIPELINE[0], color_type="color_ignore_orientation")
-    dataset = MixtureDataset(datasets=[entry], pipeline=[unrotated, *PIPELINE[1:]])
-    assert dataset[0]["inputs"].shape == (3, 32, 48)

@@ -37,6 +37,7 @@ def test_parse_keeps_the_order_and_the_values():
 NAME = "[0].name must be a non-empty string without '/', got "
 LIST = "classes must be a list of names, got "
 WEIGHT = "weight must be a number above 0, got "
+ROOT = dict(root="r", data_root=None, train=None)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,14 @@ WEIGHT = "weight must be a number above 0, got "
         (dict(classes=["a", " "]), "name 2 is empty"),
         (dict(rename=dict(a="")), "rename must give the class 'a' a name, got ''"),
         (dict(rename=dict(a=None)), "rename must give the class 'a' a name, got None"),
+        (dict(root="r"), "('a'): data_root cannot be combined with root="),
+        (ROOT | dict(img="x/"), "img cannot be combined with root="),
+        (ROOT | dict(train={}), "with root, train is a split, folder"),
+        (ROOT | dict(format="vocc"), "format='vocc' is unknown; did you mean 'voc'?"),
+        (ROOT | dict(val_share=1.0), "val_share must be a number from 0 to below 1"),
+        (ROOT | dict(val_share="x"), "val_share must be a number"),
+        (dict(format="voc"), "format needs root="),
+        (dict(val_share=0.2), "val_share needs root="),
     ],
 )
 def test_an_entry_that_cannot_be_is_refused(changes, fault):
@@ -93,6 +102,10 @@ def test_an_entry_that_cannot_be_is_refused(changes, fault):
                 "../a/t.json",
                 dict(type="CocoDataset", data_root="data/a", ann_file="t.json"),
             )
+        ),
+        (
+            [dict(name="a", root="r"), dict(name="b", root="./r/")],
+            "mixture[1] ('b') trains on the same annotation file as mixture[0]",
         ),
     ],
 )
@@ -137,6 +150,7 @@ LVIS = dict(type="RepeatDataset", dataset=dict(type="LVISV1Dataset"))
     [
         (dict(img=dict(val="va/")), "train", "img names no folder for 'train', only f"),
         ({}, "val", "'a' has no 'val' entry; add val='<annotation file>'"),
+        (dict(train=["a", "b"]), "train", "only an entry with root=... can have"),
         ({}, "valid", "split must be one of ('train', 'val', 'test'), got 'valid'"),
         (dict(train=dict(ann_file="x")), "train", "train is a dict without 'type'"),
         (
