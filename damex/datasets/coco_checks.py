@@ -331,5 +331,5 @@ def _check_duplicates(records: Records, used_N: np.ndarray) -> Iterator[Finding]
     yield from records.each(
         "duplicate-box",
         first_N >= 0,
-        first=lambda position: records.annotation_name(first_N[position]),
+        first=lambda position: records.annotation_name(int(first_N[position])),
     )

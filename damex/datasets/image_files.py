@@ -96,8 +96,7 @@ def _open_header(path: Path) -> tuple[str, tuple[int, int], int]:
                 found = exif.get(_ORIENTATION)
             except Exception:  # Pillow raises anything on broken blocks
                 found = 1
-    is_known = isinstance(found, int) and 1 <= found <= 8
-    return kind, size, found if is_known else 1
+    return kind, size, found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
 def turn_box(

@@ -6,13 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from mmdet.datasets import CocoDataset
 
 from damex.datasets.coco import NamedCocoDataset
 from damex.datasets.coco_records import read_class_names
 from damex.errors import DataError
-
-UNION = ("car", "person", "bus", "dog")
 
 
 @pytest.fixture
@@ -77,23 +74,6 @@ def set_record(key, number, **values):
             del record[name]
 
     return change
-
-
-def test_mmdet_mislabels_with_a_union_class_list_and_we_do_not(park):
-    # mmdet numbers the categories that the file has, in file order (person, dog, car),
-    # so that label 0 is person; UNION[0] is car.
-    theirs = CocoDataset(
-        ann_file=str(park),
-        data_prefix=dict(img="images/"),
-        metainfo=dict(classes=UNION),
-        pipeline=[],
-    )
-    assert names_in_file(park)[0] == ["person", "dog"]
-    assert names_in_dataset(theirs)[0] == ["car", "person"]
-    with pytest.raises(DataError, match=r"'park': .* class 'bus': the file does not"):
-        load(park, UNION)  # a class that the file lacks is never passed over
-    ours = load(park, ["car", "person", "dog"])
-    assert names_in_dataset(ours) == names_in_file(park)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.permutations(range(3))))

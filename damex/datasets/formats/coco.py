@@ -160,7 +160,7 @@ def _box(
     if record.get("ignore"):
         summary.drop("boxes marked 'ignore'", where)
         return None
-    x, y, w, h = map(float, bbox)
+    x, y, w, h = map(float, record["bbox"])
     if crowd := bool(record.get("iscrowd")):
         summary.note("boxes marked iscrowd: kept as crowd", where)
     area = record.get("area", 0)

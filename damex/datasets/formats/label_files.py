@@ -273,7 +273,6 @@ def _splits(
     """
     splits: dict[str, list[Sample]] = {}
     by_stem: dict[str, list[Sample]] = {}
-    by_folder: dict[str, list[Sample]] = {}
     # KITTI has equal names in training/ and testing/.
     for sample in sorted(samples, key=lambda s: _folder_split(s) != "train"):
         by_stem.setdefault(stem(sample.source), []).append(sample)
@@ -293,10 +292,10 @@ def _splits(
             else:
                 what = "names in a list of images without an annotation"
                 summary.drop(what, f"{path}:{number}: {name}")
-    for sample in samples:
+    for sample in samples if not splits else ():
         if (folder := _folder_split(sample)) is not None:
-            by_folder.setdefault(folder, []).append(sample)
-    return splits or by_folder
+            splits.setdefault(folder, []).append(sample)
+    return splits
 
 
 def _folder_split(sample: Sample) -> str | None:
