@@ -158,7 +158,7 @@ class LabelFile:
 
 
 def _faults(content: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the content of a label file, to follow its name."""
+    """Faults of the content of a label file, to follow its name."""
     for key in content:
         if key not in KEYS:
             yield f" has the unknown key {key!r}; {did_you_mean(key, KEYS)}"

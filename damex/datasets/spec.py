@@ -45,7 +45,7 @@ TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "rename": (Mapping, "a dict"),
         "group": (str, "a text"),
         "classes": ((list, tuple), "a list of names"),
-        "weight": ((int, float), "a number above 0"),
+        "weight": ((int, float), "a number above 0 (remove the entry to leave it out)"),
         "val_share": ((int, float), "a number from 0 to below 1"),
     }
 )
@@ -319,12 +319,12 @@ def _with_home(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _faults(entry: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with an entry without its None values, to follow its place."""
+    """Faults of an entry without its None values, to follow its place."""
     known = tuple(DatasetSpec.__dataclass_fields__)
     for key in entry:
         if key not in known:
             yield f" has the unknown key {key!r}; {did_you_mean(key, known)}"
-    name = entry.get("name")
+    name: Any = entry.get("name")
     if not isinstance(name, str) or not name or "/" in name:
         yield f".name must be a non-empty string without '/', got {name!r}."
     if name in RESERVED:
@@ -353,9 +353,9 @@ def _faults_of_sources(entry: Mapping[str, Any]) -> Iterator[str]:
     has_root = "root" in entry
     for key in ("data_root", "img") if has_root else ("format", "val_share"):
         if entry.get(key, "") != "":
-            fault = "cannot be combined with" if has_root else "needs"
+            words = "cannot be combined with" if has_root else "needs"
             yield (
-                f"{key} {fault} root='<folder>', which finds annotations and images "
+                f"{key} {words} root='<folder>', which finds annotations and images "
                 f"itself; {'remove one' if has_root else f'add it, or remove {key}'}."
             )
     for split in SPLITS if has_root else ():

@@ -36,7 +36,7 @@ def test_parse_keeps_the_order_and_the_values():
 
 NAME = "[0].name must be a non-empty string without '/', got "
 LIST = "classes must be a list of names, got "
-WEIGHT = "weight must be a number above 0, got "
+WEIGHT = "weight must be a number above 0 (remove the entry to leave it out), got "
 ROOT = dict(root="r", data_root=None, train=None)
 
 

@@ -115,11 +115,9 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
 def fault_of_format(name: str | None) -> str | None:
     """Why a name is not that of a format; None if it is, or is None."""
     names = [fmt.name for fmt in FORMATS]
-    return (
-        None
-        if name in (None, *names)
-        else f"format={name!r} is unknown; {did_you_mean(name, names)}"
-    )
+    if name is None or name in names:
+        return None
+    return f"format={name!r} is unknown; {did_you_mean(str(name), names)}"
 
 
 def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
