@@ -11,15 +11,8 @@ from torch.nn import functional
 
 from damex.moe import (
     AffineExperts,
-    DenseSoftmaxGate,
-    ExpertChoiceGate,
     FFNExperts,
-    LinearRouter,
     LowRankExperts,
-    MoELayer,
-    SharedExpert,
-    TopKGate,
-    load_dense_split,
 )
 from damex.moe.experts import ACTIVATIONS
 
@@ -29,11 +22,17 @@ ADAPTERS = {
     "low rank, grouped_mm": lambda e=E: LowRankExperts(e, D, L, backend="grouped_mm"),
     "affine": lambda e=E: AffineExperts(e, D),
 }
+FUNCTIONS = {
+    "cubic": lambda x: x**3,
+    "identity": lambda x: x,
+    **{name: getattr(functional, name) for name in ("relu", "gelu", "celu", "silu")},
+    **{name: getattr(torch, name) for name in ("tanh", "sigmoid", "prelu")},
+}
 FFNS = {
     f"{activation}, {backend}": lambda a=activation, b=backend: FFNExperts(
         E, D, 12, activation=a, backend=b
     )
-    for activation in ("gelu", "prelu")
+    for activation in FUNCTIONS
     for backend in ("split", "grouped_mm")
 }
 
@@ -63,11 +62,13 @@ def definition(bank, rows, expert):
     if isinstance(bank, AffineExperts):
         return bank.gamma_ED[expert] * rows + bank.beta_ED[expert]
     hidden = rows @ bank.w1_EDH[expert] + bank.b1_EH[expert]
-    if bank.slope_E1 is None:
-        hidden = functional.gelu(hidden)
-    else:
-        hidden = functional.prelu(hidden, bank.slope_E1[expert])
+    slope = () if bank.slope_E1 is None else (bank.slope_E1[expert],)
+    hidden = FUNCTIONS[bank.activation](hidden, *slope)
     return hidden @ bank.w2_EHD[expert] + bank.b2_ED[expert]
+
+
+def test_every_activation_has_its_definition():
+    assert {*ACTIVATIONS, "prelu"} == {*FUNCTIONS}
 
 
 @every(ADAPTERS | FFNS)
@@ -84,49 +85,9 @@ def test_outputs_and_gradients_are_those_of_the_definition(make, counts):
         out = function(bank, tokens, torch.tensor(counts))
         out.square().sum().backward()
         results.append([out, tokens.grad, *(p.grad for p in bank.parameters())])
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     for grad in results[1][2:]:  # zeros, not None, where no token came
         assert not grad[torch.tensor(counts) == 0].any()
-
-
-def dense_ffn(activation=nn.ReLU):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 10), activation(), nn.Linear(10, 6))
-
-
-def load(experts, ffn):
-    first, middle, second = ffn
-    dense = (first.weight, first.bias, second.weight, second.bias)
-    slope = middle.weight if isinstance(middle, nn.PReLU) else None
-    load_dense_split(experts, *dense, parts=1, slope_1=slope)
-
-
-class Cubic(nn.Module):
-    def forward(self, x):
-        return x**3
-
-
-MODULES = {
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "celu": nn.CELU,
-    "silu": nn.SiLU,
-    "tanh": nn.Tanh,
-    "sigmoid": nn.Sigmoid,
-    "cubic": Cubic,
-    "identity": nn.Identity,
-    "prelu": lambda: nn.PReLU(init=0.1),
-}
-
-
-@pytest.mark.parametrize("name", [*ACTIVATIONS, "prelu"])
-def test_loaded_experts_equal_the_dense_ffn(name):
-    ffn = dense_ffn(activation=MODULES[name])
-    experts = FFNExperts(3, 6, 10, activation=name)
-    load(experts, ffn)
-    tokens = torch.randn(7, 6)
-    out = experts(tokens, torch.tensor([2, 0, 5]))
-    torch.testing.assert_close(out, ffn(tokens))
 
 
 @pytest.mark.parametrize("num_experts", [1, 16])
@@ -195,20 +156,6 @@ def test_one_expert_for_all_tokens_is_the_bank_with_all_rows_its_own(activation)
         assert not parameter.grad[[0, 2]].any()
 
 
-def test_a_layer_adds_a_shared_expert_with_weight_one_and_routes_as_before():
-    torch.manual_seed(0)
-    parts = dict(
-        router=LinearRouter(4, 3), gate=TopKGate(1), experts=FFNExperts(3, 4, 6)
-    )
-    shared = SharedExpert(4, 8)
-    tokens = torch.randn(2, 5, 4)
-    plain, record = MoELayer(**parts)(tokens)
-    both, shared_record = MoELayer(**parts, shared_expert=shared)(tokens)
-    expected = plain + shared(tokens.flatten(0, 1)).view(2, 5, 4)
-    torch.testing.assert_close(both, expected)
-    assert torch.equal(record.assignment.counts_E, shared_record.assignment.counts_E)
-
-
 @every(ADAPTERS)
 def test_adapters_start_at_zero_and_what_is_zero_learns(make):
     torch.manual_seed(0)
@@ -234,44 +181,3 @@ def test_low_rank_experts_start_different_within_the_bound_of_lora():
     down_EDL = LowRankExperts(16, 64, 16).down_EDL
     assert 0.99 / 8 < down_EDL.abs().max() <= 1 / 8  # 1 / sqrt(64)
     assert not torch.equal(down_EDL[0], down_EDL[1])
-
-
-GATES = {
-    "top1": lambda: TopKGate(1),
-    "top2 of weight 1": lambda: TopKGate(2, renormalize=True, weight_scale=2.0),
-    "dense": DenseSoftmaxGate,
-    "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
-}
-
-
-def make_layer(make, *, gate=GATES["top1"], num_experts=E):
-    torch.manual_seed(0)
-    return MoELayer(
-        router=LinearRouter(D, num_experts, init_std=1.0),
-        gate=gate(),
-        experts=make(num_experts),
-        shared_expert=SharedExpert(D, 12),
-    )
-
-
-@every(ADAPTERS)
-@pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
-def test_a_layer_of_adapters_starts_as_its_shared_ffn_with_any_gate(make, gate):
-    layer = make_layer(make, gate=gate)
-    tokens = torch.randn(2, 5, D)
-    alone = layer.shared_expert(tokens.flatten(0, 1)).view(2, 5, D)
-    assert torch.equal(layer(tokens)[0], alone)
-    nn.init.normal_(layer.experts.get_parameter(layer.experts.output_names[0]))
-    assert not torch.equal(layer(tokens)[0], alone)
-
-
-@every(ADAPTERS)
-def test_one_adapter_is_a_dense_ffn_with_a_correction(make):
-    layer = make_layer(make, num_experts=1)
-    drawn(layer.experts)
-    first, second = nn.Linear(D, 12), nn.Linear(12, D)
-    dense = (first.weight, first.bias, second.weight, second.bias)
-    load_dense_split(layer.shared_expert.expert, *dense, parts=1)
-    tokens = torch.randn(2, 5, D)
-    expected = second(first(tokens).relu()) + definition(layer.experts, tokens, 0)
-    torch.testing.assert_close(layer(tokens)[0], expected)

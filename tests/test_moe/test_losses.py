@@ -12,12 +12,9 @@ from torch.nn import functional
 from damex.moe import (
     DatasetRoutingLoss,
     ExpertCapacity,
-    FFNExperts,
     ImportanceLoss,
-    LinearRouter,
     LoadBalanceLoss,
     LoadLoss,
-    MoELayer,
     Packing,
     RouterZLoss,
     RoutingRecord,
@@ -27,7 +24,7 @@ from damex.moe import (
     presence_loss,
 )
 
-LOG3 = math.log(3.0)
+LOG2, LOG3 = math.log(2.0), math.log(3.0)
 
 
 def make(logits_VE, *, foreground=None, groups=None, experts=None, k=1, routes=None):
@@ -38,7 +35,7 @@ def make(logits_VE, *, foreground=None, groups=None, experts=None, k=1, routes=N
         assignment=TopKGate(k)(logits_VE) if routes is None else routes,
         group_ids_V=None if groups is None else torch.as_tensor(groups),
         group_experts_GE=experts,
-        foreground_V=None if foreground is None else torch.as_tensor(foreground),
+        foreground_V=None if foreground is None else torch.as_tensor(foreground) > 0,
     )
 
 
@@ -79,6 +76,64 @@ def test_both_losses_say_what_their_record_lacks(loss, missing):
 LOSSES = [DatasetRoutingLoss, ImportanceLoss, LoadLoss, LoadBalanceLoss, RouterZLoss]
 # Probabilities (3/4, 1/4), (1/4, 3/4), (1/2, 1/2).
 LOGITS = torch.tensor([[LOG3, 0.0], [0.0, LOG3], [0.0, 0.0]])
+SIGNS, POINT = torch.tensor([[1.0, -1.0]]), torch.tensor([[1.0, 0.0]])
+
+
+EYE = torch.eye(2).bool()
+SHARED = torch.tensor([[False, False, True], [True, True, False]])
+COLUMN = torch.tensor([[0], [1]])
+COLLAPSED = torch.full((8, 4), -50.0).index_fill(1, torch.tensor([2]), 50.0)
+THIRDS = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 2.0]]).log()
+ROWS = [
+    # Probabilities of the group's experts: 3/6 and 1/4 + 1/4.
+    (DatasetRoutingLoss(), THIRDS, dict(groups=[0, 1], experts=SHARED), math.log(2)),
+    (DatasetRoutingLoss(), 500 * SIGNS, dict(groups=[0], experts=EYE), 0.0),
+    (DatasetRoutingLoss(), 500 * SIGNS, dict(groups=[1], experts=EYE), 1000.0),
+    # f = (2/3, 1/3), the tie to the lowest; mean P = (1/2, 1/2): 2 * 1/2
+    (LoadBalanceLoss(), LOGITS, {}, 1.0),
+    (LoadBalanceLoss(), LOGITS[:1], {}, 1.5),  # P = (3/4, 1/4), f = (1, 0): 2 * 3/4
+    (LoadBalanceLoss(), COLLAPSED, {}, 4.0),
+    # Importance (3/4 + 1/4 + 3/4, 1/4 + 3/4 + 1/4) = (1.75, 1.25): mean 1.5,
+    # population variance 0.0625.
+    (ImportanceLoss(), LOGITS[[0, 1, 0]], {}, 0.0625 / 2.25),
+    (ImportanceLoss(), COLLAPSED, {}, 3.0),  # (0, 0, 8, 0): mean 2, variance 12
+    (ImportanceLoss(), torch.zeros(5, 1), {}, 0.0),
+    # Threshold 1, chances Phi(0) = 0.5 and Phi(-2) = 0.0227501: mean 0.2613751,
+    # deviation 0.2386249. With k = 2 Phi(2) = 0.9772499 and 0.5: mean 0.7386249.
+    (LoadLoss(noise_std=0.5), POINT, {}, 0.833498),
+    (LoadLoss(), POINT, {}, 0.833498),  # 1/E, as in the gate
+    (LoadLoss(noise_std=0.5), POINT, dict(k=2), 0.104371),
+    (LoadLoss(noise_std=0.5), torch.eye(2), {}, 0.0),
+    # logsumexp(log 3, 0) = log 4, twice; logsumexp(0, 0) = log 2
+    (RouterZLoss(), LOGITS, {}, 3 * LOG2**2),
+    (RouterZLoss(tokens="foreground"), LOGITS[1:], dict(foreground=[0, 1]), LOG2**2),
+    # y * (z_0 - z_1): 1 - 3 = -2, 2 + 1 = 3, -(0.5 - 0) = -0.5; mean 0.5 / 3
+    (
+        SeparateRouterLoss(),
+        torch.tensor([[1.0, 3.0], [2.0, -1.0], [0.5, 0.0]]),
+        dict(groups=[0, 0, 1], experts=EYE),
+        -0.5 / 3,
+    ),
+    # The logit of a group is the mean of its experts': 1 - 2 and -(0 - 5), mean 2
+    (
+        SeparateRouterLoss(),
+        torch.tensor([[0.0, 2.0, 2.0], [1.0, 5.0, -1.0]]),
+        dict(
+            groups=[0, 1],
+            experts=torch.arange(3) % 2 == COLUMN,
+        ),
+        -2.0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "logits", "record", "expected"), ROWS)
+def test_by_hand(loss, logits, record, expected):
+    logits = logits.clone().requires_grad_()
+    value = loss(make(logits, **record))
+    assert value.item() == pytest.approx(expected, abs=1e-5)
+    value.backward()
+    assert logits.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("tokens", ["all", "foreground"])
@@ -116,20 +171,6 @@ def test_errors_name_the_loss(loss):
         loss(tokens="objects")
 
 
-def one_hot(*experts, num_experts):
-    return functional.one_hot(torch.tensor(experts), num_experts).bool()
-
-
-def test_dataset_loss_by_hand():
-    # probabilities: token 0 (1/6, 2/6, 3/6), token 1 (1/4, 1/4, 2/4)
-    logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 2.0]]).log()
-    target = torch.tensor([[False, False, True], [True, True, False]])
-    # token 0 may use expert 2: -log 1/2; token 1 experts 0 and 1: -log 1/2
-    torch.testing.assert_close(
-        dataset_loss(logits, target), torch.tensor(math.log(2.0))
-    )
-
-
 def test_one_expert_is_plain_cross_entropy_in_value_and_gradient():
     logits = torch.randn(9, 5, requires_grad=True)
     targets = torch.randint(5, (9,))
@@ -138,77 +179,6 @@ def test_one_expert_is_plain_cross_entropy_in_value_and_gradient():
     torch.testing.assert_close(ours, theirs)
     grads = [torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*grads)
-
-
-def test_tokens_without_a_known_dataset_take_no_part():
-    logits = torch.randn(4, 3, requires_grad=True)
-    group_experts = one_hot(0, 2, num_experts=3)
-    record = make(logits, groups=[1, -1, 0, -1], experts=group_experts)
-    loss = DatasetRoutingLoss()(record)
-    expected = functional.cross_entropy(logits[[0, 2]], torch.tensor([2, 0]))
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    assert torch.equal(logits.grad[[1, 3]], torch.zeros(2, 3))
-
-
-def test_confident_right_and_wrong_routers_stay_finite():
-    logits = torch.tensor([[500.0, -500.0]], requires_grad=True)
-    right = dataset_loss(logits, one_hot(0, num_experts=2))
-    wrong = dataset_loss(logits, one_hot(1, num_experts=2))
-    assert (right.item(), wrong.item()) == (0.0, 1000.0)
-    wrong.backward()
-    assert logits.grad.tolist() == [[1.0, -1.0]]
-
-
-def test_load_balance_by_hand():
-    # f = (2/3, 1/3), the tie to the lowest; mean P = (1/2, 1/2): 2 * 1/2
-    assert LoadBalanceLoss()(make(LOGITS)).item() == pytest.approx(1.0)
-    # first token alone: P = (3/4, 1/4), f = (1, 0): 2 * 3/4
-    assert LoadBalanceLoss()(make(LOGITS[:1])).item() == pytest.approx(1.5)
-    collapsed = torch.full((8, 4), -50.0)
-    collapsed[:, 2] = 50.0
-    assert LoadBalanceLoss()(make(collapsed)).item() == pytest.approx(4.0)
-
-
-def test_importance_by_hand():
-    # importance (3/4 + 1/4 + 3/4, 1/4 + 3/4 + 1/4) = (1.75, 1.25): mean 1.5,
-    # population variance 0.0625, CV^2 = 0.0625 / 2.25 = 0.027778
-    logits = torch.tensor([[3.0, 1.0], [1.0, 3.0], [3.0, 1.0]]).log()
-    assert ImportanceLoss()(make(logits)).item() == pytest.approx(0.0625 / 2.25)
-    # one of three has it all: importance (1, 0, 0), mean 1/3, variance 2/9, CV^2 = 2
-    collapsed = torch.tensor([[90.0, -90.0, -90.0]])
-    assert ImportanceLoss()(make(collapsed)).item() == pytest.approx(2.0)
-    assert ImportanceLoss()(make(torch.zeros(5, 1))).item() == 0.0
-
-
-def test_load_by_hand():
-    # E = 2, k = 1, std 0.5; token (1, 0): threshold 1, chances Phi(0) = 0.5 and
-    # Phi(-2) = 0.0227501; mean 0.2613751, deviation 0.2386249, squared ratio 0.833498
-    loss = LoadLoss(noise_std=0.5)(make(torch.tensor([[1.0, 0.0]])))
-    assert loss.item() == pytest.approx(0.833498, abs=1e-5)
-    # k = 2: the threshold is the lower logit 0, chances Phi(2) = 0.9772499 and 0.5;
-    # mean 0.7386249, deviation 0.2386249, squared ratio 0.104371
-    loss = LoadLoss(noise_std=0.5)(make(torch.tensor([[1.0, 0.0]]), k=2))
-    assert loss.item() == pytest.approx(0.104371, abs=1e-5)
-    # two tokens that mirror each other are balanced
-    mirror = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert LoadLoss(noise_std=0.5)(make(mirror)).item() == pytest.approx(0.0)
-
-
-def test_load_default_noise_is_that_of_the_gate():
-    logits = torch.randn(6, 4)
-    expected = LoadLoss(noise_std=0.25)(make(logits, k=2))
-    assert torch.equal(LoadLoss()(make(logits, k=2)), expected)
-
-
-def test_router_z_by_hand():
-    # logsumexp(log 1, log 3) = log 4; logsumexp(0, 0) = log 2
-    logits = torch.tensor([[1.0, 3.0], [1.0, 1.0]]).log()
-    expected = (math.log(4) ** 2 + math.log(2) ** 2) / 2
-    assert RouterZLoss()(make(logits)).item() == pytest.approx(expected)
-    second = make(logits, foreground=[False, True])
-    loss = RouterZLoss(tokens="foreground")(second)
-    assert loss.item() == pytest.approx(math.log(2) ** 2)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -229,52 +199,14 @@ def test_background_does_not_count_even_if_nan(kind):
     assert torch.equal(mixed.grad[~foreground], torch.zeros(5, 2))
 
 
-@pytest.mark.parametrize("loss", [LoadBalanceLoss(), ImportanceLoss()])
-def test_descent_balances_a_skewed_router(loss):
-    torch.manual_seed(0)
-    tokens = torch.randn(200, 6)
-    weight = torch.randn(6, 4, requires_grad=True)
-    bias = torch.tensor([3.0, 0.0, 0.0, 0.0], requires_grad=True)
-    optimizer = torch.optim.SGD([weight, bias], lr=1.0)
-    importance = []
-    for _ in range(50):
-        record = make(tokens @ weight + bias)
-        importance.append(record.probs_VE.mean(0).max().item())
-        optimizer.zero_grad()
-        loss(record).backward()
-        optimizer.step()
-    assert importance[0] > 0.5
-    assert importance[-1] < 0.35
-
-
-def test_separate_router_by_hand():
-    logits_VG = torch.tensor([[1.0, 3.0], [2.0, -1.0], [0.5, 0.0]])
-    labels_V = torch.tensor([0, 0, 1])
-    # y * (z_0 - z_1): 1 - 3 = -2, 2 + 1 = 3, -(0.5 - 0) = -0.5; mean 0.5 / 3
-    loss = separate_loss(logits_VG, labels_V)
-    assert loss.item() == pytest.approx(-0.5 / 3)
-
-
-@pytest.mark.parametrize("steps", [1, 7, 40])
-def test_gradient_descent_follows_the_closed_form_of_eq_6(steps):
-    """w_0 moves by +c * mean(y * sum_j x_j) and w_1 by -c * the same."""
-    torch.manual_seed(0)
-    num_samples, num_patches, dims, lr = 12, 16, 5, 0.03
-    patches_NJD = torch.randn(num_samples, num_patches, dims)
-    y_N = torch.where(torch.rand(num_samples) < 0.5, 1.0, -1.0)
-    router = LinearRouter(dims, 2, init_std=0.1)
-    start_ED = router.weight_ED.detach().clone()
-    optimizer = torch.optim.SGD(router.parameters(), lr=lr)
-    labels_V = (y_N < 0).long().repeat_interleave(num_patches)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = separate_loss(router(patches_NJD.flatten(0, 1)), labels_V)
-        (num_patches * loss).backward()
-        optimizer.step()
-    direction_D = (y_N[:, None] * patches_NJD.sum(1)).mean(0)
-    moved = router.weight_ED.detach() - start_ED
-    expected = steps * lr * torch.stack([direction_D, -direction_D])
-    torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("loss", [DatasetRoutingLoss(), SeparateRouterLoss()])
+def test_tokens_of_unknown_group_take_no_part(loss):
+    logits = torch.randn(5, 2, requires_grad=True)
+    known = loss(make(logits[[0, 2, 3]], groups=[1, 0, 0], experts=EYE))
+    value = loss(make(logits, groups=[1, -1, 0, 0, -1], experts=EYE))
+    torch.testing.assert_close(value, known)
+    value.backward()
+    assert (logits.grad != 0).any(1).tolist() == [True, False, True, True, False]
 
 
 def test_half_precision_does_not_overflow_the_sums():
@@ -299,31 +231,6 @@ def test_more_classes_are_the_mean_over_pairs():
     torch.testing.assert_close(found, torch.stack(losses).mean())
     one = separate_loss(logits_VG, labels_V, pairs=[(0, 2)])
     torch.testing.assert_close(one, losses[1])
-
-
-def test_tokens_of_unknown_group_take_no_part():
-    torch.manual_seed(3)
-    logits_VG, labels_V = torch.randn(4, 2), torch.tensor([0, 1, 0, -1])
-    expected = separate_loss(logits_VG[:3], labels_V[:3])
-    torch.testing.assert_close(separate_loss(logits_VG, labels_V), expected)
-
-
-def test_on_a_record_a_group_has_the_mean_logit_of_its_experts():
-    torch.manual_seed(4)
-    moe = MoELayer(
-        router=LinearRouter(4, 3),
-        gate=TopKGate(1),
-        experts=FFNExperts(3, 4, 8),
-        losses=[SeparateRouterLoss(weight=2.0)],
-        group_experts=[[0, 2], [1]],
-    )
-    tokens_BND = torch.randn(2, 5, 4)
-    _, record = moe(tokens_BND, group_ids_B=torch.tensor([1, 0]))
-    z = record.logits_VE
-    margin_V = (z[:, 0] + z[:, 2]) / 2 - z[:, 1]
-    # the first image is of group 1, the second of group 0
-    expected = -2.0 * (margin_V[5:].sum() - margin_V[:5].sum()) / 10
-    torch.testing.assert_close(record.losses["separate_router"], expected)
 
 
 T, E = 1000, 6

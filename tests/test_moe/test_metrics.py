@@ -26,6 +26,8 @@ from damex.moe import (
 )
 
 EYE = torch.eye(4).tolist()
+LOG2, LOG3 = math.log(2.0), math.log(3.0)
+QUARTER = 2 * LOG2 - 0.75 * LOG3  # entropy of (1/4, 3/4)
 
 
 def make_record(experts, groups=None, *, num_experts=4, own=None, gate=None):
@@ -58,32 +60,30 @@ def test_dispatch_counts_know_the_groups_from_the_map_and_count_all_k():
     assert dispatch_counts(record).tolist() == [[0, 1, 1], [1, 1, 0]]
 
 
-def test_dispatch_entropy():
-    # every expert sees all four groups alike: log 4
-    uniform = torch.full((4, 3), 5)
-    assert dispatch_entropy(uniform).item() == pytest.approx(math.log(4))
-    # one group per expert; the third expert is empty and skipped
-    pure = torch.tensor([[7, 0, 0], [0, 3, 0]])
-    assert dispatch_entropy(pure).item() == 0.0
-    assert dispatch_entropy(torch.zeros(2, 3, dtype=torch.int64)).item() == 0.0
-    # expert 0: (1, 3) of 8 routes, entropy H(1/4); expert 1: (2, 2), entropy log 2
-    h_quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    expected = 0.5 * h_quarter + 0.5 * math.log(2)
-    found = dispatch_entropy(torch.tensor([[1, 2], [3, 2]]))
-    assert found.item() == pytest.approx(expected)
-
-
-def test_mutual_information():
-    assert mutual_information(torch.eye(3) * 4).item() == pytest.approx(math.log(3))
-    # rows in proportion: routing ignores the group
-    independent = mutual_information(torch.tensor([[1, 2], [3, 6]])).item()
-    assert independent == pytest.approx(0.0, abs=1e-12)
-    # p = (1/2, 1/4; 0, 1/4), p_g = (3/4, 1/4), p_e = (1/2, 1/2):
-    # 1/2 log(4/3) + 1/4 log(2/3) + 1/4 log 2
-    expected = 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3) + 0.25 * math.log(2)
-    value = mutual_information(torch.tensor([[2, 1], [0, 1]])).item()
-    assert value == pytest.approx(expected)
-    assert mutual_information(torch.zeros(2, 2)).item() == 0.0
+@pytest.mark.parametrize(
+    ("metric", "counts", "expected"),
+    [
+        # Every expert sees all four groups alike: log 4.
+        (dispatch_entropy, [[5] * 3] * 4, 2 * LOG2),
+        # One group per expert; the third expert is empty and skipped.
+        (dispatch_entropy, [[7, 0, 0], [0, 3, 0]], 0.0),
+        (dispatch_entropy, [[0] * 3] * 2, 0.0),
+        # Expert 0 has half of the routes, (1, 3); expert 1 (2, 2), entropy log 2.
+        (dispatch_entropy, [[1, 2], [3, 2]], 0.5 * QUARTER + 0.5 * LOG2),
+        (mutual_information, [[4, 0], [0, 4]], LOG2),
+        (mutual_information, [[1, 2], [3, 6]], 0.0),  # rows in proportion
+        # p = (1/2, 1/4; 0, 1/4), p_g = (3/4, 1/4), p_e = (1/2, 1/2):
+        # 1/2 log(4/3) + 1/4 log(2/3) + 1/4 log 2
+        (mutual_information, [[2, 1], [0, 1]], 1.5 * LOG2 - 0.75 * LOG3),
+        (mutual_information, [[0, 0], [0, 0]], 0.0),
+        (entropy, [3, 3], LOG2),
+        (entropy, [7, 0, 0], 0.0),
+        (entropy, [0, 0], 0.0),
+        (entropy, [1, 3], QUARTER),
+    ],
+)
+def test_entropies_by_hand(metric, counts, expected):
+    assert metric(torch.tensor(counts)).item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_routing_hits():
@@ -130,14 +130,6 @@ def test_records_without_groups_are_rejected():
         routing_hits(make_record([0], [0]))
 
 
-def test_entropy_by_hand():
-    assert entropy(torch.tensor([3, 3])).item() == pytest.approx(math.log(2))
-    assert entropy(torch.tensor([7, 0, 0])).item() == 0.0
-    assert entropy(torch.zeros(2)).item() == 0.0
-    quarter = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
-    assert entropy(torch.tensor([1, 3])).item() == pytest.approx(quarter)
-
-
 def test_a_tally_counts_by_group_and_leaves_unknown_groups_out():
     found = tally([0, 0, 2, 1, 3], [0, 1, 1, 1, -1], own=EYE)
     assert found.counts_GE.tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [0] * 4, [0] * 4]
@@ -156,29 +148,32 @@ def test_without_a_map_all_tokens_are_one_group():
     assert separate.expected_E.tolist() == [0.25] * 4
 
 
-def test_what_a_capacity_drops_was_chosen_too():
-    found = tally([2] * 8, gate=TopKGate(1, capacity=ExpertCapacity(factor=1.0)))
-    assert found.share_E.tolist() == [0.0, 0.0, 1.0, 0.0]
-    assert found.evenness == pytest.approx(0.0)
+CAPPED = TopKGate(1, capacity=ExpertCapacity(factor=1.0))
+BY_GROUP = [0] * 27 + [1, 2, 3]  # 9 of 10 tokens are of one dataset
 
 
-def test_evenness_is_the_entropy_of_the_load_relative_to_the_expected_one():
-    assert tally([0, 1, 2, 3]).evenness == pytest.approx(1.0)
-    assert tally([0, 0, 1, 1]).evenness == pytest.approx(0.5)
-    assert tally([3, 3, 3, 3]).evenness == pytest.approx(0.0)
-
-
-def test_datasets_of_unequal_size_are_not_a_collapse():
-    """9 of 10 tokens are of one dataset, and each goes where it belongs."""
-    experts = groups = [0] * 27 + [1, 2, 3]
-    assert tally(experts, groups, own=EYE).evenness == pytest.approx(1.0)
-    assert tally(experts, groups).evenness < 0.4
-    assert tally([0] * 30, groups, own=EYE).evenness == pytest.approx(0.0)
-
-
-def test_a_single_dataset_has_no_evenness():
-    assert tally([0, 0, 0], [0, 0, 0], own=EYE).evenness is None
-    assert tally([0, 0, 0], [-1, -1, -1], own=EYE).evenness is None
+@pytest.mark.parametrize(
+    ("experts", "options", "evenness", "unused"),
+    [
+        ([0, 1, 2, 3], {}, 1.0, []),
+        ([0, 0, 1, 1], {}, 0.5, [2, 3]),
+        ([3, 3, 3, 3], {}, 0.0, [0, 1, 2]),
+        ([2] * 8, dict(gate=CAPPED), 0.0, [0, 1, 3]),  # dropped routes were chosen too
+        ([0] * 8, dict(gate=ExpertChoiceGate(share=0.25)), 1.0, []),
+        ([0] * 8, dict(gate=DenseSoftmaxGate()), None, []),
+        # Relative to the load expected of datasets of unequal size.
+        (BY_GROUP, dict(groups=BY_GROUP, own=EYE), 1.0, []),
+        (BY_GROUP, dict(groups=BY_GROUP), 0.3137, []),
+        ([0] * 30, dict(groups=BY_GROUP, own=EYE), 0.0, [1, 2, 3]),
+        ([0] * 3, dict(groups=[0] * 3, own=EYE), None, []),  # a single dataset
+        ([0] * 3, dict(groups=[-1] * 3, own=EYE), None, []),
+        ([0] * 3, dict(groups=[0, 1, 1], own=EYE), 0.0, [1]),
+    ],
+)
+def test_evenness_and_unused_experts(experts, options, evenness, unused):
+    found = tally(experts, **options)
+    assert found.evenness == pytest.approx(evenness, abs=1e-4)
+    assert found.unused == unused
 
 
 def test_two_experts_per_token_leave_less_room():
@@ -193,18 +188,6 @@ def test_two_experts_per_token_leave_less_room():
     both = torch.cat([pair[:3], pair[:3].flip(1)])
     record = dataclasses.replace(record, assignment=gate(both))
     assert LayerTally.of(record).evenness == pytest.approx(1.0)
-
-
-def test_gates_that_fill_their_experts_by_themselves_never_collapse():
-    chosen = tally([0] * 8, gate=ExpertChoiceGate(share=0.25))
-    assert chosen.evenness == pytest.approx(1.0)
-    assert tally([0] * 8, gate=DenseSoftmaxGate()).evenness is None
-
-
-def test_unused_experts_are_those_whose_datasets_were_seen():
-    assert tally([0, 0, 2]).unused == [1, 3]
-    # groups 2 and 3 have no tokens
-    assert tally([0, 0, 0], [0, 1, 1], own=EYE).unused == [1]
 
 
 def test_steps_add_up_and_are_taken_once():

@@ -21,35 +21,9 @@ from damex.moe import (
 )
 
 
-def test_logits_by_hand():
-    router = LinearRouter(2, 3, bias=True)
-    with torch.no_grad():
-        router.weight_ED.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, -1.0]]))
-        router.bias_E.copy_(torch.tensor([0.0, 0.5, 0.0]))
-    logits = router(torch.tensor([[[3.0, 4.0]]]))
-    assert logits.tolist() == [[[3.0, 8.5, -1.0]]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_computes_in_float32_under_autocast_and_in_half_models(dtype):
-    torch.manual_seed(0)
-    router = LinearRouter(64, 8, bias=True, init_std=1.0).to(dtype)
-    tokens = torch.randn(5, 64).to(dtype)
-    expected = tokens.float() @ router.weight_ED.float().T + router.bias_E.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = router(tokens)
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_initialisation_and_reset():
+def test_initialisation():
     torch.manual_seed(0)
     router = LinearRouter(256, 64, bias=True, init_std=0.05)
-    assert abs(router.weight_ED.std().item() - 0.05) < 0.002
-    with torch.no_grad():
-        router.weight_ED.fill_(7.0)
-        router.bias_E.fill_(7.0)
-    router.reset_parameters()
     assert abs(router.weight_ED.std().item() - 0.05) < 0.002
     assert (router.bias_E == 0).all()
     assert (LinearRouter(8, 4, init_std=0.0).weight_ED == 0).all()
@@ -122,29 +96,21 @@ def test_a_zero_token_has_a_direction_and_finite_gradients():
     assert 0 < tokens.grad.abs().max() < 100
 
 
-def test_softmax_is_the_product_of_both_levels_by_hand():
-    router = HierarchicalRouter(2, 3, num_groups=2, init_std=0.0)
-    with torch.no_grad():
-        router.group_bias_G.copy_(torch.tensor([math.log(3.0), 0.0]))
-        # the common 7 of group 0 cancels inside of the group
-        router.bias_E.copy_(torch.tensor([7.0, 7.0 + math.log(4.0), -5.0]))
-    # groups (0, 1) and (2,): 3/4 * 1/5, 3/4 * 4/5 and 1/4 * 1
-    logits = router(torch.randn(1, 2))
-    torch.testing.assert_close(logits.exp(), torch.tensor([[0.15, 0.6, 0.25]]))
-
-
 @pytest.mark.parametrize(
     ("num_groups", "num_experts"), [(1, 4), (2, 5), (3, 3), (3, 7), (4, 10)]
 )
 def test_product_of_levels_for_any_sizes(num_groups, num_experts):
     torch.manual_seed(0)
     router = HierarchicalRouter(4, num_experts, num_groups=num_groups, init_std=1.0)
+    for bias in (router.group_bias_G, router.bias_E):
+        torch.nn.init.normal_(bias)
     tokens = torch.randn(2, 3, 4)
-    probs = router(tokens).softmax(-1)
-    outer = functional.linear(tokens, router.group_weight_GD).softmax(-1)
-    for g, group in enumerate(expert_groups(num_groups, num_experts)):
-        inner = functional.linear(tokens, router.weight_ED[list(group)]).softmax(-1)
-        torch.testing.assert_close(probs[..., group], outer[..., g, None] * inner)
+    probs = router(tokens).exp()
+    outer = tokens @ router.group_weight_GD.T + router.group_bias_G
+    inner = tokens @ router.weight_ED.T + router.bias_E
+    for g, group in enumerate(map(list, expert_groups(num_groups, num_experts))):
+        expected = outer.softmax(-1)[..., g, None] * inner[..., group].softmax(-1)
+        torch.testing.assert_close(probs[..., group], expected)
 
 
 def test_dataset_loss_teaches_the_first_level_alone():

@@ -15,17 +15,6 @@ def random_topk(num_tokens=7, k=2, num_experts=4, seed=0):
     return ids, weights, Assignment.from_topk(ids, weights, num_experts=num_experts)
 
 
-def dense_combine(ids_VK, weights_VK, outs_EVD):
-    """The definition: sum over k of weight * expert(token), token by token."""
-    rows = []
-    for t in range(ids_VK.shape[0]):
-        row = torch.zeros(outs_EVD.shape[2])
-        for e, w in zip(ids_VK[t].tolist(), weights_VK[t], strict=True):
-            row = row + w * outs_EVD[e, t]
-        rows.append(row)
-    return torch.stack(rows)
-
-
 def test_from_topk_by_hand():
     assignment = Assignment.from_topk(
         torch.tensor([[2, 0], [0, 1], [2, 1]]),
@@ -42,15 +31,6 @@ def test_from_topk_by_hand():
     assert assignment.counts_E.dtype == torch.int64
     assert (assignment.num_tokens, assignment.routes_per_token) == (3, 2)
     assert (assignment.num_routes, assignment.num_experts) == (6, 4)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_combine_equals_its_definition(k):
-    ids, weights, assignment = random_topk(k=k)
-    outs_EVD = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
-    out_RD = outs_EVD[assignment.expert_index_R, assignment.token_index_R]
-    combined = assignment.combine(out_RD)
-    torch.testing.assert_close(combined, dense_combine(ids, weights, outs_EVD))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -121,12 +101,6 @@ def test_combine_sums_in_float32_and_keeps_the_dtype():
     assert combined.item() == 2.40625
 
 
-def test_no_tokens():
-    empty = torch.zeros(0, 2)
-    none = Assignment.from_topk(empty.long(), empty, num_experts=3)
-    assert none.combine(torch.zeros(0, 4)).shape == (0, 4)
-
-
 MASK_BN = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 
 
@@ -150,22 +124,6 @@ def test_a_full_packing_is_that_of_a_mask_without_padding(width):
         assert torch.equal(packing.unpack(packing.pack(values_BN)), values_BN)
         assert packing.spread(values_BN[:, 0]).shape == (9, *width)
     assert torch.equal(full.spread(values_BN), masked.spread(values_BN))
-
-
-def test_padding_gets_no_gradient_even_if_nan():
-    values_BN = torch.where(MASK_BN, 1.0, torch.nan).requires_grad_()
-    packing = Packing.of_mask(MASK_BN)
-    packing.unpack(packing.pack(values_BN) * 2.0).sum().backward()
-    assert torch.equal(values_BN.grad, 2.0 * MASK_BN)
-
-
-def test_packing_of_nothing():
-    for mask_BN in (torch.zeros(2, 3).bool(), torch.zeros(2, 0).bool()):
-        packing = Packing.of_mask(mask_BN)
-        assert packing.pack(torch.zeros(*mask_BN.shape, 4)).shape == (0, 4)
-        assert packing.spread(torch.zeros(2)).shape == (0,)
-        back = packing.unpack(torch.ones(0, 4))
-        assert torch.equal(back, torch.zeros(*mask_BN.shape, 4))
 
 
 @pytest.mark.parametrize(

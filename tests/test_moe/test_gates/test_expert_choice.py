@@ -70,20 +70,6 @@ def test_share_counts_real_tokens_of_each_image():
     assert assignment.num_tokens == 15
 
 
-@pytest.mark.parametrize("padding", [0, 1, 28])
-def test_padding_changes_neither_the_share_nor_the_weights(padding):
-    # 0.07 * 100 in float64 is a hair above 7
-    logits = torch.randn(1, 100, 3, generator=torch.Generator().manual_seed(0))
-    padded = torch.cat([logits, torch.full((1, padding, 3), 9.0)], dim=1)
-    mask = torch.arange(100 + padding).unsqueeze(0) < 100
-    for weights in ("selected", "all"):
-        gate = ExpertChoiceGate(share=0.07, weights=weights)
-        plain, found = gate(logits[0]), choose(gate, padded, mask)[0]
-        assert found.counts_E.tolist() == [7, 7, 7]
-        assert torch.equal(found.token_index_R, plain.token_index_R)
-        torch.testing.assert_close(found.weight_R, plain.weight_R)
-
-
 def test_an_image_with_fewer_tokens_gives_all_of_them():
     mask = torch.tensor([[True, True, False]])
     for weights in ("selected", "all"):

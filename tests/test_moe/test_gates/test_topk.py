@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from damex.moe import BiasBalancer, TopKGate
+from damex.moe import BiasBalancer, DenseSoftmaxGate, TopKGate
 
 LOG3 = math.log(3.0)
 
@@ -18,22 +18,20 @@ def experts_by_token(assignment, k=1):
     return assignment.expert_index_R[order].view(-1, k)
 
 
-def test_top1_weight_is_the_probability_over_all_experts():
-    # softmax of (log 3, 0, 0, -inf..): 3/5, 1/5, 1/5
-    logits = torch.tensor([[LOG3, 0.0, 0.0], [0.0, 0.0, LOG3]])
-    assignment = TopKGate(1)(logits)
-    assert assignment.token_index_R.tolist() == [0, 1]
-    assert assignment.expert_index_R.tolist() == [0, 2]
-    torch.testing.assert_close(assignment.weight_R, torch.tensor([0.6, 0.6]))
-
-
-def test_top2_weights_with_and_without_renormalisation():
+@pytest.mark.parametrize(
+    ("gate", "experts", "weights"),
+    [
+        (TopKGate(1), [2], [0.6]),
+        (TopKGate(2), [1, 2], [0.3, 0.6]),
+        (TopKGate(2, renormalize=True), [1, 2], [1 / 3, 2 / 3]),
+        (DenseSoftmaxGate(), [0, 1, 2], [0.1, 0.3, 0.6]),
+    ],
+)
+def test_choice_and_weights_by_hand(gate, experts, weights):
     logits = torch.tensor([[0.0, LOG3, math.log(6.0)]])  # probabilities .1 .3 .6
-    plain, renorm = TopKGate(2)(logits), TopKGate(2, renormalize=True)(logits)
-    assert plain.expert_index_R.tolist() == [1, 2]
-    torch.testing.assert_close(plain.weight_R, torch.tensor([0.3, 0.6]))
-    # 0.3 / 0.9 and 0.6 / 0.9
-    torch.testing.assert_close(renorm.weight_R, torch.tensor([1 / 3, 2 / 3]))
+    assignment = gate(logits)
+    assert assignment.expert_index_R.tolist() == experts
+    torch.testing.assert_close(assignment.weight_R, torch.tensor(weights))
 
 
 def test_renormalised_top1_weighs_one_and_gives_the_router_no_gradient():
