@@ -7,7 +7,6 @@ there.
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,23 +16,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from damex.moe import (
-    AffineExperts,
-    DatasetRoutingLoss,
-    DenseSoftmaxGate,
-    DenseToSparseGate,
-    ExpertCapacity,
-    ExpertChoiceGate,
     ExpertGradients,
     ExpertShards,
     FFNExperts,
-    HierarchicalRouter,
-    LinearRouter,
-    LoadBalanceLoss,
-    LowRankExperts,
-    MoELayer,
     Packing,
-    SharedExpert,
-    TopKGate,
     gathered_experts,
     sharded_layers,
     sharded_names,
@@ -41,28 +27,22 @@ from damex.moe import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import stand_in_device
+from layers import LAYERS, D, H, make_layer
 
 BACKENDS = dict(cpu="gloo", cuda="nccl")
-D, H, E, STEPS, MAX_NORM = 6, 10, 4, 3, 0.05
-FFN = partial(FFNExperts, E, D, H)
-ROUTERS = dict(
-    linear=LinearRouter, hierarchical=partial(HierarchicalRouter, num_groups=2)
+STEPS, MAX_NORM = 2, 0.05
+# Gates, routers and experts that draw no noise and keep no load.
+ALIKE = (
+    *("top1", "top3 renormalised", "top2 with a capacity", "expert choice", "dense"),
+    *("dense to sparse", "shared expert", "hierarchical", "low rank", "affine"),
 )
-CASES = dict(
-    top1=(TopKGate, FFN, "linear"),
-    top2=(partial(TopKGate, 2, renormalize=True), FFN, "hierarchical"),
-    capacity=(partial(TopKGate, 2, capacity=ExpertCapacity(factor=0.8)), FFN, "linear"),
-    prelu=(TopKGate, partial(FFN, activation="prelu", output_bias=False), "linear"),
-    expert_choice=(partial(ExpertChoiceGate, share=0.5), FFN, "linear"),
-    dense=(DenseSoftmaxGate, FFN, "linear"),
-    dense_to_sparse=(DenseToSparseGate, FFN, "linear"),
-    low_rank=(TopKGate, partial(LowRankExperts, E, D, 2), "linear"),
-    affine=(partial(TopKGate, 2), partial(AffineExperts, E, D), "linear"),
-    recomputed=(TopKGate, FFN, "linear"),
-    accumulated=(TopKGate, FFN, "linear"),
-    frozen=(TopKGate, FFN, "linear"),
-)
-ADAPTERS = ("low_rank", "affine")
+CASES = {
+    **{name: LAYERS[name] for name in ALIKE},
+    "prelu": dict(
+        experts=lambda e: FFNExperts(e, D, H, activation="prelu", output_bias=False)
+    ),
+    **{name: LAYERS["top1"] for name in ("recomputed", "accumulated", "frozen")},
+}
 
 
 class Net(nn.Module):
@@ -73,11 +53,11 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.recomputes = case == "recomputed"
         self.first = nn.Linear(D, D)
-        self.layers = nn.ModuleList(make_layer(case) for _ in range(2))
+        self.layers = nn.ModuleList(
+            make_layer(**CASES[case], seed=seed) for seed in range(2)
+        )
         self.last = nn.Linear(D, 1)
         self.double()
-        for parameter in self.parameters():  # adapters start at zero
-            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
         if case == "frozen":
             for layer in self.layers:
                 layer.experts.requires_grad_(False)
@@ -97,30 +77,15 @@ class Net(nn.Module):
         return hidden, values_BN.sum() / mask_BN.sum().clamp_min(1) + sum(losses)
 
 
-def make_layer(case):
-    make_gate, make_experts, router = CASES[case]
-    shared = SharedExpert(D, H) if case in ADAPTERS else None
-    layer = MoELayer(
-        router=ROUTERS[router](D, E),
-        gate=make_gate(),
-        experts=make_experts(),
-        shared_expert=shared,
-        losses=[DatasetRoutingLoss(weight=0.1), LoadBalanceLoss(weight=0.1)],
-        group_experts=[[0, 1], [2, 3]],
-    )
-    layer.gate.begin_step(0.5)
-    return layer
-
-
 def make_batch(step, rank):
     """Images of uneven size; process 1 has no token at all in step 1."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     count, length = 1 + rank % 2, 5 + 2 * rank
     tokens_BND = torch.randn(count, length, D, generator=generator).double()
-    mask_BN = torch.rand(count, length, generator=generator) < 0.8
+    mask_BN = torch.rand(count, length, generator=generator) < 0.6
     if (step, rank) == (1, 1):
         mask_BN[:] = False
-    groups_B = torch.randint(-1, 2, (count,), generator=generator)
+    groups_B = torch.randint(-1, 3, (count,), generator=generator)
     return tokens_BND, mask_BN, groups_B
 
 

@@ -27,7 +27,6 @@ from damex.moe import (
     LoadLoss,
     LowRankExperts,
     MLPRouter,
-    MoELayer,
     NormalizedGD,
     Packing,
     PatchConvExperts,
@@ -42,12 +41,15 @@ from damex.moe import (
     load_dense_split,
     presence_loss,
     repeat_router_rows,
+    route_patches,
     shared_hidden_dims,
     split_hidden_dims,
 )
 from damex.moe.grouped import grouped_linear
+from tests.test_moe.layers import D, make_layer
 
 CONV = dict(num_experts=3, in_channels=4, out_channels=6, patch_size=2)
+NONE = dict(group_experts=None)
 DENSE = (torch.zeros(6, 2), torch.zeros(6), torch.zeros(2, 6), torch.zeros(2))
 INDEX, ONES = torch.tensor([0, 4]), torch.ones(2)
 PAIR = Assignment.from_pairs(
@@ -55,15 +57,6 @@ PAIR = Assignment.from_pairs(
 )
 topk = partial(Assignment.from_topk, num_experts=1)
 pairs = partial(Assignment.from_pairs, num_tokens=4, num_experts=3)
-
-
-def make_layer(num_experts=4, **options):
-    return MoELayer(
-        router=LinearRouter(2, num_experts),
-        gate=TopKGate(1),
-        experts=FFNExperts(4, 2, 3),
-        **options,
-    )
 
 
 def one_parameter_in_two_optimizers():
@@ -97,22 +90,15 @@ CASES = [
     (lambda: FFNExperts(2, 4, 8, backend="cutlass"), "unknown backend 'cutlass'"),
     (lambda: FFNExperts(2, 4, 8, init_std=-0.1), "init_std must be above 0, got -0.1"),
     (lambda: LowRankExperts(0, 8, 4), "num_experts must be at least 1, got 0"),
-    (lambda: LowRankExperts(3, 8, 0), "rank must be at least 1, got 0"),
     (lambda: LowRankExperts(3, 8, 9), "rank must be at most embed_dims=8, .*got 9"),
     (lambda: LowRankExperts(3, 8, 4, backend="cutlass"), "unknown backend 'cutlass'"),
     (lambda: AffineExperts(3, 0), "embed_dims must be at least 1, got 0"),
     (lambda: PatchConvExperts(**CONV | dict(num_experts=4)), "4 experts and 6 cha"),
-    (lambda: PatchConvExperts(**CONV | dict(num_experts=0)), "num_experts must .* 0"),
     (lambda: PatchConvExperts(**CONV, kernel_size=2), "odd positive integer, got 2"),
-    (lambda: PatchConvExperts(**CONV, kernel_size=3.0), "kernel_size must .* got 3.0"),
     (lambda: PatchConvExperts(**CONV | dict(patch_size=0)), "patch_size must .* got 0"),
-    (lambda: PatchConvExperts(**CONV | dict(patch_size=(2, 2, 2))), r"got \(2, 2, 2\)"),
-    (lambda: PatchConvExperts(**CONV | dict(patch_size="2")), "patch_size .* got '2'"),
     (lambda: PatchConvExperts(**CONV, border="reflect"), "border 'reflect'.*'zeros'"),
     (lambda: split_hidden_dims(4, parts=5), r"parts must lie in \[1, H=4\], got 5"),
-    (lambda: shared_hidden_dims(4, parts=5, shared=1), r"parts .*\[1, H=4\], got 5"),
     (lambda: shared_hidden_dims(4, parts=2, shared=2), r"shared .*\[0, parts=2\).*2"),
-    (lambda: shared_hidden_dims(4, parts=2, shared=-1), r"shared .*parts=2\).*got -1"),
     (lambda: split(4, 2, 6), "in 2 parts needs .* H=3, got D=2 and H=6"),
     (lambda: split(5, 2, 3), "got 5 experts and 2 parts"),
     (lambda: split(4, 2, 3, activation="prelu"), "'prelu' need a slope_1"),
@@ -120,24 +106,18 @@ CASES = [
     (lambda: repeat_router_rows(LinearRouter(2, 3), parts=2), "3 experts and 2 parts"),
     (lambda: LinearRouter(0, 4), "embed_dims must be at least 1, got 0"),
     (lambda: LinearRouter(4, 4, init_std=-0.1), "init_std must be >= 0, got -0.1"),
-    (lambda: MLPRouter(4, 2, hidden_dims=0), "hidden_dims must be at least 1, got 0"),
     (lambda: MLPRouter(4, 2, activation="elu"), "unknown activation 'elu'"),
     (lambda: MLPRouter(4, 2, init_std=-1.0), "init_std must be >= 0, got -1.0"),
     (lambda: CosineRouter(4, 2, proj_dims=0), "proj_dims must be at least 1, got 0"),
     (lambda: CosineRouter(4, 2, init_temperature=0.001), "got 0.01 and 0.001"),
-    (lambda: CosineRouter(4, 2, min_temperature=0.0), "got 0.0 and 0.5"),
     (lambda: HierarchicalRouter(0, 4, num_groups=2), "embed_dims must be .* got 0"),
-    (lambda: HierarchicalRouter(4, 4, num_groups=5), "got 5 groups and 4 experts"),
     (lambda: expert_groups(3, 2), "got 3 groups and 2 experts"),
-    (lambda: expert_groups(0, 2), "got 0 groups and 2 experts"),
     (lambda: TopKGate(0), "k must be at least 1, got 0"),
     (lambda: TopKGate(3)(torch.zeros(1, 2)), "k=3 experts .* only 2 experts"),
     (lambda: TopKGate(1, noise="gumbel"), "unknown noise 'gumbel'"),
     (lambda: TopKGate(noise="uniform", noise_scale=-1.0), "noise_scale must .*-1.0"),
     (lambda: TopKGate(weight_scale=0.0), "weight_scale must be above 0, got 0.0"),
     (lambda: TopKGate(noise_scale=1.0), "no effect without noise"),
-    (lambda: TopKGate(noisy_weights=True), "no effect without noise"),
-    (lambda: ExpertCapacity(factor=0.0), "factor must be above 0, got 0.0"),
     (lambda: ExpertCapacity(factor=math.nan), "factor must be above 0, got nan"),
     (lambda: BiasBalancer(0), "num_experts must be at least 1, got 0"),
     (lambda: BiasBalancer(2, rate=0.0), "rate must be above 0, got 0.0"),
@@ -147,11 +127,9 @@ CASES = [
     (lambda: DenseToSparseGate(end_k=0), "end_k must be .* 1 or more.* 0"),
     (lambda: DenseToSparseGate().begin_step(1.5), r"progress must be .* got 1.5"),
     (lambda: DenseToSparseGate(end_k=3).limit(2), "end_k=3 experts .* only 2 experts"),
-    (lambda: ExpertChoiceGate(), "set one of num_tokens and share"),
     (lambda: ExpertChoiceGate(num_tokens=2, share=0.5), "one of .* got 2 and 0.5"),
     (lambda: ExpertChoiceGate(num_tokens=0), "num_tokens must be at least 1, got 0"),
     (lambda: ExpertChoiceGate(share=1.5), r"share must be in \(0, 1\], got 1.5"),
-    (lambda: ExpertChoiceGate(share=0.5, weights="none"), "unknown weights 'none'"),
     (lambda: ExpertChoiceGate(share=1, weights="one", mean_one=True), "mean_one out"),
     (lambda: topk(torch.zeros(3, 1), torch.ones(2, 1)), r"\(3, 1\) and \(2, 1\)"),
     (lambda: topk(torch.zeros(3, 0), torch.ones(3, 0)), "K must be at least 1"),
@@ -159,13 +137,18 @@ CASES = [
     (lambda: pairs(0 * INDEX, INDEX, ONES), r"expert_index must lie in \[0, 3\)"),
     (lambda: pairs(INDEX, INDEX, ONES[:1]), r"of one length, got shapes .*\(1,\)"),
     (lambda: Packing.of_mask(torch.ones(2, 3)), r"\(B, N\), got torch.float32"),
-    (lambda: Packing.of_mask(torch.ones(3).bool()), r"of shape \(3,\)"),
-    (lambda: make_layer(3), "scores 3 experts, but there are 4"),
+    (
+        lambda: make_layer(router=lambda e: LinearRouter(D, 3)),
+        "scores 3 experts, but there are 4",
+    ),
+    (lambda: route_patches(make_layer(), torch.zeros(1, D, 2, 2)), "got FFNExperts"),
     (lambda: make_layer(group_experts=[]), "at least one dataset group"),
     (lambda: make_layer(group_experts=[[0], []]), "group 1 has no expert"),
     (lambda: make_layer(group_experts=[[0], [4]]), r"group 1 names expert 4.*\[0, 4\)"),
-    (lambda: make_layer(group_experts=[[-1]]), "group 0 names expert -1"),
-    (lambda: make_layer(losses=[SeparateRouterLoss()]), "needs group_experts"),
+    (
+        lambda: make_layer(group_experts=None, losses=[SeparateRouterLoss()]),
+        "needs group_experts",
+    ),
     (lambda: make_layer(losses=[RouterZLoss()] * 2), "two losses share a name"),
     (lambda: make_layer(losses=[RouterZLoss(weight=-1)]), "'router_z': weight must"),
     (lambda: LoadLoss(noise_std=0.0), "noise_std must be above 0, got 0.0"),
@@ -174,19 +157,15 @@ CASES = [
         "same number of experts",
     ),
     (lambda: separate(None, 1), "needs two or more, got 1"),
-    (lambda: separate([(0, 0)]), r"different groups in \[0, G\), got \(0, 0\)"),
     (lambda: separate([(0, 2)]), r"different groups in \[0, 2\), got \(0, 2\)"),
-    (lambda: separate([(0, 1, 1)]), r"got \(0, 1, 1\)"),
     (lambda: separate([]), r"not empty, .*got \[\]"),
     (lambda: optimize((2, 2), lr=-1.0), "lr must be >= 0, got -1.0"),
     (lambda: optimize((2, 2), (3, 2)), r"group 0 .* got shapes \[\(2, 2\), \(3, 2\)"),
-    (lambda: optimize(()), r"got shapes \[\(\)\]"),
     (lambda: expert_parameters(nn.Linear(2, 2)), "no MoELayer"),
     (one_parameter_in_two_optimizers, "more than one parameter group"),
     (lambda: multiply(backend="fast"), "unknown backend 'fast'.*'split'"),
     (lambda: ShallowEmbedding(0), "needs positive embed_dims"),
     (lambda: ShallowEmbedding(2, widths=()), "one or more positive widths"),
-    (lambda: ShallowEmbedding(2, widths=(4, 0)), r"got 2, 3 and \[4, 0\]"),
     (
         lambda: ShallowEmbedding(2)(
             torch.zeros(1, 3, 8, 8), torch.ones(1, 8, 9, dtype=torch.bool)

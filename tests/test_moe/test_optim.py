@@ -12,25 +12,18 @@ from torch import nn
 from damex.moe import (
     ChainedOptimizer,
     FFNExperts,
-    LinearRouter,
-    MoELayer,
     NormalizedGD,
-    SharedExpert,
-    TopKGate,
     copy_expert_to_all,
     decay_to_mean,
     expert_parameters,
 )
+from tests.test_moe.layers import D
+from tests.test_moe.layers import make_layer as any_layer
 
 
-def make_layer(**kwargs):
-    torch.manual_seed(0)
-    return MoELayer(
-        router=LinearRouter(4, 3, bias=True),
-        gate=TopKGate(1),
-        experts=FFNExperts(3, 4, 6, activation="cubic"),
-        **kwargs,
-    )
+def make_layer(**options):
+    experts = lambda e: FFNExperts(e, D, 6, activation="cubic")  # noqa: E731
+    return any_layer(experts=experts, num_experts=3, **BARE | options)
 
 
 def movement_E(before, after):
@@ -42,56 +35,23 @@ def movement_E(before, after):
     return sum(squares).sqrt()
 
 
-def test_a_step_by_hand():
+BARE = dict(group_experts=None, losses=())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_step_by_hand(scale):
     weight = nn.Parameter(torch.tensor([[[1.0, 1.0]], [[1.0, 1.0]], [[1.0, 1.0]]]))
     bias = nn.Parameter(torch.zeros(3, 1))
     weight.grad = torch.tensor([[[2.0, 3.0]], [[0.0, 0.0]], [[0.0, 4.0]]])
     bias.grad = torch.tensor([[6.0], [0.0], [3.0]])
+    for one in (weight, bias):
+        one.grad *= scale
     optimizer = NormalizedGD([weight, bias], lr=0.7)
     optimizer.step()
     # norms: sqrt(4 + 9 + 36) = 7, 0 and sqrt(16 + 9) = 5
     expected = torch.tensor([[[0.8, 0.7]], [[1.0, 1.0]], [[1.0, 1.0 - 0.56]]])
     torch.testing.assert_close(weight.detach(), expected)
     torch.testing.assert_close(bias.detach(), torch.tensor([[-0.6], [0.0], [-0.42]]))
-
-
-def test_every_expert_with_tokens_moves_by_exactly_lr_and_the_others_not_at_all():
-    layer = make_layer()
-    with torch.no_grad():
-        layer.router.bias_E.copy_(torch.tensor([0.0, 0.0, -99.0]))
-    groups, _ = expert_parameters(layer)
-    optimizer = NormalizedGD(groups, lr=0.01)
-    before = [p.detach().clone() for p in layer.experts.parameters()]
-    out, record = layer(torch.randn(2, 20, 4))
-    (1e-6 * out.square().sum()).backward()
-    optimizer.step()
-    assert record.assignment.counts_E.tolist()[2] == 0 < record.assignment.counts_E[0]
-    moved = movement_E(before, layer.experts.parameters())
-    expected = torch.tensor([0.01, 0.01, 0.0], dtype=torch.float64)
-    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_length_does_not_depend_on_the_size_of_the_gradient(scale):
-    weight = nn.Parameter(torch.zeros(2, 3))
-    weight.grad = torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.0, 0.0]]) * scale
-    NormalizedGD([weight], lr=1.0).step()
-    expected = torch.tensor([[-0.6, 0.0, -0.8], [0.0, 0.0, 0.0]])
-    torch.testing.assert_close(weight.detach(), expected)
-
-
-def test_layers_are_normalised_apart_and_gradients_may_be_missing():
-    model = nn.ModuleList([make_layer(), make_layer()])
-    groups, _ = expert_parameters(model)
-    optimizer = NormalizedGD(groups, lr=0.5)
-    optimizer.step()  # no gradient anywhere yet
-    before = [p.detach().clone() for p in model[0].experts.parameters()]
-    tokens = torch.randn(2, 50, 4)
-    total = model[0](tokens)[0].square().sum() + 1e3 * model[1](tokens)[0].sum()
-    total.backward()
-    optimizer.step()
-    moved = movement_E(before, model[0].experts.parameters())
-    torch.testing.assert_close(moved, torch.full((3,), 0.5, dtype=torch.float64))
 
 
 def test_a_nan_gradient_is_not_hidden():
@@ -102,15 +62,36 @@ def test_a_nan_gradient_is_not_hidden():
     assert weight[1].tolist() == [-1.0, 0.0]
 
 
-def test_expert_parameters_part_the_model():
-    model = nn.Sequential(nn.Linear(4, 4), make_layer(shared_expert=SharedExpert(4, 6)))
-    groups, others = expert_parameters(model)
-    assert [id(p) for p in groups[0]["params"]] == [
-        id(p) for p in model[1].experts.parameters()
-    ]
-    # two of the linear layer, two of the router, four of the shared expert
-    assert len(others) == 8
-    assert len(groups[0]["params"]) + len(others) == len(list(model.parameters()))
+def test_every_expert_with_tokens_moves_by_exactly_lr_and_the_others_not_at_all():
+    layer = make_layer()
+    with torch.no_grad():
+        layer.router.bias_E.copy_(torch.tensor([0.0, 0.0, -99.0]))
+    groups, others = expert_parameters(layer)
+    assert [*map(id, groups[0]["params"])] == [*map(id, layer.experts.parameters())]
+    assert [*map(id, others)] == [*map(id, layer.router.parameters())]
+    optimizer = NormalizedGD(groups, lr=0.01)
+    before = [p.detach().clone() for p in layer.experts.parameters()]
+    out, record = layer(torch.randn(2, 20, D))
+    (1e-6 * out.square().sum()).backward()
+    optimizer.step()
+    assert record.assignment.counts_E.tolist()[2] == 0 < record.assignment.counts_E[0]
+    moved = movement_E(before, layer.experts.parameters())
+    expected = torch.tensor([0.01, 0.01, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=0)
+
+
+def test_layers_are_normalised_apart_and_gradients_may_be_missing():
+    model = nn.ModuleList([make_layer(), make_layer()])
+    groups, _ = expert_parameters(model)
+    optimizer = NormalizedGD(groups, lr=0.5)
+    optimizer.step()  # no gradient anywhere yet
+    before = [p.detach().clone() for p in model[0].experts.parameters()]
+    tokens = torch.randn(2, 50, D)
+    total = model[0](tokens)[0].square().sum() + 1e3 * model[1](tokens)[0].sum()
+    total.backward()
+    optimizer.step()
+    moved = movement_E(before, model[0].experts.parameters())
+    torch.testing.assert_close(moved, torch.full((3,), 0.5, dtype=torch.float64))
 
 
 def make(*, seed=0, lr=0.1):
@@ -221,12 +202,9 @@ def test_decay_to_the_mean_by_hand():
     assert weight.tolist() == [[1.75, 0.5], [3.25, 0.5], [7.0, 5.0]]
     decay_to_mean(weight, 1.0)
     assert weight.tolist() == [[4.0, 2.0]] * 3
-
-
-def test_parts_of_a_copy_decay_to_the_same_part_of_the_other_copies():
-    weight = nn.Parameter(torch.tensor([[1.0], [10.0], [3.0], [30.0]]))
-    decay_to_mean(weight, 0.5, parts=2)
-    assert weight.tolist() == [[1.5], [15.0], [2.5], [25.0]]
+    parts = nn.Parameter(torch.tensor([[1.0], [10.0], [3.0], [30.0]]))
+    decay_to_mean(parts, 0.5, parts=2)  # with the same part of the other copies
+    assert parts.tolist() == [[1.5], [15.0], [2.5], [25.0]]
 
 
 def test_all_experts_become_copies_of_one_by_hand():

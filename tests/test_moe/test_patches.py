@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from damex.moe import (
     DatasetRoutingLoss,
     ExpertChoiceGate,
-    FFNExperts,
     LinearRouter,
     MoELayer,
     Packing,
@@ -20,17 +19,6 @@ from damex.moe import (
     route_patches,
 )
 from damex.moe.patches import merge_patches, patch_grid, split_patches
-
-
-def test_patches_by_hand():
-    map_BCHW = torch.arange(12.0).view(1, 1, 3, 4)
-    # 0 1 | 2 3
-    # 4 5 | 6 7
-    # ----+----   and a row of zeros below the last
-    # 8 9 | 10 11
-    patches = split_patches(map_BCHW, (2, 2))
-    expected = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 0, 0], [10, 11, 0, 0]]
-    assert patches.flatten(2).tolist() == [expected]
 
 
 def test_a_halo_shows_the_neighbours_and_zeros_outside():
@@ -177,23 +165,3 @@ def test_groups_of_images_reach_their_patches_also_in_half_precision():
     assert record.group_ids_V.tolist() == [1] * 4 + [0] * 4
     assert record.losses["dataset_routing"].dtype == torch.float32
     assert out.dtype == torch.bfloat16
-
-
-def test_an_expert_without_patches_has_zero_gradients():
-    moe = make_layer(TopKGate(1))
-    with torch.no_grad():
-        moe.router.weight_ED[0] = 0
-        moe.router.weight_ED[1:] = -1
-    out, record = route_patches(moe, torch.rand(1, 4, 4, 4))
-    out.square().sum().backward()
-    assert record.assignment.counts_E.tolist() == [4, 0, 0]
-    grad_E = moe.experts.weight_EOCKK.grad.flatten(1).abs().sum(1)
-    assert (grad_E > 0).tolist() == [True, False, False]
-
-
-def test_other_experts_are_refused():
-    moe = MoELayer(
-        router=LinearRouter(4, 2), gate=TopKGate(1), experts=FFNExperts(2, 4, 4)
-    )
-    with pytest.raises(ValueError, match="needs PatchConvExperts, got FFNExperts"):
-        route_patches(moe, torch.zeros(1, 4, 2, 2))

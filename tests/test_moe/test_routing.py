@@ -8,13 +8,6 @@ import torch
 from damex.moe import Assignment, Packing, expert_groups
 
 
-def random_topk(num_tokens=7, k=2, num_experts=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_tokens, num_experts, generator=generator)
-    weights, ids = scores.topk(k, dim=1)
-    return ids, weights, Assignment.from_topk(ids, weights, num_experts=num_experts)
-
-
 def test_from_topk_by_hand():
     assignment = Assignment.from_topk(
         torch.tensor([[2, 0], [0, 1], [2, 1]]),
@@ -31,29 +24,6 @@ def test_from_topk_by_hand():
     assert assignment.counts_E.dtype == torch.int64
     assert (assignment.num_tokens, assignment.routes_per_token) == (3, 2)
     assert (assignment.num_routes, assignment.num_experts) == (6, 4)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_from_pairs_agrees_with_from_topk_in_any_order(k):
-    ids, weights, assignment = random_topk(k=k)
-    tokens = torch.arange(7).repeat_interleave(k)
-    shuffle = torch.randperm(7 * k, generator=torch.Generator().manual_seed(3))
-    pairs = Assignment.from_pairs(
-        tokens[shuffle],
-        ids.flatten()[shuffle],
-        weights.flatten()[shuffle],
-        num_tokens=7,
-        num_experts=4,
-    )
-    assert pairs.routes_per_token is None
-    assert torch.equal(pairs.counts_E, assignment.counts_E)
-    assert torch.equal(pairs.expert_index_R, assignment.expert_index_R)
-    outs_EVD = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
-    combined = [
-        a.combine(outs_EVD[a.expert_index_R, a.token_index_R])
-        for a in (pairs, assignment)
-    ]
-    torch.testing.assert_close(*combined)
 
 
 def test_from_pairs_tokens_may_have_none_or_many_routes():

@@ -15,11 +15,9 @@ from damex.moe import (
     ExpertGradients,
     ExpertShards,
     FFNExperts,
-    LinearRouter,
-    MoELayer,
-    TopKGate,
     sharded_names,
 )
+from tests.test_moe.layers import make_batch, make_layer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import expert_parallel_processes as processes
@@ -91,30 +89,10 @@ def group(tmp_path):
     distributed.destroy_process_group()
 
 
-def make_layer():
-    torch.manual_seed(0)
-    return MoELayer(
-        router=LinearRouter(6, 4), gate=TopKGate(2), experts=FFNExperts(4, 6, 8)
-    )
-
-
-def test_a_group_of_one_is_the_layer_itself(group):
-    alone, spread = make_layer(), make_layer()
-    spread.shard_experts(ExpertShards.of_world(1))
-    tokens_BND = torch.randn(2, 5, 6)
-    outputs = [layer(tokens_BND)[0] for layer in (alone, spread)]
-    assert torch.equal(*outputs)
-    for output in outputs:
-        output.square().sum().backward()
-    ExpertGradients(spread).reduce()
-    for ours, theirs in zip(spread.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
 def test_a_copy_of_a_layer_talks_to_the_same_processes(group):
     layer = make_layer()
     layer.shard_experts(ExpertShards.of_world(1))
-    layer(torch.randn(2, 5, 6))[0].sum().backward()
+    layer.eval()(make_batch()[0])[0].sum().backward()
     assert copy.deepcopy(layer).shards is layer.shards
 
 
@@ -132,9 +110,9 @@ def test_names_are_those_of_the_experts_alone(group):
 def test_clipping_in_a_group_of_one_is_that_of_torch(group, order):
     layer, other = make_layer(), make_layer()
     layer.shard_experts(ExpertShards.of_world(1))
-    tokens_BND = torch.randn(2, 5, 6)
+    tokens_BND, _ = make_batch()
     for one in (layer, other):
-        one(tokens_BND)[0].square().sum().backward()
+        one.eval()(tokens_BND)[0].square().sum().backward()
     ours, theirs = [*layer.parameters()], [*other.parameters()]
     own = ExpertGradients(layer).clip_grad_norm(ours, 0.01, order)
     expected = torch.nn.utils.clip_grad_norm_(theirs, 0.01, order)
@@ -146,7 +124,7 @@ def test_clipping_in_a_group_of_one_is_that_of_torch(group, order):
 def test_a_norm_that_is_not_finite_can_be_an_error(group):
     layer = make_layer()
     layer.shard_experts(ExpertShards.of_world(1))
-    layer(torch.randn(2, 5, 6))[0].sum().backward()
+    layer.eval()(make_batch()[0])[0].sum().backward()
     layer.experts.w1_EDH.grad[0, 0, 0] = float("nan")
     gradients = ExpertGradients(layer)
     with pytest.raises(RuntimeError, match=r"norm of order 2\.0 is nan"):

@@ -105,12 +105,6 @@ def test_skipping_equals_masking(x_BCHW, options, gates_BC, in_gates_BC):
     torch.testing.assert_close(found, block(x_BCHW, gates_BC), rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_does_not_depend_on_the_others(x_BCHW):
-    block = layer().eval()
-    together = block(x_BCHW, TWO_IMAGES)
-    assert torch.equal(together[1:], block(x_BCHW[1:], TWO_IMAGES[1:]))
-
-
 def test_closed_channels_cost_nothing(x_BCHW):
     """Products per pixel of the 9 x 7 output: open in x open out x 9, by image."""
     block = layer().eval()
