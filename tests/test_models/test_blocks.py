@@ -203,16 +203,6 @@ def test_patches_of_padding_are_not_routed(build, make_batch, records, mode):
         assert [sum(row) for row in counts] == [16, 8]
 
 
-def test_an_image_does_not_depend_on_the_others(build, make_batch):
-    detector = build(moe=PMOE).eval()
-    sizes = [(64, 64), (64, 64)]
-    both = detector.data_preprocessor(make_batch([0, 1], sizes=sizes))
-    with torch.no_grad():
-        together = detector.backbone(both["inputs"])[-1]
-        alone = detector.backbone(both["inputs"][1:])[-1]
-    torch.testing.assert_close(together[1:], alone)
-
-
 def test_dense_kernels_become_those_of_the_experts(build):
     dense, sparse = build(moe=None), build(moe=PMOE)
     sparse.load_state_dict(dense.state_dict())

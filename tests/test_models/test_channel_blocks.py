@@ -50,21 +50,6 @@ def test_it_loads_an_ffn_and_equals_it_with_open_gates(tokens_BND, training, opt
         )
 
 
-def test_images_have_their_own_gates(tokens_BND):
-    block = block_of()
-    gates_BH = torch.zeros(2, 16)
-    gates_BH[1] = 1.0
-    for training in (True, False):
-        block.train(training)
-        with step(block, gates_BH):
-            found_BND = block(tokens_BND)
-        bias_D = block.layers[1].bias
-        assert torch.equal(found_BND[0], tokens_BND[0] + bias_D)
-        torch.testing.assert_close(
-            found_BND[1], tokens_BND[1] + block.layers(tokens_BND)[1]
-        )
-
-
 def test_an_activation_that_moves_zero_is_refused():
     with pytest.raises(ConfigError, match=r"encoder.0: .*of 0 is not 0"):
         block_of(act_cfg=dict(type="Sigmoid"))

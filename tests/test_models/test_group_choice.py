@@ -90,29 +90,6 @@ def test_an_image_vote_holds_in_all_layers_and_is_what_metrics_report(
 
 
 @both_routers
-def test_a_vote_depends_on_no_other_image_and_no_padding(
-    build, make_batch, run_predict, moe
-):
-    detector = spread_routers(build(moe={**moe, "image_vote": True}))
-    batch = make_batch([0, 1, 2], sizes=[(64, 64)] * 3)
-    together = run_predict(detector, batch)
-    order = [2, 0, 1]
-    shuffled = run_predict(
-        detector, {k: [v[i] for i in order] for k, v in batch.items()}
-    )
-    for place, image in enumerate(order):
-        alone = {key: values[image : image + 1] for key, values in batch.items()}
-        for found in (shuffled[place], run_predict(detector, alone)[0]):
-            torch.testing.assert_close(
-                found.pred_instances.scores,
-                together[image].pred_instances.scores,
-                rtol=1e-4,
-                atol=1e-4,
-            )
-            assert found.routing_counts == together[image].routing_counts
-
-
-@both_routers
 def test_the_oracle_predicts_by_the_dataset_and_alone_reads_it(
     build, make_batch, records, run_predict, moe
 ):

@@ -4,22 +4,18 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn import functional
 
 from damex.moe.patches import split_patches
 from studies.digits import DigitImages, uci_digits
 from studies.harness import Session
 from studies.pmoe2023.data import PatchSamples, draw_samples
-from studies.pmoe2023.exact import cnn_compute, pmoe_compute
 from studies.pmoe2023.models import (
     PatchCNN,
     PatchMoE,
     Recipe,
-    WideResNet,
     as_images,
-    last_layer_parameters,
 )
-from studies.pmoe2023.plan import CNN, FULL, JOINT, MULTI, SPURIOUS, Results
+from studies.pmoe2023.plan import CNN, FULL, MULTI, SPURIOUS, Results
 from studies.pmoe2023.rows import learned_rows
 from studies.pmoe2023.study import NUM_TRAIN, run
 from studies.pmoe2023.training import (
@@ -75,30 +71,27 @@ LOG2 = math.log(2)
 SAMPLE = torch.tensor([[[LOG2, 0.0], [0.0, 1.0], [-5.0, 1.0]]])
 
 
-def test_joint_pmoe_is_equation_1():
-    # Expert 0 takes patches 0 and 1 with softmax(log 2, 0) = 2/3, 1/3:
-    #   2 / 2 * (2/3 * relu(log 2) + 1/3 * relu(1)) = 2/3 log 2 + 1/3
-    # Expert 1 takes patches 1 and 2 (both 1): filters give -1 and -6, relu 0.
-    expected = torch.tensor([[2 / 3 * LOG2 + 1 / 3, 0.0]])
-    torch.testing.assert_close(tiny_model()(SAMPLE), expected)
+TOP = torch.tensor([[[3.0, 1.0], [0.0, 0.0]]])
+FIRST, SECOND = math.e**3 / (math.e**3 + 1), math.e / (math.e + 1)
 
 
-def test_separate_pmoe_has_gating_values_of_one():
-    recipe = dataclasses.replace(TINY, joint=False)
-    # 2 / 2 * (log 2 + 1); pooled over all three patches it is 2 / 3 of that
-    model = tiny_model(recipe)
-    torch.testing.assert_close(model(SAMPLE)[0, 0].item(), LOG2 + 1)
-    model = tiny_model(dataclasses.replace(recipe, pool="all"))
-    torch.testing.assert_close(model(SAMPLE)[0, 0].item(), 2 / 3 * (LOG2 + 1))
-
-
-def test_the_second_expert_scores_with_its_own_second_layer():
-    # Expert 1 takes (3, 1) and (0, 0) with softmax(1, 0): filter 2 and 0, a = -1;
-    # expert 0 takes them with softmax(3, 0): filter 4 and 0, a = 2.
-    sample = torch.tensor([[[3.0, 1.0], [0.0, 0.0]]])
-    first, second = math.e**3 / (math.e**3 + 1), math.e / (math.e + 1)
-    expected = (2 * 4 * first - 2 * second) / 2
-    torch.testing.assert_close(tiny_model()(sample)[0, 0].item(), expected)
+@pytest.mark.parametrize(
+    ("changes", "sample", "logit"),
+    [
+        # Expert 0 takes patches 0 and 1 with softmax(log 2, 0) = 2/3, 1/3: 2 / 2 times
+        # 2/3 relu(log 2) + 1/3 relu(1). Expert 1 takes patches 1 and 2 (both 1):
+        # filters give -1 and -6, relu 0.
+        (dict(), SAMPLE, 2 / 3 * LOG2 + 1 / 3),
+        (dict(joint=False), SAMPLE, LOG2 + 1),  # gating values of one
+        (dict(joint=False, pool="all"), SAMPLE, 2 / 3 * (LOG2 + 1)),
+        # Expert 1 takes (3, 1) and (0, 0) with softmax(1, 0): filter 2 and 0, a = -1;
+        # expert 0 takes them with softmax(3, 0): filter 4 and 0, a = 2.
+        (dict(), TOP, (2 * 4 * FIRST - 2 * SECOND) / 2),
+    ],
+)
+def test_pmoe_is_equation_1(changes, sample, logit):
+    model = tiny_model(dataclasses.replace(TINY, **changes))
+    torch.testing.assert_close(model(sample), torch.tensor([[logit, 0.0]]))
 
 
 def test_the_cnn_is_pmoe_with_one_expert_that_takes_all():
@@ -110,15 +103,6 @@ def test_the_cnn_is_pmoe_with_one_expert_that_takes_all():
         cnn.output_OC.copy_(pmoe.moe.experts.output_EOC[0])
     patches = torch.randn(7, 5, 3)
     torch.testing.assert_close(cnn(patches), pmoe(patches))
-
-
-def test_two_classes_have_the_logistic_loss():
-    model, patches = PatchCNN(5, embed_dims=3), torch.randn(2, 4, 3)
-    logits = model(patches)
-    f = logits[:, 0]  # labels 0 and 1 are y = +1 and -1
-    expected = (torch.log1p(torch.exp(-f[0])) + torch.log1p(torch.exp(f[1]))) / 2
-    loss = functional.cross_entropy(logits, torch.tensor([0, 1]))
-    torch.testing.assert_close(loss, expected)
 
 
 def test_starting_values():
@@ -182,25 +166,6 @@ def test_four_classes():
         draw_samples(READABLE, 4, seed=0, classes=MULTI.classes, spurious=0.9)
 
 
-def test_no_picture_is_in_training_and_in_tests():
-    source = uci_digits(NUM_TRAIN, seed=0)
-    train, test = (part.images_S1HW.flatten(1) for part in (source.train, source.test))
-    assert (len(train), len(test)) == (1100, 697)
-    assert torch.cdist(train, test).min() > 0
-
-
-def test_the_router_moves_along_the_difference_of_the_classes():
-    # y = +1 for (1, 0) + (1, 0), y = -1 for (0, 3) + (0, 1): mean(y sum x) = (1, -2).
-    # One epoch of 2 / 20 of a batch, lr 10: each router moves by (1, -2), w_1 away.
-    patches = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 3.0], [0.0, 1.0]]])
-    samples = PatchSamples(patches, torch.tensor([0, 1]), torch.tensor([0, 0]))
-    model = PatchMoE(dataclasses.replace(TINY, router_std=0.0), embed_dims=2)
-    train_router(model, samples, lr=10.0, epochs=1)
-    weight_ED = model.moe.router.weight_ED
-    torch.testing.assert_close(weight_ED, torch.tensor([[1.0, -2.0], [-1.0, 2.0]]))
-    assert not weight_ED.requires_grad
-
-
 def test_routers_of_four_classes_are_trained_in_pairs():
     patches = torch.eye(4).unsqueeze(1).repeat(5, 1, 1)
     samples = PatchSamples(patches, torch.arange(20) % 4, torch.zeros(20).long())
@@ -251,33 +216,12 @@ def test_hits():
     assert taken_hits(model, samples) == largest_hits(model, samples)
 
 
-def test_compute_by_hand():
-    # m*n = 640 and the second layer on the mean, 40 / 64
-    assert cnn_compute(40, embed_dims=64).forward == 640 + 40 / 64
-    router, experts = pmoe_compute(JOINT, embed_dims=64)
-    # k*n = 8 * 16 both ways; m*l = 240 and the second layer on every patch, 240 / 64
-    assert (router.forward, router.backward) == (128, 128)
-    assert (experts.forward, experts.backward) == (243.75, 243.75)
-
-
 def test_images_are_patches_put_together():
     samples = draw_samples(DIGITS.test, 5, seed=0)
     images = as_images(samples).patches_BND
     assert images.shape == (5, 1, 32, 32)
     again = split_patches(images, (8, 8)).flatten(2)
     assert torch.equal(again, samples.patches_BND)
-
-
-def test_wide_networks_have_equal_convolutions():
-    images = torch.randn(6, 1, 32, 32)
-    found = {}
-    for experts in (False, True):
-        model = WideResNet(side=32, num_classes=2, experts=experts)
-        model(images)[:, 0].sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
-        found[experts] = last_layer_parameters(model)
-    # 3 * 3 * 32 * 32; the router sees 2 * 2 cells of 32 channels for 8 experts
-    assert found == {False: (9216, 0), True: (9216, 1024)}
 
 
 def faked_results(pmoe, cnn):

@@ -5,9 +5,7 @@ import pytest
 import torch
 from scipy.optimize import least_squares
 
-from damex.moe import LinearRouter, MLPRouter
 from studies.harness import Session
-from studies.report import Row
 from studies.softmax_gating2025 import identities
 from studies.softmax_gating2025 import study as softmax_gating2025
 from studies.softmax_gating2025.cases import (
@@ -27,7 +25,6 @@ from studies.softmax_gating2025.simulation import (
 from studies.softmax_gating2025.study import (
     QUICK_CASES,
     plan_of,
-    remark,
     run,
     start_rows,
     stuck_row,
@@ -63,13 +60,6 @@ def test_slopes_tell_the_routers_apart(result):
         assert -0.55 < row_of(result, "exponent of n, function", name).mean < -0.45
 
 
-def test_the_figure_has_a_panel_with_units_for_each_case(result):
-    panels = result.figure.axes
-    assert len(panels) == len(QUICK_CASES)
-    assert panels[0].get_xlabel() == "sample size n (observations)"
-    assert {line.get_label() for line in panels[0].lines} >= {"D1", "slope -0.5"}
-
-
 def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(
     monkeypatch,
 ):
@@ -97,22 +87,6 @@ def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_identities_hold_where_the_paper_says(seed):
-    assert identities.linear_residual("identity", seed=seed) < 1e-12
-    assert identities.linear_residual("tanh", seed=seed, normalised=True) > 0.1
-    assert identities.temperature_residual("linear_temperature", seed=seed) < 1e-12
-    assert identities.temperature_residual("tanh_temperature", seed=seed) > 0.1
-    for level in ("first", "second"):
-        assert identities.group_residual(level, seed=seed) < 1e-12
-
-
-def test_eq_9_needs_a_plain_input_and_not_a_linear_expert():
-    # x dh/db = dh/da for every h = sigma(a x + b)
-    for activation in ("tanh", "gelu", "sigmoid"):
-        assert identities.linear_residual(activation, seed=0) < 1e-12
-
-
 def test_rescaling_and_merging_by_hand():
     change, loss = identities.rescaling("linear_temperature", factor=2.0)
     assert change < 1e-12
@@ -126,30 +100,6 @@ def test_rescaling_and_merging_by_hand():
     change, loss = identities.merge("tanh", apart=0.5)
     assert change > 1e-2
     assert loss == pytest.approx(0.5 * 2.718281828**0.3)
-
-
-@pytest.mark.parametrize("activation", ["tanh", "gelu"])
-def test_a_router_with_an_activation_breaks_the_invariance_of_scale(activation):
-    torch.manual_seed(0)
-    tokens = torch.randn(50, 3, dtype=torch.float64)
-    linear = LinearRouter(3, 4, bias=True, init_std=1.0).double()
-    mlp = MLPRouter(3, 4, hidden_dims=4, activation=activation, init_std=1.0).double()
-    with torch.no_grad():
-        linear.bias_E.normal_()
-        mlp.b2_E.normal_()
-    changes = []
-    # Slopes, biases and temperature times 2 (eq. 15 and 17).
-    for router, scaled in (
-        (linear, (linear.weight_ED, linear.bias_E)),
-        (mlp, (mlp.w1_HD, mlp.b1_H, mlp.b2_E)),
-    ):
-        with torch.no_grad():
-            before = (router(tokens) / 0.7).softmax(1)
-            for parameter in scaled:
-                parameter.mul_(2.0)
-            changes.append(((router(tokens) / 1.4).softmax(1) - before).abs().max())
-    assert changes[0] < 1e-12
-    assert changes[1] > 1e-3
 
 
 def test_an_over_specified_cell_shrinks_and_a_merged_one_need_not():
@@ -209,18 +159,6 @@ def test_a_merged_cell_is_judged_in_every_seed_at_one_sample_size():
     assert stuck_row("a", sizes, seeds).holds is False
 
 
-def test_slopes_at_a_fixed_truth_are_told_where_the_worst_one_is_bounded():
-    rows = [
-        Row("x", "-", [1.0], holds=True),
-        Row("y", "-", [1.0], holds=False, settings="here"),
-        Row("z", "-", [1.0]),
-    ]
-    assert remark(rows) == ""
-    # A minimax bound is no claim on a fixed truth, but what it shows is told.
-    rows.append(Row("n, D2", "never for the worst truth", [-0.5, -0.4], settings="a"))
-    assert remark(rows).endswith("the exponents of n are -0.45 (a: D2).")
-
-
 def line(theta_SP):
     """theta_0 + theta_1 x at x = 0, 1, 2."""
     x_N = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
@@ -234,17 +172,6 @@ def fit(model, target, start, scale=None, **kwargs):
     kwargs = dict(bound=100.0, steps=100) | kwargs
     start_SP = torch.tensor([start], dtype=torch.float64)
     return levenberg_marquardt(model, target_SN, scale_SN.double(), start_SP, **kwargs)
-
-
-def test_a_line_by_hand():
-    # (0, 1, 5): mean 2 at x = 1, slope (5 - 0) / 2; residuals 0.5, -1, 0.5
-    found = fit(line, [0.0, 1.0, 5.0], [7.0, -3.0])
-    assert found.theta_SP[0].tolist() == pytest.approx([-0.5, 2.5], abs=1e-6)
-    assert found.cost_S.item() == pytest.approx(1.5)
-    assert found.resting_S.item()
-    # Without the last point the line goes through the others.
-    found = fit(line, [0.0, 1.0, 5.0], [7.0, -3.0], [2.0, 1.0, 0.0])
-    assert found.theta_SP[0].tolist() == pytest.approx([0.0, 1.0], abs=1e-5)
 
 
 def test_the_box_is_kept():

@@ -41,29 +41,35 @@ def test_atoms_belong_to_the_nearest_true_one():
     assert voronoi_cells(FITTED, TRUE)[0].tolist() == [[1, 0], [1, 0], [0, 1]]
 
 
-def test_losses_by_hand():
-    # masses: |1.5 - 2| + |0.8 - 1| = 0.7
-    # first atom: gate 0.1; second: gate 0.2, expert |(0.3, 0.4)| = 0.5; third: 0.3
-    # D1: squares in the first cell: 1 * 0.01 + 0.5 * (0.04 + 0.25) + 0.8 * 0.3
-    assert voronoi_loss(FITTED, TRUE).item() == pytest.approx(0.7 + 0.395)
-    # D3,1 without a temperature: 0.1 + 0.5 * 0.7 + 0.8 * 0.3
-    assert voronoi_loss(FITTED, TRUE, order=1).item() == pytest.approx(0.7 + 0.69)
-    # D2,1 takes 0.3 + 0.4 for the second atom; D2,2 has squares in every cell
-    linear = voronoi_loss(FITTED, TRUE, order=1, linear=True)
-    assert linear.item() == pytest.approx(0.7 + 0.1 + 0.5 * 0.9 + 0.24)
-    squares = voronoi_loss(FITTED, TRUE, order=2, linear=True)
-    assert squares.item() == pytest.approx(0.7 + 0.01 + 0.5 * 0.29 + 0.8 * 0.09)
+# Masses: |1.5 - 2| + |0.8 - 1| = 0.7. First atom: gate 0.1; second: gate 0.2, expert
+# |(0.3, 0.4)| = 0.5; third: 0.3.
+WARM = replace(FITTED, temperature_S=torch.tensor([1.2]).double())
+ALONE = measure([2.0, 0.0001], [3.0, 3.0], [[1.0, 1.0], [1.0, 1.0]])
 
 
-def test_a_temperature_counts_for_every_atom():
-    warm = replace(FITTED, temperature_S=torch.tensor([1.2]).double())
-    true = replace(TRUE, temperature_S=torch.ones(1).double())
-    # D4: squares in the first cell: 1.5 * 0.04 more, and 0.8 * 0.2 in the second
-    assert voronoi_loss(warm, true).item() == pytest.approx(1.095 + 0.06 + 0.16)
+@pytest.mark.parametrize(
+    ("fitted", "options", "expected"),
+    [
+        # D1: squares in the first cell: 1 * 0.01 + 0.5 * (0.04 + 0.25) + 0.8 * 0.3
+        (FITTED, {}, 0.7 + 0.395),
+        # D3,1 without a temperature: 0.1 + 0.5 * 0.7 + 0.8 * 0.3
+        (FITTED, dict(order=1), 0.7 + 0.69),
+        # D2,1 takes 0.3 + 0.4 for the second atom; D2,2 has squares in every cell
+        (FITTED, dict(order=1, linear=True), 0.7 + 0.1 + 0.5 * 0.9 + 0.24),
+        (FITTED, dict(order=2, linear=True), 0.7 + 0.01 + 0.5 * 0.29 + 0.8 * 0.09),
+        # D4: squares in the first cell: 1.5 * 0.04 more, and 0.8 * 0.2 in the second
+        (WARM, {}, 1.095 + 0.06 + 0.16),
+        (ALONE, {}, 1.0001),  # an empty cell costs its mass
+        (TRUE, {}, 0.0),
+    ],
+)
+def test_losses_by_hand(fitted, options, expected):
+    warmth = None if fitted.temperature_S is None else torch.ones(1).double()
+    true = replace(TRUE, temperature_S=warmth)
+    assert voronoi_loss(fitted, true, **options).item() == pytest.approx(expected)
 
 
-def test_the_loss_is_zero_at_the_truth_only_and_blind_to_order():
-    assert voronoi_loss(TRUE, TRUE).item() == 0
+def test_the_loss_is_blind_to_order():
     order = [2, 0, 1]
     shuffled = Measure(
         FITTED.log_weight_SK[:, order],
@@ -71,11 +77,6 @@ def test_the_loss_is_zero_at_the_truth_only_and_blind_to_order():
         FITTED.expert_SKQ[:, order],
     )
     torch.testing.assert_close(voronoi_loss(shuffled, TRUE), voronoi_loss(FITTED, TRUE))
-
-
-def test_an_empty_cell_costs_its_mass():
-    alone = measure([2.0, 0.0001], [3.0, 3.0], [[1.0, 1.0], [1.0, 1.0]])
-    assert voronoi_loss(alone, TRUE).item() == pytest.approx(1.0001)
 
 
 def test_cell_errors_by_hand():

@@ -20,51 +20,34 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_a_comparison_trains_measures_and_goes_on_where_it_was(
-    tmp_path, config, run_python
+    tmp_path, config, capsys
 ):
-    common = ("--work-dir", str(tmp_path / "compared"), "--seeds", "0")
-    tool = ("tools/analysis/compare_moe.py", config, *common)
-    first = run_python(*tool, "--moe", "damex", "--timed-rounds", "0")
-    assert first.returncode == 0, first.stderr + first.stdout
-    kept = tmp_path / "compared" / "damex" / "seed0" / "summary.json"
+    out = tmp_path / "compared"
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("moe = dict(layers=dict(decoder=[9]))")
+    common = (str(config), "--work-dir", str(out), "--seeds", "0")
+    with pytest.raises(ConfigError, match="1 runs failed"):
+        app([*common, "--moe", "damex", str(wrong), "--timed-rounds", "0"])
+    printed = capsys.readouterr().out
+    assert "FAILED (error: moe.layers.decoder names layer 9" in printed
+    rows = json.loads((out / "comparison.json").read_text())
+    assert [row["seeds"] for row in rows] == [1, 0]
+    kept = out / "damex" / "seed0" / "summary.json"
     before = kept.stat().st_mtime_ns
 
-    more = ("--moe", "dense", "damex", "--timed-rounds", "1", "--timed-samples", "2")
-    second = run_python(*tool, *more, "--jobs", "2")
-    assert second.returncode == 0, second.stderr + second.stdout
-    assert "2 runs, 1 finished before; 2 at a time" in second.stdout
+    timed = ("--timed-rounds", "1", "--timed-samples", "2", "--jobs", "2")
+    app([*common, "--moe", "dense", "damex", *timed])
+    assert "2 runs, 1 finished before; 2 at a time" in capsys.readouterr().out
     assert kept.stat().st_mtime_ns == before
-    timed = tmp_path / "compared" / "damex" / "timed0" / "summary.json"
-    assert json.loads(timed.read_text())["datasets"] == {}  # nothing was evaluated
-
-    rows = json.loads((tmp_path / "compared" / "comparison.json").read_text())
-    assert [row["name"] for row in rows] == ["dense", "damex"]
-    assert [row["seeds"] for row in rows] == [1, 1]
-    assert (tmp_path / "compared" / "comparison.png").stat().st_size > 0
-    dense, damex = rows
+    summary = json.loads((out / "damex" / "timed0" / "summary.json").read_text())
+    assert summary["datasets"] == {}  # nothing was evaluated
+    dense, damex = rows = json.loads((out / "comparison.json").read_text())
+    assert [(row["name"], row["seeds"]) for row in rows] == [("dense", 1), ("damex", 1)]
+    assert (out / "comparison.png").stat().st_size > 0
     assert dense["routing_accuracy"] is None
     assert 0 <= damex["routing_accuracy"][0] <= 1
     assert dense["seconds_per_iteration"] > 0
     assert dense["peak_memory_mib"] > 100
-
-
-@pytest.mark.slow
-def test_a_failed_training_is_named_and_missing_in_the_table(
-    tmp_path, config, run_python
-):
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text("moe = dict(layers=dict(decoder=[9]))\n")
-    result = run_python(
-        "tools/analysis/compare_moe.py",
-        config,
-        *("--moe", str(wrong), "--seeds", "0", "--timed-rounds", "0"),
-        *("--work-dir", str(tmp_path / "compared")),
-    )
-    assert result.returncode == 2
-    assert "FAILED (error: moe.layers.decoder names layer 9" in result.stdout
-    assert "1 runs failed" in result.stderr
-    rows = json.loads((tmp_path / "compared" / "comparison.json").read_text())
-    assert [row["seeds"] for row in rows] == [0]
 
 
 @pytest.mark.parametrize(

@@ -144,13 +144,13 @@ def test_counting_leaves_the_detector_as_it_was():
 
 
 def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
-    arguments = [str(CONFIG), "--classes", "80", "--shape", "256", "320"]
+    arguments = [str(CONFIG), "--classes", "80", "--shape", "64", "96"]
     monkeypatch.setattr(sys, "argv", ["complexity.py", *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "tools/analysis/complexity.py"), run_name="__main__")
     assert end.value.code == 0
     output = capsys.readouterr().out
-    assert output.startswith("one image of 256 x 320")
+    assert output.startswith("one image of 64 x 96")
     rows = {
         cells[0]: cells[1:]
         for line in output.splitlines()
@@ -163,14 +163,12 @@ def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
     assert active - dense == pytest.approx(0, abs=0.003)
 
 
-@pytest.mark.parametrize(
-    "option", ["upcycling.share=0.5", "oracle=True", "expert_parallel=4"]
-)
-def test_options_of_training_and_evaluation_change_no_count(option, capsys):
+def test_options_of_training_and_evaluation_change_no_count(capsys):
     count = ["quickstart", "--classes", "3", "--shape", "64", "64"]
     app(count)
     expected = capsys.readouterr().out
-    app([*count, "--cfg-options", f"moe.{option}"])
+    options = ("upcycling.share=0.5", "oracle=True", "expert_parallel=4")
+    app([*count, "--cfg-options", *(f"moe.{option}" for option in options)])
     assert capsys.readouterr().out == expected
 
 
