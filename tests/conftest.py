@@ -158,19 +158,10 @@ def _write_coco_dataset(
 ) -> dict[str, Any]:
     """Write ``images/0.png`` ..., ``train.json`` and an equal ``val.json``.
 
-    Box ``b`` of image ``i`` has class number ``(i + b) % len(classes)``. Category ids
-    are 1, 2, ... in the order of ``classes``; image ids and annotation ids start at 1.
-
-    Args:
-        root: Folder to make; its name is the dataset's name.
-        classes: Names of the categories, in file order.
-        num_images: Number of images, filled with noise.
-        boxes_per_image: Boxes with random whole-number corners inside of the image.
-        size: Width and height of the images in pixels.
-        seed: Of pixels and boxes.
-
-    Returns:
-        The dataset's entry for ``mixture``.
+    Images are noise of ``size`` (width, height), boxes have random whole-number
+    corners; box ``b`` of image ``i`` has class number ``(i + b) % len(classes)``. All
+    ids start at 1, categories in the order of ``classes``. Returns the dataset's entry
+    for ``mixture``, named like the folder ``root``.
     """
     rng = np.random.default_rng(seed)
     width, height = size

@@ -208,17 +208,6 @@ def test_padding_and_other_images_have_no_vote():
         torch.testing.assert_close(layer(tokens[image : image + 1])[0][0], out[image])
 
 
-def test_votes_of_earlier_layers_count():
-    layer = make_layer(VOTE).eval()
-    tokens = make_tokens()
-    _, alone = layer(tokens)
-    earlier_votes_BG = torch.zeros(3, 3, dtype=torch.float64)
-    earlier_votes_BG[:, 1] = 1e6
-    _, record = layer(tokens, earlier_votes_BG=earlier_votes_BG)
-    torch.testing.assert_close(record.votes_BG, alone.votes_BG + earlier_votes_BG)
-    assert (group_of_routes(record) == 1).all()
-
-
 def test_a_bias_opens_no_closed_expert():
     layer = make_layer(VOTE, lambda: TopKGate(1, balance=BiasBalancer(E))).eval()
     winner_V = layer(make_tokens())[1].votes_BG.argmax(1).repeat_interleave(7)

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional
 
 from damex.moe import (
     DatasetRoutingLoss,
@@ -48,12 +47,6 @@ def second_group(logits_VE, foreground=None, *, routes=None):
     )
 
 
-def dataset_loss(logits_VE, allowed_VE):
-    """The loss of tokens that have a group each, with its own experts."""
-    groups = torch.arange(len(logits_VE))
-    return DatasetRoutingLoss()(make(logits_VE, groups=groups, experts=allowed_VE))
-
-
 def separate_loss(logits_VG, labels_V, **kwargs):
     """The loss of groups that have an expert each."""
     experts = torch.eye(logits_VG.shape[1], dtype=torch.bool)
@@ -74,6 +67,7 @@ def test_both_losses_say_what_their_record_lacks(loss, missing):
 
 
 LOSSES = [DatasetRoutingLoss, ImportanceLoss, LoadLoss, LoadBalanceLoss, RouterZLoss]
+ALL = [*LOSSES, SeparateRouterLoss]
 # Probabilities (3/4, 1/4), (1/4, 3/4), (1/2, 1/2).
 LOGITS = torch.tensor([[LOG3, 0.0], [0.0, LOG3], [0.0, 0.0]])
 SIGNS, POINT = torch.tensor([[1.0, -1.0]]), torch.tensor([[1.0, 0.0]])
@@ -148,7 +142,7 @@ def test_load_balance_counts_the_demand_of_dropped_tokens(tokens):
     torch.testing.assert_close(loss(record), loss(free))
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, SeparateRouterLoss])
+@pytest.mark.parametrize("loss", ALL)
 @pytest.mark.parametrize("num_tokens", [0, 4], ids=["no token", "none that counts"])
 def test_zero_with_a_graph_if_no_token_counts(loss, num_tokens):
     logits = torch.randn(num_tokens, 2, requires_grad=True)
@@ -169,16 +163,6 @@ def test_errors_name_the_loss(loss):
         loss(tokens="foreground")(second_group(LOGITS))
     with pytest.raises(ValueError, match=f"{loss.__name__}: unknown tokens 'objects'"):
         loss(tokens="objects")
-
-
-def test_one_expert_is_plain_cross_entropy_in_value_and_gradient():
-    logits = torch.randn(9, 5, requires_grad=True)
-    targets = torch.randint(5, (9,))
-    ours = dataset_loss(logits, functional.one_hot(targets, 5).bool())
-    theirs = functional.cross_entropy(logits, targets)
-    torch.testing.assert_close(ours, theirs)
-    grads = [torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)]
-    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -234,14 +218,6 @@ def test_more_classes_are_the_mean_over_pairs():
 
 
 T, E = 1000, 6
-ROUTING = (
-    DatasetRoutingLoss(),
-    ImportanceLoss(),
-    LoadBalanceLoss(),
-    LoadLoss(),
-    RouterZLoss(),
-    SeparateRouterLoss(),
-)
 
 
 def on_a_record(loss):
@@ -258,7 +234,7 @@ def on_a_record(loss):
 
 
 AUTOCAST_LOSSES = {
-    **{repr(loss): on_a_record(loss) for loss in ROUTING},
+    **{kind.__name__: on_a_record(kind()) for kind in ALL},
     "gate_l1": lambda gates_BC: gate_l1([gates_BC.relu(), gates_BC[:, :2].relu()]),
     "presence_loss": lambda logits_BE: presence_loss(
         logits_BE, torch.arange(T).unsqueeze(1) % 9 == torch.arange(E)

@@ -109,20 +109,6 @@ def set_grads(dense, bank, seed=1):
     bank.grad = torch.randn(2, 3, generator=generator)
 
 
-def test_each_part_moves_as_its_own_optimiser_does():
-    dense, bank, joined = make()
-    alone = copy.deepcopy(dense)
-    plain = torch.optim.AdamW([alone], lr=0.01)
-    for seed in range(3):
-        start = bank.detach().clone()
-        set_grads(dense, bank, seed)
-        alone.grad = dense.grad.clone()
-        joined.step()
-        plain.step()
-        torch.testing.assert_close((bank - start).norm(dim=1), torch.full((2,), 0.1))
-    assert torch.equal(dense, alone)
-
-
 def test_learning_rates_of_both_follow_the_groups_also_after_loading():
     _, _, other = make(lr=0.5)
     dense, bank, joined = make()
@@ -207,33 +193,27 @@ def test_decay_to_the_mean_by_hand():
     assert parts.tolist() == [[1.5], [15.0], [2.5], [25.0]]
 
 
-def test_all_experts_become_copies_of_one_by_hand():
-    bank = nn.Module()
-    bank.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
-    bank.register_buffer("bias", torch.tensor([7.0, 8.0, 9.0]))
-    bank.weight.grad = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
-    optimizer = torch.optim.Adam([bank.weight], lr=0.0)
-    optimizer.step()
-    copy_expert_to_all(bank, expert=1, optimizer=optimizer)
-    assert bank.weight.tolist() == [[3.0, 4.0]] * 3
-    assert bank.bias.tolist() == [8.0] * 3
-    state = optimizer.state[bank.weight]
-    expected = torch.tensor([[0.3, 0.4]] * 3)
-    torch.testing.assert_close(bank.weight.grad, expected)
-    torch.testing.assert_close(state["exp_avg"], 0.1 * expected)
-    torch.testing.assert_close(state["exp_avg_sq"], 0.001 * expected.square())
-    assert state["step"] == 1
-
-
-def test_two_chained_optimisers_have_their_moments_copied():
+@pytest.mark.parametrize("chained", [False, True])
+def test_all_experts_become_copies_of_one_with_its_moments(chained):
     layer = make_layer()
+    layer.experts.register_buffer("scale", torch.tensor([7.0, 8.0, 9.0]))
     banks, others = expert_parameters(layer)
-    optimizer = ChainedOptimizer(torch.optim.SGD(others), torch.optim.AdamW(banks))
+    optimizer = torch.optim.AdamW(layer.parameters())
+    if chained:
+        optimizer = ChainedOptimizer(torch.optim.SGD(others), torch.optim.AdamW(banks))
     for parameter in layer.parameters():
         parameter.grad = torch.rand_like(parameter)
     optimizer.step()
-    copy_expert_to_all(layer.experts, expert=0, optimizer=optimizer)
-    for parameter in layer.experts.parameters():
-        exp_avg = optimizer.second.state[parameter]["exp_avg"]
-        assert exp_avg.any()
-        assert torch.equal(exp_avg, exp_avg[:1].expand_as(exp_avg))
+    state = (optimizer.second if chained else optimizer).state
+    before = {
+        name: [p.detach().clone(), p.grad.clone(), state[p]["exp_avg"].clone()]
+        for name, p in layer.experts.named_parameters()
+    }
+    copy_expert_to_all(layer.experts, expert=1, optimizer=optimizer)
+    assert layer.experts.scale.tolist() == [8.0] * 3
+    for name, p in layer.experts.named_parameters():
+        for old, new in zip(
+            before[name], [p, p.grad, state[p]["exp_avg"]], strict=True
+        ):
+            assert torch.equal(new, old[1:2].expand_as(old)), name
+        assert state[p]["step"] == 1

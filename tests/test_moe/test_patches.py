@@ -8,7 +8,6 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.moe import (
-    DatasetRoutingLoss,
     ExpertChoiceGate,
     LinearRouter,
     MoELayer,
@@ -154,14 +153,3 @@ def test_padding_is_not_routed_and_changes_nothing():
     torch.testing.assert_close(out[..., :4, :4], alone)
     assert out[..., 4:, :].abs().sum() == out[..., 4:].abs().sum() == 0
     assert record.assignment.counts_E.tolist() == [2, 2, 2]
-
-
-def test_groups_of_images_reach_their_patches_also_in_half_precision():
-    losses = [DatasetRoutingLoss()]
-    moe = make_layer(TopKGate(1), losses=losses, group_experts=[[0], [1, 2]])
-    maps = torch.randn(2, 4, 4, 4, dtype=torch.bfloat16)
-    ids = torch.tensor([1, 0])
-    out, record = route_patches(moe.bfloat16(), maps, group_ids_B=ids)
-    assert record.group_ids_V.tolist() == [1] * 4 + [0] * 4
-    assert record.losses["dataset_routing"].dtype == torch.float32
-    assert out.dtype == torch.bfloat16

@@ -71,14 +71,6 @@ def test_several_processes_train_as_one(together, case):
     assert min(norms[0]) > processes.MAX_NORM  # so that clipping matters
 
 
-def test_the_batches_leave_a_process_and_an_expert_without_tokens():
-    _, mask_BN, _ = processes.make_batch(1, 1)
-    assert not mask_BN.any()
-    _, mask_BN, _ = processes.make_batch(0, 0)
-    assert mask_BN.any()
-    assert not mask_BN.all()
-
-
 @pytest.fixture
 def group(tmp_path):
     """This process as a group of one."""

@@ -14,12 +14,12 @@ from studies.chen2022.models import (
     draw_train_and_test,
     mixture_loss,
 )
-from studies.chen2022.rows import DISPATCH, ENTROPY_GAP, SINGLES, purity, unevenness
+from studies.chen2022.rows import DISPATCH, ENTROPY_GAP, purity, unevenness
 from studies.chen2022.study import (
     entropy_band,
     run,
 )
-from studies.chen2022.training import Case, make_plan
+from studies.chen2022.training import Case
 from studies.harness import Session
 from studies.report import NO_CLAIM
 
@@ -206,22 +206,6 @@ def test_a_curve_that_ended_early_stays_where_it_was():
     assert low.tolist() == [1.0, 0.0, 0.0]
     assert mean.tolist() == [1.0, 0.25, 0.125]
     assert high.tolist() == [1.0, 0.5, 0.25]
-
-
-def test_the_full_plan_has_the_runs_of_the_tables_and_every_activation():
-    plan = make_plan(Session())
-    assert plan.num == 16_000
-    # Means of ten runs in Tables 1 and 3.
-    assert {
-        len(seeds)
-        for case, seeds in plan.cases.items()
-        if case.recipe == OFFICIAL and not case.balance
-    } == {10}
-    assert min(len(seeds) for seeds in plan.cases.values()) == 5
-    settings = {(c.setting, c.activation, c.balance) for c in plan.cases}
-    assert len(settings) == 12  # four settings: linear, cubic, linear with balance
-    planned = {(s.setting, s.activation, s.num_filters) for s in plan.singles}
-    assert planned == set(SINGLES)
 
 
 @pytest.mark.parametrize(

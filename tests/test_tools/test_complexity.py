@@ -49,74 +49,79 @@ def test_dense_parts_add_up_and_all_parameters_are_active(dense):
     assert all(p.active_parameters == p.parameters for p in dense.values())
 
 
-def test_a_convolution_is_counted_by_hand(dense):
-    # The neck: 1 x 1 convolutions to 64 channels on the three levels.
-    macs = 64 * (64 * 16 * 16 + 128 * 8 * 8 + 256 * 4 * 4)
-    assert dense["neck"].flops == 2 * macs
+def experts_of(**moe):
+    return dict(dict(layers=dict(decoder=[1]), num_experts=4), **moe)
 
 
-@pytest.mark.parametrize(
-    ("gate", "experts_per_token"),
-    [
-        (dict(type="TopKGate", k=1), 1),
-        (dict(type="TopKGate", k=3), 3),
-        (dict(type="DenseSoftmaxGate"), 4),
-    ],
-)
-def test_experts_cost_by_the_number_that_a_token_meets(dense, gate, experts_per_token):
-    moe = dict(layers=dict(decoder=[1]), num_experts=4, gate=gate)
-    routed = count(moe)["decoder"]
-    router = 4 * 64
-    assert routed.parameters == dense["decoder"].parameters + 3 * FFN + router
-    idle = (4 - experts_per_token) * FFN
-    assert routed.active_parameters == routed.parameters - idle
-    extra = (experts_per_token - 1) * FFN_FLOPS_PER_TOKEN + 2 * router
-    assert routed.flops == dense["decoder"].flops + QUERIES * extra
-
-
-@pytest.mark.parametrize("routed", [1, 2])
-def test_a_shared_and_a_private_part_compute_as_the_dense_ffn(dense, routed):
-    fine = dict(parts=4, shared=4 - routed, copies=5)
-    decoder = count(dict(layers=dict(decoder=[1]), fine_grained=fine))["decoder"]
-    quarter = 64 * 64 + 64 + 64 * 64  # and every private expert has an output bias
-    num_experts = 5 * routed
-    router = num_experts * 64
-    extra = 4 * routed * quarter + num_experts * 64 + router
-    assert decoder.parameters == dense["decoder"].parameters + extra
-    active = dense["decoder"].active_parameters + routed * 64 + router
-    assert decoder.active_parameters == active
-    assert decoder.flops == dense["decoder"].flops + QUERIES * 2 * router
-
-
-@pytest.mark.parametrize(
-    ("experts", "parameters", "flops"),
-    [
-        (dict(type="LowRankExperts", rank=8), 2 * 64 * 8, 2 * 2 * 64 * 8),
-        # four one-hot numbers times the scales and shifts of four experts
-        (dict(type="AffineExperts"), 2 * 64, 2 * 4 * 2 * 64),
-    ],
-)
-def test_adapters_cost_what_they_say(dense, experts, parameters, flops):
-    moe = dict(
+def fine(routed):
+    return dict(
         layers=dict(decoder=[1]),
-        num_experts=4,
-        experts=experts,
-        shared_expert=dict(type="SharedExpert"),
+        fine_grained=dict(parts=4, shared=4 - routed, copies=5),
     )
-    decoder, router = count(moe)["decoder"], 4 * 64
-    assert decoder.parameters == dense["decoder"].parameters + 4 * parameters + router
-    assert decoder.active_parameters == decoder.parameters - 3 * parameters
-    assert decoder.flops == dense["decoder"].flops + QUERIES * (flops + 2 * router)
 
 
-def test_expert_choice_costs_what_the_experts_take(dense):
-    # 4 experts x 21 of 336 tokens each are a quarter of the dense FFN.
-    gate = dict(type="ExpertChoiceGate", num_tokens=21)
-    routed = count(dict(layers=dict(encoder=[0]), num_experts=4, gate=gate))["encoder"]
-    assert ENCODER_TOKENS == 4 * 21 * 4
-    saved = (ENCODER_TOKENS - 4 * 21) * FFN_FLOPS_PER_TOKEN
-    router = ENCODER_TOKENS * 2 * 4 * 64
-    assert routed.flops == dense["encoder"].flops - saved + router
+ROUTER = 4 * 64
+QUARTER = 64 * 64 + 64 + 64 * 64  # every private expert has an output bias, too
+SHARED = dict(shared_expert=dict(type="SharedExpert"))
+LOW_RANK, AFFINE = dict(type="LowRankExperts", rank=8), dict(type="AffineExperts")
+# What it adds to the dense part: parameters, active ones, operations.
+COSTS = {
+    **{
+        name: (
+            "decoder",
+            experts_of(gate=gate),
+            3 * FFN + ROUTER,
+            (k - 1) * FFN + ROUTER,
+            QUERIES * ((k - 1) * FFN_FLOPS_PER_TOKEN + 2 * ROUTER),
+        )
+        for name, gate, k in (
+            ("top1", dict(type="TopKGate", k=1), 1),
+            ("top3", dict(type="TopKGate", k=3), 3),
+            ("dense", dict(type="DenseSoftmaxGate"), 4),
+        )
+    },
+    **{
+        f"{k} of 4 parts routed": (
+            "decoder",
+            fine(k),
+            4 * k * QUARTER + 5 * k * (64 + 64),
+            k * 64 + 5 * k * 64,
+            QUERIES * 2 * 5 * k * 64,
+        )
+        for k in (1, 2)
+    },
+    "low rank": (
+        "decoder",
+        experts_of(experts=LOW_RANK, **SHARED),
+        4 * 2 * 64 * 8 + ROUTER,
+        2 * 64 * 8 + ROUTER,
+        QUERIES * (2 * 2 * 64 * 8 + 2 * ROUTER),
+    ),
+    "affine": (  # four one-hot numbers times the scales and shifts of four experts
+        "decoder",
+        experts_of(experts=AFFINE, **SHARED),
+        4 * 2 * 64 + ROUTER,
+        2 * 64 + ROUTER,
+        QUERIES * (2 * 4 * 2 * 64 + 2 * ROUTER),
+    ),
+    "expert choice": (  # 4 experts x 21 of 336 tokens each: a quarter
+        "encoder",
+        experts_of(
+            layers=dict(encoder=[0]), gate=dict(type="ExpertChoiceGate", num_tokens=21)
+        ),
+        3 * FFN + ROUTER,
+        ROUTER - FFN * 3 // 4,
+        ENCODER_TOKENS * 2 * ROUTER - (ENCODER_TOKENS - 84) * FFN_FLOPS_PER_TOKEN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_experts_cost_what_a_token_meets(dense, name):
+    part, moe, *expected = COSTS[name]
+    found, plain = count(moe)[part], dense[part]
+    fields = ("parameters", "active_parameters", "flops")
+    assert [getattr(found, f) - getattr(plain, f) for f in fields] == expected
 
 
 def test_patch_experts_are_active_by_the_patches_they_take():
@@ -144,13 +149,13 @@ def test_counting_leaves_the_detector_as_it_was():
 
 
 def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
-    arguments = [str(CONFIG), "--classes", "80", "--shape", "64", "96"]
+    arguments = [str(CONFIG), "--classes", "80", "--shape", "192", "256"]
     monkeypatch.setattr(sys, "argv", ["complexity.py", *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "tools/analysis/complexity.py"), run_name="__main__")
     assert end.value.code == 0
     output = capsys.readouterr().out
-    assert output.startswith("one image of 64 x 96")
+    assert output.startswith("one image of 192 x 256")
     rows = {
         cells[0]: cells[1:]
         for line in output.splitlines()
