@@ -212,8 +212,7 @@ def test_all_experts_become_copies_of_one_with_its_moments(chained):
     copy_expert_to_all(layer.experts, expert=1, optimizer=optimizer)
     assert layer.experts.scale.tolist() == [8.0] * 3
     for name, p in layer.experts.named_parameters():
-        for old, new in zip(
-            before[name], [p, p.grad, state[p]["exp_avg"]], strict=True
-        ):
+        after = (p, p.grad, state[p]["exp_avg"])
+        for old, new in zip(before[name], after, strict=True):
             assert torch.equal(new, old[1:2].expand_as(old)), name
         assert state[p]["step"] == 1

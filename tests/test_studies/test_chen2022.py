@@ -17,10 +17,8 @@ from studies.chen2022.models import (
 from studies.chen2022.rows import DISPATCH, ENTROPY_GAP, purity, unevenness
 from studies.chen2022.study import (
     entropy_band,
-    run,
 )
 from studies.chen2022.training import Case
-from studies.harness import Session
 from studies.report import NO_CLAIM
 
 pytestmark = pytest.mark.studies
@@ -231,53 +229,36 @@ def test_one_set_of_data_is_for_all_seeds_or_each_has_its_own(data_seed, shared)
     assert not torch.equal(one.first_KE, other.first_KE)
 
 
-@pytest.fixture(scope="module")
-def result():
-    return run(Session(quick=True))
-
-
-def value(result, name, settings):
-    (row,) = (
-        row
-        for row in result.rows
-        if row.name == name
-        and row.settings.startswith(settings)
-        and "data of seed" not in row.settings
-    )
-    assert row.holds is None
-    return row.mean
-
-
 @pytest.mark.parametrize("form", ["official_code", "paper, inputs x10"])
-def test_cubic_experts_find_the_clusters_and_linear_ones_do_not(result, form):
-    cubic = value(result, "cubic mixture, dispatch entropy, nats", form)
-    linear = value(result, "linear mixture, dispatch entropy, nats", form)
+def test_cubic_experts_find_the_clusters_and_linear_ones_do_not(mean, form):
+    cubic = mean("cubic mixture, dispatch entropy, nats", form)
+    linear = mean("linear mixture, dispatch entropy, nats", form)
     # Seen with five seeds: at most 0.20 and at least 0.57 of ln 4 = 1.39.
     assert cubic < 0.3
     assert linear > 0.5
-    assert value(result, ENTROPY_GAP, form) == pytest.approx(linear - cubic)
-    assert value(result, "cubic mixture, accuracy, %", form) > 95.0
+    assert mean(ENTROPY_GAP, form) == pytest.approx(linear - cubic)
+    assert mean("cubic mixture, accuracy, %", form) > 95.0
 
 
-def test_linear_experts_are_worse_in_the_form_of_the_code(result):
-    accuracy = value(result, "linear mixture, accuracy, %", "official_code")
+def test_linear_experts_are_worse_in_the_form_of_the_code(mean):
+    accuracy = mean("linear mixture, accuracy, %", "official_code")
     assert 85.0 < accuracy < 98.0
     mixed = "linear mixture, samples of their expert's main cluster, %"
     pure = "cubic mixture, samples of their expert's main cluster, %"
-    assert value(result, mixed, "official_code") < 70.0
-    assert value(result, pure, "official_code") > 90.0
+    assert mean(mixed, "official_code") < 70.0
+    assert mean(pure, "official_code") > 90.0
 
 
-def test_the_first_step_sends_samples_everywhere(result):
+def test_the_first_step_sends_samples_everywhere(mean):
     name = "load of an expert off the mean in the first step, %"
     # five deviations of a binomial(2000, 1/8) are 74 of 250
-    assert 0.0 < value(result, name, "official_code") < 29.6
+    assert 0.0 < mean(name, "official_code") < 29.6
 
 
-def test_no_single_model_passes_the_bound(result):
+def test_no_single_model_passes_the_bound(mean):
     for name in ("single linear, accuracy, %", "single cubic, accuracy, %"):
         # better than chance, and at most 87.5 + 5 * sqrt(0.875 * 0.125 / 2000)
-        assert 55.0 < value(result, name, "official_code") < 91.2
+        assert 55.0 < mean(name, "official_code") < 91.2
 
 
 def test_a_quick_run_judges_theory_only(result):

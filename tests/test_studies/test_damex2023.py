@@ -13,8 +13,6 @@ from studies.damex2023.mixing import (
     draw_mixture,
     evaluate,
 )
-from studies.damex2023.study import run
-from studies.harness import Session
 
 pytestmark = pytest.mark.studies
 
@@ -97,11 +95,6 @@ def test_images_hold_tokens_of_their_own_data_set(task, generator):
     # Noise makes another cluster's centre the nearest now and then.
     for image, dataset in enumerate((2, 0)):
         assert ((cluster[image] // 4) == dataset).double().mean() > 0.9
-
-
-@pytest.fixture(scope="module")
-def result():
-    return run(Session(quick=True))
 
 
 def values(result, name, *parts):

@@ -21,8 +21,6 @@ from studies.deepmoe2019.network import (
     shrink,
     train,
 )
-from studies.deepmoe2019.study import run
-from studies.harness import Session
 
 pytestmark = pytest.mark.studies
 
@@ -157,11 +155,6 @@ def test_the_widening_strategies_have_the_layers_and_weights_of_table_1():
     # Its last width is lost; ours was chosen for as many weights as the two have.
     assert millions["W1-High"] == pytest.approx(24.17, abs=0.01)
     assert shrink(STRATEGIES["W1-Mid"], 8)[2] == (374, 32, 32)
-
-
-@pytest.fixture(scope="module")
-def result():
-    return run(Session(quick=True))
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 import dataclasses
 import math
-from functools import partial
 
 import pytest
 import torch
 
 from damex.moe.patches import split_patches
 from studies.digits import DigitImages, uci_digits
-from studies.harness import Session
 from studies.pmoe2023.data import PatchSamples, draw_samples
 from studies.pmoe2023.models import (
     PatchCNN,
@@ -17,7 +15,7 @@ from studies.pmoe2023.models import (
 )
 from studies.pmoe2023.plan import CNN, FULL, MULTI, SPURIOUS, Results
 from studies.pmoe2023.rows import learned_rows
-from studies.pmoe2023.study import NUM_TRAIN, run
+from studies.pmoe2023.study import NUM_TRAIN
 from studies.pmoe2023.training import (
     Outcome,
     accuracy,
@@ -36,23 +34,6 @@ READABLE = DigitImages(
     torch.arange(100).remainder(10).float().view(100, 1, 1, 1), torch.arange(100) % 10
 )
 DIGITS = uci_digits(NUM_TRAIN, seed=0)
-
-
-@pytest.fixture(scope="module")
-def quick():
-    return run(Session(quick=True))
-
-
-def mean_of(result, name, settings):
-    """Of the only row of that name whose settings start so and name no variant."""
-    (row,) = (
-        row
-        for row in result.rows
-        if row.name == name
-        and row.settings.startswith(settings)
-        and "released code" not in row.settings
-    )
-    return row.mean
 
 
 def tiny_model(recipe=TINY):
@@ -249,15 +230,14 @@ def test_a_lead_below_five_points_is_not_enough():
     assert failed == {"separate pMoE minus CNN-40", "joint pMoE minus CNN-40"}
 
 
-def test_the_quick_run_finds_the_exact_things_exact(quick):
-    exact = [row for row in quick.rows if row.criterion]
+def test_the_quick_run_finds_the_exact_things_exact(result):
+    exact = [row for row in result.rows if row.criterion]
     assert len(exact) == 8
     assert [row.name for row in exact if not row.holds] == []
-    assert quick.conclusion.startswith("8 of 8 criteria hold. ")
+    assert result.conclusion.startswith("8 of 8 criteria hold. ")
 
 
-def test_the_quick_run_learns_as_it_should(quick):
-    mean = partial(mean_of, quick)
+def test_the_quick_run_learns_as_it_should(mean):
     assert mean("separate pMoE, accuracy, %", "N = 300") > 92
     assert mean("separate router: pattern in the top 2, %", "N = 300") > 80
     assert mean("CNN-40, accuracy, %", "N = 300, best of the rates: 0.2, 30") < 88
@@ -268,8 +248,8 @@ def test_the_quick_run_learns_as_it_should(quick):
     assert mean("joint pMoE: l = 6 minus l = 1, points", "N = 100") > 5
 
 
-def test_the_figure_has_all_panels(quick):
-    titles = [axes.get_title() for axes in quick.figure.axes if axes.get_title()]
+def test_the_figure_has_all_panels(result):
+    titles = [axes.get_title() for axes in result.figure.axes if axes.get_title()]
     assert len(titles) == 9
-    labelled = [axes for axes in quick.figure.axes if axes.get_title()]
+    labelled = [axes for axes in result.figure.axes if axes.get_title()]
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in labelled)

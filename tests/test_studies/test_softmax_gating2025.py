@@ -33,17 +33,6 @@ from studies.softmax_gating2025.study import (
 pytestmark = pytest.mark.studies
 
 
-@pytest.fixture(scope="module")
-def result():
-    return run(Session(quick=True))
-
-
-def row_of(result, name, settings):
-    found = [row for row in result.rows if (row.name, row.settings) == (name, settings)]
-    assert len(found) == 1
-    return found[0]
-
-
 def test_every_criterion_holds_in_the_quick_run(result):
     assert [(row.name, row.settings) for row in result.failures()] == []
     judged = [row for row in result.rows if row.holds is not None]
@@ -51,13 +40,13 @@ def test_every_criterion_holds_in_the_quick_run(result):
     assert len(judged) >= 20
 
 
-def test_slopes_tell_the_routers_apart(result):
+def test_slopes_tell_the_routers_apart(mean):
     linear, tanh = "temperature, linear router", "temperature, tanh router"
     for what in ("tau", "b1"):
-        assert row_of(result, f"exponent of n, {what}", linear).mean > -0.15
-        assert row_of(result, f"exponent of n, {what}", tanh).mean < -0.4
+        assert mean(f"exponent of n, {what}", linear) > -0.15
+        assert mean(f"exponent of n, {what}", tanh) < -0.4
     for name in QUICK_CASES:
-        assert -0.55 < row_of(result, "exponent of n, function", name).mean < -0.45
+        assert -0.55 < mean("exponent of n, function", name) < -0.45
 
 
 def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(

@@ -58,14 +58,6 @@ TWO_IMAGES = gates(
 IN_GATES = gates([1.0, 0.0, 0.0, 2.0, 0.0, 0.3], [0.0, 0.0, 0.0, 0.0, 0.4, 0.0])
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["masked", "skipping"])
-def test_a_gate_of_zero_is_a_channel_of_zeros(x_BCHW, training):
-    """Although bias and batch norm shift every channel."""
-    y_BCHW = layer(bias=True).train(training)(x_BCHW, TWO_IMAGES)
-    is_zero_BC = y_BCHW.flatten(2).abs().sum(dim=2) == 0.0
-    assert torch.equal(is_zero_BC, TWO_IMAGES == 0.0)
-
-
 def test_the_gate_acts_between_norm_and_activation(x_BCHW):
     block = layer().eval()
     # With tanh, gate times tanh and tanh of gate times differ.
@@ -187,12 +179,6 @@ def ffn():
     return FFN()
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["masked", "skipping"])
-def test_an_image_without_open_channels_gets_the_bias(ffn, tokens_BND, training):
-    out_BND = ffn.train(training)(tokens_BND, torch.zeros(2, 6))
-    assert torch.equal(out_BND, ffn.second.bias.expand(2, 5, 4))
-
-
 def test_only_open_channels_reach_the_output(ffn, tokens_BND):
     """Image 1 has channel 3 alone: 3 * relu(z_3) times column 3, plus the bias."""
     z_N = tokens_BND[1] @ ffn.first.weight[3] + ffn.first.bias[3]
@@ -201,10 +187,11 @@ def test_only_open_channels_reach_the_output(ffn, tokens_BND):
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.PReLU()], ids=str)
-def test_ffn_skipping_equals_masking(tokens_BND, activation):
+@pytest.mark.parametrize("gates_BH", [GATES, 0 * GATES], ids=["", "closed"])
+def test_ffn_skipping_equals_masking(tokens_BND, activation, gates_BH):
     ffn = FFN(activation)
-    masked = ffn(tokens_BND, GATES)
-    torch.testing.assert_close(ffn.eval()(tokens_BND, GATES), masked)
+    masked = ffn(tokens_BND, gates_BH)
+    torch.testing.assert_close(ffn.eval()(tokens_BND, gates_BH), masked)
 
 
 def test_closed_ffn_channels_cost_nothing(ffn, tokens_BND):
