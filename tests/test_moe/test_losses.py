@@ -71,8 +71,6 @@ ALL = [*LOSSES, SeparateRouterLoss]
 # Probabilities (3/4, 1/4), (1/4, 3/4), (1/2, 1/2).
 LOGITS = torch.tensor([[LOG3, 0.0], [0.0, LOG3], [0.0, 0.0]])
 SIGNS, POINT = torch.tensor([[1.0, -1.0]]), torch.tensor([[1.0, 0.0]])
-
-
 EYE = torch.eye(2).bool()
 SHARED = torch.tensor([[False, False, True], [True, True, False]])
 COLUMN = torch.tensor([[0], [1]])
@@ -112,10 +110,7 @@ ROWS = [
     (
         SeparateRouterLoss(),
         torch.tensor([[0.0, 2.0, 2.0], [1.0, 5.0, -1.0]]),
-        dict(
-            groups=[0, 1],
-            experts=torch.arange(3) % 2 == COLUMN,
-        ),
+        dict(groups=[0, 1], experts=torch.arange(3) % 2 == COLUMN),
         -2.0,
     ),
 ]
