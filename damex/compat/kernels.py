@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.jit import is_tracing
 from torch.nn.functional import grid_sample, logsigmoid
-from torchvision import ops
 
 AVERAGE = 1  # pool_mode of roi_align
 NAIVE, LINEAR = 0, 1  # method of softnms; 2 is Gaussian
@@ -171,7 +170,9 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
     ``boxes`` are x1, y1, x2, y2, ``(boxes, 4)``. ``offset`` is 1 if x2 and y2 are the
     last pixel of a box, 0 if they are its edge.
     """
-    return ops.nms(_with_edges(_widen(boxes), offset), _widen(scores), iou_threshold)
+    return _torchvision_ops().nms(
+        _with_edges(_widen(boxes), offset), _widen(scores), iou_threshold
+    )
 
 
 def softnms(
@@ -194,6 +195,7 @@ def softnms(
     Returns:
         Indices into ``boxes`` of the filled rows, ``(kept,)``.
     """
+    box_iou = _torchvision_ops().box_iou
     edges = _with_edges(boxes, offset)
     left = torch.arange(len(boxes))
     current = scores.clone()
@@ -203,7 +205,7 @@ def softnms(
         dets[len(kept)] = torch.cat((boxes[best], current[best, None]))
         kept.append(best)
         left = left[left != best]
-        overlap = ops.box_iou(edges[best, None], edges[left])[0]
+        overlap = box_iou(edges[best, None], edges[left])[0]
         current[left] *= _decay(overlap, iou_threshold, sigma, method)
         left = left[current[left] >= min_score]
     return torch.tensor(kept, dtype=torch.long)
@@ -283,9 +285,16 @@ def _roi_align(
             "pool_mode='avg', or install an mmcv with compiled ops."
         )
     regions, size = rois.to(features.dtype), (aligned_height, aligned_width)
-    return ops.roi_align(
+    return _torchvision_ops().roi_align(
         features, regions, size, spatial_scale, sampling_ratio, aligned
     )
+
+
+def _torchvision_ops() -> Any:
+    """Imported when it is used: it imports torch's compiler, which takes a second."""
+    from torchvision import ops
+
+    return ops
 
 
 def _widen(tensor: Tensor) -> Tensor:
