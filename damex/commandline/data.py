@@ -16,7 +16,7 @@ from damex.commandline.run import (
     program,
 )
 
-# The names in `damex.datasets.formats.conversion.FORMATS`, which takes seconds.
+# The names in `damex.curation.prepare.FORMATS`, which takes seconds.
 Format = Literal[
     "coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv", "kitti_detections"
 ]
@@ -77,7 +77,7 @@ def browse(
 
 @command(
     data,
-    "damex.datasets.formats.conversion",
+    "damex.curation.prepare",
     "damex data convert data/fish --out data/fish-coco",
 )
 def convert(

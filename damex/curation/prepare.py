@@ -1,4 +1,4 @@
-"""``damex data prepare uodb``: report missing files, and convert the rest to COCO.
+"""``damex data prepare uodb`` and ``damex data convert``: write datasets as COCO files.
 
 UODB (Wang et al. 2019, arXiv 1904.04402) publishes ten of its eleven datasets in VOC
 layout with custom splits; COCO is from its website. Sizes are approximate, licenses
@@ -7,16 +7,21 @@ indicative: check the datasets' websites.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from damex.datasets.coco_records import read_coco
+from damex.datasets.formats.conversion import convert_tree, open_root
+from damex.datasets.formats.records import Options, fault_of_names
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean
-from damex.files import write_json
+from damex.files import atomic_write, write_json
 
 SPLITS = ("train", "val")
 SITE = "the UODB project page of SVCL, UC San Diego"
@@ -239,3 +244,48 @@ def keep_classes(document: dict[str, Any], classes: Sequence[str]) -> int:
     ]
     document["categories"] = [dict(id=i, name=name) for name, i in number.items()]
     return len(before) - len(document["annotations"])
+
+
+def convert(
+    root: str,
+    *,
+    out: str,
+    format: str | None,  # noqa: A002
+    val_share: float | None,
+    classes: Sequence[str],
+    **splits: Sequence[str],
+) -> None:
+    """``damex data convert``: write COCO files into a folder, and print a summary."""
+    if val_share is not None and not 0.0 <= val_share < 1.0:
+        raise ConfigError(f"--val-share must be from 0 to below 1, got {val_share}.")
+    if (fault := fault_of_names(classes)) is not None:
+        raise ConfigError(f"--classes: {fault}.")
+    lists = dict(splits, classes=classes)
+    chosen = {key: tuple(words) for key, words in lists.items() if words}
+    options = Options(format=format, val_share=val_share, **chosen)
+    tree, folder = open_root(root), Path(out)
+    if folder.resolve().is_relative_to(tree.root):
+        raise ConfigError(
+            f"--out {out} lies inside of {root}, whose annotations it would then be; "
+            "choose a folder outside."
+        )
+    with tempfile.TemporaryDirectory() as draft:
+        conversion = convert_tree(tree, options, Path(draft))
+        files = sorted(Path(draft).iterdir())
+        for file in files:
+            if (folder / file.name).exists():
+                raise ConfigError(
+                    f"{folder / file.name} exists and is not overwritten; "
+                    "remove it, or choose another --out."
+                )
+        with ExitStack() as stack:  # all files or none
+            for file in files:
+                part = stack.enter_context(atomic_write(folder / file.name))
+                shutil.copyfile(file, part)
+    name = tree.root.name
+    print(conversion.summary.text(name))
+    named = ", ".join(f'{s}="{s}.json"' for s in conversion.summary.splits)
+    print(
+        f"\nfor a mixture:\n    dict(name={name!r}, "
+        f"data_root={str(folder.resolve())!r}, {named}, img={str(tree.root)!r}),"
+    )

@@ -18,8 +18,9 @@ from damex.commandline.run import Bar
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError
 from damex.files import atomic_write, check_file, write_json
-from damex.inference.drawing import Drawings, check_draw_folder
 from damex.inference.media import (
+    Drawings,
+    check_draw_folder,
     find_images,
     frame_count,
     is_video,

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from damex.moe.channels.gates import (
+from damex.moe.channel_gates import (
     ChannelGate,
     ChannelGates,
     GatingPath,
@@ -11,7 +11,7 @@ from damex.moe.channels.gates import (
     gate_l1,
     presence_loss,
 )
-from damex.moe.channels.layers import (
+from damex.moe.channel_layers import (
     check_activation,
     check_gateable,
     gated_conv2d,
@@ -25,10 +25,9 @@ from damex.moe.expert_gradients import (
 )
 from damex.moe.experts import AffineExperts, FFNExperts, LowRankExperts, SharedExpert
 from damex.moe.gates import Gate
-from damex.moe.gates.balancing import BiasBalancer, ExpertCapacity
 from damex.moe.gates.dense import DenseSoftmaxGate, DenseToSparseGate
 from damex.moe.gates.expert_choice import ExpertChoiceGate
-from damex.moe.gates.topk import TopKGate
+from damex.moe.gates.topk import BiasBalancer, ExpertCapacity, TopKGate
 from damex.moe.grouped import grouped_linear
 from damex.moe.layer import MoELayer
 from damex.moe.losses import (

@@ -14,7 +14,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -31,7 +30,6 @@ from damex.datasets.formats.records import (
     SplitSummary,
     Summary,
     choose_splits,
-    fault_of_names,
     for_all,
 )
 from damex.datasets.formats.tables import CSV, WIDER_FACE
@@ -45,7 +43,7 @@ from damex.datasets.image_files import (
     turn_box,
 )
 from damex.errors import ConfigError, DataError, did_you_mean
-from damex.files import atomic_write, write_json
+from damex.files import write_json
 
 FORMATS: tuple[Format, ...] = (
     *(COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV),
@@ -355,48 +353,3 @@ def _version() -> str:
     """Hash of the code of damex.datasets, to invalidate the cache."""
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-
-
-def convert(
-    root: str,
-    *,
-    out: str,
-    format: str | None,  # noqa: A002
-    val_share: float | None,
-    classes: Sequence[str],
-    **splits: Sequence[str],
-) -> None:
-    """``damex data convert``: write COCO files into a folder, and print a summary."""
-    if val_share is not None and not 0.0 <= val_share < 1.0:
-        raise ConfigError(f"--val-share must be from 0 to below 1, got {val_share}.")
-    if (fault := fault_of_names(classes)) is not None:
-        raise ConfigError(f"--classes: {fault}.")
-    lists = dict(splits, classes=classes)
-    chosen = {key: tuple(words) for key, words in lists.items() if words}
-    options = Options(format=format, val_share=val_share, **chosen)
-    tree, folder = open_root(root), Path(out)
-    if folder.resolve().is_relative_to(tree.root):
-        raise ConfigError(
-            f"--out {out} lies inside of {root}, whose annotations it would then be; "
-            "choose a folder outside."
-        )
-    with tempfile.TemporaryDirectory() as draft:
-        conversion = convert_tree(tree, options, Path(draft))
-        files = sorted(Path(draft).iterdir())
-        for file in files:
-            if (folder / file.name).exists():
-                raise ConfigError(
-                    f"{folder / file.name} exists and is not overwritten; "
-                    "remove it, or choose another --out."
-                )
-        with ExitStack() as stack:  # all files or none
-            for file in files:
-                part = stack.enter_context(atomic_write(folder / file.name))
-                shutil.copyfile(file, part)
-    name = tree.root.name
-    print(conversion.summary.text(name))
-    named = ", ".join(f'{s}="{s}.json"' for s in conversion.summary.splits)
-    print(
-        f"\nfor a mixture:\n    dict(name={name!r}, "
-        f"data_root={str(folder.resolve())!r}, {named}, img={str(tree.root)!r}),"
-    )

@@ -1,4 +1,4 @@
-"""Tests of damex.moe.gates.balancing."""
+"""Tests of damex.moe.gates.topk."""
 
 from __future__ import annotations
 
