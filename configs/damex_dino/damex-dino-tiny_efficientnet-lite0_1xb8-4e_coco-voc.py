@@ -18,7 +18,6 @@ train_pipeline = [
     dict(type="LoadAnnotations", with_bbox=True),
     dict(type="Resize", scale=(image_size, image_size), keep_ratio=True),
     dict(type="RandomFlip", prob=0.5),
-    # One size for all: what the frozen stages make of an image can be kept.
     dict(type="Pad", size=(image_size, image_size)),
     dict(type="PackDetInputs"),
 ]
