@@ -19,6 +19,7 @@ from tests.test_moe.layers import (
     train_step,
 )
 
+pytestmark = pytest.mark.slow  # half a minute for torch's compiler
 MASK = torch.arange(7) < torch.tensor([[7], [4]])
 # The number of routes depends on the data.
 DATA_DEPENDENT = ("dense to sparse", "dense to top2", *CAPPED)
@@ -87,7 +88,6 @@ def test_split_breaks_the_graph_and_changes_nothing():
     torch.testing.assert_close(run(compiled, layer, MASK), expected)
 
 
-@pytest.mark.slow
 @needs_grouped_mm
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_inductor_gives_what_eager_gives():
