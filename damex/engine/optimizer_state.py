@@ -176,12 +176,10 @@ def _check_keys(found: Mapping[str, Any], keys: tuple[str, ...], path: str) -> N
 
 
 class Origin(NamedTuple):
-    """Where a parameter's moments come from.
+    """Where a parameter's moments come from: the name of the earlier parameter.
 
-    Attributes:
-        source: Name of the earlier parameter.
-        convert: Maps its moment to that of this parameter; the flag is True for a
-            moment of squared gradients.
+    ``convert`` maps its moment to that of this parameter; the flag is True for a moment
+    of squared gradients.
     """
 
     source: str
