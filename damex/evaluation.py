@@ -57,8 +57,11 @@ def coco_scores(
     *,
     classes: Mapping[int, str],
     backend: str | None = None,
+    classwise: bool = False,
 ) -> dict[str, float]:
     """Evaluate one dataset by the COCO protocol; nan for scores without any object.
+
+    With `classwise`, ``AP_class_<label>`` is the AP of each class.
 
     Only detections of `classes` count: the mixture labels that the dataset annotates,
     with their names. Both backends give the same numbers, in [0, 1].
@@ -70,8 +73,9 @@ def coco_scores(
         truth = coco_class()
         truth.dataset = _document(images, classes)
         truth.createIndex()
+        by_class = [f"AP_class_{label}" for label in labels if classwise]
         if not truth.dataset["annotations"]:
-            return dict.fromkeys(SCORE_NAMES, float("nan"))
+            return dict.fromkeys((*SCORE_NAMES, *by_class), float("nan"))
         rows = _detections(images, np.asarray(labels))
         found = truth.loadRes(rows) if len(rows) else coco_class()
         evaluation = eval_class(truth, found, "bbox")
@@ -80,7 +84,13 @@ def coco_scores(
         evaluation.accumulate()
         evaluation.summarize()
     stats = zip(SCORE_NAMES, evaluation.stats[:6], strict=True)
-    return {name: float(v) if v >= 0 else float("nan") for name, v in stats}
+    scores = {name: float(v) if v >= 0 else float("nan") for name, v in stats}
+    # IoU thresholds, recalls, classes; of objects of all sizes, all detections.
+    precision_TRK = np.asarray(evaluation.eval["precision"])[..., 0, -1]
+    for number, name in enumerate(by_class):
+        known = precision_TRK[..., number][precision_TRK[..., number] >= 0]
+        scores[name] = float(known.mean()) if known.size else float("nan")
+    return scores
 
 
 def _load(backend: str) -> tuple[Any, Any]:
@@ -174,19 +184,28 @@ class MixtureMetric(BaseMetric):
     the fraction of tokens whose first expert is the busiest one of a layer, mean over
     layers (1/E is balanced).
 
+    With `classwise` also ``<dataset>/AP_class_<label>``, and
+    ``<dataset>/taken_for_<group>``: the number of its images of which most tokens went
+    to the experts of that dataset group.
+
     Args:
         backend: ``faster_coco_eval`` or ``pycocotools``; by default the first
             installed.
+        classwise: Whether to score each class.
         collect_device: As for every mmengine metric.
     """
 
     default_prefix = "mixture"
 
     def __init__(
-        self, *, backend: str | None = None, collect_device: str = "cpu"
+        self,
+        *,
+        backend: str | None = None,
+        classwise: bool = False,
+        collect_device: str = "cpu",
     ) -> None:
         super().__init__(collect_device=collect_device)
-        self.backend = backend
+        self.backend, self.classwise = backend, classwise
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Store a batch of predictions with their ground truth.
@@ -240,6 +259,7 @@ class MixtureMetric(BaseMetric):
                 images = [row.of_dataset for row in rows]
                 found = self._scores(images, space, space.valid_labels(dataset_id))
                 found |= _routing_accuracy(rows, space.group_id(dataset_id))
+                found |= _taken_for(rows) if self.classwise else {}
                 scores |= {f"{name}/{key}": value for key, value in found.items()}
         for key in ("AP", "AP50", "AP75", "routing_accuracy"):
             column = [v for name, v in scores.items() if name.endswith(f"/{key}")]
@@ -261,7 +281,12 @@ class MixtureMetric(BaseMetric):
     ) -> dict[str, float]:
         """Scores over some classes, with the numbers of images and boxes."""
         classes = {label: space.classes[label] for label in labels}
-        found = coco_scores(images, classes=classes, backend=self.backend)
+        found = coco_scores(
+            images,
+            classes=classes,
+            backend=self.backend,
+            classwise=self.classwise,
+        )
         boxes = sum(len(image.ground_truth) for image in images)
         return {**found, "images": len(images), "boxes": boxes}
 
@@ -288,3 +313,16 @@ def _routing_accuracy(rows: Sequence[_Row], group: int) -> dict[str, float]:
     own = sum(tokens_LE[:, experts].sum() for tokens_LE, experts in known)
     total = sum(tokens_LE.sum() for tokens_LE, _ in known)
     return {"routing_accuracy": float(own / max(total, 1))} if known else {}
+
+
+def _taken_for(rows: Sequence[_Row]) -> dict[str, int]:
+    """Number of images by the group whose experts most of their tokens went to."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        if row.tokens_LE is None or row.group_experts is None:
+            continue
+        tokens_E = row.tokens_LE.sum(axis=0)
+        tokens_G = [tokens_E[list(experts)].sum() for experts in row.group_experts]
+        key = f"taken_for_{int(np.argmax(tokens_G))}"
+        counts[key] = counts.get(key, 0) + 1
+    return counts

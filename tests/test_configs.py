@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.structures import InstanceData
 from PIL import Image
 
+from damex.engine.cli import build_runner
 from damex.engine.config import resolve_config
+from tests.conftest import MMDET_CONFIGS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 COMPLETE = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
@@ -138,3 +141,48 @@ def test_coco_and_voc_merge_by_name(fake_coco_and_voc):
     assert val.metainfo == train.metainfo
     assert classes[val.get_data_info(2)["instances"][0]["bbox_label"]] == "airplane"
     assert val[2]["data_samples"].dataset_name == "voc"
+
+
+@pytest.mark.slow
+def test_fine_tuning_takes_over_mmdets_classes_by_name(tmp_path, make_coco_dataset):
+    """From a stand-in for mmdet's COCO checkpoint: its names, shapes and classes."""
+    path = MMDET_CONFIGS / "dino" / "dino-4scale_r50_8xb2-12e_coco.py"
+    coco = Config.fromfile(path).model
+    coco.backbone.init_cfg = None
+    stand_in = MODELS.build(coco).state_dict()
+    meta = dict(dataset_meta=dict(classes=CocoDataset.METAINFO["classes"]))
+    torch.save(dict(state_dict=stand_in, meta=meta), tmp_path / "coco.pth")
+
+    path = CONFIGS / "damex_dino" / "damex-dino-4scale_r50_1xb4-12e_finetune.py"
+    cfg = Config.fromfile(path)
+    cfg.merge_from_dict(dict(load_from=str(tmp_path / "coco.pth"), max_epochs=1))
+    cfg.mixture = [
+        make_coco_dataset(tmp_path / name, classes=classes, num_images=4)
+        for name, classes in (("street", ["gnome", "person"]), ("sky", ["kite"]))
+    ]
+    cfg.work_dir = str(tmp_path / "work")
+    cfg.optim_wrapper.optimizer.lr = 0.0  # so that the rows can be compared
+    cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None
+    cfg.train_dataloader.update(batch_size=2, num_workers=0)
+    cfg.train_dataloader.sampler.samples_per_epoch = 2
+    cfg.train_dataloader.dataset.pipeline = [
+        dict(type="LoadImageFromFile"),
+        dict(type="LoadAnnotations", with_bbox=True),
+        dict(type="Resize", scale=(320, 320), keep_ratio=False),
+        dict(type="PackDetInputs"),
+    ]
+    runner = build_runner(cfg)
+    runner.train()
+
+    classes = runner.train_dataloader.dataset.metainfo["classes"]
+    known = meta["dataset_meta"]["classes"]
+    for name, value in runner.model.bbox_head.named_parameters():
+        if name.startswith("cls_branches") and name.endswith("weight"):
+            rows = stand_in[f"bbox_head.{name}"]
+            for one in ("person", "kite"):
+                torch.testing.assert_close(
+                    value[classes.index(one)].cpu(), rows[known.index(one)]
+                )
+    shared = runner.model.encoder.layers[0].ffn.moe.shared_expert.expert
+    ffn = stand_in["encoder.layers.0.ffn.layers.0.0.weight"]
+    torch.testing.assert_close(shared.w1_EDH[0].T.cpu(), ffn)

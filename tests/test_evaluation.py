@@ -17,6 +17,7 @@ from pycocotools.cocoeval import COCOeval
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import DatasetSpec
+from damex.engine.summary import class_scores
 from damex.errors import ConfigError, DataError
 from damex.evaluation import COCO_BACKENDS, ImageResult, MixtureMetric, coco_scores
 
@@ -208,8 +209,8 @@ def sample(dataset_id, found=(), truth=(), *, chosen=None, counts=None, groups=N
     return result
 
 
-def evaluate(samples, *, space=SPACE, batch_size=2, backend=None):
-    metric = MixtureMetric(backend=backend)
+def evaluate(samples, *, space=SPACE, batch_size=2, **options):
+    metric = MixtureMetric(**options)
     metric.dataset_meta = space.to_metainfo()
     for start in range(0, len(samples), batch_size):
         metric.process({}, samples[start : start + batch_size])
@@ -231,6 +232,34 @@ def test_equal_image_ids_of_two_datasets_do_not_meet(backend):
     assert scores["street/AP"] == pytest.approx(1.0)
     assert scores["park/AP"] == 0.0
     assert scores["mean/AP"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("backend", ["faster_coco_eval", "pycocotools"])
+def test_classwise_adds_the_ap_of_each_annotated_class_and_where_images_went(backend):
+    # person 1, dog 0 in park, as in the test below; two of three images of park went to
+    # the experts of street (group 0 has expert 0, group 1 expert 1).
+    truth = [(BOX, PERSON), ((200, 0, 250, 50), DOG)]
+    samples = [
+        sample(
+            PARK,
+            [(AWAY, 0.95, DOG), (BOX, 0.9, PERSON)],
+            truth,
+            counts={"encoder.0": counts},
+            groups=[[0], [1]],
+        )
+        for counts in ([5, 1], [4, 2], [0, 6])
+    ]
+    scores = evaluate(samples, backend=backend, classwise=True)
+    assert scores[f"park/AP_class_{PERSON}"] == pytest.approx(1.0)
+    assert scores[f"park/AP_class_{DOG}"] == 0.0
+    assert scores["park/AP"] == pytest.approx(0.5)
+    assert (scores["park/taken_for_0"], scores["park/taken_for_1"]) == (2, 1)
+    names = class_scores(scores, SPACE)
+    assert names["classes"]["park"]["dog"] == 0.0
+    assert names["taken_for"] == dict(
+        park=dict(zip(SPACE.group_names, (2, 1), strict=False))
+    )
+    assert "pooled" not in names["classes"]
 
 
 def test_two_images_of_one_dataset_with_one_id_stay_two():

@@ -19,6 +19,7 @@ from damex.commandline.run import (
     command,
     program,
 )
+from damex.zero_config import models_help
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
@@ -44,13 +45,25 @@ app = program(
     app,
     "damex.engine.cli",
     "damex train quickstart",
+    "damex train --data fish=data/fish data/boards --epochs 12",
     "damex train configs/my_mixture.py --cfg-options max_epochs=12 moe=dense",
     "damex train configs/my_mixture.py --resume",
 )
 def train(
-    config: ConfigName,
+    config: ConfigName | None = None,
     /,
     *,
+    data: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="[NAME=]FOLDER...",
+            help="Datasets to train on, in place of a config; a dataset is called like "
+            "its folder unless it has a NAME.",
+        ),
+    ] = (),
+    model: Annotated[str | None, Parameter(help=models_help())] = None,
+    epochs: PositiveInt | None = None,
+    device: Annotated[str | None, Parameter(metavar="cpu|cuda|cuda:N")] = None,
     cfg_options: CfgOptions = (),
     work_dir: str | None = None,
     launcher: Launcher = "none",
@@ -65,6 +78,8 @@ def train(
     """Train a detector on several datasets.
 
     Args:
+        epochs: Length of the training (default: that of the config).
+        device: Where to train (default: a GPU if available).
         work_dir: Folder for logs and checkpoints.
         launcher: How the processes were started; 'pytorch' for torchrun.
         amp: Mixed-precision training.
@@ -88,6 +103,7 @@ def test(
     work_dir: str | None = None,
     launcher: Launcher = "none",
     local_rank: LocalRank = 0,
+    classwise: bool = False,
     out: Annotated[str | None, Parameter(metavar="FILE.pkl")] = None,
     show: bool = False,
     show_dir: str | None = None,
@@ -99,6 +115,8 @@ def test(
         checkpoint: A .pth file.
         work_dir: Folder for logs and scores.
         launcher: How the processes were started; 'pytorch' for torchrun.
+        classwise: Add the AP of each class, and which dataset's images went to the
+            experts of which dataset.
         out: Write all predictions to this pickle file.
         show: Show predictions.
         show_dir: Write images with predictions to this folder.

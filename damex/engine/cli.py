@@ -8,29 +8,50 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.device import get_device
+from mmengine.device import get_device, utils
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
+from torch import cuda
 
-from damex.config_files import config_of
+from damex.config_files import merge_options, parse_options, read_config
 from damex.errors import ConfigError
+from damex.zero_config import config_of_folders, named_folders
 
 
 def train(
-    config: str,
+    config: str | None,
     *,
+    data: Sequence[str],
+    model: str | None,
+    epochs: int | None,
+    device: str | None,
     amp: bool,
     auto_scale_lr: bool,
     resume: Sequence[str] | None,
     **run: Any,
 ) -> None:
     """Train as mmdet's ``tools/train.py`` does; options as in ``damex train``."""
-    cfg = load_config(config, **run)
+    if (config is None) == (not data):
+        raise ConfigError(
+            "train takes either a CONFIG or --data FOLDER..., as in damex train "
+            "quickstart. See damex train --help."
+        )
+    if config is not None and model is not None:
+        raise ConfigError("--model belongs to --data: a config sets its own model.")
+    use_device(device)
+    cfg = load_config(
+        config or config_of_folders(named_folders(data), model or "tiny"), **run
+    )
+    if epochs is not None:
+        cfg.max_epochs = epochs
     if amp:
         if get_device() == "cpu":
             raise ConfigError("--amp needs a GPU, and none is seen here; leave it out.")
         cfg.optim_wrapper.type = "AmpOptimWrapper"
-        cfg.optim_wrapper.setdefault("loss_scale", "dynamic")
+        if cuda.is_bf16_supported():  # as wide as float32: no loss scaling
+            cfg.optim_wrapper.setdefault("dtype", "bfloat16")
+        is_half = cfg.optim_wrapper.get("dtype") != "bfloat16"
+        cfg.optim_wrapper.setdefault("loss_scale", "dynamic" if is_half else 1.0)
     if auto_scale_lr:
         if "base_batch_size" not in (cfg.get("auto_scale_lr") or {}):
             raise ConfigError(
@@ -48,6 +69,7 @@ def test(
     config: str,
     checkpoint: str,
     *,
+    classwise: bool,
     out: str | None,
     show: bool,
     show_dir: str | None,
@@ -59,6 +81,11 @@ def test(
         raise ConfigError(f"--out must end in .pkl or .pickle, got {out!r}.")
     cfg = load_config(config, **run)
     cfg.load_from = checkpoint
+    if classwise:
+        evaluators = cfg.test_evaluator
+        for one in evaluators if isinstance(evaluators, list) else [evaluators]:
+            if one.get("type") == "MixtureMetric":
+                one["classwise"] = True
     if show or show_dir:
         from mmdet.engine.hooks.utils import trigger_visualization_hook
 
@@ -72,8 +99,26 @@ def test(
     runner.test()
 
 
+def use_device(device: str | None) -> None:
+    """Choose the device of mmengine, and the GPU; ConfigError if it is missing."""
+    kind, _, index = (device or "").partition(":")
+    if device is None:
+        return
+    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {device!r}.")
+    if kind == "cpu":
+        utils.DEVICE = "cpu"
+        return
+    if int(index or 0) >= cuda.device_count():
+        raise ConfigError(
+            f"--device {device}: {cuda.device_count()} GPUs are seen here; use cpu, or "
+            "another; damex doctor shows which torch is installed."
+        )
+    cuda.set_device(int(index or 0))
+
+
 def load_config(
-    config: str,
+    config: str | Config,
     *,
     cfg_options: Sequence[str] = (),
     work_dir: str | None = None,
@@ -81,11 +126,12 @@ def load_config(
     local_rank: int = 0,  # mmengine reads it from the environment
 ) -> Config:
     """Read the config and apply the command line; ConfigError if unreadable."""
-    cfg = config_of(config, [f"launcher={launcher}", *cfg_options])
+    cfg = read_config(config) if isinstance(config, str) else config
+    merge_options(cfg, parse_options([f"launcher={launcher}", *cfg_options]))
     if work_dir is not None:
         cfg.work_dir = work_dir
     elif cfg.get("work_dir") is None:
-        cfg.work_dir = str(Path("work_dirs") / Path(config).stem)
+        cfg.work_dir = str(Path("work_dirs") / Path(cfg.filename).stem)
     return cfg
 
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,7 @@ from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
 
+from damex.datasets.label_space import LabelSpace
 from damex.engine.resumption import latest_checkpoint
 from damex.errors import DataError
 from damex.files import atomic_write, write_json
@@ -90,6 +91,8 @@ class RunSummaryHook(Hook):
             return
         if self._scores:
             self._console.print(score_table(self._scores))
+            for table in class_tables(self._class_scores(runner)):
+                self._console.print(table)
         for key, value in metrics.items():
             if not key.startswith(PREFIX):
                 self._console.print(f"{key}: {value}", highlight=False)
@@ -135,8 +138,14 @@ class RunSummaryHook(Hook):
             if value:
                 self._console.print(f"{name:>10}: {value}", soft_wrap=True)
 
+    def _class_scores(self, runner: Runner) -> dict[str, Any]:
+        if not any("/AP_class_" in key for key in self._scores):
+            return {}
+        space = LabelSpace.from_metainfo(runner.visualizer.dataset_meta)
+        return class_scores(self._scores, space)
+
     def _summary(self, runner: Runner) -> dict[str, Any]:
-        summary = summarise(self._scores)
+        summary = {**summarise(self._scores), **self._class_scores(runner)}
         if self._train_started is not None:
             summary["train_seconds"] = round(self._train_seconds, 1)
             summary["iterations"] = runner.iter
@@ -186,6 +195,47 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
     if shares:
         summary |= {key: shares, "max_load": mean.get("max_load")}
     return summary
+
+
+def class_scores(scores: Mapping[str, float], space: LabelSpace) -> dict[str, Any]:
+    """Arrange the scores of ``MixtureMetric(classwise=True)`` by name.
+
+    Returns:
+        ``classes``: AP of each class, by dataset; ``taken_for``: number of images of
+        each dataset by the dataset group whose experts they went to. Empty without.
+    """
+    found: dict[str, Any] = {}
+    for key, value in scores.items():
+        name, score = key.rsplit("/", 1)
+        kind, _, number = score.rpartition("_")
+        if kind == "AP_class" and name != "pooled":
+            rows = found.setdefault("classes", {}).setdefault(name, {})
+            rows[space.classes[int(number)]] = _plain(value)
+        elif kind == "taken_for":
+            rows = found.setdefault("taken_for", {}).setdefault(name, {})
+            rows[space.group_names[int(number)]] = int(value)
+    return found
+
+
+def class_tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield tables of `class_scores` for the screen."""
+    if "classes" in found:
+        table = Table("dataset", "class", title="AP per class", title_justify="left")
+        table.add_column("AP", justify="right")
+        for name, row in found["classes"].items():
+            for one, value in row.items():
+                table.add_row(name, one, _number(value))
+            table.add_section()
+        yield table
+    if "taken_for" in found:
+        groups = dict.fromkeys(g for row in found["taken_for"].values() for g in row)
+        title = "images by the dataset whose experts they went to"
+        table = Table("images of", title=title, title_justify="left")
+        for group in groups:
+            table.add_column(group, justify="right")
+        for name, row in found["taken_for"].items():
+            table.add_row(name, *(str(row.get(group, 0)) for group in groups))
+        yield table
 
 
 def score_table(scores: Mapping[str, float]) -> Table:

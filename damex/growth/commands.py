@@ -8,18 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from mmengine.config import ConfigDict
 from mmengine.device import get_device
-from mmengine.evaluator import Evaluator
-from mmengine.runner import Runner
 
-from damex.commandline.run import Bar
 from damex.config_files import config_of, mixture_datasets, parse_options
 from damex.engine.console import filter_console
-from damex.engine.summary import markdown, scores_of, summarise
+from damex.engine.summary import markdown
 from damex.errors import ConfigError
-from damex.evaluation import MixtureMetric
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
 from damex.inference.stored import (
@@ -169,15 +163,8 @@ def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
             f"the config in {stored.path} has no test_dataloader with a mixture to "
             "evaluate on; use --no-test."
         )
-    detector, evaluator = stored.build(get_device()), Evaluator(MixtureMetric())
-    loader = Runner.build_dataloader(ConfigDict(copy.deepcopy(loader)))
-    evaluator.dataset_meta = stored.space.to_metainfo()
-    with Bar() as bar, torch.inference_mode():
-        bar.begin(label, len(loader))
-        for batch in loader:
-            evaluator.process(detector.test_step(batch), batch)
-            bar.step()
-    summary = summarise(scores_of(evaluator.evaluate(len(loader.dataset))))
+    detector = stored.build(get_device())
+    summary = stored.evaluate(detector, copy.deepcopy(loader or {}), label=label)
     rows = {name: row["ap"] for name, row in summary["datasets"].items()}
     return rows | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
 

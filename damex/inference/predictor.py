@@ -17,7 +17,8 @@ from mmengine.dataset import Compose, pseudo_collate
 from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
-from damex.errors import DataError, check_number, check_sizes
+from damex.errors import ConfigError, DataError, check_number, check_sizes
+from damex.inference.literal_config import check_types
 from damex.inference.media import fault_of, frames_of, is_video
 from damex.inference.stored import StoredDetector
 from damex.models.dataset_classifier import classifies_datasets, given_dataset
@@ -60,6 +61,25 @@ class Prediction:
     def confidence(self) -> float | None:
         """Probability of the most probable dataset; None if unknown."""
         return max(self.probabilities.values(), default=None)
+
+    def to_supervision(self) -> Any:
+        """Return ``supervision.Detections``, with ``class_name`` in ``data``.
+
+        Raises:
+            ConfigError: If supervision is not installed.
+        """
+        try:
+            from supervision import Detections
+        except ImportError as error:
+            raise ConfigError(
+                "to_supervision needs supervision; install it: pip install supervision."
+            ) from error
+        return Detections(
+            xyxy=self.boxes.astype(np.float32).reshape(-1, 4),
+            confidence=self.scores,
+            class_id=self.labels.astype(int),
+            data=dict(class_name=np.array(self.names, dtype=str)),
+        )
 
 
 class Inputs:
@@ -251,6 +271,51 @@ class Predictor:
         choice = self._choose(dataset)
         packed = self._packed(images, choice, skip)
         return self._detect(packed, choice, min_score, batch_size, keep_images)
+
+    def evaluate(
+        self,
+        entries: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        split: str = "val",
+        batch_size: int = 8,
+        classwise: bool = False,
+    ) -> dict[str, Any]:
+        """Average precision per dataset, as in ``summary.json``.
+
+        Args:
+            entries: ``mixture`` entries whose names are datasets of the detector; by
+                default those of the training.
+            split: ``train``, ``val`` or ``test``.
+            batch_size: Images per forward pass.
+            classwise: Whether to add ``classes``, the AP of each class, and
+                ``taken_for``, the images by the group whose experts they went to.
+
+        Raises:
+            ConfigError: If an entry is invalid, or of an unknown dataset.
+            DataError: If its data cannot be read.
+        """
+        check_sizes("Predictor", batch_size=batch_size)
+        chosen = [dict(one) for one in entries or self._stored.mixture]
+        check_types(chosen, where=self._stored.path)
+        dataset = dict(
+            type="MixtureDataset",
+            datasets=chosen,
+            split=split,
+            test_mode=True,
+            pipeline=self._stored.pipeline,
+            label_space=self._stored.space.to_metainfo(),
+        )
+        sampler = dict(type="DefaultSampler", shuffle=False)
+        loader = dict(
+            batch_size=batch_size, num_workers=0, sampler=sampler, dataset=dataset
+        )
+        self._detector.counts_tokens = classwise
+        try:
+            return self._stored.evaluate(
+                self._detector, loader, label="evaluation", classwise=classwise
+            )
+        finally:
+            self._detector.counts_tokens = False
 
     def _detect(
         self,

@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import ConfigDict
+from mmengine.evaluator import Evaluator
 from mmengine.registry import init_default_scope
-from mmengine.runner import CheckpointLoader
+from mmengine.runner import CheckpointLoader, Runner
 from torch import Tensor
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
+from damex.commandline.run import Bar
 from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
+from damex.engine.summary import class_scores, scores_of, summarise
 from damex.errors import ConfigError, DataError, did_you_mean
+from damex.evaluation import MixtureMetric
 from damex.files import atomic_write, write_text
 from damex.inference.literal_config import check_types, read_literals
 from damex.models.detectors import RoutedDetector
@@ -113,6 +117,29 @@ class StoredDetector:
         detector.load_state_dict(dict(self.state))
         detector.eval()
         return detector.to(device)
+
+    def evaluate(
+        self,
+        detector: RoutedDetector,
+        loader: Mapping[str, Any],
+        *,
+        label: str,
+        classwise: bool = False,
+    ) -> dict[str, Any]:
+        """Evaluate a detector on a dataloader config; scores as in ``summary.json``.
+
+        The config must have been checked. `label` stands before the progress bar.
+        """
+        images = Runner.build_dataloader(ConfigDict(loader))
+        evaluator = Evaluator(MixtureMetric(classwise=classwise))
+        evaluator.dataset_meta = self.space.to_metainfo()
+        with Bar() as bar, torch.inference_mode():
+            bar.begin(label, len(images))
+            for batch in images:
+                evaluator.process(detector.test_step(batch), batch)
+                bar.step()
+        scores = scores_of(evaluator.evaluate(len(images.dataset)))
+        return {**summarise(scores), **class_scores(scores, self.space)}
 
     def dataset_id(self, name: str) -> int:
         """Index of a dataset; ConfigError if it is unknown."""

@@ -1,0 +1,117 @@
+"""A config from dataset folders alone: ``damex train --data FOLDER...``.
+
+Imports nothing heavy: the command line shows the models in its help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from damex.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from mmengine.config import Config
+
+
+@dataclass(frozen=True)
+class ShippedModel:
+    """A detector that comes with damex.
+
+    Attributes:
+        config: Name of its config.
+        parameters: In millions, without experts.
+        needs: Recommended hardware, and the source of its initial weights.
+    """
+
+    config: str
+    parameters: float
+    needs: str
+
+
+MODELS: Mapping[str, ShippedModel] = MappingProxyType(
+    {
+        "tiny": ShippedModel(
+            "damex-dino-tiny_efficientnet-lite0_1xb8-4e_coco-voc",
+            4.5,
+            "a CPU; ImageNet weights of damex[pretrained]",
+        ),
+        "dino-r50": ShippedModel(
+            "damex-dino-4scale_r50_1xb4-12e_finetune",
+            47.8,
+            "a GPU of 24 GB; COCO weights, downloaded",
+        ),
+        "dino-convnext-t": ShippedModel(
+            "damex-dino-4scale_convnext-t_8xb2-12e_coco-voc",
+            48.6,
+            "a GPU of 24 GB; ImageNet weights, downloaded",
+        ),
+    }
+)
+
+
+def models_help() -> str:
+    """Return a line for each model, for the help of ``--model``."""
+    rows = (
+        f"{k} ({m.parameters:g} M parameters; {m.needs})" for k, m in MODELS.items()
+    )
+    return "Detector: " + ", ".join(rows) + "."
+
+
+def named_folders(words: Sequence[str]) -> dict[str, str]:
+    """Parse the words of ``--data``: ``NAME=FOLDER``, or a folder with its own name.
+
+    Raises:
+        ConfigError: If two datasets have one name, or a folder is missing.
+    """
+    folders: dict[str, str] = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not equals or "/" in name or Path(word).exists():
+            name, folder = Path(word).expanduser().resolve().name, word
+        if name in folders:
+            raise ConfigError(
+                f"--data: two datasets are called {name!r}, {folders[name]} and "
+                f"{folder}; name them, as in {name}2={folder}."
+            )
+        place = Path(folder).expanduser()
+        if not place.is_dir():
+            fault = "is a file" if place.is_file() else "does not exist"
+            raise ConfigError(
+                f"--data: {folder} {fault} (seen from {Path.cwd()}); name the folder "
+                "of a dataset."
+            )
+        folders[name] = folder
+    return folders
+
+
+def config_of_folders(
+    folders: Mapping[str, str], model: str = "tiny", *, work_dir: str | None = None
+) -> Config:
+    """Return the config of a shipped detector for some datasets.
+
+    Args:
+        folders: Folder of each dataset, by name, in any format that damex reads.
+        model: A name of `MODELS`.
+        work_dir: ``work_dirs/`` and the names of the datasets by default.
+
+    Raises:
+        ConfigError: If the model is unknown, or there is no dataset.
+    """
+    from damex.config_files import PlainConfig, read_config
+
+    if model not in MODELS:
+        raise ConfigError(f"there is no model {model!r}; {did_you_mean(model, MODELS)}")
+    if not folders:
+        raise ConfigError("there is no dataset; name the folder of one or more.")
+    name = "-".join(folders)[:60]
+    cfg = read_config(MODELS[model].config)
+    cfg.mixture = [
+        dict(name=key, root=str(Path(root).expanduser()), weight=1.0)
+        for key, root in folders.items()
+    ]
+    cfg.work_dir = work_dir or str(Path("work_dirs") / name)
+    return PlainConfig(cfg._cfg_dict, cfg_text="\n", filename=f"{name}.py")

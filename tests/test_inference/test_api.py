@@ -1,0 +1,155 @@
+"""``damex.train``, ``damex.load``, and configs from dataset folders alone."""
+
+import logging
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import damex
+from damex.errors import ConfigError
+from damex.zero_config import MODELS, config_of_folders, named_folders
+
+
+def test_importing_damex_imports_nothing_heavy():
+    code = "import damex, sys; print({'torch', 'mmengine', 'numpy'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_folders_have_given_names_or_their_own(tmp_path, monkeypatch):
+    for name in ("fish", "a=b", "deep/fish"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert named_folders(["sea=fish", "a=b", "deep/fish"]) == {
+        "sea": "fish",
+        "a=b": "a=b",
+        "fish": "deep/fish",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fish", "deep/fish"], "two datasets are called 'fish', fish and deep/fish"),
+        (["sea=nowhere"], "nowhere does not exist"),
+        (["notes.txt"], "notes.txt is a file"),
+    ],
+)
+def test_folders_that_cannot_be_used(tmp_path, monkeypatch, words, message):
+    for name in ("fish", "deep/fish"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        named_folders(words)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_config_of_folders_is_the_shipped_detector_on_these_datasets(model):
+    cfg = config_of_folders({"fish": "data/fish", "boards": "~/boards"}, model)
+    assert [entry["name"] for entry in cfg.mixture] == ["fish", "boards"]
+    assert cfg.mixture[0] == dict(name="fish", root="data/fish", weight=1.0)
+    assert not cfg.mixture[1]["root"].startswith("~")
+    assert cfg.model.type == "MoEDINO"
+    assert cfg.filename == "fish-boards.py"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_help_shows_the_parameters_of_a_model(model, build_of_folders):
+    detector = build_of_folders(model)
+    millions = sum(p.numel() for p in detector.parameters()) / 1e6
+    assert millions == pytest.approx(MODELS[model].parameters, rel=0.02)
+
+
+@pytest.fixture
+def build_of_folders():
+    from mmdet.registry import MODELS as REGISTRY
+
+    def make(model):
+        cfg = config_of_folders({"fish": "data/fish"}, model)
+        cfg.model.bbox_head.num_classes = 80
+        cfg.model.backbone.pop("init_cfg", None)
+        cfg.model.backbone.pop("pretrained", None)
+        return REGISTRY.build(cfg.model)
+
+    return make
+
+
+def test_an_unknown_model_gets_a_suggestion():
+    with pytest.raises(ConfigError, match=r"no model 'tinny'; did you mean 'tiny'\?"):
+        config_of_folders({"fish": "data/fish"}, "tinny")
+
+
+def test_a_loaded_detector_predicts_as_the_predictor_does(save, predictor, photos):
+    detector = damex.load(save(), device="cpu")
+    assert detector.datasets == predictor.datasets
+    found = list(detector.predict(photos, min_score=0.0))
+    assert [one.path.relative_to(photos).as_posix() for one in found] == [
+        "a.png",
+        "b.jpg",
+        "deep/a.png",
+    ]
+    for one, expected in zip(
+        found, predictor([o.path for o in found], min_score=0.0), strict=True
+    ):
+        np.testing.assert_array_equal(one.boxes, expected.boxes)
+
+
+def test_supervision_gets_boxes_scores_and_class_names(make_prediction):
+    pytest.importorskip("supervision", reason="supervision is optional")
+    found = make_prediction().to_supervision()
+    np.testing.assert_array_equal(found.xyxy, [[8, 10, 28, 40], [1, 2, 3.5, 4]])
+    assert found.data["class_name"].tolist() == ["dog", "car"]
+
+
+def test_a_folder_is_evaluated_as_the_dataset_of_its_name(
+    save, make_coco_dataset, tmp_path
+):
+    make_coco_dataset(tmp_path / "street", classes=["car", "person"], num_images=3)
+    detector = damex.load(save(), device="cpu")
+    found = detector.evaluate(tmp_path / "street", split="train")
+    assert found.datasets["street"]["images"] == 3
+    assert found.mean_ap == found.datasets["street"]["ap"]
+    assert "street" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [("nowhere", "not the folder"), (".", "knows no dataset .*street, park, sky")],
+)
+def test_evaluation_of_what_the_detector_does_not_know(
+    save, tmp_path, monkeypatch, data, message
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        damex.load(save(), device="cpu").evaluate(data)
+
+
+@pytest.mark.slow
+def test_a_training_from_folders_leaves_the_program_as_it_was(
+    make_coco_dataset, tmp_path, monkeypatch, capfd
+):
+    for name, classes in (("fish", ["cod", "eel"]), ("boards", ["chip"])):
+        make_coco_dataset(tmp_path / name, classes=classes, num_images=4)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    before = torch.get_rng_state(), logging.root.handlers[:], warnings.filters[:]
+    options = {"train_dataloader.sampler.samples_per_epoch": 8}
+    run = damex.train(
+        {"sea": "fish", "boards": "boards"}, epochs=1, options=options, device="cpu"
+    )
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (logging.root.handlers[:], warnings.filters[:]) == before[1:]
+    assert "sea" in capfd.readouterr().out
+    assert run.evaluation.datasets.keys() == {"sea", "boards"}
+    assert run.config.name == "sea-boards.py"
+    assert run.checkpoint.is_file()
+    detector = damex.load(run.checkpoint)
+    scores = detector.evaluate()
+    assert scores.summary["mean_ap"] == run.evaluation.mean_ap
+    with pytest.raises(ConfigError, match="ep0chs"):
+        damex.train("quickstart", options={"ep0chs": 1}, verbose=False)
