@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from damex.errors import ConfigError
-from damex.zero_config import named_folders
+from damex.zero_config import named_folders, run_name
 
 if TYPE_CHECKING:
     from damex.inference.predictor import Picture, Prediction
@@ -142,7 +142,7 @@ def train(
     else:
         folders = named_folders(_data_words(data))
         words += ["--data", *(f"{name}={root}" for name, root in folders.items())]
-        folder = folder or Path("work_dirs") / "-".join(folders)[:60]
+        folder = folder or Path("work_dirs") / run_name(folders)
     words += ["--work-dir", str(folder)]
     for name, value in (("model", model), ("epochs", epochs), ("device", device)):
         words += [] if value is None else [f"--{name}", str(value)]

@@ -42,12 +42,12 @@ MODELS: Mapping[str, ShippedModel] = MappingProxyType(
         "dino-r50": ShippedModel(
             "damex-dino-4scale_r50_1xb4-12e_finetune",
             47.8,
-            "a GPU of 24 GB; COCO weights, downloaded",
+            "a GPU; COCO weights, downloaded",
         ),
         "dino-convnext-t": ShippedModel(
             "damex-dino-4scale_convnext-t_8xb2-12e_coco-voc",
             48.6,
-            "a GPU of 24 GB; ImageNet weights, downloaded",
+            "a GPU; ImageNet weights, downloaded",
         ),
     }
 )
@@ -88,15 +88,17 @@ def named_folders(words: Sequence[str]) -> dict[str, str]:
     return folders
 
 
-def config_of_folders(
-    folders: Mapping[str, str], model: str = "tiny", *, work_dir: str | None = None
-) -> Config:
+def run_name(folders: Mapping[str, str]) -> str:
+    """Name of the config and the work dir of a training on some datasets."""
+    return "-".join(folders)[:60]
+
+
+def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config:
     """Return the config of a shipped detector for some datasets.
 
     Args:
         folders: Folder of each dataset, by name, in any format that damex reads.
         model: A name of `MODELS`.
-        work_dir: ``work_dirs/`` and the names of the datasets by default.
 
     Raises:
         ConfigError: If the model is unknown, or there is no dataset.
@@ -107,11 +109,9 @@ def config_of_folders(
         raise ConfigError(f"there is no model {model!r}; {did_you_mean(model, MODELS)}")
     if not folders:
         raise ConfigError("there is no dataset; name the folder of one or more.")
-    name = "-".join(folders)[:60]
     cfg = read_config(MODELS[model].config)
     cfg.mixture = [
         dict(name=key, root=str(Path(root).expanduser()), weight=1.0)
         for key, root in folders.items()
     ]
-    cfg.work_dir = work_dir or str(Path("work_dirs") / name)
-    return PlainConfig(cfg._cfg_dict, cfg_text="\n", filename=f"{name}.py")
+    return PlainConfig(cfg._cfg_dict, cfg_text="\n", filename=f"{run_name(folders)}.py")

@@ -93,10 +93,8 @@ def tell_datasets(
             "with."
         )
     cfg["moe"]["oracle"] = True
-    runner, console = (
-        _runner(cfg, checkpoint),
-        Console(file=sys.stdout, markup=False, emoji=False),
-    )
+    runner = _runner(cfg, checkpoint)
+    console = Console(file=sys.stdout, markup=False, emoji=False)
     scores = scores_of(runner.val())
     console.print(score_table(scores))
     _write(runner, summarise(scores), console)
