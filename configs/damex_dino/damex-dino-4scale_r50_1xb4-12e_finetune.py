@@ -2,9 +2,10 @@
 # datasets. Classes with COCO's names keep their classifier rows, the FFNs become the
 # shared experts, and the experts of the datasets start at zero: the first step is that
 # of the dense detector.
-# Needs: a GPU of 24 GB; the checkpoint is downloaded once (about 190 MB).
+# Needs: a GPU; the checkpoint is downloaded once.
 #   damex train --data data/fish data/boards --model dino-r50
-# Cost, calculated and not measured: `python tools/analysis/dry_run.py` of this config.
+# Not run on a GPU by us: memory and time are unknown, and no result is claimed. A step
+# from a stand-in for the checkpoint is tested.
 _base_ = [
     "../_base_/models/moe-dino-4scale_r50.py",
     "../_base_/moe/damex_best.py",

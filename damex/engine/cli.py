@@ -48,7 +48,8 @@ def train(
         if get_device() == "cpu":
             raise ConfigError("--amp needs a GPU, and none is seen here; leave it out.")
         cfg.optim_wrapper.type = "AmpOptimWrapper"
-        if cuda.is_bf16_supported():  # as wide as float32: no loss scaling
+        # As wide as float32, so without loss scaling; emulated it would be slow.
+        if cuda.is_bf16_supported(including_emulation=False):
             cfg.optim_wrapper.setdefault("dtype", "bfloat16")
         is_half = cfg.optim_wrapper.get("dtype") != "bfloat16"
         cfg.optim_wrapper.setdefault("loss_scale", "dynamic" if is_half else 1.0)

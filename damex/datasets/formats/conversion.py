@@ -91,6 +91,8 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     """
     if (fault := fault_of_format(name)) is not None:
         raise ConfigError(fault)
+    if not tree.files:
+        raise ConfigError(f"{tree.root} is empty; name the folder of a dataset.")
     known = [f for f in FORMATS if (f.guessed if name is None else f.name == name)]
     found = [(f, evidence) for f in known if (evidence := f.recognise(tree))]
     if len(found) > 1:

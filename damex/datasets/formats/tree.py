@@ -203,8 +203,7 @@ class Tree:
             PurePosixPath(path).suffix.lower() or "without suffix"
             for path in self.files
         )
-        shown = ", ".join(f"{n} {suffix}" for suffix, n in kinds.most_common(6))
-        return shown or "no files"
+        return ", ".join(f"{n} {suffix}" for suffix, n in kinds.most_common(6))
 
 
 def join(folder: str, name: str) -> str:
