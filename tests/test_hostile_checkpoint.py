@@ -155,8 +155,8 @@ CONFIGURED = {
 }
 # Those that ``damex headroom`` starts as processes.
 ABLATIONS = {
-    "tell_datasets": ["tell_datasets DATA/config.py PTH --work-dir work"],
-    "zero_ffns": ["zero_ffns DATA/dense.py PTH --work-dir work"],
+    "oracle": ["oracle DATA/config.py PTH --work-dir work"],
+    "ablate_ffns": ["ablate_ffns DATA/dense.py PTH --work-dir work"],
 }
 
 

@@ -24,10 +24,10 @@ from damex.zero_config import models_help
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 # Optional rungs of the headroom ladder.
-Rung = Literal[
+Baseline = Literal[
     "dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed"
 ]
-RUNGS: tuple[Rung, ...] = get_args(Rung)
+RUNGS: tuple[Baseline, ...] = get_args(Baseline)
 LocalRank = Annotated[int, Parameter(name=("--local-rank", "--local_rank"), show=False)]
 NewCheckpoint = Annotated[str, Parameter(metavar="FILE.pth")]
 
@@ -311,7 +311,7 @@ def headroom(
     /,
     *,
     cfg_options: CfgOptions = (),
-    rungs: Annotated[tuple[Rung, ...], Parameter(consume_multiple=True)] = RUNGS,
+    rungs: Annotated[tuple[Baseline, ...], Parameter(consume_multiple=True)] = RUNGS,
     experts: Annotated[tuple[str, ...], Parameter(metavar="MOE...")] = (),
     seeds: Seeds = (0, 1, 2),
     work_dir: str = "work_dirs/headroom",

@@ -1,8 +1,8 @@
 """Evaluate trained checkpoints without single FFNs, or with oracle routing.
 
-Run as ``python -m damex.headroom.ablations NAME CONFIG CHECKPOINT``. ``zero_ffns``
+Run as ``python -m damex.headroom.ablations NAME CONFIG CHECKPOINT``. ``ablate_ffns``
 shows how much a dense detector depends on an FFN, not how much a better one would gain:
-the layers around it were trained to expect it. ``tell_datasets`` shows what experts
+the layers around it were trained to expect it. ``oracle`` shows what experts
 reach with perfect routing.
 """
 
@@ -40,13 +40,13 @@ from damex.models.sites import COMPONENTS
 app = program(
     "python -m damex.headroom.ablations",
     "Evaluate trained checkpoints without single FFNs, or with oracle routing.",
-    "python -m damex.headroom.ablations zero_ffns my_mixture.py epoch_4.pth",
+    "python -m damex.headroom.ablations ablate_ffns my_mixture.py epoch_4.pth",
 )
 WorkDir = Annotated[str | None, Parameter(help="Folder for the log and summary.json.")]
 
 
-@app.command(name="zero_ffns")
-def zero_ffns(
+@app.command(name="ablate_ffns")
+def ablate_ffns(
     config: ConfigName,
     checkpoint: str,
     /,
@@ -75,8 +75,8 @@ def zero_ffns(
     _write(runner, summary, console)
 
 
-@app.command(name="tell_datasets")
-def tell_datasets(
+@app.command(name="oracle")
+def oracle(
     config: ConfigName,
     checkpoint: str,
     /,
@@ -88,7 +88,7 @@ def tell_datasets(
     cfg = load_config(config, cfg_options=cfg_options, work_dir=work_dir)
     if not isinstance(cfg.get("moe"), Mapping):
         raise ConfigError(
-            f"moe is {cfg.get('moe')!r} in the config, and tell_datasets is for "
+            f"moe is {cfg.get('moe')!r} in the config, and oracle is for "
             "detectors with experts: name the config that the checkpoint was trained "
             "with."
         )
@@ -127,7 +127,7 @@ def ffn_sites(detector: nn.Module) -> dict[str, list[FFN]]:
             if not isinstance(ffn, FFN):
                 raise ConfigError(
                     f"layer {number} of the {component} has a {type(ffn).__name__} in "
-                    "the place of mmcv's FFN; zero_ffns is for dense detectors."
+                    "the place of mmcv's FFN; ablate_ffns is for dense detectors."
                 )
             sites[f"{component}.{number}"] = [ffn]
         if len(layers):

@@ -37,7 +37,7 @@ from damex.models.sites import COMPONENTS
 
 # Rungs that re-evaluate the trainings of another one, and by which ablation.
 REEVALUATED = MappingProxyType(
-    {"oracle": (RECIPE, "tell_datasets"), "zeroed": ("dense", "zero_ffns")}
+    {"oracle": (RECIPE, "oracle"), "zeroed": ("dense", "ablate_ffns")}
 )
 NO_VERDICT = "No verdict: dense, or everything that it is compared with, is missing."
 ABOUT_ZEROED = (

@@ -38,7 +38,7 @@ def report(
 
     Args:
         summaries: Of each rung, one per seed; None if missing. The rung ``zeroed``
-            holds the output of ``zero_ffns``.
+            holds the output of ``ablate_ffns``.
         datasets: Names in the mixture.
         seeds: Their numbers.
         experts: Rungs that are mixtures of experts.
@@ -127,7 +127,7 @@ def single_row(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def zeroed_rows(
     summaries: Sequence[Mapping[str, Any] | None],
 ) -> dict[str, dict[str, Any]]:
-    """Scores by zeroed site, from the output of ``zero_ffns`` for each seed.
+    """Scores by zeroed site, from the output of ``ablate_ffns`` for each seed.
 
     The row ``none`` is the unchanged detector.
     """

@@ -75,5 +75,3 @@ from damex.moe.split import (
     shared_hidden_dims,
     split_hidden_dims,
 )
-
-whole_experts = gathered_experts  # the former name

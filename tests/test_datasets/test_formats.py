@@ -513,8 +513,13 @@ def test_faults_of_a_root_name_the_dataset(csv_folder, tmp_path):
         spec.dataset_config("val")
     (tmp_path / "empty").mkdir()
     spec = DatasetSpec("cars", root=str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=r"dataset 'cars': .* no annotations in"):
+    with pytest.raises(
+        ConfigError, match=r"dataset 'cars': .*empty is empty; name the"
+    ):
         spec.own_classes  # noqa: B018
+    (tmp_path / "empty" / "notes.txt").write_text("no dataset")
+    with pytest.raises(ConfigError, match=r"dataset 'cars': .* no annotations in"):
+        DatasetSpec("cars", root=str(tmp_path / "empty")).own_classes  # noqa: B018
 
 
 def test_convert_command(csv_folder, tmp_path, capsys):

@@ -68,5 +68,5 @@ def test_experts_and_other_models_cannot_be_zeroed(build):
 
 
 def test_an_unknown_ablation_is_an_error():
-    with pytest.raises(ConfigError, match="zero_ffns, tell_datasets"):
+    with pytest.raises(ConfigError, match="ablate_ffns, oracle"):
         app(["zero"])

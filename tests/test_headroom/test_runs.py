@@ -35,10 +35,10 @@ def test_a_run_without_its_evaluation_or_with_a_truncated_summary_has_not_finish
     "program", ["damex", "/x/__main__.py", "/x/damex/headroom/ablations.py"]
 )
 def test_a_run_of_other_inputs_is_refused(tmp_path, program):
-    command = f"{program} zero_ffns config.py one.pth --work-dir {tmp_path}"
+    command = f"{program} ablate_ffns config.py one.pth --work-dir {tmp_path}"
     summary = dict(datasets={"a": {}}, command=command)
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    ablation = dict(command="zero_ffns", module="damex.headroom.ablations")
+    ablation = dict(command="ablate_ffns", module="damex.headroom.ablations")
     same = Run("config.py", tmp_path, inputs=("one.pth",), **ablation)
     assert same.summary() == summary
     other = Run("config.py", tmp_path, inputs=("two.pth",), **ablation)
