@@ -171,7 +171,8 @@ class MixtureMetric(BaseMetric):
     clash. One pass of the detector gives two kinds of scores:
 
     ``<dataset>/AP``: the dataset is known. Only classes that it annotates count, and a
-    detector of damex selects its detections among them (``dataset_instances``).
+    detector of damex selects its detections among them (``dataset_instances``), or,
+    without `dataset_known`, among all classes.
 
     ``pooled/AP``: the dataset is unknown. All images and classes are one dataset, and a
     detection of a class that the image's dataset does not annotate is a false positive.
@@ -192,6 +193,8 @@ class MixtureMetric(BaseMetric):
         backend: ``faster_coco_eval`` or ``pycocotools``; by default the first
             installed.
         classwise: Whether to score each class.
+        dataset_known: Whether detections of a dataset's image are selected among its
+            classes; if not, they compete with those of other classes for their places.
         collect_device: As for every mmengine metric.
     """
 
@@ -202,10 +205,12 @@ class MixtureMetric(BaseMetric):
         *,
         backend: str | None = None,
         classwise: bool = False,
+        dataset_known: bool = True,
         collect_device: str = "cpu",
     ) -> None:
         super().__init__(collect_device=collect_device)
         self.backend, self.classwise = backend, classwise
+        self.dataset_known = dataset_known
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Store a batch of predictions with their ground truth.
@@ -246,7 +251,8 @@ class MixtureMetric(BaseMetric):
         """Compute the scores of every dataset with samples, their means, and pooled."""
         space = LabelSpace.from_metainfo(self.dataset_meta)
         scores: dict[str, float] = {}
-        if any(row.of_dataset is row.of_all for row in results):
+        is_same = any(row.of_dataset is row.of_all for row in results)
+        if is_same and self.dataset_known:
             print_log(
                 "the detector chooses its detections among all classes; in the AP of a "
                 "dataset, classes of other datasets may have taken their places.",
@@ -256,7 +262,8 @@ class MixtureMetric(BaseMetric):
         for dataset_id, name in enumerate(space.dataset_names):
             rows = [row for row in results if row.dataset_id == dataset_id]
             if rows:
-                images = [row.of_dataset for row in rows]
+                known = self.dataset_known
+                images = [row.of_dataset if known else row.of_all for row in rows]
                 found = self._scores(images, space, space.valid_labels(dataset_id))
                 found |= _routing_accuracy(rows, space.group_id(dataset_id))
                 found |= _taken_for(rows) if self.classwise else {}

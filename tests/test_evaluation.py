@@ -234,6 +234,17 @@ def test_equal_image_ids_of_two_datasets_do_not_meet(backend):
     assert scores["mean/AP"] == pytest.approx(0.5)
 
 
+def test_where_the_dataset_is_not_known_other_classes_take_places():
+    """The person of park is found among park's classes alone."""
+    samples = [
+        sample(PARK, [(BOX, 0.9, CAR)], [(BOX, PERSON)], chosen=[(BOX, 0.4, PERSON)])
+    ]
+    known, unknown = (
+        evaluate(samples, dataset_known=value)["park/AP"] for value in (True, False)
+    )
+    assert (known, unknown) == (pytest.approx(1.0), 0.0)
+
+
 @pytest.mark.parametrize("backend", ["faster_coco_eval", "pycocotools"])
 def test_classwise_adds_the_ap_of_each_annotated_class_and_where_images_went(backend):
     # person 1, dog 0 in park, as in the test below; two of three images of park went to

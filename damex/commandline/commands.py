@@ -25,7 +25,13 @@ Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 # Optional rungs of the headroom ladder.
 Baseline = Literal[
-    "dense_lr2", "wide_decoder", "wide_encoder", "single", "oracle", "zeroed"
+    "dense_lr2",
+    "partitioned",
+    "wide_decoder",
+    "wide_encoder",
+    "single",
+    "oracle",
+    "zeroed",
 ]
 RUNGS: tuple[Baseline, ...] = get_args(Baseline)
 LocalRank = Annotated[int, Parameter(name=("--local-rank", "--local_rank"), show=False)]

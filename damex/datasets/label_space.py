@@ -109,6 +109,15 @@ class LabelFile:
         found = {name: row for name, row in self.datasets.items() if name in datasets}
         return replace(self, datasets=found)
 
+    def partitioned(self) -> LabelFile:
+        """The label file with classes ``dataset/class`` that no datasets share."""
+        found = {
+            dataset: {own: to and f"{dataset}/{to}" for own, to in row.items()}
+            for dataset, row in self.datasets.items()
+        }
+        unlisted = "partitioned" if self.unlisted == "union" else self.unlisted
+        return replace(self, datasets=found, unlisted=unlisted)
+
     def dropped(self, dataset: str) -> tuple[str, ...]:
         """Names of a dataset's classes that the file leaves out."""
         listed = self.datasets.get(dataset, {})

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmdet.registry import DATA_SAMPLERS, DATASETS
+from mmdet.registry import DATA_SAMPLERS, DATASETS, MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
@@ -159,10 +159,34 @@ def _mix(cfg: Config, *, part: Config) -> None:
     cfg.merge_from_dict(settings)
 
 
+def _partition(cfg: Config) -> None:
+    """Give each dataset class logits of its own, trained on its images alone.
+
+    At inference a linear head guesses the dataset where it is not given.
+    """
+    detector = MODELS.get(cfg["model"]["type"])
+    if not getattr(detector, "chooses_queries_by_class", False):
+        raise ConfigError(
+            "the rung partitioned needs model.type='MoEDINO', which can ignore classes "
+            f"that a dataset does not annotate; it is {cfg['model']['type']!r}. Leave "
+            "the rung out with --rungs."
+        )
+    labels = read_label_space(cfg.get("label_space") or "union")
+    _forget_labels(cfg)
+    cfg["label_space"] = (
+        labels.partitioned().to_content()
+        if isinstance(labels, LabelFile)
+        else "partitioned"
+    )
+    cfg["model"]["ignore_unannotated_classes"] = True
+    cfg["model"]["label_prior"] = dict(source="head")
+
+
 FFN_WIDTH = "model.{}.layer_cfg.ffn_cfg.feedforward_channels"
 BASELINES: dict[str, Change | None] = {
     "dense": None,
     "dense_lr2": partial(_multiply, path="optim_wrapper.optimizer.lr", factor=2.0),
+    "partitioned": _partition,
     "wide_decoder": partial(_multiply, path=FFN_WIDTH.format("decoder"), factor=4),
     "wide_encoder": partial(_multiply, path=FFN_WIDTH.format("encoder"), factor=4),
 }
@@ -196,15 +220,19 @@ def _reduce_data(cfg: Config, dataset: str) -> None:
     labels = read_label_space(cfg.get("label_space") or "union")
     if isinstance(labels, LabelFile):
         cfg["label_space"] = labels.only(dataset).to_content()
+    _forget_labels(cfg)
+    for option in DATASET_OPTIONS:  # meaningless for one dataset
+        cfg["model"].pop(option, None)
+
+
+def _forget_labels(cfg: Config) -> None:
+    """Delete what a written config repeats of its datasets and label space."""
     for loader in LOADERS:
         for mixture in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
-            # Written configs repeat datasets and label space here.
             mixture.pop("datasets", None)
             if isinstance(mixture.get("label_space"), Mapping):
                 del mixture["label_space"]
     cfg["model"]["bbox_head"]["num_classes"] = None
-    for option in DATASET_OPTIONS:  # meaningless for one dataset
-        cfg["model"].pop(option, None)
 
 
 def _scaled_spans(schedulers: Any, share: float) -> Any:

@@ -46,7 +46,7 @@ def report(
     Returns:
         ``seeds``; ``rungs`` and ``zeroed``, rows of scores with one number per seed and
         their differences to the first row; ``verdict``, or None; ``experts``, the gain
-        of each over the verdict's reference.
+        of each, and of their rival ``partitioned``, over the verdict's reference.
     """
     trained = {n: found for n, found in summaries.items() if n != "zeroed"}
     if RECIPE not in experts:  # trained for the oracle
@@ -57,24 +57,19 @@ def report(
         rows["single"] = single_row(singles)
     rows |= {name: rows.pop(name) for name in experts}  # below the ladder
     verdict = judge({name: row["mean_ap"] for name, row in rows.items()})
-    judged, outcomes = None, {}
+    judged: dict[str, Any] | None = None
+    outcomes: dict[str, Any] = {}
     if verdict is not None:
         judged = {**dataclasses.asdict(verdict), "text": str(verdict)}
         judged["differences"] = {
             name: one._asdict() for name, one in verdict.differences.items()
         }
-        base = rows[verdict.reference]["mean_ap"]
-        gains = {
-            name: paired_difference(rows[name]["mean_ap"], base) for name in experts
+        rivals = [name for name in ("partitioned",) if name in rows]
+        outcomes = {
+            name: outcome
+            for name in [*rivals, *experts]
+            if (outcome := _outcome(rows, name, verdict.reference))
         }
-        for name, gain in gains.items():
-            if gain is not None:
-                helps = is_above(gain)
-                words = "helps" if helps else "is not shown to help"
-                text = f"{name} {words}: {gain} over {verdict.reference} in mean AP."
-                outcomes[name] = dict(
-                    minus_best_dense=gain._asdict(), helps=helps, text=text
-                )
     return dict(
         seeds=list(seeds),
         rungs=with_differences(rows, base="dense"),
@@ -82,6 +77,19 @@ def report(
         verdict=judged,
         experts=outcomes,
     )
+
+
+def _outcome(
+    rows: Mapping[str, Mapping[str, Any]], name: str, reference: str
+) -> dict[str, Any] | None:
+    """Gain of a rung over the reference; None without a common seed."""
+    gain = paired_difference(rows[name]["mean_ap"], rows[reference]["mean_ap"])
+    if gain is None:
+        return None
+    helps = is_above(gain)
+    words = "helps" if helps else "is not shown to help"
+    text = f"{name} {words}: {gain} over {reference} in mean AP."
+    return dict(minus_best_dense=gain._asdict(), helps=helps, text=text)
 
 
 def rung_row(summaries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:

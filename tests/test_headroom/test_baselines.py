@@ -190,6 +190,39 @@ def test_a_rung_says_what_it_would_have_changed(joint, name, change, message):
         baselines_of(found, [name])
 
 
+@pytest.mark.parametrize("by", ["names", "label file", "written config"])
+def test_partitioned_has_classes_of_each_dataset_that_learn_from_it_alone(
+    config, joint, by
+):
+    found = joint()
+    if by == "label file":
+        car = dict(car="vehicle")
+        labels = dict(version=1, unlisted="union", datasets=dict(street=car, park=car))
+        found = joint(label_space=labels)
+    elif by == "written config":
+        found = read_joint(resolve_config(read_config(str(config))))
+    rung = configs(found, "partitioned")["partitioned"]
+    loader = resolve_config(rung)["val_dataloader"]
+    car = "vehicle" if by == "label file" else "car"
+    assert list(DATASETS.build(loader["dataset"]).metainfo["classes"]) == [
+        *[f"street/{name}" for name in (car, "person", "bus")],
+        *[f"park/{name}" for name in ("person", "dog", car)],
+    ]
+    detector = build(rung)
+    assert detector.bbox_head.num_classes == 6
+    awareness = detector.awareness
+    own, foreign = [True] * 3, [False] * 3
+    assert awareness.annotated_SC.tolist() == [[*own, *foreign], [*foreign, *own]]
+    assert awareness.config.ignore_unannotated_classes
+    assert awareness.config.label_prior.source == "head"
+
+
+def test_partitioned_needs_a_detector_that_ignores_classes(joint):
+    found = joint(**{"model.type": "MoEDeformableDETR"})
+    with pytest.raises(ConfigError, match=r"needs model.type='MoEDINO'.*--rungs"):
+        baselines_of(found, ["partitioned"])
+
+
 def test_one_dataset_has_no_single(joint, two_datasets):
     found = joint(mixture=two_datasets[:1])
     with pytest.raises(ConfigError, match="the mixture has one dataset, 'street'"):

@@ -1,0 +1,24 @@
+# Seven small real datasets in one detector: the template configs/own_datasets.py, and
+# the words that two of them share. data/README.md says where they come from.
+#   damex headroom configs/real/seven_datasets.py --seeds 1 2 3 \
+#       --rungs dense_lr2 partitioned single --experts damex damex_best
+_base_ = ["../own_datasets.py"]
+words = dict(
+    # A bicycle is one class, seen from a car or from a drone; so is a car. Each
+    # dataset misses labels of the other's classes.
+    road_scenes=dict(bike="bicycle", motobike="motorcycle", vehicle="car"),
+    thermal_uav=dict(Bicycle="bicycle", Car="car", Person="person"),
+)
+names = [
+    "aquarium",
+    "bpmn_sketches",
+    "microcontrollers",
+    "orchard_apples",
+    "road_scenes",
+    "thermal_uav",
+    "wind_turbines",
+]
+mixture = [
+    dict(name=name, root=f"data/seven/{name}", weight=1.0, rename=words.get(name, {}))
+    for name in names
+]
