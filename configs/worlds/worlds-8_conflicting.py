@@ -1,5 +1,5 @@
 # The positive control: eight worlds that use the same words for different objects, and
-# narrow FFNs (their width turned out not to matter). See docs/experts-results.md.
+# narrow FFNs (their width turned out not to matter). See docs/research/results.md.
 #   python -m damex.toydata --worlds 8 --val 40 --out data/worlds
 _base_ = [
     "../_base_/models/moe-dino-mini_efficientnet-lite0.py",

@@ -369,7 +369,7 @@ def _faults_of_sources(entry: Mapping[str, Any]) -> Iterator[str]:
     if not {"root", *SPLITS} & entry.keys():
         yield (
             "no data; add root='<folder>', or data_root, train, val and img (see "
-            "docs/datasets.md)."
+            "docs/guides/datasets.md)."
         )
 
 

@@ -252,7 +252,7 @@ class RoutingAlarmHook(Hook):
             runner.logger.warning(
                 f"routing until iteration {runner.iter}: {'; '.join(shown)}. An expert "
                 "without tokens learns nothing; see 'When routing collapses' in "
-                "docs/using.md."
+                "docs/experts/inspecting.md."
             )
         self._epoch, self._iters = {}, 0
 

@@ -6,7 +6,7 @@ With ``agreeing`` names a kind has the same name everywhere; with ``conflicting`
 world m calls kind k by word (k + m) mod 8, so that a name follows from neither the
 object nor the background alone. They isolate one reason why experts should win:
 conflicting labels. A single FFN has to learn the words of all worlds, an expert those
-of one (docs/experts-results.md).
+of one (docs/research/results.md).
 """
 
 from __future__ import annotations

@@ -691,7 +691,7 @@ def test_every_kind_has_its_fault():
 
 
 def test_the_documentation_lists_all_kinds():
-    page = Path(__file__).parents[2] / "docs" / "checking-data.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
     rows = [
         f"| `{kind}` | {found.level} | {found.meaning} |"
         for kind, found in KINDS.items()

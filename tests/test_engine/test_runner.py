@@ -258,9 +258,8 @@ def test_a_schedule_of_another_length_is_said(
 
 
 def test_a_config_of_mmdet_becomes_one_of_damex_as_the_docs_say(tmp_path, two_datasets):
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    section = page.split("## From a config of mmdet")[1]
-    (text,) = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    pages = "".join(p.read_text("utf-8") for p in (ROOT / "docs").rglob("*.md"))
+    (text,) = re.findall(r'```python\n(_base_ = \["mmdet::.*?)```', pages, re.DOTALL)
     text = re.sub(r"mixture = \[.*?\n\]", f"mixture = {two_datasets}", text, flags=re.S)
     path = tmp_path / "mine.py"
     path.write_text(text, encoding="utf-8")

@@ -6,7 +6,7 @@
 # trained dense detector (load_from).
 # Papers: Jain et al., "DAMEX", NeurIPS 2023, arXiv 2311.04894 (the loss); Zhou et al.,
 # "MoLA", ICML 2024, arXiv 2406.09679, and Hu et al., "LoRA", 2021, arXiv 2106.09685
-# (the maps). Measurements: docs/experts-results.md.
+# (the maps). Measurements: docs/research/results.md.
 # Cost: an eighth of channels x channels parameters per expert and layer; compute as
 # dense plus one such map per token and a linear router.
 moe = dict(
