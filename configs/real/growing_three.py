@@ -1,0 +1,8 @@
+# The first step of growing: three datasets, 450 iterations. See docs/research/results.md.
+_base_ = ["../own_datasets.py"]
+mixture = [
+    dict(name=name, root=f"data/seven/{name}", weight=1.0)
+    for name in ["aquarium", "bpmn_sketches", "microcontrollers"]
+]
+max_epochs = 2
+train_dataloader = dict(sampler=dict(samples_per_epoch=1800))
