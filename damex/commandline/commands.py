@@ -17,6 +17,7 @@ from damex.commandline.run import (
     Seeds,
     Share,
     command,
+    parameter,
     program,
 )
 from damex.zero_config import models_help
@@ -35,7 +36,7 @@ Baseline = Literal[
 ]
 RUNGS: tuple[Baseline, ...] = get_args(Baseline)
 LocalRank = Annotated[int, Parameter(name=("--local-rank", "--local_rank"), show=False)]
-NewCheckpoint = Annotated[str, Parameter(metavar="FILE.pth")]
+NewCheckpoint = Annotated[str, parameter("FILE.pth")]
 
 app = program(
     "damex",
@@ -61,15 +62,15 @@ def train(
     *,
     data: Annotated[
         tuple[str, ...],
-        Parameter(
-            metavar="[NAME=]FOLDER...",
+        parameter(
+            "[NAME=]FOLDER...",
             help="Datasets to train on, in place of a config; a dataset is called like "
             "its folder unless it has a NAME.",
         ),
     ] = (),
     model: Annotated[str | None, Parameter(help=models_help())] = None,
     epochs: PositiveInt | None = None,
-    device: Annotated[str | None, Parameter(metavar="cpu|cuda|cuda:N")] = None,
+    device: Annotated[str | None, parameter("cpu|cuda|cuda:N")] = None,
     cfg_options: CfgOptions = (),
     work_dir: str | None = None,
     launcher: Launcher = "none",
@@ -78,7 +79,7 @@ def train(
     auto_scale_lr: bool = False,
     resume: Annotated[
         tuple[str, ...] | None,
-        Parameter(consume_multiple=(0, 1), metavar="[CHECKPOINT]"),
+        parameter("[CHECKPOINT]", consume_multiple=(0, 1)),
     ] = None,
 ) -> None:
     """Train a detector on several datasets.
@@ -110,7 +111,7 @@ def test(
     launcher: Launcher = "none",
     local_rank: LocalRank = 0,
     classwise: bool = False,
-    out: Annotated[str | None, Parameter(metavar="FILE.pkl")] = None,
+    out: Annotated[str | None, parameter("FILE.pkl")] = None,
     show: bool = False,
     show_dir: str | None = None,
     wait_time: float = 2,
@@ -143,7 +144,7 @@ def predict(
     images: tuple[str, ...],
     /,
     *,
-    dataset: Annotated[str, Parameter(metavar="auto|NAME|all")] = "auto",
+    dataset: Annotated[str, parameter("auto|NAME|all")] = "auto",
     json: str | None = None,
     csv: str | None = None,
     draw: str | None = None,
@@ -179,10 +180,10 @@ def export(
     checkpoint: Checkpoint,
     /,
     *,
-    out: Annotated[str, Parameter(metavar="FILE.pth|FILE.onnx")],
+    out: Annotated[str, parameter("FILE.pth|FILE.onnx")],
     dataset: str | None = None,
     image_size: Annotated[
-        tuple[PositiveInt, PositiveInt] | None, Parameter(metavar="WIDTH HEIGHT")
+        tuple[PositiveInt, PositiveInt] | None, parameter("WIDTH HEIGHT")
     ] = None,
 ) -> None:
     """Export a dense detector for one dataset, or the whole mixture, to mmdet or ONNX.
@@ -241,7 +242,7 @@ def grow(
     *,
     cfg_options: CfgOptions = (),
     out: NewCheckpoint,
-    like: Annotated[str, Parameter(metavar="auto|NAME|none")] = "auto",
+    like: Annotated[str, parameter("auto|NAME|none")] = "auto",
     images: PositiveInt = 64,
 ) -> None:
     """Add new datasets to a trained detector, to start a training from.
@@ -318,7 +319,7 @@ def headroom(
     *,
     cfg_options: CfgOptions = (),
     rungs: Annotated[tuple[Baseline, ...], Parameter(consume_multiple=True)] = RUNGS,
-    experts: Annotated[tuple[str, ...], Parameter(metavar="MOE...")] = (),
+    experts: Annotated[tuple[str, ...], parameter("MOE...")] = (),
     seeds: Seeds = (0, 1, 2),
     work_dir: str = "work_dirs/headroom",
     jobs: Jobs = 1,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
 from damex.commandline.run import (
     CfgOptions,
     ConfigName,
@@ -13,6 +11,7 @@ from damex.commandline.run import (
     NonNegativeInt,
     PositiveInt,
     command,
+    parameter,
     program,
 )
 
@@ -117,7 +116,7 @@ def labels(
     /,
     *,
     cfg_options: CfgOptions = (),
-    out: Annotated[str | None, Parameter(metavar="FILE.json")] = None,
+    out: Annotated[str | None, parameter("FILE.json")] = None,
 ) -> None:
     """Print which classes of the datasets are merged, and which might have to be.
 

@@ -36,6 +36,15 @@ REFUSALS = (
 LIBRARIES = frozenset({"torch", "mmengine", "mmcv", "mmdet", "timm", "damex"})
 PLAIN = (bool, int, float, str, tuple)
 
+
+def parameter(placeholder: str, **settings: Any) -> Parameter:
+    """Return a parameter with a placeholder for its value in the help."""
+    # cyclopts 4, the last for Python 3.10, has no placeholders.
+    if hasattr(Parameter, "metavar"):
+        settings["metavar"] = placeholder
+    return Parameter(**settings)
+
+
 NonNegativeInt = Annotated[int, Parameter(validator=Number(gte=0))]
 PositiveInt = Annotated[int, Parameter(validator=Number(gte=1))]
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
@@ -49,8 +58,8 @@ ConfigOrFolder = Annotated[
 ]
 CfgOptions = Annotated[
     tuple[str, ...],
-    Parameter(
-        metavar="KEY=VALUE...",
+    parameter(
+        "KEY=VALUE...",
         help="Settings that override those of the config; nested keys with dots, lists "
         "as key=[a,b] or key=a,b: moe=vanilla train_cfg.max_epochs=1.",
     ),

@@ -10,10 +10,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
 from PIL import Image, ImageDraw, ImageFont
 
-from damex.commandline.run import program, run_command
+from damex.commandline.run import parameter, program, run_command
 from damex.errors import ConfigError, DataError
 from damex.toydata import generate_toy_mixture
 from damex.toydata.domains import DATASETS, WORLDS, Names, world_specs
@@ -42,7 +41,7 @@ def toydata(
     train: int | None = None,
     val: int | None = None,
     force: bool = False,
-    sheet: Annotated[Path | None, Parameter(metavar="PNG")] = None,
+    sheet: Annotated[Path | None, parameter("PNG")] = None,
 ) -> None:
     """Generate the mixture and print its sizes.
 
