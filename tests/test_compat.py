@@ -388,11 +388,11 @@ def test_deformops_takes_over_on_a_gpu_and_answers_as_torch(log_of_gpu, monkeypa
 def test_without_a_working_deformops_torch_goes_on_and_one_line_says_so(
     log_of_gpu, monkeypatch, tmp_path, code, words
 ):
-    for name in [name for name in sys.modules if name.split(".")[0] == "deformops"]:
-        monkeypatch.delitem(sys.modules, name)
-    if code is None:
-        monkeypatch.setitem(sys.modules, "deformops", None)
-    else:
+    for name in ("deformops", "deformops.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+        if code is not None:  # set and taken out: the end takes out what is imported
+            del sys.modules[name]
+    if code is not None:
         (tmp_path / "deformops").mkdir()
         (tmp_path / "deformops" / "__init__.py").touch()
         (tmp_path / "deformops" / "registry.py").write_text(code)
