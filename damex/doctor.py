@@ -211,6 +211,22 @@ def check_ops(report: OpsReport) -> Finding:
     return judge(row, report.kind != "absent", report.reason, fix)
 
 
+def check_attention(report: OpsReport) -> Finding:
+    """Name what computes deformable attention on this machine."""
+    import torch
+
+    row = Finding("deformable attention", "torch", note="on the CPU")
+    if not torch.cuda.is_available():
+        return row
+    if report.kind == "compiled":
+        return replace(row, found="mmcv", note="compiled; not in bfloat16")
+    from damex.compat.kernels import fused_fault
+
+    # As float32 and in heads as wide as those of DINO.
+    fault = fused_fault(torch.device("cuda"), torch.float32, 32)
+    return replace(row, found="torch" if fault else "deformops", note=fault or "on GPU")
+
+
 def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
     """Check versions and, if they fit, imports, in order of dependency."""
     order = [*TRIALS, *(need.name for need in needs)]
@@ -242,6 +258,7 @@ def _examine_pairs(rows: Mapping[str, Finding], ops: OpsReport) -> Iterator[Find
         yield check_numpy(_error_of(lambda: import_module("torch").zeros(1).numpy()))
     if not (mmcv.problem or mmcv.untried):
         yield check_ops(ops)
+        yield check_attention(ops)
 
 
 def _choices(need: Requirement) -> list[Requirement]:

@@ -3,6 +3,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -16,9 +17,10 @@ from damex.compat import (
     OpsReport,
     OpsStub,
     ensure_ops,
+    kernels,
     rebind_fallbacks,
 )
-from damex.compat.kernels import deformable_attention
+from damex.compat.kernels import attend, deformable_attention, fused_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,7 +72,7 @@ NO_OPS = "mmcv was installed without compiled ops"
             OpsReport("stub", "mmcv's compiled ops do not load: undefined symbol: _ZN"),
             "undefined symbol",
         ),
-        (dict(ops=""), OpsReport("stub", NO_OPS), "ms_deform_attn, nms, roi_align, s"),
+        (dict(ops=""), OpsReport("stub", NO_OPS), "nms, roi_align, sigmoid_f"),
         ({}, OpsReport("absent", "mmcv-lite has no mmcv.ops"), "mmcv ops: absent (m"),
     ],
 )
@@ -183,8 +185,6 @@ def test_fallback_of_an_early_module_is_replaced(tmp_path, monkeypatch):
 
 
 def test_every_provided_op_has_its_kernel():
-    from damex.compat import kernels
-
     for name in OPS:
         names = {name, f"{name}_forward"} & {*vars(kernels)}
         assert len(names) == 1
@@ -213,16 +213,19 @@ def attention_inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [value, shapes, starts, points, weights]
 
 
-def test_deformable_attention_gradients_are_those_of_the_reference(monkeypatch):
-    attend = wrapper("multi_scale_deform_attn", monkeypatch)
-    inputs = attention_inputs(torch.float64)
-    floats = [inputs[position].requires_grad_() for position in (0, 3, 4)]
-    args = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], 64)
-    apply = attend.MultiScaleDeformableAttnFunction.apply
-    assert gradcheck(apply, args)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_attention_gradients_are_those_of_the_reference(monkeypatch, device):
+    """On the CPU, and in the way of a GPU without deformops."""
+    monkeypatch.setattr(kernels, "GPU", device)
+    monkeypatch.setitem(sys.modules, "deformops", None)
+    kernels.fused_fault.cache_clear()
+    value, shapes, _, points, weights = attention_inputs(torch.float64)
+    floats = [one.requires_grad_() for one in (value, points, weights)]
+    args = (value, shapes, points, weights)
+    assert gradcheck(attend, args)
 
-    output = apply(*args)
-    expected = reference_attention()(inputs[0], inputs[1], inputs[3], inputs[4])
+    output = attend(*args)
+    expected = reference_attention()(*args)
     torch.testing.assert_close(output, expected)
     upstream = torch.linspace(-1, 1, output.numel()).double().view_as(output)
     torch.testing.assert_close(
@@ -243,31 +246,183 @@ def reference_attention() -> Callable[..., torch.Tensor]:
     return names[name]
 
 
-def test_layers_of_a_detector_use_this_attention():
+def test_layers_of_a_detector_use_this_attention(monkeypatch):
     from mmcv.ops import multi_scale_deform_attn as in_use
 
     import damex.models  # noqa: F401 - replaces mmcv's function
 
-    assert in_use.multi_scale_deformable_attn_pytorch is deformable_attention
-
-
-def test_deformable_attention_keeps_half_precision_outside_only(monkeypatch):
-    attend = wrapper("multi_scale_deform_attn", monkeypatch)
+    assert in_use.multi_scale_deformable_attn_pytorch is attend
+    # The name that a layer calls on a GPU, for an mmcv without and with compiled ops.
+    compiled = object()
+    for is_compiled in (True, False):
+        monkeypatch.setattr(in_use, "MultiScaleDeformableAttnFunction", compiled)
+        kernels.use_in_mmcv(is_compiled=is_compiled)
+        function = in_use.MultiScaleDeformableAttnFunction
+        assert (function is compiled) == is_compiled
     value, shapes, starts, points, weights = attention_inputs(torch.float32)
+    torch.testing.assert_close(
+        function.apply(value, shapes, starts, points, weights, 64),
+        reference_attention()(value, shapes, points, weights),
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_attention_keeps_half_precision_outside_only(monkeypatch, device):
+    monkeypatch.setattr(kernels, "GPU", device)
+    monkeypatch.setitem(sys.modules, "deformops", None)
+    kernels.fused_fault.cache_clear()
+    value, shapes, _, points, weights = attention_inputs(torch.float32)
     half = value.half().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = attend.MultiScaleDeformableAttnFunction.apply(
-            half, shapes, starts, points, weights, 64
-        )
+        output = attend(half, shapes, points, weights)
     assert output.dtype == torch.float16
-    exact = reference_attention()(
-        half.detach().float(), shapes, points.half().float(), weights.half().float()
-    )
+    exact = reference_attention()(half.detach().float(), shapes, points, weights)
     # Half an ulp of float16 below 4 is 2 ** -10; bfloat16 inside would miss by 2 ** -7.
     torch.testing.assert_close(output.float(), exact, rtol=0, atol=2**-10)
     output.float().sum().backward()
     assert half.grad.dtype == torch.float16
     assert half.grad.abs().sum() > 0
+
+
+# ---- deformable attention of deformops ----
+
+# Its torch backend takes the place of the kernels, which need a GPU.
+needs_deformops = pytest.mark.skipif(
+    find_spec("deformops") is None, reason="deformops is not installed: damex[gpu]"
+)
+
+
+@pytest.fixture
+def log_of_gpu(monkeypatch):
+    """Treats the CPU as a GPU that no tensor has met; yields what is logged."""
+    lines = []
+    monkeypatch.setattr(kernels, "GPU", "cpu")
+    monkeypatch.setattr(
+        "mmengine.logging.print_log", lambda line, *_: lines.append(line)
+    )
+    for cached in (kernels.fused_fault, kernels.log_choice):
+        cached.cache_clear()
+    yield lines
+    for cached in (kernels.fused_fault, kernels.log_choice):
+        cached.cache_clear()
+
+
+def encoder_inputs(device: str, *sizes: tuple[int, int]) -> list[torch.Tensor]:
+    """One image, 8 heads of 32 channels, 4 points; a query for every position."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.tensor(sizes)
+    tokens, levels = int(shapes.prod(1).sum()), len(sizes)
+    value = torch.randn(1, tokens, 8, 32, generator=generator)
+    points = torch.rand(1, tokens, 8, levels, 4, 2, generator=generator) * 1.2 - 0.1
+    weights = torch.randn(1, tokens, 8, levels * 4, generator=generator).softmax(-1)
+    weights = weights.view(1, tokens, 8, levels, 4)
+    return [one.to(device) for one in (value, shapes, points, weights)]
+
+
+def with_gradients(
+    compute: Callable[..., torch.Tensor],
+    inputs: list[torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """Returns output and gradients in float32, of features and weights in a dtype."""
+    value, points, weights = (inputs[place].clone() for place in (0, 2, 3))
+    value, weights = value.to(dtype), weights.to(dtype)
+    leaves = [one.requires_grad_() for one in (value, points, weights)]
+    output = compute(value, inputs[1], points, weights)
+    assert output.dtype == dtype
+    upstream = torch.linspace(-1, 1, output.numel(), device=output.device)
+    upstream = upstream.view_as(output).to(dtype)
+    found = [output, *torch.autograd.grad(output, leaves, upstream)]
+    return [one.detach().float() for one in found]
+
+
+def largest_errors(
+    found: list[torch.Tensor], expected: list[torch.Tensor]
+) -> list[float]:
+    """Returns the largest differences, relative to the largest expected number."""
+    return [
+        float((one - two).abs().max() / two.abs().max())
+        for one, two in zip(found, expected, strict=True)
+    ]
+
+
+@needs_deformops
+@pytest.mark.filterwarnings("ignore:The 'cuda' backend:RuntimeWarning")
+def test_deformops_takes_over_on_a_gpu_and_answers_as_torch(log_of_gpu, monkeypatch):
+    inputs = encoder_inputs("cpu", (12, 16), (6, 8), (3, 4), (2, 2))
+    calls = []
+    monkeypatch.setattr(
+        kernels,
+        "fused_attention",
+        lambda *args: calls.append(len(args)) or fused_attention(*args),
+    )
+    found = with_gradients(attend, inputs)
+    assert len(calls) == 2  # a small case first
+    expected = with_gradients(deformable_attention, inputs)
+    # Measured: below 1e-6.
+    assert max(largest_errors(found, expected)) < 5e-6
+    with torch.inference_mode():  # memory that was made here has no gradients
+        kernels.fused_fault.cache_clear()
+        torch.testing.assert_close(attend(*inputs), expected[0], rtol=0, atol=1e-5)
+    assert log_of_gpu == ["deformable attention on the GPU: deformops"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (None, "deformops is missing: pip install 'damex[gpu]' (Python 3.12 or 3.13)"),
+        ("import lost", "deformops fails: ModuleNotFoundError: No module named 'lost'"),
+        (
+            "def msda(*_, **__): raise RuntimeError('no kernel\\nfor sm_37')",
+            "deformops fails: RuntimeError: no kernel for sm_37",
+        ),
+        (
+            "def msda(value, shapes, starts, points, weights, **_):\n"
+            "    from damex.compat.kernels import deformable_attention\n"
+            "    found = deformable_attention(value, shapes, points, weights)\n"
+            "    return found + value.detach().mean() * 0.1",
+            "deformops fails: AssertionError: Tensor-likes are not close!",
+        ),
+    ],
+)
+def test_without_a_working_deformops_torch_goes_on_and_one_line_says_so(
+    log_of_gpu, monkeypatch, tmp_path, code, words
+):
+    for name in ("deformops", "deformops.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+        if code is not None:  # set and taken out: the end takes out what is imported
+            del sys.modules[name]
+    if code is not None:
+        (tmp_path / "deformops").mkdir()
+        (tmp_path / "deformops" / "__init__.py").touch()
+        (tmp_path / "deformops" / "registry.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+    inputs = encoder_inputs("cpu", (4, 5), (2, 3))
+    expected = with_gradients(deformable_attention, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(with_gradients(attend, inputs), expected)
+    if code is None:  # the same reason for every dtype
+        attend(inputs[0].bfloat16(), *inputs[1:])
+    assert len(log_of_gpu) == 1
+    assert words in log_of_gpu[0]
+    assert "\n" not in log_of_gpu[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton kernels need a GPU")
+@needs_deformops
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
+)
+def test_cuda_kernels_of_deformops_answer_as_torch_in_an_encoder(dtype, limit):
+    assert kernels.fused_fault(torch.device("cuda", 0), dtype, 32) == ""
+    inputs = encoder_inputs("cuda", (100, 167), (50, 84), (25, 42), (13, 21))
+    found = with_gradients(fused_attention, inputs, dtype)
+    expected = with_gradients(deformable_attention, inputs, dtype)
+    # Points within rounding of the middle of a pixel have either slope.
+    slopes, others = found.pop(2), expected.pop(2)
+    errors = (slopes - others).abs().flatten()
+    usual = errors.kthvalue(int(0.999 * len(errors))).values
+    assert max(*largest_errors(found, expected), usual / others.abs().max()) < limit
 
 
 # ---- focal loss ----

@@ -12,6 +12,7 @@ from damex.compat import OpsReport
 from damex.doctor import (
     TRIALS,
     Finding,
+    check_attention,
     check_numpy,
     check_ops,
     check_python,
@@ -53,6 +54,22 @@ def status_of(output: str, name: str) -> str:
     rows = [line for line in output.splitlines() if line.strip().split("  ")[0] == name]
     assert len(rows) == 1, output
     return " ".join(rows[0].split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_gpu", "fault", "found", "note"),
+    [
+        ("stub", False, "unasked", "torch", "on the CPU"),
+        ("compiled", True, "unasked", "mmcv", "compiled; not in bfloat16"),
+        ("stub", True, "", "deformops", "on GPU"),
+        ("stub", True, "missing: pip install", "torch", "missing: pip install"),
+    ],
+)
+def test_row_of_deformable_attention(monkeypatch, kind, has_gpu, fault, found, note):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("damex.compat.kernels.fused_fault", lambda *_: fault)
+    row = check_attention(OpsReport(kind))
+    assert (row.found, row.note, row.problem) == (found, note, "")
 
 
 # ---- the whole program ----

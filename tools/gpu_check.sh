@@ -2,15 +2,17 @@
 # What only a GPU can show, by one command: tools/gpu_check.sh [OUT]
 #
 # 1. the tests, those included that need a GPU
-# 2. layers timed in float32 and bfloat16, with the host synchronisations of a step
-# 3. the exchange of experts in a group of nccl, against one process of the CPU
-# 4. 200 iterations of a detector: dense, 8 experts, 64 experts; float16
-# 5. the same under nccl: DDP, fully sharded, and, with 2 GPUs, experts spread over them
+# 2. deformable attention of deformops and of torch, timed: float32 and bfloat16
+# 3. layers timed in float32 and bfloat16, with the host synchronisations of a step
+# 4. the exchange of experts in a group of nccl, against one process of the CPU
+# 5. 200 iterations of a detector: dense, damex_best, 8 and 64 experts; bfloat16 if the
+#    GPU has it, else float16
+# 6. 8 experts under nccl: DDP, fully sharded (FSDP2), and, with 2 GPUs, spread over them
 #
-# Steps 3 and 5 take 2 GPUs if there are as many, else 1. On the CPU, 5 takes 2 processes
-# of gloo, and 3 a stand-in for a GPU.
+# Steps 4 and 6 take 2 GPUs if there are as many, else 1. On the CPU, 6 takes 2 processes
+# of gloo (PROCESSES=1: one), and 4 a stand-in for a GPU.
 #
-# OUT (work_dirs/gpu_check) gets a log of each step, the tables of the layers, and
+# OUT (work_dirs/gpu_check) gets a log of each step, the tables of steps 2 and 3, and
 # detectors.md. The data is the toy mixture, drawn where it is missing; nothing is
 # downloaded. The same steps, small, on the CPU:
 #   DEVICE=cpu CONFIG=damex-dino-tiny_r18_1xb8-4e_toy ITERS=13 TESTS=tests/test_errors.py tools/gpu_check.sh
@@ -40,28 +42,36 @@ max_epochs = 1
 train_cfg = dict(val_interval=1000, val_begin=1000)
 model = dict(backbone=dict(init_cfg=None))
 END
+{
+  echo '_base_ = ["detector.py"]'
+  sed 's/^moe = dict(/&_delete_=True,/' configs/_base_/moe/damex_best.py
+} > "$out/damex_best.py"
 
 step tests "$python" -m pytest -q "$tests"
 small=() amp=(--amp)
-if [ "$device" = cpu ]; then small=(--small --rounds 1) amp=(); fi
+if [ "$device" = cpu ]; then small=(--small) amp=(); fi
+step attention "$python" tools/analysis/attention.py --device "$device" "${small[@]}" \
+  --out "$out/attention.md"
+if [ "$device" = cpu ]; then small+=(--rounds 1); fi
 for dtype in float32 bfloat16; do
   step "layers_$dtype" "$python" tools/analysis/benchmark.py --device "$device" \
     --dtype "$dtype" "${small[@]}" --out "$out/layers_$dtype.md"
 done
-processes=2 layout=device
+processes=${PROCESSES:-2} layout=device
 if [ "$device" != cpu ]; then
   processes=$("$python" -c "import torch; print(min(2, torch.cuda.device_count()))") layout=GPUs
 fi
 step exchange "$python" -m pytest -q tests/test_moe/test_shards.py -k "$layout"
-train() { # train NAME MOE...
-  local name=$1
-  shift
-  step "$name" "$python" -m damex train "$out/detector.py" "${amp[@]}" --work-dir "$out/$name" \
+train() { # train NAME CONFIG OPTION...
+  local name=$1 config=$2
+  shift 2
+  step "$name" "$python" -m damex train "$out/$config.py" "${amp[@]}" --work-dir "$out/$name" \
     --cfg-options default_hooks.checkpoint.save_best=None "$@"
 }
-train dense moe=None
-train experts_8 moe.num_experts=8
-train experts_64 moe.num_experts=64
+train dense detector moe=None
+train damex_best damex_best
+train experts_8 detector moe.num_experts=8
+train experts_64 detector moe.num_experts=64
 for_all=() # mixed precision asks all processes whether a gradient overflowed
 if [ "$device" != cpu ]; then for_all=(optim_wrapper.use_fsdp=True); fi
 together() { # together NAME OPTION...: 8 experts in all processes
@@ -89,7 +99,7 @@ print("| detector | seconds per iteration | images per second | peak memory |")
 print("| --- | ---: | ---: | ---: |")
 out, processes, *spread = sys.argv[1:]
 together = ("experts_8_ddp", "experts_8_fully_sharded", *spread)
-for name in ("dense", "experts_8", "experts_64", *together):
+for name in ("dense", "damex_best", "experts_8", "experts_64", *together):
     path = Path(out) / name / "summary.json"
     if not path.is_file():
         print(f"| {name} | failed | - | - |")

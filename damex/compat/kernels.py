@@ -1,4 +1,4 @@
-"""torch versions of the mmcv ops used by DETRs.
+"""torch versions of the mmcv ops used by DETRs; deformops for attention on a GPU.
 
 Argument order, keywords and in-place outputs are those with which mmcv's wrappers call
 the C++ ops; backward functions recompute the forward pass and fill the gradients. All
@@ -8,13 +8,19 @@ of a sigmoid.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.jit import is_tracing
 from torch.nn.functional import grid_sample, logsigmoid
+from torch.utils.checkpoint import checkpoint
 
+GPU = "cuda"  # the type of device on which attention is fused, or recomputed
 AVERAGE = 1  # pool_mode of roi_align
 NAIVE, LINEAR = 0, 1  # method of softnms; 2 is Gaussian
 
@@ -37,10 +43,12 @@ def deformable_attention(
         weights: ``(batch, queries, heads, levels, points)``.
 
     Returns:
-        ``(batch, queries, heads * channels)``.
+        ``(batch, queries, heads * channels)``, in the dtype of ``value``.
     """
     # B: image and head, C: channels, K: keys, L: levels, P: points, Q: queries.
-    batch, heads = value.shape[0], value.shape[2]
+    batch, heads, dtype = value.shape[0], value.shape[2], value.dtype
+    value = _widen(value)
+    locations, weights = locations.to(value.dtype), weights.to(value.dtype)
     # A list synchronises once, a tensor once per level; tracing needs tensors to keep
     # sizes dynamic.
     sizes = [tuple(one) for one in (shapes if is_tracing() else shapes.tolist())]
@@ -60,57 +68,100 @@ def deformable_attention(
             align_corners=False,
         )
         total_BCQ = total_BCQ + (sampled_BCPQ * weights_BPQ[:, None]).sum(2)
-    return total_BCQ.unflatten(0, (batch, heads)).permute(0, 3, 1, 2).flatten(2)
+    total_BQC = total_BCQ.unflatten(0, (batch, heads)).permute(0, 3, 1, 2).flatten(2)
+    return total_BQC.to(dtype)
 
 
-def use_in_mmcv() -> None:
-    """Make mmcv's attention layers call :func:`deformable_attention` off the GPU."""
+def use_in_mmcv(*, is_compiled: bool) -> None:
+    """Make mmcv's attention layers call :func:`attend`, except for a compiled op."""
     from mmcv.ops import multi_scale_deform_attn as of_mmcv
 
-    of_mmcv.multi_scale_deformable_attn_pytorch = deformable_attention
+    of_mmcv.multi_scale_deformable_attn_pytorch = attend
+    if not is_compiled:
+        of_mmcv.MultiScaleDeformableAttnFunction = SimpleNamespace(
+            apply=lambda value, shapes, _starts, locations, weights, _step: attend(
+                value, shapes, locations, weights
+            )
+        )
 
 
-def ms_deform_attn_forward(
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    **_: Any,
-) -> Tensor:
-    """Multi-scale deformable attention; see :func:`deformable_attention` for shapes.
+def attend(value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    """:func:`deformable_attention` in the fastest way that works on this device.
 
-    Returns the dtype of ``value``.
+    On a GPU that is deformops. Without it, the backward pass samples again instead of
+    keeping several hundred MB per image and layer of an encoder.
     """
-    return _attend(value, shapes, locations, weights).to(value.dtype)
+    inputs = value, shapes, locations, weights
+    if value.device.type != GPU or is_tracing():
+        return deformable_attention(*inputs)
+    fault = fused_fault(value.device, value.dtype, value.shape[-1])
+    log_choice(f"torch's grid_sample, as {fault}" if fault else "deformops")
+    if not fault:
+        return fused_attention(*inputs)
+    return checkpoint(
+        deformable_attention, *inputs, use_reentrant=False, preserve_rng_state=False
+    )
 
 
-def ms_deform_attn_backward(
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    grad_output: Tensor,
-    *targets: Tensor,
-    **_: Any,
-) -> None:
-    """Fill the gradients of features, locations and weights."""
-    inputs = [one.detach().requires_grad_() for one in (value, locations, weights)]
-    with torch.enable_grad():
-        output = _attend(inputs[0], shapes, inputs[1], inputs[2])
-    gradients = torch.autograd.grad(output, inputs, grad_output.to(output.dtype))
-    for target, gradient in zip(targets, gradients, strict=True):
-        target.copy_(gradient)
-
-
-def _attend(
+def fused_attention(
     value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
-    value = _widen(value)
-    return deformable_attention(
-        value, shapes, locations.to(value.dtype), weights.to(value.dtype)
-    )
+    """:func:`deformable_attention` by deformops; returns the dtype of ``value``.
+
+    Its Triton kernels compute coordinates and sums in float32.
+    """
+    from deformops.registry import msda
+
+    sizes_L = shapes.prod(1)
+    starts_L = sizes_L.cumsum(0) - sizes_L
+    weights = weights.to(value.dtype)  # demanded of weights, not of locations
+    # Without fp32acc, Hopper and newer GPUs sum gradients in half precision.
+    return msda(value, shapes, starts_L, locations, weights, fp32acc=True)
+
+
+@cache
+def log_choice(choice: str) -> None:
+    """Log once how deformable attention is computed on the GPU."""
+    from mmengine.logging import print_log
+
+    level = logging.INFO if choice == "deformops" else logging.WARNING
+    print_log(f"deformable attention on the GPU: {choice}", "current", level)
+
+
+@cache
+def fused_fault(device: torch.device, dtype: torch.dtype, channels: int) -> str:
+    """Return why deformops cannot be used on this device, or an empty string.
+
+    Its kernels are compiled for heads with this many channels, and have to agree with
+    torch in a small case, forward and backward.
+    """
+    if find_spec("deformops") is None:
+        return "deformops is missing: pip install 'damex[gpu]' (Python 3.12 or 3.13)"
+    try:
+        _compare_fused(device, dtype, channels)
+    except Exception as error:  # any: of its import, of a compiler or of a GPU
+        text = f"deformops fails: {type(error).__name__}: {error}"
+        return " ".join(text.split())[:400]
+    return ""
+
+
+def _compare_fused(device: torch.device, dtype: torch.dtype, channels: int) -> None:
+    """Raise an error unless deformops does what torch does."""
+    generator = torch.Generator().manual_seed(0)  # leaves the global one alone
+    shapes = torch.tensor([[4, 6], [2, 3]], device=device)
+    sizes = ((1, 30, 2, channels), (1, 16, 2, 2, 4, 2), (1, 16, 2, 2, 4))
+    value, points, weights = (torch.rand(one, generator=generator) for one in sizes)
+    drawn = (value.to(device, dtype), points.to(device), weights.to(device, dtype))
+    found = []
+    normal = torch.inference_mode(mode=False), torch.autocast(GPU, enabled=False)
+    with normal[0], normal[1], torch.enable_grad():
+        for compute in (fused_attention, deformable_attention):
+            value, points, weights = (one.clone().requires_grad_() for one in drawn)
+            output = compute(value, shapes, points, weights)
+            grads = torch.autograd.grad(output.sum(), (value, points, weights))
+            found.append((output, *grads))
+    rtol = 0.03 if dtype.itemsize == 2 else 1e-4
+    torch.testing.assert_close(*found, rtol=rtol, atol=1e-3, check_dtype=False)
 
 
 def sigmoid_focal_loss_forward(

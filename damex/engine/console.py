@@ -203,6 +203,7 @@ UPSTREAM_MESSAGES = (
 UPSTREAM_WARNINGS = (
     r"torch\.meshgrid: in an upcoming release",
     r"Warning: The \w+ is out of bounds",  # boxes at the border are drawn anyway
+    r"MultiScaleDeformableAttnFunction does not support",  # logged by damex
     r"Image size \(\d+ pixels\) exceeds limit",  # Pillow opens it anyway
 )
 

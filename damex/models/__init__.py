@@ -2,7 +2,8 @@
 
 from damex.compat import ensure_ops
 
-if ensure_ops().kind != "absent":
+ops = ensure_ops().kind
+if ops != "absent":
     from damex.compat.kernels import use_in_mmcv
 
-    use_in_mmcv()
+    use_in_mmcv(is_compiled=ops == "compiled")
