@@ -1,40 +1,316 @@
-"""The notebook of the tutorial runs from top to bottom."""
+"""The pages name only what exists: links, files, commands, options, keys, tables."""
 
+import ast
+import functools
+import inspect
+import itertools
 import json
 import os
+import re
+import runpy
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import mmdet.registry
 import pytest
+from cyclopts import CycloptsError
+from markdown_it import MarkdownIt
+from mdit_py_plugins.anchors import anchors_plugin
+from mmengine.registry import Registry
+
+import damex.registry  # noqa: F401  (registers the classes)
+from damex.commandline.commands import app as damex_app
+from damex.config_files import KEYS, MOE, config_of, parse_options, read_part
+from damex.errors import ConfigError
+from damex.toydata.__main__ import app as toydata_app
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "docs/get-started/tutorial.ipynb"
+FILES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+FILES += [ROOT / name for name in ("configs/README.md", "data/README.md")]
+FILES += [path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in FILES)
+MARKDOWN = MarkdownIt().enable("table").use(anchors_plugin, max_level=3)
+# Words before a command, and programs that start a Python file or module.
+BEFORE = re.compile(r"\w+=.*|do|then|time|nice|-n|\d+")
+LAUNCHERS = re.compile(r"(.*/)?(python3?|torchrun)")
+# A file or folder of the repository, perhaps with wildcards.
+REPOSITORY = re.compile(
+    r"(?<![\w./-])((?:configs|damex|docs|studies|tests|tools)/[\w./*{},-]*[\w*}])"
+)
+# Files of the reader and of the build, and places to fill in.
+OTHERS = re.compile(r"configs/(my_|with_)\w+\.py|.*\b[A-Z]{3,}\b.*|docs/_build/.*")
+REGISTERED = {
+    kind.__name__: kind
+    for registry in vars(mmdet.registry).values()
+    if isinstance(registry, Registry)
+    for one in (registry, registry.parent)
+    if one is not None
+    for kind in one.module_dict.values()
+}
+
+every_page = pytest.mark.parametrize("page", PAGES)
 
 
-@pytest.mark.slow
-def test_the_notebook_runs(tmp_path):
-    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert "FOLDERS" in code[0]
-    toy = tmp_path / "toy"
-    words = [sys.executable, "-m", "damex.toydata", "--out", str(toy)]
-    subprocess.run(words, check=True, capture_output=True)
-    folders = {name: str(toy / name) for name in ("photos", "arcade")}
-    options = {"train_dataloader.sampler.samples_per_epoch": 16}
-    code[0] = (
-        f"FOLDERS, EPOCHS, OPTIONS = {folders!r}, 1, {options!r}\n"
-        f"WORK_DIR = {str(tmp_path / 'run')!r}"
+@functools.cache
+def tokens(page):
+    return MARKDOWN.parse((ROOT / page).read_text("utf-8"))
+
+
+def inline(page, kind):
+    """Tokens of a kind inside of paragraphs, headings and tables."""
+    children = [one for token in tokens(page) for one in token.children or ()]
+    return [one for one in children if one.type == kind]
+
+
+def fences(page, *languages):
+    every = [token for token in tokens(page) if token.type == "fence"]
+    return [one.content for one in every if not languages or one.info in languages]
+
+
+@functools.cache
+def anchors(page):
+    """Ids of headings as GitHub and Sphinx make them, and names of autodoc."""
+    text = (ROOT / page).read_text("utf-8")
+    if "<!-- commands -->" in text:
+        text += runpy.run_path(str(ROOT / "docs/conf.py"))["commands"]()
+    found = {token.attrGet("id") for token in MARKDOWN.parse(text)}
+    return found | {*re.findall(r"^\.\. auto\w+:: (\S+)", text, re.MULTILINE)}
+
+
+def links(page):
+    found = [token.attrGet("href") for token in inline(page, "link_open")]
+    found += [token.attrGet("src") for token in inline(page, "image")]
+    html = [token.content for token in tokens(page) if token.type == "html_block"]
+    html += [token.content for token in inline(page, "html_inline")]
+    found += re.findall(r'(?:href|src)="([^"]+)"', " ".join(html))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+@every_page
+def test_links_resolve(page):
+    faults = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists():
+            faults.append(f"{link}: no such file")
+        elif anchor:
+            linked = target.resolve().relative_to(ROOT).as_posix()
+            faults += [] if anchor in anchors(linked) else [f"{link}: no such heading"]
+    assert faults == []
+
+
+@every_page
+def test_fences_name_their_language_and_python_compiles(page):
+    code = [one for one in tokens(page) if one.type in ("fence", "code_block")]
+    assert [one.content for one in code if not one.info] == []
+    for text in fences(page, "python"):
+        ast.parse(text)
+
+
+@every_page
+def test_named_files_exist(page):
+    code = [*fences(page), *(token.content for token in inline(page, "code_inline"))]
+    names = {*REPOSITORY.findall("\n".join(code))}
+    spelled = {name: re.sub(r"\{[^}]*\}", "*", name) for name in names}
+    missing = [name for name in names if not any(ROOT.glob(spelled[name]))]
+    assert [name for name in missing if not OTHERS.fullmatch(name)] == []
+
+
+def program(words):
+    """The app and the arguments of a command of this project; None for others."""
+    words = list(itertools.dropwhile(BEFORE.fullmatch, words))
+    if words and LAUNCHERS.fullmatch(words[0]):
+        words = itertools.dropwhile(lambda w: w != "-m" and w[-3:] != ".py", words)
+        words = [word for word in words if word != "-m"]
+    name, *rest = words or [""]
+    if name.rpartition("/")[2] == "damex":
+        return damex_app, rest
+    if name == "damex.toydata":
+        return toydata_app, rest
+    if name in ("tools/train.py", "tools/test.py"):
+        return damex_app, [Path(name).stem, *rest]
+    if name.startswith("tools/analysis/"):
+        return module(name)["app"], rest
+    return None
+
+
+@functools.cache
+def module(name):
+    return runpy.run_path(str(ROOT / name), run_name="imported")
+
+
+def commands(page):
+    """Commands of this project in bash fences and after the prompts of sessions."""
+    bash, console = (
+        "\n".join(fences(page, language)).replace("\\\n", " ").splitlines()
+        for language in ("bash", "console")
     )
-    program = tmp_path / "notebook.py"
-    program.write_text("\n\n".join(code), "utf-8")
-    found = subprocess.run(
-        [sys.executable, program.name],
-        cwd=tmp_path,
+    variables = dict(re.findall(r'^ *(\w+)="(.*)"$', "\n".join(bash), re.MULTILINE))
+    for line in bash + [one[2:] for one in console if one.startswith("$ ")]:
+        line = re.sub(r"\$(\w+)", lambda m: variables.get(m[1], m[0]), line)
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        parts = itertools.groupby(lexer, lambda word: set(word) <= set("();<>|&"))
+        for words in (words for is_operator, words in parts if not is_operator):
+            if found := program([*words]):
+                yield line, *found
+
+
+@every_page
+def test_commands_parse(page):
+    """Names of commands and options, numbers of values, choices; no placeholders."""
+    faults = []
+    for line, app, words in commands(page):
+        faults += [f"{line}: synopsis" for word in words if word.startswith("[")]
+        try:
+            app.parse_args(words, exit_on_error=False, print_error=False)
+        except CycloptsError as error:
+            faults.append(f"{line}: {error}")
+    assert faults == []
+
+
+@every_page
+def test_commands_and_options_in_sentences_exist(page):
+    for token in inline(page, "code_inline"):
+        name, *words = re.split(r"[\s\[\]=]+", token.content)
+        if name != "damex" or not re.match(r"[a-z]", " ".join(words)):
+            continue
+        chain, apps, rest = damex_app.parse_commands(words)
+        assert chain, f"{token.content}: no such command"
+        if apps[-1].default_command:
+            arguments = apps[-1].assemble_argument_collection()
+            known = {"--help", *(name for one in arguments for name in one.names)}
+            options = {word for word in rest if word.startswith("--")}
+            assert options <= known, f"{token.content}: no such option"
+
+
+def config_named(name, options=()):
+    """A config of the repository; the template in place of a reader's file."""
+    is_of_reader = name.endswith(".py") and "/" not in name
+    if is_of_reader or OTHERS.fullmatch(name) or name.startswith(("data/", "work_")):
+        name = "own_datasets"
+    return config_of(name, options, needs_model=False)
+
+
+def is_key(key, value):
+    """Whether a config has a key, its class takes it, or the reference lists it."""
+    *parents, last = key.split(".")
+    for part in parents:
+        if isinstance(value, list):
+            value = dict(enumerate(value)).get(int(part))
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping):
+        kinds = inspect.getmro(REGISTERED.get(value.get("type"), object))
+        taken = {
+            name for kind in kinds[:-1] for name in inspect.signature(kind).parameters
+        }
+        if last in {*value, *taken}:
+            return True
+    return key in KEYS
+
+
+@functools.cache
+def documented_keys():
+    text = (ROOT / "docs/reference/config.md").read_text("utf-8")
+    first = "\n".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
+    return {key.rpartition(".")[2] for key in re.findall(r"`([\w.]+)`", first)}
+
+
+@every_page
+def test_configs_experts_and_config_keys_exist(page):
+    faults = []
+    for line, app, words in commands(page):
+        try:
+            given = app.parse_args(words, exit_on_error=False, print_error=False)[1]
+            given = given.arguments
+            name, words = (
+                given.get("config", "own_datasets"),
+                given.get("cfg_options", ()),
+            )
+            config, options = config_named(name), parse_options(words)
+            config_named(name, words)
+            for moe in (given.get("moe"), given.get("experts"), options.get("moe")):
+                for one in [moe] if isinstance(moe, str) else moe or ():
+                    config.moe = read_part(one, MOE).get("moe")
+        except (ConfigError, CycloptsError) as error:
+            faults.append(f"{line}: {error}")
+            continue
+        unknown = [key for key in options if not is_key(key, config.to_dict())]
+        faults += [f"{line}: the config has no key {key}" for key in unknown]
+    assert faults == []
+
+
+def test_the_reference_lists_all_commands_and_registered_classes():
+    page = (ROOT / "docs/reference/commands.md").read_text("utf-8")
+    groups = [(damex_app, ""), (damex_app["data"], "data ")]
+    names = {
+        f"{group}{name}" for app, group in groups for name in app if name[0] != "-"
+    }
+    listed = {*re.findall(r"^\| `damex ([\w ]+)` \|", page, re.MULTILINE)}
+    assert listed == {name for name in names if "-" not in name} - {"data"}
+    listed = {str(name).rpartition(".")[2] for name in anchors("docs/reference/api.md")}
+    ours = {k for k, one in REGISTERED.items() if one.__module__.startswith("damex.")}
+    assert "TopKGate" in ours
+    assert ours <= listed
+
+
+@every_page
+def test_marked_tables_are_those_of_the_json(page):
+    text, update = (ROOT / page).read_text("utf-8"), module("docs/results/update.py")
+    assert text.count("<!-- table ") == len(update["TABLE"].findall(text))
+    assert update["with_tables"](text) == text
+
+
+def run(words, folder):
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_readme_runs(tmp_path):
+    """Its commands and its Python for two folders, as they are, on small toy data."""
+    sizes = ["--worlds", "2", "--train", "8", "--val", "4"]
+    run(["-m", "damex.toydata", "--out", "toy", *sizes], tmp_path)
+    worlds = [path.parent for path in tmp_path.glob("toy/*/train.json")]
+    code = [one for one in fences("README.md") if "photos/" in one]
+    for name in {*re.findall(r"data/(\w+)", "".join(code))}:
+        shutil.copytree(worlds.pop(), tmp_path / "data" / name)
+    shutil.copytree(next(tmp_path.glob("data/*/images")), tmp_path / "photos")
+    lines = [words for line, _, words in commands("README.md") if line in code[0]]
+    assert [words[0] for words in lines] == ["train", "predict"]
+    for words in lines:
+        run(["-m", "damex", *words], tmp_path)
+    assert any((tmp_path / "seen").iterdir())
+    (tmp_path / "program.py").write_text(code[1], "utf-8")
+    assert "Detections(" in run(["program.py"], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    notebook = (ROOT / "docs/get-started/tutorial.ipynb").read_text("utf-8")
+    cells = json.loads(notebook)["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "FOLDERS" in code[0]
+    run(["-m", "damex.toydata", "--out", "toy"], tmp_path)
+    options = {"train_dataloader.sampler.samples_per_epoch": 16}
+    code[0] = (
+        "FOLDERS = dict(photos='toy/photos', arcade='toy/arcade')\n"
+        f"EPOCHS, OPTIONS, WORK_DIR = 1, {options!r}, 'run'"
+    )
+    (tmp_path / "notebook.py").write_text("\n\n".join(code), "utf-8")
+    found = run(["notebook.py"], tmp_path)
     assert (tmp_path / "run" / "mixture.onnx").is_file()
-    assert "checkpoint: " in found.stdout
+    assert "checkpoint: " in found
