@@ -88,6 +88,11 @@ def find_config(name: str, folder: str = "") -> Path:
     key = name.removeprefix("configs/").removesuffix(".py")
     key = key.removeprefix(f"{folder}/")
     if key not in shipped:
+        if Path(name).is_dir():
+            raise ConfigError(
+                f"{name} is a folder, not a config; to train on it as a dataset: damex "
+                f"train --data {name}."
+            )
         names = dict.fromkeys(path.stem for path in shipped.values())
         raise ConfigError(
             f"there is no config file {name!r} (seen from {Path.cwd()}), and none of "

@@ -13,7 +13,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from damex.__main__ import main
-from damex.config_files import merge_options, parse_options
+from damex.config_files import find_config, merge_options, parse_options
 from damex.engine import cli
 from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
@@ -119,6 +119,14 @@ def test_what_cannot_run_is_named(write_config, refuse, tmp_path, monkeypatch):
     refuse(["--amp needs a GPU"], "train", config, "--amp")
     refuse(["name of a folder, got ''"], "train", config, "--work-dir", "")
     assert not list(tmp_path.glob("2*"))  # no log in the present folder
+
+
+def test_a_folder_in_place_of_a_config_is_for_data(refuse, tmp_path, monkeypatch):
+    words = [f"{tmp_path} is a folder", f"damex train --data {tmp_path}"]
+    refuse(words, "train", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()  # as in work_dirs
+    assert find_config("quickstart").is_file()
 
 
 @pytest.fixture
