@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +123,8 @@ def train(
         model: A detector that comes with damex (``damex train --help``); ``tiny`` by
             default. Not with a config.
         epochs: Length of the training; by default that of the config.
-        work_dir: Folder for logs and checkpoints; by default below ``work_dirs``.
+        work_dir: Folder for logs and checkpoints; by default that of the config, else
+            one below ``work_dirs``.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU if available.
         amp: Mixed precision, on a GPU.
         resume: Continue from the last checkpoint of the work dir.
@@ -133,16 +135,17 @@ def train(
         ConfigError: If the data or a setting cannot be used.
         RuntimeError: If the training fails.
     """
-    folder = Path(work_dir) if work_dir is not None else None
+    options = dict(options or {})
+    folder = work_dir or options.get("work_dir")
     words = [sys.executable, "-m", "damex", "train"]
     if isinstance(data, str | os.PathLike) and not Path(data).expanduser().is_dir():
         config = os.fspath(data)
         words.append(config)
-        folder = folder or Path("work_dirs") / Path(config).stem
+        folder = Path(folder or _work_dir_of(config))
     else:
-        folders = named_folders(_data_words(data))
-        words += ["--data", *(f"{name}={root}" for name, root in folders.items())]
-        folder = folder or Path("work_dirs") / run_name(folders)
+        datasets = _data_words(data)
+        words += ["--data", *datasets]
+        folder = Path(folder or f"work_dirs/{run_name(named_folders(datasets))}")
     words += ["--work-dir", str(folder)]
     for name, value in (("model", model), ("epochs", epochs), ("device", device)):
         words += [] if value is None else [f"--{name}", str(value)]
@@ -154,6 +157,15 @@ def train(
         ]
     _run(words, verbose)
     return _finished(folder)
+
+
+def _work_dir_of(config: str) -> str:
+    """The folder that ``damex train CONFIG`` writes to."""
+    with warnings.catch_warnings():  # mmengine adds filters
+        from damex.config_files import read_part
+
+        cfg = read_part(config)
+    return cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename).stem}"
 
 
 def _data_words(data: Any) -> list[str]:

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,3 +154,26 @@ def test_a_training_from_folders_leaves_the_program_as_it_was(
     assert scores.summary["mean_ap"] == run.evaluation.mean_ap
     with pytest.raises(ConfigError, match="ep0chs"):
         damex.train("quickstart", options={"ep0chs": 1}, verbose=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ("work_dir = 'mine'", {}, "mine"),
+        ("", {}, "work_dirs/short"),
+        ("work_dir = 'mine'", {"work_dir": "other"}, "other"),
+    ],
+)
+def test_a_config_trains_into_the_folder_of_the_command_line(
+    make_coco_dataset, tmp_path, monkeypatch, content, options, expected
+):
+    make_coco_dataset(tmp_path / "fish", classes=["cod"], num_images=4)
+    monkeypatch.chdir(tmp_path)
+    base = config_of_folders({"fish": "fish"})
+    base.train_dataloader.sampler.samples_per_epoch = 8
+    base.dump("base.py")
+    Path("short.py").write_text(f"_base_ = ['base.py']\n{content}\nmax_epochs = 1\n")
+    run = damex.train("short.py", options=options, device="cpu", verbose=False)
+    assert run.work_dir == Path(expected)
+    assert run.config.is_file()
