@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from damex.errors import ConfigError
-from damex.zero_config import named_folders, run_name
+from damex.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:
     from damex.inference.predictor import Picture, Prediction
@@ -170,11 +170,16 @@ def _work_dir_of(config: str) -> str:
 
 def _data_words(data: Any) -> list[str]:
     """Words of ``--data``."""
-    if isinstance(data, Mapping):
-        return [f"{name}={os.fspath(folder)}" for name, folder in data.items()]
-    if isinstance(data, str | os.PathLike):
-        return [os.fspath(data)]
-    return [os.fspath(folder) for folder in data]
+    if not isinstance(data, Mapping):
+        several = [data] if isinstance(data, str | os.PathLike) else data
+        return [os.fspath(folder) for folder in several]
+    for name in data:
+        if not str(name) or {"=", "/"} & {*str(name)}:
+            raise ConfigError(
+                f"{name!r} cannot be the name of a dataset: it must not be empty or "
+                "have a '=' or '/'."
+            )
+    return [f"{name}={os.fspath(folder)}" for name, folder in data.items()]
 
 
 def _run(words: Sequence[str], verbose: bool) -> None:
@@ -317,7 +322,7 @@ class Detector:
             folder = Path(data).expanduser()
             if not folder.is_dir():
                 raise ConfigError(f"{data} is not the folder of a dataset.")
-            name = dataset or folder.resolve().name
+            name = dataset or folder_name(folder)
             if (
                 name not in self.datasets
                 and dataset is None

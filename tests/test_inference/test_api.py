@@ -38,6 +38,8 @@ def test_folders_have_given_names_or_their_own(tmp_path, monkeypatch):
         (["fish", "deep/fish"], "two datasets are called 'fish', fish and deep/fish"),
         (["sea=nowhere"], "nowhere does not exist"),
         (["notes.txt"], "notes.txt is a file"),
+        (["big/sea=fish"], "'big/sea' cannot be the NAME of NAME=FOLDER"),
+        (["=fish"], "'' cannot be the NAME"),
     ],
 )
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch, words, message):
@@ -47,6 +49,20 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         named_folders(words)
+
+
+def test_a_linked_folder_keeps_its_name(tmp_path, monkeypatch):
+    (tmp_path / "disk/v2/inner").mkdir(parents=True)
+    (tmp_path / "fish").symlink_to(tmp_path / "disk/v2")
+    assert named_folders([f"{tmp_path}/fish"]).keys() == {"fish"}
+    monkeypatch.chdir(tmp_path / "disk/v2/inner")
+    assert named_folders([".."]).keys() == {"v2"}
+
+
+@pytest.mark.parametrize("name", ["a=b", "a/b", ""])
+def test_names_that_no_dataset_can_have(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"'{name}' cannot be the name of a dataset"):
+        damex.train({name: tmp_path}, verbose=False)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -116,6 +132,17 @@ def test_a_folder_is_evaluated_as_the_dataset_of_its_name(
     assert found.datasets["street"]["images"] == 3
     assert found.mean_ap == found.datasets["street"]["ap"]
     assert "street" in str(found)
+
+
+def test_a_linked_folder_is_evaluated_as_the_dataset_of_its_name(
+    save, make_coco_dataset, tmp_path
+):
+    make_coco_dataset(tmp_path / "v2", classes=["car", "person"], num_images=1)
+    (tmp_path / "street").symlink_to(tmp_path / "v2")
+    found = damex.load(save(), device="cpu").evaluate(
+        tmp_path / "street", split="train"
+    )
+    assert found.datasets.keys() == {"street"}
 
 
 @pytest.mark.parametrize(
