@@ -185,8 +185,11 @@ def _data_words(data: Any) -> list[str]:
 def _run(words: Sequence[str], verbose: bool) -> None:
     """Run a command, printing its lines as they come; its errors are raised here."""
     last: list[str] = []
+    # Set in notebooks, these make a bar of control codes out of every line.
+    forced = ("FORCE_COLOR", "TTY_COMPATIBLE")
     with subprocess.Popen(
         words,
+        env={key: value for key, value in os.environ.items() if key not in forced},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -164,6 +164,7 @@ def test_a_training_from_folders_leaves_the_program_as_it_was(
     for name, classes in (("fish", ["cod", "eel"]), ("boards", ["chip"])):
         make_coco_dataset(tmp_path / name, classes=classes, num_images=4)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
     torch.manual_seed(0)
     before = torch.get_rng_state(), logging.root.handlers[:], warnings.filters[:]
     options = {"train_dataloader.sampler.samples_per_epoch": 8}
@@ -172,7 +173,9 @@ def test_a_training_from_folders_leaves_the_program_as_it_was(
     )
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (logging.root.handlers[:], warnings.filters[:]) == before[1:]
-    assert "sea" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "train 1/1" in printed
+    assert not {"\r", "\x1b"} & {*printed}
     assert run.evaluation.datasets.keys() == {"sea", "boards"}
     assert run.config.name == "sea-boards.py"
     assert run.checkpoint.is_file()
