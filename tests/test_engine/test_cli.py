@@ -325,6 +325,9 @@ def test_a_setting_that_cannot_work_is_named(write_config, run, option):
     assert status == 2
     lines = [line for line in said.splitlines() if line and "Warning" not in line]
     assert lines[-1].startswith("error: ")
+    "model.bbox_head.embed_dims=77": "bbox_head.embed_dims is 77, .* encoder has 64",
+    "model.decoder.layer_cfg.ffn_cfg.embed_dims=77": "decoder.*ffn.* is 77, .* has 64",
+    "model.neck.out_channels=96": "neck.out_channels is 96, but the encoder has 64",
     assert re.search(SETTINGS[option], lines[-1])
     assert len(lines) <= 2  # a warning of mmengine's, below its place
 
