@@ -4,8 +4,9 @@
 # make test-all     install, then run all tests
 # make check        install, then lint, format and type checks, and build the docs
 # make docs         install, then build the docs into docs/_build/html
-# make install      make .venv alone
+# make install      make .venv alone; CONSTRAINTS=1 takes the versions of constraints.txt
 PYTHON ?= python3
+PINNED := $(if $(CONSTRAINTS),--constraint constraints.txt)
 VENV := .venv
 STAMP := $(VENV)/.installed
 
@@ -21,10 +22,10 @@ $(STAMP): requirements.txt pyproject.toml
 	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
 	@if command -v uv >/dev/null; then \
 	  uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
-	  uv pip install --quiet --python $(VENV)/bin/python --editable '.[dev,onnx,pretrained]'; \
+	  uv pip install --quiet --python $(VENV)/bin/python $(PINNED) --editable '.[dev,onnx,pretrained]'; \
 	else \
 	  $(PYTHON) -m venv $(VENV) && \
-	  $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev,onnx,pretrained]'; \
+	  $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(PINNED) --editable '.[dev,onnx,pretrained]'; \
 	fi
 	@$(VENV)/bin/python -m damex.doctor --quiet
 	@touch $@

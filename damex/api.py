@@ -18,13 +18,14 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from damex.errors import ConfigError
-from damex.zero_config import named_folders, run_name
+from damex.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:
     from damex.inference.predictor import Picture, Prediction
@@ -122,7 +123,8 @@ def train(
         model: A detector that comes with damex (``damex train --help``); ``tiny`` by
             default. Not with a config.
         epochs: Length of the training; by default that of the config.
-        work_dir: Folder for logs and checkpoints; by default below ``work_dirs``.
+        work_dir: Folder for logs and checkpoints; by default that of the config, else
+            one below ``work_dirs``.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU if available.
         amp: Mixed precision, on a GPU.
         resume: Continue from the last checkpoint of the work dir.
@@ -133,16 +135,17 @@ def train(
         ConfigError: If the data or a setting cannot be used.
         RuntimeError: If the training fails.
     """
-    folder = Path(work_dir) if work_dir is not None else None
+    options = dict(options or {})
+    folder = work_dir or options.get("work_dir")
     words = [sys.executable, "-m", "damex", "train"]
     if isinstance(data, str | os.PathLike) and not Path(data).expanduser().is_dir():
         config = os.fspath(data)
         words.append(config)
-        folder = folder or Path("work_dirs") / Path(config).stem
+        folder = Path(folder or _work_dir_of(config))
     else:
-        folders = named_folders(_data_words(data))
-        words += ["--data", *(f"{name}={root}" for name, root in folders.items())]
-        folder = folder or Path("work_dirs") / run_name(folders)
+        datasets = _data_words(data)
+        words += ["--data", *datasets]
+        folder = Path(folder or f"work_dirs/{run_name(named_folders(datasets))}")
     words += ["--work-dir", str(folder)]
     for name, value in (("model", model), ("epochs", epochs), ("device", device)):
         words += [] if value is None else [f"--{name}", str(value)]
@@ -156,20 +159,37 @@ def train(
     return _finished(folder)
 
 
+def _work_dir_of(config: str) -> str:
+    """The folder that ``damex train CONFIG`` writes to."""
+    with warnings.catch_warnings():  # mmengine adds filters
+        from damex.config_files import read_part
+
+        cfg = read_part(config)
+    return cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename).stem}"
+
+
 def _data_words(data: Any) -> list[str]:
     """Words of ``--data``."""
-    if isinstance(data, Mapping):
-        return [f"{name}={os.fspath(folder)}" for name, folder in data.items()]
-    if isinstance(data, str | os.PathLike):
-        return [os.fspath(data)]
-    return [os.fspath(folder) for folder in data]
+    if not isinstance(data, Mapping):
+        several = [data] if isinstance(data, str | os.PathLike) else data
+        return [os.fspath(folder) for folder in several]
+    for name in data:
+        if not str(name) or {"=", "/"} & {*str(name)}:
+            raise ConfigError(
+                f"{name!r} cannot be the name of a dataset: it must not be empty or "
+                "have a '=' or '/'."
+            )
+    return [f"{name}={os.fspath(folder)}" for name, folder in data.items()]
 
 
 def _run(words: Sequence[str], verbose: bool) -> None:
     """Run a command, printing its lines as they come; its errors are raised here."""
     last: list[str] = []
+    # Set in notebooks, these make a bar of control codes out of every line.
+    forced = ("FORCE_COLOR", "TTY_COMPATIBLE")
     with subprocess.Popen(
         words,
+        env={key: value for key, value in os.environ.items() if key not in forced},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -305,7 +325,7 @@ class Detector:
             folder = Path(data).expanduser()
             if not folder.is_dir():
                 raise ConfigError(f"{data} is not the folder of a dataset.")
-            name = dataset or folder.resolve().name
+            name = dataset or folder_name(folder)
             if (
                 name not in self.datasets
                 and dataset is None

@@ -88,6 +88,9 @@ def find_config(name: str, folder: str = "") -> Path:
     key = name.removeprefix("configs/").removesuffix(".py")
     key = key.removeprefix(f"{folder}/")
     if key not in shipped:
+        if Path(name).is_dir():
+            fix = f"to train on it as a dataset: damex train --data {name}."
+            raise ConfigError(f"{name} is a folder, not a config; {fix}")
         names = dict.fromkeys(path.stem for path in shipped.values())
         raise ConfigError(
             f"there is no config file {name!r} (seen from {Path.cwd()}), and none of "
@@ -216,12 +219,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     """
     options = _at_place_of_moe(cfg, options)
     for name in options:
-        first = name.split(".")[0]
-        if first not in KEYS and first not in cfg:
-            raise ConfigError(
-                f"{name}={options[name]!r}: the config has no {first}, and nothing "
-                f"reads it; {did_you_mean(first, sorted({*KEYS, *cfg}))}"
-            )
+        _check_name(cfg, name, options[name])
     for key in ("max_epochs", "max_iters"):
         if f"train_cfg.{key}" in options and key not in options:
             cfg.pop(key, None)  # it would take precedence; see set_length
@@ -244,15 +242,39 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
             f"--cfg-options {' '.join(options)} set one field as a whole and in part; "
             "keep one of them."
         ) from error
-    if mixture is not None:
-        _replace_mixture(cfg, mixture)
-
-
-def _replace_mixture(cfg: Config, before: Any) -> None:
-    """Update the mixture in the dataloaders of a written config as well."""
-    for dataset in mixtures_of(cfg):
-        if dataset.get("datasets") == before:  # else evaluation uses a part of it
+    # A written config has the mixture in its dataloaders as well.
+    for dataset in mixtures_of(cfg) if mixture is not None else ():
+        if dataset.get("datasets") == mixture:  # else evaluation uses a part of it
             dataset["datasets"] = copy.deepcopy(cfg["mixture"])
+
+
+def _check_name(cfg: Config, name: str, value: Any) -> None:
+    """Reject an option that nothing reads, or that was read with the config file."""
+    first, dot, rest = name.partition(".")
+    if first in KEYS:
+        return
+    if first not in cfg:
+        raise ConfigError(
+            f"{name}={value!r}: the config has no {first}, and nothing reads it; "
+            f"{did_you_mean(first, sorted({*KEYS, *cfg}))}"
+        )
+    read = {key: cfg[key] for key in KEYS & {*cfg}}
+    places = sorted(place + dot + rest for place in _places_of(cfg[first], read))
+    raise ConfigError(
+        f"{name}={value!r} changes nothing: {first} is a variable of the config file; "
+        f"set the fields with its value: {', '.join(places[:8]) or 'none'}."
+    )
+
+
+def _places_of(value: Any, node: Any, path: str = "") -> list[str]:
+    """Names of the fields of a config that are a value, or a list of values with it."""
+    is_list = isinstance(node, (list, tuple))
+    is_inside = is_list and not isinstance(value, Mapping) and value in node
+    if is_inside or (type(node) is type(value) and node == value):
+        return [path]
+    fields: Any = enumerate(node) if is_list else getattr(node, "items", tuple)()
+    start = path and f"{path}."
+    return [y for key, x in fields for y in _places_of(value, x, f"{start}{key}")]
 
 
 def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:

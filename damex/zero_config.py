@@ -5,6 +5,7 @@ Imports nothing heavy: the command line shows the models in its help.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,13 +66,19 @@ def named_folders(words: Sequence[str]) -> dict[str, str]:
     """Parse the words of ``--data``: ``NAME=FOLDER``, or a folder with its own name.
 
     Raises:
-        ConfigError: If two datasets have one name, or a folder is missing.
+        ConfigError: If a name is empty, has a ``/`` or is given twice, or if a folder
+            is missing.
     """
     folders: dict[str, str] = {}
     for word in words:
         name, equals, folder = word.partition("=")
-        if not equals or "/" in name or Path(word).exists():
-            name, folder = Path(word).expanduser().resolve().name, word
+        if not equals or Path(word).expanduser().exists():
+            name, folder = folder_name(word), word
+        if not name or "/" in name:
+            raise ConfigError(
+                f"--data: {word} does not exist (seen from {Path.cwd()}), and {name!r} "
+                "cannot be the NAME of NAME=FOLDER: it must not be empty or have a '/'."
+            )
         if name in folders:
             raise ConfigError(
                 f"--data: two datasets are called {name!r}, {folders[name]} and "
@@ -86,6 +93,12 @@ def named_folders(words: Sequence[str]) -> dict[str, str]:
             )
         folders[name] = folder
     return folders
+
+
+def folder_name(folder: str | os.PathLike[str]) -> str:
+    """Return the name of a folder; a link has its name, not that of its target."""
+    path = Path(folder).expanduser().absolute()
+    return (path.resolve() if path.name == ".." else path).name
 
 
 def run_name(folders: Mapping[str, str]) -> str:

@@ -212,7 +212,7 @@ def is_key(key, value):
         }
         if last in {*value, *taken}:
             return True
-    return key in KEYS
+    return key in KEYS or last in documented_keys()
 
 
 @functools.cache
@@ -295,7 +295,8 @@ def test_the_readme_runs(tmp_path):
         run(["-m", "damex", *words], tmp_path)
     assert any((tmp_path / "seen").iterdir())
     (tmp_path / "program.py").write_text(code[1], "utf-8")
-    assert "Detections(" in run(["program.py"], tmp_path)
+    printed = run(["program.py"], tmp_path)
+    assert all(one.name in printed for one in (tmp_path / "photos").iterdir())
 
 
 @pytest.mark.slow

@@ -323,6 +323,7 @@ def headroom(
     seeds: Seeds = (0, 1, 2),
     work_dir: str = "work_dirs/headroom",
     jobs: Jobs = 1,
+    amp: bool = False,
 ) -> None:
     """Train the headroom ladder of a config, to see how much experts could gain.
 
@@ -331,4 +332,5 @@ def headroom(
         experts: Also train these mixtures of experts: names of files in
             configs/_base_/moe, or paths of files that set moe or more.
         work_dir: Folder for the trainings and the report.
+        amp: Mixed-precision training.
     """

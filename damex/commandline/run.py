@@ -66,7 +66,10 @@ CfgOptions = Annotated[
 ]
 Seeds = Annotated[tuple[int, ...], Parameter(help="Of the trainings.")]
 Jobs = Annotated[
-    PositiveInt, Parameter(help="Trainings at a time; they share the cores.")
+    PositiveInt,
+    Parameter(
+        help="Trainings at a time; they share the cores and take the GPUs in turn."
+    ),
 ]
 
 

@@ -45,14 +45,7 @@ def train(
     if epochs is not None:
         cfg.max_epochs = epochs
     if amp:
-        if get_device() == "cpu":
-            raise ConfigError("--amp needs a GPU, and none is seen here; leave it out.")
-        cfg.optim_wrapper.type = "AmpOptimWrapper"
-        # As wide as float32, so without loss scaling; emulated it would be slow.
-        if cuda.is_bf16_supported(including_emulation=False):
-            cfg.optim_wrapper.setdefault("dtype", "bfloat16")
-        is_half = cfg.optim_wrapper.get("dtype") != "bfloat16"
-        cfg.optim_wrapper.setdefault("loss_scale", "dynamic" if is_half else 1.0)
+        use_amp(cfg)
     if auto_scale_lr:
         if "base_batch_size" not in (cfg.get("auto_scale_lr") or {}):
             raise ConfigError(
@@ -116,6 +109,18 @@ def use_device(device: str | None) -> None:
             "another; damex doctor shows which torch is installed."
         )
     cuda.set_device(int(index or 0))
+
+
+def use_amp(cfg: Config) -> None:
+    """Train in mixed precision; ConfigError without a GPU."""
+    if get_device() == "cpu":
+        raise ConfigError("--amp needs a GPU, and none is seen here; leave it out.")
+    cfg.optim_wrapper.type = "AmpOptimWrapper"
+    # As wide as float32, so without loss scaling; emulated it would be slow.
+    if cuda.is_bf16_supported(including_emulation=False):
+        cfg.optim_wrapper.setdefault("dtype", "bfloat16")
+    is_half = cfg.optim_wrapper.get("dtype") != "bfloat16"
+    cfg.optim_wrapper.setdefault("loss_scale", "dynamic" if is_half else 1.0)
 
 
 def load_config(

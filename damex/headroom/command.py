@@ -30,6 +30,7 @@ from damex.headroom.runs import (
     check_finished,
     check_seeds,
     finish,
+    fit_to_job,
     training,
     write_config,
 )
@@ -55,6 +56,7 @@ def headroom(
     seeds: Sequence[int],
     work_dir: str,
     jobs: int,
+    amp: bool,
 ) -> None:
     """Train the rungs, write table and plot, and print the verdict."""
     check_seeds(seeds)
@@ -66,7 +68,8 @@ def headroom(
     trained = baselines_of(joint, ["dense", *(n for n in names if n != "zeroed")])
     scored = experts_of(joint, experts)
     trained += _new(scored, trained)
-    _print_cost(trained, names, len(seeds), console)
+    notes = {rung.name: fit_to_job(rung.config, amp=amp) for rung in trained}
+    _print_cost(trained, notes, names, len(seeds), console)
     configs = {r.name: write_config(r.config, folder / r.name) for r in trained}
     # Seed by seed, so that an interrupted ladder covers all rungs.
     runs = {
@@ -117,10 +120,18 @@ def _check_checkpoints(cfg: Config, rungs: Sequence[str]) -> None:
 
 
 def _print_cost(
-    rungs: Sequence[Baseline], names: Sequence[str], seeds: int, console: Console
+    rungs: Sequence[Baseline],
+    notes: Mapping[str, str],
+    names: Sequence[str],
+    seeds: int,
+    console: Console,
 ) -> None:
-    """Print how much will be trained."""
-    lines = [f"{rung.name}: {seeds} x {rung.images:,} images" for rung in rungs]
+    """Print how much will be trained, with the note of each rung."""
+    lines = [
+        f"{rung.name}: {seeds} x {rung.images:,} images"
+        + (f", {notes[rung.name]}" if notes[rung.name] else "")
+        for rung in rungs
+    ]
     images = seeds * sum(rung.images for rung in rungs)
     lines.append(f"together {seeds * len(rungs)} trainings, {images:,} images")
     if "zeroed" in names:

@@ -12,15 +12,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.device import get_device
 from rich.console import Console
+from torch import cuda
 
 from damex.config_files import read_config
+from damex.engine.cli import use_amp
 from damex.engine.resumption import latest_checkpoint
 from damex.errors import ConfigError
 
@@ -127,8 +131,11 @@ class Run:
             )
         return None if self.is_scored and not summary["datasets"] else summary
 
-    def start(self, *, threads: int) -> subprocess.Popen[bytes]:
-        """Start the command; a training resumes from its last checkpoint."""
+    def start(self, *, threads: int, gpu: str | None = None) -> subprocess.Popen[bytes]:
+        """Start the command, on a GPU as named in ``CUDA_VISIBLE_DEVICES``.
+
+        A training resumes from its last checkpoint.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         resumes = self.is_scored and (self.folder / "last_checkpoint").is_file()
         options = ["--cfg-options", *self.options] if self.options else []
@@ -137,12 +144,12 @@ class Run:
             *[*self.inputs, *["--resume"] * resumes],
             *["--work-dir", str(self.folder), *options],
         ]
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = gpu
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                command, stdout=log, stderr=subprocess.STDOUT, env=env
             )
 
     def evaluation(self, name: str, ablation: str) -> Run:
@@ -169,6 +176,35 @@ def training(config: Path, seed: int) -> Run:
     return Run(str(config), folder, options, is_scored=True)
 
 
+def fit_to_job(cfg: Config, *, amp: bool) -> str:
+    """Adapt a training to a single GPU, in place; without a GPU nothing changes.
+
+    The learning rate is scaled from the batch that it is meant for, if the config has
+    ``auto_scale_lr.base_batch_size``, to the batch of one process.
+
+    Returns:
+        A note about the learning rate, empty if it stays.
+
+    Raises:
+        ConfigError: If `amp` is set without a GPU.
+    """
+    if amp:
+        use_amp(cfg)
+    batch = cfg["train_dataloader"].get("batch_size")
+    base = (cfg.get("auto_scale_lr") or {}).get("base_batch_size")
+    if get_device() == "cpu" or not base or not batch or base == batch:
+        return ""
+    cfg["auto_scale_lr"]["enable"] = True
+    return f"learning rate x {batch / base:g} (batches of {batch}, not {base})"
+
+
+def gpus_of(visible: str | None, count: int) -> tuple[str, ...]:
+    """Return the names of the `count` GPUs in use, given ``CUDA_VISIBLE_DEVICES``."""
+    names = map(str, range(count)) if visible is None else visible.split(",")
+    # CUDA ignores all names after an invalid one.
+    return tuple(name.strip() for name in islice(names, count))
+
+
 def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     """Run the unfinished ones, `jobs` at a time, with progress; return failed runs.
 
@@ -179,13 +215,15 @@ def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     if not open_runs:
         return []
     threads = max(1, torch.get_num_threads() // jobs)  # respects OMP_NUM_THREADS
+    gpus = gpus_of(os.environ.get("CUDA_VISIBLE_DEVICES"), cuda.device_count())
     started = time.monotonic()
     console.print(
         f"{len(runs)} runs, {len(runs) - len(open_runs)} finished before; "
         f"{jobs} at a time, {threads} thread{'s' * (threads > 1)} each"
+        + (f"; GPUs: {', '.join(gpus[:jobs])}" if gpus else "")
     )
     failed = []
-    ended = run_all(open_runs, jobs=jobs, threads=threads)
+    ended = run_all(open_runs, jobs=jobs, threads=threads, gpus=gpus)
     for done, (run, status) in enumerate(ended, 1):
         left = (time.monotonic() - started) / done * (len(open_runs) - done)
         summary = run.summary() if status == 0 else None
@@ -207,26 +245,29 @@ POLL_SECONDS = 0.5
 
 
 def run_all(
-    runs: Sequence[Run], *, jobs: int, threads: int
+    runs: Sequence[Run], *, jobs: int, threads: int, gpus: Sequence[str] = ()
 ) -> Iterator[tuple[Run, int]]:
-    """Start runs in order, `jobs` at a time; yield each with its exit status."""
+    """Start runs in order, `jobs` at a time; yield each with its exit status.
+
+    Each job has a slot, and slots take the GPUs in turn.
+    """
     waiting = list(runs)
-    active: dict[Run, subprocess.Popen[bytes]] = {}
+    active: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
     with _sigterm_unwinds():
         try:
             while waiting or active:
-                while waiting and len(active) < jobs:
-                    run = waiting.pop(0)
-                    active[run] = run.start(threads=threads)
+                for slot in sorted({*range(jobs)} - {*active})[: len(waiting)]:
+                    run, gpu = waiting.pop(0), gpus[slot % len(gpus)] if gpus else None
+                    active[slot] = run, run.start(threads=threads, gpu=gpu)
                 time.sleep(POLL_SECONDS)
-                for run, process in list(active.items()):
+                for slot, (run, process) in list(active.items()):
                     if process.poll() is not None:
-                        del active[run]
+                        del active[slot]
                         yield run, process.returncode
         finally:
-            for process in active.values():
+            for _, process in active.values():
                 process.terminate()
-            for process in active.values():
+            for _, process in active.values():
                 process.wait()
 
 

@@ -102,8 +102,10 @@ class StoredDetector:
         try:
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError) as error:  # not compiled in; missing
+            reason = str(error).splitlines()[0].partition(". ")[0]
+            others = " or cuda:0" * torch.cuda.is_available()
             raise ConfigError(
-                f"--device {device}: {str(error).splitlines()[0]}; use cpu or cuda:0."
+                f"--device {device}: {reason}; use cpu{others}."
             ) from error
         init_default_scope("mmdet")
         kind = MODELS.get(self.model.get("type", ""))

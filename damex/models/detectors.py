@@ -103,6 +103,7 @@ class RoutedDetector(_Detector):
         kwargs, num_cp = take_num_cp(kwargs)
         super().__init__(*args, **kwargs)
         check_neck(self.backbone, kwargs.get("neck"))
+        self._check_widths(kwargs.get("neck") or {})
         self.routing = RoutingContext()
         self.counts_tokens = False
         self.tally: RoutingTally | None = None
@@ -121,6 +122,20 @@ class RoutedDetector(_Detector):
                 self._insert(self._moe, num_groups)
             self.awareness = build_awareness(self, options, label_coverage)
         checkpoint_layers(self, num_cp, context=self.routing)
+
+    def _check_widths(self, neck: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a part has another number of channels."""
+        widths = {"neck.out_channels": neck.get("out_channels", self.embed_dims)}
+        for name, module in self.named_modules():
+            if name.startswith(("encoder", "decoder", "bbox_head")):
+                width = getattr(module, "embed_dims", self.embed_dims)
+                widths[f"{name}.embed_dims"] = width
+        for name, width in widths.items():
+            if width != self.embed_dims:
+                raise ConfigError(
+                    f"model.{name} is {width}, but the encoder has {self.embed_dims} "
+                    "channels; neck, encoder, decoder and head need the same number."
+                )
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
         """Insert experts or gates, and log the report."""

@@ -106,7 +106,7 @@ def seven_datasets() -> str:
         pair = None
         if name != "dense":
             pair = paired_difference(arm["mean_ap"], arms["dense"]["mean_ap"])
-        scores = [spread(arm["mean_ap"]), spread(arm["mean_ap50"])]
+        scores = [_scores(arm["mean_ap"]), spread(arm["mean_ap50"])]
         more = [arm.get("seconds_per_iteration"), _millions(arm.get("parameters"))]
         columns = [*scores, pair, spread(arm["pooled_ap"]), *more]
         lines.append([ARMS.get(name, name), *map(cell, columns)])
@@ -132,9 +132,15 @@ def front() -> str:
     means = {name: arms[name]["mean_ap"] for name in columns if name in arms}
     best = max(("dense", "dense_lr2"), key=lambda one: _mean(means.get(one)))
     pair = paired_difference(means["damex_best"], means[best])
-    cells = [cell(spread(means[name])) if name in means else "-" for name in columns]
+    cells = [_scores(means[name]) if name in means else "-" for name in columns]
     row = ["seven small real datasets, 600 iterations, three seeds", *cells, cell(pair)]
     return markdown(kept["columns"], [*kept["rows"], row])
+
+
+def _scores(scores: Sequence[float | None]) -> str:
+    """Mean and deviation, with the number of seeds if some are missing."""
+    known = sum(one is not None for one in scores)
+    return cell(spread(scores)) + f" ({known} seeds)" * (known < len(scores))
 
 
 def _mean(scores: Sequence[float | None] | None) -> float:

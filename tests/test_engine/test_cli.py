@@ -13,7 +13,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from damex.__main__ import main
-from damex.config_files import merge_options, parse_options
+from damex.config_files import find_config, merge_options, parse_options
 from damex.engine import cli
 from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
@@ -121,6 +121,14 @@ def test_what_cannot_run_is_named(write_config, refuse, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("2*"))  # no log in the present folder
 
 
+def test_a_folder_in_place_of_a_config_is_for_data(refuse, tmp_path, monkeypatch):
+    words = [f"{tmp_path} is a folder", f"damex train --data {tmp_path}"]
+    refuse(words, "train", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()  # as in work_dirs
+    assert find_config("quickstart").is_file()
+
+
 @pytest.fixture
 def untrained(tmp_path):
     """Save a checkpoint of a config's detector as training would, without training."""
@@ -198,14 +206,30 @@ def test_painted_images_of_datasets_do_not_replace_each_other(
     assert dump.is_file()
 
 
+def test_a_variable_that_was_read_with_the_config_file_names_its_fields():
+    steps = [dict(type="Resize", scale=(8, 8)), dict(size=8, ratio=8.0, copies=[8, 9])]
+    variables = dict(size=8, resize=steps[0], other=dict(size=8))
+    cfg = Config(dict(test_cfg=dict(steps=steps), **variables))
+    message = (
+        "size=9 changes nothing: .* value: "
+        "test_cfg.steps.0.scale, test_cfg.steps.1.copies, test_cfg.steps.1.size.$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        merge_options(cfg, {"size": 9})
+    with pytest.raises(ConfigError, match=r"value: test_cfg\.steps\.0\.scale\.$"):
+        merge_options(cfg, {"resize.scale": (9, 9)})
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_options_for_experts_change_the_file_of_the_config_or_of_an_option(inside):
     file = str(ROOT / "configs/_base_/moe/damex.py")
-    cfg = Config(dict(moe=file if inside else None, lr=1.0))
-    options = {"moe.gate.k": 2, "lr": 2.0} | ({} if inside else {"moe": file})
+    cfg = Config(dict(moe=file if inside else None, load_from=None))
+    options = {"moe.gate.k": 2, "load_from": "a.pth"} | (
+        {} if inside else {"moe": file}
+    )
     merge_options(cfg, options)
     assert cfg.moe.gate == dict(type="TopKGate", k=2, noise="gaussian")
-    assert cfg.lr == 2.0
+    assert cfg.load_from == "a.pth"
     assert options.get("moe", file) == file
 
 
@@ -269,6 +293,7 @@ SETTINGS = {
     "optim_wrapper.optimizer.lrr=1": "AdamW.* unknown key 'lrr'.* 'lr'",
     "train_cfg.max_epoch=1": "unknown key 'max_epoch'.* 'max_epochs'",
     "load_form=x": "load_form='x'.* nothing reads it.* 'load_from'",
+    "train_pipeline.3.prob=1": r"nothing: .*: train_dataloader\.dataset\.pipeline\.3\.",
     "mixtur=x": "did you mean 'mixture'",
     "moe=damx": "no config file 'damx'.* did you mean 'damex'",
     "moe.gate.kk=2": "moe.gate.kk = 2.* did you mean 'k'",
@@ -300,6 +325,9 @@ SETTINGS = {
     "model.num_queries=2": "set model.test_cfg.max_per_img=8.",
     "model.num_queries=many": "num_queries must be an integer of 1 or more, got 'many'",
     "model.decoder.layer_cfg.self_attn_cfg.embed_dims=77": "embed_dim must be divis",
+    "model.bbox_head.embed_dims=77": "bbox_head.embed_dims is 77, .* encoder has 64",
+    "model.decoder.layer_cfg.ffn_cfg.embed_dims=77": "decoder.*ffn.* is 77, .* has 64",
+    "model.neck.out_channels=96": "neck.out_channels is 96, but the encoder has 64",
     "model.backbone.depth=77": r"dict\(type='ResNet', depth=77, ",
     "model.backbone=None": r"a model must be dict\(type=..., ...\), got None",
     "param_scheduler.0.end=-1": "end should be larger than begin",

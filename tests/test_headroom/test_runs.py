@@ -9,10 +9,18 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from mmengine.device import utils
 
 from damex.config_files import read_config
 from damex.errors import ConfigError
-from damex.headroom.runs import Run, run_all, training, write_config
+from damex.headroom.runs import (
+    Run,
+    fit_to_job,
+    gpus_of,
+    run_all,
+    training,
+    write_config,
+)
 
 
 def test_a_run_without_its_evaluation_or_with_a_truncated_summary_has_not_finished(
@@ -99,7 +107,7 @@ class Sleeper:
 
     seconds: float
 
-    def start(self, *, threads):
+    def start(self, *, threads, gpu):
         code = f"import time; time.sleep({self.seconds}); raise SystemExit({threads})"
         return subprocess.Popen([sys.executable, "-c", code])
 
@@ -120,6 +128,108 @@ def test_ends_come_in_their_order_with_their_status():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture
+def announcer(tmp_path, monkeypatch):
+    """Real runs of a module that sleeps, and prints which GPUs it may use."""
+    code = """if True:
+        import os, sys, time
+
+        print(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))
+        time.sleep(float(sys.argv[2]))
+    """
+    (tmp_path / "announcer.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def runs(*seconds):
+        return [
+            Run(str(each), tmp_path / f"run{number}", module="announcer")
+            for number, each in enumerate(seconds)
+        ]
+
+    return runs
+
+
+def test_each_job_has_a_gpu_and_leaves_it_to_the_next(announcer, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    runs = announcer(3, 0, 0, 0)
+    ended = [run for run, _ in run_all(runs, jobs=2, threads=1, gpus=["GPU-a", "1"])]
+    assert ended == [*runs[1:], runs[0]]  # the slow one keeps its GPU
+    assert [run.last_words() for run in runs] == ["'GPU-a'", *["'1'"] * 3]
+    runs = announcer(0.1, 0.1, 0.1)
+    list(run_all(runs, jobs=3, threads=1, gpus=["0", "1"]))
+    assert [run.last_words() for run in runs] == ["'0'", "'1'", "'0'"]
+
+
+@pytest.mark.parametrize("visible", ["", "3"])
+def test_without_a_gpu_the_choice_of_the_caller_stays(announcer, monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (run,) = runs = announcer(0)
+    list(run_all(runs, jobs=1, threads=1))
+    assert run.last_words() == repr(visible)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "expected"),
+    [
+        (None, 2, ("0", "1")),
+        (None, 0, ()),
+        ("", 0, ()),
+        ("3, 1", 2, ("3", "1")),
+        ("GPU-8932f937,GPU-45ab12cd", 2, ("GPU-8932f937", "GPU-45ab12cd")),
+        ("2,-1,0", 1, ("2",)),  # CUDA stops at an invalid one
+    ],
+)
+def test_jobs_take_the_gpus_that_the_caller_may_use(visible, count, expected):
+    assert gpus_of(visible, count) == expected
+
+
+def test_a_job_on_a_gpu_is_another_training_than_one_on_the_cpu(
+    tmp_path, config, monkeypatch
+):
+    cfg = read_config(str(config))  # batches of two images, of eight in the base
+    before = cfg.to_dict()
+    assert fit_to_job(cfg, amp=False) == ""
+    assert cfg.to_dict() == before
+    with pytest.raises(ConfigError, match="--amp needs a GPU"):
+        fit_to_job(cfg, amp=True)
+    write_config(cfg, tmp_path / "dense")
+    (tmp_path / "dense/seed0").mkdir()
+
+    monkeypatch.setattr(utils, "DEVICE", "cuda")
+    note = fit_to_job(cfg, amp=True)
+    assert note == "learning rate x 0.25 (batches of 2, not 8)"
+    assert cfg.optim_wrapper.type == "AmpOptimWrapper"
+    with pytest.raises(ConfigError, match="differs in auto_scale_lr, optim_wrapper;"):
+        write_config(cfg, tmp_path / "dense")
+
+
+@pytest.mark.parametrize("scaling", [None, dict(base_batch_size=2)])
+def test_a_learning_rate_that_fits_stays(config, monkeypatch, scaling):
+    monkeypatch.setattr(utils, "DEVICE", "cuda")
+    cfg = read_config(str(config))
+    cfg.auto_scale_lr = scaling
+    assert fit_to_job(cfg, amp=False) == ""
+    assert cfg.auto_scale_lr == scaling
+
+
+@pytest.mark.slow
+def test_a_training_has_the_learning_rate_of_its_batch(
+    tmp_path, config, monkeypatch, run_python
+):
+    with config.open("a") as file:
+        file.write("param_scheduler = []\n")
+        file.write("default_hooks = dict(logger=dict(interval=1))\n")
+    cfg = read_config(str(config))
+    monkeypatch.setattr(utils, "DEVICE", "cuda")
+    fit_to_job(cfg, amp=False)
+    path = write_config(cfg, tmp_path / "dense")
+    done = run_python("-m", "damex", "train", path, "--work-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    (scalars,) = (tmp_path / "run").rglob("scalars.json")
+    first = json.loads(scalars.read_text().splitlines()[0])
+    assert first["lr"] == pytest.approx(0.0012 * 2 / 8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_training_outlives_the_command(number):
@@ -131,7 +241,7 @@ def test_no_training_outlives_the_command(number):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         class Announced:
-            def start(self, *, threads):
+            def start(self, *, threads, gpu):
                 process = subprocess.Popen(["sleep", "60"])
                 print(process.pid, flush=True)
                 return process

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ def test_folders_have_given_names_or_their_own(tmp_path, monkeypatch):
         (["fish", "deep/fish"], "two datasets are called 'fish', fish and deep/fish"),
         (["sea=nowhere"], "nowhere does not exist"),
         (["notes.txt"], "notes.txt is a file"),
+        (["big/sea=fish"], "'big/sea' cannot be the NAME of NAME=FOLDER"),
+        (["=fish"], "'' cannot be the NAME"),
     ],
 )
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch, words, message):
@@ -46,6 +49,20 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         named_folders(words)
+
+
+def test_a_linked_folder_keeps_its_name(tmp_path, monkeypatch):
+    (tmp_path / "disk/v2/inner").mkdir(parents=True)
+    (tmp_path / "fish").symlink_to(tmp_path / "disk/v2")
+    assert named_folders([f"{tmp_path}/fish"]).keys() == {"fish"}
+    monkeypatch.chdir(tmp_path / "disk/v2/inner")
+    assert named_folders([".."]).keys() == {"v2"}
+
+
+@pytest.mark.parametrize("name", ["a=b", "a/b", ""])
+def test_names_that_no_dataset_can_have(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"'{name}' cannot be the name of a dataset"):
+        damex.train({name: tmp_path}, verbose=False)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -117,6 +134,17 @@ def test_a_folder_is_evaluated_as_the_dataset_of_its_name(
     assert "street" in str(found)
 
 
+def test_a_linked_folder_is_evaluated_as_the_dataset_of_its_name(
+    save, make_coco_dataset, tmp_path
+):
+    make_coco_dataset(tmp_path / "v2", classes=["car", "person"], num_images=1)
+    (tmp_path / "street").symlink_to(tmp_path / "v2")
+    found = damex.load(save(), device="cpu").evaluate(
+        tmp_path / "street", split="train"
+    )
+    assert found.datasets.keys() == {"street"}
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [("nowhere", "not the folder"), (".", "knows no dataset .*street, park, sky")],
@@ -136,6 +164,7 @@ def test_a_training_from_folders_leaves_the_program_as_it_was(
     for name, classes in (("fish", ["cod", "eel"]), ("boards", ["chip"])):
         make_coco_dataset(tmp_path / name, classes=classes, num_images=4)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
     torch.manual_seed(0)
     before = torch.get_rng_state(), logging.root.handlers[:], warnings.filters[:]
     options = {"train_dataloader.sampler.samples_per_epoch": 8}
@@ -144,7 +173,9 @@ def test_a_training_from_folders_leaves_the_program_as_it_was(
     )
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (logging.root.handlers[:], warnings.filters[:]) == before[1:]
-    assert "sea" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "train 1/1" in printed
+    assert not {"\r", "\x1b"} & {*printed}
     assert run.evaluation.datasets.keys() == {"sea", "boards"}
     assert run.config.name == "sea-boards.py"
     assert run.checkpoint.is_file()
@@ -153,3 +184,26 @@ def test_a_training_from_folders_leaves_the_program_as_it_was(
     assert scores.summary["mean_ap"] == run.evaluation.mean_ap
     with pytest.raises(ConfigError, match="ep0chs"):
         damex.train("quickstart", options={"ep0chs": 1}, verbose=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ("work_dir = 'mine'", {}, "mine"),
+        ("", {}, "work_dirs/short"),
+        ("work_dir = 'mine'", {"work_dir": "other"}, "other"),
+    ],
+)
+def test_a_config_trains_into_the_folder_of_the_command_line(
+    make_coco_dataset, tmp_path, monkeypatch, content, options, expected
+):
+    make_coco_dataset(tmp_path / "fish", classes=["cod"], num_images=4)
+    monkeypatch.chdir(tmp_path)
+    base = config_of_folders({"fish": "fish"})
+    base.train_dataloader.sampler.samples_per_epoch = 8
+    base.dump("base.py")
+    Path("short.py").write_text(f"_base_ = ['base.py']\n{content}\nmax_epochs = 1\n")
+    run = damex.train("short.py", options=options, device="cpu", verbose=False)
+    assert run.work_dir == Path(expected)
+    assert run.config.is_file()

@@ -439,8 +439,8 @@ sys.meta_path.insert(0, Alone())
 @pytest.mark.slow
 def test_the_code_of_the_docs_runs_without_torch(save, tmp_path):
     """On a photo that lies on its side, it prints what `damex predict` finds."""
-    pages = "".join(p.read_text("utf-8") for p in (ROOT / "docs").rglob("*.md"))
-    (code,) = re.findall(r"```python\n([^`]*import onnxruntime[^`]*)```", pages)
+    page = (ROOT / "docs/guides/exporting.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n([^`]*import onnxruntime[^`]*)```", page)
     checkpoint, room = save(), tmp_path / "room.jpg"
     assert export(checkpoint, tmp_path / "playroom.onnx") == 0
     exif = Image.Exif()

@@ -260,7 +260,7 @@ def test_a_device_that_is_not_there_is_named(save, photos, capsys, command, devi
     assert main([command, *words, "--device", device]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert f"--device {device}: " in line
-    assert line.endswith("; use cpu or cuda:0.")
+    assert "; use cpu" in line
 
 
 def test_frames_of_a_video_are_seen_as_images_are(predictor, clip):

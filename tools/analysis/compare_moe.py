@@ -47,6 +47,7 @@ from damex.headroom.runs import (
     check_finished,
     check_seeds,
     finish,
+    fit_to_job,
     training,
     write_config,
 )
@@ -85,6 +86,7 @@ def compare_moe(
     seeds: Seeds = (0, 1, 2),
     work_dir: str = "work_dirs/compare_moe",
     jobs: Jobs = 1,
+    amp: bool = False,
     timed_rounds: NonNegativeInt = 3,
     timed_samples: PositiveInt = 320,
 ) -> None:
@@ -98,6 +100,7 @@ def compare_moe(
         seeds: Of the trainings.
         work_dir: Output folder.
         jobs: Trainings at a time.
+        amp: Mixed-precision training.
         timed_rounds: Short runs of each mixture that measure time and memory.
         timed_samples: Samples in a timed run.
     """
@@ -108,6 +111,9 @@ def compare_moe(
     complete = {
         name: _config_with(file, base, options) for name, file in mixtures.items()
     }
+    for name, cfg in complete.items():
+        if note := fit_to_job(cfg, amp=amp):
+            console.print(f"{name}: {note}", highlight=False)
     configs = {name: write_config(cfg, folder / name) for name, cfg in complete.items()}
     # Seed by seed, so that an interrupted comparison covers all mixtures.
     scored = [
