@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -29,6 +30,10 @@ from PIL import Image
 from torch import nn
 
 import damex.registry  # noqa: F401
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch's compiler imports triton where it finds it, and compiles for the CPU without.
 # triton's bindings would print 500 lines about leaks below pytest's summary. On a GPU
