@@ -26,7 +26,8 @@ def test_complete_configs_name_a_mixture_a_runner_and_the_registration(path):
     cfg = Config.fromfile(path)
     assert cfg.runner_type == "MixtureRunner"
     assert cfg.custom_imports.imports == ["damex.registry"]
-    assert len(cfg.mixture) >= 2
+    alone = path.stem == "growing_alone"  # the control of growing has one dataset
+    assert len(cfg.mixture) >= 2 or alone
     assert cfg.model.bbox_head.num_classes is None
     assert cfg.train_dataloader.dataset.type == "MixtureDataset"
     assert cfg.test_dataloader == cfg.val_dataloader
