@@ -291,10 +291,15 @@ def test_the_readme_runs(tmp_path):
     shutil.copytree(next(tmp_path.glob("data/*/images")), tmp_path / "photos")
     lines = [words for line, _, words in commands("README.md") if line in code[0]]
     assert [words[0] for words in lines] == ["train", "predict"]
+    short = {"train_dataloader.sampler.samples_per_epoch": 8}
+    lines[0] += ["--cfg-options", *(f"{key}={one}" for key, one in short.items())]
     for words in lines:
         run(["-m", "damex", *words], tmp_path)
     assert any((tmp_path / "seen").iterdir())
-    (tmp_path / "program.py").write_text(code[1], "utf-8")
+    before = '"sketches": "data/sketches"})'
+    assert before in code[1]
+    program = code[1].replace(before, f"{before[:-1]}, options={short})")
+    (tmp_path / "program.py").write_text(program, "utf-8")
     printed = run(["program.py"], tmp_path)
     assert all(one.name in printed for one in (tmp_path / "photos").iterdir())
 
