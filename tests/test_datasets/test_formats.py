@@ -334,7 +334,7 @@ def sides(found):
 
 def test_share_by_content_never_changes(csv_folder, write_image, read):
     before = sides(read(csv_folder, val_share=0.3))
-    assert 4 <= len(before["val"]) <= 20
+    assert 0 < len(before["val"]) < 40  # of 40: contents follow from paths
     files = {*csv_folder.glob("*.png")}
     assert before["val"] == {p.name for p in files if content_share(p) < 0.3}
     assert before["train"] == {path.name for path in files} - before["val"]
