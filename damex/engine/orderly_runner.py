@@ -16,7 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.queues import Queue
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from mmengine.dist import broadcast_object_list
@@ -277,8 +279,13 @@ def _interruptible() -> Iterator[list[int]]:
     if "RANK" not in os.environ:
         usual[signal.SIGTERM] = signal.SIG_DFL
 
-    def interrupt(number: int, _: Any) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:
+            if _puts_into_queue(frame):
+                retry = threading.Timer(0.01, os.kill, (owner, number))
+                retry.daemon = True
+                retry.start()
+                return
             signals.append(number)
             raise KeyboardInterrupt
         if number == signal.SIGTERM:
@@ -295,6 +302,16 @@ def _interruptible() -> Iterator[list[int]]:
     finally:
         for number in taken:
             signal.signal(number, usual[number])
+
+
+def _puts_into_queue(frame: FrameType | None) -> bool:
+    """Whether an exception could leave a queue of the data workers locked.
+
+    The process would wait for that lock at its end.
+    """
+    while frame is not None and frame.f_code is not Queue.put.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _kill_children(others: Collection[Any]) -> None:

@@ -1,5 +1,6 @@
 """Trainings that end early: one line, the last checkpoint, and nothing half written."""
 
+import collections
 import errno
 import logging
 import multiprocessing
@@ -22,7 +23,7 @@ from mmengine.hooks import Hook
 import damex.engine.runner
 from damex.__main__ import main
 from damex.engine.hooks import check_losses
-from damex.engine.orderly_runner import WorkDir
+from damex.engine.orderly_runner import WorkDir, _interruptible
 
 SMALL = """
 train_cfg = dict(max_epochs=3, val_begin=9)
@@ -264,6 +265,23 @@ def test_an_evaluation_leaves_the_config_of_the_training(
     options = ("--cfg-options", "test_dataloader.batch_size=3")
     assert last_line("test", config, checkpoint, *options)[0] == 0
     assert written.read_text() == before
+
+
+def test_ctrl_c_leaves_no_queue_of_the_data_workers_locked():
+    class Buffer(collections.deque):
+        def append(self, item):  # the lock of the queue is held
+            super().append(item)
+            if item == "index":
+                signal.raise_signal(signal.SIGINT)
+
+    queue = multiprocessing.Queue()
+    queue.cancel_join_thread()
+    queue._buffer = Buffer()
+    with _interruptible() as signals:
+        queue.put("index")  # not interrupted
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(30)
+    assert signals == [signal.SIGINT]
 
 
 @pytest.mark.slow
