@@ -1,4 +1,4 @@
-"""A runner that loses nothing when interrupted, and its work directory."""
+"""A runner that loses nothing when interrupted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -29,94 +27,13 @@ from torch import nn
 from damex.engine.console import ProgressHook
 from damex.engine.resumption import latest_checkpoint
 from damex.engine.sharding import ShardedRunner
+from damex.engine.work_dir import WorkDir, shown
 from damex.errors import ConfigError, DataError
 from damex.files import atomic_write
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # Errors of scipy's matching if predictions are not finite.
 MATCHING = ("matrix contains invalid numeric entries", "cost matrix is infeasible")
-
-
-class WorkDir:
-    """The work directory of a run; missing folders are created.
-
-    Attributes:
-        logs: The log folder of this run, once it is known.
-        iterations: Iterations of the checkpoints, by file name.
-
-    Raises:
-        ConfigError: If it is not writable.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()
-        self.logs: Path | None = None
-        self.iterations: dict[str, int] = {}
-        parents = (self.path, *self.path.parents)
-        self._made = [parent for parent in parents if not parent.exists()]
-        self._lock: int | None = None
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as error:
-            self.remove_traces()
-            raise ConfigError(
-                f"work_dir={str(path)!r} cannot be written ({error.strerror}); name "
-                "another folder, for instance with --work-dir."
-            ) from error
-
-    def lock(self) -> str | None:
-        """Lock out other trainings; returns why the folder cannot be used, or None."""
-        if fcntl is None:
-            return None
-        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            # Unlike flock, data loading processes do not inherit it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner, *logs = os.read(file, 4096).decode().splitlines() or ["unknown"]
-            os.close(file)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return None
-            if logs == [str(self.logs)]:  # both started in the same second
-                self.logs = None
-            return (
-                f"{shown(self.path)} is in use: process {owner} trains there. Wait for "
-                "its end, stop it, or name another folder with --work-dir."
-            )
-        self._lock = file
-        os.truncate(file, 0)
-        os.write(file, f"{os.getpid()} on {socket.gethostname()}\n{self.logs}".encode())
-        for part in self.path.glob(".part-*.pth"):  # from a killed training
-            part.unlink(missing_ok=True)
-        return None
-
-    def unlock(self) -> None:
-        """Release the lock."""
-        if self._lock is not None:
-            (self.path / ".lock").unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
-
-    def remove_traces(self) -> None:
-        """Remove the files of a run that failed before it began."""
-        if self.logs is not None:
-            shutil.rmtree(self.logs, ignore_errors=True)
-        for folder in self._made:
-            with suppress(OSError):  # in use by others
-                folder.rmdir()
-
-
-def shown(path: str | Path) -> str:
-    """Return a path for messages: relative if it is below the current folder."""
-    path, here = Path(path), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 class OrderlyRunner(ShardedRunner):
@@ -130,6 +47,7 @@ class OrderlyRunner(ShardedRunner):
     has_begun = False  # to train or to evaluate
     is_running = False
     evaluates = False
+    signals: Collection[int] = ()
     _load_from: Any
 
     def __init__(self, model: Any, work_dir: str, **kwargs: Any) -> None:
@@ -161,6 +79,16 @@ class OrderlyRunner(ShardedRunner):
         if isinstance(visualizer, dict):
             visualizer = {**visualizer, "name": f"{self.log_dir}/{time.monotonic_ns()}"}
         return super().build_visualizer(visualizer)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call hooks, unless the run was interrupted."""
+        self.check_interrupt()
+        super().call_hook(fn_name, **kwargs)
+
+    def check_interrupt(self) -> None:
+        """Raise an interrupt that Python ignored, in a destructor or at a fork."""
+        if self.signals:
+            raise KeyboardInterrupt
 
     def check_start(self) -> None:
         """Reject a training that cannot work; a hook for subclasses."""
@@ -245,8 +173,10 @@ def _orderly(runner: OrderlyRunner) -> Iterator[None]:
     others = {*multiprocessing.active_children()}
     runner.is_running = True
     with _interruptible() as signals:
+        runner.signals = signals
         try:
             yield
+            runner.check_interrupt()
         except BaseException as raised:
             # mmengine turns an interrupt during config dumping into a SyntaxError.
             error = KeyboardInterrupt() if signals else raised
@@ -264,6 +194,7 @@ def _orderly(runner: OrderlyRunner) -> Iterator[None]:
             raise kind(fault) from raised
         finally:
             runner.is_running = False
+            runner.signals = ()
             runner.folder.unlock()
 
 
@@ -281,13 +212,9 @@ def _interruptible() -> Iterator[list[int]]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:
-            if _puts_into_queue(frame):
-                retry = threading.Timer(0.01, os.kill, (owner, number))
-                retry.daemon = True
-                retry.start()
-                return
             signals.append(number)
-            raise KeyboardInterrupt
+            if not _puts_into_queue(frame):
+                raise KeyboardInterrupt
         if number == signal.SIGTERM:
             os._exit(128 + number)
 

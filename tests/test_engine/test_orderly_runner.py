@@ -23,7 +23,8 @@ from mmengine.hooks import Hook
 import damex.engine.runner
 from damex.__main__ import main
 from damex.engine.hooks import check_losses
-from damex.engine.orderly_runner import WorkDir, _interruptible
+from damex.engine.orderly_runner import _interruptible
+from damex.engine.work_dir import WorkDir
 
 SMALL = """
 train_cfg = dict(max_epochs=3, val_begin=9)
@@ -279,9 +280,30 @@ def test_ctrl_c_leaves_no_queue_of_the_data_workers_locked():
     queue._buffer = Buffer()
     with _interruptible() as signals:
         queue.put("index")  # not interrupted
-        with pytest.raises(KeyboardInterrupt):
-            time.sleep(30)
     assert signals == [signal.SIGINT]
+    assert queue._notempty.acquire(timeout=5)
+    queue._notempty.release()
+
+
+@HOOKS.register_module()
+class SignalIn(Hook):
+    """Sends a signal where Python ignores exceptions."""
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        class Dying:
+            def __del__(self):
+                signal.raise_signal(signal.SIGINT)
+
+        if runner.iter == 8:
+            Dying()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_destructor_is_not_lost(write_config, tmp_path, last_line):
+    config = write_config(extra=SMALL + "custom_hooks = [dict(type='SignalIn')]")
+    status, line = last_line("train", config)
+    assert status == 130
+    assert line.startswith("interrupted after 8 of 18 iterations. The last checkpoint")
 
 
 @pytest.mark.slow

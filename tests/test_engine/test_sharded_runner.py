@@ -15,9 +15,9 @@ from torch import distributed
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from damex.engine.hooks import ExpertMeanDecayHook
-from damex.engine.orderly_runner import WorkDir
 from damex.engine.runner import MixtureRunner
 from damex.engine.sharding import reduce_before_steps
+from damex.engine.work_dir import WorkDir
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertShards

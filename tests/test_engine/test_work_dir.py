@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from mmengine.logging import MessageHub
 
-from damex.engine.orderly_runner import WorkDir
 from damex.engine.resumption import CheckpointHook, latest_checkpoint
+from damex.engine.work_dir import WorkDir
 from damex.errors import ConfigError, DataError
 
 HOLD = """
 import sys
-from damex.engine.orderly_runner import WorkDir
+from damex.engine.work_dir import WorkDir
 work = WorkDir(sys.argv[1])
 work.logs = sys.argv[1] + "/logs"
 print(work.lock(), flush=True)
