@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_sharer
 from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType
@@ -213,7 +214,7 @@ def _interruptible() -> Iterator[list[int]]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:
             signals.append(number)
-            if not _puts_into_queue(frame):
+            if not _talks_to_worker(frame):
                 raise KeyboardInterrupt
         if number == signal.SIGTERM:
             os._exit(128 + number)
@@ -231,14 +232,17 @@ def _interruptible() -> Iterator[list[int]]:
             signal.signal(number, usual[number])
 
 
-def _puts_into_queue(frame: FrameType | None) -> bool:
-    """Whether an exception could leave a queue of the data workers locked.
+def _talks_to_worker(frame: FrameType | None) -> bool:
+    """Whether an exception would leave a lock or a connection to a data worker open.
 
-    The process would wait for that lock at its end.
+    The process would wait for the lock at its end, and the worker print a traceback.
     """
-    while frame is not None and frame.f_code is not Queue.put.__code__:
+    while frame is not None:
+        code = frame.f_code
+        if code is Queue.put.__code__ or code.co_filename == resource_sharer.__file__:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _kill_children(others: Collection[Any]) -> None:
