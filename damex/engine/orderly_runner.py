@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_sharer
+from multiprocessing.popen_fork import Popen
 from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType
@@ -233,13 +234,15 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _talks_to_worker(frame: FrameType | None) -> bool:
-    """Whether an exception would leave a lock or a connection to a data worker open.
+    """Whether a process starts a data worker, or sends to or receives from it.
 
-    The process would wait for the lock at its end, and the worker print a traceback.
+    An exception would leave locks taken, for which the process waits at its end, and
+    print tracebacks.
     """
+    atomic = (Queue.put.__code__, Popen.__init__.__code__)
     while frame is not None:
         code = frame.f_code
-        if code is Queue.put.__code__ or code.co_filename == resource_sharer.__file__:
+        if code in atomic or code.co_filename == resource_sharer.__file__:
             return True
         frame = frame.f_back
     return False
