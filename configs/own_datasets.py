@@ -1,9 +1,9 @@
 # Template: your own datasets in one detector. Copy this file inside of configs/, list
 # your datasets, and run
-#   python tools/train.py configs/<your file>.py
-# What stands here makes a useful detector of a few hundred images per dataset without a
-# GPU. With a GPU and more images name a full-size detector in its place, for instance
-# "damex_dino/damex-dino-4scale_r50_8xb2-12e_coco-voc.py".
+#   damex train configs/<your file>.py
+# This detector suits a few hundred images per dataset and trains without a GPU. With a
+# GPU and more images, name a full-size detector that starts from COCO weights in its
+# place, for instance "damex_dino/damex-dino-4scale_r50_1xb4-12e_finetune.py".
 _base_ = ["damex_dino/damex-dino-tiny_efficientnet-lite0_1xb8-4e_coco-voc.py"]
 
 # One entry per dataset: its folder, in COCO, Roboflow, Pascal VOC, YOLO, KITTI, DOTA,

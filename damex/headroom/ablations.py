@@ -23,12 +23,7 @@ from mmengine.runner import Runner
 from rich.console import Console
 from torch import nn
 
-from damex.commandline.run import (
-    CfgOptions,
-    ConfigName,
-    program,
-    run_command,
-)
+from damex.commandline.run import CfgOptions, ConfigName, program, run_command
 from damex.engine.cli import build_runner, load_config
 from damex.engine.hooks import bare_model
 from damex.engine.summary import score_table, scores_of, summarise

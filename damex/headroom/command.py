@@ -40,7 +40,6 @@ from damex.models.sites import COMPONENTS
 REEVALUATED = MappingProxyType(
     {"oracle": (RECIPE, "oracle"), "zeroed": ("dense", "ablate_ffns")}
 )
-NO_VERDICT = "No verdict: dense, or everything that it is compared with, is missing."
 ABOUT_ZEROED = (
     "AP of the trained dense detector when an FFN adds nothing to its input. It shows "
     "how much the detector depends on it, not how much a better FFN would win."
@@ -86,8 +85,9 @@ def headroom(
     }
     failed += finish(list(again.values()), console, jobs=jobs)
     found = {key: run.summary() for key, run in (runs | again).items()}
+    rows = [*configs, *(name for name in REEVALUATED if name in names)]
     result = report(
-        {name: [found.get((name, seed)) for seed in seeds] for name, _ in found},
+        {name: [found.get((name, seed)) for seed in seeds] for name in rows},
         datasets=list(joint.shares),
         seeds=seeds,
         experts=[rung.name for rung in scored],
@@ -147,15 +147,18 @@ def _print_cost(
 
 def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
     """Write headroom.md, .json and .png, and print the first."""
-    rungs, zeroed, verdict = (result[key] for key in ("rungs", "zeroed", "verdict"))
+    rungs, zeroed = result["rungs"], result["zeroed"]
     parts = [ladder_table(rungs, kind="rung")]
     absent = [name for name in RUNGS if name not in rungs and name != "zeroed"]
     if absent:
         parts.append(f"Not included: {', '.join(absent)}.\n")
+    if result["missing"]:
+        gaps = ", ".join(f"seed {seed} of {name}" for name, seed in result["missing"])
+        parts.append(f"Missing: {gaps}. Differences are over common seeds.\n")
     if zeroed:
         parts += [ladder_table(zeroed, kind="zeroed FFN"), ABOUT_ZEROED + "\n"]
-    parts.append((verdict["text"] if verdict else NO_VERDICT) + "\n")
-    parts += [one["text"] + "\n" for one in result["experts"].values()]
+    said = [result["verdict"], *result["experts"].values()]
+    parts += [one["text"] + "\n" for one in said]
     text = "\n".join(parts)
     (folder / "headroom.md").write_text(text, encoding="utf-8")
     plain = json.dumps(result, indent=2) + "\n"

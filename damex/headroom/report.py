@@ -15,8 +15,10 @@ from matplotlib.figure import Figure
 from damex.engine.summary import markdown
 from damex.headroom.baselines import RECIPE, single_name
 from damex.headroom.verdict import (
+    NO_VERDICT,
     Difference,
     Scores,
+    best_dense,
     is_above,
     judge,
     paired_difference,
@@ -44,9 +46,10 @@ def report(
         experts: Rungs that are mixtures of experts.
 
     Returns:
-        ``seeds``; ``rungs`` and ``zeroed``, rows of scores with one number per seed and
-        their differences to the first row; ``verdict``, or None; ``experts``, the gain
-        of each, and of their rival ``partitioned``, over the verdict's reference.
+        ``seeds``; ``missing``, pairs of a rung and a seed; ``rungs`` and
+        ``zeroed``, rows of scores with one number per seed and their differences to the
+        first row; ``verdict``, its ``answer`` None if there is none; ``experts``, the
+        gain of each, and of their rival ``partitioned``, over the better dense rung.
     """
     trained = {n: found for n, found in summaries.items() if n != "zeroed"}
     if RECIPE not in experts:  # trained for the oracle
@@ -56,26 +59,27 @@ def report(
     if singles:
         rows["single"] = single_row(singles)
     rows |= {name: rows.pop(name) for name in experts}  # below the ladder
-    verdict = judge({name: row["mean_ap"] for name, row in rows.items()})
-    judged: dict[str, Any] | None = None
-    outcomes: dict[str, Any] = {}
+    mean_ap = {name: row["mean_ap"] for name, row in rows.items()}
+    verdict, (reference, _) = judge(mean_ap), best_dense(mean_ap)
+    judged: dict[str, Any] = dict(answer=None, text=NO_VERDICT)
     if verdict is not None:
         judged = {**dataclasses.asdict(verdict), "text": str(verdict)}
         judged["differences"] = {
             name: one._asdict() for name, one in verdict.differences.items()
         }
-        rivals = [name for name in ("partitioned",) if name in rows]
-        outcomes = {
-            name: outcome
-            for name in [*rivals, *experts]
-            if (outcome := _outcome(rows, name, verdict.reference))
-        }
+    rivals = [name for name in ("partitioned",) if name in rows]
+    runs = {n: zip(seeds, found, strict=True) for n, found in summaries.items()}
     return dict(
         seeds=list(seeds),
+        missing=[(n, seed) for n, pairs in runs.items() for seed, x in pairs if not x],
         rungs=with_differences(rows, base="dense"),
         zeroed=with_differences(zeroed_rows(summaries.get("zeroed", ())), base="none"),
         verdict=judged,
-        experts=outcomes,
+        experts={
+            name: outcome
+            for name in [*rivals, *experts]
+            if (outcome := _outcome(rows, name, reference))
+        },
     )
 
 
@@ -155,11 +159,9 @@ def with_differences(
     ``ci95`` is None for one seed; the entry is None for `base` itself, or without a
     common seed.
     """
-    compared = {}
+    against, compared = rows.get(base, {}).get("mean_ap"), {}
     for name, row in rows.items():
-        found = None
-        if name != base and base in rows:
-            found = paired_difference(row["mean_ap"], rows[base]["mean_ap"])
+        found = None if name == base else paired_difference(row["mean_ap"], against)
         compared[name] = {**row, f"minus_{base}": found and found._asdict()}
     return compared
 
@@ -171,7 +173,7 @@ def ladder_table(rows: Mapping[str, Mapping[str, Any]], *, kind: str) -> str:
     """
     base = next(iter(rows), "")
     names = dict.fromkeys(n for row in rows.values() for n in row.get("datasets", ()))
-    header = [kind, "mean AP50", "mean AP", f"minus {base} [95 %]", "pooled AP"]
+    header = [kind, "mean AP50", "mean AP", f"minus {base} [95%]", "pooled AP"]
     lines = []
     for name, row in rows.items():
         difference = row[f"minus_{base}"]
@@ -215,9 +217,11 @@ def dot_plot(rows: Mapping[str, Scores], *, score: str) -> Figure:
             first.mean - reach, first.mean + reach, color="#b2603a", alpha=0.15
         )
     axes.set_yticks(range(len(shown)), list(shown))
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)  # the first row at the top
     axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel(
-        f"{score} (dots: seeds, bars: their mean, band: first row, mean and deviation)"
+    axes.set_xlabel(score)
+    figure.supxlabel(
+        "dots: seeds; bars: their mean; band: mean and deviation of the first row",
+        fontsize="small",
     )
     return figure

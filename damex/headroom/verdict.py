@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ CAUSES = MappingProxyType(
         "oracle": "routing: experts that know the dataset help",
     }
 )
+NO_VERDICT = f"No verdict: it needs a seed of dense and of one of {', '.join(CAUSES)}."
 
 # Threshold for one seed, without an interval: the noise of a seed is 0.01 to 0.02.
 # A larger difference whose interval contains 0 is open.
@@ -50,7 +52,7 @@ class Spread(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Mean of paired differences and its 95 % t-interval; no interval for one pair."""
+    """Mean of paired differences and its 95% t-interval; no interval for one pair."""
 
     mean: float
     ci95: tuple[float, float] | None
@@ -73,7 +75,7 @@ def spread(values: Scores) -> Spread | None:
 
 
 def paired_difference(
-    values: Scores, base: Scores, *, comparisons: int = 1
+    values: Scores | None, base: Scores | None, *, comparisons: int = 1
 ) -> Difference | None:
     """Mean difference of two methods over their common seeds; None without any.
 
@@ -82,11 +84,13 @@ def paired_difference(
     training noise only: all seeds share one split of the data.
 
     Args:
-        values: One per seed; None if a run has not finished.
+        values: One per seed; None if a run has not finished, or the method is missing.
         base: The baseline, in the same order of seeds.
-        comparisons: Number of intervals that hold jointly at 95 %, each at 1 - 0.05 /
+        comparisons: Number of intervals that hold jointly at 95%, each at 1 - 0.05 /
             comparisons (Bonferroni).
     """
+    if values is None or base is None:
+        return None
     pairs = zip(values, base, strict=True)
     differences = [a - b for a, b in pairs if a is not None and b is not None]
     if not differences:
@@ -127,7 +131,7 @@ class Verdict:
     def __str__(self) -> str:
         guess = " (a guess from a single seed)" if self.is_guess else ""
         count = len(self.differences)
-        level = f" (family-wise level 5 %: Holm, {count} comparisons)"
+        level = f" (family-wise level 5%: Holm, {count} comparisons)"
         level = "" if self.is_guess or count == 1 else level
         against = f"{self.reference} in mean AP"
         named = {name: f"{name} {one}" for name, one in self.differences.items()}
@@ -155,31 +159,31 @@ class Verdict:
         return f"{text} Twice the learning rate alone gives {speed}"
 
 
+def best_dense(mean_ap: Mapping[str, Scores]) -> tuple[str, Difference | None]:
+    """Return the better one of ``dense`` and ``dense_lr2``, and the gain of the latter.
+
+    Under Adam experts may merely learn faster, which needs no experts.
+    """
+    speed = paired_difference(mean_ap.get("dense_lr2"), mean_ap.get("dense"))
+    return "dense_lr2" if speed is not None and speed.mean > 0.0 else "dense", speed
+
+
 def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     """Judge whether a rung that experts can draw on is above the dense detector.
 
-    Above: the lower end of the 95 % interval of the paired difference in mean AP is
+    Above: the lower end of the 95% interval of the paired difference in mean AP is
     above 0, with Holm's correction over all measured rungs (Scand. J. Statist. 1979);
-    for a single seed, the difference is above :data:`MIN_GAIN`. The reference is the
-    better one of ``dense`` and ``dense_lr2``: under Adam experts may merely learn
-    faster, which needs no experts.
+    for a single seed, the difference is above :data:`MIN_GAIN`. See `best_dense`.
 
     Args:
         mean_ap: Mean AP of each rung, one number per seed, None if missing.
 
     Returns:
-        The verdict; None without ``dense``, or with controls only.
+        The verdict; None without a reference, or with controls only.
     """
-
-    def difference(name: str, base: str, comparisons: int = 1) -> Difference | None:
-        if name not in mean_ap or base not in mean_ap:
-            return None
-        values, base_values = mean_ap[name], mean_ap[base]
-        return paired_difference(values, base_values, comparisons=comparisons)
-
-    speed = difference("dense_lr2", "dense")
-    reference = "dense_lr2" if speed is not None and speed.mean > 0.0 else "dense"
-    found = {name: difference(name, reference) for name in CAUSES}
+    reference, speed = best_dense(mean_ap)
+    gain = partial(paired_difference, base=mean_ap.get(reference))
+    found = {name: gain(mean_ap.get(name)) for name in CAUSES}
     differences = {name: one for name, one in found.items() if one is not None}
     if not differences:
         return None
@@ -187,7 +191,7 @@ def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
     rest, count = [*differences], 0
     while len(rest) != count:
         count = len(rest)
-        rest = [n for n in rest if not is_above(difference(n, reference, count))]
+        rest = [n for n in rest if not is_above(gain(mean_ap[n], comparisons=count))]
     still_open = tuple(
         name
         for name in rest

@@ -3,8 +3,16 @@
     python docs/results/update.py WORK_DIR OUT.json   # scores per seed of a ladder
     python docs/results/update.py                     # tables and figures of the pages
 
-A page marks a table by ``<!-- table NAME -->`` and ``<!-- end -->``; NAME is an entry
-of ``tables.json``, whose runs were not kept seed by seed, or a function below.
+A page marks a table by ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is one of
+``COMPUTED``, or an entry of ``tables.json``. A cell of that file is text, or a formula
+over the scores per seed in ``experts.json``:
+
+    =MIXTURE ARM                  mean AP and its deviation
+    =MIXTURE ARM - BASE           paired difference in mean AP, with its 95% interval
+    =MIXTURE ARM seeds 1 2 3      of these seeds alone; also after a difference
+    =MIXTURE verdict              of ``damex headroom``
+
+Scores that were not kept per seed (AP50, pooled AP, arms of the parts) are text.
 """
 
 from __future__ import annotations
@@ -14,17 +22,20 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from damex.engine.summary import markdown
 from damex.headroom.report import cell, dot_plot
-from damex.headroom.verdict import paired_difference, spread
+from damex.headroom.verdict import judge, paired_difference, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FORMULA = re.compile(r"=(\S+) (\S+)(?: - (\S+))?(?: seeds ([\d ]+))?")
+VERDICTS = {"yes": "can help", "no": "not shown to help", "undecided": "undecided"}
 ARMS = {
     "single": "a detector per dataset, as many images",
     "dense": "joint detector",
@@ -34,6 +45,14 @@ ARMS = {
     "damex": "`damex`: the paper's experts",
     "damex_best": "`damex_best`: the default recipe",
 }
+FASTER = {
+    "dense": "the template before",
+    "dense_lr2": "twice the learning rate",
+    "dense_class2": "and twice the classification loss: the template now",
+    "dense_class2_dn150": "and 150 denoising queries, 480 iterations",
+    "damex_best_class2": "`damex_best` with the settings of the template now",
+}
+WORLDS = ("dense", "dense_lr2", "damex_best")  # rows of a figure
 
 
 def collect(folder: Path) -> dict[str, Any]:
@@ -90,16 +109,16 @@ def _parameters(folder: Path, name: str) -> int:
     return total
 
 
-def _arms(name: str) -> dict[str, dict[str, Any]]:
-    path = HERE / f"{name}.json"
-    found = json.loads(path.read_text("utf-8"))["arms"] if path.is_file() else {}
-    order = [*ARMS, *sorted({*found} - {*ARMS})]
-    return {arm: found[arm] for arm in order if arm in found}
+def _arms(shown: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Scores on the seven datasets of the shown arms that were run."""
+    path = HERE / "seven_datasets.json"
+    found = json.loads(path.read_text("utf-8"))["arms"]
+    return {arm: found[arm] for arm in shown if arm in found}
 
 
-def seven_datasets() -> str:
+def seven_datasets(shown: Mapping[str, str] = ARMS) -> str:
     """Arms on the seven datasets: means, pairs, time and size."""
-    arms = _arms("seven_datasets")
+    arms = _arms(shown)
     header = ["", "mean AP", "mean AP50", "minus joint [95%]", "pooled AP"]
     lines = []
     for name, arm in arms.items():
@@ -107,18 +126,19 @@ def seven_datasets() -> str:
         if name != "dense":
             pair = paired_difference(arm["mean_ap"], arms["dense"]["mean_ap"])
         scores = [_scores(arm["mean_ap"]), spread(arm["mean_ap50"])]
-        more = [arm.get("seconds_per_iteration"), _millions(arm.get("parameters"))]
+        seconds = arm.get("seconds_per_iteration")
+        more = [seconds and f"{seconds:.2f}", _millions(arm.get("parameters"))]
         columns = [*scores, pair, spread(arm["pooled_ap"]), *more]
-        lines.append([ARMS.get(name, name), *map(cell, columns)])
+        lines.append([shown[name], *map(cell, columns)])
     return markdown([*header, "s / iteration", "parameters"], lines)
 
 
-def seven_datasets_by_dataset() -> str:
+def seven_datasets_by_dataset(shown: Mapping[str, str] = ARMS) -> str:
     """AP of each of the seven datasets."""
-    arms = _arms("seven_datasets")
+    arms = _arms(shown)
     names = list(next(iter(arms.values()))["datasets"])
     lines = [
-        [ARMS.get(name, name), *(cell(spread(arm["datasets"][d])) for d in names)]
+        [shown[name], *(cell(spread(arm["datasets"][d])) for d in names)]
         for name, arm in arms.items()
     ]
     return markdown(["AP", *(name.replace("_", " ") for name in names)], lines)
@@ -126,21 +146,22 @@ def seven_datasets_by_dataset() -> str:
 
 def front() -> str:
     """The four dense rivals and experts, a mixture per row, for the README."""
-    kept = json.loads((HERE / "tables.json").read_text("utf-8"))["front"]
-    arms = _arms("seven_datasets")
+    columns_of_page, rows = _kept("front")
+    arms = _arms(ARMS)
     columns = ("dense", "dense_lr2", "partitioned", "damex_best")
     means = {name: arms[name]["mean_ap"] for name in columns if name in arms}
     best = max(("dense", "dense_lr2"), key=lambda one: _mean(means.get(one)))
     pair = paired_difference(means["damex_best"], means[best])
     cells = [_scores(means[name]) if name in means else "-" for name in columns]
     row = ["seven small real datasets, 600 iterations, three seeds", *cells, cell(pair)]
-    return markdown(kept["columns"], [*kept["rows"], row])
+    return markdown(columns_of_page, [*rows, row])
 
 
 def _scores(scores: Sequence[float | None]) -> str:
     """Mean and deviation, with the number of seeds if some are missing."""
     known = sum(one is not None for one in scores)
-    return cell(spread(scores)) + f" ({known} seeds)" * (known < len(scores))
+    seeds = "1 seed" if known == 1 else f"{known} seeds"
+    return cell(spread(scores)) + f" ({seeds})" * (known < len(scores))
 
 
 def _mean(scores: Sequence[float | None] | None) -> float:
@@ -152,8 +173,28 @@ def _millions(count: int | None) -> str | None:
     return None if count is None else f"{count / 1e6:.2f} M"
 
 
+def lost_ap() -> str:
+    """Where the template's detector loses AP, mean over the seeds."""
+    rows = json.loads((HERE / "lost_ap.json").read_text("utf-8"))
+    columns = list(rows["mean"])
+    lines = [
+        [
+            name.replace("_", " "),
+            *(
+                f"{statistics.fmean(row[key]):.{1 if 'side' in key else 3}f}"
+                for key in columns
+            ),
+        ]
+        for name, row in rows.items()
+    ]
+    return markdown(["", *columns], lines)
+
+
 COMPUTED: dict[str, Callable[[], str]] = {
     "front": front,
+    "faster-template": partial(seven_datasets, FASTER),
+    "faster-template-by-dataset": partial(seven_datasets_by_dataset, FASTER),
+    "lost-ap": lost_ap,
     "seven-datasets": seven_datasets,
     "seven-datasets-by-dataset": seven_datasets_by_dataset,
 }
@@ -163,8 +204,39 @@ def table(name: str) -> str:
     """The Markdown of a table."""
     if name in COMPUTED:
         return COMPUTED[name]()
+    return markdown(*_kept(name))
+
+
+@cache
+def _experts() -> dict[str, Any]:
+    return json.loads((HERE / "experts.json").read_text("utf-8"))
+
+
+def _kept(name: str) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of an entry of ``tables.json``, with its formulas computed."""
     kept = json.loads((HERE / "tables.json").read_text("utf-8"))[name]
-    return markdown(kept["columns"], kept["rows"])
+    return kept["columns"], [[*map(computed, row)] for row in kept["rows"]]
+
+
+def computed(text: str) -> str:
+    """The value of a formula; other text is unchanged."""
+    if not text.startswith("="):
+        return text
+    found = FORMULA.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a formula; see the top of this file.")
+    mixture, arm, base, numbers = found.groups()
+    experiment = _experts()[mixture]
+    scores = {name: one["mean_ap"] for name, one in experiment["arms"].items()}
+    if arm == "verdict":
+        verdict = judge(scores)
+        return cell(verdict and VERDICTS[verdict.answer])
+    if numbers:
+        places = [experiment["seeds"].index(int(seed)) for seed in numbers.split()]
+        scores = {name: [of[i] for i in places] for name, of in scores.items()}
+    if base:
+        return cell(paired_difference(scores[arm], scores[base]))
+    return cell(spread(scores[arm]))
 
 
 def with_tables(text: str) -> str:
@@ -183,10 +255,15 @@ def main(arguments: Sequence[str]) -> None:
         text = page.read_text("utf-8")
         if (new := with_tables(text)) != text:
             page.write_text(new, encoding="utf-8")
-    if arms := _arms("seven_datasets"):
-        dots = {ARMS.get(name, name): arm["mean_ap"] for name, arm in arms.items()}
+    seven, worlds = _arms(ARMS), _experts()["worlds-8_conflicting"]["arms"]
+    figures = {
+        "seven-datasets": {ARMS[name]: one for name, one in seven.items()},
+        "headroom-worlds": {name: worlds[name] for name in WORLDS},
+    }
+    for name, arms in figures.items():
+        dots = {arm.replace("`", ""): one["mean_ap"] for arm, one in arms.items()}
         figure = dot_plot(dots, score="mean AP")
-        figure.savefig(ROOT / "docs/images/seven-datasets.png", dpi=120)
+        figure.savefig(ROOT / f"docs/images/{name}.png", dpi=120)
 
 
 if __name__ == "__main__":

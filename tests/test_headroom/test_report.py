@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from rich.console import Console
 
+from damex.headroom.command import _write
 from damex.headroom.report import (
     dot_plot,
     ladder_table,
@@ -65,7 +67,7 @@ def test_a_rung_without_a_run_has_no_numbers():
 def test_the_table_has_a_column_per_dataset(rows):
     lines = ladder_table(rows, kind="rung").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[0][:4] == ["rung", "mean AP50", "mean AP", "minus dense [95 %]"]
+    assert cells[0][:4] == ["rung", "mean AP50", "mean AP", "minus dense [95%]"]
     assert cells[0][4:] == ["pooled AP", "a AP", "b AP"]
     assert cells[2][2:5] == ["0.281 ± 0.133", "-", "0.100 ± 0.000"]
     assert cells[3][2:] == ["0.375", "+0.000", "-", "0.500", "0.312 ± 0.088"]
@@ -127,6 +129,30 @@ def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
     assert found["verdict"]["answer"] == "no"  # the experts are no part of the verdict
 
 
+def test_without_a_verdict_experts_are_still_compared_and_gaps_are_named(tmp_path):
+    found = report(
+        {
+            "dense": [summary(a=0.125), summary(a=0.25)],
+            "dense_lr2": [summary(a=0.25), None],
+            "partitioned": [None, None],
+            "mine": [summary(a=0.5), summary(a=0.5)],
+        },
+        datasets=["a"],
+        seeds=[4, 7],
+        experts=["mine"],
+    )
+    _write(tmp_path, found, Console(quiet=True))
+    paragraphs = (tmp_path / "headroom.md").read_text().split("\n\n")
+    assert paragraphs[1:] == [
+        "Not included: wide_decoder, wide_encoder, single, oracle.",
+        "Missing: seed 7 of dense_lr2, seed 4 of partitioned, seed 7 of partitioned. "
+        "Differences are over common seeds.",
+        "No verdict: it needs a seed of dense and of one of wide_decoder, "
+        "wide_encoder, single, oracle.",
+        "mine helps: +0.250 over dense_lr2 in mean AP.\n",
+    ]
+
+
 def test_every_seed_is_a_dot_beside_its_name():
     rows = dict(dense=[0.2, 0.4], failed=[None], damex=[0.6, None])
     axes = dot_plot(rows, score="mean AP50").axes[0]
@@ -134,6 +160,7 @@ def test_every_seed_is_a_dot_beside_its_name():
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [list(line.get_xdata()) for line in dots] == [[0.2, 0.4], [0.6]]
     assert [list(line.get_ydata()) for line in dots] == [[0, 0], [1]]
+    assert axes.get_ylim() == (1.5, -0.5)  # both rows are inside, the first on top
     band = axes.patches[0]
     deviation = 0.02**0.5  # of 0.2 and 0.4 from 0.3, by one degree of freedom
     assert band.get_x() == pytest.approx(0.3 - deviation)

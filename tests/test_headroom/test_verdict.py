@@ -30,7 +30,7 @@ def test_nothing_above_dense_means_no():
     assert (verdict.answer, verdict.above, verdict.open) == ("no", (), ())
     assert str(verdict).startswith(
         "Experts are not shown to help: nothing that they could draw on is above dense "
-        "in mean AP (family-wise level 5 %: Holm, 2 comparisons): wide_decoder"
+        "in mean AP (family-wise level 5%: Holm, 2 comparisons): wide_decoder"
     )
     assert "single -0.023" in str(verdict)
 
@@ -62,7 +62,7 @@ def test_a_large_difference_with_a_larger_interval_is_undecided():
     assert "more seeds would tell" in str(verdict)
 
 
-# The interval of 95 % begins at 0.004, that of 97.5 % below 0.
+# The interval of 95% begins at 0.004, that of 97.5% below 0.
 LUCKY = plus(0.010, 0.014, 0.018)
 SURE, NOTHING = plus(0.03, 0.0301, 0.0299), plus(0.002, -0.01, 0.005)
 
@@ -81,7 +81,7 @@ SURE, NOTHING = plus(0.03, 0.0301, 0.0299), plus(0.002, -0.01, 0.005)
 def test_a_lucky_rung_of_several_is_not_enough(rungs, above, answer):
     verdict = judge(dict(dense=DENSE, **rungs))
     assert (verdict.above, verdict.answer) == (above, answer)
-    correction = f"(family-wise level 5 %: Holm, {len(rungs)} comparisons)"
+    correction = f"(family-wise level 5%: Holm, {len(rungs)} comparisons)"
     assert (correction in str(verdict)) == (len(rungs) > 1)
 
 
