@@ -5,6 +5,7 @@
 # make check        install, then lint, format and type checks, and build the docs
 # make docs         install, then build the docs into docs/_build/html
 # make install      make .venv alone; CONSTRAINTS=1 takes the versions of constraints.txt
+# make constraints  update constraints.txt (needs uv); UPGRADE=1 takes the latest versions
 PYTHON ?= python3
 PINNED := $(if $(CONSTRAINTS),--constraint constraints.txt)
 VENV := .venv
@@ -13,10 +14,10 @@ STAMP := $(VENV)/.installed
 # Each test process computes on one thread; pytest-xdist starts one per core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
 
-.PHONY: install quickstart test test-slow test-all check docs
+.PHONY: install constraints quickstart test test-slow test-all check docs
 install: $(STAMP)
 
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "damex needs Python 3.10 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
@@ -29,6 +30,15 @@ $(STAMP): requirements.txt pyproject.toml
 	fi
 	@$(VENV)/bin/python -m damex.doctor --quiet
 	@touch $@
+
+# Without the packages of CUDA, which torch pins itself, and without versions for systems
+# and Pythons that are not tested.
+constraints:
+	uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.10 --no-annotate \
+	  --extra dev --extra onnx --extra pretrained --custom-compile-command "make constraints" \
+	  --output-file constraints.txt pyproject.toml
+	sed -E -i '/^(cuda|nvidia)-|== .(emscripten|win32)|>= .3\.14/d' constraints.txt
+	sed -i '1i # The versions that the tests ran with: make CONSTRAINTS=1 install' constraints.txt
 
 quickstart: $(STAMP)
 	$(VENV)/bin/python -m damex.toydata --out data/toy
@@ -45,6 +55,7 @@ test-all: $(STAMP)
 
 docs: $(STAMP)
 	$(VENV)/bin/python -m sphinx -q -W -b html docs docs/_build/html
+	@grep -q get-started/install docs/_build/html/llms.txt
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check

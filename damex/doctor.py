@@ -6,12 +6,14 @@ broken. The exit status is 0 without problems, else 1.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from damex.compat import OpsReport, ensure_ops
 
 try:
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -41,9 +44,9 @@ TRIALS: Mapping[str, Trial] = {
     "torch": Trial("torch"),
     "torchvision": Trial("torchvision", ("torch",)),
     "opencv-python": Trial("cv2", twins=("opencv-python-headless",)),
-    ENGINE: Trial("mmengine", ("torch",), ("mmengine>=0.10.5",)),
-    MMCV: Trial("mmcv", (ENGINE, "opencv-python"), ("mmcv>=2.0.1", "mmcv-lite")),
-    MMDET: Trial("mmdet.models", (MMCV, "torchvision"), ("mmdet>=3.3",)),
+    ENGINE: Trial("mmengine", ("torch",), ("mmengine>=0.10.5,<0.11",)),
+    MMCV: Trial("mmcv", (ENGINE, "opencv-python"), ("mmcv>=2.0.1,<3", "mmcv-lite")),
+    MMDET: Trial("mmdet.models", (MMCV, "torchvision"), ("mmdet>=3.3,<4",)),
     "timm": Trial("timm", ("torchvision",)),
     "pycocotools": Trial("pycocotools.mask"),
     "faster-coco-eval": Trial("faster_coco_eval"),
@@ -53,6 +56,8 @@ OPENCV = Requirement("opencv-python")
 
 NOT_INSTALLED, MISFIT = "not installed", "version does not fit"
 TORCH_PAIR = "pip install --upgrade --force-reinstall torch torchvision"
+NO_COMPILER = "  # a minute; with --no-build-isolation it compiles for up to an hour"
+PKG_RESOURCES = 'pip install "setuptools<82"'
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ def declared() -> tuple[Requirement, list[Requirement]]:
         root = Path(__file__).resolve().parents[1]
         project = (root / "pyproject.toml").read_text("utf-8")
         python = re.findall(r'^requires-python = "(.*)"$', project, re.MULTILINE)[0]
-        lines = (root / "requirements.txt").read_text("utf-8").splitlines()
+        text = (root / "requirements.txt").read_text("utf-8")
+        lines = re.findall(r"^\w.*", text, re.MULTILINE)
     else:
         python = about["Requires-Python"]
         lines = about.get_all("Requires-Dist") or []
@@ -156,20 +162,26 @@ def check_python(need: Requirement, version: str) -> Finding:
 
 
 def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
-    """Check the version of a distribution, or of a twin in its place."""
+    """Check the version of a distribution, or of a twin in its place.
+
+    `installed` has the version of each that provides the same module.
+    """
     present = [choice for choice in _choices(need) if choice.name in installed]
+    names = list(dict.fromkeys([*(choice.name for choice in present), *installed]))
     install = f'pip install --upgrade "{need.name}{need.specifier}"'
+    if need.name == MMCV:
+        isolate = "PIP_NO_BUILD_ISOLATION" in os.environ
+        install = "env -u PIP_NO_BUILD_ISOLATION " * isolate + install + NO_COMPILER
+    if names not in ([], [need.name]):
+        install = f"pip uninstall -y {' '.join(names)} && {install}"
     if not present:
         needed = str(need.specifier)
         return Finding(need.name, needed=needed, problem=NOT_INSTALLED, fix=install)
-    chosen, *others = present
-    found, is_twin = installed[chosen.name], chosen.name != need.name
-    note = f"from {chosen.name}" if is_twin else ""
+    chosen = present[0]
+    note = "" if chosen.name == need.name else f"from {chosen.name}"
+    found = installed[chosen.name]
     row = Finding(need.name, found, str(chosen.specifier), note)
-    names = [choice.name for choice in present]
-    if is_twin or others:
-        install = f"pip uninstall -y {' '.join(names)} && {install}"
-    if others and need.name != OPENCV.name:  # both OpenCVs have the same files
+    if len(names) > 1 and need.name != OPENCV.name:  # OpenCVs have the same files
         return judge(row, False, f"{' and '.join(names)} overwrite each other", install)
     return judge(row, fits(chosen, found), MISFIT, install)
 
@@ -185,6 +197,8 @@ def explain_failure(row: Finding, error: str) -> Finding:
         fix = TORCH_PAIR
     elif row.name == OPENCV.name and re.search(r"lib\w+\.so", error):
         fix = f"pip uninstall -y opencv-python && {again} opencv-python-headless"
+    elif missing and missing[1] == "pkg_resources":
+        fix = PKG_RESOURCES
     elif missing and missing[1] != module:
         fix = f"pip install {missing[1]}"
     return judge(row, False, f"import fails: {error}", fix)
@@ -231,10 +245,14 @@ def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
     """Check versions and, if they fit, imports, in order of dependency."""
     order = [*TRIALS, *(need.name for need in needs)]
     broken: set[str] = set()
+    providers = metadata.packages_distributions()
     for need in sorted(needs, key=lambda need: order.index(need.name)):
-        found = {choice.name: version_of(choice.name) for choice in _choices(need)}
+        trial, names = TRIALS.get(need.name), [one.name for one in _choices(need)]
+        if trial is not None and need.name != OPENCV.name:
+            others = providers.get(trial.module.partition(".")[0], ())
+            names += [canonicalize_name(name) for name in others]
+        found = {name: version_of(name) for name in names}
         row = check_versions(need, {k: v for k, v in found.items() if v})
-        trial = TRIALS.get(need.name)
         if trial is not None and not row.problem:
             if broken.intersection(trial.needs):
                 row = replace(row, untried=True)
@@ -250,6 +268,10 @@ def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
 def _examine_pairs(rows: Mapping[str, Finding], ops: OpsReport) -> Iterator[Finding]:
     """Check pairs of installed packages."""
     torch, mmcv = rows["torch"], rows[MMCV]
+    if rows[ENGINE].note and find_spec("pkg_resources") is None:  # not onedl's
+        problem = "mmengine imports pkg_resources, which setuptools 82 removed"
+        found = version_of("setuptools") or "-"
+        yield Finding("setuptools", found, "<82", problem=problem, fix=PKG_RESOURCES)
     if version_of("torchvision") and version_of("torch"):
         for need in _unconditional(metadata.requires("torchvision") or []):
             if need.name == "torch":

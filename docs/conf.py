@@ -17,6 +17,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_llms_txt",  # llms.txt, and all pages in one file
 ]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

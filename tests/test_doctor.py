@@ -19,6 +19,7 @@ from damex.doctor import (
     check_torchvision,
     check_versions,
     declared,
+    examine,
     explain_failure,
     fits,
     show,
@@ -79,8 +80,9 @@ def test_row_of_deformable_attention(monkeypatch, kind, has_gpu, fault, found, n
 def test_good_environment_is_well():
     result = run_doctor()
     assert result.returncode == 0, result.stdout + result.stderr
-    torch = metadata.version("torch")
-    assert status_of(result.stdout, "torch").startswith(f"torch {torch} >=2.6 ok (C")
+    torch, needs = metadata.version("torch"), {n.name: n for n in declared()[1]}
+    start = f"torch {torch} {needs['torch'].specifier} ok (C"
+    assert status_of(result.stdout, "torch").startswith(start)
     assert "ok" in status_of(result.stdout, "onedl-mmdetection")
     assert result.stdout.endswith("All is well.\n")
     result = run_doctor(options=["--quiet"])
@@ -138,8 +140,10 @@ def test_needs_are_those_of_the_installed_damex_or_of_requirements_txt(monkeypat
 
     monkeypatch.setattr(metadata, "metadata", not_installed)
     python, needs = declared()
-    lines = (ROOT / "requirements.txt").read_text().split()
-    assert (python, [str(need) for need in needs]) == (PYTHON, lines)
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    expected = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert (python, needs) == (PYTHON, expected)
+    assert Requirement("torch>=2.6,<3") in needs
 
 
 def test_every_trial_is_of_something_needed():
@@ -162,10 +166,10 @@ OLD, NEW = "mmdet", "onedl-mmdetection"
         ({NEW: "3.5.1"}, "3.5.1", ">=3.5", "", ""),
         ({}, "-", ">=3.5", "not installed", INSTALL),
         ({NEW: "3.4.1"}, "3.4.1", ">=3.5", "version does not fit", INSTALL),
-        ({OLD: "3.3.0"}, "3.3.0", ">=3.3", "", ""),
+        ({OLD: "3.3.0"}, "3.3.0", "<4,>=3.3", "", ""),
         (
             {OLD: "2.28.2"},
-            *("2.28.2", ">=3.3", "version does not fit"),
+            *("2.28.2", "<4,>=3.3", "version does not fit"),
             f"pip uninstall -y mmdet && {INSTALL}",
         ),
         (
@@ -187,6 +191,69 @@ def test_versions_of_a_distribution_and_its_twin(
     assert check_versions(Requirement("opencv-python"), both).problem == ""
 
 
+# ---- traps of this ecosystem, planted ----
+
+
+def problems(monkeypatch, installed, removed=(), modules=()):
+    """The problems that the doctor finds among other distributions than there are."""
+    real = metadata.version
+
+    def version(name):
+        if name in removed:
+            raise metadata.PackageNotFoundError(name)
+        return installed.get(name) or real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    provided = metadata.packages_distributions() | dict(modules)
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: provided)
+    return {row.name: (row.problem, row.fix) for row in examine() if row.problem}
+
+
+def test_old_mmengine_beside_a_setuptools_without_pkg_resources(monkeypatch):
+    installed, removed = {"mmengine": "0.10.7"}, ["onedl-mmengine"]
+    modules = {"mmengine": ["mmengine"]}
+    monkeypatch.setattr("damex.doctor.find_spec", lambda name: object())
+    assert problems(monkeypatch, installed, removed, modules) == {}
+    monkeypatch.setattr("damex.doctor.find_spec", lambda name: None)
+    assert problems(monkeypatch, installed, removed, modules) == {
+        "setuptools": (
+            "mmengine imports pkg_resources, which setuptools 82 removed",
+            'pip install "setuptools<82"',
+        )
+    }
+
+
+@pytest.mark.parametrize("variable", ["", "env -u PIP_NO_BUILD_ISOLATION "])
+def test_mmcv_is_not_installed_by_a_build_that_compiles(monkeypatch, variable):
+    monkeypatch.delenv("PIP_NO_BUILD_ISOLATION", raising=False)
+    if variable:
+        monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
+    found = problems(monkeypatch, {}, ["onedl-mmcv"], {"mmcv": []})
+    start, _, comment = found["onedl-mmcv"][1].partition("  # ")
+    assert start.startswith(f'{variable}pip install --upgrade "onedl-mmcv')
+    assert comment == (
+        "a minute; with --no-build-isolation it compiles for up to an hour"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "module", "name"),
+    [
+        ("mmdet", "mmdet", "onedl-mmdetection"),
+        ("Some_Fork", "mmdet", "onedl-mmdetection"),
+        ("mmcv-full", "mmcv", "onedl-mmcv"),
+    ],
+)
+def test_two_distributions_that_provide_one_module(monkeypatch, other, module, name):
+    other_name = other.lower().replace("_", "-")
+    modules = {module: [name, other, other]}
+    found = problems(monkeypatch, {other_name: "3.9"}, modules=modules)
+    assert [*found] == [name]
+    problem, fix = found[name]
+    assert problem == f"{name} and {other_name} overwrite each other"
+    assert fix.startswith(f"pip uninstall -y {name} {other_name} && pip install ")
+
+
 AGAIN = "pip install --force-reinstall --no-deps"
 PAIR = "pip install --upgrade --force-reinstall torch torchvision"
 
@@ -198,6 +265,7 @@ PAIR = "pip install --upgrade --force-reinstall torch torchvision"
         ("torchvision", "operator torchvision::nms does not exist", PAIR),
         ("timm", "operator torchvision::nms does not exist", PAIR),
         (NEW, "No module named 'terminaltables'", "pip install terminaltables"),
+        (NEW, "No module named 'pkg_resources'", 'pip install "setuptools<82"'),
         (NEW, "No module named 'mmdet.models'", f'{AGAIN} "onedl-mmdetection==1.2"'),
         ("pycocotools", "numpy.dtype size changed", f'{AGAIN} "pycocotools==1.2"'),
     ],

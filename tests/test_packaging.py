@@ -1,0 +1,41 @@
+"""What the files beside the package say about it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+
+
+def requirements(lines, python):
+    """The versions of the requirements that apply to a Python on Linux, by name."""
+    where = {"python_version": python, "python_full_version": f"{python}.9"}
+    where |= {"sys_platform": "linux", "platform_machine": "x86_64"}
+    needs = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {
+        canonicalize_name(need.name): need.specifier
+        for need in needs
+        if need.marker is None or need.marker.evaluate(where)
+    }
+
+
+def lines_of(name):
+    return (ROOT / name).read_text("utf-8").splitlines()
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_constraints_have_a_version_for_everything_that_make_installs(python):
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    project = tomllib.loads("\n".join(lines_of("pyproject.toml")))["project"]
+    extras = re.search(r"'\.\[([\w,]+)\]'", "\n".join(lines_of("Makefile")))[1]
+    lines = lines_of("requirements.txt")
+    for extra in extras.split(","):
+        lines += project["optional-dependencies"][extra]
+    needs = requirements(lines, python)
+    pins = requirements(lines_of("constraints.txt"), python)
+    assert {"torch", "pytest", "onnx"} < needs.keys() <= pins.keys()
+    versions = {name: str(pins[name]).removeprefix("==") for name in needs}
+    assert [name for name, need in needs.items() if versions[name] not in need] == []
