@@ -28,7 +28,8 @@ from damex.errors import ConfigError
 from damex.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:
-    from damex.inference.predictor import Picture, Prediction
+    from damex.inference.predictor import Prediction
+    from damex.inference.stored import Picture
 
 Data = str | os.PathLike | Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike]
 
@@ -141,7 +142,8 @@ def train(
     if isinstance(data, str | os.PathLike) and not Path(data).expanduser().is_dir():
         config = os.fspath(data)
         words.append(config)
-        folder = Path(folder or _work_dir_of(config))
+        default = _work_dir_of(config)
+        folder = Path(folder or default)
     else:
         datasets = _data_words(data)
         words += ["--data", *datasets]
@@ -162,8 +164,15 @@ def train(
 def _work_dir_of(config: str) -> str:
     """The folder that ``damex train CONFIG`` writes to."""
     with warnings.catch_warnings():  # mmengine adds filters
-        from damex.config_files import read_part
+        from damex.config_files import find_config, read_part
 
+        try:
+            find_config(config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{config} is neither a folder nor a config. Name folders that exist, "
+                f"as in damex.train({{'fish': 'data/fish'}}), or a config: {error}"
+            ) from error
         cfg = read_part(config)
     return cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename).stem}"
 
@@ -355,7 +364,8 @@ class Detector:
         Args:
             path: The new file; it must not exist.
             dataset: For a detector of one dataset; the whole mixture by default.
-            image_size: Height and width of the ONNX input; by default as in the config.
+            image_size: Width and height to which the ONNX file resizes images; by
+                default those of the config.
 
         Raises:
             ConfigError: If the detector cannot be exported, or the file exists.

@@ -131,35 +131,6 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
     return getattr(read, "options", {})
 
 
-def mixture_config_of(config: str, options: Sequence[str] = ()) -> Config:
-    """Read the config, or dataset folder, of a command about data.
-
-    Raises:
-        ConfigError: If the config cannot be read, or has no mixture.
-    """
-    folder = Path(config).expanduser()
-    if folder.is_dir():
-        name = folder.resolve().name
-        cfg = Config(dict(mixture=[dict(name=name, root=str(folder))]))
-        merge_options(cfg, parse_options(options))
-        return cfg
-    try:
-        find_config(config)
-    except ConfigError as error:
-        raise ConfigError(f"{config!r} is not a folder, and {error}") from error
-    cfg = config_of(config, options, needs_model=False)
-    if cfg.get("mixture") is None:
-        raise ConfigError(
-            f"{config} sets no mixture=[dict(name=..., ...), ...]; see "
-            "configs/own_datasets.py. In place of a config, name the folder of a "
-            "dataset."
-        )
-    entries = [entry for entry in cfg["mixture"] if isinstance(entry, Mapping)]
-    if any(isinstance(entry.get(s), Mapping) for entry in entries for s in SPLITS):
-        _import_modules(cfg)  # they may define the dataset class
-    return cfg
-
-
 def read_config(name: str, *, needs_model: bool = True) -> Config:
     """Read a complete config by path or name.
 
@@ -172,11 +143,11 @@ def read_config(name: str, *, needs_model: bool = True) -> Config:
     if needs_model:
         if "model" not in cfg:
             raise ConfigError(f"the config {name} of a detector has to set model.")
-        _import_modules(cfg)
+        import_modules(cfg)
     return cfg
 
 
-def _import_modules(cfg: Config) -> None:
+def import_modules(cfg: Config) -> None:
     """Import ``custom_imports``: all of mmdet for damex's configs."""
     if cfg.get("custom_imports"):
         import_modules_from_strings(**cfg.custom_imports)

@@ -59,7 +59,7 @@ def models_help() -> str:
     rows = (
         f"{k} ({m.parameters:g} M parameters; {m.needs})" for k, m in MODELS.items()
     )
-    return "Detector: " + ", ".join(rows) + "."
+    return f"Detector for --data (default: tiny): {', '.join(rows)}."
 
 
 def named_folders(words: Sequence[str]) -> dict[str, str]:

@@ -158,6 +158,31 @@ def test_an_interrupt_ends_in_one_line(words, capsys):
     assert capsys.readouterr().err.strip() == (*words, "interrupted")[0]
 
 
+def run_code(code, **streams):
+    line = f"import sys; from damex.commandline.run import run_command; {code}"
+    command = [sys.executable, "-c", line]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **streams)
+
+
+def test_a_reader_that_ends_first_causes_no_traceback():
+    code = "sys.exit(run_command(lambda _: print('a' * 1_000_000), []))"
+    writer = run_code(code, stdout=subprocess.PIPE)
+    writer.stdout.read(1)
+    writer.stdout.close()
+    assert writer.stderr.read() == ""
+    assert writer.wait(60) == 141
+
+
+def test_a_broken_pipe_of_something_else_is_not_hidden():
+    code = (
+        "import os; read, write = os.pipe(); os.close(read); "
+        "run_command(lambda _: os.write(write, b'a'), [])"
+    )
+    failed = run_code(code, stdout=subprocess.DEVNULL)
+    assert "BrokenPipeError" in failed.stderr.read()
+    assert failed.wait(60) == 1
+
+
 def test_the_installed_command_is_this_one():
     text = (ROOT / "pyproject.toml").read_text()
     module, function = re.search(

@@ -11,6 +11,7 @@ from damex.commandline.run import (
     CfgOptions,
     Checkpoint,
     ConfigName,
+    Device,
     Jobs,
     NonNegativeInt,
     PositiveInt,
@@ -70,7 +71,7 @@ def train(
     ] = (),
     model: Annotated[str | None, Parameter(help=models_help())] = None,
     epochs: PositiveInt | None = None,
-    device: Annotated[str | None, parameter("cpu|cuda|cuda:N")] = None,
+    device: Device = None,
     cfg_options: CfgOptions = (),
     work_dir: str | None = None,
     launcher: Launcher = "none",
@@ -85,11 +86,10 @@ def train(
     """Train a detector on several datasets.
 
     Args:
-        epochs: Length of the training (default: that of the config).
-        device: Where to train (default: a GPU if available).
+        epochs: Number of epochs (default: that of the config).
         work_dir: Folder for logs and checkpoints.
         launcher: How the processes were started; 'pytorch' for torchrun.
-        amp: Mixed-precision training.
+        amp: Train in mixed precision; needs a GPU.
         auto_scale_lr: Scale the learning rate by the batch size of all processes.
         resume: Continue from a checkpoint (default: the last one in the work dir).
     """
@@ -110,6 +110,7 @@ def test(
     work_dir: str | None = None,
     launcher: Launcher = "none",
     local_rank: LocalRank = 0,
+    device: Device = None,
     classwise: bool = False,
     out: Annotated[str | None, parameter("FILE.pkl")] = None,
     show: bool = False,
@@ -119,13 +120,13 @@ def test(
     """Evaluate a checkpoint per dataset.
 
     Args:
-        checkpoint: A .pth file.
+        checkpoint: The .pth file to evaluate.
         work_dir: Folder for logs and scores.
         launcher: How the processes were started; 'pytorch' for torchrun.
-        classwise: Add the AP of each class, and which dataset's images went to the
-            experts of which dataset.
+        classwise: Add the AP of each class, and how many images of each dataset went to
+            the experts of another.
         out: Write all predictions to this pickle file.
-        show: Show predictions.
+        show: Show images with predictions in a window.
         show_dir: Write images with predictions to this folder.
         wait_time: Seconds per shown image.
     """
@@ -151,21 +152,20 @@ def predict(
     min_score: Share = 0.3,
     min_probability: Share = 0.5,
     batch_size: PositiveInt = 8,
-    device: str | None = None,
+    device: Device = None,
 ) -> None:
     """Detect objects in images and videos; the checkpoint alone is enough.
 
     Args:
-        images: Files, folders (with all below them), or patterns.
-        dataset: Classes to detect: of the dataset that the image most probably belongs
-            to (auto), of a dataset, or all.
+        images: Images and videos: files, folders (searched recursively), or patterns.
+        dataset: Whose classes to detect: those of the dataset that an image most
+            probably belongs to (auto), of the dataset NAME, or of all datasets.
         json: Write a COCO file of images and detections.
-        csv: Write a row per detection.
+        csv: Write a table with a row per detection.
         draw: Write images and videos with detections to this folder.
         min_score: Leave out detections below this score.
-        min_probability: Warn if no dataset is as probable as this; for --dataset auto.
+        min_probability: Mark images whose dataset is less probable; for auto.
         batch_size: Images per batch.
-        device: For example cpu or cuda:0 (default: a GPU if available).
     """
 
 
@@ -186,16 +186,17 @@ def export(
         tuple[PositiveInt, PositiveInt] | None, parameter("WIDTH HEIGHT")
     ] = None,
 ) -> None:
-    """Export a dense detector for one dataset, or the whole mixture, to mmdet or ONNX.
+    """Export a detector to ONNX, or the dense detector of one dataset to mmdet.
 
     A .pth file with its config is for mmdet without damex; a .onnx file is for
     onnxruntime alone.
 
     Args:
         out: The new checkpoint, with its config as FILE.py; or the ONNX graph.
-        dataset: A dataset of the mixture (default: the whole mixture; .onnx only).
-        image_size: Size to which FILE.onnx resizes images of any size (default: that
-            of the evaluation in training).
+        dataset: Export the dense detector of this dataset (default: the detector with
+            all datasets and experts; .onnx only).
+        image_size: Size in pixels to which FILE.onnx resizes images (default: that of
+            the test pipeline in the config).
     """
 
 
@@ -214,7 +215,7 @@ def experts(
     images_per_dataset: PositiveInt = 8,
     examples: NonNegativeInt = 2,
     batch_size: PositiveInt = 8,
-    device: str | None = None,
+    device: Device = None,
 ) -> None:
     """Show which datasets and image regions go to which expert, as an HTML page.
 
@@ -222,10 +223,9 @@ def experts(
         images: Files, folders or patterns; the images of one folder are one row of the
             tables (default: validation images of the mixture, if they are available).
         out: Output folder (default: CHECKPOINT_experts).
-        images_per_dataset: Without --images.
-        examples: Images of each dataset with the regions of experts.
+        images_per_dataset: Number of validation images, without --images.
+        examples: Images of each dataset that show the expert of each region.
         batch_size: Images per batch.
-        device: For example cpu or cuda:0 (default: a GPU if available).
     """
 
 
@@ -245,14 +245,15 @@ def grow(
     like: Annotated[str, parameter("auto|NAME|none")] = "auto",
     images: PositiveInt = 64,
 ) -> None:
-    """Add new datasets to a trained detector, to start a training from.
+    """Add new datasets to a checkpoint, to continue training on old and new ones.
+
+    CONFIG is that of the training to come: with the old datasets and the new ones.
 
     Args:
         out: The new checkpoint.
-        like: Initial weights of the new experts: those of the dataset that the new
-            images look like (auto), of a dataset, or as at the start of a training
-            (none).
-        images: Number of new images to compare.
+        like: Old experts to copy for a new dataset: those of the dataset that its
+            images look like (auto), of the dataset NAME, or none.
+        images: Number of images of each new dataset to compare, with --like auto.
     """
 
 
@@ -267,7 +268,7 @@ def prune(
     """Remove datasets from a detector, with their classes and experts.
 
     Args:
-        drop: Names of datasets; what others use, too, is kept.
+        drop: Datasets to remove; classes and experts of others are kept.
         out: The new checkpoint; its config is written to FILE.py.
     """
 
@@ -285,12 +286,12 @@ def merge(
     out: NewCheckpoint,
     no_test: bool = False,
 ) -> None:
-    """Let datasets of a detector share the mean of their experts, and evaluate it.
+    """Average the experts of several datasets into one, and print the change in AP.
 
     Args:
-        datasets: Names of two or more datasets.
+        datasets: Two or more datasets, which then share an expert.
         out: The new checkpoint; its config is written to FILE.py.
-        no_test: Do not evaluate, which needs the validation images of the mixture.
+        no_test: Skip the evaluation, which needs the validation images.
     """
 
 
@@ -325,12 +326,12 @@ def headroom(
     jobs: Jobs = 1,
     amp: bool = False,
 ) -> None:
-    """Train the headroom ladder of a config, to see how much experts could gain.
+    """Train dense baselines of a config, to see how much experts could gain.
 
     Args:
-        rungs: Rungs in addition to dense; none without a name.
-        experts: Also train these mixtures of experts: names of files in
-            configs/_base_/moe, or paths of files that set moe or more.
-        work_dir: Folder for the trainings and the report.
-        amp: Mixed-precision training.
+        rungs: Baselines to train besides dense; none if no name follows.
+        experts: Mixtures of experts to train and compare: names of files in
+            configs/_base_/moe, or paths of config files that set moe.
+        work_dir: Folder for the runs and the report.
+        amp: Train in mixed precision; needs a GPU.
     """

@@ -21,7 +21,7 @@ Format = Literal[
 ]
 data = program(
     "data",
-    "Check, show and convert datasets before a training",
+    "Check, show and convert datasets before training.",
     "damex data check configs/my_mixture.py",
 )
 
@@ -44,14 +44,14 @@ def check(
     quick: bool = False,
     examples: NonNegativeInt = 3,
 ) -> None:
-    """Check datasets before a training.
+    """Check the annotations and images of datasets.
 
     Args:
-        coco: Check this COCO file alone.
+        coco: A COCO file to check instead of a config.
         images: The image folder of --coco.
         json: Write all findings to this file.
-        quick: Neither decode nor compare images, as at the start of a training.
-        examples: Printed findings of each kind.
+        quick: Do not decode or compare images, as in the check before each training.
+        examples: Number of findings to print of each kind.
     """
 
 
@@ -69,8 +69,8 @@ def browse(
 
     Args:
         out: Output folder (default: work_dirs/CONFIG/browse).
-        samples: Images of each split.
-        seed: Of the choice of images.
+        samples: Number of images of each split.
+        seed: Random seed for choosing the images.
     """
 
 
@@ -99,10 +99,11 @@ def convert(
         format: Format of the annotations (default: detected).
         val_share: Share of the images for validation if the folder has no such split
             (default: 0.1).
-        train: Split, folder, list of images or annotation file inside of the root.
-        val: The same for validation.
-        test: The same for testing.
-        classes: Names, if no file has them.
+        train: Training images: a split, folder, list of images or annotation file in
+            ROOT.
+        val: Validation images, named in the same way.
+        test: Test images, named in the same way.
+        classes: Class names, if no file lists them.
     """
 
 
@@ -118,10 +119,10 @@ def labels(
     cfg_options: CfgOptions = (),
     out: Annotated[str | None, parameter("FILE.json")] = None,
 ) -> None:
-    """Print which classes of the datasets are merged, and which might have to be.
+    """Print which classes of the datasets are merged, and which may mean the same.
 
     Args:
-        out: Write a label file to edit.
+        out: Write these classes to a label file that you can edit.
     """
 
 
@@ -138,7 +139,7 @@ def plan(
 
     Args:
         experts: Number of experts (default: half of the datasets).
-        capacity: Maximum samples of an expert, in even shares.
+        capacity: Most samples of an expert, as a multiple of an even share.
     """
 
 
@@ -154,6 +155,6 @@ def prepare(
 
     Args:
         benchmark: Name of the benchmark.
-        names: Datasets (default: all); their files are not changed.
-        root: Folder of the datasets.
+        names: Datasets to convert (default: all); their own files are not changed.
+        root: Folder with a folder for each dataset.
     """

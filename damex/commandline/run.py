@@ -7,6 +7,8 @@ import inspect
 import os
 import re
 import reprlib
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +58,10 @@ ConfigOrFolder = Annotated[
     str,
     Parameter(help="A config: a file or a name; or the folder of a dataset."),
 ]
+Device = Annotated[
+    str | None,
+    parameter("cpu|cuda|cuda:N", help="Where to run (default: a GPU if available)."),
+]
 CfgOptions = Annotated[
     tuple[str, ...],
     parameter(
@@ -64,11 +70,11 @@ CfgOptions = Annotated[
         "as key=[a,b] or key=a,b: moe=vanilla train_cfg.max_epochs=1.",
     ),
 ]
-Seeds = Annotated[tuple[int, ...], Parameter(help="Of the trainings.")]
+Seeds = Annotated[tuple[int, ...], Parameter(help="Random seeds, one training each.")]
 Jobs = Annotated[
     PositiveInt,
     Parameter(
-        help="Trainings at a time; they share the cores and take the GPUs in turn."
+        help="Trainings to run at a time; they share the cores and take turns on GPUs."
     ),
 ]
 
@@ -155,10 +161,15 @@ def run_command(
     """Run a command; a mistake of the user prints its message, without a traceback.
 
     Returns the exit status: that of the command (0 for None), 2 for a mistake in a
-    config or in the data, 130 for Ctrl-C.
+    config or in the data, 130 for Ctrl-C, 141 if the reader of the output ended first.
     """
     try:
         status = command(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_output_closed():
+            raise
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"\n{str(error) or 'interrupted'}\n")
@@ -177,6 +188,16 @@ def run_command(
             sys.stderr.write(f"\nerror{where}: {message.strip()}\n")
         return 2
     return status or 0
+
+
+def _is_output_closed() -> bool:
+    """Whether nobody reads the output (``| head``); if so, discard what is left."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    is_closed = any(event & select.POLLERR for _, event in output.poll(0))
+    if is_closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_closed
 
 
 def fault_of_config(error: Exception) -> str | None:

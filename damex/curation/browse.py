@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 
 from damex.commandline.run import Bar
-from damex.config_files import mixture_config_of
-from damex.curation.samples import (
-    SplitView,
-    Tiles,
-    contact_sheet,
-    draw_tile,
-    view_of,
-)
-from damex.curation.sources import expectations, sources_of
+from damex.curation.samples import SplitView, Tiles, contact_sheet, draw_tile, view_of
+from damex.curation.sources import expectations, mixture_config_of, sources_of
 from damex.datasets.findings import Finding
 from damex.datasets.spec import SPLITS, parse_mixture
 from damex.drawing import Color, palette

@@ -16,10 +16,15 @@ from typing import Any
 from rich.console import Console
 
 from damex.commandline.run import Bar
-from damex.config_files import mixture_config_of
 from damex.curation.classes import ClassCounts, check_classes, count_boxes
 from damex.curation.images import check_existence, find_leaks, look_at, same_files
-from damex.curation.sources import Source, expectations, image_records, sources_of
+from damex.curation.sources import (
+    Source,
+    expectations,
+    image_records,
+    mixture_config_of,
+    sources_of,
+)
 from damex.datasets.coco_checks import Expectations, check_coco
 from damex.datasets.coco_records import Records
 from damex.datasets.findings import KINDS, LEVELS, Finding, Place, capped

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from damex.config_files import mixture_config_of
 from damex.curation.classes import near_pairs
 from damex.curation.dataset_features import scale_and_shape
+from damex.curation.sources import mixture_config_of
 from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture

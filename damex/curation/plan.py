@@ -18,7 +18,6 @@ from itertools import combinations
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from damex.config_files import mixture_config_of
 from damex.curation.dataset_features import (
     BACKBONE,
     PARTS,
@@ -29,6 +28,7 @@ from damex.curation.dataset_features import (
     color_features,
     read_features,
 )
+from damex.curation.sources import mixture_config_of
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError

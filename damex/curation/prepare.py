@@ -1,8 +1,8 @@
 """``damex data prepare uodb`` and ``damex data convert``: write datasets as COCO files.
 
-UODB (Wang et al. 2019, arXiv 1904.04402) publishes ten of its eleven datasets in VOC
-layout with custom splits; COCO is from its website. Sizes are approximate, licenses
-indicative: check the datasets' websites.
+Of UODB's eleven datasets (Wang et al. 2019, arXiv 1904.04402), nine are on its project
+page, in VOC layout with custom splits; COCO and VOC are from their websites. Sizes are
+approximate, licenses indicative: check the datasets' websites.
 """
 
 from __future__ import annotations

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from mmengine.config import Config
 
+from damex.config_files import (
+    config_of,
+    find_config,
+    import_modules,
+    merge_options,
+    parse_options,
+)
 from damex.datasets.coco_checks import Expectations, usable_boxes
 from damex.datasets.coco_records import Records, is_number, read_json
 from damex.datasets.findings import Finding, Place
@@ -20,8 +28,38 @@ from damex.datasets.mmdet_configs import (
     leaves,
     map_leaves,
 )
-from damex.datasets.spec import CocoSource, DatasetSpec
+from damex.datasets.spec import SPLITS, CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
+from damex.zero_config import folder_name
+
+
+def mixture_config_of(config: str, options: Sequence[str] = ()) -> Config:
+    """Read the config, or dataset folder, of a command about data.
+
+    Raises:
+        ConfigError: If the config cannot be read, or has no mixture.
+    """
+    folder = Path(config).expanduser()
+    if folder.is_dir():
+        entry = dict(name=folder_name(folder), root=str(folder))
+        cfg = Config(dict(mixture=[entry]))
+        merge_options(cfg, parse_options(options))
+        return cfg
+    try:
+        find_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{config!r} is not a folder, and {error}") from error
+    cfg = config_of(config, options, needs_model=False)
+    if cfg.get("mixture") is None:
+        raise ConfigError(
+            f"{config} sets no mixture=[dict(name=..., ...), ...]; see "
+            "configs/own_datasets.py. In place of a config, name the folder of a "
+            "dataset."
+        )
+    entries = [entry for entry in cfg["mixture"] if isinstance(entry, Mapping)]
+    if any(isinstance(entry.get(s), Mapping) for entry in entries for s in SPLITS):
+        import_modules(cfg)  # they may define the dataset class
+    return cfg
 
 
 class Source(NamedTuple):

@@ -22,12 +22,7 @@ from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from damex.datasets.findings import raise_first
-from damex.datasets.image_files import (
-    ImageRecord,
-    check_image,
-    check_scales,
-    same_size,
-)
+from damex.datasets.image_files import ImageRecord, check_image, check_scales, same_size
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mmdet_configs import (
     applies_exif,

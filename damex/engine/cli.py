@@ -63,6 +63,7 @@ def test(
     config: str,
     checkpoint: str,
     *,
+    device: str | None,
     classwise: bool,
     out: str | None,
     show: bool,
@@ -73,6 +74,7 @@ def test(
     """Evaluate as mmdet's ``tools/test.py`` does; options as in ``damex test``."""
     if out and not out.endswith((".pkl", ".pickle")):
         raise ConfigError(f"--out must end in .pkl or .pickle, got {out!r}.")
+    use_device(device)
     cfg = load_config(config, **run)
     cfg.load_from = checkpoint
     if classwise:

@@ -202,7 +202,7 @@ class RoutingAlarmHook(Hook):
     Args:
         interval: Iterations between points of the curves.
         least_evenness: Warn below this `LayerTally.evenness`; at the default, one of 8
-            experts has 93 % of the tokens or more.
+            experts has 93% of the tokens or more.
         min_iters: Shorter epochs are judged together, as routers start at random.
     """
 

@@ -8,11 +8,7 @@ from typing import Any, cast
 
 from mmengine.config import Config, ConfigDict
 from mmengine.model import is_model_wrapper
-from mmengine.optim import (
-    DefaultOptimWrapperConstructor,
-    OptimWrapper,
-    _ParamScheduler,
-)
+from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper, _ParamScheduler
 from mmengine.optim.scheduler.lr_scheduler import LRSchedulerMixin
 from mmengine.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,

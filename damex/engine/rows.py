@@ -249,7 +249,7 @@ def _resizing_notes(
                 for row, key in enumerate(new)
             ]
     for what, parts in notes.items():
-        yield f"{what}: {', '.join(parts)}; new ones start as in a new training."
+        yield f"{what}: {', '.join(parts)}; new ones are newly initialized."
 
 
 def remap_notes(stored: RowNames, wanted: RowNames, moved: set[str]) -> Iterator[str]:
@@ -265,9 +265,9 @@ def remap_notes(stored: RowNames, wanted: RowNames, moved: set[str]) -> Iterator
         taken = [name for name in now if name in old]
         new = [name for name in now if name not in old]
         unused = sum(name not in now for name in old)
-        parts = [f"taken over by name: {', '.join(taken) or 'none'}"]
+        parts = [f"loaded by name: {', '.join(taken) or 'none'}"]
         if new:
-            parts.append(f"new, as at the start of a training: {', '.join(new)}")
+            parts.append(f"newly initialized: {', '.join(new)}")
         if unused:
-            parts.append(f"not used of the checkpoint: {unused}")
+            parts.append(f"only in the checkpoint: {unused}")
         yield f"{what}: {'; '.join(parts)}."

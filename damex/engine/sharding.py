@@ -34,12 +34,7 @@ from damex.engine.hooks import ExpertMeanDecayHook, bare_model
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.sites import COMPONENTS
-from damex.moe import (
-    ExpertGradients,
-    gathered_experts,
-    sharded_layers,
-    sharded_names,
-)
+from damex.moe import ExpertGradients, gathered_experts, sharded_layers, sharded_names
 
 FULLY_SHARDED = "FullySharded"
 

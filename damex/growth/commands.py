@@ -36,8 +36,8 @@ def grow(
     """Write a checkpoint from which to start a training with new datasets."""
     filter_console()
     check_target(Path(out), with_config=False)
+    cfg = config_of(config, cfg_options)  # first: it registers classes of the user
     stored = StoredDetector.read(checkpoint)
-    cfg = config_of(config, cfg_options)
     grown = add_datasets(stored, cfg, like=like, images=images)
     write_checkpoint(
         Path(out),

@@ -31,9 +31,16 @@ from damex.inference.onnx_graph import (
     resizing_to,
     to_onnx,
 )
-from damex.inference.predictor import Inputs, Picture, detect, labels_by_group
+from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import Specialist, extract
-from damex.inference.stored import StoredDetector, check_target, millions
+from damex.inference.stored import (
+    Inputs,
+    Picture,
+    StoredDetector,
+    check_target,
+    detect,
+    millions,
+)
 
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 0.1  # of a probability, of a pixel
 # Detections below this share of the best score are not compared: rounding ranks them.

@@ -10,20 +10,15 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
-import torch
-from mmengine.dataset import Compose, pseudo_collate
 from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError, check_number, check_sizes
 from damex.inference.literal_config import check_types
-from damex.inference.media import fault_of, frames_of, is_video
-from damex.inference.stored import StoredDetector
+from damex.inference.media import is_video
+from damex.inference.stored import Inputs, Picture, StoredDetector, as_rgb, detect
 from damex.models.dataset_classifier import classifies_datasets, given_dataset
-
-Picture = str | Path | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -80,90 +75,6 @@ class Prediction:
             class_id=self.labels.astype(int),
             data=dict(class_name=np.array(self.names, dtype=str)),
         )
-
-
-class Inputs:
-    """Test pipeline of a training for images; starts with ``LoadImageFromFile``."""
-
-    def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
-        load, *rest = pipeline
-        self._load, self._prepare = Compose([load]), Compose(rest)
-
-    def each(self, image: Picture) -> Iterator[dict[str, Any]]:
-        """Preprocess an image, or all frames of a video."""
-        if isinstance(image, str | Path) and is_video(Path(image)):
-            for number, bgr in enumerate(frames_of(Path(image))):
-                yield self._prepared(_loaded(bgr, path=str(image), number=number))
-        else:
-            yield self(image)
-
-    def __call__(self, image: Picture) -> dict[str, Any]:
-        """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
-
-        ``pixels`` is the loaded image, in BGR; `detect` leaves it out.
-
-        Raises:
-            DataError: If it cannot be read, or the pipeline rejects it.
-        """
-        if not isinstance(image, str | Path):
-            bgr = np.ascontiguousarray(_checked(image)[..., ::-1])
-            return self._prepared(_loaded(bgr, path=None, number=0))
-        fault = fault_of(Path(image))
-        try:
-            loaded = None if fault else self._load(dict(img_path=str(image), img_id=0))
-        except Exception:  # readers raise anything
-            loaded = None
-        if loaded is None:
-            raise DataError(f"{image} {fault or 'is not an image that can be read'}.")
-        return self._prepared(loaded)
-
-    def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Apply the rest of the pipeline."""
-        pixels, (height, width) = loaded["img"], loaded["img_shape"][:2]
-        try:
-            return dict(self._prepare(loaded), pixels=pixels)
-        except Exception as error:  # steps raise anything
-            reason = error.err if isinstance(error, cv2.error) else error
-            raise DataError(
-                f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
-                f"be resized as in the training ({reason}); crop or pad it."
-            ) from error
-
-
-def _checked(image: Any) -> np.ndarray:
-    """Check that an array can be an image."""
-    found = type(image).__name__
-    if isinstance(image, np.ndarray):
-        is_rgb = image.ndim == 3 and image.shape[2] == 3
-        if image.dtype == np.uint8 and is_rgb and image.size > 0:
-            return image
-        found = f"{image.dtype} of shape {image.shape}"
-    raise DataError(
-        "an image must be a path or a uint8 array (height, width, 3) in RGB, got "
-        f"{found}."
-    )
-
-
-def _as_rgb(pixels: np.ndarray) -> np.ndarray:
-    """Output of ``LoadImageFromFile``, also gray or of floats, as uint8 RGB."""
-    pixels_HWC = np.atleast_3d(pixels).clip(0, 255).astype(np.uint8)
-    if pixels_HWC.shape[2] < 3:
-        pixels_HWC = pixels_HWC[..., :1].repeat(3, 2)
-    return pixels_HWC[..., 2::-1]
-
-
-def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:
-    """Pixels in the output format of ``LoadImageFromFile``."""
-    size = bgr.shape[:2]
-    return dict(img=bgr, img_path=path, img_id=number, img_shape=size, ori_shape=size)
-
-
-@torch.inference_mode()
-def detect(detector: Any, batch: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Run a detector on outputs of `Inputs`; returns mmdet's data samples."""
-    keys = ("inputs", "data_samples")
-    images = [{key: one[key] for key in keys} for one in batch]
-    return detector.test_step(pseudo_collate(images))
 
 
 @dataclass(frozen=True)
@@ -336,7 +247,7 @@ class Predictor:
                 ):
                     samples = detect(self._detector, batch)
                 for sample, one in zip(samples, batch, strict=True):
-                    image = _as_rgb(one["pixels"]) if keep_images else None
+                    image = as_rgb(one["pixels"]) if keep_images else None
                     yield self._prediction(sample, choice, min_score, image)
 
     def _choose(self, dataset: str) -> _Choice:

@@ -18,8 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from damex.errors import ConfigError, DataError
-from damex.inference.predictor import Inputs, detect
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import Inputs, StoredDetector, detect
 from damex.models.insertion import moe_blocks
 from damex.models.outputs import count_tokens_BE
 from damex.moe import LayerTally, RoutingRecord, add_tallies, top1_expert

@@ -25,6 +25,7 @@ from damex.drawing import Color, palette
 from damex.engine.console import filter_console
 from damex.engine.hooks import LEAST_EVENNESS, routing_faults
 from damex.engine.optim import length_key
+from damex.engine.rows import has_groups
 from damex.errors import ConfigError, DataError
 from damex.files import css_color, data_uri, fill, make_folder, write_text
 from damex.inference.media import find_images, names_of
@@ -82,9 +83,13 @@ def experts(
     train_cfg = stored.config.get("train_cfg") or {}
     scores, charts, note = read_history(Path(checkpoint), stored.meta, train_cfg)
     notes += found.faults + [note] * bool(note)
-    alarms = routing_faults(found.served, least_evenness=LEAST_EVENNESS)
+    blocks = moe_blocks(recorder.detector)
+    # Whose experts images should use is unknown if the user names them.
+    unknown = {block.name for block in blocks if images and has_groups(block)}
+    judged = {name: t for name, t in found.served.items() if name not in unknown}
+    alarms = routing_faults(judged, least_evenness=LEAST_EVENNESS)
     epoch = stored.meta.get("epoch")
-    content = _content(found, moe_blocks(recorder.detector)) | dict(
+    content = _content(found, blocks) | dict(
         title=f"Experts of {Path(checkpoint).name}",
         about=f"{checkpoint}: {stored.model.get('type')}, "
         f"{millions(stored.state)} million parameters"

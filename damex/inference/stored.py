@@ -1,16 +1,19 @@
-"""Contents of a checkpoint: config, classes, preprocessing and weights."""
+"""Contents of a checkpoint: config, classes, weights, and preprocessing of images."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import ConfigDict
+from mmengine.dataset import Compose, pseudo_collate
 from mmengine.evaluator import Evaluator
 from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader, Runner
@@ -27,10 +30,13 @@ from damex.errors import ConfigError, DataError, did_you_mean
 from damex.evaluation import MixtureMetric
 from damex.files import atomic_write, write_text
 from damex.inference.literal_config import check_types, read_literals
+from damex.inference.media import fault_of, frames_of, is_video
 from damex.models.detectors import RoutedDetector
 
+Picture = str | Path | np.ndarray
 # Pipeline steps that need annotations.
 ANNOTATION_STEPS = ("LoadAnnotations", "FilterAnnotations", "LoadEmptyAnnotations")
+NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -177,9 +183,94 @@ class StoredDetector:
         return [found[int(i * step)] for i in range(min(count, len(found)))]
 
 
+class Inputs:
+    """Test pipeline of a training for images; starts with ``LoadImageFromFile``."""
+
+    def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
+        load, *rest = pipeline
+        self._load, self._prepare = Compose([load]), Compose(rest)
+
+    def each(self, image: Picture) -> Iterator[dict[str, Any]]:
+        """Preprocess an image, or all frames of a video."""
+        if isinstance(image, str | Path) and is_video(Path(image)):
+            for number, bgr in enumerate(frames_of(Path(image))):
+                yield self._prepared(_loaded(bgr, path=str(image), number=number))
+        else:
+            yield self(image)
+
+    def __call__(self, image: Picture) -> dict[str, Any]:
+        """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
+
+        ``pixels`` is the loaded image, in BGR; `detect` leaves it out.
+
+        Raises:
+            DataError: If it cannot be read, or the pipeline rejects it.
+        """
+        if not isinstance(image, str | Path):
+            bgr = np.ascontiguousarray(_checked(image)[..., ::-1])
+            return self._prepared(_loaded(bgr, path=None, number=0))
+        fault = fault_of(Path(image))
+        try:
+            loaded = None if fault else self._load(dict(img_path=str(image), img_id=0))
+        except Exception:  # readers raise anything
+            loaded = None
+        if loaded is None:
+            raise DataError(f"{image} {fault or 'is not an image that can be read'}.")
+        return self._prepared(loaded)
+
+    def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Apply the rest of the pipeline."""
+        pixels, (height, width) = loaded["img"], loaded["img_shape"][:2]
+        try:
+            return dict(self._prepare(loaded), pixels=pixels)
+        except Exception as error:  # steps raise anything
+            reason = error.err if isinstance(error, cv2.error) else error
+            raise DataError(
+                f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
+                f"be resized as in the training ({reason}); crop or pad it."
+            ) from error
+
+
+def _checked(image: Any) -> np.ndarray:
+    """Check that an array can be an image."""
+    found = type(image).__name__
+    if isinstance(image, np.ndarray):
+        is_rgb = image.ndim == 3 and image.shape[2] == 3
+        if image.dtype == np.uint8 and is_rgb and image.size > 0:
+            return image
+        found = f"{image.dtype} of shape {image.shape}"
+    raise DataError(
+        "an image must be a path or a uint8 array (height, width, 3) in RGB, got "
+        f"{found}."
+    )
+
+
+def as_rgb(pixels: np.ndarray) -> np.ndarray:
+    """Output of ``LoadImageFromFile``, also gray or of floats, as uint8 RGB."""
+    pixels_HWC = np.atleast_3d(pixels).clip(0, 255).astype(np.uint8)
+    if pixels_HWC.shape[2] < 3:
+        pixels_HWC = pixels_HWC[..., :1].repeat(3, 2)
+    return pixels_HWC[..., 2::-1]
+
+
+def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:
+    """Pixels in the output format of ``LoadImageFromFile``."""
+    size = bgr.shape[:2]
+    return dict(img=bgr, img_path=path, img_id=number, img_shape=size, ori_shape=size)
+
+
+@torch.inference_mode()
+def detect(detector: Any, batch: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Run a detector on outputs of `Inputs`; returns mmdet's data samples."""
+    keys = ("inputs", "data_samples")
+    images = [{key: one[key] for key in keys} for one in batch]
+    return detector.test_step(pseudo_collate(images))
+
+
 def millions(state: Mapping[str, Tensor]) -> str:
-    """Number of parameters in millions, formatted."""
-    return f"{sum(tensor.numel() for tensor in state.values()) / 1e6:.2f}"
+    """Number of parameters in millions; statistics of batch norms are none."""
+    kept = [v.numel() for key, v in state.items() if not key.endswith(NORM_STATISTICS)]
+    return f"{sum(kept) / 1e6:.2f}"
 
 
 def forget_processes(model: Mapping[str, Any]) -> None:

@@ -25,16 +25,9 @@ from damex.models.blocks import MoEFFN
 from damex.models.build import resolved_moe
 from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
-from damex.models.context import (
-    RoutingContext,
-    checkpoint_layers,
-    take_num_cp,
-)
+from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
-from damex.models.dataset_classifier import (
-    group_posterior,
-    restrict_to_predicted_group,
-)
+from damex.models.dataset_classifier import group_posterior, restrict_to_predicted_group
 from damex.models.initialization import copy_draws, ffns_in_place, own_random_stream
 from damex.models.insertion import (
     InsertionReport,
@@ -52,6 +45,7 @@ from damex.models.queries import (
     real_query_mask,
     valid_ratio_of,
 )
+from damex.models.sites import check_widths
 from damex.models.timm_backbone import check_neck
 from damex.moe import RoutingTally, gathered_experts
 
@@ -103,7 +97,7 @@ class RoutedDetector(_Detector):
         kwargs, num_cp = take_num_cp(kwargs)
         super().__init__(*args, **kwargs)
         check_neck(self.backbone, kwargs.get("neck"))
-        self._check_widths(kwargs.get("neck") or {})
+        check_widths(self, kwargs.get("neck") or {})
         self.routing = RoutingContext()
         self.counts_tokens = False
         self.tally: RoutingTally | None = None
@@ -122,20 +116,6 @@ class RoutedDetector(_Detector):
                 self._insert(self._moe, num_groups)
             self.awareness = build_awareness(self, options, label_coverage)
         checkpoint_layers(self, num_cp, context=self.routing)
-
-    def _check_widths(self, neck: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a part has another number of channels."""
-        widths = {"neck.out_channels": neck.get("out_channels", self.embed_dims)}
-        for name, module in self.named_modules():
-            if name.startswith(("encoder", "decoder", "bbox_head")):
-                width = getattr(module, "embed_dims", self.embed_dims)
-                widths[f"{name}.embed_dims"] = width
-        for name, width in widths.items():
-            if width != self.embed_dims:
-                raise ConfigError(
-                    f"model.{name} is {width}, but the encoder has {self.embed_dims} "
-                    "channels; neck, encoder, decoder and head need the same number."
-                )
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
         """Insert experts or gates, and log the report."""

@@ -17,12 +17,7 @@ from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
 from damex.models.expert_parallel import shard_experts
 from damex.models.sites import chosen_layers, conv_sites
-from damex.models.upcycling import (
-    DensePhase,
-    SplitStart,
-    gate_notes,
-    load_closing_norm,
-)
+from damex.models.upcycling import DensePhase, SplitStart, gate_notes, load_closing_norm
 from damex.moe import (
     DenseSoftmaxGate,
     ExpertChoiceGate,

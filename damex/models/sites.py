@@ -1,8 +1,8 @@
-"""Transformer layers and backbone stages selected by ``moe.layers``."""
+"""Parts of a detector: their widths, and the layers that ``moe.layers`` selects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmcv.cnn.bricks.transformer import FFN
@@ -12,6 +12,21 @@ from torch import nn
 from damex.errors import ConfigError
 
 COMPONENTS = ("encoder", "decoder")  # have transformer layers
+
+
+def check_widths(detector: Any, neck: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a part has another number of channels than the encoder."""
+    width = detector.embed_dims
+    widths = {"neck.out_channels": neck.get("out_channels", width)}
+    for name, module in detector.named_modules():
+        if name.startswith(("encoder", "decoder", "bbox_head")):
+            widths[f"{name}.embed_dims"] = getattr(module, "embed_dims", width)
+    for name, found in widths.items():
+        if found != width:
+            raise ConfigError(
+                f"model.{name} is {found}, but the encoder has {width} channels; neck, "
+                "encoder, decoder and head need the same number."
+            )
 
 
 def chosen_layers(

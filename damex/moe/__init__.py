@@ -66,7 +66,13 @@ from damex.moe.routers import (
     MLPRouter,
     expert_groups,
 )
-from damex.moe.routing import Assignment, GroupChoice, Packing, RoutingRecord
+from damex.moe.routing import (
+    Assignment,
+    GroupChoice,
+    Packing,
+    RoutingRecord,
+    restrict,
+)
 from damex.moe.shards import ExpertShards
 from damex.moe.split import (
     load_dense_split,

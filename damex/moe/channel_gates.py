@@ -27,7 +27,7 @@ class ShallowEmbedding(nn.Module):
     3x3 convolutions of stride 2, each with batch norm and ReLU, the mean over the
     image, and one linear layer. Its output, the logits of the auxiliary loss, is e(x)
     itself, as in the authors' code. `widths` are the channels of the convolutions; the
-    paper has 4 for small images and 5 for ImageNet, at about 2 % of the base network's
+    paper has 4 for small images and 5 for ImageNet, at about 2% of the base network's
     compute.
 
     With a mask, convolutions see zeros instead of padding, and batch norm and the mean

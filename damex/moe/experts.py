@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from damex.errors import check_choice, check_number, check_sizes
-from damex.moe.grouped import (
-    BACKENDS,
-    choose_backend,
-    grouped_linear,
-    spread_over_rows,
-)
+from damex.moe.grouped import BACKENDS, choose_backend, grouped_linear, spread_over_rows
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {

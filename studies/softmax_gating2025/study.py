@@ -41,7 +41,7 @@ __all__ = [
 # For each seed: quantity -> (sizes, repetitions).
 Found = Sequence[Mapping[str, Tensor]]
 Curves = dict[str, tuple[Sequence[int], Found]]  # with the sample sizes of each case
-COLUMNS = 4
+COLUMNS = 2
 STYLES = ("o-", "s-", "^-", "d-", "v-", "P-")
 TITLE = "Convergence rates of softmax gating (Nguyen et al. 2025, arXiv 2503.03213)"
 # n in steps of half a decade.
@@ -293,7 +293,7 @@ def _figure(curves: Curves) -> Figure:
         curves: Sample sizes of each case, and its errors for each seed.
     """
     rows = ceil(len(curves) / COLUMNS)
-    figure = Figure(figsize=(4.2 * COLUMNS, 3.4 * rows), layout="constrained")
+    figure = Figure(figsize=(5.4 * COLUMNS, 3.4 * rows), layout="constrained")
     for place, (name, (sizes, seeds)) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(rows, COLUMNS, place)
         _panel(axes, name, sizes, seeds)
@@ -313,4 +313,4 @@ def _panel(axes: Axes, name: str, sizes: Sequence[int], seeds: Found) -> None:
     axes.set_title(f"{name} ({CASES[name].loss})", fontsize=10)
     axes.set_xlabel("sample size n (observations)")
     axes.set_ylabel("median error (units of parameter or Y)")
-    axes.legend(fontsize=6)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

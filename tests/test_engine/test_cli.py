@@ -11,6 +11,7 @@ import pytest
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.device import utils
 
 from damex.__main__ import main
 from damex.config_files import find_config, merge_options, parse_options
@@ -161,6 +162,23 @@ def test_checkpoints_of_other_detectors_are_refused(
     refuse(words, "train", config, "--resume", checkpoint, *more)
 
 
+@pytest.mark.parametrize("command", ["train", "test"])
+def test_a_device_that_cannot_be_used_is_named(write_config, refuse, command):
+    words = [command, write_config(), *["none.pth"] * (command == "test"), "--device"]
+    refuse(["--device must be cpu, cuda or cuda:N, got 'gpu'"], *words, "gpu")
+    count = torch.cuda.device_count()
+    refuse([f"{count} GPUs are seen here"], *words, f"cuda:{count}")
+
+
+def test_an_evaluation_keeps_to_the_named_device(
+    write_config, untrained, run, monkeypatch
+):
+    monkeypatch.setattr(utils, "DEVICE", "cuda")  # as if there was one
+    config = write_config()
+    assert run("test", config, untrained(config), "--device", "cpu") == (0, "")
+    assert utils.DEVICE == "cpu"
+
+
 def test_a_dense_checkpoint_of_other_classes_starts_a_training(
     write_config, two_datasets, untrained, capsys
 ):
@@ -172,7 +190,7 @@ def test_a_dense_checkpoint_of_other_classes_starts_a_training(
     runner.logger.addHandler(logging.StreamHandler(log))
     runner.load_checkpoint(str(checkpoint))
     assert (
-        "untrained.pth: classes: taken over by name: car, person, dog; not used of the "
+        "untrained.pth: classes: loaded by name: car, person, dog; only in the "
         "checkpoint: 1."
     ) in log.getvalue()
     assert "do not match exactly" not in capsys.readouterr().out

@@ -91,8 +91,8 @@ def test_new_and_ambiguous_classes_start_as_the_detector_has_them(build):
     assert moved == {FIRST}
     assert torch.equal(state[FIRST], torch.stack([own[0], given[7], given[0], own[3]]))
     assert [*remap_notes(RowNames(COCO), wanted, moved)] == [
-        "classes: taken over by name: c7, c0; new, as at the start of a training: new, "
-        "other; not used of the checkpoint: 78."
+        "classes: loaded by name: c7, c0; newly initialized: new, other; only in the "
+        "checkpoint: 78."
     ]
     twice, wanted = RowNames(("a", "b", "a", "d")), RowNames(("d", "a", "b", "x"))
     state = {FIRST: given[:4].clone()}
@@ -156,8 +156,7 @@ def test_a_new_dataset_starts_as_the_detector_has_it(build):
         assert torch.equal(state[key], expected)
     target.load_state_dict(state)  # the group mask has its new size
     assert [*remap_notes(XYZ, wanted, moved)] == [
-        "experts of datasets: taken over by name: z, x, y; new, as at the start of a "
-        "training: n."
+        "experts of datasets: loaded by name: z, x, y; newly initialized: n."
     ]
 
 
@@ -269,8 +268,8 @@ def test_a_training_starts_from_rows_of_the_same_name(
     _, logged = load(**{"moe.num_experts": 4})
     assert logged == [
         f"{path}: 2 experts per layer of the checkpoint become 4: 0 (street) from 0, 1 "
-        "(street) new, 2 (park) from 1, 3 (park) new; new ones start as in a new "
-        "training."
+        "(street) new, 2 (park) from 1, 3 (park) new; new ones are newly "
+        "initialized."
     ]
     assert load(mixture=two_datasets)[1] == []
     second, logged = load(mixture=two_datasets[::-1])

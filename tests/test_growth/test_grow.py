@@ -3,10 +3,12 @@
 import ast
 import copy
 import shlex
+import sys
 
 import numpy as np
 import pytest
 import torch
+from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from damex.__main__ import main
@@ -179,6 +181,38 @@ def test_the_dataset_to_copy_can_be_named(save, make_config, mixture):
             maps = dict(street=stored.state[key][0], green=stored.state[key][1])
             expected = maps.get(source, torch.zeros_like(maps["green"]))
             assert torch.equal(grown.state[key][2], expected)
+
+
+GATE = """
+from damex.moe import TopKGate
+from damex.registry import MODELS
+
+@MODELS.register_module()
+class GateOfTheUser(TopKGate):
+    pass
+"""
+
+
+def test_only_the_config_that_is_named_imports_classes_of_the_user(
+    save, make_config, mixture, tmp_path, monkeypatch, capsys
+):
+    module, kind = "gate_of_the_user", "GateOfTheUser"
+    (tmp_path / f"{module}.py").write_text(GATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = (
+        f"custom_imports = dict(imports=['damex.registry', {module!r}])\n"
+        f"moe = dict(gate=dict(type={kind!r}))"
+    )
+
+    old = save(mixture[:2], moe="damex", extra=lines)
+    for extra, status in ((lines, 0), ("", 2)):
+        del sys.modules[module], MODELS.module_dict[kind]  # as in a new process
+        config = make_config(mixture, name="grown", moe="damex", extra=extra)
+        out = str(tmp_path / f"{status}.pth")
+        words = ["grow", str(old), str(config), "--like", "park", "--out", out]
+        assert main(words) == status
+    assert module not in sys.modules
+    assert f"type={kind!r}, which no registry has" in capsys.readouterr().err
 
 
 def test_the_config_may_spread_experts_over_processes(save, make_config, mixture):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import damex
+from damex.curation.sources import mixture_config_of
 from damex.errors import ConfigError
 from damex.zero_config import MODELS, config_of_folders, named_folders
 
@@ -55,6 +56,7 @@ def test_a_linked_folder_keeps_its_name(tmp_path, monkeypatch):
     (tmp_path / "disk/v2/inner").mkdir(parents=True)
     (tmp_path / "fish").symlink_to(tmp_path / "disk/v2")
     assert named_folders([f"{tmp_path}/fish"]).keys() == {"fish"}
+    assert mixture_config_of(f"{tmp_path}/fish").mixture[0].name == "fish"
     monkeypatch.chdir(tmp_path / "disk/v2/inner")
     assert named_folders([".."]).keys() == {"v2"}
 
@@ -63,6 +65,13 @@ def test_a_linked_folder_keeps_its_name(tmp_path, monkeypatch):
 def test_names_that_no_dataset_can_have(tmp_path, name):
     with pytest.raises(ConfigError, match=f"'{name}' cannot be the name of a dataset"):
         damex.train({name: tmp_path}, verbose=False)
+
+
+@pytest.mark.parametrize("work_dir", [None, "work"])
+def test_a_path_that_does_not_exist_may_be_meant_as_a_folder(work_dir):
+    said = r"data/nowhere is neither a folder nor a config.* damex.train\({'fish': "
+    with pytest.raises(ConfigError, match=said):
+        damex.train("data/nowhere", work_dir=work_dir, verbose=False)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -10,7 +10,7 @@ from damex.drawing import draw_boxes
 from damex.errors import ConfigError
 from damex.inference import media
 from damex.inference.media import Drawings
-from damex.inference.predictor import Inputs
+from damex.inference.stored import Inputs
 
 CLASSES = ("car", "dog")
 

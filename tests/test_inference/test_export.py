@@ -14,6 +14,7 @@ import torch
 from mmdet.models.detectors import DeformableDETR
 from PIL import Image
 
+import damex
 from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference import Predictor, onnx_graph
@@ -27,9 +28,9 @@ from damex.inference.export import (
     start_session,
 )
 from damex.inference.onnx_graph import DetectorGraph, resized, resizing_to, to_onnx
-from damex.inference.predictor import Inputs, labels_by_group
+from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import extract
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import Inputs, StoredDetector
 from tests.test_inference.conftest import BEST, PIPELINE
 
 ROOT = Path(__file__).parents[2]
@@ -246,6 +247,15 @@ def test_the_command_and_its_file(save, tmp_path, capsys, dataset):
         scores, boxes = difference(expected, found, least=upper_half(expected))
         assert scores < 1e-4
         assert boxes < 1e-2
+
+
+def test_the_size_in_python_is_width_and_height(save, tmp_path):
+    out = tmp_path / "made.onnx"
+    detector = damex.load(save_mixture(save), device="cpu")
+    detector.export(out, dataset="park", image_size=(128, 96))
+    metadata = start_session(out.read_bytes()).get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["image_size"]) == [128, 96]
+    assert "image_size: Width and height" in detector.export.__doc__
 
 
 def test_resizing_is_that_of_opencv():

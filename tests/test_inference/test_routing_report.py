@@ -12,7 +12,6 @@ from PIL import Image
 
 from damex.__main__ import main
 from damex.errors import DataError
-from damex.inference.predictor import Inputs, detect
 from damex.inference.routing_recorder import TILE, Recorder
 from damex.inference.routing_report import (
     LayerUse,
@@ -21,9 +20,10 @@ from damex.inference.routing_report import (
     rows_of_mixture,
     rows_of_words,
 )
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import Inputs, StoredDetector, detect
 from damex.models.insertion import moe_blocks
 from damex.moe import LayerTally
+from tests.test_inference.conftest import BEST
 
 
 class Page(HTMLParser):
@@ -232,6 +232,16 @@ def test_the_page_holds_the_numbers_and_needs_nothing_else(experts, photos, stor
         assert words in said.out
     assert [*tables] == []
     assert "No curves and no AP" in said.out
+
+
+@pytest.mark.parametrize("losses", [["DatasetRoutingLoss"], []])
+def test_experts_of_datasets_that_are_not_shown_are_no_collapse(
+    experts, photos, losses
+):
+    """Nor can it be told of other images whose experts they should use."""
+    loss = [dict(type=kind) for kind in losses]
+    _, said, text = experts("--images", photos / "deep", moe={**BEST, "losses": loss})
+    assert ("warning: " in said.out) == ("Collapse:" in text) == (losses == [])
 
 
 def test_curves_and_scores_of_the_run_are_drawn(experts, photos, save, tmp_path):

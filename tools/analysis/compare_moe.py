@@ -56,7 +56,7 @@ from damex.headroom.verdict import Spread, paired_difference, spread
 HEADER = (
     "mixture of experts",
     "mean AP50",
-    "minus the first row's [95 %]",
+    "minus the first row's [95%]",
     "mean AP",
     "pooled AP",
     "routing accuracy",
@@ -235,7 +235,7 @@ def comparison_row(
 
 
 def with_differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``ap50_minus_first`` to rows of the same seeds: mean and 95 % interval.
+    """Add ``ap50_minus_first`` to rows of the same seeds: mean and 95% interval.
 
     It is None for the first row, and without a seed finished in both.
     """
