@@ -1,6 +1,7 @@
 """The pages name only what exists: links, files, commands, options, keys, tables."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -12,9 +13,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+import mmdet.models.layers
 import mmdet.registry
 import pytest
 from cyclopts import CycloptsError
@@ -25,7 +28,10 @@ from mmengine.registry import Registry
 import damex.registry  # noqa: F401  (registers the classes)
 from damex.commandline.commands import app as damex_app
 from damex.config_files import KEYS, MOE, config_of, parse_options, read_part
+from damex.datasets import label_space, spec
 from damex.errors import ConfigError
+from damex.models import config as moe_fields
+from damex.models import dataset_awareness
 from damex.toydata.__main__ import app as toydata_app
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +116,16 @@ def test_fences_name_their_language_and_python_compiles(page):
     assert [one.content for one in code if not one.info] == []
     for text in fences(page, "python"):
         ast.parse(text)
+
+
+@every_page
+def test_code_imports_public_names(page):
+    reference = (ROOT / "docs/reference/api.md").read_text("utf-8")
+    for text in fences(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("damex"):
+                names = [f"{node.module}.{one.name}" for one in node.names]
+                assert [one for one in names if f"`{one}`" not in reference] == []
 
 
 @every_page
@@ -246,6 +262,93 @@ def test_configs_experts_and_config_keys_exist(page):
     assert faults == []
 
 
+# Options of other programs, names in examples, and classes of other libraries.
+OTHER_OPTIONS = {"--no-build-isolation", "--no-deps", "--tta"}
+EXAMPLES = {"arms", "features_only", "key", "pedestrian", "project", "start_scale"}
+EXAMPLES |= {"GumbelGate", "MyNet", "LEAFS", "turbines", "_delete_"}
+OTHER_CLASSES = {"DontCare", "ImageSets", "OtherVehicle"}
+OTHER_CLASSES |= {"OutOfMemoryError", "RuntimeError"}
+
+
+def options_of(app):
+    """Names of the options of a program and its commands."""
+    names = {name for name in app if name.startswith("-")}
+    for command in (app[name] for name in app if not name.startswith("-")):
+        names |= options_of(command)
+    if app.default_command:
+        arguments = app.assemble_argument_collection()
+        names |= {name for one in arguments for name in one.names}
+    return names
+
+
+@functools.cache
+def known_options():
+    scripts = [path.relative_to(ROOT) for path in ROOT.glob("tools/analysis/*.py")]
+    apps = [module(str(path))["app"] for path in scripts]
+    return set().union(*map(options_of, [damex_app, toydata_app, *apps]))
+
+
+@functools.cache
+def known_keys():
+    """Arguments of registered classes, fields of ``moe``, keys of shipped configs."""
+    known = {name.lstrip("-").replace("-", "_") for name in known_options()} | {*KEYS}
+    kinds = {one for kind in REGISTERED.values() for one in inspect.getmro(kind)[:-1]}
+    for part in (label_space, spec, moe_fields, dataset_awareness, mmdet.models.layers):
+        kinds |= {*filter(inspect.isclass, vars(part).values())}
+    for kind in kinds:
+        with contextlib.suppress(ValueError):  # no signature
+            known |= {*inspect.signature(kind).parameters}
+    for name in ("own_datasets", "damex-dino-4scale_r50_8xb2-12e_coco-voc"):
+        known |= {*keys_of(config_of(name, (), needs_model=False).to_dict())}
+    return known
+
+
+def keys_of(value):
+    if isinstance(value, Mapping):
+        yield from value
+    if isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from keys_of(one)
+
+
+@every_page
+def test_options_keys_and_classes_in_sentences_exist(page):
+    sources = "".join(path.read_text("utf-8") for path in ROOT.glob("damex/**/*.py"))
+    classes = {*re.findall(r"^class (\w+)", sources, re.MULTILINE)} | {*REGISTERED}
+    for text in (token.content for token in inline(page, "code_inline")):
+        if option := re.match(r"--[a-z][\w-]*", text):
+            assert option[0] in known_options() | OTHER_OPTIONS, text
+        elif not re.match(r"(\w+=\S+ )*(damex|git|pip|python|srun|torchrun) ", text):
+            keys = re.findall(r"(?<![\w.\"'\[{/-])([A-Za-z_][\w.]*)=(?!=)", text)
+            names = {key.rpartition(".")[2] for key in keys if not key.isupper()}
+            assert names <= known_keys() | EXAMPLES, text
+        if name := re.match(r"([A-Z][a-z]+(?:[A-Z]\w+)+)\b", text):
+            assert name[1] in classes | OTHER_CLASSES | EXAMPLES, text
+
+
+@every_page
+def test_keys_and_classes_in_code_exist(page):
+    for text in fences(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
+                named = {one.arg: one.value for one in node.keywords}
+                assert {*named} <= known_keys() | EXAMPLES | {None, "type"}, text
+                if isinstance(kind := named.get("type"), ast.Constant):
+                    assert kind.value in {*REGISTERED} | EXAMPLES, text
+
+
+def test_the_reference_of_keys_lists_only_keys():
+    assert documented_keys() - known_keys() == set()
+
+
+def test_the_variants_are_the_files():
+    page = (ROOT / "docs/experts/variants.md").read_text("utf-8")
+    table = page.partition("## All variants")[2].partition("\n## ")[0]
+    listed = {*re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)}
+    files = {path.stem for path in ROOT.glob("configs/_base_/moe/*.py")}
+    assert listed == files - {"deepmoe_stage2"}  # named in the row of deepmoe
+
+
 def test_the_reference_lists_all_commands_and_registered_classes():
     page = (ROOT / "docs/reference/commands.md").read_text("utf-8")
     groups = [(damex_app, ""), (damex_app["data"], "data ")]
@@ -267,6 +370,69 @@ def test_marked_tables_are_those_of_the_json(page):
     assert update["with_tables"](text) == text
 
 
+def test_every_table_is_on_a_page():
+    update = module("docs/results/update.py")
+    kept = json.loads((ROOT / "docs/results/tables.json").read_text("utf-8"))
+    pages = "".join((ROOT / page).read_text("utf-8") for page in PAGES)
+    marked = {match[2] for match in update["TABLE"].finditer(pages)}
+    assert marked == {*kept, *update["COMPUTED"]}
+
+
+def packages_of_damex():
+    """Python files of each package of damex, the top level among them."""
+    files = defaultdict(list)
+    for path in (ROOT / "damex").rglob("*.py"):
+        inside = path.relative_to(ROOT / "damex").parts
+        files[inside[0] if inside[1:] else "top level"].append(path)
+    return files
+
+
+def test_packages_keep_their_budgets():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    rows = re.findall(r"^\| `?([\w ]+)`? \| (\d+) \| ([\d,]+) \|", text, re.MULTILINE)
+    budgets = {name: (int(n), int(m.replace(",", ""))) for name, n, m in rows}
+    files = packages_of_damex()
+    assert {*budgets} == {*files}
+    for name, (count, lines) in budgets.items():
+        found = sum(len(p.read_text("utf-8").splitlines()) for p in files[name])
+        assert len(files[name]) == count, name
+        assert lines - 150 < found <= lines, f"{name} has {found} lines"
+
+
+def test_packages_import_in_one_direction():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    order = next(line for line in text.splitlines() if line.startswith("growth ->"))
+    ranks = {
+        name: rank
+        for rank, names in enumerate(order.split(" -> "))
+        for name in names.split(", ")
+    }
+    for package, rank in ranks.items():
+        for path in packages_of_damex()[package]:
+            imported = {*re.findall(r"from damex\.(\w+)", path.read_text("utf-8"))}
+            others = (imported & {*ranks}) - {package}
+            assert all(ranks[other] > rank for other in others), path
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("=worlds-8_conflicting_2400_iterations dense", "0.822"),
+        ("=worlds-8_conflicting_2400_iterations damex_best - dense", "+0.023"),
+        ("=toy_quick_start damex_best - dense seeds 0", "+0.009"),
+        ("=worlds-2_conflicting verdict", "not shown to help"),
+        ("0.5", "0.5"),
+    ],
+)
+def test_formulas_of_tables(formula, value):
+    assert module("docs/results/update.py")["computed"](formula) == value
+
+
+def test_a_wrong_formula_is_rejected():
+    with pytest.raises(ValueError, match="is not a formula"):
+        module("docs/results/update.py")["computed"]("=toy_quick_start")
+
+
 def run(words, folder):
     done = subprocess.run(
         [sys.executable, *words],
@@ -285,10 +451,9 @@ def test_the_readme_runs(tmp_path):
     sizes = ["--worlds", "2", "--train", "8", "--val", "4"]
     run(["-m", "damex.toydata", "--out", "toy", *sizes], tmp_path)
     worlds = [path.parent for path in tmp_path.glob("toy/*/train.json")]
-    code = [one for one in fences("README.md") if "photos/" in one]
-    for name in {*re.findall(r"data/(\w+)", "".join(code))}:
-        shutil.copytree(worlds.pop(), tmp_path / "data" / name)
-    shutil.copytree(next(tmp_path.glob("data/*/images")), tmp_path / "photos")
+    code = [one for one in fences("README.md") if "data/toy/" in one]
+    for name in {*re.findall(r"data/toy/(\w+)", "".join(code))}:
+        shutil.copytree(worlds.pop(), tmp_path / "data/toy" / name)
     lines = [words for line, _, words in commands("README.md") if line in code[0]]
     assert [words[0] for words in lines] == ["train", "predict"]
     short = {"train_dataloader.sampler.samples_per_epoch": 8}
@@ -296,12 +461,12 @@ def test_the_readme_runs(tmp_path):
     for words in lines:
         run(["-m", "damex", *words], tmp_path)
     assert any((tmp_path / "seen").iterdir())
-    before = '"sketches": "data/sketches"})'
-    assert before in code[1]
-    program = code[1].replace(before, f"{before[:-1]}, options={short})")
+    assert "epochs=1)" in code[1]
+    program = code[1].replace("epochs=1)", f"epochs=1, options={short})")
     (tmp_path / "program.py").write_text(program, "utf-8")
     printed = run(["program.py"], tmp_path)
-    assert all(one.name in printed for one in (tmp_path / "photos").iterdir())
+    images = tmp_path / "data/toy/photos/images"
+    assert all(one.name in printed for one in images.iterdir())
 
 
 @pytest.mark.slow
