@@ -37,8 +37,8 @@ TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FORMULA = re.compile(r"=(\S+) (\S+)(?: - (\S+))?(?: seeds ([\d ]+))?")
 VERDICTS = {"yes": "can help", "no": "not shown to help", "undecided": "undecided"}
 ARMS = {
-    "single": "a detector per dataset, as many images",
     "dense": "joint detector",
+    "single": "a detector per dataset, as many images",
     "dense_lr2": "joint, twice the learning rate",
     "partitioned": "a head per dataset, dataset given",
     "partitioned_guessed": "a head per dataset, dataset guessed",
