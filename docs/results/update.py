@@ -52,6 +52,14 @@ FASTER = {
     "dense_class2_dn150": "and 150 denoising queries, 480 iterations",
     "damex_best_class2": "`damex_best` with the settings of the template now",
 }
+BACKBONE = {
+    "dense": "joint detector",
+    "dense_lr2": "joint, twice the learning rate",
+    "shared_adapters": "adapters shared by all datasets",
+    "dataset_adapters_told": "adapters of each dataset, dataset given",
+    "all_stages_told": "... behind all blocks, also the frozen ones",
+    "dataset_adapters_told_and_damex_best": "... and `damex_best`",
+}
 WORLDS = ("dense", "dense_lr2", "damex_best")  # rows of a figure
 
 
@@ -109,39 +117,67 @@ def _parameters(folder: Path, name: str) -> int:
     return total
 
 
-def _arms(shown: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _arms(
+    shown: Mapping[str, str], file: str = "seven_datasets.json"
+) -> dict[str, dict[str, Any]]:
     """Scores on the seven datasets of the shown arms that were run."""
-    path = HERE / "seven_datasets.json"
-    found = json.loads(path.read_text("utf-8"))["arms"]
+    found = json.loads((HERE / file).read_text("utf-8"))["arms"]
     return {arm: found[arm] for arm in shown if arm in found}
 
 
 def seven_datasets(shown: Mapping[str, str] = ARMS) -> str:
     """Arms on the seven datasets: means, pairs, time and size."""
-    arms = _arms(shown)
-    header = ["", "mean AP", "mean AP50", "minus joint [95%]", "pooled AP"]
-    lines = []
-    for name, arm in arms.items():
-        pair = None
-        if name != "dense":
-            pair = paired_difference(arm["mean_ap"], arms["dense"]["mean_ap"])
-        scores = [_scores(arm["mean_ap"]), spread(arm["mean_ap50"])]
-        seconds = arm.get("seconds_per_iteration")
-        more = [seconds and f"{seconds:.2f}", _millions(arm.get("parameters"))]
-        columns = [*scores, pair, spread(arm["pooled_ap"]), *more]
-        lines.append([shown[name], *map(cell, columns)])
-    return markdown([*header, "s / iteration", "parameters"], lines)
+    return _comparison(_arms(shown), shown, {"dense": "joint"})
 
 
 def seven_datasets_by_dataset(shown: Mapping[str, str] = ARMS) -> str:
     """AP of each of the seven datasets."""
-    arms = _arms(shown)
-    names = list(next(iter(arms.values()))["datasets"])
+    return _by_dataset(_arms(shown), shown)
+
+
+def backbone() -> str:
+    """Adapters in the backbone: means, pairs, time and size."""
+    bases = {"dense": "joint", "shared_adapters": "shared adapters"}
+    return _comparison(_arms(BACKBONE, "backbone.json"), BACKBONE, bases)
+
+
+def backbone_by_dataset() -> str:
+    """AP of each of the seven datasets with adapters in the backbone."""
+    return _by_dataset(_arms(BACKBONE, "backbone.json"), BACKBONE)
+
+
+def _comparison(
+    arms: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, str],
+    bases: Mapping[str, str],
+) -> str:
+    """Scores of arms, and their differences to `bases`."""
+    minus = [f"minus {name} [95%]" for name in bases.values()]
+    header = ["", "mean AP", "mean AP50", *minus, "pooled AP"]
+    lines = []
+    for name, arm in arms.items():
+        pairs = [
+            None
+            if name == base
+            else paired_difference(arm["mean_ap"], arms[base]["mean_ap"])
+            for base in bases
+        ]
+        scores = [_scores(arm["mean_ap"]), spread(arm["mean_ap50"])]
+        seconds = arm.get("seconds_per_iteration")
+        more = [seconds and f"{seconds:.2f}", _millions(arm.get("parameters"))]
+        columns = [*scores, *pairs, spread(arm["pooled_ap"]), *more]
+        lines.append([names[name], *map(cell, columns)])
+    return markdown([*header, "s / iteration", "parameters"], lines)
+
+
+def _by_dataset(arms: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> str:
+    """AP of each dataset."""
+    datasets = list(next(iter(arms.values()))["datasets"])
     lines = [
-        [shown[name], *(cell(spread(arm["datasets"][d])) for d in names)]
+        [names[name], *(cell(spread(arm["datasets"][d])) for d in datasets)]
         for name, arm in arms.items()
     ]
-    return markdown(["AP", *(name.replace("_", " ") for name in names)], lines)
+    return markdown(["AP", *(name.replace("_", " ") for name in datasets)], lines)
 
 
 def front() -> str:
@@ -191,6 +227,8 @@ def lost_ap() -> str:
 
 
 COMPUTED: dict[str, Callable[[], str]] = {
+    "backbone": backbone,
+    "backbone-by-dataset": backbone_by_dataset,
     "front": front,
     "faster-template": partial(seven_datasets, FASTER),
     "faster-template-by-dataset": partial(seven_datasets_by_dataset, FASTER),
