@@ -125,34 +125,14 @@ def _arms(
     return {arm: found[arm] for arm in shown if arm in found}
 
 
-def seven_datasets(shown: Mapping[str, str] = ARMS) -> str:
-    """Arms on the seven datasets: means, pairs, time and size."""
-    return _comparison(_arms(shown), shown, {"dense": "joint"})
-
-
-def seven_datasets_by_dataset(shown: Mapping[str, str] = ARMS) -> str:
-    """AP of each of the seven datasets."""
-    return _by_dataset(_arms(shown), shown)
-
-
-def backbone() -> str:
-    """Adapters in the backbone: means, pairs, time and size."""
-    bases = {"dense": "joint", "shared_adapters": "shared adapters"}
-    return _comparison(_arms(BACKBONE, "backbone.json"), BACKBONE, bases)
-
-
-def backbone_by_dataset() -> str:
-    """AP of each of the seven datasets with adapters in the backbone."""
-    return _by_dataset(_arms(BACKBONE, "backbone.json"), BACKBONE)
-
-
-def _comparison(
-    arms: Mapping[str, Mapping[str, Any]],
-    names: Mapping[str, str],
-    bases: Mapping[str, str],
+def seven_datasets(
+    shown: Mapping[str, str] = ARMS,
+    file: str = "seven_datasets.json",
+    bases: Sequence[tuple[str, str]] = (("dense", "joint"),),
 ) -> str:
-    """Scores of arms, and their differences to `bases`."""
-    minus = [f"minus {name} [95%]" for name in bases.values()]
+    """Arms on the seven datasets: means, differences to `bases`, time and size."""
+    arms = _arms(shown, file)
+    minus = [f"minus {name} [95%]" for _, name in bases]
     header = ["", "mean AP", "mean AP50", *minus, "pooled AP"]
     lines = []
     for name, arm in arms.items():
@@ -160,24 +140,27 @@ def _comparison(
             None
             if name == base
             else paired_difference(arm["mean_ap"], arms[base]["mean_ap"])
-            for base in bases
+            for base, _ in bases
         ]
         scores = [_scores(arm["mean_ap"]), spread(arm["mean_ap50"])]
         seconds = arm.get("seconds_per_iteration")
         more = [seconds and f"{seconds:.2f}", _millions(arm.get("parameters"))]
         columns = [*scores, *pairs, spread(arm["pooled_ap"]), *more]
-        lines.append([names[name], *map(cell, columns)])
+        lines.append([shown[name], *map(cell, columns)])
     return markdown([*header, "s / iteration", "parameters"], lines)
 
 
-def _by_dataset(arms: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> str:
-    """AP of each dataset."""
-    datasets = list(next(iter(arms.values()))["datasets"])
+def seven_datasets_by_dataset(
+    shown: Mapping[str, str] = ARMS, file: str = "seven_datasets.json"
+) -> str:
+    """AP of each of the seven datasets."""
+    arms = _arms(shown, file)
+    names = list(next(iter(arms.values()))["datasets"])
     lines = [
-        [names[name], *(cell(spread(arm["datasets"][d])) for d in datasets)]
+        [shown[name], *(cell(spread(arm["datasets"][d])) for d in names)]
         for name, arm in arms.items()
     ]
-    return markdown(["AP", *(name.replace("_", " ") for name in datasets)], lines)
+    return markdown(["AP", *(name.replace("_", " ") for name in names)], lines)
 
 
 def front() -> str:
@@ -227,8 +210,15 @@ def lost_ap() -> str:
 
 
 COMPUTED: dict[str, Callable[[], str]] = {
-    "backbone": backbone,
-    "backbone-by-dataset": backbone_by_dataset,
+    "backbone": partial(
+        seven_datasets,
+        BACKBONE,
+        "backbone.json",
+        [("dense", "joint"), ("shared_adapters", "shared adapters")],
+    ),
+    "backbone-by-dataset": partial(
+        seven_datasets_by_dataset, BACKBONE, "backbone.json"
+    ),
     "front": front,
     "faster-template": partial(seven_datasets, FASTER),
     "faster-template-by-dataset": partial(seven_datasets_by_dataset, FASTER),

@@ -2,7 +2,7 @@
 
 Behind each chosen block of a timm backbone: a scale, a shift and a linear map of low
 rank, all zero at the start. Every image uses the adapters of its dataset, which is
-given, also in an evaluation (an oracle). This is no option of damex: the class exists
+given, also in an evaluation (an oracle). It is not an option of damex: the class exists
 for the measurement in docs/research/results.md, and ``arms.py`` lists its arms.
 
 Axes: B images, C channels, H rows, W columns, G datasets, L rank.
@@ -88,19 +88,19 @@ class AdaptedDINO(MoEDINO):
         assert self._ids_B is not None
         return adapter(maps, (self._ids_B + self._offset) % len(adapter.scale_GC))
 
-    def _tell(self, samples: Sequence[Any], images: Tensor) -> None:
+    def _set_datasets(self, samples: Sequence[Any], images: Tensor) -> None:
         self._ids_B = ids_of(samples, "group_id", images.device)
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Compute the losses, with the adapters of each image's dataset."""
-        self._tell(batch_data_samples, batch_inputs)
+        self._set_datasets(batch_data_samples, batch_inputs)
         return super().loss(batch_inputs, batch_data_samples)
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True
     ) -> list:
         """Predict, with the adapters of each image's dataset."""
-        self._tell(batch_data_samples, batch_inputs)
+        self._set_datasets(batch_data_samples, batch_inputs)
         return super().predict(batch_inputs, batch_data_samples, rescale)
 
 
