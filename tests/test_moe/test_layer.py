@@ -135,13 +135,11 @@ def test_padding_changes_no_output_loss_or_gradient(parts, content, amount):
     out, losses, grads = train_step(
         layer, padded, group_ids_B=group_ids, packing=Packing.of_mask(mask)
     )
-    assert torch.equal(out[:, :7], plain[0])
     assert torch.equal(out[:, 7:], torch.zeros(2, amount, D))
-    assert losses.keys() == plain[1].keys()
-    for name, loss in losses.items():
-        assert torch.equal(loss, plain[1][name]), name
-    # The engine may add the gradients of a router's logits in another order.
-    torch.testing.assert_close(grads, plain[2], rtol=1e-6, atol=1e-6)
+    # Sums may run in another order: of a softmax over a longer row, with the width of
+    # the CPU's vectors, and of the gradients of a router's logits.
+    step = (out[:, :7], losses, grads)
+    torch.testing.assert_close(step, plain, rtol=1e-6, atol=1e-6)
 
 
 @every_layer
