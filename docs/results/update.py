@@ -57,8 +57,11 @@ BACKBONE = {
     "dense_lr2": "joint, twice the learning rate",
     "shared_adapters": "adapters shared by all datasets",
     "dataset_adapters_told": "adapters of each dataset, dataset given",
+    "scale_and_shift_told": "... a scale and a shift alone",
+    "rank_32_told": "... of rank 32",
     "all_stages_told": "... behind all blocks, also the frozen ones",
-    "dataset_adapters_told_and_damex_best": "... and `damex_best`",
+    "damex_best": "`damex_best`, no adapters",
+    "dataset_adapters_told_and_damex_best": "`damex_best` and adapters of each dataset",
 }
 WORLDS = ("dense", "dense_lr2", "damex_best")  # rows of a figure
 

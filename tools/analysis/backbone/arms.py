@@ -12,6 +12,8 @@ arms = {
     "shared_adapters": dict(_dense, model=dict(adapters=dict(datasets=1))),
     "dataset_adapters_told": dict(_dense, model=dict(adapters=dict(datasets=7))),
     "dataset_adapters_told_and_damex_best": dict(model=dict(adapters=dict(datasets=7))),
+    "scale_and_shift_told": dict(_dense, model=dict(adapters=dict(datasets=7, rank=0))),
+    "rank_32_told": dict(_dense, model=dict(adapters=dict(datasets=7, rank=32))),
     "all_stages_told": dict(
         _dense, model=dict(adapters=dict(datasets=7, stages=[*range(7)]))
     ),
