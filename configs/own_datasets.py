@@ -31,5 +31,6 @@ mixture = [
     # Any dataset class of mmdet works too:
     # dict(name="city", train=dict(type="CityscapesDataset", ...), val=dict(...)),
 ]
+# image_size = 512  # 256 by default; four times the pixels, about as many times slower
 # max_epochs = 6  # of 2,400 images each; more of them make it better, and take longer
 # moe = None  # no experts: the plain joint detector

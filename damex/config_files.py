@@ -38,7 +38,7 @@ KEYS = frozenset(
         *("mixture", "label_space", "moe", "console", "max_epochs", "max_iters"),
         *("runner_type", "custom_imports", "vis_backends", "find_unused_parameters"),
         *("model_wrapper_cfg", "sync_bn", "compile", "load_optimizer"),
-        *("data_check", "train_only"),
+        *("data_check", "train_only", "image_size", "pipeline_check"),
     }
 )
 WIDTH = 88  # of lines in a written config
@@ -280,18 +280,6 @@ def _check_place(cfg: Any, name: str) -> None:
         if not is_list and part not in cfg:
             return
         cfg = cfg[int(part) if is_list else part]
-
-
-def size_of_test_images(cfg: Config) -> tuple[int, int]:
-    """Return height and width that the test pipeline resizes to."""
-    for step in cfg.get("test_pipeline") or ():
-        if step.get("type") == "Resize" and isinstance(step.get("scale"), Sequence):
-            width, height = step["scale"]
-            return int(height), int(width)
-    raise ConfigError(
-        "the config has no test_pipeline with Resize(scale=(width, height)); add "
-        "one (tools/analysis/complexity.py also takes --shape HEIGHT WIDTH)."
-    )
 
 
 def mixtures_of(cfg: Mapping[str, Any]) -> list[dict]:

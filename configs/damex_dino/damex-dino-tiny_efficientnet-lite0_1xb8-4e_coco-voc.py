@@ -12,13 +12,12 @@ _base_ = [
     "../_base_/schedules/adamw_pretrained.py",
     "../_base_/runtime.py",
 ]
-image_size = 256
+image_size = 256  # longest side in pixels, in training, evaluation and prediction
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True),
     dict(type="Resize", scale=(image_size, image_size), keep_ratio=True),
     dict(type="RandomFlip", prob=0.5),
-    dict(type="Pad", size=(image_size, image_size)),
     dict(type="PackDetInputs"),
 ]
 test_pipeline = [
@@ -38,4 +37,9 @@ test_dataloader = val_dataloader
 # Twice the learning rate of adamw_pretrained.py, and twice the classification loss of
 # DINO: a short training learns more in the same time, docs/research/results.md.
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
-model = dict(bbox_head=dict(loss_cls=dict(loss_weight=2.0)))
+model = dict(
+    bbox_head=dict(loss_cls=dict(loss_weight=2.0)),
+    # Every image is padded to one square, and the border masked: no result depends on
+    # the other images of a batch.
+    data_preprocessor=dict(pad_size_divisor=image_size),
+)

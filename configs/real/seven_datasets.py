@@ -22,6 +22,3 @@ mixture = [
     dict(name=name, root=f"data/seven/{name}", weight=1.0, rename=words.get(name, {}))
     for name in names
 ]
-# The template's settings when this was measured; faster ones replaced them.
-optim_wrapper = dict(optimizer=dict(lr=0.0008))
-model = dict(bbox_head=dict(loss_cls=dict(loss_weight=1.0)))

@@ -20,6 +20,7 @@ from damex.config_files import (
 from damex.datasets.coco_checks import Expectations, usable_boxes
 from damex.datasets.coco_records import Records, is_number, read_json
 from damex.datasets.findings import Finding, Place
+from damex.datasets.geometry import set_image_size
 from damex.datasets.image_files import ImageRecord, NamedBox
 from damex.datasets.mmdet_configs import (
     applies_exif,
@@ -59,6 +60,7 @@ def mixture_config_of(config: str, options: Sequence[str] = ()) -> Config:
     entries = [entry for entry in cfg["mixture"] if isinstance(entry, Mapping)]
     if any(isinstance(entry.get(s), Mapping) for entry in entries for s in SPLITS):
         import_modules(cfg)  # they may define the dataset class
+    set_image_size(cfg)
     return cfg
 
 

@@ -19,6 +19,7 @@ from damex.config_files import (
     mixtures_of,
     moe_of_file,
 )
+from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.optim import check_optimizer_type
@@ -76,6 +77,7 @@ SETTINGS: Mapping[str, Rule] = MappingProxyType(
         "log_level": one_of(*LEVELS),
         "console": one_of("progress", "full"),
         "data_check": one_of("quick", "off"),
+        "pipeline_check": one_of("on", "off"),
         "find_unused_parameters": FLAG,
         "compile": Rule("True, False or a dict", lambda v: isinstance(v, bool | dict)),
         **dict.fromkeys(
@@ -196,9 +198,9 @@ def misspelt_keys(cfg: Mapping[str, Any]) -> list[str]:
 def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
     """Fill in datasets, label space, ``num_classes``, ``num_groups`` and ``moe``.
 
-    ``label_coverage`` is filled in if an option of the detector needs it. The top-level
-    ``moe`` becomes ``model.moe``; it may name a file of ``configs/_base_/moe``, or the
-    path of another file that sets ``moe``.
+    Pipelines get the top-level ``image_size``. ``label_coverage`` is filled in if an
+    option of the detector needs it. The top-level ``moe`` becomes ``model.moe``; it may
+    name a file of ``configs/_base_/moe``, or the path of another file that sets it.
 
     Every ``MixtureDataset`` without ``datasets`` gets the top-level ``mixture`` list
     and the label space of the whole mixture, so that labels mean the same in training
@@ -226,6 +228,7 @@ def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
             )
         moe = cfg.pop("moe")  # kept in one place, so that a written config reads back
         model["moe"] = moe_of_file(moe) if isinstance(moe, str) else moe
+    set_image_size(cfg)
     if cfg.get("mixture") is None:
         return cfg
     specs = parse_mixture(cfg["mixture"])

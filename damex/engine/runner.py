@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from damex.compat import ensure_ops
 from damex.config_files import LOADERS, mixture_datasets
 from damex.curation.check import checked_while_loading, refusal
+from damex.datasets.geometry import check_views
 from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
 from damex.engine.config import (
     check_answers,
@@ -82,8 +83,9 @@ class MixtureRunner(OrderlyRunner):
     def from_cfg(cls, cfg: Config | ConfigDict) -> Runner:
         """Build a runner, with or without a mixture; ConfigError for a bad setting."""
         check_settings(cfg)
-        misspelt = misspelt_keys(cfg)
+        notes = misspelt_keys(cfg)
         cfg = resolve_config(cfg)
+        notes += check_views(cfg)
         check_detector(cfg["model"])
         check_answers(cfg["model"])
         set_length(cfg)
@@ -91,8 +93,8 @@ class MixtureRunner(OrderlyRunner):
             if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
                 cfg[loader]["persistent_workers"] = False  # torch rejects True
         runner = super().from_cfg(cfg)
-        for sentence in misspelt:
-            runner.logger.warning(sentence)
+        for note in notes:
+            runner.logger.warning(note)
         return runner
 
     def register_hooks(

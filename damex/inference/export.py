@@ -6,7 +6,7 @@ Axes: H and W rows and columns of an image, K detections per image.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ from damex.inference.onnx_graph import (
     OUTPUTS,
     DetectorGraph,
     check_packages,
-    resizing_to,
+    check_steps,
     to_onnx,
 )
 from damex.inference.predictor import labels_by_group
@@ -74,6 +74,10 @@ def export(
             "be a .onnx file."
         )
     stored = StoredDetector.read(checkpoint)
+    if as_onnx:
+        check_steps(stored.pipeline)
+    if image_size is not None:
+        stored = stored.resized(image_size)
     specialist, space = None, stored.space
     about = f"{len(space.dataset_names)} datasets, {space.num_classes} classes, "
     about += f"{millions(stored.state)} million parameters"
@@ -86,8 +90,7 @@ def export(
             f"{millions(stored.state)}"
         )
     if specialist is None or as_onnx:
-        pipeline = resizing_to(stored.pipeline, image_size)
-        first, *lines = _export_onnx(stored, specialist, dataset, pipeline, path)
+        first, *lines = _export_onnx(stored, specialist, dataset, path)
         needs = "onnxruntime alone"
     else:
         first, lines = f"written: {path} and {specialist.write(path)}", []
@@ -99,7 +102,6 @@ def _export_onnx(
     stored: StoredDetector,
     specialist: Specialist | None,
     dataset: str | None,
-    pipeline: Sequence[Mapping[str, Any]],
     out: Path,
 ) -> list[str]:
     """Write a specialist or a mixture as ONNX, if both detect the same."""
@@ -115,9 +117,9 @@ def _export_onnx(
         names = (str(dataset),)
         reference = detector = specialist.build()
         about |= dict(classes=specialist.classes, dataset=dataset)
-    graph = DetectorGraph(detector, pipeline, votes).eval()
+    graph = DetectorGraph(detector, stored.pipeline, votes).eval()
     content = to_onnx(graph, about)
-    session, inputs = start_session(content), Inputs(pipeline)
+    session, inputs = start_session(content), Inputs(stored.pipeline)
 
     def run_mmdet(image: np.ndarray) -> Detections:
         return detections_of_mmdet(inputs, image, detector=reference, labels=labels)
@@ -217,7 +219,7 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
     for image in images:
         try:
             expected = of_mmdet(image)
-        except RuntimeError as error:
+        except (DataError, RuntimeError) as error:
             fault = str(error).splitlines()[0]
             continue
         found = of_graph(image)

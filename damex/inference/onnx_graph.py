@@ -30,8 +30,8 @@ INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
 PROBABILITIES = "datasets"  # fourth output, if the graph has experts
 PACKAGES = ("onnx", "onnxruntime")
 DETECTORS = (DINO, DeformableDETR)
-# Pipeline steps that a graph supports.
-STEPS = ("LoadImageFromFile", "Resize", "PackDetInputs")
+# Pipeline steps that a graph supports, in their order.
+STEPS = ("LoadImageFromFile", "Resize", "Pad", "PackDetInputs")
 
 
 def check_packages() -> None:
@@ -43,30 +43,21 @@ def check_packages() -> None:
         )
 
 
-def resizing_to(
-    pipeline: Sequence[Mapping[str, Any]], size: Sequence[int] | None = None
-) -> list[dict[str, Any]]:
-    """Make a test pipeline resize to ``size`` (width, height; None keeps its own).
-
-    Raises:
-        ConfigError: If the size is missing, or a step cannot be exported.
-    """
-    steps = {step["type"]: dict(step) for step in pipeline}
-    others = [kind for kind in steps if kind not in STEPS]
-    if others:
+def check_steps(pipeline: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ConfigError if a graph cannot follow a test pipeline."""
+    kinds = [step["type"] for step in pipeline]
+    if kinds != [kind for kind in STEPS if kind in kinds] or "Resize" not in kinds:
         raise ConfigError(
-            f"the evaluation of the training applies {', '.join(others)} to images, "
-            f"which a .onnx file cannot; it can follow {', '.join(STEPS)}."
+            f"the evaluation of the training applies {', '.join(kinds)} to images, "
+            f"which a .onnx file cannot; it can follow {', '.join(STEPS)}, in this "
+            "order, with or without Pad."
         )
-    resize = steps.setdefault("Resize", dict(type="Resize", keep_ratio=True))
-    if size is not None:
-        resize["scale"] = tuple(size)
+    resize = next(step for step in pipeline if step["type"] == "Resize")
     if "scale" not in resize:
         raise ConfigError(
             "a .onnx file resizes images to one size, which the evaluation of the "
-            "training does not; add --image-size WIDTH HEIGHT."
+            "training does not: its Resize has no scale=(width, height)."
         )
-    return [steps[kind] for kind in STEPS]
 
 
 class DetectorGraph(nn.Module):
@@ -74,7 +65,7 @@ class DetectorGraph(nn.Module):
 
     Args:
         detector: In eval mode, on the CPU.
-        pipeline: Test pipeline, from `resizing_to`.
+        pipeline: Test pipeline that passes `check_steps`.
         votes: Shared by its `VotedFFN`; None for a dense detector.
 
     Raises:
@@ -110,6 +101,7 @@ class DetectorGraph(nn.Module):
         self.scale = (scale, scale) if isinstance(scale, int) else tuple(scale)
         # mmcv's Resize stretches images by default.
         self.keep_ratio: bool = steps["Resize"].get("keep_ratio", False)
+        self.border: Mapping[str, Any] = steps.get("Pad", {})
         groups = votes.labels if votes else []
         foreign_GC = torch.ones(
             len(groups), detector.bbox_head.num_classes, dtype=torch.bool
@@ -130,20 +122,21 @@ class DetectorGraph(nn.Module):
         file_2 = torch._shape_as_tensor(images)[1:3]  # stays variable in a trace
         size_2 = self._new_size(file_2)
         pixels_B3HW = resized(images, file_2, size_2)
+        image_2 = self._with_border(size_2)  # mmcv's Pad makes the border image
+        pixels_B3HW = _padded(pixels_B3HW, size_2, image_2, self.border.get("pad_val"))
+        file_2 = file_2 * (image_2 / size_2)
         of = self.detector.data_preprocessor
         if not of._channel_conversion:  # mmcv loads blue first
             pixels_B3HW = pixels_B3HW.flip(1)
         if of._enable_normalize:
             pixels_B3HW = (pixels_B3HW - of.mean) / of.std
         divisor = of.pad_size_divisor
-        padded_2 = (size_2 + divisor - 1) // divisor * divisor
-        below, right = (padded_2 - size_2).unbind()
-        pad: Any = (0, right, 0, below)
-        pixels_B3HW = functional.pad(pixels_B3HW, pad, value=float(of.pad_value))
+        padded_2 = (image_2 + divisor - 1) // divisor * divisor
+        pixels_B3HW = _padded(pixels_B3HW, image_2, padded_2, of.pad_value)
         maps = self.detector.extract_feat(pixels_B3HW)
         if self.votes is not None:
             self.votes.begin()
-        logits_BQC, boxes_BQ4 = self._transform(maps, size_2, padded_2)
+        logits_BQC, boxes_BQ4 = self._transform(maps, image_2, padded_2)
         if self.votes is None:
             return self._best(logits_BQC, boxes_BQ4, file_2)
         probabilities_BG = self.votes.probabilities()
@@ -158,6 +151,17 @@ class DetectorGraph(nn.Module):
         limits_2 = torch.tensor(sorted(self.scale), dtype=torch.double)
         sides_2 = torch.stack([file_2.min(), file_2.max()]).double()
         return (file_2.double() * (limits_2 / sides_2).min() + 0.5).long()
+
+    def _with_border(self, size_2: Tensor) -> Tensor:
+        """Height and width after mmcv's Pad."""
+        if self.border.get("pad_to_square"):
+            size_2 = size_2.max().expand(2)
+        divisor, size = self.border.get("size_divisor"), self.border.get("size")
+        if divisor is not None:
+            return (size_2 + divisor - 1) // divisor * divisor
+        if size is not None:
+            return torch.maximum(size_2, torch.tensor(size[::-1]))
+        return size_2
 
     def _transform(
         self, maps: Sequence[Tensor], size_2: Tensor, padded_2: Tensor
@@ -204,6 +208,16 @@ class DetectorGraph(nn.Module):
         corners_BK4 = torch.cat([center - size / 2, center + size / 2], -1)
         boxes_BK4 = corners_BK4.clamp(0.0, 1.0) * file_2.flip(0).repeat(2)
         return boxes_BK4, scores_BK, places_BK % num_classes
+
+
+def _padded(
+    pixels_B3HW: Tensor, old_2: Tensor, new_2: Tensor, value: Any = None
+) -> Tensor:
+    """Pad images at the bottom and right; ``value`` is a number, or {"img": number}."""
+    value = value.get("img", 0) if isinstance(value, Mapping) else value
+    below, right = (new_2 - old_2).unbind()
+    pad: Any = (0, right, 0, below)
+    return functional.pad(pixels_B3HW, pad, value=float(value or 0))
 
 
 def _tokens(map_BDHW: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class Predictor:
                 name: those of that dataset, with its experts for all images. ``all``:
                 those of all datasets.
             min_score: Minimum score of detections.
-            batch_size: Images of one shape per forward pass.
+            batch_size: Images read at once; those of one shape share a forward pass.
 
         Returns:
             One prediction per image and frame, in order.
@@ -237,18 +237,16 @@ class Predictor:
         keep_images: bool,
     ) -> Iterator[Prediction]:
         """Predictions of preprocessed images."""
-        # Images of different shapes would be padded to one, which changes scores.
-        for _, alike in groupby(packed, lambda one: one["inputs"].shape):
-            while batch := list(islice(alike, batch_size)):
-                with (
-                    given_dataset(self._detector, choice.labels)
-                    if choice.dataset is not None and choice.labels is not None
-                    else nullcontext()
-                ):
-                    samples = detect(self._detector, batch)
-                for sample, one in zip(samples, batch, strict=True):
-                    image = as_rgb(one["pixels"]) if keep_images else None
-                    yield self._prediction(sample, choice, min_score, image)
+        while batch := list(islice(packed, batch_size)):
+            with (
+                given_dataset(self._detector, choice.labels)
+                if choice.dataset is not None and choice.labels is not None
+                else nullcontext()
+            ):
+                samples = detect(self._detector, batch)
+            for sample, one in zip(samples, batch, strict=True):
+                image = as_rgb(one["pixels"]) if keep_images else None
+                yield self._prediction(sample, choice, min_score, image)
 
     def _choose(self, dataset: str) -> _Choice:
         """Resolve the ``dataset`` argument."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
 from damex.datasets.coco_records import read_coco
+from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
@@ -148,6 +149,17 @@ class StoredDetector:
                 bar.step()
         scores = scores_of(evaluator.evaluate(len(images.dataset)))
         return {**summarise(scores), **class_scores(scores, self.space)}
+
+    def resized(self, size: tuple[int, int]) -> StoredDetector:
+        """The same for images of another size (width, height) in pixels.
+
+        Raises:
+            ConfigError: If it is no size, or the test pipeline does not resize.
+        """
+        model, pipeline = copy.deepcopy((self.model, self.pipeline))
+        loader = dict(dataset=dict(pipeline=pipeline))
+        set_image_size(dict(image_size=size, model=model, test_dataloader=loader))
+        return replace(self, model=model, pipeline=pipeline)
 
     def dataset_id(self, name: str) -> int:
         """Index of a dataset; ConfigError if it is unknown."""

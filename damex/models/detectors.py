@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mmdet.models.detectors import (
     DABDETR,
     DDQDETR,
@@ -16,11 +18,14 @@ from mmdet.models.detectors import (
     DeformableDETR,
 )
 from mmdet.registry import MODELS
+from mmengine.device import get_device
+from mmengine.dist import all_reduce
 from mmengine.logging import print_log
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
 from damex.models.blocks import MoEFFN
 from damex.models.build import resolved_moe
 from damex.models.channels import ChannelGating, ChannelReport, insert_channels
@@ -38,6 +43,7 @@ from damex.models.insertion import (
 from damex.models.outputs import add_dataset_instances, attach_routing, routing_losses
 from damex.models.phases import InRunUpcycling, RouterWarmup
 from damex.models.queries import (
+    batches_of_one_shape,
     encoder_foreground,
     ground_truth_of,
     ids_of,
@@ -47,7 +53,7 @@ from damex.models.queries import (
 )
 from damex.models.sites import check_widths
 from damex.models.timm_backbone import check_neck
-from damex.moe import RoutingTally, gathered_experts
+from damex.moe import RoutingTally, gathered_experts, sharded_layers
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -225,8 +231,21 @@ class RoutedDetector(_Detector):
         No dataset id is read (except with ``moe.oracle``). Samples of an evaluation
         mixture get ``dataset_instances``, detections among their dataset's classes;
         samples with ``labels_by_group`` those of the predicted group, and
-        ``group_posterior``, its probabilities.
+        ``group_posterior``, its probabilities. The result of an image does not depend
+        on the other images of the batch.
         """
+        batches = [*batches_of_one_shape(batch_inputs, batch_data_samples)]
+        for images, samples in batches:
+            self._predict(images, samples, rescale)
+        for _ in range(_missing_rounds(self, len(batches))):
+            images, samples = batches[0]
+            self._predict(images, copy.deepcopy(samples), rescale)
+        return batch_data_samples
+
+    def _predict(
+        self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool
+    ) -> None:
+        """Predict detections in images of one shape, in place."""
         outputs: list[tuple[Tensor, Tensor]] = []
         with (
             self._predicting_step(batch_inputs, batch_data_samples),
@@ -238,7 +257,6 @@ class RoutedDetector(_Detector):
             add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
             if self.counts_tokens:
                 attach_routing(samples, self.routing.records)
-            return samples
 
     def _forward(
         self, batch_inputs: Tensor, batch_data_samples: list | None = None
@@ -295,6 +313,23 @@ class RoutedDetector(_Detector):
         ):
             return super().forward_encoder(feat=feat, feat_mask=feat_mask, **kwargs)
 
+    def pre_decoder(self, memory: Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Prepare the decoder's queries, which two-stage detectors select by score.
+
+        Raises:
+            DataError: If the feature maps have fewer cells than there are queries.
+        """
+        cells, chooses = memory.shape[1], getattr(self, "as_two_stage", False)
+        chooses &= not isinstance(self, DDQDETR)  # it fills up with zeros
+        if chooses and cells < self.num_queries:
+            raise DataError(
+                f"an image has {cells} feature map cells, fewer than "
+                f"model.num_queries={self.num_queries}: it is too small or elongated. "
+                "Pad images to one canvas with model.data_preprocessor."
+                "pad_size_divisor=<longest side in pixels>, or lower num_queries."
+            )
+        return super().pre_decoder(memory, *args, **kwargs)
+
     def forward_decoder(
         self, *, query_mask: Tensor | None = None, num_auxiliary: int = 0, **kwargs: Any
     ) -> dict:
@@ -310,6 +345,19 @@ class RoutedDetector(_Detector):
             query_mask, foreground, num_auxiliary=num_auxiliary
         ):
             return super().forward_decoder(**kwargs)
+
+
+def _missing_rounds(detector: RoutedDetector, count: int) -> int:
+    """How many more forward passes another process makes, if all must take part.
+
+    Sharded parameters are gathered in each pass, and a process that makes fewer passes
+    would leave the others waiting.
+    """
+    if not (isinstance(detector, FSDPModule) or sharded_layers(detector)):
+        return 0
+    most = torch.tensor(count, device=get_device())
+    all_reduce(most, "max")
+    return int(most) - count
 
 
 def mmdet_class(detector: RoutedDetector) -> type:

@@ -1,8 +1,8 @@
-"""Queries of a DETR: which of them are tokens, and which lie on an object."""
+"""Queries and padding of a DETR: what is a token, and what lies on an object."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,27 @@ def _padded_sizes(
     """Return height and width of each image; empty if no image is padded."""
     sizes = [tuple(s.metainfo["img_shape"][:2]) for s in batch_data_samples or ()]
     return sizes if set(sizes) - {tuple(batch_inputs.shape[-2:])} else []
+
+
+def batches_of_one_shape(
+    batch_inputs: Tensor, batch_data_samples: Sequence[Any]
+) -> Iterator[tuple[Tensor, list[Any]]]:
+    """Split a batch (B, 3, H, W) into batches whose images need no more padding.
+
+    In a batch, mmdet pads each image to the size of the largest. Convolutions see that
+    border, so the result of an image would depend on its neighbours. Here each image
+    keeps its ``pad_shape``, which is its own size in whole ``pad_size_divisor``;
+    ``batch_input_shape`` is set to it.
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, sample in enumerate(batch_data_samples):
+        shape = sample.metainfo.get("pad_shape", batch_inputs.shape[-2:])
+        places.setdefault(tuple(shape[:2]), []).append(place)
+    for (height, width), chosen in places.items():
+        samples = [batch_data_samples[place] for place in chosen]
+        for sample in samples:
+            sample.set_metainfo(dict(batch_input_shape=(height, width)))
+        yield batch_inputs[chosen, :, :height, :width], samples
 
 
 @dataclass(frozen=True)

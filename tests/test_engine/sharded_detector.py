@@ -31,7 +31,9 @@ from damex.moe import (
 
 ROOT = Path(__file__).parents[2]
 STEPS, MAX_NORM, NUM_EXPERTS = 2, 0.1, 8
-SIZES = [[(128, 96), (64, 128)], [(96, 96), (128, 32)], [(64, 64), (96, 128)]]
+# In prediction, images of other sizes need other passes: the second process makes one,
+# the others two, and all take part in each.
+SIZES = [[(128, 96), (64, 128)], [(96, 96), (96, 96)], [(64, 96), (96, 128)]]
 
 
 def make_detector(size):
@@ -40,6 +42,7 @@ def make_detector(size):
     model = cfg.model
     model.backbone.pretrained = False
     model.bbox_head.num_classes = 4
+    model.data_preprocessor.pad_size_divisor = 32
     moe = dict(cfg.moe, num_experts=NUM_EXPERTS, expert_parallel=max(size, 1))
     model.update(moe=moe, num_groups=5)
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from damex.inference.export import (
     difference,
     start_session,
 )
-from damex.inference.onnx_graph import DetectorGraph, resized, resizing_to, to_onnx
+from damex.inference.onnx_graph import DetectorGraph, check_steps, resized, to_onnx
 from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import extract
 from damex.inference.stored import Inputs, StoredDetector
@@ -44,16 +44,20 @@ BGR = dict(
 )
 # Width and height of images, some larger and some smaller than the 96 x 64 pixels to
 # which they are resized.
-SIZES = [(60, 60), (192, 144), (48, 64), (210, 90), (40, 120)]
+SIZES = [
+    *[(60, 60), (192, 144), (48, 64), (210, 90), (40, 120)],
+    *[(31, 17), (64, 96), (110, 50)],
+]
 LOAD, RESIZE, _, PACK = PIPELINE
 
 
 def graph_of(checkpoint, *, dataset="park", size=None, pipeline=None):
     """A graph of a specialist, as the command makes it."""
     stored = StoredDetector.read(str(checkpoint))
+    if size is not None:
+        stored = stored.resized(size)
     specialist = extract(stored, dataset)
-    pipeline = resizing_to(pipeline or stored.pipeline, size)
-    return DetectorGraph(specialist.build(), pipeline).eval()
+    return DetectorGraph(specialist.build(), pipeline or stored.pipeline).eval()
 
 
 def pictures(size, count, *, seed):
@@ -125,6 +129,29 @@ def test_another_size_and_a_class_alone(save):
 )
 def test_images_are_prepared_as_in_the_training(save, step):
     check(graph_of(save(data_preprocessor=BGR), pipeline=[LOAD, step, PACK]))
+
+
+@pytest.mark.parametrize(
+    "border",
+    [
+        dict(size=(128, 100)),
+        dict(pad_to_square=True, pad_val=dict(img=114)),
+        dict(size_divisor=40),
+    ],
+    ids=str,
+)
+def test_a_border_that_counts_as_image(save, border):
+    pipeline = [LOAD, RESIZE, dict(type="Pad", **border), PACK]
+    check(graph_of(save(data_preprocessor=BGR), pipeline=pipeline))
+
+
+def test_a_masked_canvas_of_another_size(save):
+    """The canvas is as large as the longest side, in whole strides."""
+    graph = graph_of(
+        save(data_preprocessor=dict(BGR, pad_size_divisor=96)), size=(120, 100)
+    )
+    assert graph.detector.data_preprocessor.pad_size_divisor == 128
+    check(graph)
 
 
 LOW_RANK = dict(
@@ -277,25 +304,18 @@ def resize(**options):
     return dict(type="Resize", **options)
 
 
-def test_a_size_replaces_that_of_the_training():
-    """And an evaluation that resizes nothing gets a step that does."""
-    fit, fill = resize(scale=(30, 20), keep_ratio=True), resize(scale=(30, 20))
-    assert resizing_to([LOAD, RESIZE, PACK], (30, 20)) == [LOAD, fit, PACK]
-    assert resizing_to([LOAD, PACK], (30, 20)) == [LOAD, fit, PACK]
-    assert resizing_to([LOAD, resize(scale=9), PACK], (30, 20)) == [LOAD, fill, PACK]
-
-
 @pytest.mark.parametrize(
-    ("step", "words"),
+    ("steps", "words"),
     [
-        (dict(type="Pad", size=(800, 800)), "applies Pad to images"),
-        (PACK, "add --image-size WIDTH HEIGHT"),
-        (resize(scale_factor=0.5), "add --image-size WIDTH HEIGHT"),
+        ([dict(type="RandomFlip"), RESIZE], "applies LoadImageFromFile, Ran"),
+        ([dict(type="Pad", size=(800, 800)), RESIZE], "in this order"),
+        ([PACK], "it can follow LoadImageFromFile, Resize"),
+        ([resize(scale_factor=0.5)], r"its Resize has no scale=\(width, height\)"),
     ],
 )
-def test_pipelines_that_no_graph_follows(step, words):
+def test_pipelines_that_no_graph_follows(steps, words):
     with pytest.raises(ConfigError, match=words):
-        resizing_to([LOAD, step])
+        check_steps([LOAD, *steps])
 
 
 def test_differences_are_to_the_nearest_of_the_class():

@@ -4,6 +4,8 @@ import pytest
 import torch
 from mmdet.registry import MODELS
 
+from damex.errors import DataError
+
 ENCODER_AND_DECODER = dict(
     layers=dict(encoder=[0], decoder=[0, 2]),
     gate=dict(type="TopKGate", k=1),
@@ -65,13 +67,20 @@ def test_prediction_does_not_read_the_dataset(build, make_batch, run_predict):
     assert_same(known, unknown, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("divisor", [1, 32, 96])
 def test_an_image_does_not_depend_on_the_others_of_its_batch(
-    build, make_batch, run_predict
+    build_mmdet, make_batch, run_predict, detector_name, divisor
 ):
-    detector = build(moe=ENCODER_AND_DECODER)
-    batch = make_batch([0, 1, 2])
+    """Nor on the padding that larger ones would bring: convolutions see it."""
+    moe = dict(layers=dict(encoder=[0], decoder=[1]), gate=dict(type="TopKGate", k=1))
+    detector = build_mmdet(detector_name, moe=moe)
+    detector.data_preprocessor.pad_size_divisor = divisor
+    batch = make_batch([0, 1, 1, 0], sizes=[(64, 96), (96, 40), (48, 56), (64, 96)])
     together = run_predict(detector, batch)
-    for image in range(3):
+    assert [sample.img_shape for sample in together] == [
+        sample.img_shape for sample in batch["data_samples"]
+    ]
+    for image in range(4):
         alone = {key: values[image : image + 1] for key, values in batch.items()}
         assert_same(
             run_predict(detector, alone),
@@ -79,6 +88,14 @@ def test_an_image_does_not_depend_on_the_others_of_its_batch(
             rtol=1e-4,
             atol=1e-3,
         )
+
+
+def test_an_image_with_fewer_cells_than_queries_is_named(
+    build, make_batch, run_predict
+):
+    """32 x 64 at strides 8, 16, 32: 32 + 8 + 2 cells, and 50 queries."""
+    with pytest.raises(DataError, match=r"42 feature map cells, fewer than .*=50: "):
+        run_predict(build(), make_batch([0, 0], sizes=[(64, 64), (32, 64)]))
 
 
 def test_samples_tell_where_their_tokens_went_if_asked(build, make_batch, run_predict):
@@ -104,7 +121,7 @@ def test_one_expert_equals_the_dense_detector(build, make_batch, run_loss, run_p
     dense = build(moe=None)
     moe = build(moe=ENCODER_AND_DECODER, num_groups=1)
     moe.load_state_dict(dense.state_dict())
-    batch = make_batch([0, 0], sizes=[(64, 64), (32, 64)])
+    batch = make_batch([0, 0], sizes=[(64, 64), (48, 96)])
     ours, theirs = run_loss(moe, batch), run_loss(dense, batch)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-4)

@@ -211,6 +211,7 @@ def test_fillers_of_ddq_are_not_routed(
     detector = build_mmdet("MoEDDQDETR", moe=DDQ)
     detector.num_queries = 120
     detector.dn_query_generator.num_matching_queries = 120
+    detector.data_preprocessor.pad_size_divisor = 64  # predicted in one pass
     batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[2, 2])
     samples = run_predict(detector, batch)
     real = selected()

@@ -31,7 +31,8 @@ from damex.commandline.run import (
     program,
     run_command,
 )
-from damex.config_files import config_of, size_of_test_images
+from damex.config_files import config_of
+from damex.datasets.geometry import image_size_of, set_image_size
 from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
@@ -178,7 +179,8 @@ def complexity(
     cfg = config_of(config, cfg_options)
     init_default_scope(cfg.get("default_scope", "mmdet"))
     filter_console(MMLogger.get_instance("complexity"))
-    height, width = shape or size_of_test_images(cfg)
+    set_image_size(cfg)
+    height, width = shape or image_size_of(cfg)[::-1]
     model = _resolved_model(cfg, classes=classes, groups=groups)
     size = dict(height=height, width=width)
     routed = count_complexity(_build(model), **size)

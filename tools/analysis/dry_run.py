@@ -31,7 +31,8 @@ from damex.commandline.run import (
     program,
     run_command,
 )
-from damex.config_files import config_of, size_of_test_images
+from damex.config_files import config_of
+from damex.datasets.geometry import image_size_of
 from damex.engine.config import resolve_config
 from damex.engine.console import filter_console
 from damex.engine.optim import set_length
@@ -109,7 +110,7 @@ def lay_out(cfg: Config, *, processes: int) -> Layout:
     init_default_scope(cfg.get("default_scope", "mmdet"))
     check_detector(cfg["model"])
     set_length(cfg)
-    shape, train = size_of_test_images(cfg), cfg["train_cfg"]
+    shape, train = image_size_of(cfg)[::-1], cfg["train_cfg"]
     with pretended_processes(processes):
         detector = _build(cfg["model"])
         loader = {**cfg["train_dataloader"], "num_workers": 0}

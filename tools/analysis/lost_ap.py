@@ -27,7 +27,7 @@ from rich.console import Console
 from torchvision.ops import batched_nms
 
 from damex.commandline.run import CfgOptions, ConfigName, program, run_command
-from damex.config_files import size_of_test_images
+from damex.datasets.geometry import image_size_of, set_image_size
 from damex.datasets.label_space import LabelSpace
 from damex.engine.cli import build_runner, load_config
 from damex.engine.summary import markdown
@@ -148,7 +148,8 @@ def main(
     cfg = load_config(config, cfg_options=cfg_options)
     cfg.load_from = checkpoint
     cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
-    cfg.val_evaluator = dict(type="LostAP", size=size_of_test_images(cfg))
+    set_image_size(cfg)
+    cfg.val_evaluator = dict(type="LostAP", size=image_size_of(cfg)[::-1])
     with tempfile.TemporaryDirectory() as cfg.work_dir:
         found = build_runner(cfg).val()
     rows: dict[str, dict[str, float]] = {}

@@ -1,5 +1,6 @@
 # DETR's multi-scale training and single-scale testing, for any `mixture`.
 _base_ = ["./mixture.py"]
+image_size = (1333, 800)  # longest and shortest side at most, in evaluation
 short_sides = [480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800]
 scales = [(side, 1333) for side in short_sides]
 train_pipeline = [
@@ -30,7 +31,7 @@ train_pipeline = [
 ]
 test_pipeline = [
     dict(type="LoadImageFromFile"),
-    dict(type="Resize", scale=(1333, 800), keep_ratio=True),
+    dict(type="Resize", scale=image_size, keep_ratio=True),
     dict(type="LoadAnnotations", with_bbox=True),
     dict(type="PackDetInputs"),
 ]

@@ -12,15 +12,16 @@ mixture = [
     for name in ("shapes", "digits", "photos", "playroom", "arcade")
 ]
 
+image_size = 128  # longest side in pixels, in training, evaluation and prediction
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True),
-    dict(type="Resize", scale=(128, 128), keep_ratio=True),
+    dict(type="Resize", scale=(image_size, image_size), keep_ratio=True),
     dict(type="PackDetInputs"),
 ]
 test_pipeline = [
     dict(type="LoadImageFromFile"),
-    dict(type="Resize", scale=(128, 128), keep_ratio=True),
+    dict(type="Resize", scale=(image_size, image_size), keep_ratio=True),
     dict(type="LoadAnnotations", with_bbox=True),
     dict(type="PackDetInputs"),
 ]

@@ -1,0 +1,330 @@
+"""Geometry of images: one size for all pipelines, and the same view in all of them."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from damex.config_files import LOADERS, mixture_datasets
+from damex.datasets.mixture import local_seed
+from damex.datasets.spec import parse_mixture
+from damex.errors import ConfigError
+
+Size = tuple[int, int]  # width and height in pixels
+# Options of pipeline steps that are image sizes, and the steps that have them.
+SIZES = ("scale", "scales", "size", "crop_size", "img_scale")
+STEPS = ("Resize", "Crop", "Pad", "Mosaic", "MixUp")
+STRIDE = 32  # a canvas is whole cells of the coarsest feature map
+DRAWS = 8  # of a step, to see whether it is random
+ROUNDING = 0.05  # of the ratio of a resized image
+ORIENTATION = 0x0112  # EXIF: 6 is a quarter turn
+
+
+def image_size_of(cfg: Mapping[str, Any]) -> Size:
+    """Largest width and height of evaluated images; ConfigError without a `Resize`."""
+    for loader in ("test_dataloader", "val_dataloader"):
+        for pipeline in pipelines_of(cfg, loader).values():
+            for step in pipeline:
+                scale: Any = step.get("scale") if step.get("type") == "Resize" else None
+                pair = [scale] * 2 if np.ndim(scale) == 0 else [*scale]
+                if len(pair) == 2 and all(map(_is_count, pair)):
+                    return int(pair[0]), int(pair[1])
+    raise ConfigError(
+        "the evaluation has no Resize(scale=(width, height)), which sets the size of "
+        "images; add one to the pipeline of test_dataloader."
+    )
+
+
+def set_image_size(cfg: Mapping[str, Any]) -> None:
+    """Give all pipelines the top-level ``image_size``, in place.
+
+    ``image_size`` is the longest side in pixels, or width and height: the ``scale`` of
+    the ``Resize`` of evaluation. If it is not, that ``Resize`` gets it, and all other
+    sizes of the pipelines change in proportion: those of training, padding, crops, and
+    a ``pad_size_divisor`` that pads each image to one canvas.
+
+    Raises:
+        ConfigError: If it is no size, evaluation does not resize, or only a part of the
+            sizes is of another image size.
+    """
+    wanted = cfg.get("image_size")
+    if wanted is None:
+        return
+    pair = [wanted] * 2 if isinstance(wanted, (int, float)) else wanted
+    if np.size(pair) != 2 or not all(_is_count(x) for x in pair):
+        raise ConfigError(
+            "image_size must be the longest side of an image in pixels, or (width, "
+            f"height), got {wanted!r}."
+        )
+    new, old = (int(pair[0]), int(pair[1])), image_size_of(cfg)
+    if new == old:
+        return
+    config = dict(cfg.items())
+    steps = [(s, key) for s in _sized_steps(config) for key in SIZES if key in s]
+    for step, key in steps:
+        if tuple(np.ravel(step[key])) == new:
+            raise ConfigError(
+                f"image_size is {wanted!r}, and so is {key} of {step['type']}, but "
+                f"evaluation resizes to {old[0]} x {old[1]}: it is not clear which "
+                "sizes are of another image size. Give evaluation the scale "
+                f"{new}, or leave image_size out."
+            )
+    for step, key in steps:
+        step[key] = _in_proportion(step[key], old, new, by_side="scale" in key)
+    preprocessor = (cfg.get("model") or {}).get("data_preprocessor") or {}
+    if preprocessor.get("pad_size_divisor", 1) >= max(old):
+        preprocessor["pad_size_divisor"] = canvas_of(new)
+
+
+def canvas_of(size: Size) -> int:
+    """Side of the square to which images of a size are padded."""
+    return -(-max(size) // STRIDE) * STRIDE
+
+
+def _is_count(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and value > 1 and float(value).is_integer()
+
+
+def _sized_steps(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Steps with sizes anywhere in a config, each object once."""
+    seen = set() if seen is None else seen
+    if id(node) in seen or not isinstance(node, (Mapping, list, tuple)):
+        return
+    seen.add(id(node))
+    if isinstance(node, Mapping):
+        if any(name in str(node.get("type")) for name in STEPS):
+            yield node
+        node = [value for key, value in node.items() if key != "model"]
+    for value in node:
+        yield from _sized_steps(value, seen)
+
+
+def _in_proportion(value: Any, old: Size, new: Size, *, by_side: bool) -> Any:
+    """A size, or nested sizes, of images that were ``old`` for images of ``new``.
+
+    With ``by_side``, the larger number of a pair bounds the longer side, as in mmcv.
+    """
+    if isinstance(value, (list, tuple)):
+        kind, pair = type(value), tuple(value)
+        if pair in (old, old[::-1]):
+            return kind(new if pair == old else new[::-1])
+        if by_side and len(pair) == 2 and all(map(_is_count, pair)):
+            return kind(
+                _rounded(side, end(new) / end(old))
+                for side, end in zip(pair, _ends(pair), strict=True)
+            )
+        return kind(_in_proportion(x, old, new, by_side=by_side) for x in value)
+    if by_side and value == old[0] == old[1]:
+        return new  # one number is both sides
+    return _rounded(value, max(new) / max(old)) if _is_count(value) else value
+
+
+def _ends(pair: Sequence[float]) -> tuple[Callable, Callable]:
+    return (max, min) if pair[0] > pair[1] else (min, max)
+
+
+def _rounded(side: float, factor: float) -> int:
+    return max(round(side * factor), 1)
+
+
+def pipelines_of(cfg: Mapping[str, Any], loader: str) -> dict[str, Sequence[Any]]:
+    """Pipelines of the datasets of a dataloader, by name or number."""
+    dataset = (cfg.get(loader) or {}).get("dataset") or {}
+    mixtures = mixture_datasets(dataset)
+    if not mixtures:
+        return {f"dataset {n}": steps for n, steps in enumerate(_chains(dataset))}
+    common, split = mixtures[0].get("pipeline") or (), mixtures[0].get("split", "train")
+    entries = mixtures[0].get("datasets") or cfg.get("mixture") or ()
+    own = {  # a folder has none, and looking at it takes time
+        spec.name: spec.pipeline(split) if spec.root is None else None
+        for spec in parse_mixture(entries)
+    }
+    return {name: steps or common for name, steps in own.items()}
+
+
+def _chains(dataset: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Steps for the images of each plain dataset, with those of its wrappers."""
+    inner = [*dataset.get("datasets", ()), *filter(None, [dataset.get("dataset")])]
+    last = [*(dataset.get("pipeline") or ())]
+    if not inner and last:
+        yield last
+    for one in inner:
+        for first in _chains(one):
+            yield first + last
+
+
+def check_views(cfg: Mapping[str, Any]) -> list[str]:
+    """Check that evaluation shows images to the detector as training does.
+
+    Compared is all that is not random: loading with EXIF orientation and channel order,
+    size, aspect ratio, padding, normalization, and any other step. The top-level key
+    ``pipeline_check="off"`` skips the check.
+
+    Returns:
+        Notes on pipelines that cannot be compared.
+
+    Raises:
+        ConfigError: If an image looks different; it names both steps.
+    """
+    notes: dict[str, None] = {}
+    if cfg.get("pipeline_check", "on") == "off":
+        return []
+    trained, seen = pipelines_of(cfg, LOADERS[0]), set()
+    with tempfile.TemporaryDirectory() as folder:
+        probe = _write_probe(Path(folder))
+        for loader in LOADERS[1:]:
+            for name, steps in pipelines_of(cfg, loader).items():
+                pair = repr((trained.get(name), steps))
+                if name not in trained or pair in seen:
+                    continue
+                seen.add(pair)
+                where = f"{loader}, {name}"
+                try:
+                    views = [view_of(one, probe) for one in (trained[name], steps)]
+                except _CannotRunError as error:
+                    notes[f"{where} was not compared with training: {error}."] = None
+                    continue
+                _compare(*views, where=where)
+    return [*notes]
+
+
+class _CannotRunError(Exception):
+    """A step does not run on the probe."""
+
+
+def _write_probe(folder: Path) -> Path:
+    """Write a color image of 96 x 60 pixels, to be shown with 60 x 96 (EXIF)."""
+    places_HW = np.add.outer(np.linspace(0, 90, 60), np.linspace(0, 120, 96))
+    pixels_HWC = np.stack([places_HW, 0.5 * places_HW + 60, 250 - places_HW], -1)
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    path = folder / "probe.jpg"
+    Image.fromarray(pixels_HWC.astype(np.uint8)).save(path, exif=exif, quality=95)
+    return path
+
+
+@dataclass
+class View:
+    """How a pipeline shows an image, apart from random steps.
+
+    Attributes:
+        loaded: Results of the first step.
+        steps: Steps that change the image, with the size (width, height) after each.
+        shown: Results of the last step.
+        is_resized: Whether a random step resizes.
+        keeps_ratio: Whether no step stretches.
+    """
+
+    loaded: Mapping[str, Any]
+    steps: list[tuple[Mapping[str, Any], Size]] = field(default_factory=list)
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    is_resized: bool = False
+    keeps_ratio: bool = True
+
+
+def view_of(pipeline: Sequence[Mapping[str, Any]], path: Path) -> View:
+    """Run the steps of a pipeline on an image, and leave out the random ones."""
+    box = dict(bbox=[5.0, 5.0, 50.0, 50.0], bbox_label=0, ignore_flag=0)
+    state: dict[str, Any] = dict(img_path=str(path), img_id=0, instances=[box])
+    view = View(state)
+    for step in pipeline:
+        if "Pack" in str(step.get("type")):
+            break
+        draws = _draws(step, state)
+        if not draws:
+            continue  # it rejects the image
+        resized = [draw for draw in draws if _scale(draw) != _scale(state)]
+        view.keeps_ratio &= all(abs(_ratio(draw) - 1) < ROUNDING for draw in resized)
+        if not all(_is_same(draws[0], draw) for draw in draws):
+            view.is_resized |= bool(resized)
+            continue
+        if "img" not in state:
+            view.loaded = draws[0]
+        if not _is_same(state, draws[0]):
+            view.steps.append((step, draws[0]["img_shape"][1::-1]))
+        state = draws[0]
+    view.shown = state
+    return view
+
+
+def _draws(step: Mapping[str, Any], state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Results of a step for several seeds."""
+    from mmdet.registry import TRANSFORMS  # takes seconds
+
+    draws = []
+    for seed in range(DRAWS):
+        with local_seed(seed):
+            try:
+                transform = TRANSFORMS.build(dict(step))
+                draws.append(transform(copy.deepcopy(dict(state))))
+            except Exception as error:  # steps raise anything
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise _CannotRunError(
+                    f"{step.get('type')} does not run on a single image ({reason})"
+                ) from error
+    return [draw for draw in draws if draw is not None]
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two results show the same: pixels, and how many of them are image."""
+    if ("img" in one) != ("img" in other):
+        return False
+    if "img" not in one:
+        return True
+    (a, b), shapes = (one["img"], other["img"]), (one["img_shape"], other["img_shape"])
+    is_alike = a.shape == b.shape and tuple(shapes[0][:2]) == tuple(shapes[1][:2])
+    return is_alike and np.allclose(a, b)
+
+
+def _scale(results: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(results.get("scale_factor") or (1.0, 1.0))
+
+
+def _ratio(results: Mapping[str, Any]) -> float:
+    across, down = _scale(results)[:2]
+    return across / down
+
+
+def _compare(train: View, test: View, *, where: str) -> None:
+    """Raise ConfigError if two pipelines show an image differently."""
+    if not train.is_resized and _is_same(train.shown, test.shown):
+        return
+    steps = [train.steps, test.steps]
+    if train.is_resized:  # sizes differ by intention
+        same_load = _is_same(train.loaded, test.loaded)
+        skipped = 1 if same_load else 0
+        steps = [
+            [s for s in one[skipped:] if "Resize" not in str(s[0].get("type"))]
+            for one in steps
+        ]
+    for mine, other in zip_longest(*steps, fillvalue=(None, None)):
+        if mine[0] != other[0] or (mine[1] != other[1] and not train.is_resized):
+            raise ConfigError(
+                f"training and evaluation ({where}) show an image differently: "
+                f"training applies {_words(*mine)}, evaluation {_words(*other)}. Use "
+                "the same steps in both pipelines, and random ones in training alone; "
+                "or set pipeline_check='off' if this is intended."
+            )
+    if train.keeps_ratio != test.keeps_ratio:
+        kept = ("evaluation", "training")[train.keeps_ratio]
+        raise ConfigError(
+            f"training and evaluation ({where}) show an image differently: only "
+            f"{kept} keeps the aspect ratio; set keep_ratio of Resize alike in both "
+            "pipelines, or set pipeline_check='off' if this is intended."
+        )
+
+
+def _words(step: Mapping[str, Any] | None, size: Size | None) -> str:
+    if step is None or size is None:
+        return "nothing"
+    options = ", ".join(f"{k}={v!r}" for k, v in step.items() if k != "type")
+    return f"{step['type']}({options}), so that it has {size[0]} x {size[1]} px"
