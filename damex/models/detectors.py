@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from mmdet.models.detectors import (
     DABDETR,
     DDQDETR,
@@ -18,14 +17,11 @@ from mmdet.models.detectors import (
     DeformableDETR,
 )
 from mmdet.registry import MODELS
-from mmengine.device import get_device
-from mmengine.dist import all_reduce
 from mmengine.logging import print_log
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.build import resolved_moe
 from damex.models.channels import ChannelGating, ChannelReport, insert_channels
@@ -33,6 +29,7 @@ from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import group_posterior, restrict_to_predicted_group
+from damex.models.expert_parallel import missing_passes
 from damex.models.initialization import copy_draws, ffns_in_place, own_random_stream
 from damex.models.insertion import (
     InsertionReport,
@@ -44,6 +41,7 @@ from damex.models.outputs import add_dataset_instances, attach_routing, routing_
 from damex.models.phases import InRunUpcycling, RouterWarmup
 from damex.models.queries import (
     batches_of_one_shape,
+    check_cells,
     encoder_foreground,
     ground_truth_of,
     ids_of,
@@ -53,7 +51,7 @@ from damex.models.queries import (
 )
 from damex.models.sites import check_widths
 from damex.models.timm_backbone import check_neck
-from damex.moe import RoutingTally, gathered_experts, sharded_layers
+from damex.moe import RoutingTally, gathered_experts
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -235,10 +233,10 @@ class RoutedDetector(_Detector):
         on the other images of the batch.
         """
         batches = [*batches_of_one_shape(batch_inputs, batch_data_samples)]
+        more = missing_passes(self, len(batches))
         for images, samples in batches:
             self._predict(images, samples, rescale)
-        for _ in range(_missing_rounds(self, len(batches))):
-            images, samples = batches[0]
+        for _ in range(more):
             self._predict(images, copy.deepcopy(samples), rescale)
         return batch_data_samples
 
@@ -319,15 +317,9 @@ class RoutedDetector(_Detector):
         Raises:
             DataError: If the feature maps have fewer cells than there are queries.
         """
-        cells, chooses = memory.shape[1], getattr(self, "as_two_stage", False)
-        chooses &= not isinstance(self, DDQDETR)  # it fills up with zeros
-        if chooses and cells < self.num_queries:
-            raise DataError(
-                f"an image has {cells} feature map cells, fewer than "
-                f"model.num_queries={self.num_queries}: it is too small or elongated. "
-                "Pad images to one canvas with model.data_preprocessor."
-                "pad_size_divisor=<longest side in pixels>, or lower num_queries."
-            )
+        fills_up = isinstance(self, DDQDETR)  # with zeros
+        if getattr(self, "as_two_stage", False) and not fills_up:
+            check_cells(memory.shape[1], self.num_queries)
         return super().pre_decoder(memory, *args, **kwargs)
 
     def forward_decoder(
@@ -345,19 +337,6 @@ class RoutedDetector(_Detector):
             query_mask, foreground, num_auxiliary=num_auxiliary
         ):
             return super().forward_decoder(**kwargs)
-
-
-def _missing_rounds(detector: RoutedDetector, count: int) -> int:
-    """How many more forward passes another process makes, if all must take part.
-
-    Sharded parameters are gathered in each pass, and a process that makes fewer passes
-    would leave the others waiting.
-    """
-    if not (isinstance(detector, FSDPModule) or sharded_layers(detector)):
-        return 0
-    most = torch.tensor(count, device=get_device())
-    all_reduce(most, "max")
-    return int(most) - count
 
 
 def mmdet_class(detector: RoutedDetector) -> type:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import torch
 from mmengine.device import get_device
-from torch import distributed
+from mmengine.dist import all_reduce
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.config import MoEConfig
-from damex.moe import ExpertShards
+from damex.moe import ExpertShards, sharded_layers
 
 REASONS: Mapping[str, str] = MappingProxyType(
     {
@@ -88,3 +91,16 @@ def _check_processes(size: int) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def missing_passes(detector: nn.Module, count: int) -> int:
+    """How many more forward passes another process makes, if all must take part.
+
+    Sharded parameters are gathered in each pass, and a process that makes fewer passes
+    would leave the others waiting.
+    """
+    if not (isinstance(detector, FSDPModule) or sharded_layers(detector)):
+        return 0
+    most = torch.tensor(count, device=get_device())
+    all_reduce(most, "max")
+    return int(most) - count

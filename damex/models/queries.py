@@ -10,6 +10,8 @@ import torch
 from mmdet.models.detectors import DINO, DeformableDETR
 from torch import Tensor
 
+from damex.errors import DataError
+
 
 def real_query_mask(query_BND: Tensor) -> Tensor:
     """Return a mask (B, N) of decoder queries, False for mmdet's zero fillers.
@@ -97,6 +99,17 @@ def batches_of_one_shape(
         for sample in samples:
             sample.set_metainfo(dict(batch_input_shape=(height, width)))
         yield batch_inputs[chosen, :, :height, :width], samples
+
+
+def check_cells(cells: int, num_queries: int) -> None:
+    """Raise a DataError if feature maps have fewer cells than queries are selected."""
+    if cells < num_queries:
+        raise DataError(
+            f"an image has {cells} feature map cells, fewer than model.num_queries="
+            f"{num_queries}: it is too small or elongated. Pad images to one canvas "
+            "with model.data_preprocessor.pad_size_divisor=<longest side in pixels>, "
+            "or lower num_queries."
+        )
 
 
 @dataclass(frozen=True)
