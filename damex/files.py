@@ -1,8 +1,9 @@
-"""Files written whole or not at all, and HTML pages."""
+"""Text of any encoding, files written whole or not at all, and HTML pages."""
 
 from __future__ import annotations
 
 import base64
+import codecs
 import io
 import json
 import uuid
@@ -14,7 +15,66 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from PIL import Image
 
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
+
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+# Share of the characters in a file in UTF-16 that are ASCII, ends of lines included.
+_UTF16_ZEROS = 0.1
+
+
+def decode(raw: bytes, path: str | Path) -> str:
+    """The text of the file ``path`` in UTF-8, or in UTF-16 or UTF-32 by its marks.
+
+    Other encodings are not guessed: a wrong guess would change class names.
+
+    Raises:
+        DataError: If the bytes are not text of the encoding.
+    """
+    encoding = _encoding_of(raw)
+    try:
+        text = raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        wrong = raw[error.start : error.start + 4].hex(" ")
+        raise DataError(
+            f"{path}:{line}: the bytes {wrong} are not {encoding.upper()} text; save "
+            "the file as UTF-8."
+        ) from error
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise DataError(
+            f"{path}:{line}: a zero byte is not text; save the file as UTF-8."
+        )
+    return io.StringIO(text, newline=None).getvalue()  # any end of line becomes \n
+
+
+def glance(raw: bytes) -> str:
+    """Text to recognize a file by: what is not text becomes a replacement character."""
+    text = raw.decode(_encoding_of(raw), errors="replace")
+    return io.StringIO(text, newline=None).getvalue()
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text file with :func:`decode`; OSError if it cannot be opened."""
+    return decode(Path(path).read_bytes(), path)
+
+
+def _encoding_of(raw: bytes) -> str:
+    """By the byte order mark, or by the zero bytes of UTF-16 without one."""
+    for mark, encoding in _MARKS:
+        if raw.startswith(mark):
+            return encoding
+    zeros = (raw[::2].count(0), raw[1::2].count(0)) if 0 in raw else (0, 0)
+    if min(zeros) == 0 and max(zeros) > max(1, _UTF16_ZEROS * len(raw) / 2):
+        return "utf-16-be" if zeros[0] else "utf-16-le"
+    return "utf-8"
 
 
 @contextmanager

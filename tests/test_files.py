@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from damex.errors import ConfigError
-from damex.files import atomic_write, write_text
+from damex.errors import ConfigError, DataError
+from damex.files import atomic_write, decode, write_text
 
 # Opening this file succeeds, and each write to it fails as on a full disk.
 FULL = Path("/dev/full")
@@ -94,3 +94,30 @@ def test_a_place_without_files_is_named(tmp_path, name, text):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=text):
         write_text(tmp_path / name, "")
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"caf\xc3\xa9\r\nb\rc\n", "café\nb\nc\n"),
+        (b"", ""),
+        ("\ufeffé".encode(), "é"),
+        ("猫\n狗\n".encode("utf-16-le"), "猫\n狗\n"),  # no ASCII but the ends of lines
+        ("a猫\n".encode("utf-16-be"), "a猫\n"),
+    ],
+)
+def test_decode(raw, text):
+    assert decode(raw, "a.txt") == text
+
+
+@pytest.mark.parametrize(
+    ("raw", "fault"),
+    [
+        (b"a\nth\xe9,1", r"a\.txt:2: the bytes e9 2c 31 are not UTF-8 text; save"),
+        (b"\xff\xfea", r"a\.txt:1: the bytes 61 are not UTF-16 text"),
+        (b"cat\ndog and fox\0", r"a\.txt:2: a zero byte is not text"),
+    ],
+)
+def test_what_is_not_text(raw, fault):
+    with pytest.raises(DataError, match=fault):
+        decode(raw, "a.txt")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations, takewhile
 from typing import NamedTuple
+from unicodedata import normalize
 
 from damex.datasets.coco_checks import Expectations
 from damex.datasets.coco_records import Records
@@ -163,8 +164,10 @@ def _same_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def why_near(first: str, second: str) -> str | None:
     """Why two different names may mean the same: a key of the rule, or None.
 
-    One of 'case', 'spaces', 'plural', 'synonym' and 'spelling'.
+    One of 'unicode', 'case', 'spaces', 'plural', 'synonym' and 'spelling'.
     """
+    if normalize("NFKC", first) == normalize("NFKC", second):
+        return "unicode"
     if first.casefold() == second.casefold():
         return "case"
     a, b = _letters(first), _letters(second)
@@ -185,8 +188,8 @@ def near_pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:
 
 @cache
 def _letters(name: str) -> str:
-    """A name without case, spaces and hyphens."""
-    return re.sub(r"[\W_]+", "", name.casefold())
+    """A name without case, spaces and hyphens, in one of its spellings in Unicode."""
+    return re.sub(r"[\W_]+", "", normalize("NFKC", name).casefold())
 
 
 @cache

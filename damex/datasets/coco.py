@@ -16,7 +16,7 @@ from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
 from damex.datasets.coco_checks import DROPPED, Expectations, check_coco, usable_boxes
-from damex.datasets.coco_records import Records, is_number, read_json
+from damex.datasets.coco_records import Records, flag_of, is_number, read_json
 from damex.datasets.findings import KINDS, Finding, Place, raise_first
 
 
@@ -96,6 +96,9 @@ class NamedCocoDataset(CocoDataset):
         for record in usable:
             if not is_number(record.get("area")):
                 record["area"] = record["bbox"][2] * record["bbox"][3]
+            # mmdet takes a text such as "0" for true.
+            for flag in ("iscrowd", "ignore"):
+                record[flag] = int(bool(flag_of(record.get(flag))))
         known = records.categories
         categories = [c for c in document["categories"] if c["id"] in known]
         return _NamedCoco({**document, "annotations": usable, "categories": categories})
@@ -128,7 +131,7 @@ class NamedCocoDataset(CocoDataset):
                     bbox=[float(v) for v in record["bbox"]],
                     label=self.cat2label[record["category_id"]],
                     area=float(record["area"]),
-                    iscrowd=int(bool(record.get("iscrowd"))),
+                    iscrowd=record["iscrowd"],
                 )
                 for record in raw_data_info["raw_ann_info"]
             ]

@@ -25,6 +25,8 @@ TINY_SHARE = 0.1
 # Many suspect boxes mean another format; a few are single mistakes.
 SUSPICIOUS_COUNT = 3
 SUSPICIOUS_SHARE = 0.1
+# No longer a suspicion if this share of the boxes ends this far beyond the image.
+CERTAIN_SHARE, CERTAIN_END = 0.3, 1.1
 # Faults of boxes that on_bad_box='drop' leaves out.
 DROPPED = ("box-negative", "box-outside")
 BAD_BOX_POLICIES = ("error", "drop")
@@ -228,25 +230,31 @@ def _check_format(records: Records, used_N: np.ndarray) -> Finding | None:
     box_B4, size_B2 = records.box_N4[known_N], records.size_N2[known_N]
     count, first_B2, second_B2 = len(box_B4), box_B4[:, :2], box_B4[:, 2:]
     end_B2 = first_B2 + second_B2
-    if not count or not (first_B2 >= 0).all():
+    if not count:
         return None
-    if (end_B2 <= 1.01).all() and (second_B2 > 0).all() and (size_B2 > 2).all():
+    near = (first_B2 >= -1).all() and (end_B2 <= 2).all() and (size_B2 > 2).all()
+    is_share = (end_B2 <= 1.01).all() or (box_B4 % 1 != 0).any()
+    if near and is_share and (second_B2 > 0).all():
         total = int(used_N.sum())
         text = (
-            f"all {total} boxes lie within [0, 1]: they look like shares of the image; "
-            "expected pixels. Multiply them by width and height of their images."
+            f"all {total} boxes lie within [0, 1] or nearly: they look like shares of "
+            "the image; expected pixels. Multiply them by width and height of their "
+            "images."
         )
         return records.place.finding("box-normalised", None, text, count=total)
     beyond = int((end_B2 > size_B2 + BORDER).any(axis=1).sum())
     fits_B2 = (second_B2 >= first_B2) & (second_B2 <= size_B2 + BORDER)
+    fits_B2 &= first_B2 >= -BORDER
     if beyond < max(SUSPICIOUS_COUNT, SUSPICIOUS_SHARE * count) or not fits_B2.all():
         return None
+    far = (end_B2 > CERTAIN_END * size_B2).any(axis=1).sum()
+    level = None if far > CERTAIN_SHARE * count else "warning"
     text = (
         f"{beyond} of {count} boxes reach over the border as [x, y, width, height], "
         "and none as [x1, y1, x2, y2]: they may be corners. If so, write "
         "[x1, y1, x2 - x1, y2 - y1]."
     )
-    return records.place.finding("box-xyxy", None, text, count=count)
+    return records.place.finding("box-xyxy", None, text, level=level, count=count)
 
 
 def _check_tiny(
@@ -302,9 +310,9 @@ def _check_use(
     records: Records, used_N: np.ndarray, expected: Expectations
 ) -> Iterator[Finding]:
     """Findings on boxes that training does not use, and files with only such boxes."""
-    ignored_N = used_N & records.has("ignore")
+    ignored_N = used_N & records.is_set("ignore")
     yield from records.each("box-ignored", ignored_N)
-    crowd_N = used_N & records.has("iscrowd")
+    crowd_N = used_N & records.is_set("iscrowd")
     thin_N = used_N & (records.box_N4[:, 2:].min(axis=1) < 1)
     lost_N = ignored_N | crowd_N | thin_N | (records.area_N <= 0)
     filters = records.place.split == "train" and expected.filter_empty

@@ -26,6 +26,8 @@ from damex.datasets.findings import (
     capped,
     raise_first,
 )
+from damex.errors import DataError
+from damex.files import read_text
 
 NUMBERS = frozenset({int, float})
 # The lists of a document, and what one of their records is called.
@@ -46,7 +48,41 @@ class _Field(NamedTuple):
         return type(value) in self.types and (self.test is None or self.test(value))
 
 
+def flag_of(value: Any) -> bool | None:
+    """The truth of a flag, as exporters write it; None if it is neither true nor false.
+
+    Flags are 0, 1, whole numbers above, truth values, and texts of these: ``iscrowd``,
+    ``difficult``. No value, and VOC's word *Unspecified*, are false.
+    """
+    if isinstance(value, str):
+        word = value.strip().casefold()
+        if word in _WORDS:
+            return _WORDS[word]
+        try:
+            value = float(word)
+        except ValueError:
+            return None
+    if value is None:
+        return False
+    if not isinstance(value, (int, float)):
+        return None
+    is_level = value == 0 or (value >= 1 and value % 1 == 0)
+    return bool(value) if is_level else None
+
+
+_WORDS: Mapping[str, bool] = MappingProxyType(
+    {
+        **dict.fromkeys(("", "false", "f", "no", "n", "off", "none", "null"), False),
+        "unspecified": False,
+        **dict.fromkeys(("true", "t", "yes", "y", "on"), True),
+    }
+)
 _ID = _Field((int, str, float), "an integer or a text")
+_FLAG = _Field(
+    (type(None), bool, int, float, str),
+    "0, 1, true or false",
+    lambda value: flag_of(value) is not None,
+)
 _LINK = _ID._replace(is_link=True)
 _PATH = _Field((str,), "a path", bool)
 _NAME = _Field((int, str), "a text", lambda value: value != "")
@@ -56,7 +92,9 @@ _PIXELS = _Field(
 _FIELDS: Mapping[str, Mapping[str, _Field]] = MappingProxyType(
     {
         "images": dict(id=_LINK, file_name=_PATH, width=_PIXELS, height=_PIXELS),
-        "annotations": dict(image_id=_LINK, category_id=_LINK, id=_ID),
+        "annotations": dict(
+            image_id=_LINK, category_id=_LINK, id=_ID, iscrowd=_FLAG, ignore=_FLAG
+        ),
         "categories": dict(id=_LINK, name=_NAME),
     }
 )
@@ -84,8 +122,12 @@ class Records:
     class_N: np.ndarray
 
     def has(self, key: str, test: Callable[[Any], bool] = bool) -> np.ndarray:
-        """Whether a field of each annotation passes a test; default: is true."""
+        """Whether a field of each annotation passes a test; default: is not empty."""
         return np.array([test(row.get(key)) for row in self.annotations], bool)
+
+    def is_set(self, flag: str) -> np.ndarray:
+        """Whether a flag of each annotation is true."""
+        return self.has(flag, lambda value: bool(flag_of(value)))
 
     @cached_property
     def is_box_N(self) -> np.ndarray:
@@ -172,8 +214,11 @@ def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
         text = f"the annotation file does not exist (seen from {Path.cwd()}). {advice}"
         return None, [place.finding("file-missing", None, text)]
     try:
-        return json.loads(file.read_text(encoding="utf-8-sig")), []
-    except ValueError as error:  # not JSON, or not text
+        return json.loads(read_text(file)), []
+    except DataError as error:
+        text = f"it is not a JSON file: {error}"
+        return None, [place.finding("not-json", None, text)]
+    except ValueError as error:
         text = f"it is not a JSON file ({error}). Write it again."
         return None, [place.finding("not-json", None, text)]
 
@@ -199,8 +244,8 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
         DataError: If the file is missing, is not JSON, or has no valid categories.
     """
     text, categories = "", None
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # reported by read_coco
-        text = path.read_text(encoding="utf-8-sig")
+    with contextlib.suppress(OSError, DataError):  # reported by read_coco
+        text = read_text(path)
     keys = list(re.finditer(r'(?<!\\)"categories"\s*:\s*', text))
     if len(keys) == 1:  # otherwise one may be nested in another record
         with contextlib.suppress(json.JSONDecodeError):
@@ -321,7 +366,7 @@ def _are_sound(rows: list[Any], key: str) -> bool:
         column = [row.get(name) for row in rows]
         if not {*map(type, column)} <= {*field.types}:
             return False
-        if field.test is not None and not all(map(field.test, column)):
+        if field.test is not None and not all(map(field.test, {*column})):
             return False
     return True
 

@@ -57,7 +57,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "box-tiny": Kind(
             "info", "a class with 10% or more of its boxes below 4 px in training"
         ),
-        "box-xyxy": Kind("warning", "boxes look like x1, y1, x2, y2"),
+        "box-xyxy": Kind("error", "boxes look like x1, y1, x2, y2"),
         "box-normalised": Kind("error", "boxes look like shares of the image"),
         "box-ignored": Kind("warning", "marked `ignore`: left out of training"),
         "duplicate-box": Kind("warning", "the same box of the same class twice"),

@@ -136,11 +136,14 @@ def fits_stored(
         is_turned = header.orientation != 1 and same_size(stated, header.stored)
         return is_turned or None
     # Without a size, boxes fit the image as shown unless only stored holds all.
-    stored, shown = (
-        all(b[2] <= w + SIZE_TOLERANCE and b[3] <= h + SIZE_TOLERANCE for b in boxes)
-        for w, h in (header.stored, header.shown)
-    )
+    stored, shown = (all_fit(boxes, size) for size in (header.stored, header.shown))
     return header.orientation >= 5 and stored and not shown
+
+
+def all_fit(boxes: Sequence[tuple[float, ...]], size: Size) -> bool:
+    """Whether boxes (x1, y1, x2, y2) end within an image, but for rounding."""
+    right, bottom = (side + SIZE_TOLERANCE for side in size)
+    return all(box[2] <= right and box[3] <= bottom for box in boxes)
 
 
 def is_remote(path: str | Path) -> bool:

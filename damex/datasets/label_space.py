@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from damex.datasets.spec import DatasetSpec
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, DataError, did_you_mean
+from damex.files import read_text
 
 LABEL_SPACE_MODES = ("union", "partitioned")
 VERSION = 1
@@ -70,7 +71,7 @@ class LabelFile:
     def read(cls, path: str | Path) -> LabelFile:
         """Read a file; ConfigError if it is missing or invalid."""
         try:
-            text = Path(path).expanduser().read_bytes()
+            text = read_text(Path(path).expanduser())
             content = json.loads(text, object_pairs_hook=_without_doubles)
         except OSError as error:
             raise ConfigError(
@@ -78,6 +79,8 @@ class LabelFile:
                 f"{error.strerror}. damex data labels CONFIG --out {path} writes "
                 "one to begin with."
             ) from error
+        except DataError as error:
+            raise ConfigError(f"label_space: {error}") from error
         except ValueError as error:
             raise ConfigError(f"label_space: {path}: {error}") from error
         return cls.from_content(content, where=str(path))

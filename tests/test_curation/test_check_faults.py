@@ -107,6 +107,11 @@ def corners(record):
     record.update(bbox=[x, y, x + w, y + h], area=(x + w) * (y + h))
 
 
+def to_the_left(record):
+    """As corners, only 12 of 42 boxes then end far below the image."""
+    record["bbox"][0] = 0
+
+
 def shares(record):
     x, y, w, h = record["bbox"]
     record["bbox"] = [x / SIZE[0], y / SIZE[1], w / SIZE[0], h / SIZE[1]]
@@ -270,7 +275,21 @@ FAULTS = [
     ("box-negative", SEVEN, box(40, 30, 20, -10)),
     ("box-thin", SEVEN, box(5, 5, 0.5, 10)),
     ("box-xyxy", None, each("annotations", corners)),
+    (
+        "box-xyxy",
+        None,
+        both(each("annotations", to_the_left), each("annotations", corners)),
+        dict(level="warning"),
+    ),
+    ("wrong-type", SEVEN, edit("annotations", 4, iscrowd="maybe")),
+    ("wrong-type", SEVEN, edit("annotations", 4, iscrowd=-1)),
+    ("wrong-type", SEVEN, edit("annotations", 4, ignore=[])),
     ("box-normalised", None, each("annotations", shares)),
+    (
+        "box-normalised",
+        None,
+        both(each("annotations", shares), box(-0.1, 0.7, 0.4, 0.4)),
+    ),
     ("duplicate-box", "annotation 1000", another_box()),
     ("area-missing", None, edit("annotations", 4, area=GONE)),
     ("area-zero", SEVEN, edit("annotations", 4, area=0)),
@@ -491,6 +510,11 @@ def malformed_boxes_that_are_left_out_anyway(data):
     data.train["annotations"][4].update(category_id=777, bbox=[math.nan])
 
 
+def flags_as_text(data):
+    for record in data.train["annotations"]:
+        record.update(iscrowd="0", ignore="false")
+
+
 def every_second_is_a_crowd(data):
     for record in data.train["annotations"][::2]:
         record["iscrowd"] = 1
@@ -515,6 +539,7 @@ ODD = [
     unknown_fields,
     names_with_quotes_and_other_letters,
     every_second_is_a_crowd,
+    flags_as_text,
     heading("car"),
     training_image_without_boxes_that_is_missing,
     malformed_boxes_that_are_left_out_anyway,

@@ -10,6 +10,9 @@ from damex.curation.classes import near_pairs, why_near
 @pytest.mark.parametrize(
     ("first", "second", "why"),
     [
+        ("caf\u00e9", "cafe\u0301", "unicode"),
+        ("\uff23ar", "Car", "unicode"),
+        ("Caf\u00e9s", "cafe\u0301", "plural"),
         ("Car", "car", "case"),
         ("traffic_light", "Traffic Light", "spaces"),
         ("t-shirt", "tshirt", "spaces"),

@@ -21,7 +21,7 @@ from damex.commandline.run import run_command
 from damex.datasets.coco_records import read_coco
 from damex.datasets.formats.conversion import convert_cached
 from damex.datasets.formats.records import Options, content_share
-from damex.datasets.formats.tree import Tree, split_of_file
+from damex.datasets.formats.tree import Tree
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import DatasetSpec, parse_mixture
@@ -308,8 +308,8 @@ def test_mistakes(csv_folder, read, root, options, fault):
         ("trains/devices.csv", None),
     ],
 )
-def test_split_of_a_file(path, split):
-    assert split_of_file(path) == split
+def test_split_of_a_file(folder, path, split):
+    assert Tree(folder()).split_of_file(path) == split
 
 
 def test_hidden_files_and_circles_of_links_are_ignored(folder):

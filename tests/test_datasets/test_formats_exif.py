@@ -107,6 +107,34 @@ def test_without_a_stated_size_boxes_that_only_fit_the_stored_pixels_are_turned(
     assert found.noted == {TURNED: 1}
 
 
+@pytest.mark.parametrize(
+    ("boxes", "kept"),
+    [
+        # In images of 48 x 32 px, shown as 32 x 48; the third fits both.
+        ([(6, 4, 20, 40), (6, 4, 20, 41), (6, 4, 10, 12)], True),
+        ([(6, 4, 40, 12), (6, 4, 41, 12), (6, 4, 10, 12)], False),
+        # One reaches over the border of the stored image.
+        ([(6, 4, 40, 12), (6, 4, 41, 12), (6, 4, 20, 36)], False),
+        ([(6, 4, 20, 40), (6, 4, 41, 12), (6, 4, 10, 12)], False),  # undecided
+    ],
+)
+def test_boxes_decide_if_sizes_are_of_stored_images(tmp_path, read, boxes, kept):
+    text = ""
+    for name, box in zip("abc", boxes, strict=True):
+        paint(tmp_path / f"{name}.jpg", 6)
+        text += csv_row(box, SIZE).replace("a.jpg", f"{name}.jpg")
+    header = text.splitlines()[0]
+    (tmp_path / "x.csv").write_text(f"{header}\n" + text.replace(f"{header}\n", ""))
+    found = read(tmp_path, val_share=0.0)
+    # Turned clockwise: x = 32 - y, y = x.
+    turned = [(32 - y2, x1, 32 - y1, x2) for x1, y1, x2, y2 in boxes]
+    shown = [box for [(_, box)] in found.boxes().values()]
+    assert shown == (boxes if kept else turned)
+    assert (TURNED in found.noted) is not kept
+    is_clear = kept or all(y2 <= 32 for _, _, _, y2 in boxes)
+    assert any("WARNING" in what for what in found.noted) is not is_clear
+
+
 def test_neither_size_fits(tmp_path, read):
     paint(tmp_path / "a.jpg", 6)
     (tmp_path / "x.csv").write_text(csv_row(STORED_BOX, (96, 64)))

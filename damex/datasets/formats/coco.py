@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,11 @@ from damex.datasets.formats.records import (
     Options,
     Sample,
     Summary,
+    is_set,
 )
-from damex.datasets.formats.tree import Tree, some, split_of_file, split_of_table, stem
+from damex.datasets.formats.tree import Tree, some, stem
+from damex.errors import DataError
+from damex.files import glance
 
 _MANY_FILES = 40
 
@@ -39,12 +42,16 @@ def _files(tree: Tree) -> list[str]:
     """JSON files of detections; only ``instances_*`` among COCO's other tasks."""
     files = tree.with_suffix(".json")
     if len(files) > _MANY_FILES:  # one per image: not COCO
-        files = [path for path in files if split_of_file(path) or "coco" in path]
+        files = [path for path in files if tree.split_of_file(path) or "coco" in path]
     keys = [f'"{key}"'.encode() for key in LISTS]
-    texts = ((path, (tree.root / path).read_bytes()) for path in files)
+    texts = ((path, _in_utf8(tree.raw(path))) for path in files)
     found = [path for path, text in texts if all(key in text for key in keys)]
     instances = [path for path in found if stem(path).startswith("instances_")]
     return instances or found
+
+
+def _in_utf8(raw: bytes) -> bytes:
+    return glance(raw).encode() if 0 in raw[:4] else raw  # UTF-16, which has zeros
 
 
 def _recognise(tree: Tree) -> str | None:
@@ -56,6 +63,8 @@ def _fault(tree: Tree) -> str | None:
     for path in tree.with_suffix(".json")[:_MANY_FILES]:
         try:
             document = json.loads(tree.text(path))
+        except DataError as error:
+            return str(error).rstrip(".")
         except json.JSONDecodeError as error:
             return f"{path} is not a JSON file ({error})"
         first = document[0] if isinstance(document, list) and document else None
@@ -63,7 +72,7 @@ def _fault(tree: Tree) -> str | None:
             return f"{path} is a list of detections, not ground truth: {first!r:.80}"
         known = document if isinstance(document, dict) else {}
         lacks = [key for key in LISTS if key not in known]
-        if 0 < len(lacks) < len(LISTS):
+        if lacks and ("images" in known or "annotations" in known):
             return f"{path} has no list {lacks[0]!r}"
     return None
 
@@ -80,7 +89,7 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
             names[name] = names.get(name, False) or name in kept
         samples = list(_samples(tree, path, records, summary))
         contents.samples += samples
-        if (split := split_of_table(path, files)) is not None:
+        if (split := tree.split_of_table(path, files)) is not None:
             contents.splits[split] = samples
     for name in names:
         if not names[name]:
@@ -121,15 +130,22 @@ def _samples(
         box = _box(record, records.categories, path, summary)
         boxes.setdefault(record["image_id"], []).extend([box] if box else [])
     find = tree.image_finder(path)
+    files: dict[Any, set[str]] = {}
+    for record in records.images:
+        files.setdefault(record["id"], set()).add(str(record.get("file_name") or ""))
     listed = set()
     for record, size in zip(records.images, records.size_M2, strict=True):
-        number = record["id"]
+        number, name = record["id"], str(record.get("file_name") or "")
         place = f"{path}: image {number!r}"
         if number in listed:
             summary.drop("image records with the id of another", place)
             continue
         listed.add(number)
-        name = str(record.get("file_name") or "")
+        if len(files[number]) > 1:  # whose are the boxes?
+            place = f"{place}: {some(sorted(files[number]))}"
+            summary.drop("image ids of several files, all left out", place)
+            summary.drop("boxes of these ids", place, len(boxes.get(number, ())))
+            continue
         if (image := find(name)) is None:
             summary.drop("annotated images that are missing", f"{place}: {name}")
             lost = len(boxes.get(number, ()))
@@ -141,7 +157,8 @@ def _samples(
     for number, left in boxes.items():
         if number not in listed:
             what = "boxes of images that the file does not list"
-            summary.drop(what, f"{path}: image_id {number!r}", len(left))
+            hint = _hint(number, listed)
+            summary.drop(what, f"{path}: image_id {number!r}{hint}", len(left))
 
 
 def _box(
@@ -151,22 +168,31 @@ def _box(
     where, bbox = f"{path}: {place}", record.get("bbox")
     if record["category_id"] not in names:
         what = "boxes of an unknown category id"
-        summary.drop(what, f"{where}: {record['category_id']!r}")
+        hint = _hint(record["category_id"], names)
+        summary.drop(what, f"{where}: {record['category_id']!r}{hint}")
         return None
     if not is_box(bbox):
         what = "annotations without a bbox of four numbers"
         summary.drop(what, f"{where}: bbox is {bbox!r:.80}")
         return None
-    if record.get("ignore"):
+    if is_set(record.get("ignore"), "ignore", where, summary):
         summary.drop("boxes marked 'ignore'", where)
         return None
     x, y, w, h = map(float, record["bbox"])
-    if crowd := bool(record.get("iscrowd")):
+    if crowd := is_set(record.get("iscrowd"), "iscrowd", where, summary):
         summary.note("boxes marked iscrowd: kept as crowd", where)
     area = record.get("area", 0)
     stated = float(area) if is_number(area) and 0 < area < math.inf else None
     corners = (x, y, x + w, y + h)
     return Box(corners, names[record["category_id"]], place, crowd, stated)
+
+
+def _hint(key: Any, listed: Iterable[Any]) -> str:
+    """Why an id is not listed that looks as if it were."""
+    same = next((one for one in listed if str(one) == str(key)), None)
+    if same is None:
+        return ""
+    return f", but {same!r}: a number and a text are different ids, write both alike"
 
 
 COCO = Format(

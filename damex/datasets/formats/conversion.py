@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -34,12 +35,15 @@ from damex.datasets.formats.records import (
 )
 from damex.datasets.formats.tables import CSV, WIDER_FACE
 from damex.datasets.formats.tree import SPLITS, Tree, parent
+from damex.datasets.formats.unread import fault_of_unread
 from damex.datasets.formats.yolo import YOLO
 from damex.datasets.image_files import (
     Header,
+    all_fit,
     fits_stored,
     images_of_any_size,
     read_header,
+    same_size,
     turn_box,
 )
 from damex.errors import ConfigError, DataError, did_you_mean
@@ -104,7 +108,8 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     if not found:
         what = "in a format that damex knows" if name is None else f"of format {name!r}"
         wanted = "; ".join(f"{fmt.name}: {fmt.looks_for}" for fmt in known)
-        fault = next(filter(None, (fmt.fault(tree) for fmt in known)), None)
+        explain = (fault_of_unread, *(fmt.fault for fmt in known))
+        fault = next(filter(None, (function(tree) for function in explain)), None)
         raise ConfigError(
             f"{tree.root} holds no annotations {what}, but {tree.describe()}. "
             f"{fault or f'Looked for {wanted}'}."
@@ -137,8 +142,11 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
     )
     if contents.samples:
         info = dict(source=str(tree.root), format=fmt.name)
+        with images_of_any_size():
+            headers = for_all(read_header, tree.root, contents.samples)
+        _settle_rotations(contents.samples, headers, summary)
         for split, samples in choose_splits(tree, contents, options, summary).items():
-            document = coco_document(tree.root, split, samples, summary)
+            document = coco_document(headers, split, samples, summary)
             write_json(folder / f"{split}.json", {"info": info, **document})
     # Unannotated images are counted only in folders with annotated ones.
     used = {sample.image for sample in contents.samples}
@@ -159,8 +167,44 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
     return Conversion(folder, summary)
 
 
+def _settle_rotations(
+    samples: Sequence[Sample], headers: Mapping[str, Header | OSError], summary: Summary
+) -> None:
+    """Drop stated sizes that the boxes of a dataset contradict.
+
+    Some tools state the size of the stored image, and boxes of the image as shown. The
+    images whose boxes fit only one of the two decide for all, as a single box may
+    reach over the border.
+    """
+    votes: Counter[bool] = Counter()
+    stored = []
+    for sample in samples:
+        header, size = headers[sample.image], sample.stated_size
+        if isinstance(header, OSError) or size is None or header.orientation < 5:
+            continue
+        if same_size(size, header.stored) and not same_size(size, header.shown):
+            stored.append((sample, header.shown))
+            boxes = [box.corners for box in sample.boxes]
+            in_shown, in_stored = (
+                all_fit(boxes, of) for of in (header.shown, header.stored)
+            )
+            votes[in_shown] += in_shown != in_stored
+    if not votes[True]:
+        return
+    what = "images with EXIF rotation: stated as stored, but boxes fit the image shown"
+    if votes[True] > votes[False]:
+        for sample, shown in stored:
+            sample.stated_size = shown
+    else:
+        what = f"WARNING: {what}, in others not; look at them with damex data browse"
+    summary.note(what, stored[0][0].image, votes[True])
+
+
 def coco_document(
-    root: Path, split: str, samples: Sequence[Sample], summary: Summary
+    headers: Mapping[str, Header | OSError],
+    split: str,
+    samples: Sequence[Sample],
+    summary: Summary,
 ) -> dict[str, Any]:
     """The COCO document of a split; samples of the same file are joined.
 
@@ -168,8 +212,6 @@ def coco_document(
     ``source`` and ``place`` give the origin of a record. Sizes and drops are counted in
     ``summary``.
     """
-    with images_of_any_size():
-        headers = for_all(read_header, root, samples)
     ids = {name: number for number, name in enumerate(summary.classes, start=1)}
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []

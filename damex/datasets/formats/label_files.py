@@ -7,11 +7,11 @@ YOLO's text files are read by ``yolo.py``, as their names and splits are elsewhe
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from xml.etree import ElementTree
 
 from damex.datasets.formats.records import (
@@ -22,17 +22,20 @@ from damex.datasets.formats.records import (
     Sample,
     Summary,
     enclosing_box,
+    is_set,
+    is_share,
 )
 from damex.datasets.formats.tree import (
+    IMAGE_SUFFIXES,
     Tree,
     numbers,
     parent,
     size_of,
     split_name,
-    split_of_folder,
     stem,
 )
 from damex.errors import DataError
+from damex.files import decode
 
 _LOOKED_AT = 40
 _HEADERS = ("imagesource:", "gsd:")  # of DOTA
@@ -69,6 +72,10 @@ def _parse_voc(tree: Tree, path: str) -> ElementTree.Element | str:
     try:
         root = ElementTree.fromstring(content)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
+        try:
+            decode(raw, tree.root / path)
+        except DataError as cause:
+            return f"not an XML file in its encoding ({cause})"
         return f"not an XML file ({error})"
     tags = ("filename", "size", "object")  # other tools have an <annotation>, too
     if root.tag != "annotation" or all(root.find(tag) is None for tag in tags):
@@ -91,7 +98,7 @@ def _read_voc(tree: Tree, options: Options, summary: Summary) -> Contents:
         stated = root.findtext("filename") or root.findtext("path") or ""
         image = tree.image_of_label(path, stated)
         if image is None:
-            summary.drop("annotation files without an image", path)
+            summary.drop(why_no_image(tree, path), path)
             continue
         boxes = list(_boxes_of_voc(root, path, summary))
         sides = [root.findtext(f"size/{key}") or "" for key in ("width", "height")]
@@ -104,18 +111,23 @@ def _boxes_of_voc(
 ) -> Iterator[Box]:
     for number, record in enumerate(root.findall("object"), start=1):
         place = f"{path}: object {number}"
-        name = (record.findtext("name") or "").strip()
-        keys = ("xmin", "ymin", "xmax", "ymax")
-        words = [record.findtext(f"bndbox/{key}") or "" for key in keys]
-        corners = numbers(words)
-        if not name or corners is None:
-            what = "objects without a name or a box of four numbers"
-            summary.drop(what, f"{place}: name {name!r}, box {' '.join(words)!r:.80}")
-            continue
-        if difficult := (record.findtext("difficult") or "").strip() == "1":
-            summary.note(_DIFFICULT, place)
-        x1, y1, x2, y2 = corners
-        yield Box((x1, y1, x2, y2), name, f"object {number}", crowd=difficult)
+        names = {(tag.text or "").strip() for tag in record.findall("name")}
+        name = names.pop() if len(names) == 1 else ""
+        difficult = is_set(record.findtext("difficult"), "difficult", place, summary)
+        # An object is one box, but some tools group those of a class.
+        for box in record.findall("bndbox") or [ElementTree.Element("bndbox")]:
+            keys = ("xmin", "ymin", "xmax", "ymax")
+            words = [tag.text or "" for key in keys for tag in box.findall(key)]
+            corners = numbers(words)
+            if not name or corners is None or len(corners) != 4:
+                what = "objects without a name or a box of four numbers"
+                quoted = f"name {name!r}, box {' '.join(words)!r:.80}"
+                summary.drop(what, f"{place}: {quoted}")
+                continue
+            if difficult:
+                summary.note(_DIFFICULT, place)
+            x1, y1, x2, y2 = corners
+            yield Box((x1, y1, x2, y2), name, f"object {number}", crowd=difficult)
 
 
 def is_yolo_shape(words: list[str]) -> bool:
@@ -132,7 +144,7 @@ def kind_of_line(line: str) -> str | None:
         return "dota"
     if re.fullmatch(r"\d+(\.0+)?", words[0]) and is_yolo_shape(words):
         values = numbers(words[1:])
-        if values and all(-1 <= v <= 2 or math.isnan(v) for v in values):
+        if values and all(map(is_share, values)):
             return "yolo"
     return None
 
@@ -141,7 +153,8 @@ def fault_of_line(line: str) -> str:
     """Quote a line and name the rule of the nearest format that it breaks."""
     words = line.split()
     no_numbers = [word for word in words if not numbers([word])]
-    if re.search("[,;]", line):
+    spaced = re.sub("[,;]", " ", line)
+    if spaced != line and spaced.strip() and kind_of_line(spaced):
         fault = "columns are separated by spaces, not by commas"
     elif len(words) in (15, 16):
         wrong = no_numbers[-1] if no_numbers else words[0]
@@ -151,9 +164,13 @@ def fault_of_line(line: str) -> str:
     elif len(words) == 6 and not no_numbers:
         fault = (
             "a YOLO label has 5 numbers; a 6th is the confidence of a detection, which "
-            "is not ground truth"
+            "is not ground truth, or the angle of a rotated box (write its 4 corners)"
         )
-    elif len(words) >= 5 and not no_numbers and max(map(float, words[1:])) > 1:
+    elif (
+        len(words) >= 5
+        and not no_numbers
+        and max(map(abs, numbers(words[1:]) or ())) > 1
+    ):
         fault = "YOLO coordinates are fractions of the image (0 to 1), not pixels"
     else:
         fault = (
@@ -168,18 +185,33 @@ def _named_like_images(tree: Tree) -> list[str]:
     return [path for path in files if stem(path).lower() in tree.images_by_stem]
 
 
+def why_no_image(tree: Tree, path: str) -> str:
+    """Why a label file has no image, for a count."""
+    several = len(tree.images_by_stem.get(stem(path).lower(), ())) > 1
+    return f"annotation files {'of several images' if several else 'without an image'}"
+
+
 def first_fault(tree: Tree) -> str | None:
-    """The first line, in a file named like an image, that is a label of no format."""
+    """The first line, in a file named like an image, that is a label of no format.
+
+    Without such files, that label files have other names.
+    """
     for path in _named_like_images(tree):
-        for number, line in tree.numbered(path):
-            if kind_of_line(line) is None:
+        for number, line in enumerate(tree.glanced(path), start=1):
+            if line and kind_of_line(line) is None:
                 return f"{path}:{number}: {fault_of_line(line)}"
+    labels = [path for path in tree.with_suffix(".txt") if kind_of_file(tree, path)]
+    if labels and tree.images:
+        return (
+            f"{len(labels)} label files such as {labels[0]}, but none is named like an "
+            f"image, such as {tree.images[0]}; give both the same name"
+        )
     return None
 
 
 def kind_of_file(tree: Tree, path: str) -> str | None:
     """The format of a label file by its first recognizable line."""
-    for _, line in tree.numbered(path):
+    for line in filter(None, tree.glanced(path)):
         if not line.lower().startswith(_HEADERS):
             return kind_of_line(line)
     return None
@@ -211,7 +243,7 @@ def _read_labels(tree: Tree, kind: str, parse: _Parse, summary: Summary) -> Cont
             boxes = list(_boxes_of_text(tree, path, kind, parse, summary))
             samples.append(Sample(image, path, boxes))
         elif found == kind:
-            summary.drop("annotation files without an image", path)
+            summary.drop(why_no_image(tree, path), path)
     return Contents(samples, _splits(tree, samples, summary))
 
 
@@ -231,10 +263,12 @@ def _boxes_of_text(
             continue
         if len(words) == 16:
             summary.note(_SCORED, f"{place}: {words[15]}")
-        box = parse(words)
-        if box.crowd:
+        crowd = False
+        if kind == "dota":
+            crowd = is_set("".join(words[9:]), "difficult", place, summary)
+        if crowd:
             summary.note(_DIFFICULT, place)
-        yield box._replace(place=number)
+        yield parse(words)._replace(place=number, crowd=crowd)
 
 
 def _read_kitti(tree: Tree, options: Options, summary: Summary) -> Contents:
@@ -258,9 +292,8 @@ def _kitti_box(words: list[str]) -> Box:
 
 
 def _dota_box(words: list[str]) -> Box:
-    """Parse four corners, class and difficulty (Xia et al. 2018) to an upright box."""
-    corners = enclosing_box([float(word) for word in words[:8]])
-    return Box(corners, words[8], 0, crowd=words[9:] == ["1"])
+    """Parse four corners and a class (Xia et al. 2018) to an upright box."""
+    return Box(enclosing_box([float(word) for word in words[:8]]), words[8], 0)
 
 
 def _splits(
@@ -273,9 +306,11 @@ def _splits(
     """
     splits: dict[str, list[Sample]] = {}
     by_stem: dict[str, list[Sample]] = {}
+    by_folder = {id(s): tree.split_of_folder(parent(s.source)) for s in samples}
     # KITTI has equal names in training/ and testing/.
-    for sample in sorted(samples, key=lambda s: _folder_split(s) != "train"):
-        by_stem.setdefault(stem(sample.source), []).append(sample)
+    for sample in sorted(samples, key=lambda s: by_folder[id(s)] != "train"):
+        for name in {stem(sample.source), stem(sample.image)}:
+            by_stem.setdefault(name, []).append(sample)
     for path in tree.with_suffix(".txt"):
         parts = parent(path).split("/")
         if "ImageSets" not in parts or parts[-1] not in ("ImageSets", "Main"):
@@ -286,20 +321,33 @@ def _splits(
         base = "".join(f"{part}/" for part in parts[: parts.index("ImageSets")])
         split = split_name(stem(path)) or stem(path)
         for number, name in names:
-            near = (s for s in by_stem.get(name, ()) if s.source.startswith(base))
-            if (found := next(near, None)) is not None:
+            if (found := _listed(name, by_stem, base)) is not None:
                 splits.setdefault(split, []).append(found)
             else:
                 what = "names in a list of images without an annotation"
                 summary.drop(what, f"{path}:{number}: {name}")
     for sample in samples if not splits else ():
-        if (folder := _folder_split(sample)) is not None:
+        if (folder := by_folder[id(sample)]) is not None:
             splits.setdefault(folder, []).append(sample)
     return splits
 
 
-def _folder_split(sample: Sample) -> str | None:
-    return split_of_folder(parent(sample.source))
+def _listed(line: str, by_stem: Mapping[str, list[Sample]], base: str) -> Sample | None:
+    """The sample below ``base`` that a line of a list names.
+
+    The name may be a path and have a suffix, and other columns behind it.
+    """
+    for name in (line, line.split()[0]):
+        path = name.replace("\\", "/")
+        suffix = PurePosixPath(path).suffix.lower()
+        is_file = suffix in IMAGE_SUFFIXES or suffix in (".xml", ".txt")
+        key = stem(path) if is_file else path.rpartition("/")[2]
+        near = [s for s in by_stem.get(key, ()) if s.source.startswith(base)]
+        # Among equal names, the folder of the line decides.
+        near.sort(key=lambda s: not parent(s.image).endswith(parent(path)))
+        if near:
+            return near[0]
+    return None
 
 
 VOC = Format(

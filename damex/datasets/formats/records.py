@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from damex.datasets.coco_records import flag_of
 from damex.datasets.formats.tree import SPLITS, Tree, some, stem
 from damex.errors import ConfigError, did_you_mean
 
@@ -196,11 +197,25 @@ class Format:
     guessed: bool = True
 
 
+def is_set(value: Any, flag: str, place: str, summary: Summary) -> bool:
+    """The truth of a flag; one that is neither true nor false is noted, and false."""
+    found = flag_of(value)
+    if found is None:
+        what = f"{flag!r} is neither true nor false: taken as false"
+        summary.note(what, f"{place}: {value!r:.80}")
+    return bool(found)
+
+
 def enclosing_box(points: Sequence[float]) -> Corners:
     """The upright box around points x1, y1, x2, y2, ...; NaN if one is."""
     if any(map(math.isnan, points)):
         return (math.nan,) * 4
     return min(points[::2]), min(points[1::2]), max(points[::2]), max(points[1::2])
+
+
+def is_share(value: float) -> bool:
+    """Whether a coordinate can be relative to the image; boxes may reach beyond it."""
+    return -1 <= value <= 2 or math.isnan(value)
 
 
 def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:

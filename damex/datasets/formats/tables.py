@@ -21,6 +21,8 @@ from damex.datasets.formats.records import (
     Options,
     Sample,
     Summary,
+    is_set,
+    is_share,
 )
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
@@ -29,10 +31,9 @@ from damex.datasets.formats.tree import (
     size_of,
     some,
     split_name,
-    split_of_file,
-    split_of_table,
 )
 from damex.errors import ConfigError, DataError
+from damex.files import glance
 
 # Column -> its names; case, blanks, dots and underscores are ignored.
 _SYNONYMS: Mapping[str, str] = MappingProxyType(
@@ -52,7 +53,8 @@ _SYNONYMS: Mapping[str, str] = MappingProxyType(
         "width": "width imagewidth imgwidth imwidth",
         "height": "height imageheight imgheight imheight",
         "split": "split set subset fold dataset usage",
-        "crowd": "isgroupof iscrowd difficult",
+        "crowd": "isgroupof iscrowd",
+        "difficult": "difficult",
     }
 )
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
@@ -64,6 +66,7 @@ _BOXES = (
     ("xmin", "ymin", "w", "h"),
     ("xmin", "ymin", "width", "height"),
 )
+_FLAGS = ("crowd", "difficult")
 _HEADERLESS = ("image", *_CORNERS, "label")
 _SHARE_OF_SWAPPED = 0.1
 _LOOKED_AT = 200_000  # characters read to recognize a file
@@ -88,26 +91,32 @@ class _Table:
         return [row[place] if place < len(row) else "" for place in places]
 
 
+def _tables(tree: Tree) -> dict[str, _Table]:
+    """The beginnings of the files with boxes, by path."""
+    texts = ((p, glance(tree.raw(p, _LOOKED_AT))) for p in tree.with_suffix(".csv"))
+    opened = ((path, _open(path, text)) for path, text in texts)
+    return {path: table for path, table in opened if table is not None}
+
+
 def _recognise_csv(tree: Tree) -> str | None:
-    found = []
-    for path in tree.with_suffix(".csv"):
-        if (table := _open(tree, path, limit=_LOOKED_AT)) is not None:
-            found.append(f"{path}{'' if table.header else ' (without a header)'}")
+    found = [
+        f"{path}{'' if table.header else ' (without a header)'}"
+        for path, table in _tables(tree).items()
+    ]
     return some(found) or None
 
 
 def _fault_of_csv(tree: Tree) -> str | None:
     """Header of the first file, if it has no box columns."""
     for path in tree.with_suffix(".csv")[:1]:
-        header = tree.text(path, _LOOKED_AT).partition("\n")[0].strip()
+        header = next(iter(tree.glanced(path, _LOOKED_AT)), "")
         wanted = "filename, class, xmin, ymin, xmax and ymax"
         return f"{path}:1: {header[:80]!r} lacks columns such as {wanted}"
     return None
 
 
-def _open(tree: Tree, path: str, limit: int = -1) -> _Table | None:
-    """Read a file; None if it holds no boxes, such as a list of classes."""
-    text = tree.text(path, limit)
+def _open(path: str, text: str) -> _Table | None:
+    """Parse a file; None if it holds no boxes, such as a list of classes."""
     first = text.partition("\n")[0]
     reader = csv.reader(io.StringIO(text), delimiter=max(",;\t", key=first.count))
     rows, fault = [], None
@@ -122,9 +131,9 @@ def _open(tree: Tree, path: str, limit: int = -1) -> _Table | None:
     header = rows[0][1]
     keys = ["".join(c for c in word.lower() if c.isalnum()) for word in header]
     columns = {
-        column: keys.index(known[0])
+        column: _choose(column, known, rows[1:])
         for column, names in _SYNONYMS.items()
-        if (known := [name for name in names.split() if name in keys])
+        if (known := [keys.index(name) for name in names.split() if name in keys])
     }
     for box in _BOXES:
         if columns.keys() >= {"image", *box}:
@@ -139,6 +148,28 @@ def _open(tree: Tree, path: str, limit: int = -1) -> _Table | None:
             "class) above it."
         )
     return _Table(path, places, _CORNERS, rows, header=False, fault=fault)
+
+
+def _choose(
+    column: str, places: Sequence[int], rows: Sequence[tuple[int, list[str]]]
+) -> int:
+    """The place of a column that several have the name of.
+
+    Names of classes rather than their numbers, and paths rather than file names that
+    several folders share; else the likeliest name.
+    """
+
+    def fields(place: int) -> set[str]:
+        return {row[place] for _, row in rows if place < len(row)} - {""}
+
+    if len(places) == 1 or column not in ("label", "image"):
+        return places[0]
+    if column == "image":
+        return max(places, key=lambda place: len(fields(place)))
+    for place in places:
+        if numbers([*fields(place)]) is None and not _has_image([*fields(place)]):
+            return place
+    return places[0]
 
 
 def _has_image(row: Sequence[str]) -> bool:
@@ -167,14 +198,14 @@ def _are_headerless(rows: list[tuple[int, list[str]]]) -> bool:
 def _read_csv(tree: Tree, options: Options, summary: Summary) -> Contents:
     contents = Contents([])
     names = _descriptions(tree)
-    opened = (_open(tree, path) for path in tree.with_suffix(".csv"))
+    opened = (_open(path, tree.text(path)) for path in _tables(tree))
     tables = [table for table in opened if table is not None]
     for table in tables:
         if table.fault is not None:
             raise DataError(f"{tree.root / table.path} {table.fault}")
     for table in tables:
         samples, splits = _samples(tree, table, options, names, summary)
-        own = split_of_table(table.path, [table.path for table in tables])
+        own = tree.split_of_table(table.path, [table.path for table in tables])
         if not splits and own is not None:
             splits = {own: samples}
         contents.samples += samples
@@ -208,9 +239,7 @@ def _samples(
     splits: dict[str, list[Sample]] = {}
     for line, row in table.rows:
         place = f"{table.path}:{line}"
-        name, label, split, crowd = table.fields(
-            row, "image", "label", "split", "crowd"
-        )
+        name, label, split = table.fields(row, "image", "label", "split")
         if name not in found:
             image, size = find(name), None
             if "width" not in table.box:
@@ -230,7 +259,9 @@ def _samples(
             what = "rows without four numbers and a class"
             summary.drop(what, f"{place}: {','.join(row)!r:.80}")
             continue
-        if is_crowd := crowd.lower() in ("1", "true"):
+        flags = zip(_FLAGS, table.fields(row, *_FLAGS), strict=True)
+        is_crowd = any([is_set(word, flag, place, summary) for flag, word in flags])
+        if is_crowd:
             summary.note("boxes marked as group or difficult: kept as crowd", place)
         a, b, c, d = values
         corners = (a, b, c, d) if table.box == _CORNERS else (a, b, a + c, b + d)
@@ -252,12 +283,12 @@ def _only_class(tree: Tree, table: _Table, options: Options) -> str | None:
 
 
 def _is_normalised(table: _Table) -> bool:
-    """Whether boxes are relative: none above 1, and one neither 0 nor 1."""
-    # Pixels are excluded: all boxes would be within the first one.
+    """Whether boxes are relative: all near the image, and one with a fraction."""
+    # Pixels are excluded: all boxes would be within the first two.
     any_fraction = False
     for _, row in table.rows:
         for value in numbers(table.fields(row, *table.box)) or ():
-            if value > 1.0 + 1e-6:
+            if not is_share(value):
                 return False
             any_fraction |= 0.0 < value < 1.0
     return any_fraction
@@ -273,7 +304,7 @@ def _read_wider(tree: Tree, options: Options, summary: Summary) -> Contents:
     for path in tree.with_suffix(_WIDER):
         samples = list(_wider_samples(tree, path, summary))
         contents.samples += samples
-        if (split := split_of_file(path)) is not None:
+        if (split := tree.split_of_file(path)) is not None:
             contents.splits.setdefault(split, []).extend(samples)
     return contents
 
@@ -304,7 +335,7 @@ def _wider_samples(tree: Tree, path: str, summary: Summary) -> Iterator[Sample]:
             summary.drop(_MISSING_BOXES, place)
         else:
             x, y, width, height = values[:4]
-            if invalid := values[7:8] == (1,):
+            if invalid := is_set("".join(words[7:8]), "invalid", place, summary):
                 summary.note("faces marked invalid: kept as crowd", place)
             corners = (x, y, x + width, y + height)
             sample.boxes.append(Box(corners, "face", number, crowd=invalid))

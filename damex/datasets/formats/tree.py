@@ -6,10 +6,12 @@ import hashlib
 import os
 import posixpath
 import re
-from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+
+from damex.files import decode, glance
 
 IMAGE_SUFFIXES = frozenset(
     {
@@ -22,6 +24,14 @@ _SPLITS = {
     **{name: name for name in SPLITS},
     **dict(training="train", valid="val", validation="val", dev="val", testing="test"),
 }
+# Words behind that of a split that say nothing else, as in train_images.
+_NEUTRAL = re.compile(
+    r"images?|imgs?|jpe?gs?|pngs?|photos?|pictures?|frames?|jpegimages|masks?|"
+    r"labels?|labeltxt|ann|anns|annos?|annotations?|instances|gt|bbx|bbox|bboxes|boxes|"
+    r"objects?|det|detection|datas?|datasets?|sets?|splits?|subset|list|files?|parts?|"
+    r"train|val|valid|test|coco|voc|yolo|kitti|dota|json|xml|csv|txt|new|old|final|full|all|small|clean|"
+    r"raw|original|resized|(v|part|set|fold)?\d+"
+)
 _SKIPPED_FOLDERS = frozenset({"__MACOSX", "__pycache__"})
 # Sibling folders of a folder of label files that may hold the images, likely first.
 _IMAGE_FOLDERS = ("JPEGImages", "images", "image", "Images", "img", "")
@@ -32,31 +42,13 @@ def split_name(word: str) -> str | None:
     return _SPLITS.get(re.sub(r"(19|20)\d\d$", "", word.lower()))
 
 
-def split_of_folder(folder: str) -> str | None:
-    """The split that a relative folder belongs to; its last matching part decides."""
-    for part in reversed(folder.split("/")):
-        for word in re.split(r"[^A-Za-z0-9]+", part):
-            if (split := split_name(word)) is not None:
-                return split
+def _split_word(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """The first word of a name that is that of a split, and the words behind it."""
+    words = [*filter(None, re.split(r"[^A-Za-z0-9]+", name))]
+    for place, word in enumerate(words, start=1):
+        if (split := split_name(word)) is not None:
+            return split, tuple(word.lower() for word in words[place:])
     return None
-
-
-def split_of_file(path: str) -> str | None:
-    """The split of an annotation file: by its name, else by its folders."""
-    name = path.rpartition("/")[2].split(".")[0]
-    return split_of_folder(name) or split_of_folder(parent(path))
-
-
-def split_of_table(path: str, tables: Sequence[str]) -> str | None:
-    """Split of one of several files with many images each.
-
-    Files of one split, such as train2014 and train2017, may overlap: they keep their
-    paths.
-    """
-    split = split_of_file(path)
-    if split is not None and [*map(split_of_file, tables)].count(split) == 1:
-        return split
-    return path if split is not None or len(tables) > 1 else None
 
 
 class Tree:
@@ -69,6 +61,48 @@ class Tree:
         self.root = root
         self.files = dict(sorted(_walk(str(root), "", set())))
 
+    def split_of_folder(self, folder: str) -> str | None:
+        """The split that a relative folder belongs to; its last matching part decides.
+
+        The word of a split counts at the end (``WIDER_train``) and before words that
+        say nothing else (``train_images``). Before others it counts only if another
+        split has them, too: ``train_cats`` beside ``val_cats``, not ``train_station``.
+        """
+        for part in reversed(folder.split("/")):
+            if (found := _split_word(part)) is None:
+                continue
+            split, rest = found
+            is_neutral = all(map(_NEUTRAL.fullmatch, rest))
+            if is_neutral or len(self._splits_by_rest.get(rest, ())) > 1:
+                return split
+        return None
+
+    def split_of_file(self, path: str) -> str | None:
+        """The split of an annotation file: by its name, else by its folders."""
+        name = _name_of_table(path)
+        return self.split_of_folder(name) or self.split_of_folder(parent(path))
+
+    def split_of_table(self, path: str, tables: Sequence[str]) -> str | None:
+        """Split of one of several files with many images each.
+
+        Files of one split, such as train2014 and train2017, may overlap: they keep
+        their paths.
+        """
+        split = self.split_of_file(path)
+        if split is not None and [*map(self.split_of_file, tables)].count(split) == 1:
+            return split
+        return path if split is not None or len(tables) > 1 else None
+
+    @cached_property
+    def _splits_by_rest(self) -> Mapping[tuple[str, ...], set[str]]:
+        """Splits in names of folders and tables, by the words behind them."""
+        names = {part for folder in self.folders for part in folder.split("/")}
+        names |= {*map(_name_of_table, self.with_suffix(".json", ".csv"))}
+        found: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        for split, rest in filter(None, map(_split_word, names)):
+            found[rest].add(split)
+        return found
+
     def digest(self) -> str:
         """Hash of the list of files with their sizes and times."""
         lines = (
@@ -80,12 +114,19 @@ class Tree:
         """Sorted files whose name ends with a suffix, in any case."""
         return [path for path in self.files if path.lower().endswith(suffixes)]
 
-    def text(self, path: str, limit: int = -1) -> str:
-        """The text of a file up to ``limit``; bytes that are not UTF-8 become ``?``."""
-        with open(  # noqa: PTH123 - a Path per file would double the time
-            f"{self.root}/{path}", encoding="utf-8-sig", errors="replace"
-        ) as file:
+    def raw(self, path: str, limit: int = -1) -> bytes:
+        """The content of a file, up to ``limit`` bytes."""
+        # A Path per file would double the time.
+        with open(f"{self.root}/{path}", "rb") as file:  # noqa: PTH123
             return file.read(limit)
+
+    def text(self, path: str) -> str:
+        """The text of a file; DataError if it is in another encoding than UTF."""
+        return decode(self.raw(path), self.root / path)
+
+    def glanced(self, path: str, limit: int = -1) -> list[str]:
+        """Lines to recognize a file by, stripped; bytes that are not text become �."""
+        return [line.strip() for line in glance(self.raw(path, limit)).splitlines()]
 
     def lines(self, path: str) -> list[str]:
         """The lines of a file, stripped."""
@@ -137,7 +178,8 @@ class Tree:
         key = (pure.stem if has_suffix else pure.name).lower()
         found = self.images_by_stem.get(key, [])
         if split is not None:
-            found = [p for p in found if split_of_folder(parent(p)) in (split, None)]
+            fitting = (split, None)
+            found = [p for p in found if self.split_of_folder(parent(p)) in fitting]
         ranks = [_agreement(path, pure, near) for path in found]
         best = max(ranks, default=None)
         return found[ranks.index(best)] if best and ranks.count(best) == 1 else None
@@ -155,18 +197,18 @@ class Tree:
             elif re.fullmatch(r"labels?|annotations|labeltxt.*", part.lower()):
                 near = [replace_part(folder, part, name) for name in _IMAGE_FOLDERS]
                 near.append(folder)
-        split = split_of_folder(folder)
-        found = self.locate_image(stem(path), near, split)
-        if found is None and stated.strip():
-            found = self.locate_image(stated, near, split)
-        return found
+        split, names = self.split_of_folder(folder), [stem(path), stated.strip()]
+        if stem(_clean(stated)).lower() == names[0].lower():
+            names.reverse()  # its suffix tells a.jpg from a.png
+        found = (self.locate_image(name, near, split) for name in names if name)
+        return next(filter(None, found), None)
 
     def image_finder(self, path: str) -> Callable[[str], str | None]:
         """Find images by the names in ``path``, a file about many images.
 
         They lie in its folder, in a folder of its split, or in ``images``.
         """
-        split, folder = split_of_file(path), parent(path)
+        split, folder = self.split_of_file(path), parent(path)
         bases, words = (folder, parent(folder)), re.split(r"[._]", stem(path))
 
         def order(one: str) -> tuple[bool, ...]:
@@ -176,8 +218,8 @@ class Tree:
         near = [
             one
             for one in self.folders
-            if split_of_folder(one) == split is not None
-            and (split_of_folder(_last(one)) or _last(one).lower() == "images")
+            if self.split_of_folder(one) == split is not None
+            and (self.split_of_folder(_last(one)) or _last(one).lower() == "images")
         ]
         others = [join(base, n) for base in bases for n in ("", "images", "Images")]
         near = [folder, *sorted(near, key=order), *others]
@@ -234,6 +276,11 @@ def replace_part(folder: str, old: str, new: str) -> str:
         if parts[n].lower() == old.lower():
             return "/".join([*parts[:n], *([new] if new else []), *parts[n + 1 :]])
     return folder
+
+
+def _name_of_table(path: str) -> str:
+    """File name up to its first dot."""
+    return _last(path).split(".")[0]
 
 
 def _last(folder: str) -> str:

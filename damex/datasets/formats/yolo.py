@@ -10,8 +10,10 @@ missing or empty label file has no objects.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import yaml
@@ -21,7 +23,9 @@ from damex.datasets.formats.label_files import (
     first_fault,
     is_yolo_shape,
     kind_of_file,
+    kind_of_line,
     recognise_kind,
+    why_no_image,
 )
 from damex.datasets.formats.records import (
     Box,
@@ -32,6 +36,7 @@ from damex.datasets.formats.records import (
     Summary,
     enclosing_box,
     fault_of_names,
+    is_share,
 )
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
@@ -42,14 +47,15 @@ from damex.datasets.formats.tree import (
     replace_part,
     some,
     split_name,
-    split_of_folder,
     stem,
 )
 from damex.errors import ConfigError, DataError
 
 _NAME_FILES = (".names", "classes.txt", "labels.txt", "class_names.txt")
-# Rounding may move the border of a box this far out of the image.
-_SLACK = 0.01
+# Lists that tools bring along, whatever the dataset.
+_DEFAULT_LISTS = ("predefined_classes.txt", "coco.names", "voc.names", "imagenet.names")
+_LABELIMG = ("dog", "person", "cat", "tv", "car", "meatballs", "marinara sauce")
+_NULLS = ("", "~", "null", "Null", "NULL")
 
 
 @dataclass
@@ -66,28 +72,30 @@ def _recognise(tree: Tree) -> str | None:
     if paths := _yaml_files(tree):
         return paths[0]
     found = recognise_kind(tree, "yolo")
-    names = tree.with_suffix(*_NAME_FILES)
+    names = _name_files(tree)
     return f"{names[0]} and {found}" if names and found else found
 
 
 def _yaml_files(tree: Tree) -> list[str]:
-    """YAML files that name classes and images, ``data.yaml`` first."""
+    """YAML files with names and nc or images, ``data.yaml`` first."""
     files = tree.with_suffix(".yaml", ".yml")
     files.sort(key=lambda path: (path.count("/"), stem(path) != "data", path))
     found = []
     for path in files[:20]:
         with contextlib.suppress(DataError):
             content = _load_yaml(tree, path)
-            if "names" in content and any(split_name(str(key)) for key in content):
+            is_yolo = "nc" in content or any(split_name(str(key)) for key in content)
+            if "names" in content and is_yolo:
                 found.append(path)
     return found
 
 
 def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
-    """Read a YAML mapping; DataError for anything else."""
-    try:
-        content = yaml.safe_load(tree.text(path))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
+    """Read a YAML mapping with scalars as written; DataError for anything else."""
+    text = tree.text(path)
+    try:  # other loaders make True of the class "yes", and 750 of "12:30"
+        content = yaml.load(text, Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{tree.root / path}" + (f":{mark.line + 1}" if mark else "")
         reason = getattr(error, "problem", None) or error
@@ -107,13 +115,15 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
             "classes.txt); add classes=['...', ...] in the order of the numbers."
         )
     splits = _split_images(tree, config, summary)
-    labels = _label_of_images(tree, summary)
+    labels, unclear = _label_of_images(tree, summary)
     listed = [image for images in splits.values() for image in images]
     if not splits:
         folders = {parent(image) for image in labels}
         listed = [image for image in tree.images if parent(image) in folders]
     samples = {}
     for image in dict.fromkeys([*listed, *labels]):
+        if image in unclear:
+            continue
         label = labels.get(image)
         sample = Sample(image, label or config.source or image, normalised=True)
         if label is None:
@@ -122,39 +132,88 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
             sample.boxes = list(_boxes(tree, label, names, config.keypoints, summary))
         samples[image] = sample
     by_split = {
-        split: [samples[image] for image in images] for split, images in splits.items()
+        split: [samples[image] for image in images if image in samples]
+        for split, images in splits.items()
     }
     return Contents(list(samples.values()), by_split, tuple(names))
 
 
 def _read_config(tree: Tree) -> _Config:
-    """Read a ``data.yaml``, or darknet's files."""
+    """Read a ``data.yaml``, or darknet's files; DataError if two name other classes."""
     paths = _yaml_files(tree)
     if len({parent(path) for path in paths}) > 1 and parent(paths[0]):
         raise ConfigError(
             f"{tree.root} holds several datasets ({some(paths)}); give each its own "
             f"entry, such as root={str(tree.root / parent(paths[0]))!r}."
         )
-    if paths:
-        return _from_yaml(tree, paths[0])
+    configs = [_from_yaml(tree, path) for path in paths]
+    files = _name_files(tree)
+    own = [path for path in files if not _is_default(tree, path)]
+    files = own or ([] if configs else files[:1])
+    lists = [_from_list(tree, path) for path in files]
+    _check_agreement(tree, [*configs, *lists])
+    if configs:
+        return configs[0]
     for path in tree.with_suffix(".yaml", ".yml"):
-        if stem(path) == "data":
+        if not lists or "data" in stem(path).lower():
             _load_yaml(tree, path)  # raises if it is broken
-    config = _Config()
-    for path in tree.with_suffix(*_NAME_FILES)[:1]:
-        names = "\n".join(tree.lines(path)).rstrip().split("\n")
-        if names != [""] and (fault := fault_of_names(names, "line")):
-            raise DataError(
-                f"{tree.root / path}: {fault}; line 1 names class 0, line 2 class 1, "
-                "and so on. Correct the file."
-            )
-        config.names, config.source = tuple(filter(None, names)), path
+    config = lists[0] if lists else _Config()
     for path in tree.with_suffix(".data"):
         for line in tree.lines(path):
             key, _, value = (part.strip() for part in line.partition("="))
             if (split := split_name(key)) and value:
                 config.places.setdefault(split, []).append(value)
     return config
+
+
+def _name_files(tree: Tree) -> list[str]:
+    """Files with a class name per line; those that tools bring along are the last."""
+    found = [path for path in tree.with_suffix(*_NAME_FILES) if _is_names(tree, path)]
+    return sorted(found, key=lambda path: _is_default(tree, path))
+
+
+def _is_names(tree: Tree, path: str) -> bool:
+    """Whether a file has lines, and these are neither paths nor labels."""
+
+    def is_file(word: str) -> bool:
+        known = "/" in word and stem(word).lower() in tree.images_by_stem
+        return known or word.lower().endswith((".txt", *IMAGE_SUFFIXES))
+
+    lines = [re.split(r"[\s,;]+", line) for line in tree.glanced(path) if line]
+    is_list = all(any(map(is_file, words)) for words in lines)
+    return bool(lines) and not is_list and kind_of_line(" ".join(lines[0])) is None
+
+
+def _is_default(tree: Tree, path: str) -> bool:
+    """Whether a list of names comes with a tool, whatever the dataset."""
+    begins = tuple(tree.glanced(path)[: len(_LABELIMG)]) == _LABELIMG
+    return begins or path.lower().rpartition("/")[2] in _DEFAULT_LISTS
+
+
+def _from_list(tree: Tree, path: str) -> _Config:
+    """Read a file with a class name per line."""
+    names = "\n".join(tree.lines(path)).rstrip().split("\n")
+    if fault := fault_of_names(names, "line"):
+        raise DataError(
+            f"{tree.root / path}: {fault}; line 1 names class 0, line 2 class 1, and "
+            "so on. Correct the file."
+        )
+    return _Config(path, tuple(names))
+
+
+def _check_agreement(tree: Tree, found: Sequence[_Config]) -> None:
+    """DataError if two files number the classes differently."""
+    for other in found[1:]:
+        first = found[0]
+        if other.names == first.names:
+            continue
+        pairs = zip_longest(first.names, other.names)
+        number, (a, b) = next((n, ab) for n, ab in enumerate(pairs) if ab[0] != ab[1])
+        raise DataError(
+            f"{tree.root}: class {number} is {a!r} in {first.source} and {b!r} in "
+            f"{other.source}; remove the file that does not belong to these labels, or "
+            "give each folder its own entry."
+        )
 
 
 def _from_yaml(tree: Tree, path: str) -> _Config:
@@ -166,25 +225,30 @@ def _from_yaml(tree: Tree, path: str) -> _Config:
         raise DataError(
             f"{tree.root / path}: names: {error}. Correct the file."
         ) from error
-    match content.get("kpt_shape"):
-        case None:
+    match content.get("kpt_shape", ""):
+        case str(word) if word in _NULLS:
             pass
-        case [int(points), int(values)] if points > 0 and values in (2, 3):
-            config.keypoints = points * values
+        case [str(points), "2" | "3" as values] if points.isdecimal():
+            config.keypoints = int(points) * int(values)
         case shape:
             raise DataError(
                 f"{tree.root / path}: kpt_shape must be [number of keypoints, 2 or 3], "
                 f"got {shape!r}."
             )
-    prefix = str(content.get("path") or "")
+    prefix = next(iter(_places(content.get("path", ""))), "")
     for key, value in content.items():
         split = split_name(str(key))
-        places = value if isinstance(value, list) else [value]
-        if split is not None and value:
+        if split is not None and (places := _places(value)):
             config.places.setdefault(split, []).extend(
-                f"{prefix}/{place}" if prefix else str(place) for place in places
+                f"{prefix}/{place}" if prefix else place for place in places
             )
     return config
+
+
+def _places(value: Any) -> list[str]:
+    """One folder or list of images, or several."""
+    values = value if isinstance(value, list) else [value]
+    return [str(place) for place in values if place not in _NULLS]
 
 
 def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
@@ -198,10 +262,13 @@ def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
         raise ValueError(
             f"expected a list of class names, or a mapping from numbers, got {names!r}"
         )
-    names = tuple(map(str, names))
-    count = content.get("nc", len(names))
-    if count != len(names):
-        raise ValueError(f"nc is {count!r}, and names lists {len(names)} classes")
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"expected texts, got {name!r}")
+    names = tuple(name.strip() for name in names)
+    count = content.get("nc", "")
+    if count not in _NULLS and numbers([str(count)]) != (len(names),):
+        raise ValueError(f"nc is {count}, and names lists {len(names)} classes")
     if (fault := fault_of_names(names)) is not None:
         raise ValueError(fault)
     return names
@@ -219,7 +286,7 @@ def _split_images(
     splits = splits or _found_lists(tree, summary)
     if not splits:
         for image in tree.images:
-            if (by_folder := split_of_folder(parent(image))) is not None:
+            if (by_folder := tree.split_of_folder(parent(image))) is not None:
                 splits.setdefault(by_folder, []).append(image)
     return {split: list(dict.fromkeys(images)) for split, images in splits.items()}
 
@@ -252,7 +319,7 @@ def _found_lists(tree: Tree, summary: Summary) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     losses = Summary("", "", "")
     for path in tree.with_suffix(".txt"):
-        lines = [line for line in tree.lines(path)[:20] if line]
+        lines = [line for line in tree.glanced(path)[:20] if line]
         is_list = all(line.lower().endswith(tuple(IMAGE_SUFFIXES)) for line in lines)
         if lines and is_list and stem(path).lower() not in tree.images_by_stem:
             split = split_name(stem(path)) or stem(path)
@@ -281,25 +348,35 @@ def _listed(tree: Tree, path: str, summary: Summary) -> list[str]:
     return found
 
 
-def _label_of_images(tree: Tree, summary: Summary) -> dict[str, str]:
-    """Image -> label file: by YOLO's folder layout, else by name."""
+def _label_of_images(tree: Tree, summary: Summary) -> tuple[dict[str, str], set[str]]:
+    """Image -> label file: by YOLO's folder layout, else by name.
+
+    Also returns the images that share one, such as a.jpg and a.png.
+    """
     labels = {}
+    images_of: dict[str, list[str]] = {}
     for image in tree.images:
         folder = parent(image)
         for where in (replace_part(folder, "images", "labels"), folder):
             path = join(where, f"{stem(image)}.txt")
             if path in tree.files:
                 labels[image] = path
+                images_of.setdefault(path, []).append(image)
                 break
-    used = set(labels.values())
+    unclear: set[str] = set()
+    for path, images in images_of.items():
+        if len(images) > 1:
+            what = "label files of several images, all left out"
+            summary.drop(what, f"{path}: {some(images)}")
+            unclear.update(images)
     for path in tree.with_suffix(".txt"):
-        if path in used or kind_of_file(tree, path) != "yolo":
+        if path in images_of or kind_of_file(tree, path) != "yolo":
             continue
         if (found := tree.image_of_label(path)) is None:
-            summary.drop("annotation files without an image", path)
+            summary.drop(why_no_image(tree, path), path)
         else:
             labels.setdefault(found, path)
-    return labels
+    return labels, unclear
 
 
 def _boxes(
@@ -316,8 +393,8 @@ def _boxes(
         elif not values[0].is_integer() or not 0 <= values[0] < len(names):
             what = f"{place}: {words[0]}; there are 0 to {len(names) - 1}"
             summary.drop("boxes of an unknown class number", what)
-        elif any(value > 1 + _SLACK for value in values[1:]):
-            what = "boxes that are not fractions of the image (above 1)"
+        elif not all(map(is_share, values[1:])):
+            what = "boxes that are not fractions of the image"
             summary.drop(what, f"{place}: {fault_of_line(line)}")
         else:
             shape = values[1:]
