@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from damex.commandline.options import option_of
 from damex.errors import ConfigError
 from damex.zero_config import folder_name, named_folders, run_name
 
@@ -129,7 +130,8 @@ def train(
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU if available.
         amp: Mixed precision, on a GPU.
         resume: Continue from the last checkpoint of the work dir.
-        options: Settings of the config to change: ``{"moe.gate.k": 2}``.
+        options: Settings of the config to change: ``{"moe.gate.k": 2}``. Values are
+            numbers, texts, True, False, None, and lists, tuples and dicts of them.
         verbose: Print the output of the training.
 
     Raises:
@@ -142,7 +144,7 @@ def train(
     if isinstance(data, str | os.PathLike) and not Path(data).expanduser().is_dir():
         config = os.fspath(data)
         words.append(config)
-        default = _work_dir_of(config)
+        default = _work_dir_of(config, resumes=resume)
         folder = Path(folder or default)
     else:
         datasets = _data_words(data)
@@ -153,18 +155,15 @@ def train(
         words += [] if value is None else [f"--{name}", str(value)]
     words += ["--amp"] * amp + ["--resume"] * resume
     if options:
-        words += [
-            "--cfg-options",
-            *(f"{key}={value}" for key, value in options.items()),
-        ]
+        words += ["--cfg-options", *(option_of(*row) for row in options.items())]
     _run(words, verbose)
     return _finished(folder)
 
 
-def _work_dir_of(config: str) -> str:
+def _work_dir_of(config: str, *, resumes: bool) -> str:
     """The folder that ``damex train CONFIG`` writes to."""
     with warnings.catch_warnings():  # mmengine adds filters
-        from damex.config_files import find_config, read_part
+        from damex.config_files import find_config, read_part, work_dir_of
 
         try:
             find_config(config)
@@ -173,8 +172,7 @@ def _work_dir_of(config: str) -> str:
                 f"{config} is neither a folder nor a config. Name folders that exist, "
                 f"as in damex.train({{'fish': 'data/fish'}}), or a config: {error}"
             ) from error
-        cfg = read_part(config)
-    return cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename).stem}"
+        return work_dir_of(read_part(config), resumes=resumes)
 
 
 def _data_words(data: Any) -> list[str]:
@@ -226,14 +224,10 @@ def _run(words: Sequence[str], verbose: bool) -> None:
 
 
 def _finished(folder: Path) -> TrainedRun:
-    """Files of a finished training."""
-    best = sorted(folder.glob("best_*.pth"), key=lambda path: path.stat().st_mtime)
-    checkpoints = best or [
-        Path((folder / "last_checkpoint").read_text("utf-8").strip())
-    ]
-    configs = sorted(folder.glob("*.py"), key=lambda path: path.stat().st_mtime)
+    """Files of a finished training, as its summary names them."""
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    return TrainedRun(folder, configs[-1], checkpoints[-1], Evaluation.of(summary))
+    config, checkpoint = folder / summary["config"], folder / summary["checkpoint"]
+    return TrainedRun(folder, config, checkpoint, Evaluation.of(summary))
 
 
 def load(checkpoint: str | os.PathLike, *, device: str | None = None) -> Detector:

@@ -10,13 +10,13 @@ import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.config import Config, ConfigDict
 from mmengine.utils import import_modules_from_strings
 
+from damex.commandline.options import parse_options
 from damex.errors import ConfigError, did_you_mean
 
 # The shipped configs: a folder in a wheel, a link in a checkout.
@@ -108,29 +108,6 @@ def config_of(
     return cfg
 
 
-def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Parse the ``key=value`` words of ``--cfg-options`` as mmengine does."""
-    read = SimpleNamespace()
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not (key and equals):
-            raise ConfigError(f"--cfg-options: {word!r} is not key=value.")
-        if "dict(" in value:
-            raise ConfigError(
-                f"--cfg-options: {word!r}: values are numbers, words and lists of "
-                "them; write dicts into a config file, or name a field of one, as in "
-                f"{key}.0.type=..."
-            )
-        try:
-            DictAction(["--cfg-options"], "options")(None, read, [word])
-        except (AssertionError, RecursionError) as error:
-            raise ConfigError(
-                f"--cfg-options: the brackets of {word!r} are not those of a list; "
-                "write key=[a,b] or key=(a,b), in quotes if the shell needs them."
-            ) from error
-    return getattr(read, "options", {})
-
-
 def read_config(name: str, *, needs_model: bool = True) -> Config:
     """Read a complete config by path or name.
 
@@ -147,10 +124,42 @@ def read_config(name: str, *, needs_model: bool = True) -> Config:
     return cfg
 
 
+def work_dir_of(cfg: Config, *, resumes: bool) -> str:
+    """Return the folder that a training with a config writes to by default.
+
+    A config in a work directory that was copied or moved names the original one, but a
+    training is resumed where its checkpoints are.
+    """
+    file = Path(cfg.filename)
+    if resumes and file.is_file() and (file.parent / "last_checkpoint").is_file():
+        return str(file.parent)
+    return cfg.get("work_dir") or f"work_dirs/{file.stem}"
+
+
 def import_modules(cfg: Config) -> None:
-    """Import ``custom_imports``: all of mmdet for damex's configs."""
-    if cfg.get("custom_imports"):
-        import_modules_from_strings(**cfg.custom_imports)
+    """Import ``custom_imports``: all of mmdet for damex's configs.
+
+    Raises:
+        ConfigError: If a module is not found, or the field is not such a dict.
+    """
+    wanted = cfg.get("custom_imports")
+    if not wanted:
+        return
+    is_call = isinstance(wanted, Mapping) and "imports" in wanted
+    if not is_call or {*wanted} - {"imports", "allow_failed_imports"}:
+        raise ConfigError(
+            "custom_imports must be dict(imports=['my_module'], "
+            f"allow_failed_imports=False), got {reprlib.repr(wanted)}."
+        )
+    try:
+        import_modules_from_strings(**wanted)
+    except (ImportError, TypeError) as error:  # TypeError: names that are no texts
+        reason = " ".join(str(error.__context__ or error).split())
+        raise ConfigError(
+            f"custom_imports={reprlib.repr(wanted['imports'])}: {reason}. Python looks "
+            "for modules in the installed packages and in the folders of PYTHONPATH: "
+            "start with PYTHONPATH=FOLDER_OF_THE_MODULE damex train ..."
+        ) from error
 
 
 def read_part(name: str, folder: str = "") -> Config:
@@ -182,7 +191,9 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
 
     If ``moe`` names a file, it is read first, so that ``moe.gate.k=2`` changes its
     content. ``moe.gate.k`` and ``model.moe.gate.k`` are the same: a config file has
-    ``moe`` at the top level, the config of a work directory has it in the model.
+    ``moe`` at the top level, the config of a work directory has it in the model. As in
+    a config file, a dict changes the fields that it names, and ``_delete_=True`` in it
+    removes the others.
 
     Raises:
         ConfigError: If nothing reads an option, a file does not exist or sets no
@@ -204,8 +215,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 "moe=damex (or another of configs/_base_/moe), or leave it out."
             )
     mixture = copy.deepcopy(cfg.get("mixture"))
-    for name in options:
-        _check_place(cfg, name)
+    options = {name: _merged(cfg, name, value) for name, value in options.items()}
     try:
         cfg.merge_from_dict(options)
     except TypeError as error:
@@ -260,8 +270,11 @@ def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_place(cfg: Any, name: str) -> None:
-    """Reject an option below a value without fields, or beyond the end of a list."""
+def _merged(cfg: Any, name: str, value: Any) -> Any:
+    """The value of an option as mmengine merges it.
+
+    An option below a value without fields, or beyond the end of a list, is rejected.
+    """
     parts = name.split(".")
     for count, part in enumerate(parts):
         is_list = isinstance(cfg, list)
@@ -278,8 +291,11 @@ def _check_place(cfg: Any, name: str) -> None:
                 f"list, as in {above}.0.type=..."
             )
         if not is_list and part not in cfg:
-            return
+            return value
         cfg = cfg[int(part) if is_list else part]
+    if isinstance(value, Mapping) and not isinstance(cfg, Mapping):
+        return {**value, "_delete_": True}  # a dict in place of something else
+    return value
 
 
 def mixtures_of(cfg: Mapping[str, Any]) -> list[dict]:

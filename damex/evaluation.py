@@ -298,6 +298,25 @@ class MixtureMetric(BaseMetric):
         return {**found, "images": len(images), "boxes": boxes}
 
 
+def score_names(
+    datasets: Sequence[str], *, classwise: bool, has_experts: bool
+) -> list[str]:
+    """Return the names of MixtureMetric's scores for datasets, with its prefix.
+
+    With `classwise`, scores of single classes have names of their own, not listed here.
+    """
+    means = ["AP", "AP50", "AP75", *["routing_accuracy", "max_load"] * has_experts]
+    each = [*SCORE_NAMES, "images", "boxes"]
+    rows = {"mean": means, "pooled": each}
+    for name in datasets:
+        rows[name] = [*each, *["routing_accuracy"] * has_experts]
+    return [
+        f"{MixtureMetric.default_prefix}/{name}/{score}"
+        for name, scores in rows.items()
+        for score in scores
+    ]
+
+
 def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageResult:
     height, width = sample["ori_shape"][:2]
     return ImageResult(

@@ -6,9 +6,10 @@ import base64
 import codecs
 import io
 import json
+import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,10 @@ def _encoding_of(raw: bytes) -> str:
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Write a file whole or not at all; missing folders are created.
 
-    Yields a path in the same folder, with the same suffix, which replaces the file at
-    the end of the block and is removed if the block raises. Links are followed, devices
-    and pipes are written directly. Pass an open file to `torch.save`: given a path, it
-    hides the reason of a failure.
+    Also after a loss of power. Yields a path in the same folder, with the same suffix,
+    which replaces the file at the end of the block and is removed if the block raises.
+    Links are followed, devices and pipes are written directly. Pass an open file to
+    `torch.save`: given a path, it hides the reason of a failure.
 
     Raises:
         ConfigError: If the file cannot be written, for instance on a full disk.
@@ -97,7 +98,10 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     try:
         yield part
         if part != target:
+            _sync(part)  # a rename may reach the disk before the content
             part.replace(target)
+            with suppress(OSError):  # folders cannot be opened everywhere
+                _sync(target.parent)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch wraps the OSError
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
@@ -109,6 +113,15 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     finally:
         if part != target:
             part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: str | Path, text: str) -> None:

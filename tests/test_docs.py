@@ -27,7 +27,8 @@ from mmengine.registry import Registry
 
 import damex.registry  # noqa: F401  (registers the classes)
 from damex.commandline.commands import app as damex_app
-from damex.config_files import KEYS, MOE, config_of, parse_options, read_part
+from damex.commandline.options import parse_options
+from damex.config_files import KEYS, MOE, config_of, read_part
 from damex.datasets import label_space, spec
 from damex.errors import ConfigError
 from damex.models import config as moe_fields

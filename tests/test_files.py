@@ -1,6 +1,7 @@
 """Files are written whole or not at all, and a fault is one line."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,20 @@ def test_decode(raw, text):
 def test_what_is_not_text(raw, fault):
     with pytest.raises(DataError, match=fault):
         decode(raw, "a.txt")
+
+
+def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    done = []
+    replace, fsync = Path.replace, os.fsync
+    monkeypatch.setattr(
+        Path, "replace", lambda *paths: (done.append("name"), replace(*paths))
+    )
+
+    def sync(descriptor):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        done.append("folder" if is_folder else "content")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_text(tmp_path / "a.txt", "x")
+    assert done == ["content", "name", "folder"]

@@ -67,7 +67,8 @@ CfgOptions = Annotated[
     parameter(
         "KEY=VALUE...",
         help="Settings that override those of the config; nested keys with dots, lists "
-        "as key=[a,b] or key=a,b: moe=vanilla train_cfg.max_epochs=1.",
+        "as key=[a,b] or key=a,b, texts as they are or in quotes: moe=vanilla "
+        "train_cfg.max_epochs=1.",
     ),
 ]
 Seeds = Annotated[tuple[int, ...], Parameter(help="Random seeds, one training each.")]

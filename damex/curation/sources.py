@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from mmengine.config import Config
 
+from damex.commandline.options import parse_options
 from damex.config_files import (
     config_of,
     find_config,
     import_modules,
     merge_options,
-    parse_options,
 )
 from damex.datasets.coco_checks import Expectations, usable_boxes
 from damex.datasets.coco_records import Records, is_number, read_json

@@ -92,7 +92,8 @@ class MixtureDataset(Dataset):
         filter_empty: Leave images without boxes out of training.
         on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
             side.
-        max_refetch: How many other images to try if the pipeline rejects one.
+        max_refetch: How many other images of the dataset to try if the pipeline rejects
+            one.
         test_mode: Whether samples are for evaluation; follows ``split`` by default.
         lazy_init: Load the annotations in ``full_init`` instead of at construction.
         check: Check of COCO documents, as in ``NamedCocoDataset``.
@@ -197,16 +198,20 @@ class MixtureDataset(Dataset):
             return self._fetch(index)
 
     def _fetch(self, index: int) -> dict[str, Any]:
-        """Run the pipeline; in training, try the next image if it rejects one."""
-        for attempt in range(1 if self.test_mode else self.max_refetch + 1):
-            packed = self._run_pipeline((index + attempt) % len(self))
+        """Run the pipeline; in training, try the dataset's next image if it fails."""
+        source, inner = self.locate(index)
+        size = self.sizes[source]
+        others = 0 if self.test_mode else min(self.max_refetch, size - 1)
+        for attempt in range(others + 1):
+            shift = (inner + attempt) % size - inner
+            packed = self._run_pipeline(index + shift)
             if packed is not None:
                 return packed
         info = self.get_data_info(index)
         raise DataError(
             f"the {self.split} pipeline refused {info['img_path']} of dataset "
             f"{info['dataset_name']!r}"
-            + ("." if self.test_mode else f" and the {self.max_refetch} images after.")
+            + (f" and {others} other images of it." if others else ".")
         )
 
     def _run_pipeline(self, index: int) -> dict[str, Any] | None:

@@ -6,11 +6,11 @@ import functools
 import hashlib
 import pickle
 import re
-import reprlib
 import struct
 import threading
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -274,8 +274,26 @@ def check_label_space(meta: Mapping[str, Any], space: LabelSpace, *, path: str) 
     for what, before, value in pairs:
         if before != value:
             raise ConfigError(
-                f"the checkpoint {path} was trained with other labels; {what}: was "
-                f"{reprlib.repr(before)}, is {reprlib.repr(value)} in the config. Use "
-                "the config in the work directory of the checkpoint, or its mixture "
-                "(with rename and group) and label_space."
+                f"the checkpoint {path} was trained with other labels; {what}: "
+                f"{_difference(before, value)}. Use the config in the work directory "
+                "of the checkpoint, or its mixture (with rename and group) and "
+                "label_space."
             )
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Say how labels differ, by those that do."""
+    if isinstance(before, str) or not isinstance(before, Sequence):
+        return f"was {before!r}, is {now!r} in the config"
+    sides = {"the checkpoint": (before, now), "the config": (now, before)}
+    parts = []
+    for side, (own, other) in sides.items():
+        names = [str(one) for one in own if one not in other]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        if names:
+            parts.append(f"only in {side}: {', '.join(names[:8])}{more}")
+    if parts:
+        return "; ".join(parts)
+    place = next(i for i in count() if before[i : i + 1] != now[i : i + 1])
+    one, other = (list(side[place : place + 1]) for side in (before, now))
+    return f"place {place} was {one}, is {other} in the config"

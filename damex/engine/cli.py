@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,8 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from torch import cuda
 
-from damex.config_files import merge_options, parse_options, read_config
+from damex.commandline.options import parse_options
+from damex.config_files import merge_options, read_config, work_dir_of
 from damex.errors import ConfigError
 from damex.zero_config import config_of_folders, named_folders
 
@@ -40,7 +40,9 @@ def train(
         raise ConfigError("--model belongs to --data: a config sets its own model.")
     use_device(device)
     cfg = load_config(
-        config or config_of_folders(named_folders(data), model or "tiny"), **run
+        config or config_of_folders(named_folders(data), model or "tiny"),
+        resumes=resume is not None,
+        **run,
     )
     if epochs is not None:
         cfg.max_epochs = epochs
@@ -132,14 +134,14 @@ def load_config(
     work_dir: str | None = None,
     launcher: str = "none",
     local_rank: int = 0,  # mmengine reads it from the environment
+    resumes: bool = False,
 ) -> Config:
     """Read the config and apply the command line; ConfigError if unreadable."""
     cfg = read_config(config) if isinstance(config, str) else config
+    cfg.work_dir = work_dir_of(cfg, resumes=resumes)
     merge_options(cfg, parse_options([f"launcher={launcher}", *cfg_options]))
     if work_dir is not None:
         cfg.work_dir = work_dir
-    elif cfg.get("work_dir") is None:
-        cfg.work_dir = str(Path("work_dirs") / Path(cfg.filename).stem)
     return cfg
 
 

@@ -24,7 +24,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
 )
 
 from damex.datasets.mixture import MixtureDataset
@@ -41,6 +40,9 @@ MEASURES = MappingProxyType(
         "moe_active_channels": "open channels {:.1%}",
     }
 )
+
+
+UNKNOWN = "unknown time"
 
 
 @HOOKS.register_module()
@@ -61,6 +63,7 @@ class ProgressHook(Hook):
             file=sys.stdout, quiet=not is_main_process(), markup=False, emoji=False
         )
         self._progress = Progress(console=self._console)
+        self._paces: dict[str, Pace] = {}
         self._last_line = 0.0
 
     def before_train(self, runner: Runner) -> None:
@@ -114,26 +117,26 @@ class ProgressHook(Hook):
             TextColumn("{task.description:>8}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left  {task.fields[status]}"),
+            TextColumn("{task.fields[left]} left  {task.fields[status]}"),
             console=self._console,
         )
         self._task = self._progress.add_task(
-            label, total=total, completed=done, status=""
+            label, total=total, completed=done, left=UNKNOWN, status=""
         )
+        self._pace = self._paces.setdefault(label, Pace(total))
+        self._pace.begin()
         if self._console.is_terminal:
             self._progress.start()
 
     def _advance(self, done: int, status: str) -> None:
-        self._progress.update(self._task, completed=done, status=status)
+        self._pace.step()
+        left = self._pace.left(int(self._progress.tasks[0].total or done) - done)
+        self._progress.update(self._task, completed=done, status=status, left=left)
         task, now = self._progress.tasks[0], time.monotonic()
         is_due = now - self._last_line >= self.every_seconds or task.finished
         if self._console.is_terminal or not is_due:
             return
         self._last_line = now
-        left = "unknown time"
-        if task.time_remaining is not None:
-            left = str(timedelta(seconds=round(task.time_remaining)))
         self._console.print(
             f"{task.description:>8} {done}/{task.total}  {left} left  {status}",
             highlight=False,
@@ -142,6 +145,34 @@ class ProgressHook(Hook):
     def close(self) -> None:
         """Remove the bar from the screen."""
         self._progress.stop()
+
+
+class Pace:
+    """Mean seconds per step of a training or evaluation, for the time left.
+
+    The weight of a step halves about every third of all steps: a few slow steps change
+    the time left by what they took, and not by what as slow a rest would take.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._decay = 1.0 - 2.0 / max(total, 4)
+        self._seconds = self._weight = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock, at the beginning and after an interruption."""
+        self._since = time.monotonic()
+
+    def step(self) -> None:
+        """Count the time since the last step."""
+        now = time.monotonic()
+        self._seconds = self._decay * self._seconds + now - self._since
+        self._weight = self._decay * self._weight + 1.0
+        self._since = now
+
+    def left(self, steps: int) -> str:
+        """Return the time that more steps will take, as hours:minutes:seconds."""
+        return str(timedelta(seconds=round(steps * self._seconds / self._weight)))
 
 
 def describe_run(runner: Runner) -> str:

@@ -13,11 +13,10 @@ from mmdet.registry import HOOKS
 from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
 
 from damex.datasets.mixture import mix_seed
-from damex.engine.optimizer_state import NAMES, parameter_names
+from damex.engine.optimizer_state import NAMES, optimizer_of, parameter_names
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
@@ -95,9 +94,9 @@ class TrainingStepHook(Hook):
                 )
         if detector is not None:
             checkpoint["meta"]["moe"] = detector.resolved_moe()
-        if "optimizer" in checkpoint and isinstance(runner.optim_wrapper, OptimWrapper):
-            names = parameter_names(model, runner.optim_wrapper.optimizer)
-            checkpoint["meta"][NAMES] = names
+        optimizer = optimizer_of(runner.optim_wrapper)
+        if "optimizer" in checkpoint and optimizer is not None:
+            checkpoint["meta"][NAMES] = parameter_names(model, optimizer)
 
 
 def check_losses(losses: Mapping[str, Any], scaler: Any, *, iteration: int) -> None:

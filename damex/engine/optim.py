@@ -168,6 +168,8 @@ def _build(
 def set_length(cfg: Config | ConfigDict) -> None:
     """Move the top-level ``max_epochs`` or ``max_iters`` into ``train_cfg``, in place.
 
+    The checkpoints and logs of an iteration-based training count iterations, too.
+
     Raises:
         ConfigError: If mmengine's loop counts the other one; custom loops may differ.
     """
@@ -185,6 +187,27 @@ def set_length(cfg: Config | ConfigDict) -> None:
     if cfg.get(key) is not None:
         # Kept in one place, so that a written config reads back.
         train[key] = cfg.pop(key)
+    if key == "max_iters":
+        _count_iterations(cfg, train)
+
+
+def _count_iterations(cfg: Config | ConfigDict, train: Mapping[str, Any]) -> None:
+    """Let hooks that count epochs count iterations, in place.
+
+    An iteration-based training is a single epoch: by epoch, its only checkpoint would
+    be written at its end. It gets one at each evaluation and ten at least.
+    """
+    hooks = cfg.get("default_hooks") or {}
+    checkpoint = hooks.get("checkpoint")
+    if checkpoint and checkpoint.get("by_epoch", True):
+        checkpoint["by_epoch"] = False
+        if checkpoint.get("interval", 1) == 1:  # of epochs
+            length = train.get("max_iters") or 10_000
+            every = min(train.get("val_interval") or 1000, math.ceil(length / 10))
+            checkpoint["interval"] = int(every)
+    if hooks.get("logger"):
+        hooks["logger"].setdefault("log_metric_by_epoch", False)
+    cfg["log_processor"] = {**(cfg.get("log_processor") or {}), "by_epoch": False}
 
 
 def length_key(train_cfg: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from mmengine.optim import OptimWrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -38,10 +38,28 @@ NAMES = "optimizer_names"  # in a checkpoint's meta
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 
 
+def optimizer_of(optim_wrapper: Any) -> Optimizer | None:
+    """Return the optimiser of a wrapper; None for a wrapper of several."""
+    is_one = isinstance(optim_wrapper, OptimWrapper)
+    is_one = is_one and not isinstance(optim_wrapper, OptimWrapperDict)
+    return optim_wrapper.optimizer if is_one else None
+
+
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of an optimiser's parameters, in the index order of its state."""
+    """Names of an optimiser's parameters, in the index order of its state.
+
+    Raises:
+        ConfigError: If one is not a parameter of the model.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    if others := [tuple(p.shape) for p in found if id(p) not in names]:
+        raise ConfigError(
+            f"optim_wrapper.optimizer has {len(others)} parameters that are not of the "
+            f"model, such as one of shape {others[0]}: checkpoints do not hold them; "
+            "make them parameters of a module of the model."
+        )
+    return [names[id(parameter)] for parameter in found]
 
 
 def load_moments(
@@ -92,11 +110,19 @@ def load_moments(
 
 
 def check_resumable(
-    checkpoint: Mapping[str, Any], optim_wrapper: Any, *, path: str
+    checkpoint: Mapping[str, Any],
+    optim_wrapper: Any,
+    *,
+    has_schedules: bool,
+    path: str,
 ) -> None:
-    """Raise ConfigError if a checkpoint's progress is missing or its optimiser differs.
+    """Check that a training can continue from a checkpoint as if it had not stopped.
 
-    Wrappers of several optimisers are left to mmengine.
+    Kinds of several optimisers in one wrapper are left to mmengine.
+
+    Raises:
+        ConfigError: If the checkpoint has no progress, optimiser or, unless the config
+            has none either, learning rate schedules, or another kind of optimiser.
     """
     start = "or start a new training from it with load_from=CHECKPOINT."
     if not {"epoch", "iter"} <= (checkpoint.get("meta") or {}).keys():
@@ -105,10 +131,17 @@ def check_resumable(
             f"checkpoints of prune, merge and grow); name one that a training wrote, "
             f"{start}"
         )
-    saved = (checkpoint.get("optimizer") or {}).get("param_groups")
-    if saved is None or not isinstance(optim_wrapper, OptimWrapper):
+    needed = ["optimizer", *["param_schedulers"] * has_schedules]
+    if missing_parts := [name for name in needed if name not in checkpoint]:
+        raise ConfigError(
+            f"--resume: {path} holds no {' and no '.join(missing_parts)}, as every "
+            "best_*.pth; resume from an epoch_N.pth or iter_N.pth of the training, "
+            f"{start}"
+        )
+    optimizer = optimizer_of(optim_wrapper)
+    if optimizer is None:
         return
-    optimizer = optim_wrapper.optimizer
+    saved = checkpoint["optimizer"]["param_groups"]
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     sizes = [[len(group["params"]) for group in one] for one in (groups, saved)]
     pairs = zip(groups, saved, strict=False)

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from mmengine.dist import broadcast_object_list
+from mmengine.fileio import FileClient, LocalBackend, get_file_backend
 from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop
 from torch import nn
@@ -160,13 +161,28 @@ class OrderlyRunner(ShardedRunner):
         self, out_dir: str, filename: str, *args: Any, **kwargs: Any
     ) -> None:
         """Save atomically; called on every process, written by the first."""
-        if self.rank != 0 or "://" in out_dir:
+        if self.rank != 0 or not _is_local(out_dir, *args[:1], **kwargs):
             super().save_checkpoint(out_dir, filename, *args, **kwargs)
             return
         with atomic_write(Path(out_dir) / filename) as part:
             super().save_checkpoint(str(part.parent), part.name, *args, **kwargs)
         if kwargs.get("meta"):
             self.folder.iterations[filename] = kwargs["meta"]["iter"]
+
+
+def _is_local(
+    out_dir: str,
+    file_client_args: dict | None = None,
+    *,
+    backend_args: dict | None = None,
+    **_: Any,
+) -> bool:
+    """Whether the backend of a checkpoint writes to a local folder."""
+    if file_client_args is not None:
+        client = FileClient.infer_client(file_client_args, out_dir)
+        return isinstance(client.client, LocalBackend)
+    backend = get_file_backend(out_dir, backend_args=backend_args)
+    return isinstance(backend, LocalBackend)
 
 
 @contextmanager

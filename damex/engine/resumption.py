@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook as MMEngineCheckpointHook
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, _ParamScheduler
-from mmengine.runner import BaseLoop, IterBasedTrainLoop, Runner
+from mmengine.runner import BaseLoop, CheckpointLoader, IterBasedTrainLoop, Runner
 from torch.utils.data import BatchSampler
 
 from damex.datasets.sampler import MixtureSampler
@@ -21,6 +22,7 @@ from damex.errors import ConfigError, DataError
 from damex.files import write_text
 
 KEY = "data_progress"
+EVALUATED = "evaluated"  # in the message hub: the iteration of the last evaluation
 
 
 def latest_checkpoint(folder: str | Path) -> str | None:
@@ -52,7 +54,7 @@ class CheckpointHook(MMEngineCheckpointHook):
     """mmengine's hook, but old checkpoints are removed only after the next is written.
 
     A run that is killed or fills the disk keeps its last and its best checkpoint, even
-    with ``max_keep_ckpts=1``.
+    with ``max_keep_ckpts=1``, and a resumed one knows the best score so far.
     """
 
     file_backend: Any
@@ -64,13 +66,51 @@ class CheckpointHook(MMEngineCheckpointHook):
         except (TypeError, ValueError) as error:  # such as save_best="foo"
             raise ConfigError(f"default_hooks.checkpoint: {error}") from error
 
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Take over the best score from a best checkpoint of the same iteration.
+
+        A run that is killed after it wrote the best checkpoint could not add the score
+        to the one to resume from.
+        """
+        if not runner._resume:
+            return
+        meta = checkpoint["meta"]
+        for file in sorted(Path(runner._load_from).parent.glob("best_*.pth")):
+            with suppress(DataError):  # cut off
+                best = CheckpointLoader.load_checkpoint(str(file), map_location="cpu")
+                theirs, hub = best.get("meta") or {}, best.get("message_hub") or {}
+                is_of_run = theirs.get("experiment_name") == meta["experiment_name"]
+                if is_of_run and theirs.get("iter") == meta["iter"]:
+                    for part in ("runtime_info", "resumed_keys"):
+                        checkpoint["message_hub"][part].update(
+                            (key, value)
+                            for key, value in hub[part].items()
+                            if key.startswith("best_")
+                        )
+
     def before_train(self, runner: Runner) -> None:
         """Prepare; paths of a copied work directory point into the copy."""
         super().before_train(runner)
         if best := getattr(self, "best_ckpt_path", None):
-            self.best_ckpt_path = self._here(best)
+            self.best_ckpt_path = self._fetched(runner, best)
         for key, path in getattr(self, "best_ckpt_path_dict", {}).items():
-            self.best_ckpt_path_dict[key] = path and self._here(path)
+            self.best_ckpt_path_dict[key] = path and self._fetched(runner, path)
+
+    def _fetched(self, runner: Runner, path: str) -> str:
+        """The best checkpoint in this folder, copied if another folder's is resumed."""
+        here = self._here(path)
+        beside = Path(runner._load_from or "").parent / Path(path).name
+        is_missing = beside.is_file() and not self.file_backend.exists(here)
+        if is_missing and is_main_process():
+            self.file_backend.copyfile_from_local(beside, here)
+        return here
+
+    def after_val_epoch(
+        self, runner: Runner, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Note the evaluation, then save the best checkpoint."""
+        runner.message_hub.update_info(EVALUATED, runner.iter)
+        super().after_val_epoch(runner, metrics)
 
     def _here(self, path: str) -> str:
         return self.file_backend.join_path(self.out_dir, Path(path).name)

@@ -42,6 +42,7 @@ from damex.engine.hooks import (
     bare_model,
     routed_detector,
 )
+from damex.engine.monitoring import PendingEvaluationHook, check_monitored
 from damex.engine.optim import in_steps, set_length, spans
 from damex.engine.optimizer_state import check_resumable, load_moments
 from damex.engine.orderly_runner import OrderlyRunner
@@ -50,6 +51,7 @@ from damex.engine.rows import remap_checkpoint
 from damex.engine.summary import RunSummaryHook, versions
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.detectors import RoutedDetector
+from damex.models.insertion import moe_blocks
 from damex.models.upcycling import upcycling_note
 
 DDP = "MMDistributedDataParallel"
@@ -60,6 +62,7 @@ HOOKS_OF_DAMEX = (
     ProgressHook,
     RunSummaryHook,
     RoutingAlarmHook,
+    PendingEvaluationHook,
 )
 
 
@@ -169,6 +172,7 @@ class MixtureRunner(OrderlyRunner):
     def check_start(self) -> None:
         """Check settings and data; ConfigError or DataError if training is unsound."""
         detector = routed_detector(self)
+        check_monitored(self, has_experts=bool(moe_blocks(self.model)))
         gating = getattr(detector, "channel_gating", None)
         needs_checkpoint = {
             "load_optimizer": self.cfg.get("load_optimizer"),
@@ -267,7 +271,12 @@ class MixtureRunner(OrderlyRunner):
         else:
             notes += [check_fit(checkpoint, model, space, path=filename)]
             if self._resume:
-                check_resumable(checkpoint, self.optim_wrapper, path=filename)
+                check_resumable(
+                    checkpoint,
+                    self.optim_wrapper,
+                    has_schedules=self.param_schedulers is not None,
+                    path=filename,
+                )
         for note in filter(None, notes):
             self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from damex.engine.hooks import ExpertMeanDecayHook, bare_model
+from damex.engine.optimizer_state import optimizer_of, parameter_names
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.sites import COMPONENTS
@@ -58,8 +59,12 @@ class ShardedRunner(Runner):
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
         """Build the wrapper; it reduces the gradients of sharded experts."""
         wrapper = super().build_optim_wrapper(optim_wrapper)
-        model = bare_model(self)
-        if wrapper is not optim_wrapper and sharded_layers(model):
+        if wrapper is optim_wrapper:
+            return wrapper
+        model, optimizer = bare_model(self), optimizer_of(wrapper)
+        if optimizer is not None:
+            parameter_names(model, optimizer)  # fails before the first step, if at all
+        if sharded_layers(model):
             reduce_before_steps(wrapper, ExpertGradients(model))
         return wrapper
 
@@ -144,8 +149,7 @@ class ShardedRunner(Runner):
 
     @property
     def _optimizer(self) -> Optimizer | None:
-        wrapper = self.optim_wrapper
-        return wrapper.optimizer if isinstance(wrapper, OptimWrapper) else None
+        return optimizer_of(self.optim_wrapper)
 
 
 def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> None:

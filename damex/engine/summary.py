@@ -75,6 +75,8 @@ class RunSummaryHook(Hook):
     ) -> None:
         """Keep the first images of every dataset for the picture."""
         for sample in outputs:
+            if not isinstance(sample, DetDataSample):  # of a detector of one's own
+                continue
             kept = self._samples[sample.metainfo.get("dataset_name", "")]
             if len(kept) < IMAGES_PER_DATASET:
                 kept.append(sample)
@@ -107,7 +109,8 @@ class RunSummaryHook(Hook):
     def after_train(self, runner: Runner) -> None:
         """Write the summary of the whole run."""
         # A resumed run with nothing left to train may still lack its last evaluation.
-        if runner.iter == self._first_iter and runner.val_loop is not None:
+        is_done = runner.iter == self._first_iter and not self._scores
+        if is_done and runner.val_loop is not None:
             runner.val_loop.run()
         if self._train_started is not None:
             elapsed = time.monotonic() - self._train_started
@@ -152,12 +155,33 @@ class RunSummaryHook(Hook):
             # train_seconds covers only these; fewer than iterations if resumed.
             summary["trained_iterations"] = runner.iter - self._first_iter
             summary["peak_memory_mib"] = _peak_memory_mib()
+            summary["config"] = runner.written_config.name
+            summary["checkpoint"] = _best_or_last(runner)
         return dict(
             summary,
             total_seconds=round(time.monotonic() - self._created, 1),
             versions=versions(),
             command=shlex.join(sys.argv),
         )
+
+
+def _best_or_last(runner: Runner) -> str | None:
+    """The checkpoint to use, as this training knows it; in the work directory, a name.
+
+    Best checkpoints of an earlier training may lie beside it.
+    """
+    known = runner.message_hub.runtime_info
+    names = [key for key in known if key == "best_ckpt" or key[:10] == "best_ckpt_"]
+    found = [known[name] for name in sorted(names)]
+    with suppress(DataError):
+        found.append(latest_checkpoint(runner.work_dir))
+    for path in filter(None, found):
+        here = Path(runner.work_dir) / Path(path).name
+        if here.is_file():
+            return here.name
+        if "://" in path or Path(path).is_file():
+            return str(path)
+    return None
 
 
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -51,10 +51,15 @@ class WorkDir:
         """Lock out other trainings; returns why the folder cannot be used, or None."""
         if fcntl is None:
             return None
-        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        place = self.path / ".lock"
+        file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             # Unlike flock, data loading processes do not inherit it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not _is_at(place, file):  # removed in between, by a run that ended
+                os.close(file)
+                file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner, *logs = os.read(file, 4096).decode().splitlines() or ["unknown"]
             os.close(file)
@@ -87,6 +92,14 @@ class WorkDir:
         for folder in self._made:
             with suppress(OSError):  # in use by others
                 folder.rmdir()
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has its name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def shown(path: str | Path) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from mmengine.device import get_device
 
-from damex.config_files import config_of, mixture_datasets, parse_options
+from damex.commandline.options import option_of
+from damex.config_files import config_of, mixture_datasets
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
@@ -85,27 +86,9 @@ def _next_steps(
 def _command(
     config: str, given: Sequence[str], settings: Mapping[str, str | list[str]]
 ) -> list[str]:
-    """A training command, plus a line per setting that must go into the config."""
-    options = {key: _option(key, value) for key, value in settings.items()}
-    words = [*given, *(o for o in options.values() if o is not None)]
-    command = ["damex", "train", config]
-    return [
-        f"  {shlex.join([*command, *(['--cfg-options', *words] if words else [])])}",
-        *(
-            f"  with this line at the end of the config: {key} = {settings[key]!r}"
-            for key, option in options.items()
-            if option is None
-        ),
-    ]
-
-
-def _option(key: str, value: str | list[str]) -> str | None:
-    """A ``--cfg-options`` word; None if mmengine would parse it into another value."""
-    text = f"{key}={value if isinstance(value, str) else '[' + ','.join(value) + ']'}"
-    try:
-        return text if parse_options([text]) == {key: value} else None
-    except ConfigError:  # brackets that do not match
-        return None
+    """A training command."""
+    words = [*given, *(option_of(key, value) for key, value in settings.items())]
+    return [f"  {shlex.join(['damex', 'train', config, '--cfg-options', *words])}"]
 
 
 def prune(checkpoint: str, *, drop: Sequence[str], out: str) -> None:

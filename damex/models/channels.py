@@ -210,11 +210,11 @@ class ChannelGating(nn.Module):
         return self.path(images_BCHW, image_mask_of(images_BCHW, samples))
 
     def losses(
-        self, gates: ChannelGates, samples: Sequence[Any], group_ids_B: Tensor | None
+        self, gates: ChannelGates, samples: Sequence[Any], group_ids_B: Tensor
     ) -> dict[str, Tensor]:
         """Compute the losses of one step for mmdet's loss dict.
 
-        ``group_ids_B`` is -1 where unknown, and None if all are.
+        ``group_ids_B`` is -1 where unknown.
 
         Returns:
             ``loss_moe_l1`` and ``loss_moe_embedding``, weighted, and
@@ -232,7 +232,7 @@ class ChannelGating(nn.Module):
             for image, sample in enumerate(samples):
                 if self.settings.aux_target == "classes":
                     present_BE[image, sample.gt_instances.labels] = True
-                elif group_ids_B is not None:
+                else:
                     group = group_ids_B[image]
                     present_BE[image, group.clamp(min=0)] = group >= 0
             loss = presence_loss(gates.logits_BE, present_BE)

@@ -209,16 +209,14 @@ class DatasetAwareness(nn.Module):
             return query_BND
         return self.conditioning.query(query_BND, self.posterior())
 
-    def losses(self, group_ids_B: Tensor | None) -> dict[str, Tensor]:
+    def losses(self, group_ids_B: Tensor) -> dict[str, Tensor]:
         """Compute ``loss_dataset``, weighted, and ``dataset_accuracy`` in [0, 1].
 
-        Groups are -1 where unknown; None if all are. Empty without a head.
+        Groups are -1 where unknown. Empty without a head.
         """
         logits_BG, config = self._group_logits_BG, self.config.head
         if logits_BG is None or config is None:
             return {}
-        if group_ids_B is None:
-            group_ids_B = logits_BG.new_full((len(logits_BG),), -1, dtype=torch.long)
         loss, accuracy = dataset_loss(logits_BG, group_ids_B)
         return {
             "loss_dataset": config.loss_weight * loss,

@@ -275,7 +275,7 @@ class RoutedDetector(_Detector):
             block.moe.group_choice.oracle for block in moe_blocks(self)
         ):
             groups = ids_of(samples or (), "group_id", images.device)
-            if groups is None or groups.min() < 0:
+            if not samples or groups.min() < 0:
                 raise ConfigError(
                     "moe.oracle asks for the dataset of each image, and a sample has "
                     "no group_id; evaluate on a MixtureDataset, or set "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.detectors import DeformableDETR
@@ -24,6 +25,7 @@ from damex.moe import (
     LoadBalanceLoss,
     MoELayer,
     PatchConvExperts,
+    TopKGate,
     shared_hidden_dims,
     split_hidden_dims,
 )
@@ -251,6 +253,13 @@ def _check_blocks(detector: nn.Module, blocks: Sequence[MoEFFN | MoEPatchConv]) 
         )
 
 
+def _has_constant_weights(gate: Any) -> bool:
+    """Whether no gradient of the detector's losses reaches the router."""
+    if isinstance(gate, TopKGate):
+        return gate.renormalize and gate.k == 1
+    return isinstance(gate, ExpertChoiceGate) and gate.weights == "one"
+
+
 def _notes(moe: MoELayer) -> Iterator[str]:
     """Warn about losses without an effect, misleading scores and untaught routers."""
     is_taught = any(loss.needs_groups for loss in moe.losses)
@@ -263,6 +272,14 @@ def _notes(moe: MoELayer) -> Iterator[str]:
                 f"groups, too, against what moe.losses teaches; set k={fewest}, or "
                 f"num_experts={k * len(moe.group_experts_GE)} or more."
             )
+    if _has_constant_weights(moe.gate) and not any(x.weight for x in moe.losses):
+        yield (
+            f"moe.gate: the weights of this {type(moe.gate).__name__} are always 1, "
+            "and moe.losses is empty: nothing teaches the router, whose choice stays "
+            "that of random weights; add a loss such as dict(type='DatasetRoutingLoss',"
+            " weight=0.1), or leave out renormalize (TopKGate) or weights "
+            "(ExpertChoiceGate). Several processes need find_unused_parameters=True."
+        )
     balance = [loss for loss in moe.losses if isinstance(loss, LoadBalanceLoss)]
     for loss in balance:
         # On a subset of tokens the load of expert choice is uneven.

@@ -35,13 +35,10 @@ def selects_by_first_class(detector: Any) -> bool:
     return is_staged and not isinstance(detector, DINO)  # DINO scores all classes
 
 
-def ids_of(samples: Sequence[Any], key: str, device: torch.device) -> Tensor | None:
-    """Return the ``group_id`` or ``dataset_id`` of every image, -1 where unknown.
-
-    None if all are unknown.
-    """
+def ids_of(samples: Sequence[Any], key: str, device: torch.device) -> Tensor:
+    """Return the ``group_id`` or ``dataset_id`` of every image, -1 where unknown."""
     ids = [sample.metainfo.get(key, -1) for sample in samples]
-    return None if max(ids, default=-1) < 0 else torch.tensor(ids, device=device)
+    return torch.tensor(ids, dtype=torch.long, device=device)
 
 
 def valid_ratio_of(

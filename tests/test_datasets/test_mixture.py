@@ -358,12 +358,14 @@ def test_a_failing_pipeline_names_the_dataset(two_datasets, monkeypatch):
 def test_a_rejected_image_gives_way_to_the_next_in_training_only(two_datasets):
     dataset = load(two_datasets, pipeline=[Refuse({4, 7}), *PIPELINE])
     # 4 is the last image of street, 7 the last one of park.
-    assert dataset[4]["data_samples"].sample_idx == 5
-    assert dataset[4]["data_samples"].dataset_name == "park"
-    assert dataset[7]["data_samples"].sample_idx == 0
+    assert dataset[4]["data_samples"].sample_idx == 0
+    assert dataset[4]["data_samples"].dataset_name == "street"
+    assert dataset[7]["data_samples"].sample_idx == 5
     every = [Refuse(set(range(8))), *PIPELINE]
-    with pytest.raises(DataError, match=r"refused .* and the 3 images after\."):
+    with pytest.raises(DataError, match=r"refused .* and 3 other images of it\."):
         load(two_datasets, pipeline=every, max_refetch=3)[0]
+    with pytest.raises(DataError, match=r"refused .*'park' and 2 other images of it"):
+        load(two_datasets, pipeline=every)[6]
     with pytest.raises(DataError, match=r"the val pipeline refused .*0\.png of .*'str"):
         load(two_datasets, "val", pipeline=[Refuse({0}), *PIPELINE])[0]
 

@@ -291,12 +291,12 @@ SWAPPED["datasets"][0]["classes"] = {"car": "bus", "bus": "car"}
     [
         (
             space("bus", "car").to_metainfo(),
-            r"classes: was \('bus', 'car'\), is \('car",
+            r"classes: place 0 was \['bus'\], is \['car'\] in",
         ),
         (SWAPPED, "class of a's 'bus': was 'car', is 'bus'"),  # the lists are the same
         (
             space("car", "bus", groups=("a", "a")).to_metainfo(),
-            r"dataset groups: was \('a', 'a'\), is \('a', 'b'\)",
+            r"dataset groups: only in the config: b\.",
         ),
     ],
 )

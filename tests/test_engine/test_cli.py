@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from mmdet.registry import MODELS
@@ -14,7 +15,8 @@ from mmengine.config import Config
 from mmengine.device import utils
 
 from damex.__main__ import main
-from damex.config_files import find_config, merge_options, parse_options
+from damex.commandline.options import option_of, parse_options
+from damex.config_files import find_config, merge_options
 from damex.engine import cli
 from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
@@ -280,9 +282,11 @@ def test_options_that_cannot_be_merged_end_in_one_line(options, words):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("vis_backends=[dict(type='X',a=1)]", "config file, .*vis_backends.0.type="),
         ("train_pipeline=[1,2", r"brackets of 'train_pipeline=.1,2' .* key=.a,b."),
-        ("a=f(1,2)", r"the brackets of 'a=f\(1,2\)' are not those of a list"),
+        ("a=[1]]", "the brackets of"),
+        ("a={x}", "the brackets of"),
+        ("a=dict(x)", "the brackets of"),
+        ("a='x", "the quotes of"),
         ("=3", "'=3' is not key=value"),
     ],
 )
@@ -291,6 +295,73 @@ def test_options_are_collected_or_end_in_one_line(option, words):
     assert parse_options(given) == {"a": 1, "b": ["x", (2,)], "c": [""]}
     with pytest.raises(ConfigError, match=words):
         parse_options(["a=1", option])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("/my dir/e, f.pth", ["/my dir/e", "f.pth"]),
+        ("'/my dir/e, f.pth'", "/my dir/e, f.pth"),
+        ("/my dir (1,2)/e.pth", "/my dir (1,2)/e.pth"),
+        ("[driver's license, traffic light]", ["driver's license", "traffic light"]),
+        ("1e3", 1000.0),
+        ("'1e3'", "1e3"),
+        ("TRUE", True),
+        ("'true'", "true"),
+        ("{'type': 'X', a: [1, (2,)]}", {"type": "X", "a": [1, (2,)]}),
+        ("[dict(type='X',a=1)]", [{"type": "X", "a": 1}]),
+        ("(a) and (b)", "(a) and (b)"),
+        ("()", ()),
+    ],
+)
+def test_values_arrive_as_written(text, value):
+    assert parse_options([f"a={text}"]) == {"a": value}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("x,y", "1e3", "true", "None", "", " a ", "driver's license", 'say "hi"'),
+        *("[x", "dict(a=1)", "a\\", "C:\\Users", "two\nlines", "café"),
+        *(1, -2.5e-7, float("inf"), None, True, [], (), {}, [""], (1,)),
+        ["traffic light", "a:b", "1"],
+        [{"type": "X", "options": {"rename": {"a=b": "c, d"}}}, [1, (2, "3")]],
+        {1: "int", "1": "text"},
+    ],
+)
+def test_options_of_python_arrive_as_they_are(value):
+    (found,) = parse_options([option_of("a.b", value)]).values()
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_options_of_other_types():
+    assert option_of("a", Path("/my dir")) == "a='/my dir'"
+    assert parse_options([option_of("a", np.float32(0.5))]) == {"a": 0.5}
+    with pytest.raises(ConfigError, match=r"a=.* is of type set; options are numbers"):
+        option_of("a", {1})
+
+
+def test_a_dict_changes_fields_and_replaces_other_values():
+    cfg = Config(dict(model=dict(a=1), load_from=None, mixture=[1]))
+    options = {"model": {"b": 2}, "load_from": {"x": 1}, "mixture": {"y": 1}}
+    merge_options(cfg, options)
+    assert cfg.to_dict() == dict(
+        model=dict(a=1, b=2), load_from=dict(x=1), mixture=dict(y=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("dict(imports=['no_such'])", ("'no_such'", "No module named", "PYTHONPATH=")),
+        ("dict(imports=[3])", ("cannot be imported",)),
+        ("dict(imprts=['x'])", ("custom_imports must be dict(imports=",)),
+        ("['no_such']", ("custom_imports must be dict(imports=",)),
+    ],
+)
+def test_modules_that_cannot_be_imported(write_config, refuse, value, words):
+    extra = f"custom_imports = {value}".replace("dict(", "dict(_delete_=True, ")
+    refuse(words, "train", write_config(extra=extra))
 
 
 def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_path):

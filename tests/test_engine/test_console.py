@@ -14,7 +14,13 @@ from rich.console import Console
 
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import DatasetSpec
-from damex.engine.console import ProgressHook, _describe_passes, filter_console
+from damex.engine import console
+from damex.engine.console import (
+    Pace,
+    ProgressHook,
+    _describe_passes,
+    filter_console,
+)
 
 
 class Mixture:
@@ -99,6 +105,26 @@ def test_lines_come_now_and_then_and_at_the_end(hook):
         train_iter(hook, done, loss=[1.0])
     assert len(lines(hook)) == 1
     assert "train 10/10  0:00:00 left" in lines(hook)[0]
+
+
+def test_two_slow_steps_change_the_time_left_by_what_they_took(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    pace = Pace(900)
+    for _ in range(450):
+        clock[0] += 0.5
+        pace.step()
+    assert pace.left(450) == "0:03:45"
+    for _ in range(2):
+        clock[0] += 30.0
+        pace.step()
+    minutes = int(pace.left(448).split(":")[1])
+    assert 4 <= minutes <= 5
+    clock[0] += 600.0  # an evaluation
+    pace.begin()
+    clock[0] += 0.5
+    pace.step()
+    assert int(pace.left(447).split(":")[1]) == minutes
 
 
 def _read_all(terminal):

@@ -1,11 +1,18 @@
 """``load_optimizer=True``: a new training with the moments of an earlier one."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.optim import (
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+    OptimWrapperDict,
+    build_optim_wrapper,
+)
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 from damex.config_files import merge_options
 from damex.engine.cli import build_runner
@@ -295,17 +302,40 @@ def fewer(model):
 def test_another_optimizer_is_not_resumed(optimizer, words):
     model = torch.nn.Linear(2, 1)
     saved = dict(optimizer=adamw(model).state_dict(), meta=dict(epoch=1, iter=3))
-    check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
+    check = partial(check_resumable, has_schedules=False)
+    check(saved, OptimWrapper(adamw(model)), path="a.pth")
     with pytest.raises(ConfigError, match=words):
-        check_resumable(saved, OptimWrapper(optimizer(model)), path="a.pth")
+        check(saved, OptimWrapper(optimizer(model)), path="a.pth")
     (group,) = saved["optimizer"]["param_groups"]
     for name in ("decoupled_weight_decay", "fused", "foreach"):  # as of an older torch
         group.pop(name, None)
     group["initial_lr"] = 1e-3
-    check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
+    check(saved, OptimWrapper(adamw(model)), path="a.pth")
+    bare = {key: value for key, value in saved.items() if key != "optimizer"}
+    for content, missing in ((saved, "param_schedulers"), (bare, "optimizer and no p")):
+        with pytest.raises(ConfigError, match=f"a.pth holds no {missing}"):
+            check_resumable(
+                content, OptimWrapper(adamw(model)), path="a.pth", has_schedules=True
+            )
+    several = OptimWrapperDict(a=OptimWrapper(adamw(model)))
+    check(saved, several, path="a.pth")
     del saved["meta"]["epoch"]
     with pytest.raises(ConfigError, match="does not contain the progress"):
-        check_resumable(saved, OptimWrapper(adamw(model)), path="a.pth")
+        check(saved, OptimWrapper(adamw(model)), path="a.pth")
+
+
+def test_parameters_outside_of_the_model_are_refused_before_the_first_step(make_runner):
+    outside = torch.nn.Parameter(torch.ones(2, 3))
+
+    @OPTIM_WRAPPER_CONSTRUCTORS.register_module(name="Outside", force=True)
+    class Outside(DefaultOptimWrapperConstructor):
+        def __call__(self, model):
+            wrapper = super().__call__(model)
+            wrapper.optimizer.add_param_group(dict(params=[outside]))
+            return wrapper
+
+    with pytest.raises(ConfigError, match=r"has 1 parameters .* shape \(2, 3\)"):
+        make_runner("optim_wrapper = dict(constructor='Outside')")
 
 
 def test_a_run_that_cannot_be_resumed_ends_in_one_line(write_config):
@@ -313,7 +343,9 @@ def test_a_run_that_cannot_be_resumed_ends_in_one_line(write_config):
     trained = build_runner(copy.deepcopy(cfg))
     trained.model.init_weights()
     trained.optim_wrapper = trained.build_optim_wrapper(trained.optim_wrapper)
-    trained.save_checkpoint(cfg.work_dir, "a.pth", save_param_scheduler=False)
+    schedulers = trained.build_param_scheduler(trained.param_schedulers)
+    trained.param_schedulers = schedulers
+    trained.save_checkpoint(cfg.work_dir, "a.pth")
     cfg.update(resume=True, load_from=f"{cfg.work_dir}/a.pth")
     cfg.optim_wrapper.optimizer = dict(type="SGD", lr=0.1)
     with pytest.raises(ConfigError, match="optimizer is SGD") as caught:

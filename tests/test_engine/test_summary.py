@@ -161,6 +161,8 @@ def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkey
     runner = SimpleNamespace(
         model=torch.nn.Linear(1, 1), rank=0, iter=30, epoch=3, max_epochs=4,
         work_dir=tmp_path, logger=logger, val_loop=None,
+        written_config=tmp_path / "a.py",
+        message_hub=SimpleNamespace(runtime_info=dict(best_ckpt=None)),
     )  # fmt: skip
     hook = RunSummaryHook()
     hook.before_train(runner)
@@ -182,3 +184,27 @@ def test_the_printed_command_can_be_typed(build, tmp_path, capsys):
     capsys.readouterr()
     RunSummaryHook()._write(runner, prefix="", checkpoint="my runs/epoch_1.pth")
     assert "experts: damex experts 'my runs/epoch_1.pth'\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        (dict(best_ckpt="/original/best_a.pth", lr=1), "best_a.pth"),
+        (dict(best_ckpt_b=None, best_ckpt_c="/x/best_c.pth"), "best_c.pth"),
+        (dict(best_ckpt="/x/gone.pth"), "epoch_2.pth"),
+        ({}, "epoch_2.pth"),
+    ],
+)
+def test_the_checkpoint_to_use_is_that_of_the_run(known, expected, tmp_path):
+    for name in ("best_a.pth", "best_c.pth", "epoch_2.pth"):
+        (tmp_path / name).touch()
+    (tmp_path / "last_checkpoint").write_text("/original/epoch_2.pth")
+    hub = SimpleNamespace(runtime_info=known)
+    runner = SimpleNamespace(message_hub=hub, work_dir=str(tmp_path))
+    assert summary._best_or_last(runner) == expected
+
+
+def test_outputs_of_another_kind_are_not_drawn():
+    hook = RunSummaryHook()
+    hook.after_val_iter(None, outputs=[torch.ones(2), dict(a=1)])
+    assert not hook._samples

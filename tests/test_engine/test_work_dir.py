@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from mmengine.logging import MessageHub
 
+from damex.engine.orderly_runner import _is_local
 from damex.engine.resumption import CheckpointHook, latest_checkpoint
 from damex.engine.work_dir import WorkDir
 from damex.errors import ConfigError, DataError
@@ -122,6 +124,7 @@ class StubRunner:
     """What CheckpointHook needs; it writes empty checkpoints, or fails to."""
 
     epoch = iter = 0
+    _load_from = None
 
     def __init__(self, folder):
         self.work_dir = str(folder)
@@ -186,3 +189,29 @@ def test_a_copied_run_leaves_the_original_its_best(save_best, tmp_path):
     assert checkpoints(original) == ["best_AP50_epoch_1.pth", "best_AP_epoch_1.pth"]
     assert "best_AP_epoch_1.pth" not in checkpoints(copy)
     assert "best_AP_epoch_2.pth" in checkpoints(copy)
+
+
+def test_a_lock_that_was_removed_in_between_locks_nobody_out(tmp_path, monkeypatch):
+    """Another run ends, and removes its lock, after this one has opened the file."""
+    opened, lockf = [], fcntl.lockf
+
+    def lock_late(file, *flags):
+        if not opened:
+            (tmp_path / ".lock").unlink()
+        opened.append(file)
+        return lockf(file, *flags)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_late)
+    work = WorkDir(tmp_path)
+    assert work.lock() is None
+    assert len(opened) == 2
+    assert os.path.samestat((tmp_path / ".lock").stat(), os.fstat(work._lock))
+    work.unlock()
+
+
+def test_a_checkpoint_of_a_remote_store_is_not_looked_for_here(tmp_path):
+    assert _is_local(str(tmp_path))
+    assert _is_local(str(tmp_path), backend_args=dict(backend="local"))
+    for remote in (dict(backend_args=dict(backend="http")), {}):
+        folder = str(tmp_path) if remote else "http://host/folder"
+        assert not _is_local(folder, **remote)

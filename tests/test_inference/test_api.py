@@ -1,5 +1,6 @@
 """``damex.train``, ``damex.load``, and configs from dataset folders alone."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import damex
+from damex.api import _finished
 from damex.curation.sources import mixture_config_of
 from damex.errors import ConfigError
 from damex.zero_config import MODELS, config_of_folders, named_folders
@@ -216,3 +218,16 @@ def test_a_config_trains_into_the_folder_of_the_command_line(
     run = damex.train("short.py", options=options, device="cpu", verbose=False)
     assert run.work_dir == Path(expected)
     assert run.config.is_file()
+
+
+def test_a_finished_training_names_its_own_checkpoint(tmp_path):
+    """Of an earlier training in the same folder a newer best checkpoint is left."""
+    for name in ("best_AP_epoch_9.pth", "epoch_2.pth", "old.py", "mine.py"):
+        (tmp_path / name).touch()
+    summary = dict(config="mine.py", checkpoint="epoch_2.pth")
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    run = _finished(tmp_path)
+    assert (run.checkpoint, run.config) == (
+        tmp_path / "epoch_2.pth",
+        tmp_path / "mine.py",
+    )

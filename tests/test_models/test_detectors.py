@@ -155,3 +155,13 @@ def test_copies_and_state_dicts_predict_the_same(
             parameter.add_(1.0)
     other.load_state_dict(detector.state_dict())
     assert_same(run_predict(other, batch), expected, rtol=0, atol=0)
+
+
+def test_a_batch_of_unknown_datasets_teaches_no_dataset(
+    build, make_batch, run_loss, total
+):
+    detector = build(moe="damex")
+    losses = run_loss(detector, make_batch([None, None]))
+    total(losses).backward()
+    assert losses["loss_moe_dataset_routing"] == 0.0
+    assert all(p.grad is not None for p in detector.parameters() if p.requires_grad)

@@ -247,3 +247,21 @@ def test_many_datasets_need_no_expert_each_where_nothing_asks_for_it(
     samples = run_predict(detector, batch)
     assert "group_experts" not in samples[0]
     assert "routing_counts" in samples[0]
+
+
+@pytest.mark.parametrize(
+    ("gate", "losses", "is_noted"),
+    [
+        (dict(type="ExpertChoiceGate", share=0.5, weights="one"), [], True),
+        (dict(type="TopKGate", k=1, renormalize=True), [], True),
+        (dict(type="TopKGate", k=1, renormalize=True), [0.0], True),
+        (dict(type="TopKGate", k=1, renormalize=True), [0.1], False),
+        (dict(type="TopKGate", k=2, renormalize=True), [], False),
+        (dict(type="TopKGate", k=1), [], False),
+    ],
+)
+def test_a_router_that_nothing_teaches_is_noted(build, gate, losses, is_noted):
+    losses = [dict(type="LoadBalanceLoss", weight=weight) for weight in losses]
+    moe = dict(layers=dict(encoder=[0]), num_experts=3, gate=gate, losses=losses)
+    notes = " ".join(insert(build, moe).notes)
+    assert ("nothing teaches the router" in notes) == is_noted

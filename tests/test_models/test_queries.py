@@ -12,6 +12,7 @@ from damex.models.insertion import moe_blocks
 from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
+    ids_of,
     query_foreground,
     real_query_mask,
 )
@@ -251,3 +252,11 @@ def test_ddq_with_one_expert_is_the_dense_detector(build_mmdet, make_batch, run_
     assert any("_aux_loss" in key for key in expected)
     for key, value in expected.items():
         torch.testing.assert_close(losses[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_ids_are_minus_one_where_unknown(make_batch):
+    for groups, expected in (([1, None], [1, -1]), ([None, None], [-1, -1])):
+        samples = make_batch(groups)["data_samples"]
+        found = ids_of(samples, "group_id", torch.device("cpu"))
+        assert found.tolist() == expected
+        assert found.dtype == torch.int64

@@ -19,6 +19,7 @@ from mmengine.config import Config
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
+from damex.commandline.options import parse_options
 from damex.commandline.run import (
     CfgOptions,
     ConfigName,
@@ -35,7 +36,6 @@ from damex.config_files import (
     find_config,
     merge_options,
     moe_of_file,
-    parse_options,
     read_config,
 )
 from damex.engine.optim import length_key, set_length
