@@ -2,6 +2,8 @@
 # make test         install, then run the fast tests: 5 minutes on 2 cores
 # make test-slow    install, then run the rest: whole commands, the papers' studies
 # make test-all     install, then run all tests
+# make test-lowest  fast tests of the core with the lowest versions in requirements.txt,
+#                   in .venv-lowest (needs uv; 15 minutes on 2 cores)
 # make check        install, then lint, format and type checks, and build the docs
 # make docs         install, then build the docs into docs/_build/html
 # make install      make .venv alone; CONSTRAINTS=1 takes the versions of constraints.txt
@@ -14,7 +16,7 @@ STAMP := $(VENV)/.installed
 # Each test process computes on one thread; pytest-xdist starts one per core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
 
-.PHONY: install constraints quickstart test test-slow test-all check docs
+.PHONY: install constraints quickstart test test-slow test-all test-lowest check docs
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
@@ -52,6 +54,15 @@ test-slow: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST)
+
+LOWEST := .venv-lowest
+test-lowest:
+	uv venv --quiet --allow-existing --python $(or $(LOWEST_PYTHON),3.10) $(LOWEST)
+	uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+	  --editable '.[onnx,pretrained]' 'pytest>=8' 'pytest-xdist>=3.6'
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --dist loadfile \
+	  -m "not slow and not studies" \
+	  tests/test_moe tests/test_models tests/test_datasets tests/test_engine
 
 docs: $(STAMP)
 	$(VENV)/bin/python -m sphinx -q -W -b html docs docs/_build/html

@@ -230,38 +230,47 @@ def _finished(folder: Path) -> TrainedRun:
     return TrainedRun(folder, config, checkpoint, Evaluation.of(summary))
 
 
-def load(checkpoint: str | os.PathLike, *, device: str | None = None) -> Detector:
+def load(
+    checkpoint: str | os.PathLike, *, device: str | None = None, trust: bool = False
+) -> Detector:
     """Load a trained detector from a checkpoint alone; see `Detector`."""
-    return Detector(checkpoint, device=device)
+    return Detector(checkpoint, device=device, trust=trust)
 
 
 class Detector:
     """A trained detector.
 
-    Untrusted checkpoints are safe: their content is read as data.
+    Untrusted checkpoints are safe: their content is read as data, and only what is in
+    an allow-list of damex is built from their config.
 
     Args:
         checkpoint: A .pth file of a training with damex.
         device: ``cpu`` or ``cuda:0``; by default a GPU if available.
+        trust: Allow all classes and arguments in the config of the checkpoint, such as
+            classes of your own, and import its ``custom_imports``.
 
     Attributes:
         classes: Names of the classes of all datasets.
         datasets: Class names by dataset.
 
     Raises:
-        DataError: If the checkpoint cannot be read, or holds more than data.
+        DataError: If the checkpoint cannot be read, or needs ``trust``.
         ConfigError: If damex did not train it on a mixture, or the device is missing.
     """
 
     def __init__(
-        self, checkpoint: str | os.PathLike, *, device: str | None = None
+        self,
+        checkpoint: str | os.PathLike,
+        *,
+        device: str | None = None,
+        trust: bool = False,
     ) -> None:
         from damex.engine.console import filter_console
         from damex.inference import Predictor
 
-        self.checkpoint = Path(checkpoint)
+        self.checkpoint, self._trust = Path(checkpoint), trust
         filter_console()  # of mmengine's logger: warnings alone
-        self._predictor = Predictor(os.fspath(checkpoint), device=device)
+        self._predictor = Predictor(os.fspath(checkpoint), device=device, trust=trust)
         self.classes = self._predictor.classes
         self.datasets = self._predictor.datasets
 
@@ -371,5 +380,6 @@ class Detector:
             out=os.fspath(path),
             dataset=dataset,
             image_size=image_size,
+            trust=self._trust,
         )
         return Path(path)

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ class Trial(NamedTuple):
 
     module: str
     needs: tuple[str, ...] = ()  # not tried if one of these fails
-    twins: tuple[str, ...] = ()  # provide the same module; pip lets them overwrite it
+    twins: tuple[str, ...] = ()  # distributions that will do in its place
 
 
 ENGINE, MMCV, MMDET = "onedl-mmengine", "onedl-mmcv", "onedl-mmdetection"
@@ -44,9 +43,9 @@ TRIALS: Mapping[str, Trial] = {
     "torch": Trial("torch"),
     "torchvision": Trial("torchvision", ("torch",)),
     "opencv-python": Trial("cv2", twins=("opencv-python-headless",)),
-    ENGINE: Trial("mmengine", ("torch",), ("mmengine>=0.10.5,<0.11",)),
-    MMCV: Trial("mmcv", (ENGINE, "opencv-python"), ("mmcv>=2.0.1,<3", "mmcv-lite")),
-    MMDET: Trial("mmdet.models", (MMCV, "torchvision"), ("mmdet>=3.3,<4",)),
+    ENGINE: Trial("mmengine", ("torch",)),
+    MMCV: Trial("mmcv", (ENGINE, "opencv-python")),
+    MMDET: Trial("mmdet.models", (MMCV, "torchvision")),
     "timm": Trial("timm", ("torchvision",)),
     "pycocotools": Trial("pycocotools.mask"),
     "faster-coco-eval": Trial("faster_coco_eval"),
@@ -175,8 +174,11 @@ def check_versions(need: Requirement, installed: Mapping[str, str]) -> Finding:
     if names not in ([], [need.name]):
         install = f"pip uninstall -y {' '.join(names)} && {install}"
     if not present:
+        problem = NOT_INSTALLED
+        if names:
+            problem = f"{' and '.join(names)} in its place is not supported"
         needed = str(need.specifier)
-        return Finding(need.name, needed=needed, problem=NOT_INSTALLED, fix=install)
+        return Finding(need.name, needed=needed, problem=problem, fix=install)
     chosen = present[0]
     note = "" if chosen.name == need.name else f"from {chosen.name}"
     found = installed[chosen.name]
@@ -268,10 +270,6 @@ def _examine_packages(needs: Sequence[Requirement]) -> Iterator[Finding]:
 def _examine_pairs(rows: Mapping[str, Finding], ops: OpsReport) -> Iterator[Finding]:
     """Check pairs of installed packages."""
     torch, mmcv = rows["torch"], rows[MMCV]
-    if rows[ENGINE].note and find_spec("pkg_resources") is None:  # not onedl's
-        problem = "mmengine imports pkg_resources, which setuptools 82 removed"
-        found = version_of("setuptools") or "-"
-        yield Finding("setuptools", found, "<82", problem=problem, fix=PKG_RESOURCES)
     if version_of("torchvision") and version_of("torch"):
         for need in _unconditional(metadata.requires("torchvision") or []):
             if need.name == "torch":

@@ -45,6 +45,21 @@ MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
+def shipped_configs(*, complete: bool = True, folder: str = "") -> list[Path]:
+    """Configs of the repository: of detectors, or the parts in a folder of `_base_`.
+
+    Not those that a user has put beside them.
+    """
+    words = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", "*.py"]
+    done = subprocess.run(
+        words, cwd=CONFIGS, check=True, capture_output=True, text=True
+    )
+    paths = [CONFIGS / name for name in sorted(done.stdout.split("\0")) if name]
+    if folder:
+        return [path for path in paths if path.parent == CONFIGS / "_base_" / folder]
+    return [p for p in paths if not complete or "_base_" not in p.parts]
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """List the slowest test files of a long run."""
     seconds: Counter[str] = Counter()

@@ -15,10 +15,10 @@ from PIL import Image
 
 from damex.engine.cli import build_runner
 from damex.engine.config import resolve_config
-from tests.conftest import MMDET_CONFIGS
+from tests.conftest import MMDET_CONFIGS, shipped_configs
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-COMPLETE = sorted(path for path in CONFIGS.rglob("*.py") if "_base_" not in path.parts)
+COMPLETE = shipped_configs()
 
 
 @pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)

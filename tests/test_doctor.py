@@ -166,10 +166,9 @@ OLD, NEW = "mmdet", "onedl-mmdetection"
         ({NEW: "3.5.1"}, "3.5.1", ">=3.5", "", ""),
         ({}, "-", ">=3.5", "not installed", INSTALL),
         ({NEW: "3.4.1"}, "3.4.1", ">=3.5", "version does not fit", INSTALL),
-        ({OLD: "3.3.0"}, "3.3.0", "<4,>=3.3", "", ""),
         (
-            {OLD: "2.28.2"},
-            *("2.28.2", "<4,>=3.3", "version does not fit"),
+            {OLD: "3.3.0"},
+            *("-", ">=3.5", "mmdet in its place is not supported"),
             f"pip uninstall -y mmdet && {INSTALL}",
         ),
         (
@@ -186,7 +185,7 @@ def test_versions_of_a_distribution_and_its_twin(
     assert (row.found, row.needed, row.problem, row.fix) == (
         *(found, needed, problem, fix),
     )
-    assert row.note == ("from mmdet" if [*installed] == [OLD] else "")
+    assert row.note == ""
     both = {"opencv-python": "4.12.0", "opencv-python-headless": "4.12.0"}
     assert check_versions(Requirement("opencv-python"), both).problem == ""
 
@@ -209,18 +208,27 @@ def problems(monkeypatch, installed, removed=(), modules=()):
     return {row.name: (row.problem, row.fix) for row in examine() if row.problem}
 
 
-def test_old_mmengine_beside_a_setuptools_without_pkg_resources(monkeypatch):
-    installed, removed = {"mmengine": "0.10.7"}, ["onedl-mmengine"]
-    modules = {"mmengine": ["mmengine"]}
-    monkeypatch.setattr("damex.doctor.find_spec", lambda name: object())
-    assert problems(monkeypatch, installed, removed, modules) == {}
-    monkeypatch.setattr("damex.doctor.find_spec", lambda name: None)
-    assert problems(monkeypatch, installed, removed, modules) == {
-        "setuptools": (
-            "mmengine imports pkg_resources, which setuptools 82 removed",
-            'pip install "setuptools<82"',
-        )
-    }
+@pytest.mark.parametrize(
+    ("ours", "other", "module"),
+    [
+        ("onedl-mmengine", "mmengine", "mmengine"),
+        ("onedl-mmcv", "mmcv-lite", "mmcv"),
+        ("onedl-mmdetection", "mmdet", "mmdet"),
+    ],
+)
+def test_original_packages_are_replaced(monkeypatch, ours, other, module):
+    """mmdet 3.3 fixes DINO to 256 channels, and mmengine 0.10.7 resumes wrongly."""
+    found = problems(monkeypatch, {other: "9"}, [ours], {module: [other]})
+    problem, fix = found[ours]
+    assert problem == f"{other} in its place is not supported"
+    assert fix.startswith(f'pip uninstall -y {other} && pip install --upgrade "{ours}')
+
+
+def test_every_lower_bound_is_declared_once():
+    """What `damex doctor` accepts is what pip installs."""
+    assert all(trial.twins in ((), (HEADLESS,)) for trial in TRIALS.values())
+    for need in declared()[1]:
+        assert any(one.operator == ">=" for one in need.specifier), need.name
 
 
 @pytest.mark.parametrize("variable", ["", "env -u PIP_NO_BUILD_ISOLATION "])
@@ -254,6 +262,7 @@ def test_two_distributions_that_provide_one_module(monkeypatch, other, module, n
     assert fix.startswith(f"pip uninstall -y {name} {other_name} && pip install ")
 
 
+HEADLESS = "opencv-python-headless"
 AGAIN = "pip install --force-reinstall --no-deps"
 PAIR = "pip install --upgrade --force-reinstall torch torchvision"
 

@@ -8,13 +8,17 @@ import copy
 import inspect
 import itertools
 import os
+import re
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
 
+import damex
 from damex.__main__ import main
 from damex.commandline.commands import app
 from damex.commandline.run import run_command
@@ -44,6 +48,25 @@ IN_DETECTOR = {
     "evaluated": (("model", "test_cfg", "nms"), dict(type=CALL)),
     "scope": (("model", "neck", "_scope_"), MODULE),
     "step": (("test_dataloader", "dataset", "pipeline", 1, "type"), f"{MODULE}.Step"),
+    "config of a teacher": (
+        ("model", "neck"),
+        dict(
+            type="KnowledgeDistillationSingleStageDetector",
+            backbone=dict(type="ResNet", depth=18),
+            neck=dict(type="FPN"),
+            bbox_head=dict(type="LDHead"),
+            teacher_config="hostile.py",
+        ),
+    ),
+    "config in a list": (("model", "decoder", "x"), [[dict(config="hostile.py")]]),
+    "file of a backbone": (
+        ("model", "backbone"),
+        dict(type="TimmBackbone", name="resnet18", checkpoint_path="payload.bin"),
+    ),
+    "server of a step": (
+        ("test_dataloader", "dataset", "pipeline", 1, "backend_args"),
+        dict(backend="http"),
+    ),
 }
 # What only a training or an evaluation builds.
 AROUND = {
@@ -60,12 +83,16 @@ AROUND = {
     "evaluator": (("test_evaluator", "type"), "os.mkdir"),
     "loader": (("test_dataloader", "collate_fn"), dict(type=f"{MODULE}.collate")),
     "dataset": ((*FIRST, "val"), dict(type=f"{MODULE}.Data")),
+    "address": ((*FIRST, "val"), "http://HOST/val.json"),
+    "folder": (("default_hooks", "checkpoint", "out_dir"), "made"),
     "unpickled": ((*FIRST, "val"), dict(type="BaseDetDataset", ann_file="made.pkl")),
     "default scope": (("default_scope",), MODULE),
     "visualizer": (("visualizer", "type"), f"{MODULE}.Draw"),
     "compiler": (("compile",), dict(options={"cpp.cxx": "mkdir"})),
     "other file": (("_base_",), "hostile.py"),
 }
+# Parts with initial weights, which no command needs.
+INITIAL = ("neck", "bbox_head", "backbone")
 # No value at all, but a program; `prune` and `merge` would write it down.
 TEXT = {
     "call": f"x = {CALL}\n",
@@ -100,6 +127,27 @@ def trained(tmp_path_factory, make_coco_dataset, write_config_to):  # noqa: F811
 
 
 @pytest.fixture
+def server():
+    """Address of a server, and the requests that it has got."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{made.server_port}", asked
+        made.shutdown()
+
+
+@pytest.fixture
 def bait(trained, tmp_path, monkeypatch):
     """``bait(*changes, ...)``: a checkpoint; nothing of it may have run in the end."""
     monkeypatch.chdir(tmp_path)
@@ -108,6 +156,7 @@ def bait(trained, tmp_path, monkeypatch):
     code = f"from pathlib import Path\nPath({str(made)!r}).mkdir()\n"
     for name in (MODULE, "hostile"):
         (tmp_path / f"{name}.py").write_text(code)
+    torch.save(Payload(), "payload.bin")
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(*changes, text="", state=None, name="config"):
@@ -225,7 +274,7 @@ def test_no_detector_is_built_that_could_run_code(bait, trained, kind, capsys):
 @pytest.mark.parametrize("line", lines_of(READING))
 def test_the_rest_of_a_config_is_not_used(bait, trained, line):
     """Nor is it written down: what is left behind can be trained and tested."""
-    runs_it = {"step", "dataset", "unpickled"}
+    runs_it = {"dataset", "unpickled"}
     kept = [change for name, change in AROUND.items() if name not in runs_it]
     assert run(line, trained, bait(*kept)) == 0
     for left in Path().glob("new*.pth"):
@@ -249,7 +298,7 @@ def test_what_is_written_down_could_not_run_code(bait, trained, kind, line, caps
     path = bait(AROUND[kind])
     status = run(line, trained, path)
     (place, _), left = AROUND[kind], Path("new.py")
-    if place[0] in (*NOT_KEPT, "custom_imports"):
+    if place[0] in (*NOT_KEPT, "custom_imports", "_base_"):
         assert status == 0
         cfg = Config.fromfile(left)
         assert MODULE not in str(cfg.get(place[0]))
@@ -262,8 +311,8 @@ def test_what_is_written_down_could_not_run_code(bait, trained, kind, line, caps
 # Values that mmengine's writer, or its reader, takes for more than they are.
 MISREAD = {
     "key": (("model", "test_cfg", f"a': {CALL}, 'b"), 1),
-    "variable": (("note",), "{{$HOME:elsewhere}} {{fileDirname}} {{_base_.a}}"),
-    "quotes": (("note",), "\"' + " + CALL + " + '\""),
+    "variable": (("log_level",), "{{$HOME:elsewhere}} {{fileDirname}} {{_base_.a}}"),
+    "quotes": (("log_level",), "\"' + " + CALL + " + '\""),
 }
 
 
@@ -283,7 +332,86 @@ def test_what_is_written_down_is_read_as_it_was(bait, trained, kind, line):
 
 @pytest.mark.parametrize("line", lines_of(WRITING))
 def test_files_left_behind_can_be_trained_and_tested(bait, trained, line):
-    harmless = [AROUND["import"], AROUND["compiler"], *MISREAD.values()]
+    harmless = [AROUND["import"], AROUND["compiler"], MISREAD["key"]]
     assert run(line, trained, bait(*harmless)) == 0
     assert run("test new.py PTH --work-dir work", trained, "new.pth") == 0
     assert run(f"train new.py {SHORT} max_epochs=1", trained, "") == 0
+
+
+@pytest.mark.parametrize("line", lines_of(READING, WRITING))
+def test_no_initial_weights_are_fetched_or_read(bait, trained, line, server, capsys):
+    host, asked = server
+    address = dict(type="Pretrained", checkpoint=f"http://{host}/latest/meta-data")
+    file = dict(type="Pretrained", checkpoint="payload.bin")
+    override = dict(type="Constant", override=[dict(address, name="convs")])
+    places = [("model", part, "init_cfg") for part in INITIAL]
+    values = [address, [override, file], file]
+    assert run(line, trained, bait(*zip(places, values, strict=True))) == 0
+    assert asked == []
+    for left in Path().glob("new*.p*"):
+        content = left.read_bytes()
+        assert host.encode() not in content
+        assert b"payload.bin" not in content
+    if line in lines_of(WRITING):
+        said = capsys.readouterr().out
+        (note,) = re.findall(r"note: (.*) named initial weights", said)
+        assert {*note.split(", ")} == {".".join(place) for place in places}
+
+
+@pytest.mark.parametrize("line", lines_of(WRITING))
+def test_no_data_is_fetched(bait, trained, line, server):
+    host, asked = server
+    value = f"http://{host}/val.json"
+    for place in (AROUND["address"][0], ("mixture", 0, "val")):
+        assert run(line, trained, bait((place, value))) == 2
+    assert asked == []
+
+
+@pytest.mark.parametrize("line", lines_of(READING, WRITING))
+@pytest.mark.parametrize("at", ["classes", "name", "key"])
+def test_no_name_is_printed_that_controls_a_terminal(bait, trained, line, at, capsys):
+    evil = "\x1b]0;owned\x07"
+    path = Path(bait())
+    content = torch.load(path, weights_only=False)
+    space = content["meta"]["dataset_meta"]
+    if at == "key":
+        content["state_dict"][evil] = torch.zeros(1)
+    elif at == "classes":
+        space["classes"] = [evil, *space["classes"][1:]]
+    else:
+        space["datasets"][0]["name"] = evil
+    torch.save(content, path)
+    assert run(line, trained, str(path)) == 2
+    said = "".join(capsys.readouterr())
+    assert "\x1b" not in said
+    assert "control a terminal" in said
+
+
+OWN_NECK = """
+from mmdet.models.necks import ChannelMapper
+from mmdet.registry import MODELS
+@MODELS.register_module(force=True)
+class OwnNeck(ChannelMapper):
+    pass
+"""
+
+
+def test_with_trust_a_class_of_the_user_works(trained, bait, tmp_path, monkeypatch):
+    """A module beside the checkpoint, as ``custom_imports`` of a training has it."""
+    (tmp_path / "own_neck.py").write_text(OWN_NECK)
+    monkeypatch.delitem(sys.modules, "own_neck", raising=False)
+    imports = dict(imports=["damex.registry", "own_neck"])
+    own = [(("custom_imports",), imports), (("model", "neck", "type"), "OwnNeck")]
+    path = bait(*own)
+    for line in (*READING["predict"], *WRITING["prune"]):
+        assert run(line, trained, path) == 2
+        assert run(f"{line} --trust", trained, path) == 0, line
+    assert Config.fromfile("new.py").custom_imports == imports
+    detector = damex.load(path, trust=True, device="cpu")
+    assert type(detector._predictor._detector.neck).__name__ == "OwnNeck"
+
+
+def test_a_module_that_is_missing_is_an_error_of_a_line(trained, bait, capsys):
+    path = bait((("custom_imports",), dict(imports=["no_such_module"])))
+    assert run(f"{READING['predict'][0]} --trust", trained, path) == 2
+    assert "set PYTHONPATH to the folder" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from damex.commandline.run import (
     PositiveInt,
     Seeds,
     Share,
+    Trust,
     command,
     parameter,
     program,
@@ -153,6 +154,7 @@ def predict(
     min_probability: Share = 0.5,
     batch_size: PositiveInt = 8,
     device: Device = None,
+    trust: Trust = False,
 ) -> None:
     """Detect objects in images and videos; the checkpoint alone is enough.
 
@@ -185,6 +187,7 @@ def export(
     image_size: Annotated[
         tuple[PositiveInt, PositiveInt] | None, parameter("WIDTH HEIGHT")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Export a detector to ONNX, or the dense detector of one dataset to mmdet.
 
@@ -216,6 +219,7 @@ def experts(
     examples: NonNegativeInt = 2,
     batch_size: PositiveInt = 8,
     device: Device = None,
+    trust: Trust = False,
 ) -> None:
     """Show which datasets and image regions go to which expert, as an HTML page.
 
@@ -244,6 +248,7 @@ def grow(
     out: NewCheckpoint,
     like: Annotated[str, parameter("auto|NAME|none")] = "auto",
     images: PositiveInt = 64,
+    trust: Trust = False,
 ) -> None:
     """Add new datasets to a checkpoint, to continue training on old and new ones.
 
@@ -263,7 +268,12 @@ def grow(
     "damex prune epoch_12.pth --drop cells --out smaller.pth",
 )
 def prune(
-    checkpoint: Checkpoint, /, *, drop: tuple[str, ...], out: NewCheckpoint
+    checkpoint: Checkpoint,
+    /,
+    *,
+    drop: tuple[str, ...],
+    out: NewCheckpoint,
+    trust: Trust = False,
 ) -> None:
     """Remove datasets from a detector, with their classes and experts.
 
@@ -285,6 +295,7 @@ def merge(
     datasets: tuple[str, ...],
     out: NewCheckpoint,
     no_test: bool = False,
+    trust: Trust = False,
 ) -> None:
     """Average the experts of several datasets into one, and print the change in AP.
 

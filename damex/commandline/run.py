@@ -62,6 +62,13 @@ Device = Annotated[
     str | None,
     parameter("cpu|cuda|cuda:N", help="Where to run (default: a GPU if available)."),
 ]
+Trust = Annotated[
+    bool,
+    Parameter(
+        help="Allow all that the config in the checkpoint names, and import its "
+        "custom_imports: this can run code of whoever made it."
+    ),
+]
 CfgOptions = Annotated[
     tuple[str, ...],
     parameter(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,12 +32,13 @@ def grow(
     out: str,
     like: str,
     images: int,
+    trust: bool,
 ) -> None:
     """Write a checkpoint from which to start a training with new datasets."""
     filter_console()
     check_target(Path(out), with_config=False)
     cfg = config_of(config, cfg_options)  # first: it registers classes of the user
-    stored = StoredDetector.read(checkpoint)
+    stored = StoredDetector.read(checkpoint, trust=trust)
     grown = add_datasets(stored, cfg, like=like, images=images)
     write_checkpoint(
         Path(out),
@@ -91,11 +91,11 @@ def _command(
     return [f"  {shlex.join(['damex', 'train', config, '--cfg-options', *words])}"]
 
 
-def prune(checkpoint: str, *, drop: Sequence[str], out: str) -> None:
+def prune(checkpoint: str, *, drop: Sequence[str], out: str, trust: bool) -> None:
     """Write a checkpoint and config without some datasets."""
     filter_console()
     check_target(Path(out))
-    stored = StoredDetector.read(checkpoint)
+    stored = StoredDetector.read(checkpoint, trust=trust)
     pruned = drop_datasets(stored, drop)
     gone = [name for name in stored.space.classes if name not in pruned.space.classes]
     _write(
@@ -107,17 +107,20 @@ def prune(checkpoint: str, *, drop: Sequence[str], out: str) -> None:
     )
 
 
-def merge(checkpoint: str, *, datasets: Sequence[str], out: str, no_test: bool) -> None:
+def merge(
+    checkpoint: str, *, datasets: Sequence[str], out: str, no_test: bool, trust: bool
+) -> None:
     """Write a checkpoint in which datasets share experts; print the change in AP."""
     filter_console()
     check_target(Path(out))
-    stored = StoredDetector.read(checkpoint)
+    stored = StoredDetector.read(checkpoint, trust=trust)
     merged = merge_groups(stored, datasets)
     groups = ", ".join(merged.space.group_names)
     _write(merged, stored, Path(out), f"groups of datasets with experts: {groups}")
     if not no_test:
         before = _scores(stored, "before")
-        print(_cost(before, _scores(StoredDetector.read(out), "after")))
+        after = _scores(StoredDetector.read(out, trust=trust), "after")
+        print(_cost(before, after))
 
 
 def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> None:
@@ -138,8 +141,8 @@ def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> Non
 
 
 def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
-    """Test AP per dataset, mean and pooled; the config must have been checked."""
-    loader = stored.config.get("test_dataloader")
+    """Test AP per dataset, mean and pooled."""
+    loader = stored.checked("test_dataloader")
     mixtures = mixture_datasets((loader or {}).get("dataset"))
     if not mixtures or not mixtures[0].get("datasets"):
         raise ConfigError(
@@ -147,7 +150,7 @@ def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
             "evaluate on; use --no-test."
         )
     detector = stored.build(get_device())
-    summary = stored.evaluate(detector, copy.deepcopy(loader or {}), label=label)
+    summary = stored.evaluate(detector, loader or {}, label=label)
     rows = {name: row["ap"] for name, row in summary["datasets"].items()}
     return rows | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
 

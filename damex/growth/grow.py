@@ -29,6 +29,7 @@ from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
 from damex.inference.stored import StoredDetector, forget_processes
+from damex.inference.trust import forget_pretrained
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.build import moe_difference, resolved_moe
 from damex.models.config import read_moe
@@ -207,10 +208,8 @@ def build_initialized(model: Mapping[str, Any]) -> Any:
     init_default_scope("mmdet")
     model = copy.deepcopy(dict(model))
     forget_processes(model)
-    backbone = model.get("backbone", {})
-    backbone.pop("init_cfg", None)  # the checkpoint has its weights
-    if "pretrained" in backbone:
-        backbone["pretrained"] = False if backbone["type"] == "TimmBackbone" else None
+    for _ in forget_pretrained(model):  # the checkpoint has the weights
+        pass
     with own_random_stream(seed=0):
         detector = MODELS.build(ConfigDict(model))
         detector.init_weights()
@@ -261,7 +260,7 @@ def _choose_sources(
         return {}, {}
     if like != AUTO:
         return dict.fromkeys(new, stored.space.groups[stored.dataset_id(like)]), {}
-    predictor = Predictor(stored.path)
+    predictor = Predictor(stored.path, trust=stored.trust)
     if not predictor.can_tell:
         raise ConfigError(
             f"the detector in {stored.path} does not predict datasets, so that it "

@@ -19,9 +19,9 @@ from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.engine.rows import RowNames, has_groups, row_keys
 from damex.errors import ConfigError
 from damex.growth.grow import build_initialized, mixing_notes, remapped_state
-from damex.inference.literal_config import check_types
 from damex.inference.specialist import clamp_max_per_img
 from damex.inference.stored import StoredDetector
+from damex.inference.trust import check_parts, without_unread
 from damex.models.insertion import moe_blocks
 
 # Start and folder of the original training, and keys that run code outside registries.
@@ -147,26 +147,47 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
             "has no DatasetRoutingLoss and no teacher_forcing), so that none can be "
             "dropped with one."
         )
-    check_types(stored.config, where=stored.path)
-    config = config_without(stored.config, space)
+    config = _kept(stored, space)
     model = config["model"]
     clamp_max_per_img(model, old, space.num_classes)
     if blocks:
         _count_experts(model["moe"], blocks[0].moe, stored.space, space)
     detector = build_initialized(model)
     state = remapped_state(stored, detector, space)
-    notes = (*mixing_notes(detector), *_import_notes(stored.config))
+    notes = (*mixing_notes(detector), *_notes(stored))
     return Pruned(PlainConfig(config), space, state, detector.resolved_moe(), notes)
 
 
-def _import_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Warn about modules that the written config does not import."""
-    names = (config.get("custom_imports") or {}).get("imports") or []
-    left = [str(name) for name in names if name != "damex.registry"]
-    if left:
+def _kept(stored: StoredDetector, space: LabelSpace) -> dict[str, Any]:
+    """The config to write: what is in the allow-list, or all of it with ``trust``."""
+    config = config_without(stored.config, space)
+    if not stored.trust:
+        config = without_unread(config)
+        check_parts(config, where=stored.path)
+    imports = _imports(stored) if stored.trust else []
+    config["custom_imports"] = dict(imports=["damex.registry", *imports])
+    return config
+
+
+def _imports(stored: StoredDetector) -> list[str]:
+    """Modules of ``custom_imports`` other than damex's."""
+    names = (stored.config.get("custom_imports") or {}).get("imports") or []
+    names = [names] if isinstance(names, str) else names
+    return [str(name) for name in names if name != "damex.registry"]
+
+
+def _notes(stored: StoredDetector) -> Iterator[str]:
+    """Warn about what the written config leaves out."""
+    if not stored.trust and (left := _imports(stored)):
         yield (
-            f"custom_imports of the checkpoint ({', '.join(left)}) are not in the new "
-            "config; add them there if you trust them."
+            f"custom_imports of the checkpoint ({', '.join(map(repr, left))}) are not "
+            "in the new config; to keep them, use --trust."
+        )
+    if stored.forgotten:
+        yield (
+            f"{', '.join(stored.forgotten)} named initial weights at a place that "
+            "damex does not know, and is not in the new config; start trainings with "
+            "load_from."
         )
 
 
@@ -214,9 +235,8 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
     if isinstance(found.get("label_space"), Mapping):
         rules = LabelFile.from_content(found["label_space"])
         found["label_space"] = rules.only(*names).to_content()
-    for key in NOT_KEPT:
+    for key in (*NOT_KEPT, "custom_imports"):
         found.pop(key, None)
-    found["custom_imports"] = dict(imports=["damex.registry"])
     model = found["model"]
     model["bbox_head"]["num_classes"] = space.num_classes
     if model.get("num_groups") is not None:

@@ -56,6 +56,7 @@ def export(
     out: str,
     dataset: str | None,
     image_size: tuple[int, int] | None,
+    trust: bool,
 ) -> None:
     """Write a dense detector of one dataset, or a whole mixture for onnxruntime."""
     filter_console()
@@ -73,7 +74,7 @@ def export(
             "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
             "be a .onnx file."
         )
-    stored = StoredDetector.read(checkpoint)
+    stored = StoredDetector.read(checkpoint, trust=trust)
     if as_onnx:
         check_steps(stored.pipeline)
     if image_size is not None:

@@ -50,6 +50,7 @@ def predict(
     min_probability: float,
     batch_size: int,
     device: str | None,
+    trust: bool,
 ) -> int:
     """Detect objects in images and videos, and write the detections.
 
@@ -61,7 +62,7 @@ def predict(
     if draw is not None:
         check_draw_folder(Path(draw), paths)
     filter_console()
-    predictor = Predictor(checkpoint, device=device)
+    predictor = Predictor(checkpoint, device=device, trust=trust)
     names = dict(zip(paths, names_of(paths), strict=True))
     # On a terminal the bar redirects stdout to stay below the lines; a file or pipe
     # must get the lines, too.

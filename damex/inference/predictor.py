@@ -15,7 +15,6 @@ from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError, DataError, check_number, check_sizes
-from damex.inference.literal_config import check_types
 from damex.inference.media import is_video
 from damex.inference.stored import Inputs, Picture, StoredDetector, as_rgb, detect
 from damex.models.dataset_classifier import classifies_datasets, given_dataset
@@ -90,11 +89,12 @@ class Predictor:
     """A trained detector with its classes and preprocessing, from a checkpoint alone.
 
     Untrusted checkpoints are safe: weights and config are read as data, and only
-    classes that are registered in mmdet are built from the config.
+    classes and arguments of an allow-list are built from the config.
 
     Args:
         checkpoint: A .pth file written by a damex training.
         device: Such as ``cpu`` or ``cuda:0``; by default a GPU if available.
+        trust: Allow all classes and arguments, and import the ``custom_imports``.
 
     Attributes:
         classes: Names of the classes of all datasets.
@@ -103,12 +103,18 @@ class Predictor:
         auto_note: Why ``dataset="auto"`` means ``all``; None if it does not.
 
     Raises:
-        DataError: If the checkpoint cannot be read, or holds more than data.
+        DataError: If the checkpoint cannot be read, or needs ``trust``.
         ConfigError: If damex did not train it on a mixture, or the device is missing.
     """
 
-    def __init__(self, checkpoint: str | Path, *, device: str | None = None) -> None:
-        self._stored = StoredDetector.read(str(checkpoint))
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        device: str | None = None,
+        trust: bool = False,
+    ) -> None:
+        self._stored = StoredDetector.read(str(checkpoint), trust=trust)
         self._detector = self._stored.build(device or get_device())
         space = self._stored.space
         self.classes = space.classes
@@ -207,7 +213,6 @@ class Predictor:
         """
         check_sizes("Predictor", batch_size=batch_size)
         chosen = [dict(one) for one in entries or self._stored.mixture]
-        check_types(chosen, where=self._stored.path)
         dataset = dict(
             type="MixtureDataset",
             datasets=chosen,

@@ -60,10 +60,11 @@ def experts(
     examples: int,
     batch_size: int,
     device: str | None,
+    trust: bool,
 ) -> int:
     """Write a page about the experts; return 1 if an image could not be read."""
     filter_console()
-    stored = StoredDetector.read(checkpoint)
+    stored = StoredDetector.read(checkpoint, trust=trust)
     recorder = Recorder(stored, device=device or get_device())
     notes: list[str] = []
     if images:

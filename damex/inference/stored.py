@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import torch
 from mmdet.registry import MODELS
-from mmengine.config import ConfigDict
+from mmengine.config import Config, ConfigDict
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.evaluator import Evaluator
 from mmengine.registry import init_default_scope
@@ -21,6 +21,7 @@ from torch import Tensor
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
+from damex.config_files import import_modules
 from damex.datasets.coco_records import read_coco
 from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
@@ -30,8 +31,9 @@ from damex.engine.summary import class_scores, scores_of, summarise
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.evaluation import MixtureMetric
 from damex.files import atomic_write, write_text
-from damex.inference.literal_config import check_types, read_literals
+from damex.inference.literal_config import read_literals
 from damex.inference.media import fault_of, frames_of, is_video
+from damex.inference.trust import check_parts, forget_pretrained, is_plain
 from damex.models.detectors import RoutedDetector
 
 Picture = str | Path | np.ndarray
@@ -46,10 +48,12 @@ class StoredDetector:
 
     Attributes:
         path: Path or URL of the checkpoint.
-        config: The whole config as plain values; call `check_types` before building it.
+        config: The whole config as plain values; build only what `checked` returns.
         model: Config of the detector.
         pipeline: Test pipeline without annotations.
         meta: Metadata of the checkpoint, such as ``epoch``.
+        trust: Whether the user trusts the checkpoint: everything in it may be built.
+        forgotten: Places in the config of initial weights that were left out.
     """
 
     path: str
@@ -59,13 +63,17 @@ class StoredDetector:
     space: LabelSpace
     state: Mapping[str, Tensor]
     meta: Mapping[str, Any]
+    trust: bool = False
+    forgotten: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: str) -> StoredDetector:
+    def read(cls, path: str, *, trust: bool = False) -> StoredDetector:
         """Read a checkpoint (a file or URL) as data, without running code from it.
 
+        With ``trust``, its ``custom_imports`` are imported, and all classes allowed.
+
         Raises:
-            DataError: If it cannot be read, or holds more than data.
+            DataError: If it cannot be read, holds more than data, or needs ``trust``.
             ConfigError: If it is not of a training on a mixture of datasets.
         """
         checkpoint = CheckpointLoader.load_checkpoint(path, "cpu")
@@ -87,16 +95,33 @@ class StoredDetector:
             raise DataError(f"the config in {path} has no model.")
         forget_processes(model)
         pipeline = _test_pipeline(config, path)
-        for part in (model, pipeline):
-            check_types(part, where=path)
+        forgotten: tuple[str, ...] = ()
+        if trust:
+            _import_modules(config, path)
+        else:
+            forgotten = (*forget_pretrained(model, keep_published=True),)
+            check_parts(dict(model=model, pipeline=pipeline), where=path)
+        _check_names([*state], path)
         check_finite(state, path=path)
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
-        return cls(path, config, model, pipeline, space, state, meta)
+        _check_names(_names_of(space), path)
+        return cls(path, config, model, pipeline, space, state, meta, trust, forgotten)
+
+    def checked(self, key: str) -> Any:
+        """A copy of a part of the config, which can be built.
+
+        Raises:
+            DataError: If the user does not trust it, and it is not in the allow-list.
+        """
+        part = copy.deepcopy(self.config.get(key))
+        if not self.trust:
+            check_parts({key: part}, where=self.path)
+        return part
 
     @property
     def mixture(self) -> list[dict[str, Any]]:
-        """The ``mixture`` entries of the config; empty if it has none."""
-        entries = self.config.get("mixture")
+        """The checked ``mixture`` entries of the config; empty if it has none."""
+        entries = self.checked("mixture")
         return entries if isinstance(entries, list) else []
 
     def build(self, device: str = "cpu") -> RoutedDetector:
@@ -285,6 +310,33 @@ def millions(state: Mapping[str, Tensor]) -> str:
     return f"{sum(kept) / 1e6:.2f}"
 
 
+def _import_modules(config: Mapping[str, Any], path: str) -> None:
+    """Import the ``custom_imports`` of a trusted config."""
+    try:
+        import_modules(Config(dict(custom_imports=config.get("custom_imports"))))
+    except ImportError as error:
+        raise ConfigError(
+            f"custom_imports of the checkpoint {path} cannot be imported ({error}); "
+            "set PYTHONPATH to the folder of the module."
+        ) from error
+
+
+def _check_names(names: Iterable[str], path: str) -> None:
+    """Reject names that a terminal would not show as they are."""
+    for name in names:
+        if not is_plain(str(name)):
+            raise DataError(
+                f"the checkpoint {path} has the name {name!r:.80}, whose characters "
+                "control a terminal; it was not used."
+            )
+
+
+def _names_of(space: LabelSpace) -> Iterator[str]:
+    yield from (*space.classes, *space.dataset_names, *space.groups)
+    for classes in space.dataset_classes:
+        yield from classes
+
+
 def forget_processes(model: Mapping[str, Any]) -> None:
     """Set a model config, in place, to hold all experts in one process."""
     if isinstance(model.get("moe"), dict):
@@ -302,7 +354,8 @@ def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]
             f"the config in {path} has no test pipeline that begins with "
             "LoadImageFromFile."
         )
-    kept[0].pop("backend_args", None)  # files are local
+    for key in ("backend_args", "file_client_args"):
+        kept[0].pop(key, None)  # files are local
     return kept
 
 

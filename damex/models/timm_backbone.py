@@ -54,7 +54,8 @@ class TimmBackbone(BaseModule):
         channels_last: Memory format; same results up to rounding. Trains depthwise
             convolutions faster on a CPU; measure for others.
         cache_mib: Ignored; configs of earlier versions set it.
-        **options: For ``timm.create_model``, for instance ``drop_path_rate=0.1``.
+        **options: For ``timm.create_model``, for instance ``drop_path_rate=0.1``; not
+            ``checkpoint_path``.
 
     Attributes:
         channels: Channels of each map.
@@ -77,6 +78,11 @@ class TimmBackbone(BaseModule):
         **options: Any,
     ) -> None:
         super().__init__()
+        if "checkpoint_path" in options:  # timm may run code from it
+            raise ConfigError(
+                "TimmBackbone: checkpoint_path is not an option; name a file of "
+                "tensors with pretrained=."
+            )
         self.name = name
         self.norm_eval = norm_eval
         self.out_indices = tuple(out_indices)

@@ -193,7 +193,7 @@ class GateOfTheUser(TopKGate):
 """
 
 
-def test_only_the_config_that_is_named_imports_classes_of_the_user(
+def test_classes_of_the_user_need_trust(
     save, make_config, mixture, tmp_path, monkeypatch, capsys
 ):
     module, kind = "gate_of_the_user", "GateOfTheUser"
@@ -205,14 +205,14 @@ def test_only_the_config_that_is_named_imports_classes_of_the_user(
     )
 
     old = save(mixture[:2], moe="damex", extra=lines)
-    for extra, status in ((lines, 0), ("", 2)):
+    for trust, status in ((["--trust"], 0), ([], 2)):
         del sys.modules[module], MODELS.module_dict[kind]  # as in a new process
-        config = make_config(mixture, name="grown", moe="damex", extra=extra)
+        config = make_config(mixture, name="grown", moe="damex", extra=lines)
         out = str(tmp_path / f"{status}.pth")
         words = ["grow", str(old), str(config), "--like", "park", "--out", out]
-        assert main(words) == status
-    assert module not in sys.modules
-    assert f"type={kind!r}, which no registry has" in capsys.readouterr().err
+        assert main([*words, *trust]) == status
+    said = capsys.readouterr().err
+    assert f"type={kind!r}, which is not among the types of the slot gate" in said
 
 
 def test_the_config_may_spread_experts_over_processes(save, make_config, mixture):

@@ -242,7 +242,7 @@ def test_a_bank_of_the_user_is_moved_as_it_declares_or_refused(
     save, make_config, mixture, own_experts, command, kind
 ):
     options = dict(moe="damex", extra=own_bank(kind))
-    stored = StoredDetector.read(str(save(mixture[:2], **options)))
+    stored = StoredDetector.read(str(save(mixture[:2], **options)), trust=True)
     cfg = Config.fromfile(make_config(mixture, name="grown", **options))
     if kind == "OwnExperts":
         with pytest.raises(ConfigError, match="does not declare whether 'weight'"):

@@ -7,7 +7,7 @@ from mmengine.config import Config
 
 from damex.config_files import PlainConfig
 from damex.errors import DataError
-from damex.inference.literal_config import check_types, read_literals
+from damex.inference.literal_config import read_literals
 
 
 @pytest.mark.parametrize("kind", [Config, PlainConfig])
@@ -60,38 +60,6 @@ def test_anything_else_is_refused(text):
 def test_text_that_is_no_program_is_refused(text):
     with pytest.raises(DataError, match=r"x\.pth cannot be read"):
         read_literals(text, where="x.pth")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        dict(type="subprocess.Popen", args=["true"]),
-        dict(a=[dict(b=(dict(type="os.system"),))]),
-        dict(type=["DINO"]),
-        dict(type="DINO", _scope_="elsewhere"),
-        dict(type="antigravity"),  # a module
-        dict(nms=dict(type="exec('1')")),
-        dict(type="CameraMotionCompensation", warp_mode="1"),
-        dict(type="EMAHook", ema_type="os.system"),
-        dict(constructor="os.system"),
-        dict(auto_wrap_policy="os.system"),
-        dict(ann_file="http://somewhere/train.PKL"),
-        dict(type="MOTChallengeMetric", outfile_prefix="/home"),
-        dict(default_scope="antigravity"),
-        dict(_base_="other.py"),
-    ],
-)
-def test_types_that_could_be_any_function_are_refused(config):
-    with pytest.raises(DataError, match=r"x\.pth has \w+=.*could run code"):
-        check_types(config, where="x.pth")
-
-
-def test_types_of_a_registry_are_let_through():
-    known = ("DINO", "AdamW", "Resize", "BN", "LinearLR", "MixtureMetric", "nms")
-    check_types([dict(type=name) for name in known], where="x.pth")
-    albu = dict(type="Albu", transforms=[dict(type="HorizontalFlip")])
-    mixture = [dict(root="data/data.yaml", train=["train.yaml"])]
-    check_types(dict(a=albu, mixture=mixture, color_type="color"), where="x.pth")
 
 
 @pytest.mark.parametrize("brace", ["{{$HOME:x}}", "{{{ fileDirname }}}", "\\{{a}}"])

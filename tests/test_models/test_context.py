@@ -1,6 +1,5 @@
 import copy
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from damex.errors import ConfigError
 from damex.models.context import RoutingContext, take_num_cp
 from damex.moe import ChannelGates
+from tests.conftest import shipped_configs
 
-MIXTURES = Path(__file__).parents[2] / "configs/_base_/moe"
+MIXTURES = {path.stem: path for path in shipped_configs(folder="moe")}
 # Group ids, masks, gate noise and dropout all have to be those of the first run.
 NOISY = dict(
     layers=dict(encoder="all", decoder="all"),
@@ -146,9 +146,9 @@ def test_num_cp_is_taken_out_of_a_copy_of_the_config():
             take_num_cp(config)
 
 
-@pytest.mark.parametrize("name", [None, *sorted(p.stem for p in MIXTURES.glob("*.py"))])
+@pytest.mark.parametrize("name", [None, *MIXTURES])
 def test_every_shipped_mixture_can_be_recomputed(name, build_mmdet, make_batch, step):
-    moe = name and Config.fromfile(MIXTURES / f"{name}.py").moe  # None: dense
+    moe = name and Config.fromfile(MIXTURES[name]).moe  # None: dense
     batch = make_batch([1, 0], **SIZES)
     found = []
     for num_cp in (0, 2):

@@ -1,14 +1,13 @@
 """Every detector of mmdet with every shipped mixture of experts: trains, predicts."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from mmengine.config import Config
 
 from damex.models.insertion import moe_blocks
+from tests.conftest import shipped_configs
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs/_base_/moe").glob("*.py"))
+CONFIGS = shipped_configs(folder="moe")
 
 
 def moe_of(path):

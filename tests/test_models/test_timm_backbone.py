@@ -100,6 +100,11 @@ def test_a_detector_trains_and_predicts(
     assert len(run_predict(detector, batch)) == 2
 
 
+def test_timm_loads_no_file_by_itself():
+    with pytest.raises(ConfigError, match=r"checkpoint_path .* with pretrained="):
+        TimmBackbone("test_resnet", checkpoint_path="payload.bin")
+
+
 def test_a_neck_of_other_channels_is_refused_with_the_right_ones(model_config):
     with pytest.raises(ConfigError, match=r"\[64, 128\].*in_channels=\[32, 48, 64\]"):
         with_backbone(model_config(), CONVNEXT, [64, 128])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.nn import functional
 
 from damex.moe.grouped import grouped_linear
@@ -113,6 +114,10 @@ def test_gradcheck(counts, backend):
     )
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.7"),
+    reason="torch 2.6 cannot read counts inside of torch.func",
+)
 def test_transforms_of_torch_func_go_through():
     (x, weight, bias), counts_E = inputs([2, 0, 1], dtype=torch.float64)
 
