@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -276,7 +276,7 @@ class Detector:
 
     def predict(
         self,
-        images: Picture | Sequence[Picture],
+        images: Picture | Iterable[Picture],
         *,
         dataset: str = "auto",
         min_score: float = 0.3,
@@ -285,8 +285,9 @@ class Detector:
         """Detect objects, one image at a time.
 
         Args:
-            images: Files, folders (with all below them) or patterns, or uint8 arrays
-                (height, width, 3) in RGB; one or several.
+            images: Files, folders (with all below them) or patterns, PIL images, or
+                uint8 arrays (height, width, 3) in RGB; one or several. An iterator,
+                such as the frames of a camera, is read a batch at a time.
             dataset: Whose classes to detect: ``auto`` (of the predicted dataset), the
                 name of a dataset, or ``all``.
             min_score: Minimum score of detections.
@@ -297,14 +298,17 @@ class Detector:
             DataError: If an image cannot be read.
         """
         from damex.inference.media import find_images
+        from damex.inference.stored import as_several
 
-        several: Any = images
-        if isinstance(images, str | Path) or hasattr(images, "shape"):
-            several = [images]
-        paths = [os.fspath(one) for one in several if isinstance(one, str | Path)]
-        pictures = [one for one in several if not isinstance(one, str | Path)]
-        if paths:
-            pictures += find_images(paths, videos=True)
+        def found(one: Picture) -> Iterable[Picture]:
+            if not isinstance(one, str | os.PathLike):
+                return [one]
+            return find_images([os.fspath(one)], videos=True)
+
+        several = as_several(images)
+        pictures: Iterable[Picture] = (one for word in several for one in found(word))
+        if isinstance(several, Sequence):  # report a missing file at once
+            pictures = [*pictures]
         return self._predictor.stream(pictures, dataset, min_score, batch_size)
 
     def evaluate(

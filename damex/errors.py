@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
@@ -14,6 +15,28 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """Dataset file that contradicts its config."""
+
+
+# Controls of terminals and of the direction of text, line separators, and bytes that
+# are not UTF-8 (surrogates). Tabs and line breaks stay.
+_CONTROLS = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    r"""Text for a terminal: control characters, and bytes not in UTF-8, as ``\x1b``.
+
+    Names in files and checkpoints of strangers may hold them. Tabs and line breaks are
+    kept.
+    """
+
+    def escaped(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        byte = code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code  # as in file names
+        return f"\\x{byte:02x}" if byte < 0x100 else f"\\u{byte:04x}"
+
+    return _CONTROLS.sub(escaped, text)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 20) -> str:

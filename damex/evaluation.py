@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,10 @@ from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
 from damex.datasets.label_space import LabelSpace
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError, DataError, check_sizes
 
 COCO_BACKENDS = ("faster_coco_eval", "pycocotools")
+MAX_DETS = 100  # of each class in an image, as in COCO
 SCORE_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 
 
@@ -58,14 +60,21 @@ def coco_scores(
     classes: Mapping[int, str],
     backend: str | None = None,
     classwise: bool = False,
+    max_dets: int = MAX_DETS,
+    warn: bool = True,
 ) -> dict[str, float]:
     """Evaluate one dataset by the COCO protocol; nan for scores without any object.
 
     With `classwise`, ``AP_class_<label>`` is the AP of each class.
 
     Only detections of `classes` count: the mixture labels that the dataset annotates,
-    with their names. Both backends give the same numbers, in [0, 1].
+    with their names. Of each class in an image, the `max_dets` best count; with `warn`,
+    a warning says so if the image has more objects. Of equal scores, the first counts
+    first, so pass the images in the order of their COCO ids. Both backends give the
+    same numbers, in [0, 1].
     """
+    if warn:
+        _warn_of_limits(images, max_dets)
     backend = backend or default_backend()
     coco_class, eval_class = _load(backend)
     labels = sorted(classes)
@@ -80,17 +89,51 @@ def coco_scores(
         found = truth.loadRes(rows) if len(rows) else coco_class()
         evaluation = eval_class(truth, found, "bbox")
         evaluation.params.catIds = [label + 1 for label in labels]
+        evaluation.params.maxDets = [1, max_dets] if max_dets > 1 else [1]
         evaluation.evaluate()
         evaluation.accumulate()
-        evaluation.summarize()
-    stats = zip(SCORE_NAMES, evaluation.stats[:6], strict=True)
-    scores = {name: float(v) if v >= 0 else float("nan") for name, v in stats}
-    # IoU thresholds, recalls, classes; of objects of all sizes, all detections.
-    precision_TRK = np.asarray(evaluation.eval["precision"])[..., 0, -1]
-    for number, name in enumerate(by_class):
-        known = precision_TRK[..., number][precision_TRK[..., number] >= 0]
-        scores[name] = float(known.mean()) if known.size else float("nan")
-    return scores
+    # IoU thresholds, recalls, classes, object sizes; of max_dets detections. (The
+    # summary of pycocotools knows no other limit than 100.)
+    precision_TRKA = np.asarray(evaluation.eval["precision"])[..., -1]
+    half, three_quarters = 0, 5  # thresholds are 0.50, 0.55, ..., 0.95
+    all_TRK = precision_TRKA[..., 0]
+    parts = [all_TRK, all_TRK[half], all_TRK[three_quarters]]
+    parts += [precision_TRKA[..., size] for size in (1, 2, 3)]
+    parts += [all_TRK[..., number] for number in range(len(by_class))]
+    names = (*SCORE_NAMES, *by_class)
+    return {name: _mean(part) for name, part in zip(names, parts, strict=True)}
+
+
+def _mean(precision: np.ndarray) -> float:
+    """Mean of the precisions that are known, else nan; -1 stands for unknown ones."""
+    known = precision[precision >= 0]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _warn_of_limits(
+    images: Sequence[ImageResult], max_dets: int, max_per_img: int = 0
+) -> None:
+    """Warn if images have more objects than detections count, or (if known) exist."""
+    labels = [
+        [one["label"] for one in image.ground_truth if not one["iscrowd"]]
+        for image in images
+    ]
+    of_class = [max(Counter(one).values(), default=0) for one in labels]
+    metric = "set max_dets of MixtureMetric, which is 100 in COCO"
+    detector = "raise max_per_img in model.test_cfg, and model.num_queries"
+    limits = (
+        (max_dets, of_class, "objects of one class", "count", metric),
+        (max_per_img, [*map(len, labels)], "objects", "are made", detector),
+    )
+    for limit, counts, what, verb, advice in limits:
+        above = sum(count > limit for count in counts)
+        if above and limit:
+            text = (
+                f"{above} of {len(counts)} images have more than {limit} {what} (up to "
+                f"{max(counts)}), and at most {limit} detections {verb}: AP cannot "
+                f"reach 1. To change that, {advice}."
+            )
+            print_log(text, logger="current", level=logging.WARNING)
 
 
 def _load(backend: str) -> tuple[Any, Any]:
@@ -157,10 +200,16 @@ class _Row:
     """
 
     dataset_id: int
+    image_id: Any
     of_dataset: ImageResult
     of_all: ImageResult
     tokens_LE: np.ndarray | None
     group_experts: Sequence[Sequence[int]] | None
+
+    @property
+    def place(self) -> tuple[int, bool, Any]:
+        """COCO evaluates the images of a dataset by id; that decides equal scores."""
+        return self.dataset_id, isinstance(self.image_id, str), self.image_id
 
 
 @METRICS.register_module()
@@ -195,6 +244,8 @@ class MixtureMetric(BaseMetric):
         classwise: Whether to score each class.
         dataset_known: Whether detections of a dataset's image are selected among its
             classes; if not, they compete with those of other classes for their places.
+        max_dets: Number of best detections of each class in an image that count; 100 in
+            COCO. A warning says once if images have more objects.
         collect_device: As for every mmengine metric.
     """
 
@@ -206,11 +257,14 @@ class MixtureMetric(BaseMetric):
         backend: str | None = None,
         classwise: bool = False,
         dataset_known: bool = True,
+        max_dets: int = MAX_DETS,
         collect_device: str = "cpu",
     ) -> None:
         super().__init__(collect_device=collect_device)
         self.backend, self.classwise = backend, classwise
         self.dataset_known = dataset_known
+        check_sizes("MixtureMetric", max_dets=max_dets)
+        self.max_dets, self._is_limit_said = max_dets, False
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Store a batch of predictions with their ground truth.
@@ -240,6 +294,7 @@ class MixtureMetric(BaseMetric):
             self.results.append(
                 _Row(
                     sample["dataset_id"],
+                    sample.get("img_id", len(self.results)),
                     of_dataset,
                     of_all,
                     tokens_LE=np.array([*counts.values()]) if counts else None,
@@ -250,6 +305,13 @@ class MixtureMetric(BaseMetric):
     def compute_metrics(self, results: list[_Row]) -> dict[str, float]:
         """Compute the scores of every dataset with samples, their means, and pooled."""
         space = LabelSpace.from_metainfo(self.dataset_meta)
+        results = sorted(results, key=lambda row: row.place)
+        if not self._is_limit_said:
+            images = [row.of_all for row in results]
+            # A DETR returns max_per_img detections of every image.
+            most = max((len(image.scores) for image in images), default=0)
+            _warn_of_limits(images, self.max_dets, most)
+        self._is_limit_said = True
         scores: dict[str, float] = {}
         is_same = any(row.of_dataset is row.of_all for row in results)
         if is_same and self.dataset_known:
@@ -293,6 +355,8 @@ class MixtureMetric(BaseMetric):
             classes=classes,
             backend=self.backend,
             classwise=self.classwise,
+            max_dets=self.max_dets,
+            warn=False,
         )
         boxes = sum(len(image.ground_truth) for image in images)
         return {**found, "images": len(images), "boxes": boxes}

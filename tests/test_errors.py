@@ -13,7 +13,22 @@ from damex.errors import (
     check_number,
     check_sizes,
     did_you_mean,
+    printable,
 )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, Ä, 猫 and 🐈\tto a\nline", "plain, Ä, 猫 and 🐈\tto a\nline"),
+        ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
+        ("a\rb\x9b2J", r"a\x0db\x9b2J"),
+        ("gnp.\u202eexe\u2028", r"gnp.\u202eexe\u2028"),
+        ("\udcff\ud800", r"\xff\ud800"),  # not UTF-8 in a file name; in JSON
+    ],
+)
+def test_controls_of_a_terminal_are_escaped(text, shown):
+    assert printable(text) == shown
 
 
 @pytest.mark.parametrize(

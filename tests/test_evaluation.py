@@ -14,6 +14,7 @@ from mmdet.evaluation import DumpDetResults
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from damex import evaluation
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import DatasetSpec
@@ -271,6 +272,73 @@ def test_classwise_adds_the_ap_of_each_annotated_class_and_where_images_went(bac
         park=dict(zip(SPACE.group_names, (2, 1), strict=False))
     )
     assert "pooled" not in names["classes"]
+
+
+@pytest.mark.parametrize("backend", COCO_BACKENDS)
+def test_equal_scores_count_as_in_pycocotools(backend):
+    """By image id, not in the order of the file; here of six images with one box."""
+    rng = np.random.default_rng(0)
+    ids = [70, 3, 41, 12, 9, 25]
+    samples, document, rows = [], dict(images=[], annotations=[]), []
+    for image_id in ids:
+        # Some of the equal scores are hits, the others are misses.
+        found = [(BOX if hit else AWAY, 0.5, CAR) for hit in rng.random(3) < 0.4]
+        samples.append(sample(STREET, found, [(BOX, CAR)]) | dict(img_id=image_id))
+        document["images"].append(dict(id=image_id))
+        x1, y1, x2, y2 = BOX
+        bbox = [x1, y1, x2 - x1, y2 - y1]
+        one = dict(image_id=image_id, category_id=1, bbox=bbox, iscrowd=0)
+        area = bbox[2] * bbox[3]
+        number = len(document["annotations"]) + 1
+        document["annotations"].append({**one, "id": number, "area": area})
+        rows += [
+            [image_id, a, b, c - a, d - b, score, 1] for (a, b, c, d), score, _ in found
+        ]
+    truth = COCO()
+    truth.dataset = {**document, "categories": [dict(id=1, name="car")]}
+    truth.createIndex()
+    expected = COCOeval(truth, truth.loadRes(np.array(rows, float)), "bbox")
+    expected.evaluate()
+    expected.accumulate()
+    expected.summarize()
+    scores = evaluate(samples, backend=backend)
+    assert 0 < expected.stats[0] < 1
+    assert scores["street/AP"] == pytest.approx(expected.stats[0], abs=1e-9)
+
+
+@pytest.mark.parametrize("backend", COCO_BACKENDS)
+def test_more_objects_than_detections_that_count(backend, monkeypatch):
+    """Of 150 objects, each found, 100 count: recall 2/3, 67 of 101 recalls."""
+    boxes = [
+        (20 * i, 40 * j, 20 * i + 16, 40 * j + 16) for i in range(15) for j in range(10)
+    ]
+    found = [(box, 1 - n / 1000, CAR) for n, box in enumerate(boxes)]
+    said = []
+    monkeypatch.setattr(evaluation, "print_log", lambda text, **_: said.append(text))
+    few = sample(STREET, found[:9], [(box, CAR) for box in boxes[:9]])
+    crowded = sample(STREET, found, [(box, CAR) for box in boxes])
+    assert evaluate([crowded], backend=backend)["street/AP"] == pytest.approx(67 / 101)
+    limits = [text for text in said if "more than" in text]
+    assert len(limits) == 1
+    assert (
+        "1 of 1 images have more than 100 objects of one class (up to 150)" in limits[0]
+    )
+    assert "max_dets" in limits[0]
+    said.clear()
+    scores = evaluate([crowded, few], backend=backend, max_dets=150)
+    assert scores["street/AP"] == pytest.approx(1.0)
+    assert not [text for text in said if "more than" in text]
+    # The detector gives 100 detections of an image: the metric cannot help.
+    cut = sample(STREET, found[:100], [(box, CAR) for box in boxes])
+    evaluate([cut, few], backend=backend, max_dets=150)
+    (limit,) = [text for text in said if "more than" in text]
+    assert "1 of 2 images have more than 100 objects (up to 150)" in limit
+    assert "max_per_img" in limit
+
+
+def test_a_limit_is_a_positive_number():
+    with pytest.raises(ValueError, match="max_dets must be at least 1, got 0"):
+        MixtureMetric(max_dets=0)
 
 
 def test_two_images_of_one_dataset_with_one_id_stay_two():

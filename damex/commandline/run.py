@@ -28,7 +28,7 @@ from rich.progress import (
 )
 
 from damex import __version__
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.errors import ConfigError, DataError, did_you_mean, printable
 
 # Errors of libraries about invalid arguments.
 REFUSALS = (
@@ -193,7 +193,7 @@ def run_command(
             where = "" if "RANK" not in os.environ else f" (process {rank})"
             # A data loading worker passes its whole traceback as the message.
             message = re.split(r"damex\.errors\.(?:Config|Data)Error: ", message)[-1]
-            sys.stderr.write(f"\nerror{where}: {message.strip()}\n")
+            sys.stderr.write(f"\nerror{where}: {printable(message.strip())}\n")
         return 2
     return status or 0
 

@@ -31,7 +31,7 @@ from damex.datasets.findings import KINDS, LEVELS, Finding, Place, capped
 from damex.datasets.image_files import ImageRecord, check_look, check_scales
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, CocoSource, parse_mixture
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError, DataError, printable
 from damex.files import check_file, write_json
 
 # Seed of the order of images, as time may not suffice for all.
@@ -112,7 +112,8 @@ def _print_report(findings: Sequence[Finding], examples: int) -> None:
             lines += [f"      {message}" for message in messages]
             if len(same) > len(shown):
                 lines.append(f"      ... and {len(same) - len(shown)} more findings")
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        text = printable("\n".join(lines))
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _count_levels(findings: Iterable[Finding]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from damex.datasets.coco_records import is_number, read_coco
-from damex.datasets.image_files import images_of_any_size
+from damex.datasets.pixels import read_pixels
 from damex.datasets.spec import CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
 
@@ -81,8 +81,8 @@ def read_features(
 def _load(source: CocoSource, file: str, dataset: str) -> np.ndarray:
     path = Path(source.images, file)
     try:
-        with images_of_any_size(), Image.open(path) as image:
-            return np.asarray(image.convert("RGB").resize((SIDE, SIDE)))
+        image = Image.fromarray(read_pixels(path).image[..., ::-1])
+        return np.asarray(image.resize((SIDE, SIDE)))
     except OSError as error:
         message = f"dataset {dataset!r}: {path} cannot be read: {error}."
         raise DataError(message) from error

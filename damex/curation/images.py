@@ -29,6 +29,7 @@ from damex.datasets.image_files import (
     missing_file,
     truncated,
 )
+from damex.datasets.pixels import decode
 
 # Sides of the small picture used to compare images.
 LOOK_SIDE = 16
@@ -136,7 +137,10 @@ def _look_whole(path: Path) -> Look:
         return found
     content = path.read_bytes()
     try:
-        image = Image.open(io.BytesIO(content))
+        image: Image.Image = Image.open(io.BytesIO(content))
+        if found.is_deep and (shown := decode(content)) is not None:
+            found = found._replace(levels=shown.levels)
+            image = Image.fromarray(shown.image)  # Pillow would cut it off at 255
         whole = image.size
         image.draft("RGB", (4 * LOOK_SIDE, 4 * LOOK_SIDE))
         gradient = gradient_of(image, whole)

@@ -14,7 +14,7 @@ from damex.curation.sources import mixture_config_of
 from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.errors import ConfigError
+from damex.errors import ConfigError, printable
 from damex.files import write_text
 
 FEW = 10  # minimum number of boxes to compare sizes and shapes
@@ -61,7 +61,7 @@ def labels(config: str, *, cfg_options: Sequence[str], out: str | None) -> None:
             specs, LabelSpace.from_specs(specs, mode=rules).dataset_classes, strict=True
         )
     }
-    print("\n".join(report(counts)))
+    print(printable("\n".join(report(counts))))
     if out is not None:
         file = starting_file(specs, counts)
         write_text(out, file.to_text())

@@ -31,7 +31,7 @@ from damex.curation.dataset_features import (
 from damex.curation.sources import mixture_config_of
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
-from damex.errors import ConfigError
+from damex.errors import ConfigError, printable
 
 TOLERANCE = 1e-9
 MAX_SETS = 20_000  # of medoids for exhaustive search
@@ -90,7 +90,7 @@ def plan(
         f"the samples or less.\nCompared: {looks} of up to {SAMPLES} training images, "
         "sizes and shapes of boxes, and names of classes (1 is the same).\n"
     )
-    print("\n".join(_table(made, names, shares_M, near)))
+    print(printable("\n".join(_table(made, names, shares_M, near))))
 
 
 def _table(

@@ -20,7 +20,7 @@ from damex.datasets.coco_records import read_coco
 from damex.datasets.formats.conversion import convert_tree, open_root
 from damex.datasets.formats.records import Options, fault_of_names
 from damex.datasets.spec import parse_mixture
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, did_you_mean, printable
 from damex.files import atomic_write, write_json
 
 SPLITS = ("train", "val")
@@ -283,7 +283,7 @@ def convert(
                 part = stack.enter_context(atomic_write(folder / file.name))
                 shutil.copyfile(file, part)
     name = tree.root.name
-    print(conversion.summary.text(name))
+    print(printable(conversion.summary.text(name)))
     named = ", ".join(f'{s}="{s}.json"' for s in conversion.summary.splits)
     print(
         f"\nfor a mixture:\n    dict(name={name!r}, "

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import mmcv
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from damex.curation.sources import Source
 from damex.datasets.coco_checks import Expectations, used_boxes
 from damex.datasets.coco_records import parse_records
+from damex.datasets.pixels import read_pixels
 from damex.drawing import Color, draw_boxes
 
 TILE = 400
@@ -141,8 +141,7 @@ def draw_tile(sample: Sample, colors: Mapping[str, Color]) -> Image.Image:
     """
     flag = "color" if sample.applies_exif else "color_ignore_orientation"
     try:
-        # mmcv ignores channel_order="rgb" together with ignored orientation.
-        image = Image.fromarray(mmcv.imread(sample.path, flag=flag)[..., ::-1])
+        image = Image.fromarray(read_pixels(sample.path, flag).image[..., ::-1])
     except Exception as error:  # a missing file, or one that OpenCV does not read
         return _broken(error)
     scale = TILE / max(image.size)

@@ -90,6 +90,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "image-size": Kind("error", "width or height is off by more than 1 px"),
         "image-elongated": Kind("error", "the resize of the config leaves 0 px of it"),
         "image-rotated": Kind("error", "EXIF rotates the image but not its boxes"),
+        "image-depth": Kind("warning", "more than 8 bits per channel: mapped to 8"),
         "image-suffix": Kind("info", "the content does not match the suffix"),
         # Across images.
         "leak-identical": Kind("warning", "a training image is also in val or test"),

@@ -16,16 +16,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import cv2
-import mmcv
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from damex.datasets.findings import KINDS, Finding, Place
+from damex.datasets.pixels import decode, read_stored
 
-_ORIENTATION = 0x0112
-# Formats whose EXIF rotation OpenCV, the loader in training, applies; not WebP, AVIF...
-ROTATED_WHEN_LOADED = frozenset({"JPEG", "MPO", "PNG", "TIFF"})
 _OPENCV_PIXELS = 1 << 30  # OpenCV's limit
 _ONE_THREAD = RLock()
 # Tolerated difference of a stated size in pixels, due to rounding.
@@ -38,7 +34,7 @@ NamedBox = tuple[str, float, float, float, float]
 
 
 class Header(NamedTuple):
-    """Size as stored, and EXIF orientation, 1 to 8 (1 if the loader ignores it)."""
+    """Size as stored, and EXIF orientation, 1 to 8."""
 
     width: int
     height: int
@@ -74,29 +70,12 @@ def images_of_any_size() -> Iterator[None]:
 def read_header(path: Path) -> Header:
     """Read size and rotation without decoding; OSError if missing or not an image."""
     try:
-        kind, size, orientation = _open_header(path)
+        found = read_stored(path)
     except OSError:
         raise
     except Exception as error:  # Pillow's readers raise anything
         raise OSError(str(error)) from error
-    return Header(*size, orientation if kind in ROTATED_WHEN_LOADED else 1)
-
-
-def _open_header(path: Path) -> tuple[str, tuple[int, int], int]:
-    """Format, stored width and height, and EXIF orientation (1 if missing)."""
-    with Image.open(path) as image:
-        kind, size = image.format or "", image.size
-        if isinstance(image, TiffImageFile):  # newer Pillow rotates these
-            size = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
-            found = image.tag_v2.get(_ORIENTATION)
-        else:
-            exif = Image.Exif()  # getexif would also decode a PNG to search XMP
-            try:
-                exif.load(image.info.get("exif") or b"")
-                found = exif.get(_ORIENTATION)
-            except Exception:  # Pillow raises anything on broken blocks
-                found = 1
-    return kind, size, found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return Header(*found.size, found.orientation)
 
 
 def turn_box(
@@ -189,6 +168,8 @@ class Look(NamedTuple):
         format: PIL's name of the format.
         size: Width and height as stored.
         orientation: EXIF orientation, 1 to 8; 1 is upright.
+        is_deep: Whether channels have more than 8 bits.
+        levels: Values shown as 0 and 255, if it is deep and was decoded.
         digest: Hash of the file's content; empty unless it was decoded.
         gradient: See ``gradient_of``; to find near-duplicates.
     """
@@ -197,6 +178,8 @@ class Look(NamedTuple):
     format: str = ""
     size: tuple[int, int] = (0, 0)
     orientation: int = 1
+    is_deep: bool = False
+    levels: tuple[float, float] | None = None
     digest: bytes = b""
     gradient: np.ndarray | None = None
 
@@ -216,8 +199,8 @@ def check_image(image: ImageRecord) -> Iterator[Finding]:
 
 
 def is_decoded(content: bytes) -> bool:
-    """Whether OpenCV, the loader in training, decodes a file."""
-    return mmcv.imfrombytes(content) is not None
+    """Whether the loader in training decodes a file."""
+    return decode(content) is not None
 
 
 def truncated(reason: object, *, level: str | None = None) -> Look:
@@ -244,16 +227,17 @@ def look_at_header(path: Path) -> Look:
         size = path.stat().st_size
         if size == 0:
             return Look(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
-        found = _open_header(path)
+        found = read_stored(path)
     except Exception as error:  # PIL's readers raise anything
         known = f"({path.stat().st_size} bytes) " if path.is_file() else ""
         is_plain = isinstance(error, UnidentifiedImageError)
         text = f"{known}cannot be decoded{'' if is_plain else f': {error}'}. {advice}"
         return Look(("image-unreadable", text))
     if not cv2.haveImageReader(str(path)):
-        text = f"is a {found[0]} file, which OpenCV does not read. Convert it to PNG."
+        kind = found.format
+        text = f"is a {kind} file, which OpenCV does not read. Convert it to PNG."
         return Look(("image-unreadable", text))
-    return Look(None, *found)
+    return Look(None, found.format, found.size, found.orientation, found.is_deep)
 
 
 def check_look(image: ImageRecord, look: Look) -> Iterator[Finding]:
@@ -263,6 +247,13 @@ def check_look(image: ImageRecord, look: Look) -> Iterator[Finding]:
         return
     if image.size is not None:
         yield from _check_size(image, look, image.size)
+    if look.is_deep:
+        shown = "" if look.levels is None else " {:g} to {:g}".format(*look.levels)
+        text = (
+            f"has more than 8 bits per channel: the range of its values{shown} is "
+            "shown as 0 to 255, in training and predictions alike."
+        )
+        yield image.finding("image-depth", text)
     stated = Image.registered_extensions().get(image.path.suffix.lower())
     if stated and SAME.get(stated, stated) != SAME.get(look.format, look.format):
         text = f"is a {look.format} file by its content. It is read all the same."
@@ -273,8 +264,7 @@ def _check_size(image: ImageRecord, look: Look, stated: Size) -> Iterator[Findin
     """Infer from the record's size whether its boxes fit the image as loaded."""
     shown = Header(*look.size, look.orientation).shown
     # OpenCV also rotates TIFF when asked not to.
-    asked = image.applies_exif or look.format == "TIFF"
-    applies = asked and look.format in ROTATED_WHEN_LOADED
+    applies = image.applies_exif or look.format == "TIFF"
     loaded, other = (shown, look.size) if applies else (look.size, shown)
     fits, fits_other = (same_size(stated, size) for size in (loaded, other))
     if look.orientation == 1 and not fits:

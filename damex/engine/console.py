@@ -29,6 +29,7 @@ from rich.progress import (
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
 from damex.engine.hooks import bare_model
+from damex.errors import printable
 from damex.files import make_folder
 from damex.models.insertion import moe_blocks
 
@@ -256,6 +257,7 @@ def filter_console(logger: logging.Logger | None = None) -> None:
 
 def _is_for_users(record: logging.LogRecord) -> bool:
     message = record.getMessage()
+    record.msg, record.args = printable(message), None  # may name files of strangers
     return not any(text in message for text in UPSTREAM_MESSAGES)
 
 

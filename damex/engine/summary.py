@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from damex.datasets.label_space import LabelSpace
+from damex.datasets.pixels import read_pixels
 from damex.engine.resumption import latest_checkpoint
-from damex.errors import DataError
+from damex.errors import DataError, printable
 from damex.files import atomic_write, write_json
 from damex.models.insertion import moe_blocks
 
@@ -248,7 +249,7 @@ def class_tables(found: Mapping[str, Any]) -> Iterator[Table]:
         table.add_column("AP", justify="right")
         for name, row in found["classes"].items():
             for one, value in row.items():
-                table.add_row(name, one, _number(value))
+                table.add_row(printable(name), printable(one), _number(value))
             table.add_section()
         yield table
     if "taken_for" in found:
@@ -256,9 +257,10 @@ def class_tables(found: Mapping[str, Any]) -> Iterator[Table]:
         title = "images by the dataset whose experts they went to"
         table = Table("images of", title=title, title_justify="left")
         for group in groups:
-            table.add_column(group, justify="right")
+            table.add_column(printable(group), justify="right")
         for name, row in found["taken_for"].items():
-            table.add_row(name, *(str(row.get(group, 0)) for group in groups))
+            counts = (str(row.get(group, 0)) for group in groups)
+            table.add_row(printable(name), *counts)
         yield table
 
 
@@ -273,7 +275,8 @@ def score_table(scores: Mapping[str, float]) -> Table:
     for name, row in summary["datasets"].items():
         counts = str(row["images"]), str(row["boxes"])
         scored = _number(row["ap"]), _number(row["ap50"])
-        table.add_row(name, *counts, *scored, _number(shares.get(name), ".1%"))
+        share = _number(shares.get(name), ".1%")
+        table.add_row(printable(name), *counts, *scored, share)
     table.add_section()
     for name, share in (("mean", _number(shares.get("mean"), ".1%")), ("pooled", "")):
         scored = _number(summary[f"{name}_ap"]), _number(summary[f"{name}_ap50"])
@@ -345,7 +348,7 @@ def draw_detections(
         for panel in panels:
             panel.set_axis_off()
         for sample, panel in zip(row, panels, strict=False):
-            image = mmcv.imread(sample.img_path, channel_order="rgb")
+            image = read_pixels(sample.img_path).image[..., ::-1]
             scale = size / max(image.shape[:2])
             drawn = _scaled(sample, scale)
             large = mmcv.imrescale(image, scale)

@@ -13,7 +13,7 @@ from damex.commandline.options import option_of
 from damex.config_files import config_of, mixture_datasets
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
-from damex.errors import ConfigError
+from damex.errors import ConfigError, printable
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
 from damex.inference.stored import (
@@ -49,7 +49,7 @@ def grow(
         moe=dict(grown.moe),
     )
     steps = _next_steps(grown, out, config, cfg_options)
-    print("\n".join([*_lines(grown, out), *steps]))
+    print(printable("\n".join([*_lines(grown, out), *steps])))
 
 
 def _lines(grown: Grown, out: str) -> list[str]:

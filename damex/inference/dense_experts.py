@@ -194,7 +194,12 @@ class ImageVotes:
         share_BNG = share_BNG / share_BNG.sum(-1, keepdim=True)
         sums_BG = share_BNG.masked_fill(~real_BN1, 0.0).sum(1)
         self._shares.append(sums_BG / sums_BG.sum(-1, keepdim=True))
-        return votes_BG.argmax(1)
+        return self.elected()
+
+    def elected(self) -> Tensor:
+        """Return group_B, elected by all layers so far."""
+        assert self._votes_BG is not None
+        return self._votes_BG.argmax(1)
 
     def probabilities(self) -> Tensor:
         """Return probabilities_BG, the mean over layers, like `group_posterior`."""

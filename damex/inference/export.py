@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 import torch
-from PIL import Image
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex import __version__
+from damex.datasets.pixels import read_pixels
 from damex.engine.console import filter_console
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write
 from damex.inference.dense_experts import voted_detector
 from damex.inference.onnx_graph import (
@@ -96,7 +96,7 @@ def export(
     else:
         first, lines = f"written: {path} and {specialist.write(path)}", []
         needs = f"mmdet, without damex{specialist.needs}"
-    print("\n".join([first, f"{about}; for {needs}", *lines]))
+    print(printable("\n".join([first, f"{about}; for {needs}", *lines])))
 
 
 def _export_onnx(
@@ -160,8 +160,7 @@ def _image_of(
     """A validation image of a dataset and its path; noise if none is available."""
     try:
         (path,) = stored.validation_images(dataset, count=1)
-        with Image.open(path) as image:
-            return str(path), np.asarray(image.convert("RGB"))
+        return str(path), read_pixels(path).image[..., ::-1]
     except (ConfigError, DataError, OSError):
         shape = (size[1], size[0], 3)
         noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
@@ -17,9 +18,9 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from damex.datasets.formats.tree import IMAGE_SUFFIXES
+from damex.datasets.formats.tree import IMAGE_SUFFIXES, Tree
 from damex.drawing import draw_boxes, palette
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write, make_folder
 
 if TYPE_CHECKING:
@@ -31,11 +32,16 @@ SUFFIXES = (*sorted(IMAGE_SUFFIXES), ".avif", ".heic", ".heif")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
 
+# Cameras (also by number), streams and URLs; Path leaves one slash of two.
+_NO_FILE = re.compile(r"\d+|/dev/.+|[A-Za-z][\w+.-]+:/.*")
+
+
 def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
     """Find the images (and ``videos``) of files, folders and patterns, each once.
 
-    Files may have any name. Folders are searched recursively, images without a suffix
-    included. Other words are patterns (``*``, ``**``, ``?``).
+    Files may have any name. Folders are searched recursively, through links, too;
+    images without a suffix are included, hidden files and folders are not. Other words
+    are patterns (``*``, ``**``, ``?``).
 
     Raises:
         DataError: If a word matches nothing.
@@ -45,14 +51,26 @@ def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
     for word in words:
         files = _files_of(word, suffixes)
         if not files:
-            what = "image in the folder" if Path(word).is_dir() else "file or folder"
-            raise DataError(
-                f"there is no {what} {word} (seen from {Path.cwd()}); images end in "
-                f"{', '.join(suffixes)}."
-            )
+            raise DataError(_no_image(word, suffixes))
         for file in files:
             found.setdefault(_place(file), file)
     return list(found.values())
+
+
+def _no_image(word: str, suffixes: Sequence[str]) -> str:
+    """Why a word stands for no image."""
+    if _NO_FILE.fullmatch(word) and not Path(word).is_dir():
+        return (
+            f"{word} is not a file: cameras, streams and URLs are not read. Save what "
+            "they show, or read it in Python, for instance with cv2.VideoCapture, and "
+            "pass the frames as RGB arrays: "
+            "damex.load(CHECKPOINT).predict(frames, batch_size=1)."
+        )
+    what = "image in the folder" if Path(word).is_dir() else "file or folder"
+    return (
+        f"there is no {what} {word} (seen from {Path.cwd()}); images end in "
+        f"{', '.join(suffixes)}."
+    )
 
 
 def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
@@ -60,11 +78,17 @@ def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = sorted(path.rglob("*"))
+        inside = [path / name for name in Tree(path).files]
     else:
         names = glob.glob(word, recursive=True)  # noqa: PTH207 (absolute ones, too)
-        inside = [Path(name) for name in sorted(names)]
+        inside = [Path(name) for name in sorted(names) if not _is_loop(Path(name))]
     return [p for p in inside if p.is_file() and _is_wanted(p, suffixes)]
+
+
+def _is_loop(path: Path) -> bool:
+    """Whether a path enters one folder twice, through a link; ``**`` follows these."""
+    folders = [os.path.realpath(folder) for folder in _place(path).parents]
+    return len({*folders}) < len(folders)
 
 
 def _is_wanted(path: Path, suffixes: Sequence[str]) -> bool:
@@ -96,11 +120,6 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     ]
     shared = posixpath.commonpath([path.parent for path in rooted]) if rooted else ""
     return [printable(str(path.relative_to(shared))) for path in rooted]
-
-
-def printable(name: str) -> str:
-    """Replace bytes of a file name or message that are not UTF-8."""
-    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def fault_of(path: Path) -> str | None:

@@ -140,7 +140,7 @@ class DetectorGraph(nn.Module):
         if self.votes is None:
             return self._best(logits_BQC, boxes_BQ4, file_2)
         probabilities_BG = self.votes.probabilities()
-        foreign_BC = self.foreign_GC[probabilities_BG.argmax(1)]
+        foreign_BC = self.foreign_GC[self.votes.elected()]
         logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
         return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
 

@@ -16,7 +16,7 @@ from rich.console import Console
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
 from damex.engine.console import filter_console
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write, check_file, write_json
 from damex.inference.media import (
     Drawings,
@@ -26,7 +26,6 @@ from damex.inference.media import (
     is_video,
     names_of,
     open_video,
-    printable,
 )
 from damex.inference.predictor import Prediction, Predictor
 
@@ -197,13 +196,15 @@ def line_of(one: Prediction, name: str, least: float) -> str:
     """
     parts = [name]
     if one.confidence is not None:
-        best = max(one.probabilities, key=one.probabilities.__getitem__)
+        most = max(one.probabilities, key=one.probabilities.__getitem__)
+        best = one.dataset if one.dataset in one.probabilities else most
         parts.append(f"{best} {one.confidence:.2f}")
     counts = Counter(one.names)
     parts.append(", ".join(f"{n} {name}" for name, n in counts.items()) or "nothing")
     if _is_foreign(one, least):
         parts.append("looks like no dataset of the training")
-    return " ".join("  ".join(parts).splitlines())  # names may hold line breaks
+    # Names may hold line breaks, and controls of the terminal.
+    return printable(" ".join("  ".join(parts).splitlines()))
 
 
 def _is_foreign(one: Prediction, least: float) -> bool:
@@ -266,12 +267,19 @@ def write_csv(path: str | Path, found: Found) -> None:
         table.writerow(COLUMNS)
         for one, name in found:
             about = _about(one)
-            image = [name, one.width, one.height]
-            image += [about.get("dataset", ""), about.get("probability", "")]
+            image = [_cell(name), one.width, one.height]
+            dataset = _cell(about.get("dataset", ""))
+            image += [dataset, about.get("probability", "")]
             rows = zip(one.names, one.scores, one.boxes.tolist(), strict=True)
             for label, score, box in rows:
                 numbers = (round(float(score), 4), *(round(value, 2) for value in box))
-                table.writerow([*image, label, *numbers])
+                table.writerow([*image, _cell(label), *numbers])
+
+
+def _cell(text: str) -> str:
+    """A name that a spreadsheet does not take for a formula, nor a terminal obeys."""
+    text = printable(text)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\n")) else text
 
 
 def _about(one: Prediction) -> dict[str, Any]:

@@ -14,9 +14,22 @@ import numpy as np
 from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
-from damex.errors import ConfigError, DataError, check_number, check_sizes
+from damex.errors import (
+    ConfigError,
+    DataError,
+    check_number,
+    check_sizes,
+    printable,
+)
 from damex.inference.media import is_video
-from damex.inference.stored import Inputs, Picture, StoredDetector, as_rgb, detect
+from damex.inference.stored import (
+    Inputs,
+    Picture,
+    StoredDetector,
+    as_rgb,
+    as_several,
+    detect,
+)
 from damex.models.dataset_classifier import classifies_datasets, given_dataset
 
 
@@ -53,8 +66,9 @@ class Prediction:
 
     @property
     def confidence(self) -> float | None:
-        """Probability of the most probable dataset; None if unknown."""
-        return max(self.probabilities.values(), default=None)
+        """Probability of ``dataset``, or of the most probable one; None if unknown."""
+        most = max(self.probabilities.values(), default=None)
+        return self.probabilities.get(self.dataset or "", most)
 
     def to_supervision(self) -> Any:
         """Return ``supervision.Detections``, with ``class_name`` in ``data``.
@@ -125,7 +139,7 @@ class Predictor:
         self.can_tell = classifies_datasets(self._detector)
         self.auto_note = None
         if not self.can_tell and len(self.datasets) > 1:
-            self.auto_note = (
+            self.auto_note = printable(
                 f"the detector in {checkpoint} was not trained to predict the dataset "
                 "of an image, so all classes are detected; name a dataset to detect "
                 f"only its classes: {', '.join(self.datasets)}."
@@ -134,7 +148,7 @@ class Predictor:
 
     def __call__(
         self,
-        images: Picture | Sequence[Picture],
+        images: Picture | Iterable[Picture],
         *,
         dataset: str = "auto",
         min_score: float = 0.3,
@@ -143,8 +157,8 @@ class Predictor:
         """Detect objects.
 
         Args:
-            images: Files of images or videos, or uint8 arrays (height, width, 3) in
-                RGB; one or several.
+            images: Files of images or videos, PIL images, or uint8 arrays (height,
+                width, 3) in RGB; one or several.
             dataset: Whose classes to detect. ``auto``: those of the predicted dataset;
                 if the detector cannot predict it, of its only dataset or of all. A
                 name: those of that dataset, with its experts for all images. ``all``:
@@ -160,14 +174,12 @@ class Predictor:
             DataError: If an image cannot be read.
             ValueError: If a number is out of range.
         """
-        several: Any = images
-        if isinstance(images, Picture) or not isinstance(images, Iterable):
-            several = [images]
+        several = as_several(images)
         return [*self.stream(several, dataset, min_score, batch_size)]
 
     def stream(
         self,
-        images: Sequence[Picture],
+        images: Iterable[Picture],
         dataset: str = "auto",
         min_score: float = 0.3,
         batch_size: int = 8,
@@ -270,7 +282,7 @@ class Predictor:
 
     def _packed(
         self,
-        images: Sequence[Picture],
+        images: Iterable[Picture],
         choice: _Choice,
         skip: Callable[[DataError], Any] | None,
     ) -> Iterator[dict[str, Any]]:
@@ -294,7 +306,7 @@ class Predictor:
         probabilities = dict(zip(space.group_names, posterior, strict=False))
         dataset, found = choice.dataset, sample.pred_instances
         if choice.labels is None:
-            dataset = max(probabilities, key=probabilities.__getitem__)
+            dataset = space.group_names[sample.predicted_group]
             found = sample.dataset_instances
         allowed = choice.labels or sample.annotated_labels
         labels, scores = found.labels.cpu().numpy(), found.scores.cpu().numpy()

@@ -26,7 +26,7 @@ from damex.engine.console import filter_console
 from damex.engine.hooks import LEAST_EVENNESS, routing_faults
 from damex.engine.optim import length_key
 from damex.engine.rows import has_groups
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError, DataError, printable
 from damex.files import css_color, data_uri, fill, make_folder, write_text
 from damex.inference.media import find_images, names_of
 from damex.inference.routing_recorder import Example, Recorded, Recorder, Row
@@ -105,7 +105,7 @@ def experts(
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(_table(content["layers"], content["alone"]))
     for line in (*(f"warning: {alarm}" for alarm in alarms), *notes):
-        console.print(line)
+        console.print(printable(line))
     console.print(f"written: {page}")
     return 1 if found.faults else 0
 

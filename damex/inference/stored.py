@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +17,10 @@ from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.evaluator import Evaluator
+from mmengine.logging import print_log
 from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader, Runner
+from PIL import Image
 from torch import Tensor
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
@@ -25,18 +29,19 @@ from damex.config_files import import_modules
 from damex.datasets.coco_records import read_coco
 from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
+from damex.datasets.pixels import Pixels, to_8_bits
 from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
 from damex.engine.summary import class_scores, scores_of, summarise
-from damex.errors import ConfigError, DataError, did_you_mean
-from damex.evaluation import MixtureMetric
+from damex.errors import ConfigError, DataError, did_you_mean, printable
+from damex.evaluation import MAX_DETS, MixtureMetric
 from damex.files import atomic_write, write_text
 from damex.inference.literal_config import read_literals
 from damex.inference.media import fault_of, frames_of, is_video
 from damex.inference.trust import check_parts, forget_pretrained, is_plain
 from damex.models.detectors import RoutedDetector
 
-Picture = str | Path | np.ndarray
+Picture = str | os.PathLike | np.ndarray | Image.Image
 # Pipeline steps that need annotations.
 ANNOTATION_STEPS = ("LoadAnnotations", "FilterAnnotations", "LoadEmptyAnnotations")
 NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -165,7 +170,10 @@ class StoredDetector:
         The config must have been checked. `label` stands before the progress bar.
         """
         images = Runner.build_dataloader(ConfigDict(loader))
-        evaluator = Evaluator(MixtureMetric(classwise=classwise))
+        metric = self.config.get("val_evaluator")
+        known = metric if isinstance(metric, dict) else {}
+        most = known.get("max_dets", MAX_DETS)
+        evaluator = Evaluator(MixtureMetric(classwise=classwise, max_dets=most))
         evaluator.dataset_meta = self.space.to_metainfo()
         with Bar() as bar, torch.inference_mode():
             bar.begin(label, len(images))
@@ -226,10 +234,11 @@ class Inputs:
     def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
         load, *rest = pipeline
         self._load, self._prepare = Compose([load]), Compose(rest)
+        self._is_depth_said = False
 
     def each(self, image: Picture) -> Iterator[dict[str, Any]]:
         """Preprocess an image, or all frames of a video."""
-        if isinstance(image, str | Path) and is_video(Path(image)):
+        if isinstance(image, str | os.PathLike) and is_video(Path(image)):
             for number, bgr in enumerate(frames_of(Path(image))):
                 yield self._prepared(_loaded(bgr, path=str(image), number=number))
         else:
@@ -243,9 +252,11 @@ class Inputs:
         Raises:
             DataError: If it cannot be read, or the pipeline rejects it.
         """
-        if not isinstance(image, str | Path):
-            bgr = np.ascontiguousarray(_checked(image)[..., ::-1])
-            return self._prepared(_loaded(bgr, path=None, number=0))
+        if not isinstance(image, str | os.PathLike):
+            rgb, levels = _checked(image)
+            bgr = np.ascontiguousarray(rgb[..., ::-1])
+            array = _loaded(bgr, path=None, number=0)
+            return self._prepared(array | dict(levels=levels))
         fault = fault_of(Path(image))
         try:
             loaded = None if fault else self._load(dict(img_path=str(image), img_id=0))
@@ -257,6 +268,8 @@ class Inputs:
 
     def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """Apply the rest of the pipeline."""
+        if (levels := loaded.pop("levels", None)) is not None:
+            self._say_depth(loaded["img_path"] or "an image", levels)
         pixels, (height, width) = loaded["img"], loaded["img_shape"][:2]
         try:
             return dict(self._prepare(loaded), pixels=pixels)
@@ -267,19 +280,51 @@ class Inputs:
                 f"be resized as in the training ({reason}); crop or pad it."
             ) from error
 
+    def _say_depth(self, name: str, levels: Sequence[float]) -> None:
+        """Say once how values of more than 8 bits are shown to the detector."""
+        if not self._is_depth_said:
+            text = (
+                f"{name} has more than 8 bits per channel: the range of its values, "
+                "{:g} to {:g}, is shown to the detector as 0 to 255, as in training; "
+                "the same holds for other such images."
+            )
+            text = printable(text.format(*levels))
+            print_log(text, logger="current", level=logging.WARNING)
+        self._is_depth_said = True
 
-def _checked(image: Any) -> np.ndarray:
-    """Check that an array can be an image."""
+
+def as_several(images: Picture | Iterable[Picture]) -> Iterable[Picture]:
+    """One image as a list of one; several images as they are."""
+    one: Any = images
+    is_one = isinstance(images, Picture | bytes) or hasattr(images, "shape")
+    return [one] if is_one or not isinstance(images, Iterable) else images
+
+
+def _checked(image: Any) -> Pixels:
+    """Pixels of an array or PIL image, uint8 (height, width, 3) in RGB."""
     found = type(image).__name__
+    if isinstance(image, Image.Image):
+        return _pixels_of(image)
     if isinstance(image, np.ndarray):
         is_rgb = image.ndim == 3 and image.shape[2] == 3
         if image.dtype == np.uint8 and is_rgb and image.size > 0:
-            return image
+            return Pixels(image)
         found = f"{image.dtype} of shape {image.shape}"
     raise DataError(
-        "an image must be a path or a uint8 array (height, width, 3) in RGB, got "
-        f"{found}."
+        "an image must be a path, a PIL image, or a uint8 array (height, width, 3) in "
+        f"RGB, got {found}."
     )
+
+
+def _pixels_of(image: Image.Image) -> Pixels:
+    """Pixels of a PIL image in RGB as they are: EXIF is not applied."""
+    try:
+        if image.mode[0] in "IF":  # more than 8 bits, which convert would cut off
+            values, levels = to_8_bits(np.asarray(image))
+            return Pixels(np.stack([values] * 3, axis=2), levels)
+        return Pixels(np.asarray(image.convert("RGB")))
+    except Exception as error:  # Pillow decodes late, and its readers raise anything
+        raise DataError(f"the PIL image cannot be decoded ({error}).") from error
 
 
 def as_rgb(pixels: np.ndarray) -> np.ndarray:

@@ -207,15 +207,21 @@ def group_posterior(detector: Any) -> Tensor:
     return torch.stack(posteriors).mean(0)
 
 
-def restrict_to_predicted_group(samples: Sequence[Any], posterior_BG: Tensor) -> None:
-    """Restrict samples to the classes of their most probable dataset group.
+def restrict_to_predicted_group(samples: Sequence[Any], detector: Any) -> None:
+    """Restrict samples to the classes of the dataset group that a detector predicts.
 
-    Reads ``labels_by_group``; writes ``annotated_labels`` and ``group_posterior``.
+    It is the group whose experts the last layer uses, if the tokens of an image voted
+    for one, else the most probable group. Reads ``labels_by_group``; writes
+    ``annotated_labels``, ``predicted_group`` and ``group_posterior``.
     """
-    for sample, posterior in zip(samples, posterior_BG.tolist(), strict=True):
-        best = max(range(len(posterior)), key=posterior.__getitem__)
-        labels = sample.labels_by_group[best]
-        sample.set_metainfo(dict(group_posterior=posterior, annotated_labels=labels))
+    posterior_BG = group_posterior(detector)
+    votes_BG = None if _has_head(detector) else detector.routing.votes_BG
+    group_B = (posterior_BG if votes_BG is None else votes_BG).argmax(1)
+    rows = zip(samples, posterior_BG.tolist(), group_B.tolist(), strict=True)
+    for sample, posterior, group in rows:
+        known = dict(group_posterior=posterior, predicted_group=group)
+        labels = sample.labels_by_group[group]
+        sample.set_metainfo(dict(known, annotated_labels=labels))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
-from damex.models.dataset_classifier import group_posterior, restrict_to_predicted_group
+from damex.models.dataset_classifier import restrict_to_predicted_group
 from damex.models.expert_parallel import missing_passes
 from damex.models.initialization import copy_draws, ffns_in_place, own_random_stream
 from damex.models.insertion import (
@@ -228,9 +228,9 @@ class RoutedDetector(_Detector):
 
         No dataset id is read (except with ``moe.oracle``). Samples of an evaluation
         mixture get ``dataset_instances``, detections among their dataset's classes;
-        samples with ``labels_by_group`` those of the predicted group, and
-        ``group_posterior``, its probabilities. The result of an image does not depend
-        on the other images of the batch.
+        samples with ``labels_by_group`` those of the ``predicted_group``, and
+        ``group_posterior``, the probabilities of all groups. The result of an image
+        does not depend on the other images of the batch.
         """
         batches = [*batches_of_one_shape(batch_inputs, batch_data_samples)]
         more = missing_passes(self, len(batches))
@@ -251,7 +251,7 @@ class RoutedDetector(_Detector):
         ):
             samples = super().predict(batch_inputs, batch_data_samples, rescale)
             if all("labels_by_group" in sample for sample in samples):
-                restrict_to_predicted_group(samples, group_posterior(self))
+                restrict_to_predicted_group(samples, self)
             add_dataset_instances(samples, outputs[-1], self.bbox_head, rescale)
             if self.counts_tokens:
                 attach_routing(samples, self.routing.records)

@@ -62,8 +62,6 @@ def csv_row(box, size=None):
 def test_header_is_the_image_as_loaded(tmp_path, orientation, kind):
     path = tmp_path / "a.jpg"
     paint(path, orientation, kind)
-    if kind == "WEBP":  # lossy: only its size is looked at
-        assert read_header(path).shown == SIZE  # OpenCV does not turn these
     (tmp_path / "x.csv").write_text(csv_row((0, 0, 9, 9)))
     sample = load(tmp_path)
     header = read_header(path)

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import damex
 from damex.api import _finished
 from damex.curation.sources import mixture_config_of
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
 from damex.zero_config import MODELS, config_of_folders, named_folders
 
 
@@ -125,6 +126,53 @@ def test_a_loaded_detector_predicts_as_the_predictor_does(save, predictor, photo
         found, predictor([o.path for o in found], min_score=0.0), strict=True
     ):
         np.testing.assert_array_equal(one.boxes, expected.boxes)
+
+
+def test_every_mention_of_an_image_has_its_prediction_in_order(
+    save, photos, monkeypatch
+):
+    monkeypatch.chdir(photos)
+    detector = damex.load(save(), device="cpu")
+    array = np.zeros((64, 96, 3), np.uint8)
+    mentions = ["a.png", array, Path("b.jpg"), "a.png", "deep", Image.open("a.png")]
+    found = [one.path and one.path.as_posix() for one in detector.predict(mentions)]
+    expected = ["a.png", None, "b.jpg", "a.png", "deep/a.png", None]
+    assert found == expected
+    lazily = detector.predict(one for one in mentions)
+    assert [one.path and one.path.as_posix() for one in lazily] == expected
+    (one,) = detector.predict(Image.open("a.png"))
+    assert (one.path, one.width, one.height) == (None, 96, 64)
+    assert [*detector.predict([])] == []
+
+
+def test_frames_are_read_a_batch_at_a_time(save):
+    read = []
+
+    def camera():
+        while True:  # it never ends
+            read.append(np.zeros((64, 96, 3), np.uint8))
+            yield read[-1]
+
+    found = damex.load(save(), device="cpu").predict(camera(), batch_size=1)
+    assert read == []
+    next(found), next(found)
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (None, "must be a path, .*, got NoneType"),
+        (b"a.png", "got bytes"),
+        (3, "got int"),
+        ([["a.png"]], "got list"),
+        (["a.png", "none.png"], "no file or folder none.png"),
+    ],
+)
+def test_what_is_no_image_is_named(save, photos, monkeypatch, images, message):
+    monkeypatch.chdir(photos)
+    with pytest.raises(DataError, match=message):
+        [*damex.load(save(), device="cpu").predict(images)]
 
 
 def test_supervision_gets_boxes_scores_and_class_names(make_prediction):

@@ -78,6 +78,41 @@ def test_images_in_a_folder_are_known_by_suffix_or_content(tmp_path):
     assert [path.name for path in find_images([str(tmp_path)])] == names
 
 
+def test_folders_are_searched_through_links_and_without_hidden_files(tmp_path):
+    (tmp_path / "in/.ipynb_checkpoints").mkdir(parents=True)
+    (tmp_path / "camera").mkdir()
+    for name in ("in/a.PNG", "in/.ipynb_checkpoints/a.png", "camera/b.png"):
+        Image.new("RGB", (3, 2)).save(tmp_path / name)
+    (tmp_path / "in/._a.png").write_bytes(b"\0\5\26\7")
+    (tmp_path / "in/.DS_Store").write_bytes(b"\0")
+    (tmp_path / "in/camera").symlink_to(tmp_path / "camera")
+    (tmp_path / "camera/loop").symlink_to(tmp_path / "in")
+    (tmp_path / "in/broken.png").symlink_to(tmp_path / "none.png")
+    found = [path.relative_to(tmp_path) for path in find_images([f"{tmp_path}/in"])]
+    assert [*map(str, found)] == ["in/a.PNG", "in/camera/b.png"]
+    pattern = find_images([f"{tmp_path}/in/**/*.png"])
+    assert [path.name for path in pattern] == ["b.png"]
+    hidden = tmp_path / "in/.ipynb_checkpoints/a.png"
+    assert find_images([str(hidden)]) == [hidden]
+
+
+@pytest.mark.parametrize(
+    "word", ["0", "rtsp://192.0.2.1/s", "https://a.invalid/b.jpg", "/dev/video77"]
+)
+def test_cameras_streams_and_addresses_are_not_read(word):
+    with pytest.raises(DataError, match=rf"{word} is not a file: .* pass the frames"):
+        find_images([word])
+
+
+def test_a_folder_named_by_a_number_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "0").mkdir()
+    with pytest.raises(DataError, match="no image in the folder 0"):
+        find_images(["0"])
+    Image.new("RGB", (3, 2)).save("0/a.png")
+    assert [path.name for path in find_images(["0"])] == ["a.png"]
+
+
 def test_a_file_that_was_cut_off_has_a_fault(photos):
     path = photos / "b.jpg"
     assert fault_of(path) is None

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from mmengine.logging import MMLogger
+from PIL import Image
 
 from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
+from damex.datasets.pixels import to_8_bits
 from damex.errors import ConfigError, DataError
-from damex.inference import Predictor
+from damex.inference import Predictor, stored
 from damex.inference.media import frames_of
 from damex.models.insertion import moe_blocks
 from tests.test_inference.conftest import BEST, SPACE
@@ -136,6 +138,36 @@ def test_an_array_is_what_a_file_is(predictor, photos):
     assert_same(one, same)
 
 
+def test_images_of_pillow_and_of_16_bits_are_seen_as_files_are(predictor, photos):
+    deep = photos / "deep.png"
+    ramp = np.arange(96 * 64).reshape(64, 96).astype(np.uint16) // 4 + 7000
+    Image.fromarray(ramp).save(deep)
+    with Image.open(photos / "a.png") as image:
+        seen = everything(predictor, image)
+        palette = everything(predictor, image.convert("P").convert("RGBA"))
+    assert_same(seen[0], everything(predictor, photos / "a.png")[0])
+    assert (seen[0].path, palette[0].width) == (None, 96)
+    (one,) = everything(predictor, deep)
+    with Image.open(deep) as image:
+        assert_same(everything(predictor, image)[0], one)
+    gray, _ = to_8_bits(ramp)
+    assert_same(everything(predictor, np.stack([gray] * 3, axis=2))[0], one)
+
+
+def test_depth_is_said_once(photos, monkeypatch):
+    said = []
+    monkeypatch.setattr(stored, "print_log", lambda text, **_: said.append(text))
+    for name in ("a.tif", "b.tif"):
+        values = np.arange(96 * 64, dtype=np.uint16).reshape(64, 96)
+        Image.fromarray(values).save(photos / name)
+    inputs = stored.Inputs([dict(type="LoadImageFromFile")])
+    for name in ("a.png", "a.tif", "b.tif"):
+        [*inputs.each(photos / name)]
+    (text,) = said
+    assert "a.tif has more than 8 bits" in text
+    assert "6 to 6137" in text  # percentiles 0.1 and 99.9 of 0 to 6143
+
+
 def test_broken_images_are_left_out_or_raise(predictor, photos):
     (photos / "text.png").write_text("not an image")
     cut = photos / "b.jpg"
@@ -184,7 +216,7 @@ def test_the_only_dataset_is_looked_for(save, photos):
 @pytest.mark.parametrize(
     ("images", "options", "text"),
     [
-        (None, {}, "must be a path or a uint8 array .*, got NoneType"),
+        (None, {}, "must be a path, a PIL image, or a uint8 .*, got NoneType"),
         ([None], {}, "got NoneType"),
         (torch.zeros(2, 2, 3), {}, "got Tensor"),
         (np.zeros((0, 4, 3), np.uint8), {}, r"got uint8 of shape \(0, 4, 3\)"),
@@ -213,6 +245,19 @@ def test_the_host_program_keeps_its_log_and_its_warnings(save, photos):
     Predictor(path, device="cpu")(photos / "a.png")
     assert [(one.level, one.filters) for one in logger.handlers] == before
     assert warnings.filters == filters
+
+
+def test_classes_are_of_the_dataset_whose_experts_were_used(
+    predictor, photos, monkeypatch
+):
+    """Votes (summed logarithms) and probabilities (means) may differ."""
+    votes = torch.tensor([[-1.0, -8.0, -9.0]])  # of the last layer, for street
+    context = type(predictor._detector.routing)
+    monkeypatch.setattr(context, "votes_BG", property(lambda self: votes))
+    (one,) = everything(predictor, photos / "a.png")
+    assert max(one.probabilities, key=one.probabilities.get) != "street"
+    assert (one.dataset, {*one.names}) == ("street", {"car", "person"})
+    assert one.confidence == one.probabilities["street"]
 
 
 def test_a_dataset_head_is_asked_first(save, photos):
