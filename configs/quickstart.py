@@ -11,9 +11,16 @@ _base_ = [
     "_base_/runtime.py",
 ]
 work_dir = "work_dirs/quickstart"
-# Every image is padded to one square, and the border masked: no result depends on the
-# other images of a batch.
-model = dict(data_preprocessor=dict(pad_size_divisor=_base_.image_size))
-train_dataloader = dict(sampler=dict(samples_per_epoch=2400))
+# A black border to a square, which counts as image: in all pipelines, or in none.
+letterbox = dict(type="Pad", size=(_base_.image_size, _base_.image_size))
+train_pipeline = [*_base_.train_pipeline]
+train_pipeline.insert(-1, letterbox)
+test_pipeline = [*_base_.test_pipeline]
+test_pipeline.insert(-1, letterbox)
+train_dataloader = dict(
+    sampler=dict(samples_per_epoch=2400), dataset=dict(pipeline=train_pipeline)
+)
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
 max_epochs = 3  # 900 iterations, about six minutes on two cores
 optim_wrapper = dict(optimizer=dict(lr=0.0016))

@@ -13,16 +13,20 @@ _base_ = [
     "../_base_/runtime.py",
 ]
 image_size = 256  # longest side in pixels, in training, evaluation and prediction
+# A black border to a square, which counts as image: in all pipelines, or in none.
+letterbox = dict(type="Pad", size=(image_size, image_size))
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True),
     dict(type="Resize", scale=(image_size, image_size), keep_ratio=True),
     dict(type="RandomFlip", prob=0.5),
+    letterbox,
     dict(type="PackDetInputs"),
 ]
 test_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="Resize", scale=(image_size, image_size), keep_ratio=True),
+    letterbox,
     dict(type="LoadAnnotations", with_bbox=True),
     dict(type="PackDetInputs"),
 ]
@@ -37,9 +41,4 @@ test_dataloader = val_dataloader
 # Twice the learning rate of adamw_pretrained.py, and twice the classification loss of
 # DINO: a short training learns more in the same time, docs/research/results.md.
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
-model = dict(
-    bbox_head=dict(loss_cls=dict(loss_weight=2.0)),
-    # Every image is padded to one square, and the border masked: no result depends on
-    # the other images of a batch.
-    data_preprocessor=dict(pad_size_divisor=image_size),
-)
+model = dict(bbox_head=dict(loss_cls=dict(loss_weight=2.0)))

@@ -263,7 +263,7 @@ def test_a_run_does_not_start(two_datasets, tmp_path):
     """The command a user types: the error comes before data are read."""
     cfg = config_of("quickstart", ["train_dataloader.num_workers=0"])
     cfg.update(mixture=two_datasets, work_dir=str(tmp_path / "run"))
-    cfg.train_dataloader.dataset.pipeline.insert(-1, dict(type="Pad", size=(128, 128)))
+    cfg.train_dataloader.dataset.pipeline.insert(-1, dict(type="Pad", size=(160, 128)))
     with pytest.raises(ConfigError, match=r"val_dataloader, street\).*Pad\(size="):
         build_runner(cfg)
     assert not (tmp_path / "run").exists()
