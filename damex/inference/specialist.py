@@ -210,7 +210,8 @@ def plain_backbone(backbone: TimmBackbone, divisor: int) -> dict[str, Any]:
 def _check_types(detector: nn.Module, pipeline: Sequence[Mapping[str, Any]]) -> None:
     """Reject parts that mmdet alone cannot build."""
     kinds = {type(module) for module in detector.modules()}
-    kinds |= {TRANSFORMS.get(step["type"]) for step in pipeline}
+    # The first step loads: damex's loader is registered in the place of mmcv's.
+    kinds |= {TRANSFORMS.get(step["type"]) for step in pipeline[1:]}
     for kind in kinds:
         if kind.__module__.split(".")[0] not in PACKAGES:
             raise ConfigError(
