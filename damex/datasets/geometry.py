@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image
 
 from damex.config_files import LOADERS, mixture_datasets
-from damex.datasets.mixture import local_seed
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError
 
@@ -258,7 +257,10 @@ def view_of(pipeline: Sequence[Mapping[str, Any]], path: Path) -> View:
 
 def _draws(step: Mapping[str, Any], state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Results of a step for several seeds."""
-    from mmdet.registry import TRANSFORMS  # takes seconds
+    # Imports that take seconds; a check of data only reads the size of images.
+    from mmdet.registry import TRANSFORMS
+
+    from damex.datasets.mixture import local_seed
 
     draws = []
     for seed in range(DRAWS):

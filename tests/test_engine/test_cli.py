@@ -203,7 +203,8 @@ def test_one_dataset_of_the_mixture_can_be_evaluated(
 ):
     """Labels keep the meaning that they have in the whole mixture."""
     config = write_config()
-    extra = f"test_dataloader = dict(dataset=dict(datasets={two_datasets[1:]!r}))"
+    dataset = f"dict(datasets={two_datasets[1:]!r}, pipeline=test_pipeline)"
+    extra = f"test_dataloader = dict(dataset={dataset})"
     one = write_config(extra=extra, name="one")
     status, said = run("test", one, untrained(config))
     assert (status, said) == (0, "")

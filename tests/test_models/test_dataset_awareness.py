@@ -117,7 +117,7 @@ def test_conditioning_starts_equal_to_the_plain_detector(
 ):
     plain = build(moe=moe)
     aware = build_aware(moe=moe, dataset_conditioning=dict(film=True))
-    batch = annotated_batch([0, 2], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+    batch = annotated_batch([0, 2], sizes=[(64, 64), (64, 40)], boxes=[1, 3])
     expected, losses = run_loss(plain, batch), run_loss(aware, batch)
     assert losses.pop("loss_dataset").item() == pytest.approx(0.1 * math.log(3))
     assert losses.pop("dataset_accuracy") in (0.0, 0.5, 1.0)
@@ -200,7 +200,7 @@ def test_a_sure_posterior_leaves_the_classes_of_its_dataset_alone(
     build_aware, build, annotated_batch, run_predict
 ):
     """As in a detector that never heard of the others, choice of queries included."""
-    batch = annotated_batch([0, 2], sizes=[(64, 64), (64, 32)])
+    batch = annotated_batch([0, 2], sizes=[(64, 64), (64, 40)])
     sure = build_aware(moe=None, label_prior=dict(floor=0.0))
     narrow = build(moe=None)
     for detector in (sure, narrow):
@@ -245,11 +245,13 @@ def test_the_prior_follows_the_router_of_the_last_encoder_layer(
 
     monkeypatch.setattr(dataset_awareness, "class_log_prior", spy)
     detector = build_aware(moe=ENCODER, label_prior=dict(source="router"))
-    batch = annotated_batch([0, 1], sizes=[(64, 64), (64, 32)])
+    batch = annotated_batch([0, 1], sizes=[(64, 64), (64, 40)])
     run_predict(detector, batch)
     record = records["encoder.1"]
     probs_BNE = record.packing.unpack(record.probs_VE)
-    expected_BG = probs_BNE.sum(1) / torch.tensor([[84.0], [42.0]])
+    # 40 of 64 columns at strides 8, 16 and 32: 5, 3 and 2 of 8, 4 and 2 cells.
+    cells = 5 * 8 + 3 * 4 + 2 * 2
+    expected_BG = probs_BNE.sum(1) / torch.tensor([[84.0], [cells]])
     torch.testing.assert_close(posteriors[0], expected_BG)
     torch.testing.assert_close(posteriors[0].sum(1), torch.ones(2))
 

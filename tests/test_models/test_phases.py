@@ -43,7 +43,7 @@ PATCHES = dict(
     experts=dict(type="PatchConvExperts", patch_size=1),
 )
 # Padding in the encoder, fillers among the denoising queries.
-BATCH = dict(sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+BATCH = dict(sizes=[(64, 64), (64, 40)], boxes=[1, 3])
 
 
 def make(build, moe, state=None):
