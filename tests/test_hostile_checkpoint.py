@@ -121,8 +121,9 @@ def trained(tmp_path_factory, make_coco_dataset, write_config_to):  # noqa: F811
     for name in ("config", "dense"):
         runner = build_runner(Config.fromfile(folder / f"{name}.py"))
         runner.model.init_weights()
-        save = dict(save_optimizer=False, save_param_scheduler=False)
-        runner.save_checkpoint(str(folder), f"{name}.pth", **save)
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+        runner.param_schedulers = []
+        runner.save_checkpoint(str(folder), f"{name}.pth")
     return config
 
 
