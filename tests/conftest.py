@@ -232,6 +232,7 @@ def model_config():
         cfg.bbox_head.num_classes = 4
         if isinstance(moe, str):
             moe = copy.deepcopy(_read(CONFIGS / f"_base_/moe/{moe}.py").moe)
+        cfg.data_preprocessor.pad_size_divisor = 64  # for as many cells as queries
         cfg.update(moe=moe, num_groups=num_groups, **changes)
         return cfg
 
