@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,17 @@ class Recorder:
         found = Recorded()
         left = [examples_per_row] * len(rows)
         loaded = self._loaded(rows, found.faults)
-        while batch := list(islice(loaded, batch_size)):
-            self._run([packed for _, _, packed in batch])
-            self._count(found, [row for row, _, _ in batch], rows)
-            for image, (row, path, packed) in enumerate(batch):
-                advance()
-                left[row] -= 1
-                if left[row] >= 0:
-                    example = self._example(image, rows[row].name, path, packed)
-                    found.examples.append(example)
+        # Images of one shape share a forward pass, whose records are read after it.
+        for _, alike in groupby(loaded, lambda one: one[2]["inputs"].shape):
+            while batch := list(islice(alike, batch_size)):
+                self._run([packed for _, _, packed in batch])
+                self._count(found, [row for row, _, _ in batch], rows)
+                for image, (row, path, packed) in enumerate(batch):
+                    advance()
+                    left[row] -= 1
+                    if left[row] >= 0:
+                        example = self._example(image, rows[row].name, path, packed)
+                        found.examples.append(example)
         if not found.served:
             raise DataError(f"no image can be read: {'; '.join(found.faults)}")
         return found
