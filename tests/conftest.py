@@ -227,12 +227,12 @@ def _read(path: Path) -> Config:
 def model_config():
     """Config of the tiny DINO with DAMEX, for three dataset groups and four classes."""
 
-    def make(*, moe="damex", num_groups=3, base="moe-dino_tiny", **changes):
+    def make(*, moe="damex", num_groups=3, base="moe-dino_tiny", divisor=64, **changes):
         cfg = copy.deepcopy(_read(CONFIGS / f"_base_/models/{base}.py").model)
         cfg.bbox_head.num_classes = 4
         if isinstance(moe, str):
             moe = copy.deepcopy(_read(CONFIGS / f"_base_/moe/{moe}.py").moe)
-        cfg.data_preprocessor.pad_size_divisor = 64  # for as many cells as queries
+        cfg.data_preprocessor.pad_size_divisor = divisor  # 64 has enough cells
         cfg.update(moe=moe, num_groups=num_groups, **changes)
         return cfg
 

@@ -44,7 +44,8 @@ def save(tmp_path, model_config, build):
     """Save a detector with scores far apart; ``moe=False`` makes a dense one."""
 
     def make_content(space, moe, changes):
-        made = dict(moe=moe, num_groups=len(space.group_names), **changes)
+        groups = len(space.group_names)
+        made = dict(moe=moe, num_groups=groups, divisor=32, **changes)
         detector = build(**copy.deepcopy(made))
         generator = torch.Generator().manual_seed(1)
         for branch in detector.bbox_head.cls_branches:

@@ -94,10 +94,10 @@ def test_an_image_with_fewer_cells_than_queries_is_named(
     build, make_batch, run_predict
 ):
     """32 x 64 at strides 8, 16, 32: 32 + 8 + 2 cells, and 50 queries."""
+    detector, batch = build(), make_batch([0, 0], sizes=[(64, 64), (32, 64)])
+    detector.data_preprocessor.pad_size_divisor = 32
     with pytest.raises(DataError, match=r"42 feature map cells, fewer than .*=50: "):
-        detector = build()
-        detector.data_preprocessor.pad_size_divisor = 32
-        run_predict(detector, make_batch([0, 0], sizes=[(64, 64), (32, 64)]))
+        run_predict(detector, batch)
 
 
 def test_samples_tell_where_their_tokens_went_if_asked(build, make_batch, run_predict):
