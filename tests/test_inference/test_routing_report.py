@@ -161,15 +161,16 @@ def test_where_images_vote_the_choice_of_tokens_is_shown_too(stored, photos):
 
 
 def test_regions_lie_where_the_tokens_are(stored, photos):
-    """A router that tells left from right, on an image that is padded in its batch."""
+    """A router that tells left from right, on images that are padded to a square."""
     recorder = Recorder(stored(), device="cpu")
+    recorder.detector.data_preprocessor.pad_size_divisor = 96
     block = next(b for b in moe_blocks(recorder.detector) if b.name == "encoder.1")
 
     def choose(router, inputs, logits_VE):
         columns = []
         for height, width in recorder._levels:
             columns.append((torch.arange(width) / width).repeat(height))
-        place_V = block.context.packing.pack(torch.cat(columns).expand(2, -1))
+        place_V = block.context.packing.pack(torch.cat(columns)[None])
         right_V = (place_V >= 0.5).long()
         return 10.0 * torch.nn.functional.one_hot(right_V, logits_VE.shape[1])
 
