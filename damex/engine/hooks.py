@@ -94,8 +94,9 @@ class TrainingStepHook(Hook):
                 )
         if detector is not None:
             checkpoint["meta"]["moe"] = detector.resolved_moe()
-        optimizer = optimizer_of(runner.optim_wrapper)
-        if "optimizer" in checkpoint and optimizer is not None:
+        if "optimizer" not in checkpoint:
+            return
+        if (optimizer := optimizer_of(runner.optim_wrapper)) is not None:
             checkpoint["meta"][NAMES] = parameter_names(model, optimizer)
 
 

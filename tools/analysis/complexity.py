@@ -218,7 +218,8 @@ def _resolved_model(
     cfg: Config, *, classes: int | None, groups: int | None
 ) -> dict[str, Any]:
     """The model config, completed by the mixture or by the given numbers."""
-    known = cfg if classes is None else Config({**cfg, "mixture": None})
+    without_data = {"mixture": None, "image_size": None}  # the size is set already
+    known = cfg if classes is None else Config({**cfg, **without_data})
     model = dict(resolve_config(known)["model"])
     check_detector(model)
     if isinstance(model.get("moe"), Mapping):
