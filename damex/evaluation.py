@@ -362,12 +362,10 @@ class MixtureMetric(BaseMetric):
         return {**found, "images": len(images), "boxes": boxes}
 
 
-def score_names(
-    datasets: Sequence[str], *, classwise: bool, has_experts: bool
-) -> list[str]:
+def score_names(datasets: Sequence[str], *, has_experts: bool) -> list[str]:
     """Return the names of MixtureMetric's scores for datasets, with its prefix.
 
-    With `classwise`, scores of single classes have names of their own, not listed here.
+    Those of single classes, with `classwise`, are left out.
     """
     means = ["AP", "AP50", "AP75", *["routing_accuracy", "max_load"] * has_experts]
     each = [*SCORE_NAMES, "images", "boxes"]

@@ -231,6 +231,7 @@ UPSTREAM_MESSAGES = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
     "is skipped since its requires_grad=False",  # a line for each frozen parameter
+    "Resumed iteration number is not divisible",  # see AccumulationHook
 )
 UPSTREAM_WARNINGS = (
     r"torch\.meshgrid: in an upcoming release",

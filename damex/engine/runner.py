@@ -46,7 +46,7 @@ from damex.engine.monitoring import PendingEvaluationHook, check_monitored
 from damex.engine.optim import in_steps, set_length, spans
 from damex.engine.optimizer_state import check_resumable, load_moments
 from damex.engine.orderly_runner import OrderlyRunner
-from damex.engine.resumption import DataProgressHook
+from damex.engine.resumption import AccumulationHook, DataProgressHook
 from damex.engine.rows import remap_checkpoint
 from damex.engine.summary import RunSummaryHook, versions
 from damex.errors import ConfigError, DataError, did_you_mean
@@ -59,6 +59,7 @@ HOOKS_OF_DAMEX = (
     IterationSeedHook,
     TrainingStepHook,
     DataProgressHook,
+    AccumulationHook,
     ProgressHook,
     RunSummaryHook,
     RoutingAlarmHook,

@@ -109,6 +109,11 @@ def test_scores_that_exist_are_accepted():
     hooks = [CheckpointHook(save_best=names, rule="greater"), CheckpointHook()]
     hooks.append(CheckpointHook(save_best="auto"))
     check_monitored(monitored(hooks), has_experts=True)
+    hooks = [CheckpointHook(save_best="mixture/park/AP_class_2", rule="greater")]
+    with pytest.raises(ConfigError, match="no such score"):
+        check_monitored(monitored(hooks), has_experts=True)
+    evaluator = dict(type="MixtureMetric", classwise=True)
+    check_monitored(monitored(hooks, val_evaluator=evaluator), has_experts=True)
 
 
 LOOP = dict(type="IterBasedTrainLoop", max_iters=1000)

@@ -31,6 +31,9 @@ TRAININGS = {
     "default_hooks = dict(checkpoint=dict(max_keep_ckpts=-1))",
     "in mid-epoch": "train_cfg = dict(max_epochs=2, val_interval=1)\n"
     "default_hooks = dict(checkpoint=dict(by_epoch=False, interval=4))",
+    "between two optimizer steps": "train_cfg = dict(max_epochs=2, val_interval=1)\n"
+    "optim_wrapper = dict(accumulative_counts=4)\n"
+    "default_hooks = dict(checkpoint=dict(max_keep_ckpts=-1))",
     # As on the page about training, with a hook of the base that counts epochs.
     "by iteration": "train_cfg = dict(_delete_=True, type='IterBasedTrainLoop', "
     "max_iters=8, val_interval=3)\n"
