@@ -163,7 +163,7 @@ def test_fine_tuning_takes_over_mmdets_classes_by_name(tmp_path, make_coco_datas
         make_coco_dataset(tmp_path / name, classes=classes, num_images=4)
         for name, classes in (("street", ["gnome", "person"]), ("sky", ["kite"]))
     ]
-    cfg.work_dir = str(tmp_path / "work")
+    cfg.work_dir, cfg.pipeline_check = str(tmp_path / "work"), "off"
     cfg.optim_wrapper.optimizer.lr = 0.0  # so that the rows can be compared
     cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None
     cfg.train_dataloader.update(batch_size=2, num_workers=0)

@@ -38,7 +38,7 @@ from damex.evaluation import MAX_DETS, MixtureMetric
 from damex.files import atomic_write, write_text
 from damex.inference.literal_config import read_literals
 from damex.inference.media import fault_of, frames_of, is_video
-from damex.inference.trust import check_parts, forget_pretrained, is_plain
+from damex.inference.trust import check_parts, forget_pretrained
 from damex.models.detectors import RoutedDetector
 
 Picture = str | os.PathLike | np.ndarray | Image.Image
@@ -369,7 +369,7 @@ def _import_modules(config: Mapping[str, Any], path: str) -> None:
 def _check_names(names: Iterable[str], path: str) -> None:
     """Reject names that a terminal would not show as they are."""
     for name in names:
-        if not is_plain(str(name)):
+        if printable(str(name)) != str(name):
             raise DataError(
                 f"the checkpoint {path} has the name {name!r:.80}, whose characters "
                 "control a terminal; it was not used."

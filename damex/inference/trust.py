@@ -10,7 +10,6 @@ it to its slot, and its harmless texts to `TEXTS`.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,7 @@ import mmdet.registry
 from mmengine.registry import Registry
 
 from damex.config_files import KEYS
-from damex.errors import DataError
+from damex.errors import DataError, printable
 
 DETECTORS = "DETR DeformableDETR ConditionalDETR DABDETR DINO DDQDETR"
 LOSSES = """
@@ -183,7 +182,6 @@ OF_TIMM = frozenset(_OF_TIMM.split())
 
 # Tables of mmengine, not addresses.
 PUBLISHED = re.compile(r"(torchvision|open-mmlab)://[\w/.-]+")
-BIDIRECTIONAL = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def check_parts(parts: Mapping[str, Any], *, where: str) -> None:
@@ -201,12 +199,6 @@ def check_parts(parts: Mapping[str, Any], *, where: str) -> None:
 def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce a config to the keys that damex and mmengine read."""
     return {key: value for key, value in config.items() if key in KEYS}
-
-
-def is_plain(text: str) -> bool:
-    """Whether a terminal shows a text as it is."""
-    kinds = {unicodedata.category(letter) for letter in text}
-    return not (kinds & {"Cc", "Cs", "Zl", "Zp"} or BIDIRECTIONAL & {*text})
 
 
 def forget_pretrained(
@@ -312,7 +304,7 @@ def _check_text(text: str, key: str, owner: str | None, place: str, where: str) 
         or key in TEXTS.get(owner or "", ())
         or owner in _of_damex("MODELS", package="damex.moe")  # takes choices only
     )
-    if not is_allowed or not is_plain(text) or "://" in text:
+    if not is_allowed or printable(text) != text or "://" in text:
         _refuse(text, place, where)
 
 
