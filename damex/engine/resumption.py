@@ -8,15 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmdet.datasets.samplers import AspectRatioBatchSampler
 from mmdet.registry import HOOKS
-from mmengine.dist import all_reduce, is_main_process
+from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook as MMEngineCheckpointHook
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, _ParamScheduler
 from mmengine.runner import BaseLoop, CheckpointLoader, IterBasedTrainLoop, Runner
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import BatchSampler
 
 from damex.datasets.sampler import MixtureSampler
@@ -24,7 +22,6 @@ from damex.engine.hooks import bare_model
 from damex.engine.optimizer_state import optimizer_of
 from damex.errors import ConfigError, DataError
 from damex.files import write_text
-from damex.moe import sharded_layers
 
 KEY = "data_progress"
 GRADIENTS = "gradients"  # in a checkpoint, between two optimizer steps
@@ -282,29 +279,25 @@ class AccumulationHook(Hook):
     """Resume between two optimizer steps, with the gradients accumulated so far.
 
     If the iterations of a checkpoint are no multiple of
-    ``optim_wrapper.accumulative_counts``, it gets these gradients (mmengine loses
-    them), averaged over processes. Not if parameters are sharded.
+    ``optim_wrapper.accumulative_counts``, it gets these gradients, which mmengine
+    loses. Only in one process: each of several has gradients of its own until the step.
     """
 
     priority = "VERY_HIGH"
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Save the gradients; every process takes part."""
-        wrapper, model = runner.optim_wrapper, bare_model(runner)
-        is_sharded = isinstance(model, FSDPModule) or sharded_layers(model)
+        """Save the gradients; the first process alone is asked."""
+        wrapper = runner.optim_wrapper
         is_one = "optimizer" in checkpoint and optimizer_of(wrapper) is not None
-        if not is_one or is_sharded or wrapper.should_update():
+        if not is_one or runner.world_size > 1 or wrapper.should_update():
             return
-        values = {}
-        for name, parameter in model.named_parameters():
-            gradient = parameter.grad
-            if gradient is None and runner.world_size > 1 and parameter.requires_grad:
-                gradient = torch.zeros_like(parameter)  # another process may have one
-            if gradient is not None:
-                values[name] = gradient.detach().clone()
-                all_reduce(values[name], op="mean")
-                values[name] = values[name].cpu()
-        checkpoint[GRADIENTS] = dict(split=_split(runner), values=values)
+        values = {
+            name: parameter.grad.detach().cpu()
+            for name, parameter in bare_model(runner).named_parameters()
+            if parameter.grad is not None
+        }
+        counts = wrapper._accumulative_counts
+        checkpoint[GRADIENTS] = dict(counts=counts, values=values)
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Take over the gradients if the next step needs them; warn without them."""
@@ -312,22 +305,17 @@ class AccumulationHook(Hook):
         if not runner._resume or checkpoint["meta"]["iter"] % counts == 0:
             return
         stored = checkpoint.get(GRADIENTS) or {}
-        if stored.get("split") == _split(runner):
+        if stored.get("counts") == counts and runner.world_size == 1:
             for name, parameter in bare_model(runner).named_parameters():
                 if name in stored["values"]:
                     parameter.grad = stored["values"][name].to(parameter)
             return
         runner.logger.warning(
             f"--resume: the checkpoint lies between two optimizer steps ({counts} "
-            "iterations each), and holds no gradients that fit: parameters are "
-            "sharded, or the processes or accumulative_counts have changed. The next "
-            "step has the gradients of fewer iterations."
+            "iterations each), and holds no gradients that fit: there are several "
+            "processes, or accumulative_counts has changed. The next step has the "
+            "gradients of fewer iterations."
         )
-
-
-def _split(runner: Runner) -> list[int]:
-    """How the images of an optimizer step are split."""
-    return [runner.world_size, runner.optim_wrapper._accumulative_counts]
 
 
 def go_through(
