@@ -85,7 +85,10 @@ def test_the_formats_of_convert_are_those_that_can_be_read():
         ("predict a.pth b.png --min-score 2", "for --min-score. Must be <= 1."),
         ("predict a.pth b.png --jsn f", r"--jsn. Did you mean --json\?"),
         ("train a.py --launcher torch", 'Choose from: "none", "pytorch"'),
-        ("data plan a.py --experts 0", '"0" for --experts.* See damex data plan --hel'),
+        (
+            "data browse a.py --samples 0",
+            '"0" for --samples.* See damex data browse --h',
+        ),
         ("export a.pth --out b.onnx --image-size 3", "--image-size requires 2"),
         ("prune a.pth --drop --out b.pth", "--drop requires at least 1"),
         ("train a.py --cfg-options --amp", "--cfg-options requires at least 1"),

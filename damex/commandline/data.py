@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from damex.commandline.run import (
     CfgOptions,
-    ConfigName,
     ConfigOrFolder,
     NonNegativeInt,
     PositiveInt,
@@ -123,23 +122,6 @@ def labels(
 
     Args:
         out: Write these classes to a label file that you can edit.
-    """
-
-
-@command(data, "damex.curation.plan", "damex data plan my_mixture.py --experts 8")
-def plan(
-    config: ConfigName,
-    /,
-    *,
-    cfg_options: CfgOptions = (),
-    experts: PositiveInt | None = None,
-    capacity: float = 1.5,
-) -> None:
-    """Propose which datasets share an expert (Global Expert Mapping).
-
-    Args:
-        experts: Number of experts (default: half of the datasets).
-        capacity: Most samples of an expert, as a multiple of an even share.
     """
 
 

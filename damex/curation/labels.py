@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from damex.curation.classes import near_pairs
-from damex.curation.dataset_features import scale_and_shape
 from damex.curation.sources import mixture_config_of
 from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
@@ -98,6 +99,18 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
                 found.scales.append(measures[0])
                 found.shapes.append(measures[1])
     return list(by_id.values())
+
+
+def scale_and_shape(box: Any, image: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Root of a box's share of the image, and width over height; None if invalid."""
+    try:
+        _, _, width, height = (float(value) for value in box)
+        share = width * height / (image["width"] * image["height"])
+    except (TypeError, ValueError, KeyError, ZeroDivisionError):
+        return None
+    if width > 0 and height > 0 and 0 < share < math.inf:
+        return math.sqrt(share), width / height
+    return None
 
 
 def report(counts: Counts) -> list[str]:

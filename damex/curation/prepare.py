@@ -7,15 +7,15 @@ approximate, licenses indicative: check the datasets' websites.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+from damex.config_files import CONFIGS
 from damex.datasets.coco_records import read_coco
 from damex.datasets.formats.conversion import convert_tree, open_root
 from damex.datasets.formats.records import Options, fault_of_names
@@ -24,144 +24,56 @@ from damex.errors import ConfigError, did_you_mean, printable
 from damex.files import atomic_write, write_json
 
 SPLITS = ("train", "val")
-SITE = "the UODB project page of SVCL, UC San Diego"
-VOC_CLASSES = (
-    "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse "
-    "motorbike person pottedplant sheep sofa train tvmonitor"
-)
-SIX_CLASSES = "bicycle bird car cat dog person"
-DOTA_CLASSES = (
-    "plane baseball-diamond bridge ground-track-field small-vehicle large-vehicle ship "
-    "tennis-court basketball-court storage-tank soccer-ball-field roundabout harbor "
-    "swimming-pool helicopter"
-)
-KITCHEN_CLASSES = (
-    "coca_cola_glass_bottle coffee_mate_french_vanilla "
-    "honey_bunches_of_oats_honey_roasted hunts_sauce mahatma_rice "
-    "nature_valley_soft_baked_oatmeal_squares_cinnamon_brown_sugar "
-    "nature_valley_sweet_and_salty_nut_almond palmolive_orange "
-    "pop_secret_light_butter pringles_bbq red_bull"
-)
-RESEARCH = "research; see site"
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """One dataset of the benchmark; paths are below its folder.
+class Recipe(NamedTuple):
+    """One dataset of the benchmark, from ``configs/uodb/datasets.json``.
 
     Args:
-        words: Used classes, in lower case; empty for all in the files.
-        train: Lists of training images.
-        val: The same for evaluation.
         size: Number of images and disk space.
         licence: In a few words.
         source: Website that hosts it.
-        also: Folders that are needed in addition to the lists.
+        classes: Used classes, in lower case and separated by spaces; empty for all.
+        train: Lists of training images, below the folder of the dataset.
+        val: The same for evaluation.
+        folders: Folders that are needed in addition to the lists.
     """
 
-    words: str
-    train: tuple[str, ...]
-    val: tuple[str, ...]
     size: str
     licence: str
-    source: str = SITE
-    also: tuple[str, ...] = ("Annotations", "JPEGImages")
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Used classes; empty for all in the files."""
-        return tuple(self.words.split())
+    source: str
+    classes: str
+    train: list[str]
+    val: list[str]
+    folders: list[str]
 
     def missing(self, root: Path) -> list[str]:
         """Missing files and folders in the folder of the dataset."""
-        needed = dict.fromkeys((*self.train, *self.val, *self.also))
+        needed = dict.fromkeys((*self.train, *self.val, *self.folders))
         return [path for path in needed if not (root / path).exists()]
 
 
-def _voc(words: str, train: str, val: str, size: str, licence: str) -> Recipe:
-    """A dataset in VOC layout with one list per split."""
-    train_list, val_list = (f"ImageSets/Main/{name}.txt" for name in (train, val))
-    return Recipe(words, (train_list,), (val_list,), size, licence)
-
-
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        "clipart": _voc(VOC_CLASSES, "train", "test", "1,000 images", RESEARCH),
-        "coco": Recipe(
-            "",
-            train=("annotations/instances_val2014.json",),
-            val=("annotations/instances_val2017.json",),
-            also=("val2014",),
-            size="40,504 images, 6.2 GB",
-            licence="annotations CC BY 4.0; images: Flickr's terms",
-            source="cocodataset.org",
-        ),
-        "deeplesion": _voc(
-            *("lesion", "trainval", "test"),
-            "32,120 key slices; all slices are 220 GB",
-            "NIH Clinical Center: open, cite the paper",
-        ),
-        "dota": _voc(
-            *(DOTA_CLASSES, "train", "val"),
-            "1,869 large images before the benchmark's crops",
-            "academic use; images: Google Earth's terms",
-        ),
-        "kitchen": _voc(
-            *(KITCHEN_CLASSES, "train", "test"),
-            "GMU Kitchens, 6,700 images",
-            "none stated; ask its authors",
-        ),
-        "lisa": _voc(
-            *("warning noturn speedlimit stop", "train", "test"),
-            "6,610 frames, 7.7 GB",
-            "LISA Traffic Sign Dataset: its own, academic use",
-        ),
-        "watercolor": _voc(SIX_CLASSES, "train", "test", "2,000 images", RESEARCH),
-        "widerface": _voc(
-            *("face", "train", "val"),
-            "16,106 images, 1.8 GB",
-            "research, not commercial; see site",
-        ),
-        "kitti": _voc(
-            *("pedestrian cyclist car", "trainval", "test"),
-            "7,481 images, 12 GB as PNG",
-            "CC BY-NC-SA 3.0",
-        ),
-        "voc": Recipe(
-            VOC_CLASSES,
-            train=tuple(
-                f"VOC{year}/ImageSets/Main/trainval.txt" for year in (2007, 2012)
-            ),
-            val=("VOC2007/ImageSets/Main/test.txt",),
-            also=tuple(
-                f"VOC{year}/{folder}"
-                for year in (2007, 2012)
-                for folder in ("Annotations", "JPEGImages")
-            ),
-            size="21,503 images, 2.8 GB",
-            licence="research; images: Flickr's terms",
-            source="the PASCAL VOC pages of host.robots.ox.ac.uk",
-        ),
-        "comic": _voc(SIX_CLASSES, "train", "test", "2,000 images", RESEARCH),
-    }
-)
+def read_recipes() -> dict[str, Recipe]:
+    """The datasets of UODB by name."""
+    content = json.loads((CONFIGS / "uodb" / "datasets.json").read_text("utf-8"))
+    return {name: Recipe(**values) for name, values in content.items()}
 
 
 def prepare(benchmark: str, names: Sequence[str], *, root: str) -> int:
     """Prepare the datasets of a benchmark; 0 if all are ready, 1 if not."""
+    recipes = read_recipes()
     for name in names:
-        if name not in RECIPES:
+        if name not in recipes:
             raise ConfigError(
-                f"UODB has no dataset {name!r}; {did_you_mean(name, RECIPES)}"
+                f"UODB has no dataset {name!r}; {did_you_mean(name, recipes)}"
             )
-    ready = [_prepare(name, Path(root) / name) for name in names or RECIPES]
+    ready = [_prepare(n, recipes[n], Path(root) / n) for n in names or recipes]
     print(f"{sum(ready)} of {len(ready)} datasets are ready")
     return 0 if all(ready) else 1
 
 
-def _prepare(name: str, root: Path) -> bool:
+def _prepare(name: str, recipe: Recipe, root: Path) -> bool:
     """Convert one dataset, or print its missing files; returns whether it is ready."""
-    recipe = RECIPES[name]
     if all((root / f"{split}.json").is_file() for split in SPLITS):
         print(f"{name}: ready; remove {root}/train.json to convert it again")
         return True
@@ -172,9 +84,11 @@ def _prepare(name: str, root: Path) -> bool:
         )
         print("\n".join(f"    {path}" for path in lacks))
         return False
-    made = coco_documents(root) if name == "coco" else voc_documents(name, root)
+    is_coco = name == "coco"
+    made = coco_documents(root) if is_coco else voc_documents(name, recipe, root)
     for split, document in made.items():
-        dropped = keep_classes(document, recipe.classes) if recipe.classes else 0
+        kept = recipe.classes.split()
+        dropped = keep_classes(document, kept) if kept else 0
         write_json(root / f"{split}.json", document)
         other = f", {dropped} boxes of other classes left out" if dropped else ""
         print(
@@ -185,14 +99,14 @@ def _prepare(name: str, root: Path) -> bool:
     return True
 
 
-def voc_documents(name: str, root: Path) -> dict[str, dict[str, Any]]:
+def voc_documents(name: str, recipe: Recipe, root: Path) -> dict[str, dict[str, Any]]:
     """COCO documents of a dataset in VOC layout.
 
     Raises:
         DataError: If it cannot be read.
     """
-    lists = dict(train=list(RECIPES[name].train), val=list(RECIPES[name].val))
-    (spec,) = parse_mixture([dict(name=name, root=str(root), format="voc", **lists)])
+    entry = dict(name=name, root=str(root), format="voc")
+    (spec,) = parse_mixture([dict(entry, train=recipe.train, val=recipe.val)])
     sources = {split: spec.coco_source(split) for split in SPLITS}
     return {
         split: read_coco(source.annotations, name)
