@@ -73,7 +73,7 @@ def _read(
             if isinstance(source, Finding):
                 notes.append(source.message)
                 continue
-            file, split = source.place.file, source.place.split
+            file, split = source.location.file, source.location.split
             progress.begin(f"read {file}", None)
             expected = expectations(cfg, spec, split)
             rng = random.Random(seed)

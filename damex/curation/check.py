@@ -17,7 +17,7 @@ from rich.console import Console
 
 from damex.commandline.run import Bar
 from damex.curation.classes import ClassCounts, check_classes, count_boxes
-from damex.curation.images import check_existence, find_leaks, look_at, same_files
+from damex.curation.images import check_existence, find_leaks, probe_images, same_files
 from damex.curation.sources import (
     Source,
     expectations,
@@ -25,10 +25,11 @@ from damex.curation.sources import (
     mixture_config_of,
     sources_of,
 )
-from damex.datasets.coco_checks import Expectations, check_coco
+from damex.datasets.coco_checks import check_coco
 from damex.datasets.coco_records import Records
-from damex.datasets.findings import KINDS, LEVELS, Finding, Place, capped
-from damex.datasets.image_files import ImageRecord, check_look, check_scales
+from damex.datasets.coco_schema import Expectations
+from damex.datasets.findings import LEVELS, RULES, Finding, Location, truncate_findings
+from damex.datasets.image_files import ImageRecord, check_image, check_scales
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, CocoSource, parse_mixture
 from damex.errors import ConfigError, DataError, printable
@@ -85,8 +86,8 @@ def check(
 def _check_coco_file(file: str, images: str, quick: bool, progress: Bar) -> Inspection:
     """Check a COCO file and its image folder; ``quick`` does not decode images."""
     path = Path(file)
-    place = Place(path.stem, str(path))
-    source = Source.of_file(place, CocoSource(path, Path(images)))
+    location = Location(path.stem, str(path))
+    source = Source.of_file(location, CocoSource(path, Path(images)))
     inspection = Inspection(quick=quick)
     inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
     inspection.check_images(progress=progress)
@@ -106,7 +107,7 @@ def _print_report(findings: Sequence[Finding], examples: int) -> None:
         for level, kind in order:
             same = kinds[level, kind]
             total = sum(finding.count for finding in same)
-            lines.append(f"  {level:7} {kind} ({total:,}): {KINDS[kind].meaning}")
+            lines.append(f"  {level:7} {kind} ({total:,}): {RULES[kind].meaning}")
             shown = same if kind == "left-out" else same[:examples]
             messages = (f.message.removeprefix(f"dataset {dataset!r}: ") for f in shown)
             lines += [f"      {message}" for message in messages]
@@ -135,7 +136,7 @@ class Inspection:
     images: list[ImageRecord] = field(default_factory=list)
     num_boxes: int = 0
     num_datasets: int = 0
-    boxes_of: dict[Place, Counter[str] | None] = field(default_factory=dict)
+    boxes_of: dict[Location, Counter[str] | None] = field(default_factory=dict)
 
     def add_dataset(
         self,
@@ -152,31 +153,35 @@ class Inspection:
             if isinstance(source, Finding):
                 self.findings.append(source)
                 continue
-            place = source.place
-            progress.begin(f"read {place.file}", None)
-            expected = expected_of(place.split)
-            if place not in self.boxes_of:
+            location = source.location
+            progress.begin(f"read {location.file}", None)
+            expected = expected_of(location.split)
+            if location not in self.boxes_of:
                 document, findings = source.read()
                 self.findings += findings
                 if any(errors_of(findings)):
                     continue
-                self.add_document(document, place, expected, source.images)
-            if (boxes := self.boxes_of[place]) is not None:
-                whole = counts.setdefault(place.split, ClassCounts(place, Counter()))
+                self.add_document(document, location, expected, source.images)
+            if (boxes := self.boxes_of[location]) is not None:
+                whole = counts.setdefault(
+                    location.split, ClassCounts(location, Counter())
+                )
                 whole.boxes.update(boxes)
         train = counts.pop("train", None)
         self.findings += check_classes(train, [*counts.values()], expected, rename)
 
     def add_document(
-        self, document: Any, place: Place, expected: Expectations, folder: Path
+        self, document: Any, location: Location, expected: Expectations, folder: Path
     ) -> tuple[Records | None, list[Finding]]:
         """Check a COCO document with images in ``folder``; returns what that finds."""
-        records, findings = check_coco(document, place, expected)
+        records, findings = check_coco(document, location, expected)
         self.findings += findings
-        self.boxes_of[place] = None if records is None else count_boxes(records)
+        self.boxes_of[location] = None if records is None else count_boxes(records)
         if records is not None:
             images = image_records(records, folder, expected, with_boxes=not self.quick)
-            self.findings += capped(check_scales(images, expected.kept_scales))
+            self.findings += truncate_findings(
+                check_scales(images, expected.kept_scales)
+            )
             self.num_boxes += len(records.annotations)
             self.images += images
         return records, findings
@@ -193,20 +198,22 @@ class Inspection:
         if seconds < float("inf"):
             random.Random(SEED).shuffle(there)
         progress.begin("read headers" if quick else "decode images", len(there))
-        looks = look_at(there, decode=not quick, advance=progress.step, seconds=seconds)
+        looks = probe_images(
+            there, decode=not quick, advance=progress.step, seconds=seconds
+        )
         for image, look in zip(there, looks, strict=False):
-            found += check_look(image, look)
+            found += check_image(image, look)
         if len(looks) < len(there):
             text = (
                 f"{len(looks)} of {len(there)} image files were opened in {seconds:g} "
                 "s, drawn at random; all were looked for. damex data check opens all."
             )
-            place = Place("all datasets", "image files")
-            found.append(place.finding("not-checked", None, text))
+            location = Location("all datasets", "image files")
+            found.append(location.finding("not-checked", None, text))
         progress.begin("compare images", None)
         seen = there[: len(looks)]
         found += same_files(there) if quick else find_leaks(seen, looks)
-        self.findings += capped(found)
+        self.findings += truncate_findings(found)
 
 
 def check_config(
@@ -232,19 +239,19 @@ def check_config(
     dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
     mode = dataset.get("label_space") or cfg.get("label_space") or "union"
     classes: Sequence[tuple[str, ...] | None] = [None] * len(specs)
-    fault = ""
+    problem = ""
     try:
         classes = [tuple(own) for own in LabelSpace.of(specs, mode).dataset_classes]
     except (ConfigError, DataError) as error:
-        fault = str(error)
+        problem = str(error)
     required = ["train", *(s for s in splits if cfg.get(f"{s}_dataloader"))]
     for spec, used in zip(specs, classes, strict=True):
         expected_of = partial(expectations, cfg, spec, classes=used)
         sources = sources_of(spec, splits, required)
         inspection.add_dataset(sources, expected_of, spec.rename, progress)
-    if fault and not any(errors_of(inspection.findings)):
-        place = Place("all datasets", "label space")
-        inspection.findings.append(place.finding("unknown-class", None, fault))
+    if problem and not any(errors_of(inspection.findings)):
+        location = Location("all datasets", "label space")
+        inspection.findings.append(location.finding("unknown-class", None, problem))
     inspection.check_images(progress=progress, seconds=seconds)
     return inspection
 
@@ -262,12 +269,12 @@ def checked_while_loading(
     specs = {spec.name: spec for spec in parse_mixture(cfg["mixture"])}
 
     def check(
-        document: Any, place: Place, expected: Expectations, folder: Path
+        document: Any, location: Location, expected: Expectations, folder: Path
     ) -> tuple[Records | None, list[Finding]]:
         used = expected.classes
-        known = expectations(cfg, specs[place.dataset], place.split, used)
+        known = expectations(cfg, specs[location.dataset], location.split, used)
         known = replace(known, on_bad_box=expected.on_bad_box)
-        return inspection.add_document(document, place, known, folder)
+        return inspection.add_document(document, location, known, folder)
 
     return inspection, check
 

@@ -10,9 +10,9 @@ from itertools import combinations, takewhile
 from typing import NamedTuple
 from unicodedata import normalize
 
-from damex.datasets.coco_checks import Expectations
 from damex.datasets.coco_records import Records
-from damex.datasets.findings import Finding, Place
+from damex.datasets.coco_schema import Expectations
+from damex.datasets.findings import Finding, Location
 from damex.errors import did_you_mean
 
 FEW_BOXES = 10
@@ -48,7 +48,7 @@ SHORTEST = 5  # minimum letters of a name to allow a slip
 class ClassCounts(NamedTuple):
     """Number of boxes by class of a split (0 if unused), and its first file."""
 
-    place: Place
+    location: Location
     boxes: Counter[str]
 
 
@@ -87,7 +87,7 @@ def check_classes(
                 f"{other.boxes[name]} boxes of a class that the training set does not "
                 f"list, so that they do not count; {did_you_mean(name, train.boxes)}"
             )
-            yield other.place.finding("class-not-in-train", f"class {name!r}", text)
+            yield other.location.finding("class-not-in-train", f"class {name!r}", text)
 
 
 def _is_dummy(name: str) -> bool:
@@ -97,7 +97,7 @@ def _is_dummy(name: str) -> bool:
 def _check_names(
     counts: ClassCounts, expected: Expectations, rename: Mapping[str, str]
 ) -> Iterator[Finding]:
-    finding = counts.place.finding
+    finding = counts.location.finding
     for name in [name for name in rename if name not in counts.boxes]:
         text = (
             "rename in the mixture entry names it; "
@@ -129,13 +129,13 @@ def _check_counts(
             "no box is of this class, and it becomes an output of the detector all "
             "the same. Leave it out with classes=[...] in the mixture entry."
         )
-        yield train.place.finding("unused-class", record, text)
+        yield train.location.finding("unused-class", record, text)
     elif 0 < count < FEW_BOXES:
         text = (
             f"{count} in the training set; expected {FEW_BOXES} boxes or more to learn "
             "a class. Add examples, or leave it out with classes=[...]."
         )
-        yield train.place.finding("few-boxes", record, text)
+        yield train.location.finding("few-boxes", record, text)
     for other in others:
         here = other.boxes[name]
         if here and count == 0:
@@ -143,10 +143,10 @@ def _check_counts(
                 f"{here} boxes here and none in the training set, so that it "
                 "cannot be learnt. Split the dataset again."
             )
-            yield other.place.finding("class-only-in-val", record, text)
+            yield other.location.finding("class-only-in-val", record, text)
         elif count > 0 and name in other.boxes and not here:
             text = f"{count} boxes in the training set and none here: it has no score."
-            yield other.place.finding("class-only-in-train", record, text)
+            yield other.location.finding("class-only-in-train", record, text)
 
 
 def _same_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -180,7 +180,7 @@ def why_near(first: str, second: str) -> str | None:
     return "spelling" if _is_slip(a, b) else None
 
 
-def near_pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:
+def similar_names(names: Iterable[str]) -> list[tuple[str, str, str]]:
     """Pairs of different names that may mean the same, with why."""
     pairs = combinations(dict.fromkeys(names), 2)
     return [(a, b, why) for a, b in pairs if (why := why_near(a, b)) is not None]

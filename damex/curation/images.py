@@ -19,14 +19,14 @@ from PIL import Image
 
 from damex.datasets.findings import Finding
 from damex.datasets.image_files import (
+    ImageInfo,
     ImageRecord,
-    Look,
     NamedBox,
     images_of_any_size,
     is_decoded,
     is_remote,
-    look_at_header,
     missing_file,
+    probe_image,
     truncated,
 )
 from damex.datasets.pixels import decode
@@ -95,28 +95,28 @@ def _without_folder(folder: Path, images: Sequence[ImageRecord]) -> Finding:
         kind, level = "folder-missing", None if used else "warning"
         text = (
             f"the folder of images is missing (seen from {Path.cwd()}); "
-            f"{len(images)} records of {first.place.file} need it, such as "
+            f"{len(images)} records of {first.location.file} need it, such as "
             f"{first.record} ({first.path.name}). Correct data_root or img in the "
             "mixture entry."
         )
-    return first.place.finding(kind, None, text, file=str(folder), level=level)
+    return first.location.finding(kind, None, text, file=str(folder), level=level)
 
 
-def look_at(
+def probe_images(
     images: Sequence[ImageRecord],
     *,
     decode: bool,
     advance: Callable[[], Any] = lambda: None,
     seconds: float = float("inf"),
-) -> list[Look]:
+) -> list[ImageInfo]:
     """Open existing images in threads; fewer results if ``seconds`` run out.
 
     ``decode`` reads and decodes them completely, not only their headers; ``advance`` is
     called after each.
     """
     started = time.monotonic()
-    look = _look_whole if decode else look_at_header
-    looks: list[Look] = []
+    look = _look_whole if decode else probe_image
+    looks: list[ImageInfo] = []
     workers = os.cpu_count() or 1
     size = 32 * workers  # in chunks, to stop in time
     with images_of_any_size(), ThreadPoolExecutor(workers) as pool:
@@ -130,10 +130,10 @@ def look_at(
     return looks
 
 
-def _look_whole(path: Path) -> Look:
+def _look_whole(path: Path) -> ImageInfo:
     """Read, decode and hash an image; JPEGs are decoded at reduced size for speed."""
-    found = look_at_header(path)
-    if found.fault is not None:
+    found = probe_image(path)
+    if found.problem is not None:
         return found
     content = path.read_bytes()
     try:
@@ -182,7 +182,7 @@ def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
 
 
 def find_leaks(
-    images: Sequence[ImageRecord], looks: Sequence[Look]
+    images: Sequence[ImageRecord], looks: Sequence[ImageInfo]
 ) -> Iterator[Finding]:
     """Findings about images with the same content, or nearly the same look.
 
@@ -206,7 +206,7 @@ def find_leaks(
         yield from _near(gradients_ND, [groups[digest] for digest in gradients])
 
 
-def near_pairs(gradients_ND: np.ndarray) -> np.ndarray:
+def near_duplicates(gradients_ND: np.ndarray) -> np.ndarray:
     """Sorted pairs (P, 2) of rows, i < j, with a cosine of at least ``NEAR``.
 
     Only rows that share a hash bucket are compared; a near pair is missed once in a
@@ -238,7 +238,7 @@ def _buckets(gradients_ND: np.ndarray) -> list[np.ndarray]:
 
 
 def _pairs(gradients_ND: np.ndarray) -> np.ndarray:
-    """Like :func:`near_pairs`, but over all pairs, in blocks."""
+    """Like :func:`near_duplicates`, but over all pairs, in blocks."""
     found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
     for start in range(0, len(gradients_ND), BLOCK):
         cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[start:].T
@@ -253,7 +253,7 @@ def _near(
     alike: dict[str, list[tuple[ImageRecord, ImageRecord]]] = {}
     is_train_N = np.array([group[0].split == "train" for group in groups])
     boxes_N5 = np.stack([_sum_of_boxes(group[0]) for group in groups])
-    pairs_P2 = near_pairs(gradients_ND)
+    pairs_P2 = near_duplicates(gradients_ND)
     pairs_P2 = pairs_P2[np.argsort(pairs_P2[:, 1], kind="stable")]
     highs, starts = np.unique(pairs_P2[:, 1], return_index=True)
     first_images = np.split(pairs_P2[:, 0], starts)[1:]
@@ -268,7 +268,7 @@ def _near(
                 cosine = float(gradients_ND[same[0]] @ gradients_ND[high])
                 yield _looks_like(first, other, cosine)
             else:
-                alike.setdefault(other.place.dataset, []).append((first, other))
+                alike.setdefault(other.location.dataset, []).append((first, other))
     for pairs in alike.values():
         first, other = pairs[0]
         text = (
@@ -277,7 +277,7 @@ def _near(
             "or frames of a video? Then scores hold for this scene alone; split by "
             "time or place to know more."
         )
-        yield other.place.finding("fixed-camera", None, text, count=len(pairs))
+        yield other.location.finding("fixed-camera", None, text, count=len(pairs))
 
 
 def _sum_of_boxes(image: ImageRecord) -> np.ndarray:
@@ -287,7 +287,7 @@ def _sum_of_boxes(image: ImageRecord) -> np.ndarray:
 
 def _show_the_same(first: ImageRecord, other: ImageRecord) -> bool:
     """Whether most boxes agree; datasets may differ in their classes."""
-    if first.place.dataset != other.place.dataset:
+    if first.location.dataset != other.location.dataset:
         return True
     count = len(first.boxes) + len(other.boxes)
     found = sum(_is_among(box, other.boxes) for box in first.boxes)
@@ -326,7 +326,7 @@ def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
         )
         return other.finding("leak-identical", text)
     advice = "Nothing to do if the two datasets annotate different classes in it."
-    if first.place.dataset == other.place.dataset:
+    if first.location.dataset == other.location.dataset:
         advice = "Take one of them out."
     return other.finding(
         "duplicate-image", f"has the same content as {_name(first)}. {advice}"
@@ -334,7 +334,7 @@ def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
 
 
 def _name(image: ImageRecord) -> str:
-    return f"{image.path} ({image.record} of {image.place.file})"
+    return f"{image.path} ({image.record} of {image.location.file})"
 
 
 def _is_leak(first: ImageRecord, other: ImageRecord) -> bool:

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from damex.curation.classes import near_pairs
+from damex.curation.classes import similar_names
 from damex.curation.sources import mixture_config_of
 from damex.datasets.coco_records import read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
@@ -164,7 +164,7 @@ def near_misses(rows: Rows, datasets: Collection[str]) -> list[str]:
     """
     names = [name for name in rows if name.split("/")[0] not in datasets]
     lines = []
-    for first, second, why in near_pairs(names):
+    for first, second, why in similar_names(names):
         a, b = ({dataset for dataset, _ in rows[name]} for name in (first, second))
         if a == b and len(a) == 1:  # two names in one dataset are two things
             continue

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from damex.config_files import CONFIGS
 from damex.datasets.coco_records import read_coco
 from damex.datasets.formats.conversion import convert_tree, open_root
-from damex.datasets.formats.records import Options, fault_of_names
+from damex.datasets.formats.records import Options, problem_of_names
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean, printable
 from damex.files import atomic_write, write_json
@@ -172,8 +172,8 @@ def convert(
     """``damex data convert``: write COCO files into a folder, and print a summary."""
     if val_share is not None and not 0.0 <= val_share < 1.0:
         raise ConfigError(f"--val-share must be from 0 to below 1, got {val_share}.")
-    if (fault := fault_of_names(classes)) is not None:
-        raise ConfigError(f"--classes: {fault}.")
+    if (problem := problem_of_names(classes)) is not None:
+        raise ConfigError(f"--classes: {problem}.")
     lists = dict(splits, classes=classes)
     chosen = {key: tuple(words) for key, words in lists.items() if words}
     options = Options(format=format, val_share=val_share, **chosen)

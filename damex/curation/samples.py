@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from damex.curation.sources import Source
-from damex.datasets.coco_checks import Expectations, used_boxes
-from damex.datasets.coco_records import parse_records
+from damex.datasets.coco_records import parse_records, used_boxes
+from damex.datasets.coco_schema import Expectations
 from damex.datasets.pixels import read_pixels
 from damex.drawing import Color, draw_boxes
 
@@ -72,7 +72,7 @@ def view_of(
 ) -> SplitView | None:
     """View of a source with ``num_samples`` random images; None if unreadable."""
     document, _ = source.read()
-    records, _ = parse_records(document, source.place, expected.classes)
+    records, _ = parse_records(document, source.location, expected.classes)
     if records is None:
         return None
     used_N = used_boxes(records, expected) & records.is_box_N
@@ -96,9 +96,9 @@ def view_of(
     counts = Counter(names)
     area_B = box_B4[:, 2:].clip(0).prod(axis=1)
     return SplitView(
-        dataset=source.place.dataset,
-        split=source.place.split,
-        file=source.place.file,
+        dataset=source.location.dataset,
+        split=source.location.split,
+        file=source.location.file,
         counts={name: counts[name] for name in dict.fromkeys(name_of.values())},
         side_B=np.sqrt(area_B[np.isfinite(area_B)]),
         size_M2=records.size_M2[np.isfinite(records.size_M2).all(axis=1)],

@@ -17,9 +17,10 @@ from damex.config_files import (
     import_modules,
     merge_options,
 )
-from damex.datasets.coco_checks import Expectations, usable_boxes
-from damex.datasets.coco_records import Records, is_number, read_json
-from damex.datasets.findings import Finding, Place
+from damex.datasets.coco_boxes import usable_boxes
+from damex.datasets.coco_records import Records, read_json
+from damex.datasets.coco_schema import Expectations, is_number
+from damex.datasets.findings import Finding, Location
 from damex.datasets.geometry import set_image_size
 from damex.datasets.image_files import ImageRecord, NamedBox
 from damex.datasets.mmdet_configs import (
@@ -70,14 +71,16 @@ class Source(NamedTuple):
     ``read`` returns the COCO document, or None, and findings.
     """
 
-    place: Place
+    location: Location
     images: Path
     read: Callable[[], tuple[Any, list[Finding]]]
 
     @classmethod
-    def of_file(cls, place: Place, found: CocoSource) -> Source:
+    def of_file(cls, location: Location, found: CocoSource) -> Source:
         """The source that is a COCO file and a folder of images."""
-        return cls(place, found.images, partial(read_json, found.annotations, place))
+        return cls(
+            location, found.images, partial(read_json, found.annotations, location)
+        )
 
 
 def sources_of(
@@ -102,38 +105,40 @@ def sources_of(
         except (ConfigError, DataError) as error:
             kind = "not-loaded" if named is not None else "split-missing"
             text = str(error).removeprefix(f"dataset {spec.name!r}").lstrip(": ")
-            place = Place(spec.name, "its mixture entry", split)
-            yield place.finding(kind, None, text)
+            location = Location(spec.name, "its mixture entry", split)
+            yield location.finding(kind, None, text)
 
 
 def _conversion(spec: DatasetSpec) -> Iterator[Finding]:
     """Drops and changes in the conversion of a folder."""
     summary = spec.conversion.summary
-    place = Place(spec.name, summary.root)
+    location = Location(spec.name, summary.root)
     for kind, entries in (("left-out", summary.dropped), ("noted", summary.noted)):
         for what, entry in entries.items():
             text = f"{entry.times} {what} (for instance {entry.example})"
-            yield place.finding(kind, None, text, count=entry.times)
+            yield location.finding(kind, None, text, count=entry.times)
 
 
 def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
     found = spec.coco_source(split)
     if found is not None:
-        yield Source.of_file(spec.place(split), found)
+        yield Source.of_file(spec.location(split), found)
         return
     config = spec.dataset_config(split)
     inner = leaves(config)
     if all(leaf["type"] == "NamedCocoDataset" for leaf in inner):
         for leaf in inner:
             paths = CocoSource.of(leaf)
-            place = Place.of(spec.name, paths.annotations, split=split)
-            yield Source.of_file(place, paths)
+            location = Location.of(spec.name, paths.annotations, split=split)
+            yield Source.of_file(location, paths)
         return
-    place = spec.place(split)
-    yield Source(place, Path(), partial(_read_dataset, config, place))
+    location = spec.location(split)
+    yield Source(location, Path(), partial(_read_dataset, config, location))
 
 
-def _read_dataset(config: Mapping[str, Any], place: Place) -> tuple[Any, list[Finding]]:
+def _read_dataset(
+    config: Mapping[str, Any], location: Location
+) -> tuple[Any, list[Finding]]:
     """The annotations of an mmdet dataset class as a COCO document."""
     whole = map_leaves(config, lambda leaf: {**leaf, "pipeline": [], "test_mode": True})
     try:
@@ -143,12 +148,12 @@ def _read_dataset(config: Mapping[str, Any], place: Place) -> tuple[Any, list[Fi
         document = _as_coco(map(dataset.get_data_info, range(len(dataset))), names)
     except Exception as error:  # the user's dataset class may raise anything
         text = f"it cannot be loaded: {type(error).__name__}: {error}"
-        return None, [place.finding("not-loaded", None, text, level="error")]
+        return None, [location.finding("not-loaded", None, text, level="error")]
     text = (
         "its files were read by this dataset class: what the class leaves out, or "
         "changes, is not seen here."
     )
-    return document, [place.finding("not-checked", None, text)]
+    return document, [location.finding("not-checked", None, text)]
 
 
 def _as_coco(infos: Iterable[dict[str, Any]], names: Iterable[Any]) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def image_records(
 ) -> list[ImageRecord]:
     """The images of an annotation file, each file once."""
     is_used = np.ones(len(records.images), bool)
-    if records.place.split == "train" and expected.filter_empty:
+    if records.location.split == "train" and expected.filter_empty:
         is_used[:] = False
         is_used[records.image_N[usable_boxes(records, expected)]] = True
     found: dict[str, ImageRecord] = {}
@@ -213,7 +218,7 @@ def image_records(
         if not isinstance(name, str) or not name:
             continue
         image = ImageRecord(
-            place=records.place,
+            location=records.location,
             record=records.image_name(position),
             path=folder / name,
             size=None if np.isnan(size).any() else (size[0], size[1]),

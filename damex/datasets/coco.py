@@ -15,9 +15,11 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.coco_checks import DROPPED, Expectations, check_coco, usable_boxes
-from damex.datasets.coco_records import Records, flag_of, is_number, read_json
-from damex.datasets.findings import KINDS, Finding, Place, raise_first
+from damex.datasets.coco_boxes import DROPPED, usable_boxes
+from damex.datasets.coco_checks import check_coco
+from damex.datasets.coco_records import Records, read_json
+from damex.datasets.coco_schema import Expectations, flag_of, is_number
+from damex.datasets.findings import RULES, Finding, Location, raise_first
 
 
 class _NamedCoco(COCO):
@@ -52,7 +54,7 @@ class NamedCocoDataset(CocoDataset):
         root: Folder that the file was converted from; messages then name its files.
         on_bad_box: ``error``, or ``drop`` boxes outside the image or with a negative
             side.
-        check: Called with the document, its place, expectations and image folder; it
+        check: Called with the document, its location, expectations and image folder; it
             returns what ``check_coco``, the default, does.
         **kwargs: As for ``CocoDataset``.
     """
@@ -81,16 +83,19 @@ class NamedCocoDataset(CocoDataset):
             on_bad_box=self.on_bad_box,
             filter_empty=filter_cfg.get("filter_empty_gt", False),
         )
-        place = Place.of(self.name, path, split=self.split, root=self.root)
+        location = Location.of(self.name, path, split=self.split, root=self.root)
         records = None
         check, self._check = self._check, None  # it may hold all that it has seen
-        document, findings = read_json(path, place)
+        document, findings = read_json(path, location)
         if not findings:
-            given, folder = (document, place, expected), Path(self.data_prefix["img"])
+            given, folder = (
+                (document, location, expected),
+                Path(self.data_prefix["img"]),
+            )
             records, findings = check(*given, folder) if check else check_coco(*given)
         raise_first(findings)
         assert records is not None
-        self._log(findings, place)
+        self._log(findings, location)
         positions = usable_boxes(records, expected).tolist()
         usable = [records.annotations[position] for position in positions]
         for record in usable:
@@ -103,7 +108,7 @@ class NamedCocoDataset(CocoDataset):
         categories = [c for c in document["categories"] if c["id"] in known]
         return _NamedCoco({**document, "annotations": usable, "categories": categories})
 
-    def _log(self, findings: Iterable[Finding], place: Place) -> None:
+    def _log(self, findings: Iterable[Finding], location: Location) -> None:
         """Log the number of warnings, and facts in a line that the screen omits."""
         for name, level in (("warning", logging.WARNING), ("info", logging.INFO)):
             counts: Counter[str] = Counter()
@@ -111,12 +116,12 @@ class NamedCocoDataset(CocoDataset):
                 if finding.level == name:
                     counts[finding.kind] += finding.count
             found = ", ".join(
-                f"{count} {kind} ({KINDS[kind].meaning})"
+                f"{count} {kind} ({RULES[kind].meaning})"
                 + " dropped" * (kind in DROPPED)
                 for kind, count in counts.items()
             )
             if found:
-                message = f"dataset {self.name!r}: {place.file}: {found}."
+                message = f"dataset {self.name!r}: {location.file}: {found}."
                 print_log(message, logger="current", level=level)
 
     def parse_data_info(self, raw_data_info: dict) -> dict:

@@ -1,4 +1,4 @@
-"""COCO documents: reading them, and their records as columns with faults of fields."""
+"""COCO documents: reading them, their records as columns, and problems of fields."""
 
 from __future__ import annotations
 
@@ -12,92 +12,29 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from damex.datasets.coco_schema import (
+    FIELDS,
+    ID,
+    LISTS,
+    PIXELS,
+    Expectations,
+    flag_of,
+    is_box,
+    is_number,
+)
 from damex.datasets.findings import (
     MAX_LISTED,
-    OF_IMAGES,
-    TEXTS,
     Finding,
-    Place,
-    capped,
+    Location,
     raise_first,
+    truncate_findings,
 )
 from damex.errors import DataError
 from damex.files import read_text
-
-NUMBERS = frozenset({int, float})
-# The lists of a document, and what one of their records is called.
-LISTS: Mapping[str, str] = MappingProxyType(
-    {"images": "image", "annotations": "annotation", "categories": "category"}
-)
-
-
-class _Field(NamedTuple):
-    """Types and values of a field; a record with a faulty link is not read."""
-
-    types: tuple[type, ...]
-    words: str
-    test: Callable[[Any], bool] | None = None
-    is_link: bool = False
-
-    def accepts(self, value: Any) -> bool:
-        return type(value) in self.types and (self.test is None or self.test(value))
-
-
-def flag_of(value: Any) -> bool | None:
-    """The truth of a flag, as exporters write it; None if it is neither true nor false.
-
-    Flags are 0, 1, whole numbers above, truth values, and texts of these: ``iscrowd``,
-    ``difficult``. No value, and VOC's word *Unspecified*, are false.
-    """
-    if isinstance(value, str):
-        word = value.strip().casefold()
-        if word in _WORDS:
-            return _WORDS[word]
-        try:
-            value = float(word)
-        except ValueError:
-            return None
-    if value is None:
-        return False
-    if not isinstance(value, (int, float)):
-        return None
-    is_level = value == 0 or (value >= 1 and value % 1 == 0)
-    return bool(value) if is_level else None
-
-
-_WORDS: Mapping[str, bool] = MappingProxyType(
-    {
-        **dict.fromkeys(("", "false", "f", "no", "n", "off", "none", "null"), False),
-        "unspecified": False,
-        **dict.fromkeys(("true", "t", "yes", "y", "on"), True),
-    }
-)
-_ID = _Field((int, str, float), "an integer or a text")
-_FLAG = _Field(
-    (type(None), bool, int, float, str),
-    "0, 1, true or false",
-    lambda value: flag_of(value) is not None,
-)
-_LINK = _ID._replace(is_link=True)
-_PATH = _Field((str,), "a path", bool)
-_NAME = _Field((int, str), "a text", lambda value: value != "")
-_PIXELS = _Field(
-    (int, float), "a number of pixels above 0", lambda value: 0 < value < math.inf
-)
-_FIELDS: Mapping[str, Mapping[str, _Field]] = MappingProxyType(
-    {
-        "images": dict(id=_LINK, file_name=_PATH, width=_PIXELS, height=_PIXELS),
-        "annotations": dict(
-            image_id=_LINK, category_id=_LINK, id=_ID, iscrowd=_FLAG, ignore=_FLAG
-        ),
-        "categories": dict(id=_LINK, name=_NAME),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -112,7 +49,7 @@ class Records:
         class_N: Position of its category in ``categories``; -1 if it is not listed.
     """
 
-    place: Place
+    location: Location
     images: list[dict[str, Any]]
     annotations: list[dict[str, Any]]
     categories: dict[Any, str]
@@ -157,70 +94,92 @@ class Records:
         return area_N
 
     def each(
-        self, kind: str, mask: Any, level: str | None = None, **values: Any
+        self,
+        kind: str,
+        mask: Any,
+        text: Callable[[int], str],
+        level: str | None = None,
+        *,
+        of_images: bool = False,
     ) -> Iterator[Finding]:
         """A finding for each annotation or image; one for all beyond ``MAX_LISTED``.
 
-        The message in ``TEXTS`` is formatted with ``record``, ``size`` (of the image)
-        and ``values``, which may be functions of the position.
+        ``text`` is the message about the record at a position.
         """
         positions = np.flatnonzero(mask)
-        of_image = kind in OF_IMAGES
-        name = self.image_name if of_image else self.annotation_name
+        name = self.image_name if of_images else self.annotation_name
         for position in positions[:MAX_LISTED].tolist():
-            image = position if of_image else int(self.image_N[position])
+            image = position if of_images else int(self.image_N[position])
             listed = self.images[image] if image >= 0 else {}
-            size = self.size_M2[image] if image >= 0 else (math.nan, math.nan)
-            known = {k: v(position) if callable(v) else v for k, v in values.items()}
-            record = (self.images if of_image else self.annotations)[position]
-            known |= dict(record=record, box=f"{record.get('bbox')!r:.120}")
-            has_owner = listed and not of_image
-            source = listed.get("source") if self.place.root else None
-            yield self.place.finding(
+            has_owner = listed and not of_images
+            source = listed.get("source") if self.location.root else None
+            yield self.location.finding(
                 kind,
                 name(position),
-                TEXTS[kind].format(size=f"{size[0]:g} x {size[1]:g} px", **known),
+                text(position),
                 owner=f"image {listed.get('file_name')!r}" if has_owner else "",
                 level=level,
-                file=f"{self.place.root}/{source}" if source else None,
+                file=f"{self.location.root}/{source}" if source else None,
             )
         rest = len(positions) - MAX_LISTED
         if rest > 0:
             words = f"{rest} more records like the {MAX_LISTED} that are listed."
-            yield self.place.finding(kind, None, words, level=level, count=rest)
+            yield self.location.finding(kind, None, words, level=level, count=rest)
+
+    def each_box(
+        self,
+        kind: str,
+        mask_N: np.ndarray,
+        text: str | Callable[[int], str],
+        level: str | None = None,
+    ) -> Iterator[Finding]:
+        """The same for annotations, with messages that begin with the box."""
+
+        def message(position: int) -> str:
+            box = self.annotations[position]["bbox"]
+            end = text if isinstance(text, str) else text(position)
+            return f"the box [x, y, width, height] = {box} {end}"
+
+        return self.each(kind, mask_N, message, level)
 
     def image_name(self, position: int) -> str:
         """The id of an image, or its path in a converted folder."""
         image = self.images[position]
-        return f"image {image.get('file_name') if self.place.root else image['id']}"
+        return f"image {image.get('file_name') if self.location.root else image['id']}"
 
     def annotation_name(self, position: int) -> str:
         """The id of an annotation, or its place in the converted file."""
         record = self.annotations[position]
-        if self.place.root and (place := record.get("place")) is not None:
+        if self.location.root and (place := record.get("place")) is not None:
             return f"line {place}" if isinstance(place, int) else str(place)
         return f"annotation {record.get('id')}"
 
 
-def read_json(path: str | Path, place: Place) -> tuple[Any, list[Finding]]:
+def used_boxes(records: Records, expected: Expectations) -> np.ndarray:
+    """Which annotations are of used classes, on listed images."""
+    uses = [*map(expected.uses, records.categories.values()), False]
+    return (records.image_N >= 0) & np.array(uses)[records.class_N]
+
+
+def read_json(path: str | Path, location: Location) -> tuple[Any, list[Finding]]:
     """Read a JSON file; returns its content or None, and findings about the reading."""
     file = Path(path)
     if not file.is_file():
-        advice = f"Correct data_root or {place.split} in the mixture entry."
+        advice = f"Correct data_root or {location.split} in the mixture entry."
         if file.as_posix().startswith("data/toy/"):
             advice = (
                 "Make the toy datasets here: python -m damex.toydata --out data/toy"
             )
         text = f"the annotation file does not exist (seen from {Path.cwd()}). {advice}"
-        return None, [place.finding("file-missing", None, text)]
+        return None, [location.finding("file-missing", None, text)]
     try:
         return json.loads(read_text(file)), []
     except DataError as error:
         text = f"it is not a JSON file: {error}"
-        return None, [place.finding("not-json", None, text)]
+        return None, [location.finding("not-json", None, text)]
     except ValueError as error:
         text = f"it is not a JSON file ({error}). Write it again."
-        return None, [place.finding("not-json", None, text)]
+        return None, [location.finding("not-json", None, text)]
 
 
 def read_coco(path: Path, dataset: str) -> dict[str, Any]:
@@ -229,9 +188,9 @@ def read_coco(path: Path, dataset: str) -> dict[str, Any]:
     Raises:
         DataError: If the file is missing, is not JSON, or holds anything else.
     """
-    place = Place(dataset, str(path))
-    document, findings = read_json(path, place)
-    raise_first(findings or parse_records(document, place)[1])
+    location = Location(dataset, str(path))
+    document, findings = read_json(path, location)
+    raise_first(findings or parse_records(document, location)[1])
     return document
 
 
@@ -252,8 +211,8 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
             categories, _ = json.JSONDecoder().raw_decode(text, keys[0].end())
     if not isinstance(categories, list):
         categories = read_coco(path, dataset)["categories"]
-    place = Place(dataset, str(path))
-    categories, findings = readable_records(categories, "categories", place)
+    location = Location(dataset, str(path))
+    categories, findings = readable_records(categories, "categories", location)
     raise_first(findings)
 
     def is_used(key: Any) -> bool:
@@ -261,33 +220,33 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
         return re.search(rf'"category_id"\s*:\s*{number}\b', text) is not None
 
     kept = _without_headings(categories, is_used)
-    raise_first(_check_class_names(kept, place))
+    raise_first(_check_class_names(kept, location))
     return tuple(str(category["name"]) for category in kept)
 
 
 def parse_records(
-    document: Any, place: Place, classes: Collection[str] | None = None
+    document: Any, location: Location, classes: Collection[str] | None = None
 ) -> tuple[Records | None, list[Finding]]:
     """The readable records of a JSON document, and findings about fields and ids.
 
     Without ``images``, ``annotations`` or ``categories``, the records are None.
     """
-    findings = [*_check_lists(document, place)]
+    findings = [*_check_lists(document, location)]
     if findings:
         return None, findings
     rows: dict[str, list[dict[str, Any]]] = {}
     for key in LISTS:
-        rows[key], faults = readable_records(document[key], key, place)
-        findings += faults
+        rows[key], problems = readable_records(document[key], key, location)
+        findings += problems
     images, annotations, every = rows.values()
     used = {record["category_id"] for record in annotations}
     kept = _without_headings(every, used.__contains__)
     wanted = {*(classes or ())} - {_name(category) for category in kept}
     categories = [c for c in every if c in kept or _name(c) in wanted]
-    findings += _check_class_names(categories, place)
+    findings += _check_class_names(categories, location)
     unknown = (math.nan, math.nan)
     sizes = [(image.get("width"), image.get("height")) for image in images]
-    known = [pair if all(map(_PIXELS.accepts, pair)) else unknown for pair in sizes]
+    known = [pair if all(map(PIXELS.accepts, pair)) else unknown for pair in sizes]
     image_of = {image["id"]: i for i, image in enumerate(images)}
     names: dict[Any, str] = {}
     for category in categories:  # the first of each id
@@ -295,7 +254,7 @@ def parse_records(
     class_of = {key: i for i, key in enumerate(names)}
     classes_N = [class_of.get(row["category_id"], -1) for row in annotations]
     records = Records(
-        place=place,
+        location=location,
         images=images,
         annotations=annotations,
         categories=names,
@@ -307,13 +266,13 @@ def parse_records(
     return records, findings
 
 
-def _check_lists(document: Any, place: Place) -> Iterator[Finding]:
+def _check_lists(document: Any, location: Location) -> Iterator[Finding]:
     if not isinstance(document, dict):
         text = (
             f"expected an object with the lists {', '.join(LISTS)}, got a "
             f"{type(document).__name__}. Is it a COCO file of a dataset?"
         )
-        yield place.finding("wrong-type", None, text)
+        yield location.finding("wrong-type", None, text)
         return
     for key in LISTS:
         kind, text = "missing-list", "is missing; a COCO file has " + ", ".join(LISTS)
@@ -321,32 +280,32 @@ def _check_lists(document: Any, place: Place) -> Iterator[Finding]:
             found = type(document[key]).__name__
             kind, text = "wrong-type", f"must hold records, got a {found}"
         if not isinstance(document.get(key), list):
-            yield place.finding(kind, key, f"the list {key!r} {text}.")
+            yield location.finding(kind, key, f"the list {key!r} {text}.")
 
 
 def readable_records(
-    rows: list[Any], key: str, place: Place
+    rows: list[Any], key: str, location: Location
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Find the readable records of a list, and faults of their fields and ids."""
+    """Find the readable records of a list, and problems of their fields and ids."""
     is_sound, label = _are_sound(rows, key), LISTS[key]
     kept, findings = [*rows] if is_sound else [], []
     for position, row in enumerate(() if is_sound else rows):
         number = f"number {position + 1} of the list"
         if type(row) is not dict:
             text = f"expected an object with fields, got {row!r:.80}."
-            findings.append(place.finding("wrong-type", f"{label} {number}", text))
+            findings.append(location.finding("wrong-type", f"{label} {number}", text))
             continue
-        faults = {k: f for k, f in _FIELDS[key].items() if not f.accepts(row.get(k))}
-        if not any(field.is_link for field in faults.values()):
+        problems = {k: f for k, f in FIELDS[key].items() if not f.accepts(row.get(k))}
+        if not any(field.is_link for field in problems.values()):
             kept.append(row)
-        record = f"{label} {row['id'] if _ID.accepts(row.get('id')) else number}"
-        for name, field in faults.items():
+        record = f"{label} {row['id'] if ID.accepts(row.get('id')) else number}"
+        for name, field in problems.items():
             kind, text = "missing-field", f"{name!r} is missing; add it to the record."
             if (value := row.get(name)) is not None:
                 kind = "wrong-type"
                 text = f"{name} must be {field.words}, got {value!r:.80}."
-            findings.append(place.finding(kind, record, text))
-    ids = [found for row in kept if type(found := row.get("id")) in _ID.types]
+            findings.append(location.finding(kind, record, text))
+    ids = [found for row in kept if type(found := row.get("id")) in ID.types]
     for value, count in Counter(ids).items() if len({*ids}) < len(ids) else ():
         if count > 1:
             text = (
@@ -354,31 +313,21 @@ def readable_records(
                 "replace the other. Give every record its own id."
             )
             kind = f"duplicate-{label}-id"
-            findings.append(place.finding(kind, f"{label} {value}", text))
-    return kept, capped(findings)
+            findings.append(location.finding(kind, f"{label} {value}", text))
+    return kept, truncate_findings(findings)
 
 
 def _are_sound(rows: list[Any], key: str) -> bool:
     """Whether all records are readable: column by column, as files may be large."""
     if not {*map(type, rows)} <= {dict}:
         return False
-    for name, field in _FIELDS[key].items():
+    for name, field in FIELDS[key].items():
         column = [row.get(name) for row in rows]
         if not {*map(type, column)} <= {*field.types}:
             return False
         if field.test is not None and not all(map(field.test, {*column})):
             return False
     return True
-
-
-def is_box(box: Any) -> bool:
-    """Whether a JSON value is a list of four numbers."""
-    return isinstance(box, list) and len(box) == 4 and {*map(type, box)} <= NUMBERS
-
-
-def is_number(value: Any) -> bool:
-    """Whether a JSON value is a number, including NaN and infinity."""
-    return type(value) in NUMBERS
 
 
 def _name(category: Mapping[str, Any]) -> str:
@@ -405,10 +354,10 @@ def _without_headings(
 
 
 def _check_class_names(
-    categories: Sequence[Mapping[str, Any]], place: Place
+    categories: Sequence[Mapping[str, Any]], location: Location
 ) -> Iterator[Finding]:
     """Names shared by two categories."""
     for name, count in Counter(filter(None, map(_name, categories))).items():
         if count > 1:
             text = f"{count} categories have this name. Give each class one category."
-            yield place.finding("duplicate-class-name", f"class {name!r}", text)
+            yield location.finding("duplicate-class-name", f"class {name!r}", text)

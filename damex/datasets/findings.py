@@ -1,4 +1,4 @@
-"""Findings about data: their kinds, and the files they refer to.
+"""Findings about data: their rules, and the files they refer to.
 
 `damex data check` prints them, and the loader raises the first error.
 """
@@ -19,140 +19,87 @@ LEVELS = ("error", "warning", "info")
 MAX_LISTED = 1000
 
 
-class Kind(NamedTuple):
-    """Default level of a kind of finding, and its meaning."""
+class Rule(NamedTuple):
+    """Default level of the findings of a rule, and their meaning."""
 
     level: str
     meaning: str
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+RULES: Mapping[str, Rule] = MappingProxyType(
     {
         # The annotation file.
-        "file-missing": Kind("error", "the annotation file is missing"),
-        "not-json": Kind("error", "the annotation file is not JSON"),
-        "missing-list": Kind("error", "no `images`, `annotations` or `categories`"),
-        "wrong-type": Kind("error", "a record or a field has the wrong type"),
-        "missing-field": Kind("error", "a record lacks a field that COCO promises"),
-        "split-missing": Kind("error", "the config uses a split that the entry lacks"),
-        "not-loaded": Kind("error", "the entry or its dataset class cannot load"),
-        "not-checked": Kind("info", "checks that were not run, and why"),
-        "left-out": Kind("warning", "records that reading the folder left out"),
-        "noted": Kind("info", "what reading the folder changed or assumed"),
+        "file-missing": Rule("error", "the annotation file is missing"),
+        "not-json": Rule("error", "the annotation file is not JSON"),
+        "missing-list": Rule("error", "no `images`, `annotations` or `categories`"),
+        "wrong-type": Rule("error", "a record or a field has the wrong type"),
+        "missing-field": Rule("error", "a record lacks a field that COCO promises"),
+        "split-missing": Rule("error", "the config uses a split that the entry lacks"),
+        "not-loaded": Rule("error", "the entry or its dataset class cannot load"),
+        "not-checked": Rule("info", "checks that were not run, and why"),
+        "left-out": Rule("warning", "records that reading the folder left out"),
+        "noted": Rule("info", "what reading the folder changed or assumed"),
         # Ids.
-        "duplicate-image-id": Kind("error", "two images have one id"),
-        "duplicate-annotation-id": Kind("error", "two annotations have one id"),
-        "duplicate-category-id": Kind("error", "two categories have one id"),
-        "duplicate-file-name": Kind("warning", "two image records name the same file"),
-        "unknown-image-id": Kind("warning", "an annotation of an unlisted image"),
-        "unknown-category-id": Kind("warning", "an annotation of an unlisted class"),
+        "duplicate-image-id": Rule("error", "two images have one id"),
+        "duplicate-annotation-id": Rule("error", "two annotations have one id"),
+        "duplicate-category-id": Rule("error", "two categories have one id"),
+        "duplicate-file-name": Rule("warning", "two image records name the same file"),
+        "unknown-image-id": Rule("warning", "an annotation of an unlisted image"),
+        "unknown-category-id": Rule("warning", "an annotation of an unlisted class"),
         # Boxes.
-        "box-format": Kind("error", "`bbox` is not a list of four numbers"),
-        "box-not-finite": Kind("error", "a box with NaN or infinity"),
-        "box-negative": Kind("error", "a negative width or height"),
-        "box-outside": Kind("error", "a box entirely outside of its image"),
-        "box-partly-outside": Kind("warning", "over 1 px beyond the border: clipped"),
-        "box-zero-size": Kind("warning", "a side of 0 px: left out of training"),
-        "box-thin": Kind("warning", "thinner than 1 px: left out of training"),
-        "box-tiny": Kind(
+        "box-format": Rule("error", "`bbox` is not a list of four numbers"),
+        "box-not-finite": Rule("error", "a box with NaN or infinity"),
+        "box-negative": Rule("error", "a negative width or height"),
+        "box-outside": Rule("error", "a box entirely outside of its image"),
+        "box-partly-outside": Rule("warning", "over 1 px beyond the border: clipped"),
+        "box-zero-size": Rule("warning", "a side of 0 px: left out of training"),
+        "box-thin": Rule("warning", "thinner than 1 px: left out of training"),
+        "box-tiny": Rule(
             "info", "a class with 10% or more of its boxes below 4 px in training"
         ),
-        "box-xyxy": Kind("error", "boxes look like x1, y1, x2, y2"),
-        "box-normalised": Kind("error", "boxes look like shares of the image"),
-        "box-ignored": Kind("warning", "marked `ignore`: left out of training"),
-        "duplicate-box": Kind("warning", "the same box of the same class twice"),
-        "area-missing": Kind("info", "no `area`; it is taken from the box"),
-        "area-zero": Kind("warning", "`area` is 0 or less: left out of training"),
-        "area-inconsistent": Kind("warning", "`area` does not fit the box"),
+        "box-xyxy": Rule("error", "boxes look like x1, y1, x2, y2"),
+        "box-normalised": Rule("error", "boxes look like shares of the image"),
+        "box-ignored": Rule("warning", "marked `ignore`: left out of training"),
+        "duplicate-box": Rule("warning", "the same box of the same class twice"),
+        "area-missing": Rule("info", "no `area`; it is taken from the box"),
+        "area-zero": Rule("warning", "`area` is 0 or less: left out of training"),
+        "area-inconsistent": Rule("warning", "`area` does not fit the box"),
         # Classes.
-        "duplicate-class-name": Kind("error", "two categories have one name"),
-        "similar-class-names": Kind("warning", "names that may mean one class"),
-        "dummy-class": Kind("warning", "a category that is not a class of objects"),
-        "unused-class": Kind("warning", "a class without boxes"),
-        "class-only-in-val": Kind("warning", "boxes in val or test, none in train"),
-        "class-only-in-train": Kind("info", "boxes in train, none in val: no score"),
-        "class-not-in-file": Kind("error", "val or test does not list a class"),
-        "class-not-in-train": Kind("warning", "val lists a class that train does not"),
-        "few-boxes": Kind("warning", "a class with fewer than 10 boxes in train"),
-        "unknown-class": Kind("error", "`classes` or `rename` lists an unknown class"),
-        "class-not-used": Kind("info", "boxes of a class that the entry leaves out"),
+        "duplicate-class-name": Rule("error", "two categories have one name"),
+        "similar-class-names": Rule("warning", "names that may mean one class"),
+        "dummy-class": Rule("warning", "a category that is not a class of objects"),
+        "unused-class": Rule("warning", "a class without boxes"),
+        "class-only-in-val": Rule("warning", "boxes in val or test, none in train"),
+        "class-only-in-train": Rule("info", "boxes in train, none in val: no score"),
+        "class-not-in-file": Rule("error", "val or test does not list a class"),
+        "class-not-in-train": Rule("warning", "val lists a class that train does not"),
+        "few-boxes": Rule("warning", "a class with fewer than 10 boxes in train"),
+        "unknown-class": Rule("error", "`classes` or `rename` lists an unknown class"),
+        "class-not-used": Rule("info", "boxes of a class that the entry leaves out"),
         # Images and their boxes.
-        "no-images": Kind("error", "an annotation file without images"),
-        "nothing-to-train": Kind("error", "no box in train that training can use"),
-        "image-without-boxes": Kind("info", "an image without boxes"),
-        "many-boxes": Kind("warning", "more boxes than the detector has queries"),
+        "no-images": Rule("error", "an annotation file without images"),
+        "nothing-to-train": Rule("error", "no box in train that training can use"),
+        "image-without-boxes": Rule("info", "an image without boxes"),
+        "many-boxes": Rule("warning", "more boxes than the detector has queries"),
         # Image files.
-        "folder-missing": Kind("error", "the folder of images does not exist"),
-        "image-missing": Kind("error", "the image file does not exist"),
-        "image-empty": Kind("error", "an image file of 0 bytes"),
-        "image-unreadable": Kind("error", "a file that training cannot decode"),
-        "image-truncated": Kind("error", "an image file that ends too early"),
-        "image-size": Kind("error", "width or height is off by more than 1 px"),
-        "image-elongated": Kind("error", "the resize of the config leaves 0 px of it"),
-        "image-rotated": Kind("error", "EXIF rotates the image but not its boxes"),
-        "image-depth": Kind("warning", "more than 8 bits per channel: mapped to 8"),
-        "image-suffix": Kind("info", "the content does not match the suffix"),
+        "folder-missing": Rule("error", "the folder of images does not exist"),
+        "image-missing": Rule("error", "the image file does not exist"),
+        "image-empty": Rule("error", "an image file of 0 bytes"),
+        "image-unreadable": Rule("error", "a file that training cannot decode"),
+        "image-truncated": Rule("error", "an image file that ends too early"),
+        "image-size": Rule("error", "width or height is off by more than 1 px"),
+        "image-elongated": Rule("error", "the resize of the config leaves 0 px of it"),
+        "image-rotated": Rule("error", "EXIF rotates the image but not its boxes"),
+        "image-depth": Rule("warning", "more than 8 bits per channel: mapped to 8"),
+        "image-suffix": Rule("info", "the content does not match the suffix"),
         # Across images.
-        "leak-identical": Kind("warning", "a training image is also in val or test"),
-        "leak-near": Kind("warning", "a val or test image looks like a training image"),
-        "duplicate-image": Kind("warning", "two files with the same content"),
-        "near-duplicate-image": Kind("info", "two images that look the same"),
-        "fixed-camera": Kind("info", "images that look alike but show other objects"),
+        "leak-identical": Rule("warning", "a training image is also in val or test"),
+        "leak-near": Rule("warning", "a val or test image looks like a training image"),
+        "duplicate-image": Rule("warning", "two files with the same content"),
+        "near-duplicate-image": Rule("info", "two images that look the same"),
+        "fixed-camera": Rule("info", "images that look alike but show other objects"),
     }
 )
-
-_BOX = "the box [x, y, width, height] = {record[bbox]} "
-_CORRECT = "Correct the record, or remove it."
-# Messages about single records; see `Records.each`.
-TEXTS: Mapping[str, str] = MappingProxyType(
-    {
-        "unknown-image-id": (
-            "image_id {record[image_id]!r} is not that of an image: the box is left "
-            "out. Correct it (a number and a text are different ids), or remove the "
-            "record."
-        ),
-        "unknown-category-id": (
-            "category_id {record[category_id]!r} is not listed: the box is left out. "
-            "Expected one of {known}. Correct it, or add the category."
-        ),
-        "duplicate-file-name": (
-            "{other} has the same file_name {record[file_name]!r}; each would teach "
-            "that the objects of the other are background. Merge the two."
-        ),
-        "image-without-boxes": (
-            "{image} has no box: training leaves it out, evaluation does not. Nothing "
-            "to do if it shows no object."
-        ),
-        "many-boxes": (
-            "{image} has {count} boxes, and the detector has {limit} queries, each of "
-            "which finds one object at most. Set model.num_queries higher, or cut the "
-            "image into tiles."
-        ),
-        "box-format": "bbox must be [x, y, width, height] in pixels, got {box}.",
-        "box-not-finite": f"{_BOX}must have finite numbers. {_CORRECT}",
-        "box-negative": (
-            f"{_BOX}has a negative width or height; expected both above 0. {{advice}}"
-        ),
-        "box-outside": f"{_BOX}lies outside of the image ({{size}}). {{advice}}",
-        "box-zero-size": f"{_BOX}has a side of 0: training leaves it out. {_CORRECT}",
-        "box-thin": f"{_BOX}has a side below 1 px: training leaves it out. {_CORRECT}",
-        "box-partly-outside": (
-            f"{_BOX}reaches over the border of the image ({{size}}): training clips it."
-            f" {_CORRECT}"
-        ),
-        "box-ignored": f"{_BOX}is marked 'ignore': training leaves it out.",
-        "area-zero": (
-            f"{_BOX}has the area {{record[area]:g}}, expected above 0: training leaves "
-            "it out. Correct it."
-        ),
-        "area-inconsistent": (
-            f"{_BOX}has the area {{record[area]:g}}, expected {{expected}}. Correct it."
-        ),
-        "duplicate-box": f"{_BOX}is that of {{first}}, too. Remove one of them.",
-    }
-)
-# The kinds among them that are about images, not annotations.
-OF_IMAGES = ("duplicate-file-name", "image-without-boxes", "many-boxes")
 
 
 @dataclass(frozen=True)
@@ -161,9 +108,9 @@ class Finding:
 
     Args:
         level: ``error``, ``warning`` or ``info``.
-        kind: One of ``KINDS``.
+        kind: Name of the rule, of ``RULES``.
         record: Record in the file, such as ``annotation 17``; None for the whole file.
-        message: Problem, place, expectation, and advice.
+        message: Problem, location, expectation, and advice.
         count: Number of records that it covers.
     """
 
@@ -181,7 +128,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The annotation file of one split.
 
     ``root`` is a converted folder, whose files are then named. Errors are warnings if
@@ -195,8 +142,8 @@ class Place:
     is_file: bool = True
 
     @classmethod
-    def of(cls, dataset: str, path: object, *, split: str, root: str = "") -> Place:
-        """The place of a COCO file, which may be the conversion of a folder."""
+    def of(cls, dataset: str, path: object, *, split: str, root: str = "") -> Location:
+        """The location of a COCO file, which may be the conversion of a folder."""
         file = f"{root} ({split})" if root else str(Path(str(path)))
         return cls(dataset, file, split, root)
 
@@ -213,7 +160,7 @@ class Place:
     ) -> Finding:
         """A finding about this file or ``file``, as DATASET: FILE: RECORD of OWNER."""
         file = file or self.file
-        usual = KINDS[kind].level
+        usual = RULES[kind].level
         usual = "warning" if usual == "error" and not self.is_file else usual
         what = file + (f": {record}" if record else "")
         what += f" of {owner}" if owner else ""
@@ -236,7 +183,7 @@ def raise_first(findings: Iterable[Finding]) -> None:
             raise DataError(finding.message)
 
 
-def capped(findings: Iterable[Finding]) -> list[Finding]:
+def truncate_findings(findings: Iterable[Finding]) -> list[Finding]:
     """At most ``MAX_LISTED`` findings of each level and kind, and a count of others."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
@@ -247,7 +194,7 @@ def capped(findings: Iterable[Finding]) -> list[Finding]:
         kept += group[:MAX_LISTED]
         count = sum(finding.count for finding in group[MAX_LISTED:])
         if count:
-            place = Place(dataset, group[0].file)
+            location = Location(dataset, group[0].file)
             text = f"{count} more like the {MAX_LISTED} that are listed."
-            kept.append(place.finding(kind, None, text, level=level, count=count))
+            kept.append(location.finding(kind, None, text, level=level, count=count))
     return kept

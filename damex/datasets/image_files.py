@@ -19,7 +19,7 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from damex.datasets.findings import KINDS, Finding, Place
+from damex.datasets.findings import RULES, Finding, Location
 from damex.datasets.pixels import decode, read_stored
 
 _OPENCV_PIXELS = 1 << 30  # OpenCV's limit
@@ -136,7 +136,7 @@ class ImageRecord(NamedTuple):
     ``is_used``: the split loads it (training may skip images without boxes).
     """
 
-    place: Place
+    location: Location
     record: str
     path: Path
     size: Size | None
@@ -147,24 +147,24 @@ class ImageRecord(NamedTuple):
     @property
     def split(self) -> str:
         """``train``, ``val`` or ``test``."""
-        return self.place.split
+        return self.location.split
 
     def finding(self, kind: str, text: str, level: str | None = None) -> Finding:
         """A finding about the image file; not an error if the file is never loaded."""
-        level = level or KINDS[kind].level
+        level = level or RULES[kind].level
         level = "warning" if level == "error" and not self.is_used else level
-        source = f"{self.record} of {self.place.file}"
+        source = f"{self.record} of {self.location.file}"
         message = f"the {self.split} image {self.path} {text} ({source})"
-        found = self.place.finding(kind, self.record, "", level=level)
-        name = f"dataset {self.place.dataset!r}"
+        found = self.location.finding(kind, self.record, "", level=level)
+        name = f"dataset {self.location.dataset!r}"
         return replace(found, file=str(self.path), message=f"{name}: {message}")
 
 
-class Look(NamedTuple):
+class ImageInfo(NamedTuple):
     """The content of an image file.
 
     Args:
-        fault: Kind, text and optional level of a finding; None for a valid image.
+        problem: Kind, text and optional level of a finding; None for a valid image.
         format: PIL's name of the format.
         size: Width and height as stored.
         orientation: EXIF orientation, 1 to 8; 1 is upright.
@@ -174,7 +174,7 @@ class Look(NamedTuple):
         gradient: See ``gradient_of``; to find near-duplicates.
     """
 
-    fault: tuple[str, str] | tuple[str, str, str | None] | None
+    problem: tuple[str, str] | tuple[str, str, str | None] | None
     format: str = ""
     size: tuple[int, int] = (0, 0)
     orientation: int = 1
@@ -184,7 +184,7 @@ class Look(NamedTuple):
     gradient: np.ndarray | None = None
 
 
-def check_image(image: ImageRecord) -> Iterator[Finding]:
+def check_image_file(image: ImageRecord) -> Iterator[Finding]:
     """All findings about one image file on its own."""
     if is_remote(image.path):
         return
@@ -192,10 +192,10 @@ def check_image(image: ImageRecord) -> Iterator[Finding]:
         yield missing_file(image, None)
         return
     with images_of_any_size():
-        look = look_at_header(image.path)
-    if look.fault is None and not is_decoded(image.path.read_bytes()):
+        look = probe_image(image.path)
+    if look.problem is None and not is_decoded(image.path.read_bytes()):
         look = truncated("OpenCV refuses it")
-    yield from check_look(image, look)
+    yield from check_image(image, look)
 
 
 def is_decoded(content: bytes) -> bool:
@@ -203,10 +203,10 @@ def is_decoded(content: bytes) -> bool:
     return decode(content) is not None
 
 
-def truncated(reason: object, *, level: str | None = None) -> Look:
+def truncated(reason: object, *, level: str | None = None) -> ImageInfo:
     """Result for a file that can only be read in part."""
     text = f"cannot be decoded to its end ({reason}). Replace the file."
-    return Look(("image-truncated", text, level))
+    return ImageInfo(("image-truncated", text, level))
 
 
 def missing_file(image: ImageRecord, near: str | None) -> Finding:
@@ -220,30 +220,30 @@ def missing_file(image: ImageRecord, near: str | None) -> Finding:
     return image.finding("image-missing", text)
 
 
-def look_at_header(path: Path) -> Look:
+def probe_image(path: Path) -> ImageInfo:
     """Read size, format and orientation without decoding the pixels."""
     advice = "Replace the file, or remove it from the annotation file."
     try:
         size = path.stat().st_size
         if size == 0:
-            return Look(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
+            return ImageInfo(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
         found = read_stored(path)
     except Exception as error:  # PIL's readers raise anything
         known = f"({path.stat().st_size} bytes) " if path.is_file() else ""
         is_plain = isinstance(error, UnidentifiedImageError)
         text = f"{known}cannot be decoded{'' if is_plain else f': {error}'}. {advice}"
-        return Look(("image-unreadable", text))
+        return ImageInfo(("image-unreadable", text))
     if not cv2.haveImageReader(str(path)):
         kind = found.format
         text = f"is a {kind} file, which OpenCV does not read. Convert it to PNG."
-        return Look(("image-unreadable", text))
-    return Look(None, found.format, found.size, found.orientation, found.is_deep)
+        return ImageInfo(("image-unreadable", text))
+    return ImageInfo(None, found.format, found.size, found.orientation, found.is_deep)
 
 
-def check_look(image: ImageRecord, look: Look) -> Iterator[Finding]:
+def check_image(image: ImageRecord, look: ImageInfo) -> Iterator[Finding]:
     """Compare a file with its record."""
-    if look.fault is not None:
-        yield image.finding(*look.fault)
+    if look.problem is not None:
+        yield image.finding(*look.problem)
         return
     if image.size is not None:
         yield from _check_size(image, look, image.size)
@@ -260,7 +260,7 @@ def check_look(image: ImageRecord, look: Look) -> Iterator[Finding]:
         yield image.finding("image-suffix", text)
 
 
-def _check_size(image: ImageRecord, look: Look, stated: Size) -> Iterator[Finding]:
+def _check_size(image: ImageRecord, look: ImageInfo, stated: Size) -> Iterator[Finding]:
     """Infer from the record's size whether its boxes fit the image as loaded."""
     shown = Header(*look.size, look.orientation).shown
     # OpenCV also rotates TIFF when asked not to.

@@ -90,8 +90,8 @@ class LabelFile:
         """Build from a parsed file called ``where``; ConfigError if it is invalid."""
         if not isinstance(content, Mapping):
             raise ConfigError(f"{where} must hold {FORM}, got {content!r}.")
-        for fault in _faults(content):
-            raise ConfigError(f"{where}{fault}")
+        for problem in _problems(content):
+            raise ConfigError(f"{where}{problem}")
         datasets = {name: dict(row) for name, row in content["datasets"].items()}
         return cls(datasets, content.get("unlisted", "union"), where)
 
@@ -169,8 +169,8 @@ class LabelFile:
         return kept
 
 
-def _faults(content: Mapping[str, Any]) -> Iterator[str]:
-    """Faults of the content of a label file, to follow its name."""
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of the content of a label file, to follow its name."""
     for key in content:
         if key not in KEYS:
             yield f" has the unknown key {key!r}; {did_you_mean(key, KEYS)}"

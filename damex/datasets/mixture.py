@@ -22,7 +22,12 @@ from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from damex.datasets.findings import raise_first
-from damex.datasets.image_files import ImageRecord, check_image, check_scales, same_size
+from damex.datasets.image_files import (
+    ImageRecord,
+    check_image_file,
+    check_scales,
+    same_size,
+)
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mmdet_configs import (
     applies_exif,
@@ -159,7 +164,7 @@ class MixtureDataset(Dataset):
             if freezes:
                 gc.unfreeze()
         self._check = None  # it may hold all that it has seen
-        self._places = [spec.place(self.split) for spec in self.specs]
+        self._locations = [spec.location(self.split) for spec in self.specs]
         self._ends = list(accumulate(self.sizes))
         self._labels = [
             self.label_space.local_to_global(
@@ -227,7 +232,7 @@ class MixtureDataset(Dataset):
         try:
             packed = self.pipelines[source](info)
         except Exception:
-            raise_first(check_image(image))
+            raise_first(check_image_file(image))
             text = f"dataset {name!r}: the {self.split} pipeline failed on "
             print_log(f"{text}{image.path}:", logger="current", level=logging.ERROR)
             raise  # a bug in a transform: keep its traceback
@@ -240,7 +245,7 @@ class MixtureDataset(Dataset):
             )
         loaded = packed["data_samples"].metainfo.get("ori_shape")
         if loaded and image.size and not same_size(loaded[1::-1], image.size):
-            raise_first(check_image(image))
+            raise_first(check_image_file(image))
             raise DataError(
                 f"dataset {name!r}: {image.path} is {loaded[1]} x {loaded[0]} px as "
                 f"loaded, and {image.size[0]} x {image.size[1]} px by its annotation. "
@@ -252,12 +257,12 @@ class MixtureDataset(Dataset):
     def _image_record(self, info: Mapping[str, Any]) -> ImageRecord:
         """The image of a sample, for messages about its file."""
         source, _ = self.locate(info["sample_idx"])
-        place, path = self._places[source], Path(info["img_path"])
-        name = path.relative_to(place.root) if place.root else info.get("img_id")
+        location, path = self._locations[source], Path(info["img_path"])
+        name = path.relative_to(location.root) if location.root else info.get("img_id")
         width, height = info.get("width"), info.get("height")
         size = None if width is None or height is None else (width, height)
         return ImageRecord(
-            place, f"image {name}", path, size, self._applies_exif[source]
+            location, f"image {name}", path, size, self._applies_exif[source]
         )
 
     def _identity(self, spec: DatasetSpec) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class MixtureSampler(Sampler[SeededIndex]):
             shares=self.shares.tolist(),
         )
 
-    def take_over(self, order: dict[str, Any]) -> bool:
+    def load_state(self, order: dict[str, Any]) -> bool:
         """Continue in the order of an earlier run with any number of processes.
 
         If that number does not divide samples_per_epoch, epochs stay padded as in that
@@ -185,7 +185,7 @@ class MixtureSampler(Sampler[SeededIndex]):
         self.seed, self.total = order["seed"], order["total"]
         return True
 
-    def leave_out(
+    def skip_seen(
         self, epoch: int, passes: Sequence[Sequence[int]], batches: BatchSampler
     ) -> int:
         """Leave out the samples of an epoch that earlier parts of the run have seen.
@@ -224,7 +224,7 @@ class MixtureSampler(Sampler[SeededIndex]):
         samples = [SeededIndex(order[place], place) for place in row]
         return type(like)(_Row(self.dataset, samples), batch_size, like.drop_last)
 
-    def leave_out_first(self, samples: int) -> None:
+    def skip_first(self, samples: int) -> None:
         """Leave out the first ``samples`` of all processes in this run."""
         self._first_epoch, first = divmod(samples, self.total)
         rest = list(range(first, self.total))
@@ -320,20 +320,20 @@ def sampling_weights(
     given = [spec.weight for spec in dataset.specs]
     has_weights = given[0] is not None  # all or none have one
     sampling = sampling or ("explicit" if has_weights else "proportional")
-    fault = ""
+    problem = ""
     if sampling not in SAMPLINGS:
-        fault = f"sampling must be one of {SAMPLINGS}"
+        problem = f"sampling must be one of {SAMPLINGS}"
     elif has_weights and sampling != "explicit":
-        fault = "the mixture's entries have weight=...; remove them, or sampling"
+        problem = "the mixture's entries have weight=...; remove them, or sampling"
     elif sampling == "explicit" and not has_weights:
-        fault = "sampling='explicit' needs a weight=...; add it to all entries"
+        problem = "sampling='explicit' needs a weight=...; add it to all entries"
     elif (sampling == "temperature") != (temperature is not None):
-        fault = "temperature is for sampling='temperature', which needs it"
+        problem = "temperature is for sampling='temperature', which needs it"
     elif temperature is not None and not temperature >= 1:
-        fault = "temperature must be 1 or more"
-    if fault:
+        problem = "temperature must be 1 or more"
+    if problem:
         raise ConfigError(
-            f"MixtureSampler: {fault}; got sampling={sampling!r}, "
+            f"MixtureSampler: {problem}; got sampling={sampling!r}, "
             f"temperature={temperature!r}."
         )
     if sampling == "explicit":

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from mmengine.utils import is_abs
 
 from damex.datasets.coco_records import read_class_names
-from damex.datasets.findings import Place
+from damex.datasets.findings import Location
 from damex.datasets.formats.conversion import (
     Conversion,
     convert_entry,
-    fault_of_format,
+    problem_of_format,
     words_of,
 )
-from damex.datasets.formats.records import fault_of_names
+from damex.datasets.formats.records import problem_of_names
 from damex.datasets.mmdet_configs import (
     check_class,
     declared_classes,
@@ -118,8 +118,8 @@ class DatasetSpec:
                 f"train=..., val=..., img=...), got {entry!r}."
             )
         given = {key: value for key, value in entry.items() if value is not None}
-        for fault in _faults(given):
-            raise ConfigError(f"mixture[{position}]{fault}")
+        for problem in _problems(given):
+            raise ConfigError(f"mixture[{position}]{problem}")
         if "classes" in given:
             given["classes"] = tuple(given["classes"])
         if isinstance(img := given.get("img"), Mapping):
@@ -158,14 +158,14 @@ class DatasetSpec:
         """The folder that was converted; empty for COCO files."""
         return self.conversion.summary.root if self.root is not None else ""
 
-    def place(self, split: str) -> Place:
-        """The place of a split in findings: its annotation file, or dataset class."""
+    def location(self, split: str) -> Location:
+        """The location of a split: its annotation file or dataset class."""
         if (found := self.coco_source(split)) is not None:
             root = self.converted_root
-            return Place.of(self.name, found.annotations, split=split, root=root)
+            return Location.of(self.name, found.annotations, split=split, root=root)
         kind = leaves(self.dataset_config(split))[0]["type"]
         kind = kind if isinstance(kind, str) else kind.__name__
-        return Place(self.name, f"{kind} ({split})", split, is_file=False)
+        return Location(self.name, f"{kind} ({split})", split, is_file=False)
 
     def coco_source(self, split: str) -> CocoSource | None:
         """COCO file and image folder of a split; None if not given or not COCO."""
@@ -318,8 +318,8 @@ def _with_home(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return found
 
 
-def _faults(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Faults of an entry without its None values, to follow its place."""
+def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of an entry without its None values, to follow its place."""
     known = tuple(DatasetSpec.__dataclass_fields__)
     for key in entry:
         if key not in known:
@@ -329,11 +329,11 @@ def _faults(entry: Mapping[str, Any]) -> Iterator[str]:
         yield f".name must be a non-empty string without '/', got {name!r}."
     if name in RESERVED:
         yield f".name: {name!r} is {RESERVED[name]}; choose another name."
-    for fault in (*_faults_of_values(entry), *_faults_of_sources(entry)):
-        yield f" ({name!r}): {fault}"
+    for problem in (*_problems_of_values(entry), *_problems_of_sources(entry)):
+        yield f" ({name!r}): {problem}"
 
 
-def _faults_of_values(entry: Mapping[str, Any]) -> Iterator[str]:
+def _problems_of_values(entry: Mapping[str, Any]) -> Iterator[str]:
     for key, (kinds, words) in TYPES.items():
         value = entry.get(key)
         fits = value is None or isinstance(value, kinds)
@@ -342,14 +342,14 @@ def _faults_of_values(entry: Mapping[str, Any]) -> Iterator[str]:
         if not fits or (key == "classes" and {*map(type, value or ())} - {str}):
             yield f"{key} must be {words}, got {value!r}."
             return
-    if (fault := fault_of_names(entry.get("classes", ()))) is not None:
-        yield f"classes={entry['classes']!r}: {fault}."
+    if (problem := problem_of_names(entry.get("classes", ()))) is not None:
+        yield f"classes={entry['classes']!r}: {problem}."
     for own, new in entry.get("rename", {}).items():
         if not isinstance(new, str) or not new.strip():
             yield f"rename must give the class {own!r} a name, got {new!r}."
 
 
-def _faults_of_sources(entry: Mapping[str, Any]) -> Iterator[str]:
+def _problems_of_sources(entry: Mapping[str, Any]) -> Iterator[str]:
     has_root = "root" in entry
     for key in ("data_root", "img") if has_root else ("format", "val_share"):
         if entry.get(key, "") != "":
@@ -364,8 +364,8 @@ def _faults_of_sources(entry: Mapping[str, Any]) -> Iterator[str]:
                 f"with root, {split} is a split, folder, list of images or annotation "
                 f"file inside of it, got {entry[split]!r}."
             )
-    if (fault := fault_of_format(entry.get("format"))) is not None:
-        yield fault
+    if (problem := problem_of_format(entry.get("format"))) is not None:
+        yield problem
     if not {"root", *SPLITS} & entry.keys():
         yield (
             "no data; add root='<folder>', or data_root, train, val and img (see "

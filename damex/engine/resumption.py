@@ -230,7 +230,7 @@ class DataProgressHook(Hook):
         meta, batches = checkpoint["meta"], _batches_of(runner)
         progress = meta.get(KEY)
         is_known = progress is not None and batches is not None
-        if is_known and batches.sampler.take_over(progress["order"]):
+        if is_known and batches.sampler.load_state(progress["order"]):
             self._passes = progress["passes"]
             self._resume(runner, batches, checkpoint)
         elif not isinstance(loop, IterBasedTrainLoop) and (
@@ -257,7 +257,7 @@ class DataProgressHook(Hook):
                 "adapt to it."
             )
         if not isinstance(loop, IterBasedTrainLoop):
-            left = sampler.leave_out(meta["epoch"], self._passes, batches)
+            left = sampler.skip_seen(meta["epoch"], self._passes, batches)
             length = len(loop.dataloader)
             loop._max_iters = loop.max_epochs * length  # same epoch length as before
             meta["iter"] = (meta["epoch"] + 1) * length - left
@@ -265,7 +265,7 @@ class DataProgressHook(Hook):
                 _reschedule(runner, checkpoint, length=length)
         elif sampler.infinite and type(batches) is BatchSampler:
             samples = sum(world * size * used for world, size, used in self._passes)
-            sampler.leave_out_first(samples)
+            sampler.skip_first(samples)
         elif then != now:
             runner.logger.warning(
                 "--resume: which images were seen is known only with train_dataloader."

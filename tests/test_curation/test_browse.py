@@ -23,8 +23,8 @@ from damex.curation.samples import (
     view_of,
 )
 from damex.curation.sources import Source
-from damex.datasets.coco_checks import Expectations
-from damex.datasets.findings import Place
+from damex.datasets.coco_schema import Expectations
+from damex.datasets.findings import Location
 from damex.datasets.image_files import images_of_any_size
 from damex.datasets.spec import CocoSource
 from damex.drawing import palette
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_has_a_note_or_an_empty_tile(browse, dataset):
 def view(dataset, num_samples, seed=0):
     dataset.write()
     paths = CocoSource(dataset.root / "train.json", dataset.root / "images")
-    source = Source.of_file(Place("street", str(paths.annotations)), paths)
+    source = Source.of_file(Location("street", str(paths.annotations)), paths)
     rng = random.Random(seed)
     return view_of(source, Expectations(), {}, num_samples, rng)
 

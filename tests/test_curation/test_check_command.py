@@ -10,7 +10,7 @@ from damex.commandline.data import data
 from damex.commandline.run import run_command
 from damex.curation.check import check_config
 from damex.datasets.coco import NamedCocoDataset
-from damex.datasets.findings import MAX_LISTED, Place, capped
+from damex.datasets.findings import MAX_LISTED, Location, truncate_findings
 from damex.datasets.mixture import MixtureDataset
 from damex.errors import DataError
 from tests.test_curation.conftest import CLASSES, SIZE, picture
@@ -266,8 +266,8 @@ def test_many_findings_of_a_kind_end_in_their_number(dataset):
 
 
 def test_capped_counts_each_kind_by_itself():
-    place = Place("street", "train.json")
+    place = Location("street", "train.json")
     many = [place.finding("image-missing", str(i), "") for i in range(MAX_LISTED + 7)]
-    kept = capped([*many, place.finding("image-empty", "1", "")])
+    kept = truncate_findings([*many, place.finding("image-empty", "1", "")])
     assert [f.count for f in kept if f.record is None] == [7]
     assert sum(f.count for f in kept) == MAX_LISTED + 8

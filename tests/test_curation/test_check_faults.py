@@ -17,10 +17,10 @@ from PIL import Image
 from damex.curation.labels import count_classes
 from damex.curation.sources import expectations
 from damex.datasets.coco import NamedCocoDataset
-from damex.datasets.coco_checks import Expectations, check_coco
-from damex.datasets.coco_records import read_coco
-from damex.datasets.findings import KINDS, LEVELS, Place
-from damex.datasets.image_files import ImageRecord, check_image
+from damex.datasets.coco_checks import check_coco
+from damex.datasets.coco_schema import Expectations
+from damex.datasets.findings import LEVELS, RULES, Location
+from damex.datasets.image_files import ImageRecord, check_image_file
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.mmdet_configs import image_scales
 from damex.datasets.spec import DatasetSpec, parse_mixture
@@ -419,7 +419,7 @@ def test_a_fault_is_found_alone_and_refused_if_it_is_an_error(dataset, fault):
     """The loader raises an error if and only if the check has one."""
     kind, place, plant, *options = fault
     check = dict(*options)
-    level = check.pop("level", KINDS[kind].level)
+    level = check.pop("level", RULES[kind].level)
     record, file = place if isinstance(place, tuple) else (place, "train.json")
     plant(dataset)
     [found] = dataset.check(**check)
@@ -626,8 +626,8 @@ def test_no_value_stops_the_check(seed):
     for _ in range(3):
         random_mutation(rng, mutated)
     expected = Expectations(scales=((48, 48),), num_queries=2)
-    _, findings = check_coco(mutated, Place("street", "train.json"), expected)
-    assert all(f.level in LEVELS and f.kind in KINDS for f in findings)
+    _, findings = check_coco(mutated, Location("street", "train.json"), expected)
+    assert all(f.level in LEVELS and f.kind in RULES for f in findings)
     json.dumps([finding.to_json() for finding in findings], allow_nan=False)
 
 
@@ -697,8 +697,8 @@ def test_a_file_name_too_long_for_a_file_is_a_missing_image(dataset):
     dataset.train["images"][0]["file_name"] = "x" * 300
     kinds = [f.kind for f in dataset.check(quick=True) if f.level == "error"]
     assert kinds == ["image-missing"]
-    place = Place("street", "train.json")
-    [found] = check_image(ImageRecord(place, "image 1", Path("x" * 300), None))
+    place = Location("street", "train.json")
+    [found] = check_image_file(ImageRecord(place, "image 1", Path("x" * 300), None))
     assert found.kind == "image-missing"
 
 
@@ -711,14 +711,14 @@ def test_a_file_with_a_byte_order_mark_is_checked_and_loaded(dataset):
 def test_every_kind_has_its_fault():
     untested = {"not-checked", "similar-class-names", "left-out", "noted", "no-images"}
     untested |= {"image-depth"}  # in test_pixels.py
-    assert {kind for kind, *_ in FAULTS} == {*KINDS} - untested
+    assert {kind for kind, *_ in FAULTS} == {*RULES} - untested
 
 
 def test_the_documentation_lists_all_kinds():
     page = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
     rows = [
         f"| `{kind}` | {found.level} | {found.meaning} |"
-        for kind, found in KINDS.items()
+        for kind, found in RULES.items()
     ]
     listed = [
         row for row in page.read_text("utf-8").splitlines() if row.startswith("| `")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from damex.curation.classes import near_pairs, why_near
+from damex.curation.classes import similar_names, why_near
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_names_that_are_not_near(first, second):
 
 
 def test_pairs_of_a_list():
-    assert near_pairs(["car", "sofa", "cars", "couch", "car"]) == [
+    assert similar_names(["car", "sofa", "cars", "couch", "car"]) == [
         ("car", "cars", "plural"),
         ("sofa", "couch", "synonym"),
     ]

@@ -8,14 +8,16 @@ from mmdet.registry import TRANSFORMS
 from PIL import Image
 
 from damex.curation import images
-from damex.curation.images import NEAR, gradient_of, look_at, near_pairs
-from damex.datasets.findings import Place
-from damex.datasets.image_files import ImageRecord, Look, check_look
+from damex.curation.images import NEAR, gradient_of, near_duplicates, probe_images
+from damex.datasets.findings import Location
+from damex.datasets.image_files import ImageInfo, ImageRecord, check_image
 from tests.test_curation.conftest import SIZE, picture
 
 
 def record_of(path, size, **kwargs):
-    return ImageRecord(Place("street", "train.json"), "image 1", path, size, **kwargs)
+    return ImageRecord(
+        Location("street", "train.json"), "image 1", path, size, **kwargs
+    )
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
@@ -32,23 +34,23 @@ def test_no_error_is_what_the_loader_loads(tmp_path, suffix, orientation, color_
     for size in (SIZE, SIZE[::-1]):
         record = record_of(path, size, applies_exif=color_type == "color")
         for decode in (True, False):
-            [look] = look_at([record], decode=decode)
-            levels = {finding.level for finding in check_look(record, look)}
+            [look] = probe_images([record], decode=decode)
+            levels = {finding.level for finding in check_image(record, look)}
             assert ("error" in levels) == (size != (width, height))
 
 
 def test_opening_images_stops_when_time_is_over(tmp_path):
     path = tmp_path / "a.jpg"
     picture(1).save(path)
-    assert look_at([record_of(path, SIZE)] * 9, decode=False, seconds=-1) == []
+    assert probe_images([record_of(path, SIZE)] * 9, decode=False, seconds=-1) == []
 
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_aerial_images_are_no_attack(tmp_path, monkeypatch, decode):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     picture(1).save(tmp_path / "a.jpg")
-    [look] = look_at([record_of(tmp_path / "a.jpg", SIZE)], decode=decode)
-    assert (look.fault, look.size, bool(look.digest)) == (None, SIZE, decode)
+    [look] = probe_images([record_of(tmp_path / "a.jpg", SIZE)], decode=decode)
+    assert (look.problem, look.size, bool(look.digest)) == (None, SIZE, decode)
     assert Image.MAX_IMAGE_PIXELS == 100
 
 
@@ -116,9 +118,9 @@ def test_images_that_look_alike_are_leaks_if_their_boxes_agree(
 ):
     first = record_of(tmp_path / "a.jpg", SIZE, boxes=tuple(boxes))
     other = record_of(tmp_path / "b.jpg", SIZE, boxes=tuple(others))
-    other = other._replace(place=Place(dataset, "val.json", "val"))
+    other = other._replace(location=Location(dataset, "val.json", "val"))
     looks = [
-        Look(None, digest=digest, gradient=np.eye(9)[0]) for digest in (b"a", b"b")
+        ImageInfo(None, digest=digest, gradient=np.eye(9)[0]) for digest in (b"a", b"b")
     ]
     [found] = images.find_leaks([other, first], looks)
     assert (found.kind, found.dataset) == (kind, dataset)
@@ -132,7 +134,7 @@ def test_near_pairs_are_those_of_all_pairs(size):
         rows[600], rows[1200], rows[7] = rows[3], rows[5], rows[8]
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     expected = {(i, j) for i, j in np.argwhere(rows @ rows.T >= NEAR).tolist() if i < j}
-    assert {tuple(pair) for pair in near_pairs(rows).tolist()} == expected
+    assert {tuple(pair) for pair in near_duplicates(rows).tolist()} == expected
     assert size < 600 or {(3, 600), (5, 1200), (7, 8)} <= expected
 
 
@@ -156,8 +158,8 @@ def test_near_pairs_of_many_rows_are_found_without_comparing_all(monkeypatch):
 
     pairs_of_all = images._pairs
     monkeypatch.setattr(images, "_pairs", count)
-    assert near_pairs(rows).tolist() == pairs_of_all(rows).tolist()
-    assert len(near_pairs(rows)) >= 300
+    assert near_duplicates(rows).tolist() == pairs_of_all(rows).tolist()
+    assert len(near_duplicates(rows)) >= 300
     assert sum(compared[: len(compared) // 2]) < 0.5 * len(rows) ** 2
 
 
@@ -166,5 +168,5 @@ def test_where_all_images_are_near_all_are_compared_once(monkeypatch):
     rows = 1 + 0.01 * rng.standard_normal((600, 30))
     rows[1:300] = rows[0]
     rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-    assert len(near_pairs(rows)) == 600 * 599 / 2
+    assert len(near_duplicates(rows)) == 600 * 599 / 2
     assert len(images._buckets(rows)) == 1

@@ -360,7 +360,7 @@ def test_an_epoch_in_parts_is_the_whole_epoch(monkeypatch, kind, options, parts)
     passes, seen = [], Counter()
     for world_size in parts:
         batches = makers(monkeypatch, world_size, kind, **options)
-        left = {b.sampler.leave_out(1, passes, b) for b in batches}
+        left = {b.sampler.skip_seen(1, passes, b) for b in batches}
         assert left == {len(list(batches[0]))}
         used = 6 if len(passes) + 1 < len(parts) else None
         seen += read(batches, used)
@@ -375,7 +375,7 @@ def test_as_many_processes_go_on_with_their_own_batches(monkeypatch):
     whole = makers(monkeypatch, 2, AspectRatioBatchSampler)
     resumed = makers(monkeypatch, 2, AspectRatioBatchSampler)
     for before, after in zip(whole, resumed, strict=True):
-        after.sampler.leave_out(1, [[2, 2, 3], [2, 2, 2]], after)
+        after.sampler.skip_seen(1, [[2, 2, 3], [2, 2, 2]], after)
         expected = [[(int(i), i.seed) for i in batch] for batch in before][5:]
         assert [[(int(i), i.seed) for i in batch] for batch in after] == expected
 
@@ -384,7 +384,7 @@ def test_another_batch_size_leaves_the_same_samples(monkeypatch):
     (small,) = makers(monkeypatch, 1, AspectRatioBatchSampler)
     (large,) = makers(monkeypatch, 1, AspectRatioBatchSampler, batch_size=3)
     seen = read([small], 5)
-    assert large.sampler.leave_out(1, [[1, 2, 5]], large) == 21  # of 72 - 10 samples
+    assert large.sampler.skip_seen(1, [[1, 2, 5]], large) == 21  # of 72 - 10 samples
     (whole,) = makers(monkeypatch, 1, BatchSampler)
     assert seen + read([large]) == read([whole])
 
@@ -392,7 +392,7 @@ def test_another_batch_size_leaves_the_same_samples(monkeypatch):
 def test_what_cannot_be_shared_evenly_is_filled_up(monkeypatch):
     batches = makers(monkeypatch, 4, BatchSampler, batch_size=1)
     for batch in batches:
-        assert batch.sampler.leave_out(1, [[1, 1, 65]], batch) == 2  # 7 for 4
+        assert batch.sampler.skip_seen(1, [[1, 1, 65]], batch) == 2  # 7 for 4
     found = read(batches)
     assert found.total() == 8
     assert sorted(found.values()) == [1] * 6 + [2]
@@ -402,11 +402,11 @@ def test_a_longer_epoch_of_more_processes_stays_in_a_resumed_run(monkeypatch):
     four, one = (makers(monkeypatch, size, BatchSampler, samples=18) for size in (4, 1))
     assert [b[0].sampler.total for b in (four, one)] == [20, 18]
     one[0].sampler.seed = 99
-    assert one[0].sampler.take_over(four[0].sampler.order())
+    assert one[0].sampler.load_state(four[0].sampler.order())
     assert (len(one[0].sampler), len(one[0])) == (20, 10)
     assert read(one) == read(four)
     (other,) = makers(monkeypatch, 1, BatchSampler, samples=19)
-    assert not other.sampler.take_over(four[0].sampler.order())
+    assert not other.sampler.load_state(four[0].sampler.order())
     assert other.sampler.total == 19
 
 
@@ -419,7 +419,7 @@ def test_an_endless_run_goes_on_with_other_processes(monkeypatch, sizes):
     used = 24 + 6  # by 2 or 1 processes
     resumed = ranks(monkeypatch, after, PORTRAITS, **options)
     for sampler in resumed:
-        sampler.leave_out_first(used)
+        sampler.skip_first(used)
         sampler.skip(used // before)  # what mmengine asks for, of another number
     rows = [itertools.islice(sampler, 18 * 2 // after) for sampler in resumed]
     found = [sample for step in zip(*rows, strict=True) for sample in step]

@@ -13,15 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from damex.datasets.coco_records import (
-    LISTS,
-    Records,
-    is_box,
-    is_number,
-    parse_records,
-    read_json,
-)
-from damex.datasets.findings import Place, raise_first
+from damex.datasets.coco_records import Records, parse_records, read_json
+from damex.datasets.coco_schema import LISTS, is_box, is_number
+from damex.datasets.findings import Location, raise_first
 from damex.datasets.formats.records import (
     Box,
     Contents,
@@ -58,7 +52,7 @@ def _recognise(tree: Tree) -> str | None:
     return some(_files(tree)) or None
 
 
-def _fault(tree: Tree) -> str | None:
+def _problem(tree: Tree) -> str | None:
     """Why the first JSON file that is nearly COCO is not."""
     for path in tree.with_suffix(".json")[:_MANY_FILES]:
         try:
@@ -103,7 +97,7 @@ def _load(
     tree: Tree, path: str, options: Options, summary: Summary
 ) -> tuple[dict[str, Any], Records]:
     """A document and its readable records; DataError if its categories are faulty."""
-    place = Place("", str(tree.root / path))
+    place = Location("", str(tree.root / path))
     document, findings = read_json(tree.root / path, place)
     raise_first(findings)
     records, findings = parse_records(document, place, options.classes)
@@ -200,5 +194,5 @@ COCO = Format(
     looks_for="a .json with images, annotations and categories",
     recognise=_recognise,
     read=_read,
-    fault=_fault,
+    problem=_problem,
 )

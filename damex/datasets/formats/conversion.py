@@ -35,7 +35,7 @@ from damex.datasets.formats.records import (
 )
 from damex.datasets.formats.tables import CSV, WIDER_FACE
 from damex.datasets.formats.tree import SPLITS, Tree, parent
-from damex.datasets.formats.unread import fault_of_unread
+from damex.datasets.formats.unread import problem_of_unread
 from damex.datasets.formats.yolo import YOLO
 from damex.datasets.image_files import (
     Header,
@@ -93,8 +93,8 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     Raises:
         ConfigError: If the name is unknown, nothing fits, or several formats do.
     """
-    if (fault := fault_of_format(name)) is not None:
-        raise ConfigError(fault)
+    if (problem := problem_of_format(name)) is not None:
+        raise ConfigError(problem)
     if not tree.files:
         raise ConfigError(f"{tree.root} is empty; name the folder of a dataset.")
     known = [f for f in FORMATS if (f.guessed if name is None else f.name == name)]
@@ -108,16 +108,16 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     if not found:
         what = "in a format that damex knows" if name is None else f"of format {name!r}"
         wanted = "; ".join(f"{fmt.name}: {fmt.looks_for}" for fmt in known)
-        explain = (fault_of_unread, *(fmt.fault for fmt in known))
-        fault = next(filter(None, (function(tree) for function in explain)), None)
+        explain = (problem_of_unread, *(fmt.problem for fmt in known))
+        problem = next(filter(None, (function(tree) for function in explain)), None)
         raise ConfigError(
             f"{tree.root} holds no annotations {what}, but {tree.describe()}. "
-            f"{fault or f'Looked for {wanted}'}."
+            f"{problem or f'Looked for {wanted}'}."
         )
     return found[0]
 
 
-def fault_of_format(name: str | None) -> str | None:
+def problem_of_format(name: str | None) -> str | None:
     """Why a name is not that of a format; None if it is, or is None."""
     names = [fmt.name for fmt in FORMATS]
     if name is None or name in names:
@@ -291,18 +291,18 @@ def _valid_boxes(sample: Sample, header: Header, summary: Summary) -> list[Box] 
         x1, y1, x2, y2 = box.corners
         corners = (x1 * width, y1 * height, x2 * width, y2 * height)
         corners = turn_box(corners, header) if turned else corners
-        fault = _fault(corners, header.shown)
-        if fault is None and (box.label, corners) in valid:
-            fault = "boxes that occur twice"
-        if fault is None:
+        problem = _problem(corners, header.shown)
+        if problem is None and (box.label, corners) in valid:
+            problem = "boxes that occur twice"
+        if problem is None:
             valid[box.label, corners] = box._replace(corners=corners)
         else:
             colon = ":" if isinstance(box.place, int) else ": "
-            summary.drop(fault, f"{sample.source}{colon}{box.place}")
+            summary.drop(problem, f"{sample.source}{colon}{box.place}")
     return list(valid.values())
 
 
-def _fault(corners: Corners, size: tuple[int, int]) -> str | None:
+def _problem(corners: Corners, size: tuple[int, int]) -> str | None:
     """Why a box is invalid; None if it is valid."""
     x1, y1, x2, y2 = corners
     if not all(map(math.isfinite, corners)):

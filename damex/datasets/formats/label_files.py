@@ -53,11 +53,11 @@ def _recognise_voc(tree: Tree) -> str | None:
     return None
 
 
-def _fault_of_voc(tree: Tree) -> str | None:
+def _problem_of_voc(tree: Tree) -> str | None:
     for path in tree.with_suffix(".xml")[:_LOOKED_AT]:
-        fault = _parse_voc(tree, path)
-        if isinstance(fault, str) and not fault.startswith("<"):
-            return f"{path} is {fault}"
+        problem = _parse_voc(tree, path)
+        if isinstance(problem, str) and not problem.startswith("<"):
+            return f"{path} is {problem}"
     return None
 
 
@@ -149,20 +149,20 @@ def kind_of_line(line: str) -> str | None:
     return None
 
 
-def fault_of_line(line: str) -> str:
+def problem_of_line(line: str) -> str:
     """Quote a line and name the rule of the nearest format that it breaks."""
     words = line.split()
     no_numbers = [word for word in words if not numbers([word])]
     spaced = re.sub("[,;]", " ", line)
     if spaced != line and spaced.strip() and kind_of_line(spaced):
-        fault = "columns are separated by spaces, not by commas"
+        problem = "columns are separated by spaces, not by commas"
     elif len(words) in (15, 16):
         wrong = no_numbers[-1] if no_numbers else words[0]
-        fault = f"KITTI has a class and then numbers, not {wrong!r}"
+        problem = f"KITTI has a class and then numbers, not {wrong!r}"
     elif len(words) == 5 and no_numbers == words[:1]:
-        fault = "a YOLO label begins with the number of its class"
+        problem = "a YOLO label begins with the number of its class"
     elif len(words) == 6 and not no_numbers:
-        fault = (
+        problem = (
             "a YOLO label has 5 numbers; a 6th is the confidence of a detection, which "
             "is not ground truth, or the angle of a rotated box (write its 4 corners)"
         )
@@ -171,13 +171,13 @@ def fault_of_line(line: str) -> str:
         and not no_numbers
         and max(map(abs, numbers(words[1:]) or ())) > 1
     ):
-        fault = "YOLO coordinates are fractions of the image (0 to 1), not pixels"
+        problem = "YOLO coordinates are fractions of the image (0 to 1), not pixels"
     else:
-        fault = (
+        problem = (
             f"{len(words)} columns, but YOLO has 5 (class number, centre x, centre y, "
             "width, height), DOTA 9 or 10 (8 numbers, class, difficult), KITTI 15"
         )
-    return f"{line[:80]!r}: {fault}"
+    return f"{line[:80]!r}: {problem}"
 
 
 def _named_like_images(tree: Tree) -> list[str]:
@@ -191,7 +191,7 @@ def why_no_image(tree: Tree, path: str) -> str:
     return f"annotation files {'of several images' if several else 'without an image'}"
 
 
-def first_fault(tree: Tree) -> str | None:
+def first_problem(tree: Tree) -> str | None:
     """The first line, in a file named like an image, that is a label of no format.
 
     Without such files, that label files have other names.
@@ -199,7 +199,7 @@ def first_fault(tree: Tree) -> str | None:
     for path in _named_like_images(tree):
         for number, line in enumerate(tree.glanced(path), start=1):
             if line and kind_of_line(line) is None:
-                return f"{path}:{number}: {fault_of_line(line)}"
+                return f"{path}:{number}: {problem_of_line(line)}"
     labels = [path for path in tree.with_suffix(".txt") if kind_of_file(tree, path)]
     if labels and tree.images:
         return (
@@ -256,7 +256,7 @@ def _boxes_of_text(
             continue
         if kind_of_line(line) != kind:
             what = f"lines that are not {kind.upper()} labels"
-            summary.drop(what, f"{place}: {fault_of_line(line)}")
+            summary.drop(what, f"{place}: {problem_of_line(line)}")
             continue
         if words[0] == "DontCare":  # of KITTI
             summary.drop("DontCare regions", place)
@@ -355,14 +355,14 @@ VOC = Format(
     looks_for="Annotations/*.xml with images in JPEGImages/, or *.xml next to them",
     recognise=_recognise_voc,
     read=_read_voc,
-    fault=_fault_of_voc,
+    problem=_problem_of_voc,
 )
 KITTI = Format(
     name="kitti",
     looks_for="label_2/*.txt with 15 columns, with images in image_2/",
     recognise=lambda tree: recognise_kind(tree, "kitti"),
     read=_read_kitti,
-    fault=first_fault,
+    problem=first_problem,
 )
 KITTI_DETECTIONS = replace(KITTI, name="kitti_detections", guessed=False)
 DOTA = Format(
@@ -370,5 +370,5 @@ DOTA = Format(
     looks_for="labelTxt/*.txt with 8 coordinates and a class, with images in images/",
     recognise=lambda tree: recognise_kind(tree, "dota"),
     read=lambda tree, _, summary: _read_labels(tree, "dota", _dota_box, summary),
-    fault=first_fault,
+    problem=first_problem,
 )

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from damex.datasets.coco_records import flag_of
+from damex.datasets.coco_schema import flag_of
 from damex.datasets.formats.tree import SPLITS, Tree, some, stem
 from damex.errors import ConfigError, did_you_mean
 
@@ -185,7 +185,7 @@ class Format:
         looks_for: Required contents of the folder, for messages.
         recognise: Returns the evidence in a folder; None if it is not of this format.
         read: Returns the images, and counts drops.
-        fault: Explains why a folder that is nearly of the format is not recognized.
+        problem: Explains why a folder that is nearly of the format is not recognized.
         guessed: Whether it is recognized without ``format=``.
     """
 
@@ -193,7 +193,7 @@ class Format:
     looks_for: str
     recognise: Callable[[Tree], str | None]
     read: Callable[[Tree, Options, Summary], Contents]
-    fault: Callable[[Tree], str | None] = lambda _: None
+    problem: Callable[[Tree], str | None] = lambda _: None
     guessed: bool = True
 
 
@@ -218,7 +218,7 @@ def is_share(value: float) -> bool:
     return -1 <= value <= 2 or math.isnan(value)
 
 
-def fault_of_names(names: Sequence[str], word: str = "name") -> str | None:
+def problem_of_names(names: Sequence[str], word: str = "name") -> str | None:
     """Why names cannot number the classes, or None; ``word`` is a singular noun."""
     for number, name in enumerate(names, start=1):
         if not name.strip():

@@ -83,7 +83,7 @@ class _Table:
     box: tuple[str, ...]
     rows: list[tuple[int, list[str]]]
     header: bool = True
-    fault: str | None = None
+    problem: str | None = None
 
     def fields(self, row: Sequence[str], *columns: str) -> list[str]:
         """The fields of some columns; empty if the row is too short."""
@@ -106,7 +106,7 @@ def _recognise_csv(tree: Tree) -> str | None:
     return some(found) or None
 
 
-def _fault_of_csv(tree: Tree) -> str | None:
+def _problem_of_csv(tree: Tree) -> str | None:
     """Header of the first file, if it has no box columns."""
     for path in tree.with_suffix(".csv")[:1]:
         header = next(iter(tree.glanced(path, _LOOKED_AT)), "")
@@ -119,13 +119,15 @@ def _open(path: str, text: str) -> _Table | None:
     """Parse a file; None if it holds no boxes, such as a list of classes."""
     first = text.partition("\n")[0]
     reader = csv.reader(io.StringIO(text), delimiter=max(",;\t", key=first.count))
-    rows, fault = [], None
+    rows, problem = [], None
     try:
         for row in reader:
             if any(row):
                 rows.append((reader.line_num, [field.strip() for field in row]))
     except csv.Error as error:
-        fault = f'cannot be read beyond line {reader.line_num} ({error}); is a " lost?'
+        problem = (
+            f'cannot be read beyond line {reader.line_num} ({error}); is a " lost?'
+        )
     if not rows:
         return None
     header = rows[0][1]
@@ -137,17 +139,17 @@ def _open(path: str, text: str) -> _Table | None:
     }
     for box in _BOXES:
         if columns.keys() >= {"image", *box}:
-            return _Table(path, columns, box, rows[1:], fault=fault)
+            return _Table(path, columns, box, rows[1:], problem=problem)
     if not _has_image(header):
         return None
     places = {column: place for place, column in enumerate(_HEADERLESS)}
-    if fault is None and not _are_headerless(rows):
-        fault = (
+    if problem is None and not _are_headerless(rows):
+        problem = (
             "has no header, and its rows are not path,x1,y1,x2,y2,class. Put a first "
             "line such as filename,xmin,ymin,xmax,ymax,class (or filename,x,y,w,h,"
             "class) above it."
         )
-    return _Table(path, places, _CORNERS, rows, header=False, fault=fault)
+    return _Table(path, places, _CORNERS, rows, header=False, problem=problem)
 
 
 def _choose(
@@ -201,8 +203,8 @@ def _read_csv(tree: Tree, options: Options, summary: Summary) -> Contents:
     opened = (_open(path, tree.text(path)) for path in _tables(tree))
     tables = [table for table in opened if table is not None]
     for table in tables:
-        if table.fault is not None:
-            raise DataError(f"{tree.root / table.path} {table.fault}")
+        if table.problem is not None:
+            raise DataError(f"{tree.root / table.path} {table.problem}")
     for table in tables:
         samples, splits = _samples(tree, table, options, names, summary)
         own = tree.split_of_table(table.path, [table.path for table in tables])
@@ -347,7 +349,7 @@ CSV = Format(
     "without a header path,x1,y1,x2,y2,class",
     recognise=_recognise_csv,
     read=_read_csv,
-    fault=_fault_of_csv,
+    problem=_problem_of_csv,
 )
 WIDER_FACE = Format(
     name="wider_face",

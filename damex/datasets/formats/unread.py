@@ -28,7 +28,7 @@ _KEYS = (
 _SUFFIXES = {".tfrecord": "TFRecord", ".tfrecords": "TFRecord", ".ndjson": "NDJSON"}
 
 
-def fault_of_unread(tree: Tree) -> str | None:
+def problem_of_unread(tree: Tree) -> str | None:
     """A sentence that names the format of a folder and what to do; None if unknown."""
     for path, name in _found(tree):
         return (

@@ -19,11 +19,11 @@ from typing import Any
 import yaml
 
 from damex.datasets.formats.label_files import (
-    fault_of_line,
-    first_fault,
+    first_problem,
     is_yolo_shape,
     kind_of_file,
     kind_of_line,
+    problem_of_line,
     recognise_kind,
     why_no_image,
 )
@@ -35,8 +35,8 @@ from damex.datasets.formats.records import (
     Sample,
     Summary,
     enclosing_box,
-    fault_of_names,
     is_share,
+    problem_of_names,
 )
 from damex.datasets.formats.tree import (
     IMAGE_SUFFIXES,
@@ -193,9 +193,9 @@ def _is_default(tree: Tree, path: str) -> bool:
 def _from_list(tree: Tree, path: str) -> _Config:
     """Read a file with a class name per line."""
     names = "\n".join(tree.lines(path)).rstrip().split("\n")
-    if fault := fault_of_names(names, "line"):
+    if problem := problem_of_names(names, "line"):
         raise DataError(
-            f"{tree.root / path}: {fault}; line 1 names class 0, line 2 class 1, and "
+            f"{tree.root / path}: {problem}; line 1 names class 0, line 2 class 1, and "
             "so on. Correct the file."
         )
     return _Config(path, tuple(names))
@@ -269,8 +269,8 @@ def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
     count = content.get("nc", "")
     if count not in _NULLS and numbers([str(count)]) != (len(names),):
         raise ValueError(f"nc is {count}, and names lists {len(names)} classes")
-    if (fault := fault_of_names(names)) is not None:
-        raise ValueError(fault)
+    if (problem := problem_of_names(names)) is not None:
+        raise ValueError(problem)
     return names
 
 
@@ -389,13 +389,13 @@ def _boxes(
         values = numbers(words)
         if values is None or not is_yolo_shape(words):
             what = "lines that are not a box or polygon of a class"
-            summary.drop(what, f"{place}: {fault_of_line(line)}")
+            summary.drop(what, f"{place}: {problem_of_line(line)}")
         elif not values[0].is_integer() or not 0 <= values[0] < len(names):
             what = f"{place}: {words[0]}; there are 0 to {len(names) - 1}"
             summary.drop("boxes of an unknown class number", what)
         elif not all(map(is_share, values[1:])):
             what = "boxes that are not fractions of the image"
-            summary.drop(what, f"{place}: {fault_of_line(line)}")
+            summary.drop(what, f"{place}: {problem_of_line(line)}")
         else:
             shape = values[1:]
             if len(shape) == 4:
@@ -411,5 +411,5 @@ YOLO = Format(
     looks_for="data.yaml, or *.txt with a class number and 4 fractions per line",
     recognise=_recognise,
     read=_read,
-    fault=first_fault,
+    problem=first_problem,
 )
