@@ -28,6 +28,7 @@ from rich.progress import (
 )
 
 from damex import __version__
+from damex.datasets.entries import read_folders_once
 from damex.errors import ConfigError, DataError, did_you_mean, printable
 
 # Errors of libraries about invalid arguments.
@@ -140,7 +141,9 @@ def command(app: App, module: str, *examples: str) -> Callable[[Callable], Calla
                 print(f"damex {__version__}: loading ...", file=sys.stderr, flush=True)
             given = inspect.signature(options).bind(*args, **kwargs)
             given.apply_defaults()
-            return getattr(import_module(module), options.__name__)(**given.arguments)
+            with read_folders_once():
+                function = getattr(import_module(module), options.__name__)
+                return function(**given.arguments)
 
         # Help keeps line breaks: join the lines of an argument.
         run.__doc__ = re.sub(r"\n {8,}", " ", inspect.cleandoc(options.__doc__ or ""))

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from damex.config_files import CONFIGS
 from damex.datasets.coco_records import read_coco
+from damex.datasets.entries import Options, problem_of_names
 from damex.datasets.formats.conversion import convert_tree, open_root
-from damex.datasets.formats.records import Options, problem_of_names
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean, printable
 from damex.files import atomic_write, write_json

@@ -21,6 +21,7 @@ from damex.datasets.coco_boxes import usable_boxes
 from damex.datasets.coco_records import Records, read_json
 from damex.datasets.coco_schema import Expectations, is_number
 from damex.datasets.findings import Finding, Location
+from damex.datasets.formats import conversion  # noqa: F401 - readers of root=
 from damex.datasets.geometry import set_image_size
 from damex.datasets.image_files import ImageRecord, NamedBox
 from damex.datasets.mmdet_configs import (

@@ -22,6 +22,13 @@ from PIL import Image, UnidentifiedImageError
 from damex.datasets.findings import RULES, Finding, Location
 from damex.datasets.pixels import decode, read_stored
 
+IMAGE_SUFFIXES = frozenset(
+    {
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp"),
+        *(".gif", ".ppm", ".pgm", ".jp2"),
+    }
+)
+_SKIPPED_FOLDERS = frozenset({"__MACOSX", "__pycache__"})
 _OPENCV_PIXELS = 1 << 30  # OpenCV's limit
 _ONE_THREAD = RLock()
 # Tolerated difference of a stated size in pixels, due to rounding.
@@ -50,6 +57,29 @@ class Header(NamedTuple):
         """Width and height after the EXIF rotation, as training loads the image."""
         turned = self.orientation >= 5
         return (self.height, self.width) if turned else (self.width, self.height)
+
+
+def list_files(
+    root: str, folder: str = "", entered: set[str] | None = None
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Relative path, size and time of the visible files below a folder.
+
+    Links are followed, and their cycles cut.
+    """
+    entered = set() if entered is None else entered
+    real = os.path.realpath(f"{root}/{folder}")
+    if real in entered:
+        return
+    entered.add(real)
+    with os.scandir(real) as entries:
+        shown = [entry for entry in entries if not entry.name.startswith(".")]
+    for entry in shown:
+        path = f"{folder}/{entry.name}" if folder else entry.name
+        if entry.is_file():
+            stat = entry.stat()
+            yield path, (stat.st_size, stat.st_mtime_ns)
+        elif entry.is_dir() and entry.name not in _SKIPPED_FOLDERS:
+            yield from list_files(root, path, entered)
 
 
 @contextmanager

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from damex.compat import import_mmdet
 from damex.errors import ConfigError, did_you_mean
 
 
 def dataset_registry() -> Any:
-    """Import mmdet's datasets (takes seconds) and return the registry."""
-    import_module("damex.registry")
-    return import_module("mmdet.registry").DATASETS
+    """The registry of mmdet's datasets, and damex's; the first call takes seconds."""
+    import_mmdet()
+    from mmdet.registry import DATASETS
+
+    from damex.datasets import coco  # noqa: F401 - registers NamedCocoDataset
+
+    return DATASETS
 
 
 def leaves(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 from mmengine.utils import is_abs
 
 from damex.datasets.coco_records import read_class_names
-from damex.datasets.findings import Location
-from damex.datasets.formats.conversion import (
+from damex.datasets.entries import (
+    SPLITS,
     Conversion,
-    convert_entry,
+    as_words,
     problem_of_format,
-    words_of,
+    problem_of_names,
+    read_folder,
 )
-from damex.datasets.formats.records import problem_of_names
+from damex.datasets.findings import Location
 from damex.datasets.mmdet_configs import (
     check_class,
     declared_classes,
@@ -30,7 +31,6 @@ from damex.datasets.mmdet_configs import (
 )
 from damex.errors import ConfigError, did_you_mean
 
-SPLITS = ("train", "val", "test")
 # Reserved names of datasets, and their meaning.
 RESERVED: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("mean", "pooled"), "a row of the table of results")
@@ -150,8 +150,8 @@ class DatasetSpec:
 
     @cached_property
     def conversion(self) -> Conversion:
-        """Result of converting ``root`` (see ``convert_entry``), if given."""
-        return convert_entry(vars(self))
+        """Result of converting ``root`` (see ``read_folder``), if given."""
+        return read_folder(vars(self))
 
     @property
     def converted_root(self) -> str:
@@ -359,12 +359,12 @@ def _problems_of_sources(entry: Mapping[str, Any]) -> Iterator[str]:
                 f"itself; {'remove one' if has_root else f'add it, or remove {key}'}."
             )
     for split in SPLITS if has_root else ():
-        if split in entry and not words_of(entry[split]):
+        if split in entry and not as_words(entry[split]):
             yield (
                 f"with root, {split} is a split, folder, list of images or annotation "
                 f"file inside of it, got {entry[split]!r}."
             )
-    if (problem := problem_of_format(entry.get("format"))) is not None:
+    if "format" in entry and (problem := problem_of_format(entry["format"])):
         yield problem
     if not {"root", *SPLITS} & entry.keys():
         yield (

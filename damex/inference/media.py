@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from damex.datasets.formats.tree import IMAGE_SUFFIXES, Tree
+from damex.datasets.image_files import IMAGE_SUFFIXES, list_files
 from damex.drawing import draw_boxes, palette
 from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write, make_folder
@@ -78,7 +78,7 @@ def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = [path / name for name in Tree(path).files]
+        inside = [path / name for name, _ in sorted(list_files(str(path)))]
     else:
         names = glob.glob(word, recursive=True)  # noqa: PTH207 (absolute ones, too)
         inside = [Path(name) for name in sorted(names) if not _is_loop(Path(name))]

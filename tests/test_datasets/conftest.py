@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
+from damex.datasets.entries import Options, Summary
 from damex.datasets.formats.conversion import convert_tree, open_root
-from damex.datasets.formats.records import Options, Summary
 
 ORIENTATION = 0x0112
 

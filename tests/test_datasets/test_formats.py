@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import errno
 import io
@@ -10,17 +11,22 @@ import logging
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import damex.datasets
 from damex.commandline.data import data
 from damex.commandline.run import run_command
+from damex.curation.check import check_config
 from damex.datasets.coco_records import read_coco
+from damex.datasets.entries import Options, read_folders_once
 from damex.datasets.formats.conversion import convert_cached
-from damex.datasets.formats.records import Options, content_share
+from damex.datasets.formats.records import content_share
 from damex.datasets.formats.tree import Tree
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
@@ -579,3 +585,78 @@ def test_mistakes_of_the_command(csv_folder, tmp_path, capsys, arguments, fault)
     assert "\n" not in error
     assert (tmp_path / "full/train.json").read_text() == "mine"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def scans(monkeypatch):
+    """The folders that are listed, in order."""
+    seen = []
+
+    def scandir(path):
+        seen.append(str(path))
+        return scan(path)
+
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    return seen
+
+
+def start(root):
+    """What a training reads of a config: the entries, both splits, and the check."""
+    mixture = [dict(name="set", root=str(root))]
+    with read_folders_once():
+        (spec,) = parse_mixture(mixture)
+        assert spec.own_classes
+        for split in ("train", "val"):
+            MixtureDataset(datasets=mixture, split=split)
+        check_config(dict(mixture=mixture), quick=True)
+        return parse_mixture(mixture)[0].own_classes
+
+
+def test_a_folder_is_listed_once_in_a_start_and_anew_in_the_next(csv_folder, scans):
+    (csv_folder / "more").mkdir()
+    start(csv_folder)
+    assert sorted(scans) == [str(csv_folder), str(csv_folder / "more")]
+    with (csv_folder / "boxes.csv").open("a") as file:
+        file.write("\n0.png,dog,1,2,3,4")
+    assert start(csv_folder) == ("ant", "bee", "cow", "dog")
+    assert len(scans) == 4
+    (spec,) = parse_mixture([dict(name="set", root=str(csv_folder))])
+    assert (spec.own_classes, len(scans)) == (("ant", "bee", "cow", "dog"), 6)
+
+
+def test_a_command_lists_a_folder_once(csv_folder, scans):
+    assert run_command(data, ["check", str(csv_folder)]) == 0
+    assert scans == [str(csv_folder)]
+
+
+def test_a_failed_start_keeps_nothing(csv_folder, scans):
+    def fail():
+        with read_folders_once():
+            assert parse_mixture([dict(name="set", root=str(csv_folder))])[
+                0
+            ].own_classes
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            fail()
+    assert len(scans) == 2
+
+
+def test_the_core_imports_no_format():
+    """Neither by a statement nor by its name: formats fill the table of readers."""
+    folder = Path(damex.datasets.__file__).parent
+    for path in folder.glob("*.py"):
+        code = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(code):
+            names = [getattr(node, "module", None) or ""]
+            names += [getattr(one, "name", "") for one in getattr(node, "names", ())]
+            if isinstance(node, ast.Call):
+                names += [str(getattr(a, "value", "")) for a in node.args]
+            found = [name for name in names if name.startswith("damex.datasets.format")]
+            assert not found, path
+    code = "from damex.datasets import spec, mixture; import sys; "
+    code += "assert 'damex.datasets.formats' not in sys.modules; import damex.registry;"
+    code += "from damex.datasets.entries import READERS; assert 'voc' in READERS"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,16 +15,9 @@ import numpy as np
 
 from damex.datasets.coco_records import Records, parse_records, read_json
 from damex.datasets.coco_schema import LISTS, is_box, is_number
+from damex.datasets.entries import Options, Summary
 from damex.datasets.findings import Location, raise_first
-from damex.datasets.formats.records import (
-    Box,
-    Contents,
-    Format,
-    Options,
-    Sample,
-    Summary,
-    is_set,
-)
+from damex.datasets.formats.records import Box, Contents, Format, Sample, is_set
 from damex.datasets.formats.tree import Tree, some, stem
 from damex.errors import DataError
 from damex.files import glance

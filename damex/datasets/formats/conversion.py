@@ -16,25 +16,29 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from damex.datasets.entries import (
+    READERS,
+    Conversion,
+    Options,
+    SplitSummary,
+    Summary,
+    problem_of_format,
+)
 from damex.datasets.formats.coco import COCO
 from damex.datasets.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS, VOC
 from damex.datasets.formats.records import (
     Box,
     Corners,
     Format,
-    Options,
     Sample,
-    SplitSummary,
-    Summary,
     choose_splits,
     for_all,
 )
 from damex.datasets.formats.tables import CSV, WIDER_FACE
-from damex.datasets.formats.tree import SPLITS, Tree, parent
+from damex.datasets.formats.tree import Tree, parent
 from damex.datasets.formats.unread import problem_of_unread
 from damex.datasets.formats.yolo import YOLO
 from damex.datasets.image_files import (
@@ -46,28 +50,17 @@ from damex.datasets.image_files import (
     same_size,
     turn_box,
 )
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.errors import ConfigError, DataError
 from damex.files import write_json
 
 FORMATS: tuple[Format, ...] = (
     *(COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV),
     KITTI_DETECTIONS,
 )
+# Part of the names of conversions: another one makes all of them anew.
+CONVERTER_VERSION = 1
 _SUMMARY_FILE = "summary.json"
 _DIGITS = 6  # decimals of a pixel
-
-
-class Conversion(NamedTuple):
-    """Folder of a dataset's COCO files (``train.json`` etc.), and their summary."""
-
-    folder: Path
-    summary: Summary
-
-    def file(self, split: str) -> Path | None:
-        """The COCO file of a split, or None; ``test`` falls back to ``val``."""
-        if split == "test" and split not in self.summary.splits:
-            split = "val"
-        return self.folder / f"{split}.json" if split in self.summary.splits else None
 
 
 def open_root(root: str | Path) -> Tree:
@@ -115,14 +108,6 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
             f"{problem or f'Looked for {wanted}'}."
         )
     return found[0]
-
-
-def problem_of_format(name: str | None) -> str | None:
-    """Why a name is not that of a format; None if it is, or is None."""
-    names = [fmt.name for fmt in FORMATS]
-    if name is None or name in names:
-        return None
-    return f"format={name!r} is unknown; {did_you_mean(str(name), names)}"
 
 
 def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
@@ -316,35 +301,8 @@ def _problem(corners: Corners, size: tuple[int, int]) -> str | None:
     return None
 
 
-def convert_entry(entry: Mapping[str, Any]) -> Conversion:
-    """Convert the ``root`` of a mixture entry, or reuse an earlier conversion.
-
-    Raises:
-        ConfigError: If the format is ambiguous.
-        DataError: If the data cannot be read.
-    """
-    options = Options(
-        format=entry.get("format"),
-        val_share=entry.get("val_share"),
-        **{key: words_of(entry.get(key)) for key in (*SPLITS, "classes")},
-    )
-    try:
-        return convert_cached(entry["root"], options)
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"dataset {entry['name']!r}: {error}") from error
-
-
-def words_of(value: Any) -> tuple[str, ...] | None:
-    """One word or several as a tuple; None for None, empty for other types."""
-    if value is None:
-        return None
-    words = [value] if isinstance(value, str) else value
-    is_list = isinstance(words, (list, tuple))
-    return tuple(words) if is_list and all(isinstance(w, str) for w in words) else ()
-
-
 def convert_cached(root: str | Path, options: Options) -> Conversion:
-    """Convert a dataset, or reuse a conversion of the same files, options and readers.
+    """Convert a dataset, or reuse one of the same files, options and version.
 
     Files are the same if names, sizes and times are. Conversions are kept in
     ``$XDG_CACHE_HOME/damex/datasets`` or below ``~/.cache``, and are safe to delete. A
@@ -355,7 +313,9 @@ def convert_cached(root: str | Path, options: Options) -> Conversion:
         DataError: If the data cannot be read.
     """
     tree = open_root(root)
-    key = json.dumps([str(tree.root), asdict(options), tree.digest(), _version()])
+    key = json.dumps(
+        [str(tree.root), asdict(options), tree.digest(), CONVERTER_VERSION]
+    )
     name = f"{tree.root.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "damex" / "datasets" / name
@@ -392,8 +352,5 @@ def _read(folder: Path) -> Conversion | None:
     return conversion if all(file.is_file() for file in files) else None
 
 
-@cache
-def _version() -> str:
-    """Hash of the code of damex.datasets, to invalidate the cache."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+# The formats that are recognized without a name, and each by its name.
+READERS.update(dict.fromkeys((None, *(fmt.name for fmt in FORMATS)), convert_cached))

@@ -14,26 +14,18 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from xml.etree import ElementTree
 
+from damex.datasets.entries import Options, Summary
 from damex.datasets.formats.records import (
     Box,
     Contents,
     Format,
-    Options,
     Sample,
-    Summary,
     enclosing_box,
     is_set,
     is_share,
 )
-from damex.datasets.formats.tree import (
-    IMAGE_SUFFIXES,
-    Tree,
-    numbers,
-    parent,
-    size_of,
-    split_name,
-    stem,
-)
+from damex.datasets.formats.tree import Tree, numbers, parent, size_of, split_name, stem
+from damex.datasets.image_files import IMAGE_SUFFIXES
 from damex.errors import DataError
 from damex.files import decode
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from damex.datasets.coco_schema import flag_of
-from damex.datasets.formats.tree import SPLITS, Tree, some, stem
+from damex.datasets.entries import SPLITS, Options, Summary
+from damex.datasets.formats.tree import Tree, some, stem
 from damex.errors import ConfigError, did_you_mean
 
 DEFAULT_VAL_SHARE = 0.1
 _HASHED_BYTES = 1 << 16
-
-_SHOWN_CLASSES = 12
 
 Corners = tuple[float, float, float, float]
 
@@ -72,111 +71,6 @@ class Contents:
     classes: tuple[str, ...] | None = None
 
 
-class Count(NamedTuple):
-    """How often something happened, and an example."""
-
-    times: int
-    example: str
-
-
-@dataclass
-class SplitSummary:
-    """Numbers of images, of images without boxes, and of boxes per class of a split."""
-
-    images: int
-    empty: int
-    boxes: dict[str, int]
-
-    def line(self) -> str:
-        """One line: images, boxes, and the most frequent classes."""
-        counts = sorted(self.boxes.items(), key=lambda item: -item[1])
-        shown = [f"{' '.join(name.split())} {n}" for name, n in counts[:_SHOWN_CLASSES]]
-        if len(counts) > _SHOWN_CLASSES:
-            shown.append(f"and {len(counts) - _SHOWN_CLASSES} classes more")
-        empty = f" ({self.empty} without boxes)" if self.empty else ""
-        total = sum(self.boxes.values())
-        return f"{self.images} images{empty}, {total} boxes: {', '.join(shown)}"
-
-
-@dataclass
-class Summary:
-    """Summary of a converted dataset, with its drop counts.
-
-    Attributes:
-        evidence: Reason for recognizing the format.
-        splits: Size per split.
-        dropped: Counts and examples of dropped records, by reason.
-        noted: The same for records that were changed, guessed or odd.
-    """
-
-    root: str
-    format: str
-    evidence: str
-    classes: tuple[str, ...] = ()
-    splits: dict[str, SplitSummary] = field(default_factory=dict)
-    dropped: dict[str, Count] = field(default_factory=dict)
-    noted: dict[str, Count] = field(default_factory=dict)
-
-    def drop(self, reason: str, example: str, times: int = 1) -> None:
-        """Count records that are left out."""
-        _add(self.dropped, reason, example, times)
-
-    def note(self, what: str, example: str, times: int = 1) -> None:
-        """Count something that was kept, changed or guessed."""
-        _add(self.noted, what, example, times)
-
-    def text(self, name: str) -> str:
-        """Several lines for the screen; the first begins with ``name``."""
-        lines = [f"{name}: {self.format} data in {self.root} ({self.evidence})"]
-        lines += [f"  {split}: {size.line()}" for split, size in self.splits.items()]
-        for word, counts in (("left out", self.dropped), ("note", self.noted)):
-            lines += [
-                f"  {word}: {count.times} {what} (for instance {count.example})"
-                for what, count in counts.items()
-            ]
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Summary:
-        """Inverse of :meth:`to_dict`."""
-        splits = {k: SplitSummary(**v) for k, v in values["splits"].items()}
-        counts = {
-            key: {what: Count(*count) for what, count in values[key].items()}
-            for key in ("dropped", "noted")
-        }
-        classes = tuple(values["classes"])
-        return cls(**{**values, **counts, "splits": splits, "classes": classes})
-
-
-def _add(counts: dict[str, Count], what: str, example: str, times: int) -> None:
-    if times:
-        first = counts.get(what, Count(0, example))
-        counts[what] = Count(first.times + times, first.example)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of an entry with ``root``.
-
-    Attributes:
-        train: Splits, folders, lists of images or annotation files, as for val and
-            test.
-        val_share: Share of the images for validation if the folder has none.
-        classes: Class names; they number the classes of a format without names.
-    """
-
-    format: str | None = None
-    train: tuple[str, ...] | None = None
-    val: tuple[str, ...] | None = None
-    test: tuple[str, ...] | None = None
-    val_share: float | None = None
-    classes: tuple[str, ...] | None = None
-
-
 @dataclass(frozen=True)
 class Format:
     """A supported format.
@@ -216,16 +110,6 @@ def enclosing_box(points: Sequence[float]) -> Corners:
 def is_share(value: float) -> bool:
     """Whether a coordinate can be relative to the image; boxes may reach beyond it."""
     return -1 <= value <= 2 or math.isnan(value)
-
-
-def problem_of_names(names: Sequence[str], word: str = "name") -> str | None:
-    """Why names cannot number the classes, or None; ``word`` is a singular noun."""
-    for number, name in enumerate(names, start=1):
-        if not name.strip():
-            return f"{word} {number} is empty"
-        if (first := names.index(name) + 1) < number:
-            return f"{word} {first} and {word} {number} are both {name!r}"
-    return None
 
 
 def choose_splits(

@@ -14,24 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from damex.datasets.entries import Options, Summary
 from damex.datasets.formats.records import (
     Box,
     Contents,
     Format,
-    Options,
     Sample,
-    Summary,
     is_set,
     is_share,
 )
-from damex.datasets.formats.tree import (
-    IMAGE_SUFFIXES,
-    Tree,
-    numbers,
-    size_of,
-    some,
-    split_name,
-)
+from damex.datasets.formats.tree import Tree, numbers, size_of, some, split_name
+from damex.datasets.image_files import IMAGE_SUFFIXES
 from damex.errors import ConfigError, DataError
 from damex.files import glance
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import posixpath
 import re
 from collections import Counter, defaultdict
@@ -11,15 +10,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from damex.datasets.entries import SPLITS
+from damex.datasets.image_files import IMAGE_SUFFIXES, list_files
 from damex.files import decode, glance
 
-IMAGE_SUFFIXES = frozenset(
-    {
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp"),
-        *(".gif", ".ppm", ".pgm", ".jp2"),
-    }
-)
-SPLITS = ("train", "val", "test")
 _SPLITS = {
     **{name: name for name in SPLITS},
     **dict(training="train", valid="val", validation="val", dev="val", testing="test"),
@@ -32,7 +26,6 @@ _NEUTRAL = re.compile(
     r"train|val|valid|test|coco|voc|yolo|kitti|dota|json|xml|csv|txt|new|old|final|full|all|small|clean|"
     r"raw|original|resized|(v|part|set|fold)?\d+"
 )
-_SKIPPED_FOLDERS = frozenset({"__MACOSX", "__pycache__"})
 # Sibling folders of a folder of label files that may hold the images, likely first.
 _IMAGE_FOLDERS = ("JPEGImages", "images", "image", "Images", "img", "")
 
@@ -59,7 +52,7 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.files = dict(sorted(_walk(str(root), "", set())))
+        self.files = dict(sorted(list_files(str(root))))
 
     def split_of_folder(self, folder: str) -> str | None:
         """The split that a relative folder belongs to; its last matching part decides.
@@ -300,25 +293,6 @@ def _agreement(
 
 def _clean(name: str) -> str:
     return name.strip().replace("\\", "/").removeprefix("./")
-
-
-def _walk(
-    root: str, folder: str, entered: set[str]
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Relative path, size and time of files below a folder; link cycles are cut."""
-    real = os.path.realpath(f"{root}/{folder}")
-    if real in entered:
-        return
-    entered.add(real)
-    with os.scandir(real) as entries:
-        shown = [entry for entry in entries if not entry.name.startswith(".")]
-    for entry in shown:
-        path = f"{folder}/{entry.name}" if folder else entry.name
-        if entry.is_file():
-            stat = entry.stat()
-            yield path, (stat.st_size, stat.st_mtime_ns)
-        elif entry.is_dir() and entry.name not in _SKIPPED_FOLDERS:
-            yield from _walk(root, path, entered)
 
 
 def numbers(words: Sequence[str]) -> tuple[float, ...] | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from damex.datasets.entries import Options, Summary, problem_of_names
 from damex.datasets.formats.label_files import (
     first_problem,
     is_yolo_shape,
@@ -31,15 +32,11 @@ from damex.datasets.formats.records import (
     Box,
     Contents,
     Format,
-    Options,
     Sample,
-    Summary,
     enclosing_box,
     is_share,
-    problem_of_names,
 )
 from damex.datasets.formats.tree import (
-    IMAGE_SUFFIXES,
     Tree,
     join,
     numbers,
@@ -49,6 +46,7 @@ from damex.datasets.formats.tree import (
     split_name,
     stem,
 )
+from damex.datasets.image_files import IMAGE_SUFFIXES
 from damex.errors import ConfigError, DataError
 
 _NAME_FILES = (".names", "classes.txt", "labels.txt", "class_names.txt")
