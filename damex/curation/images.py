@@ -1,6 +1,6 @@
 """Open the image files of datasets, and find duplicates: in train and val, or twice.
 
-Axes: N images, D differences of gray levels, P pairs, K planes.
+Axes: N images, D differences of gray levels, P pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from damex.datasets.findings import Finding
+from damex.datasets.findings import Finding, Location
 from damex.datasets.image_files import (
     ImageInfo,
     ImageRecord,
@@ -43,11 +43,9 @@ NEAREST = 10
 # Minimum IoU of boxes of one object, and share of such boxes in duplicate images.
 SAME_BOX, SAME_OBJECTS = 0.5, 0.75
 # Rows per block of the matrix of all pairs.
-BLOCK = 512
-# Expected number of images per hash, for diverse images.
-BUCKET = 64
-# Probability that a near pair shares no hash.
-MISSED = 1e-9
+BLOCK = 256
+# Number of images of which all pairs are compared.
+MAX_COMPARED = 100_000
 
 
 def check_existence(
@@ -201,48 +199,32 @@ def find_leaks(
     for first, *others in groups.values():
         for other in others:
             yield _identical(first, other)
+    if len(gradients) > MAX_COMPARED:
+        text = (
+            f"{len(gradients)} images are more than {MAX_COMPARED}: only those of "
+            "validation and test were compared with all others."
+        )
+        yield Location("all datasets", "image files").finding("not-checked", None, text)
     if gradients:
         gradients_ND = np.stack([*gradients.values()])
         yield from _near(gradients_ND, [groups[digest] for digest in gradients])
 
 
-def near_duplicates(gradients_ND: np.ndarray) -> np.ndarray:
+def near_duplicates(gradients_ND: np.ndarray, num_train: int = 0) -> np.ndarray:
     """Sorted pairs (P, 2) of rows, i < j, with a cosine of at least ``NEAR``.
 
-    Only rows that share a hash bucket are compared; a near pair is missed once in a
-    billion. If rows are few or mostly near, all pairs are compared. Rows have norm 1,
-    or 0, which are near to nothing.
+    All pairs are compared, in blocks; of more than ``MAX_COMPARED`` rows, only those of
+    any row and one behind the first ``num_train``. Rows have norm 1, or 0, which are
+    near to nothing.
     """
-    rows_N = np.flatnonzero(gradients_ND.any(axis=1))
+    count = len(gradients_ND)
+    behind = num_train if count > MAX_COMPARED else 0
     found = [np.empty((0, 2), np.int64)]
-    for bucket in _buckets(gradients_ND[rows_N]):
-        rows = rows_N[bucket]
-        found.append(rows[_pairs(gradients_ND[rows])])
-    return np.unique(np.concatenate(found), axis=0)
-
-
-def _buckets(gradients_ND: np.ndarray) -> list[np.ndarray]:
-    """Row sets containing near pairs (random planes: P(same bit) = 1 - angle / pi)."""
-    count, width = gradients_ND.shape
-    bits = max(round(np.log2(max(count, 1) / BUCKET)), 1)
-    shared = (1 - np.arccos(NEAR) / np.pi) ** bits
-    rng, found = np.random.default_rng(0), []
-    for _ in range(int(np.ceil(np.log(MISSED) / np.log(1 - shared)))):
-        planes_DK = rng.standard_normal((width, bits)).astype(gradients_ND.dtype)
-        hash_N = (gradients_ND @ planes_DK > 0) @ (1 << np.arange(bits))
-        order = np.argsort(hash_N, kind="stable")
-        ends = np.flatnonzero(np.diff(hash_N[order])) + 1
-        found += [rows for rows in np.split(order, ends) if len(rows) > 1]
-    whole = np.arange(count)
-    return found if sum(len(rows) ** 2 for rows in found) < count**2 else [whole]
-
-
-def _pairs(gradients_ND: np.ndarray) -> np.ndarray:
-    """Like :func:`near_duplicates`, but over all pairs, in blocks."""
-    found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
-    for start in range(0, len(gradients_ND), BLOCK):
-        cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[start:].T
-        found.append(np.argwhere(np.triu(cosine_BM >= NEAR, 1)) + start)
+    for start in range(0, count, BLOCK):
+        other = max(start, behind)
+        cosine_BM = gradients_ND[start : start + BLOCK] @ gradients_ND[other:].T
+        pairs_P2 = np.argwhere(cosine_BM >= NEAR) + np.array([start, other])
+        found.append(pairs_P2[pairs_P2[:, 0] < pairs_P2[:, 1]])
     return np.concatenate(found)
 
 
@@ -253,7 +235,7 @@ def _near(
     alike: dict[str, list[tuple[ImageRecord, ImageRecord]]] = {}
     is_train_N = np.array([group[0].split == "train" for group in groups])
     boxes_N5 = np.stack([_sum_of_boxes(group[0]) for group in groups])
-    pairs_P2 = near_duplicates(gradients_ND)
+    pairs_P2 = near_duplicates(gradients_ND, int(is_train_N.sum()))
     pairs_P2 = pairs_P2[np.argsort(pairs_P2[:, 1], kind="stable")]
     highs, starts = np.unique(pairs_P2[:, 1], return_index=True)
     first_images = np.split(pairs_P2[:, 0], starts)[1:]

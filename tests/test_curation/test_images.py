@@ -138,35 +138,30 @@ def test_near_pairs_are_those_of_all_pairs(size):
     assert size < 600 or {(3, 600), (5, 1200), (7, 8)} <= expected
 
 
-def test_near_pairs_of_many_rows_are_found_without_comparing_all(monkeypatch):
-    """Pairs that are hardly near enough, among rows that are not near at all."""
+def test_planted_near_duplicates_are_all_found():
+    """Pairs that are just near enough, and just not, in one block and across blocks."""
     rng = np.random.default_rng(1)
-    rows = rng.standard_normal((4000, 60)).astype(np.float32)
+    rows = rng.standard_normal((3000, 60)).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    for i in range(0, 600, 2):
-        across = rows[i + 1] - rows[i + 1] @ rows[i] * rows[i]
-        angle = np.arccos(NEAR + 1e-4)
-        rows[i + 1] = np.cos(angle) * rows[i] + np.sin(angle) * (
-            across / np.linalg.norm(across)
-        )
-    rows[700] = 0
-    compared = []
 
-    def count(gradients_ND):
-        compared.append(len(gradients_ND) ** 2)
-        return pairs_of_all(gradients_ND)
+    def plant(first, other, cosine):
+        across = rows[other] - rows[other] @ rows[first] * rows[first]
+        across /= np.linalg.norm(across)
+        rows[other] = cosine * rows[first] + np.sqrt(1 - cosine**2) * across
 
-    pairs_of_all = images._pairs
-    monkeypatch.setattr(images, "_pairs", count)
-    assert near_duplicates(rows).tolist() == pairs_of_all(rows).tolist()
-    assert len(near_duplicates(rows)) >= 300
-    assert sum(compared[: len(compared) // 2]) < 0.5 * len(rows) ** 2
+    near = sorted((int(i), int(i) + 1) for i in rng.choice(600, 150, False) * 2)
+    near += [(1300, 2900), (1301, 1302), (1303, 1303 + images.BLOCK)]
+    for first, other in near:
+        plant(first, other, NEAR + 1e-4)
+    plant(2000, 2001, NEAR - 1e-4)
+    rows[2002] = rows[2003] = 0
+    assert near_duplicates(rows).tolist() == [[*pair] for pair in near]
 
 
-def test_where_all_images_are_near_all_are_compared_once(monkeypatch):
-    rng = np.random.default_rng(2)
-    rows = 1 + 0.01 * rng.standard_normal((600, 30))
-    rows[1:300] = rows[0]
-    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-    assert len(near_duplicates(rows)) == 600 * 599 / 2
-    assert len(images._buckets(rows)) == 1
+def test_too_many_images_are_compared_with_those_of_evaluation_alone(monkeypatch):
+    monkeypatch.setattr(images, "MAX_COMPARED", 600)
+    rows = np.eye(700, dtype=np.float32)
+    rows[1], rows[650], rows[690] = rows[0], rows[0], rows[680]
+    pairs = [[0, 650], [1, 650], [680, 690]]
+    assert near_duplicates(rows, num_train=640).tolist() == pairs
+    assert near_duplicates(rows[:600], num_train=590).tolist() == [[0, 1]]
