@@ -19,10 +19,10 @@ from damex.commandline.run import Bar
 from damex.curation.classes import ClassCounts, check_classes, count_boxes
 from damex.curation.images import check_existence, find_leaks, probe_images, same_files
 from damex.curation.sources import (
-    Source,
     expectations,
     image_records,
     mixture_config_of,
+    read_source,
     sources_of,
 )
 from damex.datasets.coco_checks import check_coco
@@ -31,7 +31,7 @@ from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import LEVELS, RULES, Finding, Location, truncate_findings
 from damex.datasets.image_files import ImageRecord, check_image, check_scales
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.spec import SPLITS, CocoSource, parse_mixture
+from damex.datasets.spec import SPLITS, Source, parse_mixture
 from damex.errors import ConfigError, DataError, printable
 from damex.files import check_file, write_json
 
@@ -87,7 +87,7 @@ def _check_coco_file(file: str, images: str, quick: bool, progress: Bar) -> Insp
     """Check a COCO file and its image folder; ``quick`` does not decode images."""
     path = Path(file)
     location = Location(path.stem, str(path))
-    source = Source.of_file(location, CocoSource(path, Path(images)))
+    source = Source(location, path, Path(images))
     inspection = Inspection(quick=quick)
     inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
     inspection.check_images(progress=progress)
@@ -157,7 +157,7 @@ class Inspection:
             progress.begin(f"read {location.file}", None)
             expected = expected_of(location.split)
             if location not in self.boxes_of:
-                document, findings = source.read()
+                document, findings = read_source(source)
                 self.findings += findings
                 if any(errors_of(findings)):
                     continue

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from damex.curation.sources import Source
+from damex.curation.sources import read_source
 from damex.datasets.coco_records import parse_records, used_boxes
 from damex.datasets.coco_schema import Expectations
 from damex.datasets.pixels import read_pixels
+from damex.datasets.spec import Source
 from damex.drawing import Color, draw_boxes
 
 TILE = 400
@@ -71,7 +72,7 @@ def view_of(
     rng: random.Random,
 ) -> SplitView | None:
     """View of a source with ``num_samples`` random images; None if unreadable."""
-    document, _ = source.read()
+    document, _ = read_source(source)
     records, _ = parse_records(document, source.location, expected.classes)
     if records is None:
         return None

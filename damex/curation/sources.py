@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mmengine.config import Config
@@ -19,7 +18,7 @@ from damex.config_files import (
 )
 from damex.datasets.coco_boxes import usable_boxes
 from damex.datasets.coco_records import Records, read_json
-from damex.datasets.coco_schema import Expectations, is_number
+from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import Finding, Location
 from damex.datasets.formats import conversion  # noqa: F401 - readers of root=
 from damex.datasets.geometry import set_image_size
@@ -31,7 +30,7 @@ from damex.datasets.mmdet_configs import (
     leaves,
     map_leaves,
 )
-from damex.datasets.spec import SPLITS, CocoSource, DatasetSpec
+from damex.datasets.spec import SPLITS, DatasetSpec, Source, coco_paths
 from damex.errors import ConfigError, DataError
 from damex.zero_config import folder_name
 
@@ -64,24 +63,6 @@ def mixture_config_of(config: str, options: Sequence[str] = ()) -> Config:
         import_modules(cfg)  # they may define the dataset class
     set_image_size(cfg)
     return cfg
-
-
-class Source(NamedTuple):
-    """Annotation file of a split, and its image folder.
-
-    ``read`` returns the COCO document, or None, and findings.
-    """
-
-    location: Location
-    images: Path
-    read: Callable[[], tuple[Any, list[Finding]]]
-
-    @classmethod
-    def of_file(cls, location: Location, found: CocoSource) -> Source:
-        """The source that is a COCO file and a folder of images."""
-        return cls(
-            location, found.images, partial(read_json, found.annotations, location)
-        )
 
 
 def sources_of(
@@ -120,21 +101,25 @@ def _conversion(spec: DatasetSpec) -> Iterator[Finding]:
             yield location.finding(kind, None, text, count=entry.times)
 
 
-def _sources_of(spec: DatasetSpec, split: str) -> Iterator[Source]:
-    found = spec.coco_source(split)
-    if found is not None:
-        yield Source.of_file(spec.location(split), found)
-        return
+def _sources_of(spec: DatasetSpec, split: str) -> list[Source]:
+    if (found := spec.coco_source(split)) is not None:
+        return [found]
     config = spec.dataset_config(split)
     inner = leaves(config)
-    if all(leaf["type"] == "NamedCocoDataset" for leaf in inner):
-        for leaf in inner:
-            paths = CocoSource.of(leaf)
-            location = Location.of(spec.name, paths.annotations, split=split)
-            yield Source.of_file(location, paths)
-        return
-    location = spec.location(split)
-    yield Source(location, Path(), partial(_read_dataset, config, location))
+    if any(leaf["type"] != "NamedCocoDataset" for leaf in inner):
+        return [Source(spec.location(split), config=config)]
+    paths = map(coco_paths, inner)
+    return [
+        Source(Location.of(spec.name, file, split=split), file, folder)
+        for file, folder in paths
+    ]
+
+
+def read_source(source: Source) -> tuple[Any, list[Finding]]:
+    """The annotations of a split as a COCO document, or None; and findings."""
+    if source.config is None:
+        return read_json(source.annotations, source.location)
+    return _read_dataset(source.config, source.location)
 
 
 def _read_dataset(
@@ -234,17 +219,14 @@ def image_records(
 
 def _boxes(records: Records) -> dict[int, list[NamedBox]]:
     """Boxes by the position of their image, as in :class:`ImageRecord`."""
+    kept_N = (records.image_N >= 0) & records.is_box_N
+    box_B4, size_B2 = records.box_N4[kept_N], records.size_N2[kept_N]
+    ends_B2 = box_B4[:, :2] + box_B4[:, 2:]
+    corners_B4 = np.hstack([box_B4[:, :2] / size_B2, ends_B2 / size_B2])
+    columns = records.image_N, records.class_N
+    images, classes = (column[kept_N].tolist() for column in columns)
+    names = [*records.categories.values(), ""]
     found: dict[int, list[NamedBox]] = {}
-    sizes = records.size_M2.tolist()
-    for record, position in zip(
-        records.annotations, records.image_N.tolist(), strict=True
-    ):
-        bbox = record.get("bbox")
-        if position < 0 or not isinstance(bbox, list) or len(bbox) != 4:
-            continue
-        if all(map(is_number, bbox)):
-            name = records.categories.get(record["category_id"], "")
-            (x, y, w, h), (width, height) = bbox, sizes[position]
-            corners = x / width, y / height, (x + w) / width, (y + h) / height
-            found.setdefault(position, []).append((name, *corners))
+    for image, label, corners in zip(images, classes, corners_B4.tolist(), strict=True):
+        found.setdefault(image, []).append((names[label], *corners))
     return found

@@ -51,19 +51,24 @@ TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
 )
 
 
-class CocoSource(NamedTuple):
-    """COCO file and image folder of a split."""
+class Source(NamedTuple):
+    """Annotations of a split: a COCO file and its image folder, or a dataset class.
 
-    annotations: Path
-    images: Path
+    ``config`` is that of an mmdet dataset class, which has no such paths.
+    """
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> CocoSource:
-        """The files of the config of a COCO dataset."""
-        root = Path(config.get("data_root") or "")
-        images = (config.get("data_prefix") or {}).get("img") or ""
-        folder = Path(images) if is_abs(images) else root / images
-        return cls(root / config.get("ann_file", ""), folder)
+    location: Location
+    annotations: Path = Path()
+    images: Path = Path()
+    config: Mapping[str, Any] | None = None
+
+
+def coco_paths(config: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Annotation file and image folder of the config of a COCO dataset."""
+    root = Path(config.get("data_root") or "")
+    images = (config.get("data_prefix") or {}).get("img") or ""
+    folder = Path(images) if is_abs(images) else root / images
+    return root / config.get("ann_file", ""), folder
 
 
 @dataclass(frozen=True)
@@ -160,17 +165,19 @@ class DatasetSpec:
 
     def location(self, split: str) -> Location:
         """The location of a split: its annotation file or dataset class."""
-        if (found := self.coco_source(split)) is not None:
-            root = self.converted_root
-            return Location.of(self.name, found.annotations, split=split, root=root)
-        kind = leaves(self.dataset_config(split))[0]["type"]
+        config = self.dataset_config(split)
+        if isinstance(self.source(split), str):
+            file, root = coco_paths(config)[0], self.converted_root
+            return Location.of(self.name, file, split=split, root=root)
+        kind = leaves(config)[0]["type"]
         kind = kind if isinstance(kind, str) else kind.__name__
         return Location(self.name, f"{kind} ({split})", split, is_file=False)
 
-    def coco_source(self, split: str) -> CocoSource | None:
+    def coco_source(self, split: str) -> Source | None:
         """COCO file and image folder of a split; None if not given or not COCO."""
-        is_file = isinstance(self.source(split), str)
-        return CocoSource.of(self.dataset_config(split)) if is_file else None
+        if not isinstance(self.source(split), str):
+            return None
+        return Source(self.location(split), *coco_paths(self.dataset_config(split)))
 
     def dataset_config(self, split: str) -> dict[str, Any]:
         """Config of the mmdet dataset of a split; ConfigError if it is missing."""
@@ -382,4 +389,4 @@ def _source_file(spec: DatasetSpec) -> str | None:
     source = source if isinstance(source, Mapping) else dict(ann_file=source)
     if not isinstance(source.get("ann_file"), str):
         return None
-    return str(CocoSource.of({"data_root": spec.data_root, **source})[0].resolve())
+    return str(coco_paths({"data_root": spec.data_root, **source})[0].resolve())

@@ -22,11 +22,10 @@ from damex.curation.samples import (
     draw_tile,
     view_of,
 )
-from damex.curation.sources import Source
 from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import Location
 from damex.datasets.image_files import images_of_any_size
-from damex.datasets.spec import CocoSource
+from damex.datasets.spec import Source
 from damex.drawing import palette
 
 
@@ -118,8 +117,8 @@ def test_what_cannot_be_read_has_a_note_or_an_empty_tile(browse, dataset):
 
 def view(dataset, num_samples, seed=0):
     dataset.write()
-    paths = CocoSource(dataset.root / "train.json", dataset.root / "images")
-    source = Source.of_file(Location("street", str(paths.annotations)), paths)
+    file = dataset.root / "train.json"
+    source = Source(Location("street", str(file)), file, dataset.root / "images")
     rng = random.Random(seed)
     return view_of(source, Expectations(), {}, num_samples, rng)
 

@@ -139,7 +139,7 @@ def test_test_split_falls_back_to_val_with_its_image_folder():
 def test_a_remote_folder_of_images_is_not_below_data_root():
     spec = DatasetSpec("a", "data/", train="t.json", img="s3://bucket/images")
     found = spec.coco_source("train")
-    assert found == (Path("data/t.json"), Path("s3://bucket/images"))
+    assert found[1:3] == (Path("data/t.json"), Path("s3://bucket/images"))
 
 
 LVIS = dict(type="RepeatDataset", dataset=dict(type="LVISV1Dataset"))
