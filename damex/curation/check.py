@@ -198,21 +198,21 @@ class Inspection:
         if seconds < float("inf"):
             random.Random(SEED).shuffle(there)
         progress.begin("read headers" if quick else "decode images", len(there))
-        looks = probe_images(
+        infos = probe_images(
             there, decode=not quick, advance=progress.step, seconds=seconds
         )
-        for image, look in zip(there, looks, strict=False):
-            found += check_image(image, look)
-        if len(looks) < len(there):
+        for image, info in zip(there, infos, strict=False):
+            found += check_image(image, info)
+        if len(infos) < len(there):
             text = (
-                f"{len(looks)} of {len(there)} image files were opened in {seconds:g} "
+                f"{len(infos)} of {len(there)} image files were opened in {seconds:g} "
                 "s, drawn at random; all were looked for. damex data check opens all."
             )
             location = Location("all datasets", "image files")
             found.append(location.finding("not-checked", None, text))
         progress.begin("compare images", None)
-        seen = there[: len(looks)]
-        found += same_files(there) if quick else find_leaks(seen, looks)
+        seen = there[: len(infos)]
+        found += same_files(there) if quick else find_leaks(seen, infos)
         self.findings += truncate_findings(found)
 
 

@@ -113,8 +113,8 @@ def probe_images(
     called after each.
     """
     started = time.monotonic()
-    look = _look_whole if decode else probe_image
-    looks: list[ImageInfo] = []
+    probe = _probe_whole if decode else probe_image
+    infos: list[ImageInfo] = []
     workers = os.cpu_count() or 1
     size = 32 * workers  # in chunks, to stop in time
     with images_of_any_size(), ThreadPoolExecutor(workers) as pool:
@@ -122,13 +122,13 @@ def probe_images(
             if time.monotonic() - started > seconds:
                 break
             paths = [image.path for image in images[start : start + size]]
-            for found in pool.map(look, paths):
-                looks.append(found)
+            for found in pool.map(probe, paths):
+                infos.append(found)
                 advance()
-    return looks
+    return infos
 
 
-def _look_whole(path: Path) -> ImageInfo:
+def _probe_whole(path: Path) -> ImageInfo:
     """Read, decode and hash an image; JPEGs are decoded at reduced size for speed."""
     found = probe_image(path)
     if found.problem is not None:
@@ -136,7 +136,7 @@ def _look_whole(path: Path) -> ImageInfo:
     content = path.read_bytes()
     try:
         image: Image.Image = Image.open(io.BytesIO(content))
-        if found.is_deep and (shown := decode(content)) is not None:
+        if found.header.is_deep and (shown := decode(content)) is not None:
             found = found._replace(levels=shown.levels)
             image = Image.fromarray(shown.image)  # Pillow would cut it off at 255
         whole = image.size
@@ -180,22 +180,22 @@ def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
 
 
 def find_leaks(
-    images: Sequence[ImageRecord], looks: Sequence[ImageInfo]
+    images: Sequence[ImageRecord], infos: Sequence[ImageInfo]
 ) -> Iterator[Finding]:
     """Findings about images with the same content, or nearly the same look.
 
     Faulty and undecoded images are skipped.
     """
-    pairs = zip(images, looks, strict=True)
-    decoded = [(image, look) for image, look in pairs if look.digest]
+    pairs = zip(images, infos, strict=True)
+    decoded = [(image, info) for image, info in pairs if info.digest]
     # Training images first: the second of a pair is reported.
     decoded.sort(key=lambda pair: pair[0].split != "train")
     groups: dict[bytes, list[ImageRecord]] = {}
     gradients: dict[bytes, np.ndarray] = {}
-    for image, look in decoded:
-        if look.gradient is not None:
-            gradients.setdefault(look.digest, look.gradient)
-        groups.setdefault(look.digest, []).append(image)
+    for image, info in decoded:
+        if info.gradient is not None:
+            gradients.setdefault(info.digest, info.gradient)
+        groups.setdefault(info.digest, []).append(image)
     for first, *others in groups.values():
         for other in others:
             yield _identical(first, other)
@@ -231,7 +231,7 @@ def near_duplicates(gradients_ND: np.ndarray, num_train: int = 0) -> np.ndarray:
 def _near(
     gradients_ND: np.ndarray, groups: Sequence[list[ImageRecord]]
 ) -> Iterator[Finding]:
-    """For each image one of the same look, train first; different boxes are counted."""
+    """For each image one of the same info, train first; different boxes are counted."""
     alike: dict[str, list[tuple[ImageRecord, ImageRecord]]] = {}
     is_train_N = np.array([group[0].split == "train" for group in groups])
     boxes_N5 = np.stack([_sum_of_boxes(group[0]) for group in groups])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from damex.curation.classes import similar_names
 from damex.curation.sources import mixture_config_of
-from damex.datasets.coco_records import read_coco
+from damex.datasets.coco_records import parse_records, read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, printable
@@ -22,7 +21,7 @@ FEW = 10  # minimum number of boxes to compare sizes and shapes
 FACTOR = 3.0  # ratio of medians that suggests different things
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClassCount:
     """Boxes of one class of one dataset.
 
@@ -38,8 +37,8 @@ class ClassCount:
     target: str | None
     boxes: int | None = None
     supercategory: str = ""
-    scales: list[float] = field(default_factory=list)
-    shapes: list[float] = field(default_factory=list)
+    scales: Sequence[float] | np.ndarray = ()
+    shapes: Sequence[float] | np.ndarray = ()
 
 
 Counts = Mapping[str, Sequence[ClassCount]]  # per dataset
@@ -80,37 +79,27 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
     if source is None:
         return [ClassCount(own, mapping.get(own)) for own in spec.own_classes]
     document = read_coco(source.annotations, spec.name)
-    images = {image["id"]: image for image in document["images"]}
-    by_id = {
-        category["id"]: ClassCount(
-            str(category["name"]),
-            mapping.get(str(category["name"])),
-            boxes=0,
-            supercategory=str(category.get("supercategory") or ""),
-        )
+    above = {
+        str(category["name"]): str(category.get("supercategory") or "")
         for category in document["categories"]
     }
-    for record in document["annotations"]:
-        found = by_id.get(record["category_id"])
-        if found is not None:
-            found.boxes = (found.boxes or 0) + 1
-            image = images.get(record["image_id"], {})
-            if (measures := scale_and_shape(record.get("bbox"), image)) is not None:
-                found.scales.append(measures[0])
-                found.shapes.append(measures[1])
-    return list(by_id.values())
-
-
-def scale_and_shape(box: Any, image: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Root of a box's share of the image, and width over height; None if invalid."""
-    try:
-        _, _, width, height = (float(value) for value in box)
-        share = width * height / (image["width"] * image["height"])
-    except (TypeError, ValueError, KeyError, ZeroDivisionError):
-        return None
-    if width > 0 and height > 0 and 0 < share < math.inf:
-        return math.sqrt(share), width / height
-    return None
+    records, _ = parse_records(document, source.location, above)
+    assert records is not None  # read_coco has checked it
+    with np.errstate(all="ignore"):  # sides of 0, and sizes that are unknown
+        side_N2 = records.box_N4[:, 2:]
+        scale_N = np.sqrt((side_N2 / records.size_N2).prod(axis=1))
+        shape_N = side_N2[:, 0] / side_N2[:, 1]
+        is_valid_N = (side_N2 > 0).all(axis=1) & np.isfinite(scale_N) & (scale_N > 0)
+    found = []
+    for number, name in enumerate(records.categories.values()):
+        is_own_N = records.class_N == number
+        boxes_B = is_own_N & is_valid_N
+        target = mapping.get(name)
+        measures = scale_N[boxes_B], shape_N[boxes_B]
+        found.append(
+            ClassCount(name, target, int(is_own_N.sum()), above[name], *measures)
+        )
+    return found
 
 
 def report(counts: Counts) -> list[str]:
@@ -196,10 +185,10 @@ def _differences(a: ClassCount, b: ClassCount) -> Iterator[str]:
         yield f"supercategories {ours!r} and {theirs!r}"
     if min(len(a.scales), len(b.scales)) < FEW:
         return
-    x, y = statistics.median(a.scales), statistics.median(b.scales)
+    x, y = np.median(a.scales), np.median(b.scales)
     if max(x, y) > FACTOR * min(x, y):
         yield f"side of a typical box {x:.0%} and {y:.0%} of the image's"
-    x, y = statistics.median(a.shapes), statistics.median(b.shapes)
+    x, y = np.median(a.shapes), np.median(b.shapes)
     if max(x, y) > FACTOR * min(x, y):
         yield f"width over height of a typical box {x:.2g} and {y:.2g}"
 

@@ -1,6 +1,6 @@
 """Image files: size, EXIF rotation, and findings about missing or damaged ones.
 
-`damex data check` looks at all images, the loader at one that fails to load.
+`damex data check` infos at all images, the loader at one that fails to load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from damex.datasets.findings import RULES, Finding, Location
-from damex.datasets.pixels import decode, read_stored
+from damex.datasets.pixels import ImageHeader, decode, read_header
 
 IMAGE_SUFFIXES = frozenset(
     {
@@ -38,25 +38,6 @@ SAME = MappingProxyType({"MPO": "JPEG", "DIB": "BMP"})
 Size = tuple[float, float]
 # Class name, and x1, y1, x2, y2 as shares of the image.
 NamedBox = tuple[str, float, float, float, float]
-
-
-class Header(NamedTuple):
-    """Size as stored, and EXIF orientation, 1 to 8."""
-
-    width: int
-    height: int
-    orientation: int = 1
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """Width and height of the stored pixels."""
-        return self.width, self.height
-
-    @property
-    def shown(self) -> tuple[int, int]:
-        """Width and height after the EXIF rotation, as training loads the image."""
-        turned = self.orientation >= 5
-        return (self.height, self.width) if turned else (self.width, self.height)
 
 
 def list_files(
@@ -97,23 +78,12 @@ def images_of_any_size() -> Iterator[None]:
             Image.MAX_IMAGE_PIXELS = limit
 
 
-def read_header(path: Path) -> Header:
-    """Read size and rotation without decoding; OSError if missing or not an image."""
-    try:
-        found = read_stored(path)
-    except OSError:
-        raise
-    except Exception as error:  # Pillow's readers raise anything
-        raise OSError(str(error)) from error
-    return Header(*found.size, found.orientation)
-
-
 def turn_box(
-    corners: tuple[float, float, float, float], header: Header
+    corners: tuple[float, float, float, float], header: ImageHeader
 ) -> tuple[float, float, float, float]:
     """Move x1, y1, x2, y2 from stored to shown pixels; swapped corners stay swapped."""
     x1, y1, x2, y2 = corners
-    w, h = header.stored
+    w, h = header.size
     # EXIF 2.32, tag 0x0112: 5 to 8 swap rows and columns; 6 is shown turned clockwise.
     return {
         1: corners,
@@ -133,7 +103,7 @@ def same_size(one: Size, other: Size) -> bool:
 
 
 def fits_stored(
-    header: Header, stated: Size | None, boxes: Sequence[tuple[float, ...]]
+    header: ImageHeader, stated: Size | None, boxes: Sequence[tuple[float, ...]]
 ) -> bool | None:
     """Whether boxes (x1, y1, x2, y2) are for the stored, not for the shown pixels.
 
@@ -142,10 +112,10 @@ def fits_stored(
     if stated is not None:
         if same_size(stated, header.shown):
             return False
-        is_turned = header.orientation != 1 and same_size(stated, header.stored)
+        is_turned = header.orientation != 1 and same_size(stated, header.size)
         return is_turned or None
     # Without a size, boxes fit the image as shown unless only stored holds all.
-    stored, shown = (all_fit(boxes, size) for size in (header.stored, header.shown))
+    stored, shown = (all_fit(boxes, size) for size in (header.size, header.shown))
     return header.orientation >= 5 and stored and not shown
 
 
@@ -195,20 +165,14 @@ class ImageInfo(NamedTuple):
 
     Args:
         problem: Kind, text and optional level of a finding; None for a valid image.
-        format: PIL's name of the format.
-        size: Width and height as stored.
-        orientation: EXIF orientation, 1 to 8; 1 is upright.
-        is_deep: Whether channels have more than 8 bits.
+        header: Its format, size, rotation and depth.
         levels: Values shown as 0 and 255, if it is deep and was decoded.
         digest: Hash of the file's content; empty unless it was decoded.
         gradient: See ``gradient_of``; to find near-duplicates.
     """
 
     problem: tuple[str, str] | tuple[str, str, str | None] | None
-    format: str = ""
-    size: tuple[int, int] = (0, 0)
-    orientation: int = 1
-    is_deep: bool = False
+    header: ImageHeader = ImageHeader()
     levels: tuple[float, float] | None = None
     digest: bytes = b""
     gradient: np.ndarray | None = None
@@ -222,10 +186,10 @@ def check_image_file(image: ImageRecord) -> Iterator[Finding]:
         yield missing_file(image, None)
         return
     with images_of_any_size():
-        look = probe_image(image.path)
-    if look.problem is None and not is_decoded(image.path.read_bytes()):
-        look = truncated("OpenCV refuses it")
-    yield from check_image(image, look)
+        info = probe_image(image.path)
+    if info.problem is None and not is_decoded(image.path.read_bytes()):
+        info = truncated("OpenCV refuses it")
+    yield from check_image(image, info)
 
 
 def is_decoded(content: bytes) -> bool:
@@ -257,7 +221,7 @@ def probe_image(path: Path) -> ImageInfo:
         size = path.stat().st_size
         if size == 0:
             return ImageInfo(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
-        found = read_stored(path)
+        found = read_header(path)
     except Exception as error:  # PIL's readers raise anything
         known = f"({path.stat().st_size} bytes) " if path.is_file() else ""
         is_plain = isinstance(error, UnidentifiedImageError)
@@ -267,45 +231,48 @@ def probe_image(path: Path) -> ImageInfo:
         kind = found.format
         text = f"is a {kind} file, which OpenCV does not read. Convert it to PNG."
         return ImageInfo(("image-unreadable", text))
-    return ImageInfo(None, found.format, found.size, found.orientation, found.is_deep)
+    return ImageInfo(None, found)
 
 
-def check_image(image: ImageRecord, look: ImageInfo) -> Iterator[Finding]:
+def check_image(image: ImageRecord, info: ImageInfo) -> Iterator[Finding]:
     """Compare a file with its record."""
-    if look.problem is not None:
-        yield image.finding(*look.problem)
+    header = info.header
+    if info.problem is not None:
+        yield image.finding(*info.problem)
         return
     if image.size is not None:
-        yield from _check_size(image, look, image.size)
-    if look.is_deep:
-        shown = "" if look.levels is None else " {:g} to {:g}".format(*look.levels)
+        yield from _check_size(image, header, image.size)
+    if header.is_deep:
+        shown = "" if info.levels is None else " {:g} to {:g}".format(*info.levels)
         text = (
             f"has more than 8 bits per channel: the range of its values{shown} is "
             "shown as 0 to 255, in training and predictions alike."
         )
         yield image.finding("image-depth", text)
     stated = Image.registered_extensions().get(image.path.suffix.lower())
-    if stated and SAME.get(stated, stated) != SAME.get(look.format, look.format):
-        text = f"is a {look.format} file by its content. It is read all the same."
+    if stated and SAME.get(stated, stated) != SAME.get(header.format, header.format):
+        text = f"is a {header.format} file by its content. It is read all the same."
         yield image.finding("image-suffix", text)
 
 
-def _check_size(image: ImageRecord, look: ImageInfo, stated: Size) -> Iterator[Finding]:
+def _check_size(
+    image: ImageRecord, header: ImageHeader, stated: Size
+) -> Iterator[Finding]:
     """Infer from the record's size whether its boxes fit the image as loaded."""
-    shown = Header(*look.size, look.orientation).shown
+    shown = header.shown
     # OpenCV also rotates TIFF when asked not to.
-    applies = image.applies_exif or look.format == "TIFF"
-    loaded, other = (shown, look.size) if applies else (look.size, shown)
+    applies = image.applies_exif or header.format == "TIFF"
+    loaded, other = (shown, header.size) if applies else (header.size, shown)
     fits, fits_other = (same_size(stated, size) for size in (loaded, other))
-    if look.orientation == 1 and not fits:
+    if header.orientation == 1 and not fits:
         hint = "; width and height are exchanged"
-        hint = hint if same_size(stated, look.size[::-1]) else ""
+        hint = hint if same_size(stated, header.size[::-1]) else ""
         text = (
-            f"has {_words(look.size)} px, and its record states {_words(stated)}{hint}"
-            ". Correct the record, and its boxes if they are for another size."
+            f"has {_words(header.size)} px, and its record states {_words(stated)}"
+            f"{hint}. Correct the record, and its boxes if they are for another size."
         )
         yield image.finding("image-size", text)
-    if look.orientation == 1:
+    if header.orientation == 1:
         return
     rewrite = ": its boxes lie elsewhere. Write it again without EXIF." + applies * (
         " Or name the dataset by root='<folder>', which rotates its boxes, or load it "
@@ -322,8 +289,8 @@ def _check_size(image: ImageRecord, look: ImageInfo, stated: Size) -> Iterator[F
         (False, False): ("error", ". Correct the record."),
     }[fits, fits_other]
     text = (
-        f"is rotated by EXIF (orientation {look.orientation}): it is stored with "
-        f"{_words(look.size)} and shown with {_words(shown)} px, training loads "
+        f"is rotated by EXIF (orientation {header.orientation}): it is stored with "
+        f"{_words(header.size)} and shown with {_words(shown)} px, training loads "
         f"{_words(loaded)}, and its record states {_words(stated)}{advice}"
     )
     kind = "image-rotated" if fits or fits_other else "image-size"

@@ -23,7 +23,7 @@ _ORIENTATION = 0x0112
 DARK, BRIGHT = 0.1, 99.9
 
 
-class Stored(NamedTuple):
+class ImageHeader(NamedTuple):
     """What the header of an image file says.
 
     Args:
@@ -40,21 +40,36 @@ class Stored(NamedTuple):
     is_deep: bool = False
     mode: str = ""
 
+    @property
+    def shown(self) -> tuple[int, int]:
+        """Width and height after the EXIF rotation, as training loads the image."""
+        turned = self.orientation >= 5
+        return (self.size[1], self.size[0]) if turned else self.size
 
-def read_stored(file: Path | BinaryIO) -> Stored:
-    """Read the header of an image without decoding; raises what Pillow raises."""
-    with Image.open(file) as image:
-        size = image.size
-        if isinstance(image, TiffImageFile):  # newer Pillow rotates these
-            size = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
-            found: Any = image.tag_v2.get(_ORIENTATION)
-        else:
-            found = _exif_orientation(image)
-        is_valid = isinstance(found, int) and 1 <= found <= 8
-        # Pillow's raw modes of 16 bits per channel end in ;16B and so on.
-        is_deep = image.mode[0] in "IF" or ";16" in str(image.tile)
-        kind = image.format or ""
-        return Stored(kind, size, found if is_valid else 1, is_deep, image.mode)
+
+def read_header(file: Path | BinaryIO) -> ImageHeader:
+    """Read the header of an image without decoding; OSError if that is impossible."""
+    try:
+        with Image.open(file) as image:
+            return _header_of(image)
+    except OSError:
+        raise
+    except Exception as error:  # Pillow's readers raise anything
+        raise OSError(str(error)) from error
+
+
+def _header_of(image: ImageFile) -> ImageHeader:
+    size = image.size
+    if isinstance(image, TiffImageFile):  # newer Pillow rotates these
+        size = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
+        found: Any = image.tag_v2.get(_ORIENTATION)
+    else:
+        found = _exif_orientation(image)
+    is_valid = isinstance(found, int) and 1 <= found <= 8
+    # Pillow's raw modes of 16 bits per channel end in ;16B and so on.
+    is_deep = image.mode[0] in "IF" or ";16" in str(image.tile)
+    kind = image.format or ""
+    return ImageHeader(kind, size, found if is_valid else 1, is_deep, image.mode)
 
 
 def _exif_orientation(image: ImageFile) -> Any:
@@ -112,9 +127,9 @@ def decode(content: bytes, flag: str = "color") -> Pixels | None:
     if flag == "unchanged" or not content:
         found = mmcv.imfrombytes(content, flag=flag)
         return None if found is None else Pixels(found)
-    stored = Stored()
+    stored = ImageHeader()
     with suppress(Exception):  # Pillow reads fewer files than OpenCV
-        stored = read_stored(io.BytesIO(content))
+        stored = read_header(io.BytesIO(content))
     raw = _decoded(content, is_gray=stored.mode[:1] in ("I", "F"))
     if raw is None:
         return None

@@ -50,7 +50,7 @@ def test_aerial_images_are_no_attack(tmp_path, monkeypatch, decode):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     picture(1).save(tmp_path / "a.jpg")
     [look] = probe_images([record_of(tmp_path / "a.jpg", SIZE)], decode=decode)
-    assert (look.problem, look.size, bool(look.digest)) == (None, SIZE, decode)
+    assert (look.problem, look.header.size, bool(look.digest)) == (None, SIZE, decode)
     assert Image.MAX_IMAGE_PIXELS == 100
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from damex.datasets.image_files import read_header, turn_box
+from damex.datasets.image_files import turn_box
 from damex.datasets.mixture import MixtureDataset
+from damex.datasets.pixels import read_header
 from damex.errors import DataError
 
 PIPELINE = [

@@ -10,8 +10,7 @@ import pytest
 from mmengine.registry import TRANSFORMS
 from PIL import Image, ImageOps
 
-from damex.datasets.image_files import read_header
-from damex.datasets.pixels import decode, read_stored, to_8_bits
+from damex.datasets.pixels import decode, read_header, to_8_bits
 from damex.registry import MODELS  # noqa: F401 - as in a training
 
 HEIGHT, WIDTH = 32, 48
@@ -69,7 +68,7 @@ def test_the_range_that_an_image_holds_is_shown(tmp_path, case):
 
 @pytest.mark.parametrize("case", [one for one in DEEP if "float64" not in one])
 def test_the_header_tells_depth(case):
-    assert read_stored(io.BytesIO(DEEP[case])).is_deep
+    assert read_header(io.BytesIO(DEEP[case])).is_deep
 
 
 def test_images_of_8_bits_are_as_opencv_loads_them():
@@ -81,7 +80,7 @@ def test_images_of_8_bits_are_as_opencv_loads_them():
         expected = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR)
         assert np.array_equal(found.image, expected)
         assert found.levels is None
-        assert not read_stored(io.BytesIO(content)).is_deep
+        assert not read_header(io.BytesIO(content)).is_deep
 
 
 @pytest.mark.parametrize(

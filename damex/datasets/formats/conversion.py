@@ -42,14 +42,13 @@ from damex.datasets.formats.tree import Tree, parent
 from damex.datasets.formats.unread import problem_of_unread
 from damex.datasets.formats.yolo import YOLO
 from damex.datasets.image_files import (
-    Header,
     all_fit,
     fits_stored,
     images_of_any_size,
-    read_header,
     same_size,
     turn_box,
 )
+from damex.datasets.pixels import ImageHeader, read_header
 from damex.errors import ConfigError, DataError
 from damex.files import write_json
 
@@ -153,7 +152,9 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
 
 
 def _settle_rotations(
-    samples: Sequence[Sample], headers: Mapping[str, Header | OSError], summary: Summary
+    samples: Sequence[Sample],
+    headers: Mapping[str, ImageHeader | OSError],
+    summary: Summary,
 ) -> None:
     """Drop stated sizes that the boxes of a dataset contradict.
 
@@ -167,11 +168,11 @@ def _settle_rotations(
         header, size = headers[sample.image], sample.stated_size
         if isinstance(header, OSError) or size is None or header.orientation < 5:
             continue
-        if same_size(size, header.stored) and not same_size(size, header.shown):
+        if same_size(size, header.size) and not same_size(size, header.shown):
             stored.append((sample, header.shown))
             boxes = [box.corners for box in sample.boxes]
             in_shown, in_stored = (
-                all_fit(boxes, of) for of in (header.shown, header.stored)
+                all_fit(boxes, of) for of in (header.shown, header.size)
             )
             votes[in_shown] += in_shown != in_stored
     if not votes[True]:
@@ -186,7 +187,7 @@ def _settle_rotations(
 
 
 def coco_document(
-    headers: Mapping[str, Header | OSError],
+    headers: Mapping[str, ImageHeader | OSError],
     split: str,
     samples: Sequence[Sample],
     summary: Summary,
@@ -251,7 +252,9 @@ def _joined(samples: Sequence[Sample], summary: Summary) -> list[Sample]:
     return list(found.values())
 
 
-def _valid_boxes(sample: Sample, header: Header, summary: Summary) -> list[Box] | None:
+def _valid_boxes(
+    sample: Sample, header: ImageHeader, summary: Summary
+) -> list[Box] | None:
     """Boxes in pixels as shown; None if the image is left out."""
     corners_of = [box.corners for box in sample.boxes]
     turned = not sample.normalised and fits_stored(

@@ -1,7 +1,7 @@
 """One annotation file per image: Pascal VOC (XML), KITTI and DOTA (text).
 
 Text files are recognized by their lines; the image is found by the name of the file.
-YOLO's text files are read by ``yolo.py``, as their names and splits are elsewhere.
+The names and splits of YOLO's text files are elsewhere: see ``yolo.py``.
 """
 
 from __future__ import annotations
@@ -286,6 +286,34 @@ def _kitti_box(words: list[str]) -> Box:
 def _dota_box(words: list[str]) -> Box:
     """Parse four corners and a class (Xia et al. 2018) to an upright box."""
     return Box(enclosing_box([float(word) for word in words[:8]]), words[8], 0)
+
+
+def yolo_boxes(
+    tree: Tree, path: str, names: tuple[str, ...], keypoints: int, summary: Summary
+) -> Iterator[Box]:
+    """The boxes of a YOLO label file, relative to the image; keypoints are left out."""
+    for number, line in tree.numbered(path):
+        words, place = line.split(), f"{path}:{number}"
+        if keypoints and len(words) == 5 + keypoints:
+            words = words[:5]
+        values = numbers(words)
+        if values is None or not is_yolo_shape(words):
+            what = "lines that are not a box or polygon of a class"
+            summary.drop(what, f"{place}: {problem_of_line(line)}")
+        elif not values[0].is_integer() or not 0 <= values[0] < len(names):
+            what = f"{place}: {words[0]}; there are 0 to {len(names) - 1}"
+            summary.drop("boxes of an unknown class number", what)
+        elif not all(map(is_share, values[1:])):
+            what = "boxes that are not fractions of the image"
+            summary.drop(what, f"{place}: {problem_of_line(line)}")
+        else:
+            shape = values[1:]
+            if len(shape) == 4:
+                x, y, w, h = shape
+                shape = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+            else:
+                shape = enclosing_box(shape)
+            yield Box(shape, names[int(values[0])], number)
 
 
 def _splits(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -21,20 +21,16 @@ import yaml
 from damex.datasets.entries import Options, Summary, problem_of_names
 from damex.datasets.formats.label_files import (
     first_problem,
-    is_yolo_shape,
     kind_of_file,
     kind_of_line,
-    problem_of_line,
     recognise_kind,
     why_no_image,
+    yolo_boxes,
 )
 from damex.datasets.formats.records import (
-    Box,
     Contents,
     Format,
     Sample,
-    enclosing_box,
-    is_share,
 )
 from damex.datasets.formats.tree import (
     Tree,
@@ -127,7 +123,9 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
         if label is None:
             summary.note("images without a label file: kept as without objects", image)
         else:
-            sample.boxes = list(_boxes(tree, label, names, config.keypoints, summary))
+            sample.boxes = list(
+                yolo_boxes(tree, label, names, config.keypoints, summary)
+            )
         samples[image] = sample
     by_split = {
         split: [samples[image] for image in images if image in samples]
@@ -375,33 +373,6 @@ def _label_of_images(tree: Tree, summary: Summary) -> tuple[dict[str, str], set[
         else:
             labels.setdefault(found, path)
     return labels, unclear
-
-
-def _boxes(
-    tree: Tree, path: str, names: tuple[str, ...], keypoints: int, summary: Summary
-) -> Iterator[Box]:
-    for number, line in tree.numbered(path):
-        words, place = line.split(), f"{path}:{number}"
-        if keypoints and len(words) == 5 + keypoints:
-            words = words[:5]
-        values = numbers(words)
-        if values is None or not is_yolo_shape(words):
-            what = "lines that are not a box or polygon of a class"
-            summary.drop(what, f"{place}: {problem_of_line(line)}")
-        elif not values[0].is_integer() or not 0 <= values[0] < len(names):
-            what = f"{place}: {words[0]}; there are 0 to {len(names) - 1}"
-            summary.drop("boxes of an unknown class number", what)
-        elif not all(map(is_share, values[1:])):
-            what = "boxes that are not fractions of the image"
-            summary.drop(what, f"{place}: {problem_of_line(line)}")
-        else:
-            shape = values[1:]
-            if len(shape) == 4:
-                x, y, w, h = shape
-                shape = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
-            else:
-                shape = enclosing_box(shape)
-            yield Box(shape, names[int(values[0])], number)
 
 
 YOLO = Format(
