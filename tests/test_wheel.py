@@ -62,10 +62,10 @@ def test_a_checkout_is_found_from_the_folder_above_it(tmp_path):
 
 
 def test_every_config_is_in_the_wheel(site):
-    shipped = site / "damex" / ".mim" / "configs"
-    files = {p.relative_to(shipped) for p in shipped.rglob("*.py")}
-    configs = ROOT / "configs"
-    assert files == {p.relative_to(configs) for p in configs.rglob("*.py")}
+    shipped, configs = site / "damex" / ".mim" / "configs", ROOT / "configs"
+    for kind in ("*.py", "*.json"):
+        files = {path.relative_to(shipped) for path in shipped.rglob(kind)}
+        assert files == {path.relative_to(configs) for path in configs.rglob(kind)}
 
 
 def run(site, folder, *arguments):

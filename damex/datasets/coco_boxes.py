@@ -211,13 +211,12 @@ def _check_areas(records: Records, used_N: np.ndarray) -> Iterator[Finding]:
         (large_N, "at most width times height", None),
         (small_N, "width times height without a mask", "info"),
     ):
-        text = f"expected {limit}. Correct it."
-        yield from records.each_box(
-            "area-inconsistent",
-            mask_N & has_size_N,
-            lambda i, text=text: f"has the area {area_N[i]:g}, {text}",
-            level,
-        )
+
+        def text(position: int, limit: str = limit) -> str:
+            return f"has the area {area_N[position]:g}, expected {limit}. Correct it."
+
+        kind = "area-inconsistent"
+        yield from records.each_box(kind, mask_N & has_size_N, text, level)
 
 
 def _check_use(

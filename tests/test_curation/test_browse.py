@@ -18,7 +18,6 @@ from damex.curation.browse import size_shares
 from damex.curation.samples import (
     TILE,
     Sample,
-    contact_sheet,
     draw_tile,
     view_of,
 )
@@ -163,12 +162,6 @@ def test_a_tile_is_what_training_loads_with_the_boxes_of_the_file(
     tile = np.asarray(draw_tile(sample._replace(boxes=[box]), colors))
     for x, y in ((20, 150), (120, 150), (70, 190)):
         assert tuple(tile[y, x]) == colors["car"]
-
-
-def test_an_image_that_cannot_be_opened_has_a_tile_too(tmp_path):
-    tile = draw_tile(Sample(tmp_path / "none.jpg", "none.jpg", [], True), {})
-    sheet = contact_sheet("street", [("none.jpg", tile)] * 5)
-    assert sheet.height > 2 * tile.height
 
 
 def test_a_limit_of_pillow_comes_back_after_threads_that_overlap():
