@@ -29,8 +29,8 @@ from damex.errors import ConfigError
 from damex.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:
+    from damex.inference.media import Picture
     from damex.inference.predictor import Prediction
-    from damex.inference.stored import Picture
 
 Data = str | os.PathLike | Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike]
 
@@ -297,8 +297,8 @@ class Detector:
             ConfigError: If the dataset is unknown, or there is no image.
             DataError: If an image cannot be read.
         """
-        from damex.inference.media import find_images
-        from damex.inference.stored import as_several
+        from damex.inference.media import as_several
+        from damex.inference.predict import find_images
 
         def found(one: Picture) -> Iterable[Picture]:
             if not isinstance(one, str | os.PathLike):

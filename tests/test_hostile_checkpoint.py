@@ -189,7 +189,10 @@ READING = {
         "export PTH --dataset street --out new.onnx",
         "export PTH --out new.onnx",
     ],
-    "experts": ["experts PTH --images DATA/street/images --out new"],
+    "experts": [
+        "experts PTH --images DATA/street/images",
+        "experts PTH --images DATA/street/images --out new.png",
+    ],
     "grow": ["grow PTH DATA/grown.py --images 1 --out new.pth"],
 }
 WRITING = {

@@ -23,6 +23,7 @@ from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write
 from damex.inference.dense_experts import voted_detector
+from damex.inference.media import Inputs, Picture, detect
 from damex.inference.onnx_graph import (
     INPUT,
     OUTPUTS,
@@ -33,14 +34,7 @@ from damex.inference.onnx_graph import (
 )
 from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import Specialist, extract
-from damex.inference.stored import (
-    Inputs,
-    Picture,
-    StoredDetector,
-    check_target,
-    detect,
-    millions,
-)
+from damex.inference.stored import DetectorCheckpoint, check_target, millions
 
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 0.1  # of a probability, of a pixel
 # Detections below this share of the best score are not compared: rounding ranks them.
@@ -74,7 +68,7 @@ def export(
             "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
             "be a .onnx file."
         )
-    stored = StoredDetector.read(checkpoint, trust=trust)
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     if as_onnx:
         check_steps(stored.pipeline)
     if image_size is not None:
@@ -100,7 +94,7 @@ def export(
 
 
 def _export_onnx(
-    stored: StoredDetector,
+    stored: DetectorCheckpoint,
     specialist: Specialist | None,
     dataset: str | None,
     out: Path,
@@ -155,7 +149,7 @@ def _export_onnx(
 
 
 def _image_of(
-    stored: StoredDetector, dataset: str, size: tuple[int, int]
+    stored: DetectorCheckpoint, dataset: str, size: tuple[int, int]
 ) -> tuple[str, np.ndarray]:
     """A validation image of a dataset and its path; noise if none is available."""
     try:

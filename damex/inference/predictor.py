@@ -21,15 +21,15 @@ from damex.errors import (
     check_sizes,
     printable,
 )
-from damex.inference.media import is_video
-from damex.inference.stored import (
+from damex.inference.media import (
     Inputs,
     Picture,
-    StoredDetector,
     as_rgb,
     as_several,
     detect,
+    is_video,
 )
+from damex.inference.stored import DetectorCheckpoint
 from damex.models.dataset_classifier import classifies_datasets, given_dataset
 
 
@@ -128,7 +128,7 @@ class Predictor:
         device: str | None = None,
         trust: bool = False,
     ) -> None:
-        self._stored = StoredDetector.read(str(checkpoint), trust=trust)
+        self._stored = DetectorCheckpoint.read(str(checkpoint), trust=trust)
         self._detector = self._stored.build(device or get_device())
         space = self._stored.space
         self.classes = space.classes

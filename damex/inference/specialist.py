@@ -18,7 +18,7 @@ from damex.config_files import PlainConfig
 from damex.engine.config import DATASET_OPTIONS
 from damex.errors import ConfigError
 from damex.inference.dense_experts import dense_ffn, pad_hidden, refuse
-from damex.inference.stored import StoredDetector, write_checkpoint
+from damex.inference.stored import DetectorCheckpoint, write_checkpoint
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import mmdet_class
 from damex.models.queries import selects_by_first_class
@@ -61,7 +61,7 @@ class Specialist:
         return path.with_suffix(".py")
 
 
-def extract(stored: StoredDetector, dataset: str) -> Specialist:
+def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
     """Extract a dense detector that equals a mixture of experts given its dataset.
 
     From a dense detector, only classes are removed.

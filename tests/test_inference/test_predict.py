@@ -266,14 +266,20 @@ def test_csv_has_a_row_per_detection(tmp_path, make_prediction):
     )
 
 
-def test_without_any_image_earlier_files_stay_after_a_stop(tmp_path):
+def test_without_any_image_earlier_files_stay_after_a_stop(
+    predict, photos, tmp_path, monkeypatch
+):
     files = [tmp_path / "a.json", tmp_path / "a.csv"]
     for path in files:
         path.write_text("earlier")
-    outputs = command._outputs(*map(str, files), None, {}, CLASSES)
-    with pytest.raises(KeyboardInterrupt), outputs:
+
+    def stop(*_):
         raise KeyboardInterrupt
-    assert all(path.read_text() == "earlier" for path in tmp_path.iterdir())
+
+    monkeypatch.setattr(command, "line_of", stop)
+    status, _ = predict(photos, "--json", files[0], "--csv", files[1])
+    assert status == 130
+    assert all(path.read_text() == "earlier" for path in files)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import to_8_bits
 from damex.errors import ConfigError, DataError
-from damex.inference import Predictor, stored
+from damex.inference import Predictor, media
 from damex.inference.media import frames_of
 from damex.models.insertion import moe_blocks
 from tests.test_inference.conftest import BEST, SPACE
@@ -156,11 +156,11 @@ def test_images_of_pillow_and_of_16_bits_are_seen_as_files_are(predictor, photos
 
 def test_depth_is_said_once(photos, monkeypatch):
     said = []
-    monkeypatch.setattr(stored, "print_log", lambda text, **_: said.append(text))
+    monkeypatch.setattr(media, "print_log", lambda text, **_: said.append(text))
     for name in ("a.tif", "b.tif"):
         values = np.arange(96 * 64, dtype=np.uint16).reshape(64, 96)
         Image.fromarray(values).save(photos / name)
-    inputs = stored.Inputs([dict(type="LoadImageFromFile")])
+    inputs = media.Inputs([dict(type="LoadImageFromFile")])
     for name in ("a.png", "a.tif", "b.tif"):
         [*inputs.each(photos / name)]
     (text,) = said
@@ -172,11 +172,11 @@ def test_broken_images_are_left_out_or_raise(predictor, photos):
     (photos / "text.png").write_text("not an image")
     cut = photos / "b.jpg"
     cut.write_bytes(cut.read_bytes()[:-200])
-    faults = []
+    problems = []
     paths = [photos / name for name in ("text.png", "a.png", "b.jpg", "none.png")]
-    seen = [*predictor.stream(paths, "auto", 0.3, 2, skip=faults.append)]
+    seen = [*predictor.stream(paths, "auto", 0.3, 2, skip=problems.append)]
     assert [one.path for one in seen] == [photos / "a.png"]
-    said = [str(fault) for fault in faults]
+    said = [str(problem) for problem in problems]
     assert "text.png is not an image that can be read" in said[0]
     assert "b.jpg cannot be decoded to its end" in said[1]
     assert "none.png does not exist" in said[2]
