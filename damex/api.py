@@ -20,7 +20,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import WARNING, StreamHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ class Evaluation:
             image is not given.
         datasets: ``ap``, ``ap50``, ``images`` and ``boxes`` of each dataset.
         classes: AP of each class, by dataset; with ``classwise``.
-        taken_for: Number of images of each dataset by the dataset group whose experts
+        confusion: Number of images of each dataset by the dataset group whose experts
             most of their tokens went to; with ``classwise``.
         summary: All scores, as in ``summary.json``.
     """
@@ -57,7 +59,7 @@ class Evaluation:
     datasets: Mapping[str, Mapping[str, Any]]
     summary: Mapping[str, Any] = field(repr=False)
     classes: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
-    taken_for: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    confusion: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Evaluation:
@@ -69,7 +71,7 @@ class Evaluation:
             datasets=summary.get("datasets", {}),
             summary=summary,
             classes=summary.get("classes", {}),
-            taken_for=summary.get("taken_for", {}),
+            confusion=summary.get("confusion", {}),
         )
 
     def __str__(self) -> str:
@@ -237,6 +239,22 @@ def load(
     return Detector(checkpoint, device=device, trust=trust)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show warnings alone of mmengine's log, for a while."""
+    from mmengine.logging import MMLogger
+
+    handlers = MMLogger.get_current_instance().handlers
+    screens = [(one, one.level) for one in handlers if type(one) is StreamHandler]
+    for one, level in screens:
+        one.setLevel(max(level, WARNING))
+    try:
+        yield
+    finally:
+        for one, level in screens:
+            one.setLevel(level)
+
+
 class Detector:
     """A trained detector.
 
@@ -265,12 +283,13 @@ class Detector:
         device: str | None = None,
         trust: bool = False,
     ) -> None:
-        from damex.engine.console import filter_console
         from damex.inference import Predictor
 
         self.checkpoint, self._trust = Path(checkpoint), trust
-        filter_console()  # of mmengine's logger: warnings alone
-        self._predictor = Predictor(os.fspath(checkpoint), device=device, trust=trust)
+        with _quiet():
+            self._predictor = Predictor(
+                os.fspath(checkpoint), device=device, trust=trust
+            )
         self.classes = self._predictor.classes
         self.datasets = self._predictor.datasets
 
@@ -354,9 +373,10 @@ class Detector:
                     f"{', '.join(self.datasets)}."
                 )
             entries = [dict(name=name, root=str(folder))]
-        found = self._predictor.evaluate(
-            entries, split=split, batch_size=batch_size, classwise=classwise
-        )
+        with _quiet():
+            found = self._predictor.evaluate(
+                entries, split=split, batch_size=batch_size, classwise=classwise
+            )
         return Evaluation.of(found)
 
     def export(
@@ -377,13 +397,14 @@ class Detector:
         Raises:
             ConfigError: If the detector cannot be exported, or the file exists.
         """
-        from damex.inference.export import export
+        from damex.inference.export import write_export
 
-        export(
-            str(self.checkpoint),
-            out=os.fspath(path),
-            dataset=dataset,
-            image_size=image_size,
-            trust=self._trust,
-        )
+        with _quiet():
+            write_export(
+                str(self.checkpoint),
+                os.fspath(path),
+                dataset=dataset,
+                image_size=image_size,
+                trust=self._trust,
+            )
         return Path(path)

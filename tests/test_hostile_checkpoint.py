@@ -25,7 +25,7 @@ from damex.commandline.run import run_command
 from damex.engine.cli import build_runner
 from damex.growth.prune import NOT_KEPT
 from damex.headroom import ablations
-from damex.inference.literal_config import read_literals
+from damex.inference.trust import read_literals
 from tests.test_engine.conftest import write_config_to  # noqa: F401
 
 MODULE = "hostile_module"

@@ -54,6 +54,21 @@ def export(
 ) -> None:
     """Write a dense detector of one dataset, or a whole mixture for onnxruntime."""
     filter_console()
+    lines = write_export(
+        checkpoint, out, dataset=dataset, image_size=image_size, trust=trust
+    )
+    print(printable("\n".join(lines)))
+
+
+def write_export(
+    checkpoint: str,
+    out: str,
+    *,
+    dataset: str | None,
+    image_size: tuple[int, int] | None,
+    trust: bool,
+) -> list[str]:
+    """Write the file, and return lines about it; see `damex.api.Detector.export`."""
     path = Path(out)
     as_onnx = path.suffix == ".onnx"
     check_target(path, suffixes=(".pth", ".onnx"), with_config=not as_onnx)
@@ -90,7 +105,7 @@ def export(
     else:
         first, lines = f"written: {path} and {specialist.write(path)}", []
         needs = f"mmdet, without damex{specialist.needs}"
-    print(printable("\n".join([first, f"{about}; for {needs}", *lines])))
+    return [first, f"{about}; for {needs}", *lines]
 
 
 def _export_onnx(

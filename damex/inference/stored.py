@@ -28,8 +28,7 @@ from damex.engine.summary import class_scores, scores_of, summarise
 from damex.errors import ConfigError, DataError, did_you_mean, printable
 from damex.evaluation import MAX_DETS, MixtureMetric
 from damex.files import atomic_write, write_text
-from damex.inference.literal_config import read_literals
-from damex.inference.trust import check_parts, forget_pretrained
+from damex.inference.trust import check_parts, forget_pretrained, read_literals
 from damex.models.detectors import RoutedDetector
 
 # Pipeline steps that need annotations.

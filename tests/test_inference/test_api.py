@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mmengine.logging import MMLogger
 from PIL import Image
 
 import damex
@@ -180,6 +181,24 @@ def test_supervision_gets_boxes_scores_and_class_names(make_prediction):
     found = make_prediction().to_supervision()
     np.testing.assert_array_equal(found.xyxy, [[8, 10, 28, 40], [1, 2, 3.5, 4]])
     assert found.data["class_name"].tolist() == ["dog", "car"]
+
+
+def test_the_host_program_keeps_its_log_and_its_warnings(
+    save, photos, make_coco_dataset, tmp_path, capfd
+):
+    path = save()
+    make_coco_dataset(tmp_path / "street", classes=["car", "person"], num_images=3)
+    logger = MMLogger.get_current_instance()
+    before = [(handler.level, [*handler.filters]) for handler in logger.handlers]
+    filters = [*warnings.filters]
+    capfd.readouterr()
+    detector = damex.load(path, device="cpu")
+    [*detector.predict(photos)]
+    detector.evaluate(tmp_path / "street", split="train")
+    detector.export(tmp_path / "park.pth", dataset="park")
+    assert [(one.level, one.filters) for one in logger.handlers] == before
+    assert warnings.filters == filters
+    assert capfd.readouterr().out == ""
 
 
 def test_a_folder_is_evaluated_as_the_dataset_of_its_name(

@@ -1,13 +1,12 @@
 """Predictor: what it takes from a checkpoint, and whose classes it looks for."""
 
 import dataclasses
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from mmengine.logging import MMLogger
 from PIL import Image
 
 from damex.__main__ import main
@@ -98,6 +97,21 @@ def test_a_named_dataset_chooses_classes_and_experts(save, photos):
         assert_same(one, same)
     (sky,) = everything(predictor, photos / "a.png", dataset="sky")
     assert set(sky.names) == {"kite"}
+
+
+def test_threads_share_a_predictor(predictor, photos):
+    """With the routes and the classes of their own images."""
+    images, names = sorted(photos.rglob("*.*")), ("park", "sky", "auto", "all")
+    alone = [everything(predictor, images, dataset=name) for name in names]
+    with ThreadPoolExecutor(len(names)) as pool:
+        jobs = [
+            pool.submit(everything, predictor, images, dataset=name, batch_size=1)
+            for name in names * 3
+        ]
+    for job, expected in zip(jobs, alone * 3, strict=True):
+        for one, same in zip(job.result(), expected, strict=True):
+            assert_same(one, same)
+            assert one.probabilities == pytest.approx(same.probabilities, abs=1e-5)
 
 
 def test_a_name_is_forgotten_after_the_call(predictor, photos):
@@ -235,16 +249,6 @@ def test_what_cannot_be_looked_at_is_named(predictor, photos, images, options, t
         images = images.format(folder=photos)
     with pytest.raises(ValueError, match=text):  # DataError is one
         predictor(images, **options)
-
-
-def test_the_host_program_keeps_its_log_and_its_warnings(save, photos):
-    path = save()
-    logger = MMLogger.get_current_instance()
-    before = [(handler.level, [*handler.filters]) for handler in logger.handlers]
-    filters = [*warnings.filters]
-    Predictor(path, device="cpu")(photos / "a.png")
-    assert [(one.level, one.filters) for one in logger.handlers] == before
-    assert warnings.filters == filters
 
 
 def test_classes_are_of_the_dataset_whose_experts_were_used(
