@@ -218,7 +218,7 @@ def test_attention_gradients_are_those_of_the_reference(monkeypatch, device):
     """On the CPU, and in the way of a GPU without deformops."""
     monkeypatch.setattr(kernels, "GPU", device)
     monkeypatch.setitem(sys.modules, "deformops", None)
-    kernels.fused_fault.cache_clear()
+    kernels.fused_problem.cache_clear()
     value, shapes, _, points, weights = attention_inputs(torch.float64)
     floats = [one.requires_grad_() for one in (value, points, weights)]
     args = (value, shapes, points, weights)
@@ -270,7 +270,7 @@ def test_layers_of_a_detector_use_this_attention(monkeypatch):
 def test_attention_keeps_half_precision_outside_only(monkeypatch, device):
     monkeypatch.setattr(kernels, "GPU", device)
     monkeypatch.setitem(sys.modules, "deformops", None)
-    kernels.fused_fault.cache_clear()
+    kernels.fused_problem.cache_clear()
     value, shapes, _, points, weights = attention_inputs(torch.float32)
     half = value.half().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -300,10 +300,10 @@ def log_of_gpu(monkeypatch):
     monkeypatch.setattr(
         "mmengine.logging.print_log", lambda line, *_: lines.append(line)
     )
-    for cached in (kernels.fused_fault, kernels.log_choice):
+    for cached in (kernels.fused_problem, kernels.log_choice):
         cached.cache_clear()
     yield lines
-    for cached in (kernels.fused_fault, kernels.log_choice):
+    for cached in (kernels.fused_problem, kernels.log_choice):
         cached.cache_clear()
 
 
@@ -362,7 +362,7 @@ def test_deformops_takes_over_on_a_gpu_and_answers_as_torch(log_of_gpu, monkeypa
     # Measured: below 1e-6.
     assert max(largest_errors(found, expected)) < 5e-6
     with torch.inference_mode():  # memory that was made here has no gradients
-        kernels.fused_fault.cache_clear()
+        kernels.fused_problem.cache_clear()
         torch.testing.assert_close(attend(*inputs), expected[0], rtol=0, atol=1e-5)
     assert log_of_gpu == ["deformable attention on the GPU: deformops"]
 
@@ -414,7 +414,7 @@ def test_without_a_working_deformops_torch_goes_on_and_one_line_says_so(
     ("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
 )
 def test_cuda_kernels_of_deformops_answer_as_torch_in_an_encoder(dtype, limit):
-    assert kernels.fused_fault(torch.device("cuda", 0), dtype, 32) == ""
+    assert kernels.fused_problem(torch.device("cuda", 0), dtype, 32) == ""
     inputs = encoder_inputs("cuda", (100, 167), (50, 84), (25, 42), (13, 21))
     found = with_gradients(fused_attention, inputs, dtype)
     expected = with_gradients(deformable_attention, inputs, dtype)
