@@ -265,10 +265,10 @@ def test_classwise_adds_the_ap_of_each_annotated_class_and_where_images_went(bac
     assert scores[f"park/AP_class_{PERSON}"] == pytest.approx(1.0)
     assert scores[f"park/AP_class_{DOG}"] == 0.0
     assert scores["park/AP"] == pytest.approx(0.5)
-    assert (scores["park/taken_for_0"], scores["park/taken_for_1"]) == (2, 1)
+    assert (scores["park/confusion_0"], scores["park/confusion_1"]) == (2, 1)
     names = class_scores(scores, SPACE)
     assert names["classes"]["park"]["dog"] == 0.0
-    assert names["taken_for"] == dict(
+    assert names["confusion"] == dict(
         park=dict(zip(SPACE.group_names, (2, 1), strict=False))
     )
     assert "pooled" not in names["classes"]
