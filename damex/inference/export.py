@@ -229,7 +229,7 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
         try:
             expected = of_mmdet(image)
         except (DataError, RuntimeError) as error:
-            fault = str(error).splitlines()[0]
+            problem = str(error).splitlines()[0]
             continue
         found = of_graph(image)
         least = LEAST_SHARE * float(max(expected.scores[0], found.scores[0]))
@@ -237,7 +237,7 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
         parities.append((number, least, *difference(expected, found, least=least)))
     if not parities:
         raise ConfigError(
-            f"mmdet itself fails on images of this size ({fault}); try a larger "
+            f"mmdet itself fails on images of this size ({problem}); try a larger "
             "--image-size."
         )
     numbers, leasts, *differences = zip(*parities, strict=True)
