@@ -20,7 +20,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from logging import WARNING, StreamHandler
 from pathlib import Path
@@ -245,14 +245,12 @@ def _quiet() -> Iterator[None]:
     from mmengine.logging import MMLogger
 
     handlers = MMLogger.get_current_instance().handlers
-    screens = [(one, one.level) for one in handlers if type(one) is StreamHandler]
-    for one, level in screens:
-        one.setLevel(max(level, WARNING))
-    try:
+    screens = [one for one in handlers if type(one) is StreamHandler]
+    with ExitStack() as stack:
+        for one in screens:
+            stack.callback(one.setLevel, one.level)
+            one.setLevel(max(one.level, WARNING))
         yield
-    finally:
-        for one, level in screens:
-            one.setLevel(level)
 
 
 class Detector:
@@ -286,10 +284,9 @@ class Detector:
         from damex.inference import Predictor
 
         self.checkpoint, self._trust = Path(checkpoint), trust
+        path = os.fspath(checkpoint)
         with _quiet():
-            self._predictor = Predictor(
-                os.fspath(checkpoint), device=device, trust=trust
-            )
+            self._predictor = Predictor(path, device=device, trust=trust)
         self.classes = self._predictor.classes
         self.datasets = self._predictor.datasets
 
@@ -320,9 +317,9 @@ class Detector:
         from damex.inference.predict import find_images
 
         def found(one: Picture) -> Iterable[Picture]:
-            if not isinstance(one, str | os.PathLike):
-                return [one]
-            return find_images([os.fspath(one)], videos=True)
+            if isinstance(one, str | os.PathLike):
+                return find_images([os.fspath(one)], videos=True)
+            return [one]
 
         several = as_several(images)
         pictures: Iterable[Picture] = (one for word in several for one in found(word))
@@ -361,11 +358,7 @@ class Detector:
             if not folder.is_dir():
                 raise ConfigError(f"{data} is not the folder of a dataset.")
             name = dataset or folder_name(folder)
-            if (
-                name not in self.datasets
-                and dataset is None
-                and len(self.datasets) == 1
-            ):
+            if dataset is None and len(self.datasets) == 1:
                 name = next(iter(self.datasets))
             if name not in self.datasets:
                 raise ConfigError(
@@ -399,12 +392,7 @@ class Detector:
         """
         from damex.inference.export import write_export
 
+        files, trust = (str(self.checkpoint), os.fspath(path)), self._trust
         with _quiet():
-            write_export(
-                str(self.checkpoint),
-                os.fspath(path),
-                dataset=dataset,
-                image_size=image_size,
-                trust=self._trust,
-            )
+            write_export(*files, dataset=dataset, image_size=image_size, trust=trust)
         return Path(path)

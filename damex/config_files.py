@@ -11,7 +11,6 @@ import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -341,9 +340,11 @@ def _scalar(value: Any, where: str) -> str:
         value = os.fspath(value)
     elif isinstance(value, type):
         value = f"{value.__module__}.{value.__qualname__}"  # registries import it
+    if value is None:
+        return "None"
     if isinstance(value, float) and math.isinf(value):
         return "1e999" if value > 0.0 else "-1e999"  # Python has no literal for inf
-    for kind in (bool, int, float, str, bytes, NoneType):
+    for kind in (bool, int, float, str, bytes):
         if isinstance(value, kind):
             # mmengine fills in templates such as {{ fileDirname }} when it reads.
             return kind.__repr__(value).replace("{{", r"{\x7b")
