@@ -79,19 +79,16 @@ class Drawings:
     """A folder of images and videos with drawn detections; use ``with``.
 
     Args:
-        folder: Output folder; created if missing. None if nothing will be drawn.
+        folder: Output folder; created if missing.
         names: Name of each input file below the folder. Images that are not .jpg or
             .png get .png appended, videos .mp4.
         classes: Classes of the detector; each has its color.
     """
 
     def __init__(
-        self,
-        folder: str | Path | None,
-        names: Mapping[Path, str],
-        classes: Sequence[str],
+        self, folder: Path, names: Mapping[Path, str], classes: Sequence[str]
     ) -> None:
-        self._folder, self._names = Path(folder or ""), _drawn_names(names)
+        self._folder, self._names = folder, _drawn_names(names)
         self._colors = palette(classes)
         self._video: _DrawnVideo | None = None
 

@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -115,7 +115,10 @@ def _write_all(
     counts, found = Counter[str](), list[tuple[Prediction, str]]()
     try:
         try:
-            with Drawings(draw, names, classes) as drawings:
+            drawings = None
+            if draw is not None:
+                drawings = Drawings(Path(draw), names, classes)
+            with drawings or nullcontext():
                 for one in stream:
                     name = name_of(one, names)
                     show(one, name)
@@ -123,7 +126,7 @@ def _write_all(
                     counts.update(images=1, objects=len(one.scores), foreign=foreign)
                     if (json, csv) != (None, None):
                         found.append((replace(one, image=None), name))
-                    if draw is not None:
+                    if drawings is not None:
                         drawings.add(one)
         except BaseException:  # Ctrl-C, too
             if counts:
