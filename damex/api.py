@@ -20,7 +20,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from logging import WARNING, StreamHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +31,8 @@ from damex.errors import ConfigError
 from damex.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:
+    from damex.inference.media import Picture
     from damex.inference.predictor import Prediction
-    from damex.inference.stored import Picture
 
 Data = str | os.PathLike | Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike]
 
@@ -46,7 +48,7 @@ class Evaluation:
             image is not given.
         datasets: ``ap``, ``ap50``, ``images`` and ``boxes`` of each dataset.
         classes: AP of each class, by dataset; with ``classwise``.
-        taken_for: Number of images of each dataset by the dataset group whose experts
+        confusion: Number of images of each dataset by the dataset group whose experts
             most of their tokens went to; with ``classwise``.
         summary: All scores, as in ``summary.json``.
     """
@@ -57,7 +59,7 @@ class Evaluation:
     datasets: Mapping[str, Mapping[str, Any]]
     summary: Mapping[str, Any] = field(repr=False)
     classes: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
-    taken_for: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    confusion: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Evaluation:
@@ -69,7 +71,7 @@ class Evaluation:
             datasets=summary.get("datasets", {}),
             summary=summary,
             classes=summary.get("classes", {}),
-            taken_for=summary.get("taken_for", {}),
+            confusion=summary.get("confusion", {}),
         )
 
     def __str__(self) -> str:
@@ -237,6 +239,20 @@ def load(
     return Detector(checkpoint, device=device, trust=trust)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show warnings alone of mmengine's log, for a while."""
+    from mmengine.logging import MMLogger
+
+    handlers = MMLogger.get_current_instance().handlers
+    screens = [one for one in handlers if type(one) is StreamHandler]
+    with ExitStack() as stack:
+        for one in screens:
+            stack.callback(one.setLevel, one.level)
+            one.setLevel(max(one.level, WARNING))
+        yield
+
+
 class Detector:
     """A trained detector.
 
@@ -265,12 +281,12 @@ class Detector:
         device: str | None = None,
         trust: bool = False,
     ) -> None:
-        from damex.engine.console import filter_console
         from damex.inference import Predictor
 
         self.checkpoint, self._trust = Path(checkpoint), trust
-        filter_console()  # of mmengine's logger: warnings alone
-        self._predictor = Predictor(os.fspath(checkpoint), device=device, trust=trust)
+        path = os.fspath(checkpoint)
+        with _quiet():
+            self._predictor = Predictor(path, device=device, trust=trust)
         self.classes = self._predictor.classes
         self.datasets = self._predictor.datasets
 
@@ -297,13 +313,13 @@ class Detector:
             ConfigError: If the dataset is unknown, or there is no image.
             DataError: If an image cannot be read.
         """
-        from damex.inference.media import find_images
-        from damex.inference.stored import as_several
+        from damex.inference.media import as_several
+        from damex.inference.predict import find_images
 
         def found(one: Picture) -> Iterable[Picture]:
-            if not isinstance(one, str | os.PathLike):
-                return [one]
-            return find_images([os.fspath(one)], videos=True)
+            if isinstance(one, str | os.PathLike):
+                return find_images([os.fspath(one)], videos=True)
+            return [one]
 
         several = as_several(images)
         pictures: Iterable[Picture] = (one for word in several for one in found(word))
@@ -342,11 +358,7 @@ class Detector:
             if not folder.is_dir():
                 raise ConfigError(f"{data} is not the folder of a dataset.")
             name = dataset or folder_name(folder)
-            if (
-                name not in self.datasets
-                and dataset is None
-                and len(self.datasets) == 1
-            ):
+            if dataset is None and len(self.datasets) == 1:
                 name = next(iter(self.datasets))
             if name not in self.datasets:
                 raise ConfigError(
@@ -354,9 +366,10 @@ class Detector:
                     f"{', '.join(self.datasets)}."
                 )
             entries = [dict(name=name, root=str(folder))]
-        found = self._predictor.evaluate(
-            entries, split=split, batch_size=batch_size, classwise=classwise
-        )
+        with _quiet():
+            found = self._predictor.evaluate(
+                entries, split=split, batch_size=batch_size, classwise=classwise
+            )
         return Evaluation.of(found)
 
     def export(
@@ -377,13 +390,9 @@ class Detector:
         Raises:
             ConfigError: If the detector cannot be exported, or the file exists.
         """
-        from damex.inference.export import export
+        from damex.inference.export import write_export
 
-        export(
-            str(self.checkpoint),
-            out=os.fspath(path),
-            dataset=dataset,
-            image_size=image_size,
-            trust=self._trust,
-        )
+        files, trust = (str(self.checkpoint), os.fspath(path)), self._trust
+        with _quiet():
+            write_export(*files, dataset=dataset, image_size=image_size, trust=trust)
         return Path(path)

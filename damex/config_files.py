@@ -6,6 +6,7 @@ import copy
 import keyword
 import math
 import os
+import re
 import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -145,20 +146,15 @@ def import_modules(cfg: Config) -> None:
     wanted = cfg.get("custom_imports")
     if not wanted:
         return
-    is_call = isinstance(wanted, Mapping) and "imports" in wanted
-    if not is_call or {*wanted} - {"imports", "allow_failed_imports"}:
-        raise ConfigError(
-            "custom_imports must be dict(imports=['my_module'], "
-            f"allow_failed_imports=False), got {reprlib.repr(wanted)}."
-        )
     try:
         import_modules_from_strings(**wanted)
-    except (ImportError, TypeError) as error:  # TypeError: names that are no texts
+    except (ImportError, TypeError) as error:  # TypeError: not such a dict of texts
         reason = " ".join(str(error.__context__ or error).split())
         raise ConfigError(
-            f"custom_imports={reprlib.repr(wanted['imports'])}: {reason}. Python looks "
-            "for modules in the installed packages and in the folders of PYTHONPATH: "
-            "start with PYTHONPATH=FOLDER_OF_THE_MODULE damex train ..."
+            "custom_imports must be dict(imports=['my_module']), got "
+            f"{reprlib.repr(wanted)}: {reason}. Python looks for modules in the "
+            "installed packages and in the folders of PYTHONPATH: start with "
+            "PYTHONPATH=FOLDER_OF_THE_MODULE damex train ..."
         ) from error
 
 
@@ -231,43 +227,27 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
 
 def _check_name(cfg: Config, name: str, value: Any) -> None:
     """Reject an option that nothing reads, or that was read with the config file."""
-    first, dot, rest = name.partition(".")
+    first = name.partition(".")[0]
     if first in KEYS:
         return
-    if first not in cfg:
+    if first in cfg:
         raise ConfigError(
-            f"{name}={value!r}: the config has no {first}, and nothing reads it; "
-            f"{did_you_mean(first, sorted({*KEYS, *cfg}))}"
+            f"{name}={value!r} changes nothing: {first} is a variable of the config "
+            "file; set the fields with its value, such as train_dataloader.dataset."
         )
-    read = {key: cfg[key] for key in KEYS & {*cfg}}
-    places = sorted(place + dot + rest for place in _places_of(cfg[first], read))
     raise ConfigError(
-        f"{name}={value!r} changes nothing: {first} is a variable of the config file; "
-        f"set the fields with its value: {', '.join(places[:8]) or 'none'}."
+        f"{name}={value!r}: the config has no {first}, and nothing reads it; "
+        f"{did_you_mean(first, sorted(KEYS))}"
     )
-
-
-def _places_of(value: Any, node: Any, path: str = "") -> list[str]:
-    """Names of the fields of a config that are a value, or a list of values with it."""
-    is_list = isinstance(node, (list, tuple))
-    is_inside = is_list and not isinstance(value, Mapping) and value in node
-    if is_inside or (type(node) is type(value) and node == value):
-        return [path]
-    fields: Any = enumerate(node) if is_list else getattr(node, "items", tuple)()
-    start = path and f"{path}."
-    return [y for key, x in fields for y in _places_of(value, x, f"{start}{key}")]
 
 
 def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
     """Rename options of ``moe`` to where the config has it."""
-    at_top = "moe" in options or "moe" in cfg
-    if not at_top and "moe" not in (cfg.get("model") or {}):
-        return dict(options)
-    place, other = ("moe.", "model.moe.") if at_top else ("model.moe.", "moe.")
-    return {
-        place + name.removeprefix(other) if name.startswith(other) else name: value
-        for name, value in options.items()
-    }
+    is_at_top = "moe" in options or "moe" in cfg
+    is_inside = not is_at_top and "moe" in (cfg.get("model") or {})
+    place = "model.moe." if is_inside else "moe."
+    start = re.compile(r"^(model\.)?moe\.")
+    return {start.sub(place, name): value for name, value in options.items()}
 
 
 def _merged(cfg: Any, name: str, value: Any) -> Any:
@@ -328,15 +308,15 @@ def _literal(value: Any, where: str) -> str:
     """Python text of a value: one line, or a line per item if that is too long."""
     if isinstance(value, Mapping):
         is_call = all(map(_is_word, value))
+        first, last = ("dict(", ")") if is_call else ("{", "}")
         parts = [
             (f"{key}=" if is_call else f"{_literal(key, where)}: ")
             + _literal(item, f"{where}.{key}")
             for key, item in value.items()
         ]
-        first, last = ("dict(", ")") if is_call else ("{", "}")
     elif isinstance(value, (list, tuple)):
-        parts = [_literal(item, f"{where}[{i}]") for i, item in enumerate(value)]
         first, last = "[]" if isinstance(value, list) else "()"
+        parts = [_literal(item, f"{where}[{i}]") for i, item in enumerate(value)]
     else:
         return _scalar(value, where)
     comma = "," if isinstance(value, tuple) and len(value) == 1 else ""

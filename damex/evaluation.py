@@ -45,15 +45,6 @@ class ImageResult:
     ground_truth: Sequence[Mapping[str, Any]]
 
 
-def default_backend() -> str:
-    """Return ``faster_coco_eval`` if it is installed, else ``pycocotools``."""
-    try:
-        import faster_coco_eval  # noqa: F401
-    except ImportError:
-        return "pycocotools"
-    return "faster_coco_eval"
-
-
 def coco_scores(
     images: Sequence[ImageResult],
     *,
@@ -61,21 +52,16 @@ def coco_scores(
     backend: str | None = None,
     classwise: bool = False,
     max_dets: int = MAX_DETS,
-    warn: bool = True,
 ) -> dict[str, float]:
     """Evaluate one dataset by the COCO protocol; nan for scores without any object.
 
     With `classwise`, ``AP_class_<label>`` is the AP of each class.
 
     Only detections of `classes` count: the mixture labels that the dataset annotates,
-    with their names. Of each class in an image, the `max_dets` best count; with `warn`,
-    a warning says so if the image has more objects. Of equal scores, the first counts
-    first, so pass the images in the order of their COCO ids. Both backends give the
-    same numbers, in [0, 1].
+    with their names. Of each class in an image, the `max_dets` best count. Of equal
+    scores, the first counts first, so pass the images in the order of their COCO ids.
+    Both backends give the same numbers, in [0, 1].
     """
-    if warn:
-        _warn_of_limits(images, max_dets)
-    backend = backend or default_backend()
     coco_class, eval_class = _load(backend)
     labels = sorted(classes)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -110,40 +96,18 @@ def _mean(precision: np.ndarray) -> float:
     return float(known.mean()) if known.size else float("nan")
 
 
-def _warn_of_limits(
-    images: Sequence[ImageResult], max_dets: int, max_per_img: int = 0
-) -> None:
-    """Warn if images have more objects than detections count, or (if known) exist."""
-    labels = [
-        [one["label"] for one in image.ground_truth if not one["iscrowd"]]
-        for image in images
-    ]
-    of_class = [max(Counter(one).values(), default=0) for one in labels]
-    metric = "set max_dets of MixtureMetric, which is 100 in COCO"
-    detector = "raise max_per_img in model.test_cfg, and model.num_queries"
-    limits = (
-        (max_dets, of_class, "objects of one class", "count", metric),
-        (max_per_img, [*map(len, labels)], "objects", "are made", detector),
-    )
-    for limit, counts, what, verb, advice in limits:
-        above = sum(count > limit for count in counts)
-        if above and limit:
-            text = (
-                f"{above} of {len(counts)} images have more than {limit} {what} (up to "
-                f"{max(counts)}), and at most {limit} detections {verb}: AP cannot "
-                f"reach 1. To change that, {advice}."
-            )
-            print_log(text, logger="current", level=logging.WARNING)
-
-
-def _load(backend: str) -> tuple[Any, Any]:
-    """The COCO and COCOeval classes of a backend."""
-    if backend not in COCO_BACKENDS:
+def _load(backend: str | None) -> tuple[Any, Any]:
+    """The COCO and COCOeval classes of a backend; by default the first installed."""
+    if backend not in (None, *COCO_BACKENDS):
         raise ValueError(f"backend must be one of {COCO_BACKENDS}, got {backend!r}.")
-    if backend == "faster_coco_eval":
-        from faster_coco_eval import COCO, COCOeval_faster
+    if backend != "pycocotools":
+        try:
+            from faster_coco_eval import COCO, COCOeval_faster
 
-        return COCO, COCOeval_faster
+            return COCO, COCOeval_faster
+        except ImportError:
+            if backend is not None:
+                raise
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -170,8 +134,8 @@ def _document(
     return dict(
         info={},
         images=[
-            dict(id=image_id, width=image.width, height=image.height)
-            for image_id, image in enumerate(images, start=1)
+            dict(id=i, width=image.width, height=image.height)
+            for i, image in enumerate(images, start=1)
         ],
         annotations=[dict(record, id=i) for i, record in enumerate(records, start=1)],
         categories=[dict(id=k + 1, name=name) for k, name in sorted(classes.items())],
@@ -235,7 +199,7 @@ class MixtureMetric(BaseMetric):
     layers (1/E is balanced).
 
     With `classwise` also ``<dataset>/AP_class_<label>``, and
-    ``<dataset>/taken_for_<group>``: the number of its images of which most tokens went
+    ``<dataset>/confusion_<group>``: the number of its images of which most tokens went
     to the experts of that dataset group.
 
     Args:
@@ -264,7 +228,7 @@ class MixtureMetric(BaseMetric):
         self.backend, self.classwise = backend, classwise
         self.dataset_known = dataset_known
         check_sizes("MixtureMetric", max_dets=max_dets)
-        self.max_dets, self._is_limit_said = max_dets, False
+        self.max_dets, self._has_warned = max_dets, False
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Store a batch of predictions with their ground truth.
@@ -306,12 +270,10 @@ class MixtureMetric(BaseMetric):
         """Compute the scores of every dataset with samples, their means, and pooled."""
         space = LabelSpace.from_metainfo(self.dataset_meta)
         results = sorted(results, key=lambda row: row.place)
-        if not self._is_limit_said:
-            images = [row.of_all for row in results]
-            # A DETR returns max_per_img detections of every image.
-            most = max((len(image.scores) for image in images), default=0)
-            _warn_of_limits(images, self.max_dets, most)
-        self._is_limit_said = True
+        images = [row.of_all for row in results]
+        if not self._has_warned:
+            _warn_of_limits(images, self.max_dets)
+        self._has_warned = True
         scores: dict[str, float] = {}
         is_same = any(row.of_dataset is row.of_all for row in results)
         if is_same and self.dataset_known:
@@ -325,16 +287,15 @@ class MixtureMetric(BaseMetric):
             rows = [row for row in results if row.dataset_id == dataset_id]
             if rows:
                 known = self.dataset_known
-                images = [row.of_dataset if known else row.of_all for row in rows]
-                found = self._scores(images, space, space.valid_labels(dataset_id))
+                mine = [row.of_dataset if known else row.of_all for row in rows]
+                found = self._scores(mine, space, space.valid_labels(dataset_id))
                 found |= _routing_accuracy(rows, space.group_id(dataset_id))
-                found |= _taken_for(rows) if self.classwise else {}
+                found |= _confusion(rows) if self.classwise else {}
                 scores |= {f"{name}/{key}": value for key, value in found.items()}
         for key in ("AP", "AP50", "AP75", "routing_accuracy"):
             column = [v for name, v in scores.items() if name.endswith(f"/{key}")]
             if not np.all(np.isnan(column)):
                 scores[f"mean/{key}"] = float(np.nanmean(column))
-        images = [row.of_all for row in results]
         pooled = self._scores(images, space, range(space.num_classes))
         scores |= {f"pooled/{key}": value for key, value in pooled.items()}
         tokens_SLE = [row.tokens_LE for row in results if row.tokens_LE is not None]
@@ -356,10 +317,34 @@ class MixtureMetric(BaseMetric):
             backend=self.backend,
             classwise=self.classwise,
             max_dets=self.max_dets,
-            warn=False,
         )
         boxes = sum(len(image.ground_truth) for image in images)
         return {**found, "images": len(images), "boxes": boxes}
+
+
+def _warn_of_limits(images: Sequence[ImageResult], max_dets: int) -> None:
+    """Warn if images have more objects than detections count, or exist."""
+    labels = [
+        [one["label"] for one in image.ground_truth if not one["iscrowd"]]
+        for image in images
+    ]
+    of_class = [max(Counter(one).values(), default=0) for one in labels]
+    # A DETR returns max_per_img detections of every image.
+    made = max((len(image.scores) for image in images), default=0)
+    metric = "set max_dets of MixtureMetric, which is 100 in COCO"
+    detector = "raise max_per_img in model.test_cfg, and model.num_queries"
+    for limit, counts, what, verb, advice in (
+        (max_dets, of_class, "objects of one class", "count", metric),
+        (made, [*map(len, labels)], "objects", "are made", detector),
+    ):
+        above = sum(count > limit for count in counts)
+        if above and limit:
+            text = (
+                f"{above} of {len(counts)} images have more than {limit} {what} (up to "
+                f"{max(counts)}), and at most {limit} detections {verb}: AP cannot "
+                f"reach 1. To change that, {advice}."
+            )
+            print_log(text, logger="current", level=logging.WARNING)
 
 
 def score_names(datasets: Sequence[str], *, has_experts: bool) -> list[str]:
@@ -403,14 +388,12 @@ def _routing_accuracy(rows: Sequence[_Row], group: int) -> dict[str, float]:
     return {"routing_accuracy": float(own / max(total, 1))} if known else {}
 
 
-def _taken_for(rows: Sequence[_Row]) -> dict[str, int]:
+def _confusion(rows: Sequence[_Row]) -> dict[str, int]:
     """Number of images by the group whose experts most of their tokens went to."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for row in rows:
-        if row.tokens_LE is None or row.group_experts is None:
-            continue
-        tokens_E = row.tokens_LE.sum(axis=0)
-        tokens_G = [tokens_E[list(experts)].sum() for experts in row.group_experts]
-        key = f"taken_for_{int(np.argmax(tokens_G))}"
-        counts[key] = counts.get(key, 0) + 1
+        if row.tokens_LE is not None and row.group_experts is not None:
+            tokens_E = row.tokens_LE.sum(axis=0)
+            tokens_G = [tokens_E[list(experts)].sum() for experts in row.group_experts]
+            counts[f"confusion_{int(np.argmax(tokens_G))}"] += 1
     return counts

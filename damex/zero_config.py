@@ -86,9 +86,9 @@ def named_folders(words: Sequence[str]) -> dict[str, str]:
             )
         place = Path(folder).expanduser()
         if not place.is_dir():
-            fault = "is a file" if place.is_file() else "does not exist"
+            problem = "is a file" if place.is_file() else "does not exist"
             raise ConfigError(
-                f"--data: {folder} {fault} (seen from {Path.cwd()}); name the folder "
+                f"--data: {folder} {problem} (seen from {Path.cwd()}); name the folder "
                 "of a dataset."
             )
         folders[name] = folder

@@ -191,14 +191,6 @@ def test_every_provided_op_has_its_kernel():
         assert name in names or callable(getattr(kernels, f"{name}_backward"))
 
 
-def test_python_itself_finds_no_hidden_names(monkeypatch):
-    ops = OpsStub("test")
-    with pytest.raises(AttributeError, match="__path__"):
-        ops.__path__  # noqa: B018
-    assert ops.__spec__.loader is None
-    assert "not compiled" in wrapper("info", monkeypatch).get_compiler_version()
-
-
 # ---- deformable attention ----
 
 
@@ -218,7 +210,7 @@ def test_attention_gradients_are_those_of_the_reference(monkeypatch, device):
     """On the CPU, and in the way of a GPU without deformops."""
     monkeypatch.setattr(kernels, "GPU", device)
     monkeypatch.setitem(sys.modules, "deformops", None)
-    kernels.fused_fault.cache_clear()
+    kernels.fused_problem.cache_clear()
     value, shapes, _, points, weights = attention_inputs(torch.float64)
     floats = [one.requires_grad_() for one in (value, points, weights)]
     args = (value, shapes, points, weights)
@@ -270,7 +262,7 @@ def test_layers_of_a_detector_use_this_attention(monkeypatch):
 def test_attention_keeps_half_precision_outside_only(monkeypatch, device):
     monkeypatch.setattr(kernels, "GPU", device)
     monkeypatch.setitem(sys.modules, "deformops", None)
-    kernels.fused_fault.cache_clear()
+    kernels.fused_problem.cache_clear()
     value, shapes, _, points, weights = attention_inputs(torch.float32)
     half = value.half().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -300,10 +292,10 @@ def log_of_gpu(monkeypatch):
     monkeypatch.setattr(
         "mmengine.logging.print_log", lambda line, *_: lines.append(line)
     )
-    for cached in (kernels.fused_fault, kernels.log_choice):
+    for cached in (kernels.fused_problem, kernels.log_choice):
         cached.cache_clear()
     yield lines
-    for cached in (kernels.fused_fault, kernels.log_choice):
+    for cached in (kernels.fused_problem, kernels.log_choice):
         cached.cache_clear()
 
 
@@ -362,7 +354,7 @@ def test_deformops_takes_over_on_a_gpu_and_answers_as_torch(log_of_gpu, monkeypa
     # Measured: below 1e-6.
     assert max(largest_errors(found, expected)) < 5e-6
     with torch.inference_mode():  # memory that was made here has no gradients
-        kernels.fused_fault.cache_clear()
+        kernels.fused_problem.cache_clear()
         torch.testing.assert_close(attend(*inputs), expected[0], rtol=0, atol=1e-5)
     assert log_of_gpu == ["deformable attention on the GPU: deformops"]
 
@@ -371,7 +363,6 @@ def test_deformops_takes_over_on_a_gpu_and_answers_as_torch(log_of_gpu, monkeypa
     ("code", "words"),
     [
         (None, "deformops is missing: pip install 'damex[gpu]' (Python 3.12 or 3.13)"),
-        ("import lost", "deformops fails: ModuleNotFoundError: No module named 'lost'"),
         (
             "def msda(*_, **__): raise RuntimeError('no kernel\\nfor sm_37')",
             "deformops fails: RuntimeError: no kernel for sm_37",
@@ -414,7 +405,7 @@ def test_without_a_working_deformops_torch_goes_on_and_one_line_says_so(
     ("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
 )
 def test_cuda_kernels_of_deformops_answer_as_torch_in_an_encoder(dtype, limit):
-    assert kernels.fused_fault(torch.device("cuda", 0), dtype, 32) == ""
+    assert kernels.fused_problem(torch.device("cuda", 0), dtype, 32) == ""
     inputs = encoder_inputs("cuda", (100, 167), (50, 84), (25, 42), (13, 21))
     found = with_gradients(fused_attention, inputs, dtype)
     expected = with_gradients(deformable_attention, inputs, dtype)
@@ -515,13 +506,6 @@ def test_roi_align_gradient(monkeypatch, sampling_ratio):
     )
 
 
-def test_roi_align_maximum_is_refused(monkeypatch):
-    roi_align = wrapper("roi_align", monkeypatch).roi_align
-    rois = torch.tensor([[0.0, 0.0, 0.0, 2.0, 2.0]])
-    with pytest.raises(RuntimeError, match=r"pool_mode='max'.*pool_mode='avg'"):
-        roi_align(torch.zeros(1, 1, 3, 3), rois, (1, 1), 1.0, 1, "max", True)
-
-
 # ---- non-maximum suppression ----
 
 
@@ -541,15 +525,6 @@ def test_nms_of_limits_pixels_nothing_and_half_precision(monkeypatch):
     assert (dets.shape, none.dtype, len(none)) == ((0, 5), torch.int64, 0)
     boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2]]).half()
     assert ops.nms(boxes, torch.tensor([0.1, 0.2]).half(), 0.5)[1].tolist() == [1]
-
-
-def test_batched_nms_keeps_classes_apart_and_orders_by_score(monkeypatch):
-    ops = wrapper("nms", monkeypatch)
-    boxes = torch.tensor([[0.0, 0, 2, 2]]).repeat(3, 1)
-    scores, classes = torch.tensor([0.7, 0.8, 0.9]), torch.tensor([0, 0, 1])
-    dets, kept = ops.batched_nms(boxes, scores, classes, {"iou_threshold": 0.5})
-    assert kept.tolist() == [2, 1]
-    torch.testing.assert_close(dets, torch.cat((boxes, scores[:, None]), 1)[[2, 1]])
 
 
 @pytest.mark.parametrize(
@@ -572,16 +547,3 @@ def test_soft_nms_by_hand(monkeypatch, method, least, scores, kept):
     assert inds.tolist() == kept
     assert dets[:, 4].tolist() == pytest.approx(scores, abs=1e-4)
     torch.testing.assert_close(dets[:, :4], boxes[inds])
-
-
-def test_soft_nms_example_of_mmcv(monkeypatch):
-    ops = wrapper("nms", monkeypatch)
-    boxes = torch.tensor(
-        [[4.0, 3, 5, 3], [4, 3, 5, 4], [3, 1, 3, 1], [3, 1, 3, 1], [3, 1, 3, 1]]
-    )
-    boxes = torch.cat((boxes, boxes[-1:]))
-    scores = torch.tensor([0.9, 0.9, 0.5, 0.5, 0.4, 0.0])
-    # From mmcv's docstring: boxes without area stay, the score 0 goes.
-    dets, inds = ops.soft_nms(boxes, scores, iou_threshold=0.6, sigma=0.5)
-    assert len(dets) == 5
-    assert sorted(inds.tolist()) == [0, 1, 2, 3, 4]

@@ -25,7 +25,7 @@ from damex.commandline.run import run_command
 from damex.engine.cli import build_runner
 from damex.growth.prune import NOT_KEPT
 from damex.headroom import ablations
-from damex.inference.literal_config import read_literals
+from damex.inference.trust import read_literals
 from tests.test_engine.conftest import write_config_to  # noqa: F401
 
 MODULE = "hostile_module"
@@ -189,7 +189,10 @@ READING = {
         "export PTH --dataset street --out new.onnx",
         "export PTH --out new.onnx",
     ],
-    "experts": ["experts PTH --images DATA/street/images --out new"],
+    "experts": [
+        "experts PTH --images DATA/street/images",
+        "experts PTH --images DATA/street/images --out new.png",
+    ],
     "grow": ["grow PTH DATA/grown.py --images 1 --out new.pth"],
 }
 WRITING = {

@@ -13,7 +13,6 @@ from damex.commandline.run import (
     ConfigName,
     Device,
     Jobs,
-    NonNegativeInt,
     PositiveInt,
     Seeds,
     Share,
@@ -205,30 +204,28 @@ def export(
 
 @command(
     app,
-    "damex.inference.routing_report",
+    "damex.inference.experts",
     "damex experts work_dirs/quickstart/epoch_3.pth",
-    "damex experts epoch_3.pth --images boards/ ships/ --out look",
+    "damex experts epoch_3.pth --images boards/ ships/ --out experts.png",
 )
 def experts(
     checkpoint: Checkpoint,
     /,
     *,
     images: tuple[str, ...] = (),
-    out: str | None = None,
+    out: Annotated[str | None, parameter("FILE.png")] = None,
     images_per_dataset: PositiveInt = 8,
-    examples: NonNegativeInt = 2,
     batch_size: PositiveInt = 8,
     device: Device = None,
     trust: Trust = False,
 ) -> None:
-    """Show which datasets and image regions go to which expert, as an HTML page.
+    """Show which expert each dataset uses.
 
     Args:
         images: Files, folders or patterns; the images of one folder are one row of the
             tables (default: validation images of the mixture, if they are available).
-        out: Output folder (default: CHECKPOINT_experts).
+        out: Draw the share of each dataset's tokens by expert and layer.
         images_per_dataset: Number of validation images, without --images.
-        examples: Images of each dataset that show the expert of each region.
         batch_size: Images per batch.
     """
 

@@ -94,9 +94,9 @@ def attend(value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor) ->
     inputs = value, shapes, locations, weights
     if value.device.type != GPU or is_tracing():
         return deformable_attention(*inputs)
-    fault = fused_fault(value.device, value.dtype, value.shape[-1])
-    log_choice(f"torch's grid_sample, as {fault}" if fault else "deformops")
-    if not fault:
+    problem = fused_problem(value.device, value.dtype, value.shape[-1])
+    log_choice(f"torch's grid_sample, as {problem}" if problem else "deformops")
+    if not problem:
         return fused_attention(*inputs)
     return checkpoint(
         deformable_attention, *inputs, use_reentrant=False, preserve_rng_state=False
@@ -129,7 +129,7 @@ def log_choice(choice: str) -> None:
 
 
 @cache
-def fused_fault(device: torch.device, dtype: torch.dtype, channels: int) -> str:
+def fused_problem(device: torch.device, dtype: torch.dtype, channels: int) -> str:
     """Return why deformops cannot be used on this device, or an empty string.
 
     Its kernels are compiled for heads with this many channels, and have to agree with

@@ -226,7 +226,7 @@ def class_scores(scores: Mapping[str, float], space: LabelSpace) -> dict[str, An
     """Arrange the scores of ``MixtureMetric(classwise=True)`` by name.
 
     Returns:
-        ``classes``: AP of each class, by dataset; ``taken_for``: number of images of
+        ``classes``: AP of each class, by dataset; ``confusion``: number of images of
         each dataset by the dataset group whose experts they went to. Empty without.
     """
     found: dict[str, Any] = {}
@@ -236,8 +236,8 @@ def class_scores(scores: Mapping[str, float], space: LabelSpace) -> dict[str, An
         if kind == "AP_class" and name != "pooled":
             rows = found.setdefault("classes", {}).setdefault(name, {})
             rows[space.classes[int(number)]] = _plain(value)
-        elif kind == "taken_for":
-            rows = found.setdefault("taken_for", {}).setdefault(name, {})
+        elif kind == "confusion":
+            rows = found.setdefault("confusion", {}).setdefault(name, {})
             rows[space.group_names[int(number)]] = int(value)
     return found
 
@@ -252,13 +252,13 @@ def class_tables(found: Mapping[str, Any]) -> Iterator[Table]:
                 table.add_row(printable(name), printable(one), _number(value))
             table.add_section()
         yield table
-    if "taken_for" in found:
-        groups = dict.fromkeys(g for row in found["taken_for"].values() for g in row)
+    if "confusion" in found:
+        groups = dict.fromkeys(g for row in found["confusion"].values() for g in row)
         title = "images by the dataset whose experts they went to"
         table = Table("images of", title=title, title_justify="left")
         for group in groups:
             table.add_column(printable(group), justify="right")
-        for name, row in found["taken_for"].items():
+        for name, row in found["confusion"].items():
             counts = (str(row.get(group, 0)) for group in groups)
             table.add_row(printable(name), *counts)
         yield table

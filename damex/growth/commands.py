@@ -17,7 +17,7 @@ from damex.errors import ConfigError, printable
 from damex.growth.grow import Grown, add_datasets
 from damex.growth.prune import Pruned, drop_datasets, merge_groups
 from damex.inference.stored import (
-    StoredDetector,
+    DetectorCheckpoint,
     check_target,
     millions,
     write_checkpoint,
@@ -38,7 +38,7 @@ def grow(
     filter_console()
     check_target(Path(out), with_config=False)
     cfg = config_of(config, cfg_options)  # first: it registers classes of the user
-    stored = StoredDetector.read(checkpoint, trust=trust)
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     grown = add_datasets(stored, cfg, like=like, images=images)
     write_checkpoint(
         Path(out),
@@ -95,7 +95,7 @@ def prune(checkpoint: str, *, drop: Sequence[str], out: str, trust: bool) -> Non
     """Write a checkpoint and config without some datasets."""
     filter_console()
     check_target(Path(out))
-    stored = StoredDetector.read(checkpoint, trust=trust)
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     pruned = drop_datasets(stored, drop)
     gone = [name for name in stored.space.classes if name not in pruned.space.classes]
     _write(
@@ -113,17 +113,17 @@ def merge(
     """Write a checkpoint in which datasets share experts; print the change in AP."""
     filter_console()
     check_target(Path(out))
-    stored = StoredDetector.read(checkpoint, trust=trust)
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     merged = merge_groups(stored, datasets)
     groups = ", ".join(merged.space.group_names)
     _write(merged, stored, Path(out), f"groups of datasets with experts: {groups}")
     if not no_test:
         before = _scores(stored, "before")
-        after = _scores(StoredDetector.read(out, trust=trust), "after")
+        after = _scores(DetectorCheckpoint.read(out, trust=trust), "after")
         print(_cost(before, after))
 
 
-def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> None:
+def _write(pruned: Pruned, stored: DetectorCheckpoint, out: Path, about: str) -> None:
     """Write a checkpoint and its config, and print a summary."""
     write_checkpoint(
         out,
@@ -140,7 +140,7 @@ def _write(pruned: Pruned, stored: StoredDetector, out: Path, about: str) -> Non
     )
 
 
-def _scores(stored: StoredDetector, label: str) -> dict[str, float | None]:
+def _scores(stored: DetectorCheckpoint, label: str) -> dict[str, float | None]:
     """Test AP per dataset, mean and pooled."""
     loader = stored.checked("test_dataloader")
     mixtures = mixture_datasets((loader or {}).get("dataset"))

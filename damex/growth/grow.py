@@ -28,7 +28,7 @@ from damex.engine.rows import (
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
-from damex.inference.stored import StoredDetector, forget_processes
+from damex.inference.stored import DetectorCheckpoint, forget_processes
 from damex.inference.trust import forget_pretrained
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.build import moe_difference, resolved_moe
@@ -78,7 +78,7 @@ class Grown:
 
 
 def add_datasets(
-    stored: StoredDetector, cfg: Config, *, like: str = AUTO, images: int = 64
+    stored: DetectorCheckpoint, cfg: Config, *, like: str = AUTO, images: int = 64
 ) -> Grown:
     """Extend a trained detector for the new datasets of a mixture.
 
@@ -131,7 +131,7 @@ def add_datasets(
 
 
 def remapped_state(
-    stored: StoredDetector, detector: Any, space: LabelSpace
+    stored: DetectorCheckpoint, detector: Any, space: LabelSpace
 ) -> dict[str, Tensor]:
     """Return the checkpoint's state dict with the rows of a label space.
 
@@ -167,7 +167,7 @@ def _alone_fault(detector: Any, grown: Grown) -> str:
     return ""
 
 
-def _check_extends(stored: StoredDetector, space: LabelSpace) -> None:
+def _check_extends(stored: DetectorCheckpoint, space: LabelSpace) -> None:
     """Reject a mixture that changes old datasets or adds none (ConfigError)."""
     old, path = stored.space, stored.path
     for number, name in enumerate(old.dataset_names):
@@ -216,7 +216,9 @@ def build_initialized(model: Mapping[str, Any]) -> Any:
     return detector
 
 
-def _check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> None:
+def _check_experts(
+    stored: DetectorCheckpoint, detector: Any, space: LabelSpace
+) -> None:
     """Reject a detector that changes the number of an old dataset's experts."""
     check_declared(detector)
     blocks = moe_blocks(detector)
@@ -248,7 +250,7 @@ def _check_experts(stored: StoredDetector, detector: Any, space: LabelSpace) -> 
 
 
 def _choose_sources(
-    stored: StoredDetector,
+    stored: DetectorCheckpoint,
     cfg: Any,
     space: LabelSpace,
     new: Sequence[str],
@@ -298,7 +300,7 @@ def image_paths(cfg: Any, name: str, count: int) -> list[str]:
     return [source.get_data_info(place)["img_path"] for place in places]
 
 
-def _notes(stored: StoredDetector, detector: Any) -> Iterator[str]:
+def _notes(stored: DetectorCheckpoint, detector: Any) -> Iterator[str]:
     """Warn if the detector works differently than in the checkpoint."""
     then = stored.model.get("moe")
     saved = {} if then is None else resolved_moe(read_moe(then))

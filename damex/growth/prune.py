@@ -20,7 +20,7 @@ from damex.engine.rows import RowNames, has_groups, row_keys
 from damex.errors import ConfigError
 from damex.growth.grow import build_initialized, mixing_notes, remapped_state
 from damex.inference.specialist import clamp_max_per_img
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import DetectorCheckpoint
 from damex.inference.trust import check_parts, without_unread
 from damex.models.insertion import moe_blocks
 
@@ -43,7 +43,7 @@ class Pruned:
     notes: tuple[str, ...]
 
 
-def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
+def drop_datasets(stored: DetectorCheckpoint, drop: Sequence[str]) -> Pruned:
     """Remove datasets, with the classes and experts that no other dataset has.
 
     Raises:
@@ -54,7 +54,7 @@ def drop_datasets(stored: StoredDetector, drop: Sequence[str]) -> Pruned:
     return _limited(stored, without(stored.space, drop))
 
 
-def merge_groups(stored: StoredDetector, datasets: Sequence[str]) -> Pruned:
+def merge_groups(stored: DetectorCheckpoint, datasets: Sequence[str]) -> Pruned:
     """Merge the groups of ``datasets`` into one with the mean of their experts.
 
     The mean covers all weights, router rows included. Low-rank maps are averaged as
@@ -90,7 +90,7 @@ def _renamed(space: LabelSpace, groups: Collection[str], name: str) -> LabelSpac
     )
 
 
-def _averaged(stored: StoredDetector, groups: Sequence[str]) -> dict[str, Tensor]:
+def _averaged(stored: DetectorCheckpoint, groups: Sequence[str]) -> dict[str, Tensor]:
     """State dict in which the rows of the first group are the means over ``groups``."""
     owners = row_keys(stored.build(), stored.state, RowNames.of_space(stored.space))
     of_groups = {k: rows for k, rows in owners.items() if rows[0].kind == "groups"}
@@ -137,7 +137,7 @@ def _mean_rows(
     return roots_NL[..., None] * right_NDD[:, :rank]
 
 
-def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
+def _limited(stored: DetectorCheckpoint, space: LabelSpace) -> Pruned:
     """The detector reduced to a smaller label space."""
     old = stored.build()
     blocks = moe_blocks(old)
@@ -158,7 +158,7 @@ def _limited(stored: StoredDetector, space: LabelSpace) -> Pruned:
     return Pruned(PlainConfig(config), space, state, detector.resolved_moe(), notes)
 
 
-def _kept(stored: StoredDetector, space: LabelSpace) -> dict[str, Any]:
+def _kept(stored: DetectorCheckpoint, space: LabelSpace) -> dict[str, Any]:
     """The config to write: what is in the allow-list, or all of it with ``trust``."""
     config = config_without(stored.config, space)
     if not stored.trust:
@@ -169,14 +169,14 @@ def _kept(stored: StoredDetector, space: LabelSpace) -> dict[str, Any]:
     return config
 
 
-def _imports(stored: StoredDetector) -> list[str]:
+def _imports(stored: DetectorCheckpoint) -> list[str]:
     """Modules of ``custom_imports`` other than damex's."""
     names = (stored.config.get("custom_imports") or {}).get("imports") or []
     names = [names] if isinstance(names, str) else names
     return [str(name) for name in names if name != "damex.registry"]
 
 
-def _notes(stored: StoredDetector) -> Iterator[str]:
+def _notes(stored: DetectorCheckpoint) -> Iterator[str]:
     """Warn about what the written config leaves out."""
     if not stored.trust and (left := _imports(stored)):
         yield (

@@ -19,26 +19,33 @@ from torch.nn import functional
 
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
-from damex.models.dataset_classifier import classifies_datasets
+from damex.models.dataset_classifier import classifies_datasets, router_posterior
 from damex.models.detectors import RoutedDetector, mmdet_class
 from damex.models.insertion import moe_blocks
 from damex.models.upcycling import DENSE_EXPERT
-from damex.moe import AffineExperts, FFNExperts, LowRankExperts, TopKGate
+from damex.moe import (
+    AffineExperts,
+    FFNExperts,
+    LowRankExperts,
+    RoutingRecord,
+    TopKGate,
+)
+from damex.moe.routing import image_votes
 
 SLOPE = "0.1.weight"  # of nn.PReLU
 ODD_PARTS = ("relu", "gelu", "silu")  # activations f with f(z) - f(-z) = z
 
 
-def refuse(
-    detector: RoutedDetector, path: str, faults: Mapping[str, Any], reason: str
+def reject(
+    detector: RoutedDetector, path: str, problems: Mapping[str, Any], reason: str
 ) -> None:
-    """Raise a ConfigError if a detector has a fault, or experts other than FFNs."""
+    """Raise a ConfigError if a detector has a problem, or experts other than FFNs."""
     blocks = moe_blocks(detector)
     shared = {
         "moe.channels": detector.channel_gating,
         "experts in its backbone": any(not isinstance(b, MoEFFN) for b in blocks),
     }
-    for what, found in {**faults, **shared}.items():
+    for what, found in {**problems, **shared}.items():
         if found:
             raise ConfigError(f"the detector in {path} has {what}, {reason}.")
 
@@ -56,14 +63,14 @@ def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
     expert, weight = chosen_expert(block, group)
     moe = block.moe
     if block.norm is not None:
-        raise _refusal(block, "it has a norm before its experts (block.norm='pre')")
+        raise _unsupported(block, "it has a norm before its experts (block.norm='pre')")
     part: Any = _linear_part if isinstance(moe.experts, LowRankExperts) else _ffn_part
     parts = [part(block, moe.experts, expert, weight)]
     if moe.shared_expert is not None:
         parts.insert(0, _ffn_part(block, moe.shared_expert.expert, 0, 1.0))
     slope = parts[-1].pop(SLOPE, None)
     if slope is not None and len(parts) > 1:
-        raise _refusal(block, "its shared expert has another slope (PReLU)")
+        raise _unsupported(block, "its shared expert has another slope (PReLU)")
     found = {
         "0.0.weight": torch.cat([part["0.0.weight"] for part in parts]),
         "0.0.bias": torch.cat([part["0.0.bias"] for part in parts]),
@@ -95,19 +102,19 @@ def chosen_expert(block: MoEFFN, group: int) -> tuple[int, float]:
     moe = block.moe
     gate, groups_GE = moe.gate, moe.group_experts_GE
     if not isinstance(gate, TopKGate):
-        raise _refusal(block, f"its gate is a {type(gate).__name__}, not a TopKGate")
+        raise _unsupported(block, f"its gate is a {type(gate).__name__}, no TopKGate")
     renormalize = gate.renormalize or moe.num_experts == 1
     if gate.k != 1 or gate.capacity is not None or not renormalize:
-        raise _refusal(
+        raise _unsupported(
             block,
             f"its gate has k={gate.k}, capacity={gate.capacity} and "
             f"renormalize={gate.renormalize}",
         )
     if groups_GE is None:
-        raise _refusal(block, "its experts belong to no dataset")
+        raise _unsupported(block, "its experts belong to no dataset")
     experts = groups_GE[group].nonzero().flatten().tolist()
     if len(experts) != 1:
-        raise _refusal(block, f"the dataset has {len(experts)} experts")
+        raise _unsupported(block, f"the dataset has {len(experts)} experts")
     return experts[0], float(gate.weight_scale)
 
 
@@ -116,9 +123,9 @@ def _ffn_part(
 ) -> dict[str, Tensor]:
     """One expert as mmcv's FFN, its output multiplied by ``weight``."""
     if not isinstance(bank, FFNExperts):
-        raise _refusal(block, f"its experts are {type(bank).__name__}")
+        raise _unsupported(block, f"its experts are {type(bank).__name__}")
     if bank.activation != block.dense_activation:
-        raise _refusal(
+        raise _unsupported(
             block,
             f"its experts have {bank.activation} and the detector's FFNs "
             f"{block.dense_activation}",
@@ -139,7 +146,7 @@ def _linear_part(
 ) -> dict[str, Tensor]:
     """A linear map of rank L as 2 L hidden units, by z = f(z) - f(-z)."""
     if block.dense_activation not in ODD_PARTS:
-        raise _refusal(block, f"its FFNs have {block.dense_activation}, not a ReLU")
+        raise _unsupported(block, f"its FFNs have {block.dense_activation}, not a ReLU")
     down_LD = bank.down_EDL[expert].detach().t()
     up_DL = bank.up_ELD[expert].detach().t() * weight
     return {
@@ -150,7 +157,7 @@ def _linear_part(
     }
 
 
-def _refusal(block: MoEFFN, reason: str) -> ConfigError:
+def _unsupported(block: MoEFFN, reason: str) -> ConfigError:
     return ConfigError(
         f"no dense detector equals this mixture of experts: in {block.name}, {reason}. "
         "One expert per dataset, k=1 and renormalize=True, as in damex_best, can be "
@@ -159,7 +166,7 @@ def _refusal(block: MoEFFN, reason: str) -> ConfigError:
 
 
 class ImageVotes:
-    """Votes of a batch, accumulated over layers.
+    """Votes of a batch, over the layers so far; the packing of its padded tokens.
 
     ``labels`` are the classes of each dataset group. ``real_BN1`` is False for padded
     tokens of the encoder or decoder, None without padding.
@@ -172,38 +179,31 @@ class ImageVotes:
     def begin(self) -> None:
         """Reset before a batch."""
         self.real_BN1: Tensor | None = None
-        self._votes_BG: Tensor | None = None
-        self._shares: list[Tensor] = []
+        self._votes: list[Tensor] = []
+        self._posteriors: list[Tensor] = []
+
+    def unpack(self, values_BN: Tensor) -> Tensor:
+        """Fill padded tokens with 0, as a `Packing` does."""
+        if self.real_BN1 is None:
+            return values_BN
+        return values_BN.masked_fill(~self.real_BN1, 0.0)
 
     def count(self, logits_BNE: Tensor, experts_GE: Tensor) -> Tensor:
-        """Add the votes of a layer, like `damex.moe.routing.image_votes`.
-
-        ``experts_GE`` marks the one expert of each group; returns group_B, elected so
-        far.
-        """
-        real_BN1 = self.real_BN1
-        if real_BN1 is None:
-            real_BN1 = torch.ones_like(logits_BNE[..., :1], dtype=torch.bool)
-        own_EG = experts_GE.T.to(logits_BNE.dtype)
-        log_BNG = torch.log_softmax(logits_BNE, -1) @ own_EG
-        votes_BG = log_BNG.masked_fill(~real_BN1, 0.0).sum(1)
-        if self._votes_BG is not None:
-            votes_BG = self._votes_BG + votes_BG
-        self._votes_BG = votes_BG
-        share_BNG = torch.softmax(logits_BNE, -1) @ own_EG
-        share_BNG = share_BNG / share_BNG.sum(-1, keepdim=True)
-        sums_BG = share_BNG.masked_fill(~real_BN1, 0.0).sum(1)
-        self._shares.append(sums_BG / sums_BG.sum(-1, keepdim=True))
+        """Add the votes of a layer, and return group_B, elected so far."""
+        tokens: Any = self  # instead of a Packing: tensors keep the axes B and N
+        self._votes.append(image_votes(logits_BNE, experts_GE, tokens))
+        routes: Any = None
+        record = RoutingRecord(logits_BNE, tokens, routes, group_experts_GE=experts_GE)
+        self._posteriors.append(router_posterior(record))
         return self.elected()
 
     def elected(self) -> Tensor:
         """Return group_B, elected by all layers so far."""
-        assert self._votes_BG is not None
-        return self._votes_BG.argmax(1)
+        return torch.stack(self._votes).sum(0).argmax(1)
 
     def probabilities(self) -> Tensor:
         """Return probabilities_BG, the mean over layers, like `group_posterior`."""
-        return torch.stack(self._shares).mean(0)
+        return torch.stack(self._posteriors).mean(0)
 
 
 class VotedFFN(nn.Module):
@@ -249,11 +249,8 @@ class VotedFFN(nn.Module):
         out_BND = run(self.bank, tokens_BND, self.expert_G[group_B]) * self.weight
         if self.shared is not None:
             out_BND = out_BND + self.shared.forward_expert(tokens_BND, expert=0)
-        if self.votes.real_BN1 is not None:
-            out_BND = out_BND.masked_fill(~self.votes.real_BN1, 0.0)
-        return (query_BND if identity_BND is None else identity_BND) + self.gamma2(
-            out_BND
-        )
+        residual_BND = query_BND if identity_BND is None else identity_BND
+        return residual_BND + self.gamma2(self.votes.unpack(out_BND))
 
 
 def _ffn(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
@@ -290,7 +287,7 @@ def voted_detector(
         ConfigError: If experts are not in FFNs, or do not predict one dataset per
             image.
     """
-    faults = {
+    problems = {
         "label_prior or dataset_conditioning": detector.awareness is not None,
         "no experts, or none that were trained to predict the dataset": not moe_blocks(
             detector
@@ -298,7 +295,7 @@ def voted_detector(
         or not classifies_datasets(detector),
     }
     reason = "so that ONNX can express it with --dataset NAME alone, if at all"
-    refuse(detector, path, faults, reason)
+    reject(detector, path, problems, reason)
     votes = ImageVotes(labels)
     for name, module in [*detector.named_modules()]:
         if isinstance(module, MoEFFN):

@@ -23,6 +23,7 @@ from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write
 from damex.inference.dense_experts import voted_detector
+from damex.inference.media import Inputs, Picture, detect
 from damex.inference.onnx_graph import (
     INPUT,
     OUTPUTS,
@@ -33,14 +34,7 @@ from damex.inference.onnx_graph import (
 )
 from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import Specialist, extract
-from damex.inference.stored import (
-    Inputs,
-    Picture,
-    StoredDetector,
-    check_target,
-    detect,
-    millions,
-)
+from damex.inference.stored import DetectorCheckpoint, check_target, millions
 
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 0.1  # of a probability, of a pixel
 # Detections below this share of the best score are not compared: rounding ranks them.
@@ -60,6 +54,21 @@ def export(
 ) -> None:
     """Write a dense detector of one dataset, or a whole mixture for onnxruntime."""
     filter_console()
+    lines = write_export(
+        checkpoint, out, dataset=dataset, image_size=image_size, trust=trust
+    )
+    print(printable("\n".join(lines)))
+
+
+def write_export(
+    checkpoint: str,
+    out: str,
+    *,
+    dataset: str | None,
+    image_size: tuple[int, int] | None,
+    trust: bool,
+) -> list[str]:
+    """Write the file, and return lines about it; see `damex.api.Detector.export`."""
     path = Path(out)
     as_onnx = path.suffix == ".onnx"
     check_target(path, suffixes=(".pth", ".onnx"), with_config=not as_onnx)
@@ -74,7 +83,7 @@ def export(
             "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
             "be a .onnx file."
         )
-    stored = StoredDetector.read(checkpoint, trust=trust)
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     if as_onnx:
         check_steps(stored.pipeline)
     if image_size is not None:
@@ -96,11 +105,11 @@ def export(
     else:
         first, lines = f"written: {path} and {specialist.write(path)}", []
         needs = f"mmdet, without damex{specialist.needs}"
-    print(printable("\n".join([first, f"{about}; for {needs}", *lines])))
+    return [first, f"{about}; for {needs}", *lines]
 
 
 def _export_onnx(
-    stored: StoredDetector,
+    stored: DetectorCheckpoint,
     specialist: Specialist | None,
     dataset: str | None,
     out: Path,
@@ -155,7 +164,7 @@ def _export_onnx(
 
 
 def _image_of(
-    stored: StoredDetector, dataset: str, size: tuple[int, int]
+    stored: DetectorCheckpoint, dataset: str, size: tuple[int, int]
 ) -> tuple[str, np.ndarray]:
     """A validation image of a dataset and its path; noise if none is available."""
     try:
@@ -220,7 +229,7 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
         try:
             expected = of_mmdet(image)
         except (DataError, RuntimeError) as error:
-            fault = str(error).splitlines()[0]
+            problem = str(error).splitlines()[0]
             continue
         found = of_graph(image)
         least = LEAST_SHARE * float(max(expected.scores[0], found.scores[0]))
@@ -228,7 +237,7 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
         parities.append((number, least, *difference(expected, found, least=least)))
     if not parities:
         raise ConfigError(
-            f"mmdet itself fails on images of this size ({fault}); try a larger "
+            f"mmdet itself fails on images of this size ({problem}); try a larger "
             "--image-size."
         )
     numbers, leasts, *differences = zip(*parities, strict=True)

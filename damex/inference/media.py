@@ -1,128 +1,28 @@
-"""Images and videos: found, named, read, and written with detections.
-
-Imports no torch.
-"""
+"""Images and videos: read from files, and prepared for a detector."""
 
 from __future__ import annotations
 
-import glob
+import logging
 import os
-import posixpath
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
+import torch
+from mmengine.dataset import Compose, pseudo_collate
+from mmengine.logging import print_log
 from PIL import Image, UnidentifiedImageError
 
-from damex.datasets.image_files import IMAGE_SUFFIXES, list_files
-from damex.drawing import draw_boxes, palette
-from damex.errors import ConfigError, DataError, printable
-from damex.files import atomic_write, make_folder
+from damex.datasets.pixels import Pixels, to_8_bits
+from damex.errors import DataError, printable
 
-if TYPE_CHECKING:
-    from damex.inference.predictor import Prediction
-
-
-# Videos that OpenCV cannot read are reported at the end.
-SUFFIXES = (*sorted(IMAGE_SUFFIXES), ".avif", ".heic", ".heif")
+Picture = str | os.PathLike | np.ndarray | Image.Image
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
 
-# Cameras (also by number), streams and URLs; Path leaves one slash of two.
-_NO_FILE = re.compile(r"\d+|/dev/.+|[A-Za-z][\w+.-]+:/.*")
-
-
-def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
-    """Find the images (and ``videos``) of files, folders and patterns, each once.
-
-    Files may have any name. Folders are searched recursively, through links, too;
-    images without a suffix are included, hidden files and folders are not. Other words
-    are patterns (``*``, ``**``, ``?``).
-
-    Raises:
-        DataError: If a word matches nothing.
-    """
-    found: dict[Path, Path] = {}
-    suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if videos else SUFFIXES
-    for word in words:
-        files = _files_of(word, suffixes)
-        if not files:
-            raise DataError(_no_image(word, suffixes))
-        for file in files:
-            found.setdefault(_place(file), file)
-    return list(found.values())
-
-
-def _no_image(word: str, suffixes: Sequence[str]) -> str:
-    """Why a word stands for no image."""
-    if _NO_FILE.fullmatch(word) and not Path(word).is_dir():
-        return (
-            f"{word} is not a file: cameras, streams and URLs are not read. Save what "
-            "they show, or read it in Python, for instance with cv2.VideoCapture, and "
-            "pass the frames as RGB arrays: "
-            "damex.load(CHECKPOINT).predict(frames, batch_size=1)."
-        )
-    what = "image in the folder" if Path(word).is_dir() else "file or folder"
-    return (
-        f"there is no {what} {word} (seen from {Path.cwd()}); images end in "
-        f"{', '.join(suffixes)}."
-    )
-
-
-def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
-    path = Path(word)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        inside = [path / name for name, _ in sorted(list_files(str(path)))]
-    else:
-        names = glob.glob(word, recursive=True)  # noqa: PTH207 (absolute ones, too)
-        inside = [Path(name) for name in sorted(names) if not _is_loop(Path(name))]
-    return [p for p in inside if p.is_file() and _is_wanted(p, suffixes)]
-
-
-def _is_loop(path: Path) -> bool:
-    """Whether a path enters one folder twice, through a link; ``**`` follows these."""
-    folders = [os.path.realpath(folder) for folder in _place(path).parents]
-    return len({*folders}) < len(folders)
-
-
-def _is_wanted(path: Path, suffixes: Sequence[str]) -> bool:
-    """Whether a file has one of the suffixes, or none and image content."""
-    if path.suffix:
-        return path.suffix.lower() in suffixes
-    try:
-        with Image.open(path):
-            return True
-    except Image.DecompressionBombError:
-        return True  # reported when it is read
-    except Exception:  # Pillow's readers raise anything
-        return False
-
-
-def _place(path: Path) -> Path:
-    """Absolute path without ``..``; links are kept if possible."""
-    path = path.absolute()
-    return path.parent.resolve() / path.name if ".." in path.parts else path
-
-
-def names_of(paths: Sequence[Path]) -> list[str]:
-    """Unique relative names for files, without ``..``, from their common folder."""
-    places = [_place(path) for path in paths]
-    # Windows drive letters become folders.
-    rooted = [
-        PurePosixPath("/", place.anchor.strip(":\\/"), *place.parts[1:])
-        for place in places
-    ]
-    shared = posixpath.commonpath([path.parent for path in rooted]) if rooted else ""
-    return [printable(str(path.relative_to(shared))) for path in rooted]
-
-
-def fault_of(path: Path) -> str | None:
+def problem_of(path: Path) -> str | None:
     """Why an image file is broken although OpenCV may read it; None if it is fine.
 
     OpenCV fills truncated files with gray, and decodes bombs of a gigabyte of pixels.
@@ -189,125 +89,124 @@ def frames_of(path: Path) -> Iterator[np.ndarray]:
         raise DataError(f"{path} breaks off: {read} of {stated} frames could be read.")
 
 
-CODEC = "mp4v"
+class Inputs:
+    """Test pipeline of a training for images; starts with ``LoadImageFromFile``."""
 
+    def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
+        load, *rest = pipeline
+        self._load, self._prepare = Compose([load]), Compose(rest)
+        self._is_depth_said = False
 
-class Drawings:
-    """A folder of images and videos with drawn detections; use ``with``.
+    def each(self, image: Picture) -> Iterator[dict[str, Any]]:
+        """Preprocess an image, or all frames of a video."""
+        if isinstance(image, str | os.PathLike) and is_video(Path(image)):
+            for number, bgr in enumerate(frames_of(Path(image))):
+                yield self._prepared(_loaded(bgr, path=str(image), number=number))
+        else:
+            yield self(image)
 
-    Args:
-        folder: Output folder; created if missing.
-        names: Name of each input file below the folder. Images that are not .jpg or
-            .png get .png appended, videos .mp4.
-        classes: Classes of the detector; each has its color.
-    """
+    def __call__(self, image: Picture) -> dict[str, Any]:
+        """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
 
-    def __init__(
-        self, folder: Path, names: Mapping[Path, str], classes: Sequence[str]
-    ) -> None:
-        self._folder, self._names = folder, _drawn_names(names)
-        self._colors = palette(classes)
-        self._video: _DrawnVideo | None = None
+        ``pixels`` is the loaded image, in BGR; `detect` leaves it out.
 
-    def add(self, one: Prediction) -> None:
-        """Draw an image, or the next frame of a video; one video must follow the other.
-
-        Predictions need their images (``keep_images``). ConfigError if the source would
-        be replaced, or a video cannot be written.
+        Raises:
+            DataError: If it cannot be read, or the pipeline rejects it.
         """
-        if one.path is None or one.image is None:
-            raise ValueError("Drawings: the prediction needs a file and its image")
-        found = zip(one.names, one.scores, strict=True)
-        labels = [f"{name} {score:.2f}" for name, score in found]
-        colors = [self._colors[name] for name in one.names]
-        drawn = draw_boxes(one.image, one.boxes, labels, colors)
-        if one.frame is None:
-            with atomic_write(self._target_of(one.path)) as part:
-                Image.fromarray(drawn).save(part, quality=92)
-            return
-        if self._video is None or self._video.source != one.path:
-            self.close()
-            self._video = _DrawnVideo(one.path, self._target_of(one.path), drawn.shape)
-        self._video.write(drawn)
-
-    def _target_of(self, path: Path) -> Path:
-        """Output path of a file; inside the folder even through links."""
-        target = self._folder / self._names[path]
-        place = target.resolve()
-        if not place.is_relative_to(self._folder.resolve()) or place == path.resolve():
-            raise ConfigError(f"--draw would replace {place}; name another folder.")
-        return target
-
-    def close(self) -> None:
-        """Finish the current video."""
-        video, self._video = self._video, None
-        if video is not None:
-            video.close()
-
-    def __enter__(self) -> Drawings:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _drawn_names(names: Mapping[Path, str]) -> dict[Path, str]:
-    """Unique output names: images in .png or .jpg, videos in .mp4."""
-    drawn: dict[Path, str] = {}
-    taken = {str(folder) for name in names.values() for folder in Path(name).parents}
-    for keeps_name in (True, False):
-        for path, name in names.items():
-            known = (".mp4",) if is_video(path) else (".png", ".jpg", ".jpeg")
-            if (Path(name).suffix.lower() in known) != keeps_name:
-                continue
-            while not keeps_name and (name == names[path] or name in taken):
-                name += known[0]
-            drawn[path] = name
-            taken.add(name)
-    return drawn
-
-
-class _DrawnVideo:
-    """Writer of frames of one shape at the rate of a source video."""
-
-    def __init__(self, source: Path, target: Path, shape: Sequence[int]) -> None:
-        self.source, self._written = source, 0
-        fps = open_video(source).get(cv2.CAP_PROP_FPS)
-        with ExitStack() as stack:
-            self._part = stack.enter_context(atomic_write(target))
-            codec = cv2.VideoWriter.fourcc(*CODEC)
-            size = (shape[1], shape[0])
-            self._writer = cv2.VideoWriter(str(self._part), codec, fps, size)
-            if not self._writer.isOpened():
-                raise ConfigError(
-                    f"OpenCV cannot write the video {target}; leave --draw out for "
-                    "videos, or install an opencv-python with FFmpeg."
-                )
-            self._until_close = stack.pop_all()
-
-    def write(self, rgb_HWC: np.ndarray) -> None:
-        self._writer.write(np.ascontiguousarray(rgb_HWC[..., ::-1]))
-        self._written += 1
-
-    def close(self) -> None:
-        """Rename the finished video if complete: OpenCV does not report a full disk."""
-        with self._until_close:
-            self._writer.release()
-            try:
-                written = frame_count(open_video(self._part))
-            except DataError:
-                written = 0
-            if written < self._written:
-                raise OSError(f"{written} of {self._written} frames could be stored")
-
-
-def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
-    """Reject a folder with images to draw: drawings keep their names (ConfigError)."""
-    make_folder(folder)
-    for image in images:
-        places = image.resolve().parent, image.parent.resolve()
-        if any(place.is_relative_to(folder.resolve()) for place in places):
-            raise ConfigError(
-                f"--draw would write to {folder}, where {image} lies, and could "
-                "replace images; name another folder."
+        if not isinstance(image, str | os.PathLike):
+            rgb, levels = _checked(image)
+            bgr = np.ascontiguousarray(rgb[..., ::-1])
+            array = _loaded(bgr, path=None, number=0)
+            return self._prepared(array | dict(levels=levels))
+        problem = problem_of(Path(image))
+        try:
+            loaded = (
+                None if problem else self._load(dict(img_path=str(image), img_id=0))
             )
+        except Exception:  # readers raise anything
+            loaded = None
+        if loaded is None:
+            raise DataError(f"{image} {problem or 'is not an image that can be read'}.")
+        return self._prepared(loaded)
+
+    def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Apply the rest of the pipeline."""
+        if (levels := loaded.pop("levels", None)) is not None:
+            self._say_depth(loaded["img_path"] or "an image", levels)
+        pixels, (height, width) = loaded["img"], loaded["img_shape"][:2]
+        try:
+            return dict(self._prepare(loaded), pixels=pixels)
+        except Exception as error:  # steps raise anything
+            reason = error.err if isinstance(error, cv2.error) else error
+            raise DataError(
+                f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
+                f"be resized as in the training ({reason}); crop or pad it."
+            ) from error
+
+    def _say_depth(self, name: str, levels: Sequence[float]) -> None:
+        """Say once how values of more than 8 bits are shown to the detector."""
+        if not self._is_depth_said:
+            text = (
+                f"{name} has more than 8 bits per channel: the range of its values, "
+                "{:g} to {:g}, is shown to the detector as 0 to 255, as in training; "
+                "the same holds for other such images."
+            )
+            text = printable(text.format(*levels))
+            print_log(text, logger="current", level=logging.WARNING)
+        self._is_depth_said = True
+
+
+def as_several(images: Picture | Iterable[Picture]) -> Iterable[Picture]:
+    """One image as a list of one; several images as they are."""
+    one: Any = images
+    is_one = isinstance(images, Picture | bytes) or hasattr(images, "shape")
+    return [one] if is_one or not isinstance(images, Iterable) else images
+
+
+def _checked(image: Any) -> Pixels:
+    """Pixels of an array or PIL image, uint8 (height, width, 3) in RGB."""
+    found = type(image).__name__
+    if isinstance(image, Image.Image):
+        return _pixels_of(image)
+    if isinstance(image, np.ndarray):
+        is_rgb = image.ndim == 3 and image.shape[2] == 3
+        if image.dtype == np.uint8 and is_rgb and image.size > 0:
+            return Pixels(image)
+        found = f"{image.dtype} of shape {image.shape}"
+    raise DataError(
+        "an image must be a path, a PIL image, or a uint8 array (height, width, 3) in "
+        f"RGB, got {found}."
+    )
+
+
+def _pixels_of(image: Image.Image) -> Pixels:
+    """Pixels of a PIL image in RGB as they are: EXIF is not applied."""
+    try:
+        if image.mode[0] in "IF":  # more than 8 bits, which convert would cut off
+            values, levels = to_8_bits(np.asarray(image))
+            return Pixels(np.stack([values] * 3, axis=2), levels)
+        return Pixels(np.asarray(image.convert("RGB")))
+    except Exception as error:  # Pillow decodes late, and its readers raise anything
+        raise DataError(f"the PIL image cannot be decoded ({error}).") from error
+
+
+def as_rgb(pixels: np.ndarray) -> np.ndarray:
+    """Output of ``LoadImageFromFile``, also gray or of floats, as uint8 RGB."""
+    pixels_HWC = np.atleast_3d(pixels).clip(0, 255).astype(np.uint8)
+    if pixels_HWC.shape[2] < 3:
+        pixels_HWC = pixels_HWC[..., :1].repeat(3, 2)
+    return pixels_HWC[..., 2::-1]
+
+
+def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:
+    """Pixels in the output format of ``LoadImageFromFile``."""
+    size = bgr.shape[:2]
+    return dict(img=bgr, img_path=path, img_id=number, img_shape=size, ori_shape=size)
+
+
+@torch.inference_mode()
+def detect(detector: Any, batch: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Run a detector on outputs of `Inputs`; returns mmdet's data samples."""
+    keys = ("inputs", "data_samples")
+    images = [{key: one[key] for key in keys} for one in batch]
+    return detector.test_step(pseudo_collate(images))

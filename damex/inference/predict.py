@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import csv
+import glob
+import os
+import posixpath
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from PIL import Image
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.commandline.run import Bar
+from damex.datasets.image_files import IMAGE_SUFFIXES, list_files
+from damex.drawing import Drawings
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError, printable
-from damex.files import atomic_write, check_file, write_json
-from damex.inference.media import (
-    Drawings,
-    check_draw_folder,
-    find_images,
-    frame_count,
-    is_video,
-    names_of,
-    open_video,
-)
+from damex.files import atomic_write, check_file, make_folder, write_json
+from damex.inference.media import VIDEO_SUFFIXES, frame_count, is_video, open_video
 from damex.inference.predictor import Prediction, Predictor
 
-Add = Callable[[Prediction, str], Any]
 Found = Sequence[tuple[Prediction, str]]  # with image names
 COLUMNS = (
     *("file", "width", "height", "dataset", "probability"),
     *("class", "score", "x1", "y1", "x2", "y2"),
 )
+# Videos that OpenCV cannot read are reported at the end.
+SUFFIXES = (*sorted(IMAGE_SUFFIXES), ".avif", ".heic", ".heif")
+# Cameras (also by number), streams and URLs; Path leaves one slash of two.
+_NO_FILE = re.compile(r"\d+|/dev/.+|[A-Za-z][\w+.-]+:/.*")
 
 
 def predict(
@@ -62,7 +64,6 @@ def predict(
         check_draw_folder(Path(draw), paths)
     filter_console()
     predictor = Predictor(checkpoint, device=device, trust=trust)
-    names = dict(zip(paths, names_of(paths), strict=True))
     # On a terminal the bar redirects stdout to stay below the lines; a file or pipe
     # must get the lines, too.
     file = None if sys.stdout.isatty() else sys.stdout
@@ -72,12 +73,13 @@ def predict(
     if dataset == "auto" and predictor.auto_note is not None:
         console.print(f"note: {predictor.auto_note}")
         dataset = "all"
-    faults: list[DataError] = []
+    problems: list[DataError] = []
     found = predictor.stream(
         *(paths, dataset, min_score, batch_size),
         keep_images=draw is not None,
-        skip=faults.append,
+        skip=problems.append,
     )
+    names = dict(zip(paths, names_of(paths), strict=True))
     total = sum(map(_images_in, paths))
     with Bar() as bar:
         bar.begin("images", total)
@@ -86,11 +88,11 @@ def predict(
             console.print(line_of(one, name, min_probability))
             bar.step()
 
-        outputs = _outputs(json, csv, draw, names, predictor.classes)
+        outputs = json, csv, draw, predictor.classes
         counts, stopped = _write_all(found, names, show, outputs, min_probability)
-    console.print(_summary(counts, faults, len(paths), min_probability))
+    console.print(_summary(counts, problems, len(paths), min_probability))
     if stopped is None:
-        return 1 if faults else 0
+        return 1 if problems else 0
     console.print(f"partial: stopped after {counts['images']} of {total} images")
     if isinstance(stopped, KeyboardInterrupt):
         return 130
@@ -98,30 +100,141 @@ def predict(
 
 
 def _write_all(
-    found: Iterator[Prediction],
+    stream: Iterator[Prediction],
     names: Mapping[Path, str],
-    show: Add,
-    outputs: AbstractContextManager[Add],
+    show: Callable[[Prediction, str], Any],
+    outputs: tuple[str | None, str | None, str | None, Sequence[str]],
     least: float,
 ) -> tuple[Counter[str], BaseException | None]:
-    """Show and write all predictions; return counts and what stopped it, if anything.
+    """Show, draw and write all predictions, with what was found before an error.
 
-    An error before the first prediction is raised.
+    Returns counts and what stopped it, if anything. An error before the first
+    prediction is raised, and earlier files are kept.
     """
-    counts = Counter[str]()
+    json, csv, draw, classes = outputs
+    counts, found = Counter[str](), list[tuple[Prediction, str]]()
     try:
-        with outputs as write:
-            for one in found:
-                name = name_of(one, names)
-                show(one, name)
-                foreign = int(_is_foreign(one, least))
-                counts.update(images=1, objects=len(one.scores), foreign=foreign)
-                write(one, name)
-    except BaseException as error:  # Ctrl-C, too
+        try:
+            drawings = None
+            if draw is not None:
+                drawings = Drawings(Path(draw), names, classes)
+            with drawings or nullcontext():
+                for one in stream:
+                    name = name_of(one, names)
+                    show(one, name)
+                    foreign = int(_is_foreign(one, least))
+                    counts.update(images=1, objects=len(one.scores), foreign=foreign)
+                    if (json, csv) != (None, None):
+                        found.append((replace(one, image=None), name))
+                    if drawings is not None:
+                        drawings.add(one)
+        except BaseException:  # Ctrl-C, too
+            if counts:
+                _write_files(found, json, csv, classes)
+            raise
+        _write_files(found, json, csv, classes)
+    except BaseException as error:
         if not counts:
             raise
         return counts, error
     return counts, None
+
+
+def _write_files(
+    found: Found, json: str | None, csv: str | None, classes: Sequence[str]
+) -> None:
+    """Write the files that the user named; one is written although another fails."""
+    with ExitStack() as files:
+        if csv is not None:
+            files.callback(write_csv, csv, found)
+        if json is not None:
+            files.callback(write_json, json, coco_document(found, classes))
+
+
+def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
+    """Find the images (and ``videos``) of files, folders and patterns, each once.
+
+    Files may have any name. Folders are searched recursively, through links, too;
+    images without a suffix are included, hidden files and folders are not. Other words
+    are patterns (``*``, ``**``, ``?``).
+
+    Raises:
+        DataError: If a word matches nothing.
+    """
+    found: dict[Path, Path] = {}
+    suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if videos else SUFFIXES
+    for word in words:
+        files = _files_of(word, suffixes)
+        if not files:
+            raise DataError(_no_image(word, suffixes))
+        for file in files:
+            found.setdefault(_place(file), file)
+    return list(found.values())
+
+
+def _no_image(word: str, suffixes: Sequence[str]) -> str:
+    """Why a word stands for no image."""
+    if _NO_FILE.fullmatch(word) and not Path(word).is_dir():
+        return (
+            f"{word} is not a file: cameras, streams and URLs are not read. Save what "
+            "they show, or read it in Python, for instance with cv2.VideoCapture, and "
+            "pass the frames as RGB arrays: "
+            "damex.load(CHECKPOINT).predict(frames, batch_size=1)."
+        )
+    what = "image in the folder" if Path(word).is_dir() else "file or folder"
+    return (
+        f"there is no {what} {word} (seen from {Path.cwd()}); images end in "
+        f"{', '.join(suffixes)}."
+    )
+
+
+def _files_of(word: str, suffixes: Sequence[str]) -> list[Path]:
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = [path / name for name, _ in sorted(list_files(str(path)))]
+    else:
+        names = glob.glob(word, recursive=True)  # noqa: PTH207 (absolute ones, too)
+        inside = [Path(name) for name in sorted(names) if not _is_loop(Path(name))]
+    return [p for p in inside if p.is_file() and _is_wanted(p, suffixes)]
+
+
+def _is_loop(path: Path) -> bool:
+    """Whether a path enters one folder twice, through a link; ``**`` follows these."""
+    folders = [os.path.realpath(folder) for folder in _place(path).parents]
+    return len({*folders}) < len(folders)
+
+
+def _is_wanted(path: Path, suffixes: Sequence[str]) -> bool:
+    """Whether a file has one of the suffixes, or none and image content."""
+    if path.suffix:
+        return path.suffix.lower() in suffixes
+    try:
+        with Image.open(path):
+            return True
+    except Image.DecompressionBombError:
+        return True  # reported when it is read
+    except Exception:  # Pillow's readers raise anything
+        return False
+
+
+def _place(path: Path) -> Path:
+    """Absolute path without ``..``; links are kept if possible."""
+    path = path.absolute()
+    return path.parent.resolve() / path.name if ".." in path.parts else path
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Unique relative names for files, without ``..``, from their common folder."""
+    places = [_place(path) for path in paths]
+    # Windows drive letters become folders.
+    rooted = [
+        PurePosixPath("/", place.anchor.strip(":\\/"), *place.parts[1:])
+        for place in places
+    ]
+    shared = posixpath.commonpath([path.parent for path in rooted]) if rooted else ""
+    return [printable(str(path.relative_to(shared))) for path in rooted]
 
 
 def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:
@@ -137,42 +250,16 @@ def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:
         taken.add(target.resolve())
 
 
-@contextmanager
-def _outputs(
-    json: str | None,
-    csv: str | None,
-    draw: str | None,
-    names: Mapping[Path, str],
-    classes: Sequence[str],
-) -> Iterator[Add]:
-    """Yield a function that draws a prediction and keeps it for the files.
-
-    These are written at the end, also after an error or Ctrl-C.
-    """
-    found: list[tuple[Prediction, str]] = []
-    ended = False
-    with ExitStack() as stack:
-        add = None
-        if draw is not None:
-            add = stack.enter_context(Drawings(Path(draw), names, classes)).add
-
-        def write(one: Prediction, name: str) -> None:
-            if (json, csv) != (None, None):
-                found.append((replace(one, image=None), name))
-            if add is not None:
-                add(one)
-
-        try:
-            yield write
-            ended = True
-        finally:
-            if ended or found:  # keep an earlier file rather than empty it
-                with ExitStack() as files:  # one is written although another fails
-                    if csv is not None:
-                        files.callback(write_csv, csv, found)
-                    if json is not None:
-                        document = coco_document(found, classes)
-                        files.callback(write_json, json, document)
+def check_draw_folder(folder: Path, images: Sequence[Path]) -> None:
+    """Reject a folder with images to draw: drawings keep their names (ConfigError)."""
+    make_folder(folder)
+    for image in images:
+        places = image.resolve().parent, image.parent.resolve()
+        if any(place.is_relative_to(folder.resolve()) for place in places):
+            raise ConfigError(
+                f"--draw would write to {folder}, where {image} lies, and could "
+                "replace images; name another folder."
+            )
 
 
 def _images_in(path: Path) -> int:
@@ -213,9 +300,9 @@ def _is_foreign(one: Prediction, least: float) -> bool:
 
 
 def _summary(
-    counts: Mapping[str, int], faults: Sequence[DataError], files: int, least: float
+    counts: Mapping[str, int], problems: Sequence[DataError], files: int, least: float
 ) -> str:
-    """Closing report with counts and faults."""
+    """Closing report with counts and problems."""
     lines = [f"{counts['images']} images, {counts['objects']} objects"]
     if counts["foreign"]:
         lines.append(
@@ -223,9 +310,9 @@ def _summary(
             f"training (the most probable is below {least:g}); do not rely on their "
             "detections"
         )
-    if faults:
-        lines.append(f"error: {len(faults)} of {files} files could not be read:")
-        lines += [f"  {printable(str(fault))}" for fault in faults]
+    if problems:
+        lines.append(f"error: {len(problems)} of {files} files could not be read:")
+        lines += [f"  {printable(str(problem))}" for problem in problems]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,15 +22,15 @@ from damex.errors import (
     check_sizes,
     printable,
 )
-from damex.inference.media import is_video
-from damex.inference.stored import (
+from damex.inference.media import (
     Inputs,
     Picture,
-    StoredDetector,
     as_rgb,
     as_several,
     detect,
+    is_video,
 )
+from damex.inference.stored import DetectorCheckpoint
 from damex.models.dataset_classifier import classifies_datasets, given_dataset
 
 
@@ -102,6 +103,8 @@ class _Choice:
 class Predictor:
     """A trained detector with its classes and preprocessing, from a checkpoint alone.
 
+    Threads may share it: they take turns at the detector.
+
     Untrusted checkpoints are safe: weights and config are read as data, and only
     classes and arguments of an allow-list are built from the config.
 
@@ -128,7 +131,7 @@ class Predictor:
         device: str | None = None,
         trust: bool = False,
     ) -> None:
-        self._stored = StoredDetector.read(str(checkpoint), trust=trust)
+        self._stored = DetectorCheckpoint.read(str(checkpoint), trust=trust)
         self._detector = self._stored.build(device or get_device())
         space = self._stored.space
         self.classes = space.classes
@@ -145,6 +148,7 @@ class Predictor:
                 f"only its classes: {', '.join(self.datasets)}."
             )
         self._inputs = Inputs(self._stored.pipeline)
+        self._lock = threading.Lock()  # a step leaves its routes in the detector
 
     def __call__(
         self,
@@ -217,7 +221,7 @@ class Predictor:
             split: ``train``, ``val`` or ``test``.
             batch_size: Images per forward pass.
             classwise: Whether to add ``classes``, the AP of each class, and
-                ``taken_for``, the images by the group whose experts they went to.
+                ``confusion``, the images by the group whose experts they went to.
 
         Raises:
             ConfigError: If an entry is invalid, or of an unknown dataset.
@@ -237,13 +241,14 @@ class Predictor:
         loader = dict(
             batch_size=batch_size, num_workers=0, sampler=sampler, dataset=dataset
         )
-        self._detector.counts_tokens = classwise
-        try:
-            return self._stored.evaluate(
-                self._detector, loader, label="evaluation", classwise=classwise
-            )
-        finally:
-            self._detector.counts_tokens = False
+        with self._lock:
+            self._detector.counts_tokens = classwise
+            try:
+                return self._stored.evaluate(
+                    self._detector, loader, label="evaluation", classwise=classwise
+                )
+            finally:
+                self._detector.counts_tokens = False
 
     def _detect(
         self,
@@ -255,10 +260,12 @@ class Predictor:
     ) -> Iterator[Prediction]:
         """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
+            labels = None if choice.dataset is None else choice.labels
             with (
-                given_dataset(self._detector, choice.labels)
-                if choice.dataset is not None and choice.labels is not None
-                else nullcontext()
+                self._lock,
+                nullcontext()
+                if labels is None
+                else given_dataset(self._detector, labels),
             ):
                 samples = detect(self._detector, batch)
             for sample, one in zip(samples, batch, strict=True):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from damex.config_files import PlainConfig
 from damex.engine.config import DATASET_OPTIONS
 from damex.errors import ConfigError
-from damex.inference.dense_experts import dense_ffn, pad_hidden, refuse
-from damex.inference.stored import StoredDetector, write_checkpoint
+from damex.inference.dense_experts import dense_ffn, pad_hidden, reject
+from damex.inference.stored import DetectorCheckpoint, write_checkpoint
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import mmdet_class
 from damex.models.queries import selects_by_first_class
@@ -61,7 +61,7 @@ class Specialist:
         return path.with_suffix(".py")
 
 
-def extract(stored: StoredDetector, dataset: str) -> Specialist:
+def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
     """Extract a dense detector that equals a mixture of experts given its dataset.
 
     From a dense detector, only classes are removed.
@@ -73,12 +73,12 @@ def extract(stored: StoredDetector, dataset: str) -> Specialist:
     labels = stored.space.valid_labels(number)
     detector = stored.build()
     awareness = detector.awareness
-    faults = {
+    problems = {
         "label_prior": awareness is not None and awareness.config.label_prior,
         "dataset_conditioning": awareness is not None and awareness.conditioning,
         "as_two_stage (queries selected by class 0)": selects_by_first_class(detector),
     }
-    refuse(detector, stored.path, faults, "which no dense detector of mmdet has")
+    reject(detector, stored.path, problems, "which no dense detector of mmdet has")
     state = _without_experts(detector, stored.space.group_id(number))
     model = _plain_model(stored.model, detector, len(labels), state)
     plain = MODELS.build(ConfigDict(copy.deepcopy(model)))

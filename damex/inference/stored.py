@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import copy
-import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
-from mmengine.dataset import Compose, pseudo_collate
 from mmengine.evaluator import Evaluator
-from mmengine.logging import print_log
 from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader, Runner
-from PIL import Image
 from torch import Tensor
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
@@ -29,26 +22,22 @@ from damex.config_files import import_modules
 from damex.datasets.coco_records import read_coco
 from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.pixels import Pixels, to_8_bits
 from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
 from damex.engine.summary import class_scores, scores_of, summarise
 from damex.errors import ConfigError, DataError, did_you_mean, printable
 from damex.evaluation import MAX_DETS, MixtureMetric
 from damex.files import atomic_write, write_text
-from damex.inference.literal_config import read_literals
-from damex.inference.media import fault_of, frames_of, is_video
-from damex.inference.trust import check_parts, forget_pretrained
+from damex.inference.trust import check_parts, forget_pretrained, read_literals
 from damex.models.detectors import RoutedDetector
 
-Picture = str | os.PathLike | np.ndarray | Image.Image
 # Pipeline steps that need annotations.
 ANNOTATION_STEPS = ("LoadAnnotations", "FilterAnnotations", "LoadEmptyAnnotations")
 NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
-class StoredDetector:
+class DetectorCheckpoint:
     """A checkpoint of a training on a mixture of datasets.
 
     Attributes:
@@ -72,7 +61,7 @@ class StoredDetector:
     forgotten: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: str, *, trust: bool = False) -> StoredDetector:
+    def read(cls, path: str, *, trust: bool = False) -> DetectorCheckpoint:
         """Read a checkpoint (a file or URL) as data, without running code from it.
 
         With ``trust``, its ``custom_imports`` are imported, and all classes allowed.
@@ -183,7 +172,7 @@ class StoredDetector:
         scores = scores_of(evaluator.evaluate(len(images.dataset)))
         return {**summarise(scores), **class_scores(scores, self.space)}
 
-    def resized(self, size: tuple[int, int]) -> StoredDetector:
+    def resized(self, size: tuple[int, int]) -> DetectorCheckpoint:
         """The same for images of another size (width, height) in pixels.
 
         Raises:
@@ -226,127 +215,6 @@ class StoredDetector:
             raise DataError(f"none of them are in {source.images}.")
         step = max(len(found) / count, 1.0)
         return [found[int(i * step)] for i in range(min(count, len(found)))]
-
-
-class Inputs:
-    """Test pipeline of a training for images; starts with ``LoadImageFromFile``."""
-
-    def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
-        load, *rest = pipeline
-        self._load, self._prepare = Compose([load]), Compose(rest)
-        self._is_depth_said = False
-
-    def each(self, image: Picture) -> Iterator[dict[str, Any]]:
-        """Preprocess an image, or all frames of a video."""
-        if isinstance(image, str | os.PathLike) and is_video(Path(image)):
-            for number, bgr in enumerate(frames_of(Path(image))):
-                yield self._prepared(_loaded(bgr, path=str(image), number=number))
-        else:
-            yield self(image)
-
-    def __call__(self, image: Picture) -> dict[str, Any]:
-        """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
-
-        ``pixels`` is the loaded image, in BGR; `detect` leaves it out.
-
-        Raises:
-            DataError: If it cannot be read, or the pipeline rejects it.
-        """
-        if not isinstance(image, str | os.PathLike):
-            rgb, levels = _checked(image)
-            bgr = np.ascontiguousarray(rgb[..., ::-1])
-            array = _loaded(bgr, path=None, number=0)
-            return self._prepared(array | dict(levels=levels))
-        fault = fault_of(Path(image))
-        try:
-            loaded = None if fault else self._load(dict(img_path=str(image), img_id=0))
-        except Exception:  # readers raise anything
-            loaded = None
-        if loaded is None:
-            raise DataError(f"{image} {fault or 'is not an image that can be read'}.")
-        return self._prepared(loaded)
-
-    def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Apply the rest of the pipeline."""
-        if (levels := loaded.pop("levels", None)) is not None:
-            self._say_depth(loaded["img_path"] or "an image", levels)
-        pixels, (height, width) = loaded["img"], loaded["img_shape"][:2]
-        try:
-            return dict(self._prepare(loaded), pixels=pixels)
-        except Exception as error:  # steps raise anything
-            reason = error.err if isinstance(error, cv2.error) else error
-            raise DataError(
-                f"{loaded['img_path'] or 'the array'} ({width} x {height} px) cannot "
-                f"be resized as in the training ({reason}); crop or pad it."
-            ) from error
-
-    def _say_depth(self, name: str, levels: Sequence[float]) -> None:
-        """Say once how values of more than 8 bits are shown to the detector."""
-        if not self._is_depth_said:
-            text = (
-                f"{name} has more than 8 bits per channel: the range of its values, "
-                "{:g} to {:g}, is shown to the detector as 0 to 255, as in training; "
-                "the same holds for other such images."
-            )
-            text = printable(text.format(*levels))
-            print_log(text, logger="current", level=logging.WARNING)
-        self._is_depth_said = True
-
-
-def as_several(images: Picture | Iterable[Picture]) -> Iterable[Picture]:
-    """One image as a list of one; several images as they are."""
-    one: Any = images
-    is_one = isinstance(images, Picture | bytes) or hasattr(images, "shape")
-    return [one] if is_one or not isinstance(images, Iterable) else images
-
-
-def _checked(image: Any) -> Pixels:
-    """Pixels of an array or PIL image, uint8 (height, width, 3) in RGB."""
-    found = type(image).__name__
-    if isinstance(image, Image.Image):
-        return _pixels_of(image)
-    if isinstance(image, np.ndarray):
-        is_rgb = image.ndim == 3 and image.shape[2] == 3
-        if image.dtype == np.uint8 and is_rgb and image.size > 0:
-            return Pixels(image)
-        found = f"{image.dtype} of shape {image.shape}"
-    raise DataError(
-        "an image must be a path, a PIL image, or a uint8 array (height, width, 3) in "
-        f"RGB, got {found}."
-    )
-
-
-def _pixels_of(image: Image.Image) -> Pixels:
-    """Pixels of a PIL image in RGB as they are: EXIF is not applied."""
-    try:
-        if image.mode[0] in "IF":  # more than 8 bits, which convert would cut off
-            values, levels = to_8_bits(np.asarray(image))
-            return Pixels(np.stack([values] * 3, axis=2), levels)
-        return Pixels(np.asarray(image.convert("RGB")))
-    except Exception as error:  # Pillow decodes late, and its readers raise anything
-        raise DataError(f"the PIL image cannot be decoded ({error}).") from error
-
-
-def as_rgb(pixels: np.ndarray) -> np.ndarray:
-    """Output of ``LoadImageFromFile``, also gray or of floats, as uint8 RGB."""
-    pixels_HWC = np.atleast_3d(pixels).clip(0, 255).astype(np.uint8)
-    if pixels_HWC.shape[2] < 3:
-        pixels_HWC = pixels_HWC[..., :1].repeat(3, 2)
-    return pixels_HWC[..., 2::-1]
-
-
-def _loaded(bgr: np.ndarray, *, path: str | None, number: int) -> dict[str, Any]:
-    """Pixels in the output format of ``LoadImageFromFile``."""
-    size = bgr.shape[:2]
-    return dict(img=bgr, img_path=path, img_id=number, img_shape=size, ori_shape=size)
-
-
-@torch.inference_mode()
-def detect(detector: Any, batch: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Run a detector on outputs of `Inputs`; returns mmdet's data samples."""
-    keys = ("inputs", "data_samples")
-    images = [{key: one[key] for key in keys} for one in batch]
-    return detector.test_step(pseudo_collate(images))
 
 
 def millions(state: Mapping[str, Tensor]) -> str:

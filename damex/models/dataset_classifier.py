@@ -74,7 +74,7 @@ def router_posterior(record: RoutingRecord) -> Tensor:
     probs_VG = record.probs_VE @ record.group_experts_GE.T.to(record.probs_VE.dtype)
     # Experts of no group may take all probability; the group is then unknown.
     probs_VG = probs_VG.clamp_min(torch.finfo(probs_VG.dtype).tiny)
-    probs_VG = probs_VG / probs_VG.sum(dim=1, keepdim=True)
+    probs_VG = probs_VG / probs_VG.sum(dim=-1, keepdim=True)
     sums_BG = record.packing.unpack(probs_VG).sum(dim=1)
     return sums_BG / sums_BG.sum(dim=1, keepdim=True)
 

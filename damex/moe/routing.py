@@ -342,6 +342,6 @@ def image_votes(
     outweighs several uncertain ones. In float64, so that padding and other images,
     which change the order of the sum, do not change the winner.
     """
-    log_prob_V1E = torch.log_softmax(logits_VE.double(), dim=1).unsqueeze(1)
+    log_prob_V1E = torch.log_softmax(logits_VE.double(), dim=-1).unsqueeze(-2)
     own_VGE = log_prob_V1E.masked_fill(~group_experts_GE, -torch.inf)
-    return packing.unpack(torch.logsumexp(own_VGE, dim=2)).sum(1)
+    return packing.unpack(torch.logsumexp(own_VGE, dim=-1)).sum(1)

@@ -21,7 +21,8 @@ from damex.datasets.geometry import (
 )
 from damex.engine.cli import build_runner
 from damex.errors import ConfigError
-from damex.inference.stored import ANNOTATION_STEPS, Inputs
+from damex.inference.media import Inputs
+from damex.inference.stored import ANNOTATION_STEPS
 from damex.models.queries import batches_of_one_shape, image_mask_of
 from tests.conftest import MMDET_CONFIGS
 from tests.test_configs import COMPLETE

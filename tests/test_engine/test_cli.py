@@ -227,18 +227,10 @@ def test_painted_images_of_datasets_do_not_replace_each_other(
     assert dump.is_file()
 
 
-def test_a_variable_that_was_read_with_the_config_file_names_its_fields():
-    steps = [dict(type="Resize", scale=(8, 8)), dict(size=8, ratio=8.0, copies=[8, 9])]
-    variables = dict(size=8, resize=steps[0], other=dict(size=8))
-    cfg = Config(dict(test_cfg=dict(steps=steps), **variables))
-    message = (
-        "size=9 changes nothing: .* value: "
-        "test_cfg.steps.0.scale, test_cfg.steps.1.copies, test_cfg.steps.1.size.$"
-    )
-    with pytest.raises(ConfigError, match=message):
+def test_a_variable_that_was_read_with_the_config_file_is_refused():
+    cfg = Config(dict(test_cfg=dict(size=8), size=8))
+    with pytest.raises(ConfigError, match="size=9 changes nothing: size is a variable"):
         merge_options(cfg, {"size": 9})
-    with pytest.raises(ConfigError, match=r"value: test_cfg\.steps\.0\.scale\.$"):
-        merge_options(cfg, {"resize.scale": (9, 9)})
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -383,7 +375,7 @@ SETTINGS = {
     "optim_wrapper.optimizer.lrr=1": "AdamW.* unknown key 'lrr'.* 'lr'",
     "train_cfg.max_epoch=1": "unknown key 'max_epoch'.* 'max_epochs'",
     "load_form=x": "load_form='x'.* nothing reads it.* 'load_from'",
-    "train_pipeline.3.prob=1": r"nothing: .*: train_dataloader\.dataset\.pipeline\.3\.",
+    "train_pipeline.3.prob=1": "changes nothing: train_pipeline is a variable",
     "mixtur=x": "did you mean 'mixture'",
     "moe=damx": "no config file 'damx'.* did you mean 'damex'",
     "moe.gate.kk=2": "moe.gate.kk = 2.* did you mean 'k'",

@@ -16,7 +16,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import resolve_config
 from damex.errors import ConfigError, DataError
-from damex.inference.literal_config import read_literals
+from damex.inference.trust import read_literals
 from tests.conftest import shipped_configs
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -18,7 +18,7 @@ from damex.engine.cli import build_runner
 from damex.errors import ConfigError
 from damex.growth.grow import add_datasets, build_initialized
 from damex.inference import Predictor
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import DetectorCheckpoint
 
 
 def detections(checkpoint, folder, dataset):
@@ -172,7 +172,7 @@ def test_old_datasets_stay_as_they_are_bit_by_bit(grown, tmp_path):
 def test_the_dataset_to_copy_can_be_named(save, make_config, mixture):
     """Park's experts are those of the group green."""
     entries = [mixture[0], {**mixture[1], "group": "green"}]
-    stored = StoredDetector.read(str(save(entries)))
+    stored = DetectorCheckpoint.read(str(save(entries)))
     cfg = Config.fromfile(make_config([*entries, mixture[2]], name="grown"))
     for like, source in (("park", "green"), ("street", "street"), ("none", None)):
         grown = add_datasets(stored, copy.deepcopy(cfg), like=like)
@@ -216,7 +216,7 @@ def test_classes_of_the_user_need_trust(
 
 
 def test_the_config_may_spread_experts_over_processes(save, make_config, mixture):
-    stored = StoredDetector.read(str(save(mixture[:2])))
+    stored = DetectorCheckpoint.read(str(save(mixture[:2])))
     spread = "moe = dict(expert_parallel=3)"
     cfg = Config.fromfile(make_config(mixture, name="grown", extra=spread))
     grown = add_datasets(stored, cfg, like="park")
@@ -228,7 +228,7 @@ def test_the_config_may_spread_experts_over_processes(save, make_config, mixture
 def test_a_mixture_that_does_not_extend_the_checkpoint_is_rejected(
     save, make_config, mixture
 ):
-    stored = StoredDetector.read(str(save(mixture[:2])))
+    stored = DetectorCheckpoint.read(str(save(mixture[:2])))
     street, park, sky = mixture
     toy = {**park, "rename": {"car": "toy car"}}
     for entries, like, words in (
@@ -246,7 +246,7 @@ def test_a_mixture_that_does_not_extend_the_checkpoint_is_rejected(
 
 def test_a_fixed_number_of_experts_is_refused(save, make_config, mixture):
     moe = "moe = dict(num_experts=4)"
-    stored = StoredDetector.read(str(save(mixture[:2], extra=moe)))
+    stored = DetectorCheckpoint.read(str(save(mixture[:2], extra=moe)))
     cfg = Config.fromfile(make_config(mixture, name="grown", extra=moe))
     with pytest.raises(ConfigError, match="has 2 experts per layer in the"):
         add_datasets(stored, cfg)
@@ -254,7 +254,7 @@ def test_a_fixed_number_of_experts_is_refused(save, make_config, mixture):
 
 def test_experts_of_nobody_keep_their_number(save, make_config, mixture):
     """By itself it would follow that of the datasets."""
-    stored = StoredDetector.read(str(save(mixture[:2], moe="vanilla")))
+    stored = DetectorCheckpoint.read(str(save(mixture[:2], moe="vanilla")))
     options = dict(name="grown", moe="vanilla")
     cfg = Config.fromfile(make_config(mixture, **options))
     with pytest.raises(ConfigError, match=r"no dataset .* set moe\.num_experts=2\."):
@@ -271,7 +271,7 @@ def test_experts_of_nobody_keep_their_number(save, make_config, mixture):
 
 def test_gates_that_weigh_all_experts_are_named(save, make_config, mixture):
     options = dict(moe="damex")
-    stored = StoredDetector.read(str(save(mixture[:2], **options)))
+    stored = DetectorCheckpoint.read(str(save(mixture[:2], **options)))
     cfg = Config.fromfile(make_config(mixture, name="grown", **options))
     (note,) = add_datasets(stored, cfg, like="park").notes
     assert "weight of an expert depends on all others" in note

@@ -15,7 +15,7 @@ from damex.growth.commands import _cost
 from damex.growth.grow import add_datasets
 from damex.growth.prune import drop_datasets, merge_groups
 from damex.inference import Predictor
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import DetectorCheckpoint
 from tests.test_growth.test_grow import assert_same, detections
 
 OWNERS = ("street", "street", "park", "sky")  # of four experts
@@ -43,7 +43,7 @@ def test_detections_of_the_others_are_the_same(pruned, tmp_path):
 
 
 def test_the_config_of_the_original_training_is_reduced(save, mixture):
-    stored = StoredDetector.read(str(save(mixture)))
+    stored = DetectorCheckpoint.read(str(save(mixture)))
     stored.config.update(load_from="old.pth", resume=True, train_only=["park"])
     config = drop_datasets(stored, ["park"]).config
     assert not {"load_from", "resume", "train_only"} & config.keys()
@@ -81,7 +81,9 @@ def test_it_is_tested_and_trained_with_the_config_beside_it(pruned, tmp_path):
 
 def test_experts_by_the_dataset_are_counted_again(save, mixture):
     """Street has two of the four."""
-    stored = StoredDetector.read(str(save(mixture, extra="moe = dict(num_experts=4)")))
+    stored = DetectorCheckpoint.read(
+        str(save(mixture, extra="moe = dict(num_experts=4)"))
+    )
     for drop, left in ((["street", "sky"], 1), (["street"], 2), (["park"], 3)):
         pruned = drop_datasets(stored, drop)
         assert pruned.config.model.moe.num_experts == left
@@ -96,7 +98,7 @@ def test_experts_by_the_dataset_are_counted_again(save, mixture):
 def test_copies_of_an_ffn_in_parts_are_counted_again(save, mixture, tmp_path):
     """Eight copies are three, three and two."""
     old = save(mixture, moe="damex_shared_private")
-    pruned = drop_datasets(StoredDetector.read(str(old)), ["park"])
+    pruned = drop_datasets(DetectorCheckpoint.read(str(old)), ["park"])
     assert pruned.config.model.moe.fine_grained.copies == 5
 
 
@@ -117,7 +119,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("moe", REFUSALS)
 def test_datasets_that_cannot_be_dropped_or_merged(save, mixture, moe):
-    stored = StoredDetector.read(str(save(mixture, moe=moe)))
+    stored = DetectorCheckpoint.read(str(save(mixture, moe=moe)))
     for function, names, words in REFUSALS[moe]:
         with pytest.raises(ConfigError, match=words) as caught:
             function(stored, names)
@@ -165,7 +167,7 @@ def test_experts_that_are_alike_merge_into_one_that_answers_the_same(
 
 def test_the_mean_of_maps_is_that_of_their_products(save, mixture):
     """Rank 4 holds the mean of two maps of rank 2."""
-    stored = StoredDetector.read(str(save(mixture)))
+    stored = DetectorCheckpoint.read(str(save(mixture)))
     for key in stored.state:
         if key.endswith("down_EDL"):
             stored.state[key][:, :, 2:] = 0.0
@@ -185,7 +187,7 @@ def test_ffns_and_counts_of_tokens_are_averaged(save, mixture):
     options = dict(
         moe="damex", extra='moe = dict(gate=dict(balance=dict(type="BiasBalancer")))'
     )
-    stored = StoredDetector.read(str(save(mixture, **options)))
+    stored = DetectorCheckpoint.read(str(save(mixture, **options)))
     counts = next(k for k in stored.state if k.endswith("balance.counts_E"))
     stored.state[counts].copy_(torch.tensor([4, 1, 8]))
     merged = merge_groups(stored, ["street", "sky"])
@@ -242,7 +244,7 @@ def test_a_bank_of_the_user_is_moved_as_it_declares_or_refused(
     save, make_config, mixture, own_experts, command, kind
 ):
     options = dict(moe="damex", extra=own_bank(kind))
-    stored = StoredDetector.read(str(save(mixture[:2], **options)), trust=True)
+    stored = DetectorCheckpoint.read(str(save(mixture[:2], **options)), trust=True)
     cfg = Config.fromfile(make_config(mixture, name="grown", **options))
     if kind == "OwnExperts":
         with pytest.raises(ConfigError, match="does not declare whether 'weight'"):

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from damex.drawing import draw_boxes
+from damex import drawing
+from damex.drawing import Drawings, draw_boxes
 from damex.errors import ConfigError
-from damex.inference import media
-from damex.inference.media import Drawings
-from damex.inference.stored import Inputs
+from damex.inference.media import Inputs
 
 CLASSES = ("car", "dog")
 
@@ -134,7 +133,7 @@ def test_a_video_that_cannot_be_written_is_an_error(
     tmp_path, clip, make_prediction, monkeypatch
 ):
     target = tmp_path / "seen" / "clip.mp4"
-    monkeypatch.setattr(media, "CODEC", "none")
+    monkeypatch.setattr(drawing, "CODEC", "none")
     with pytest.raises(ConfigError, match=r"cannot write the video .*seen/clip\.mp4"):
         draw(make_prediction(clip, frame=0), target)
     assert not [*target.parent.iterdir()]

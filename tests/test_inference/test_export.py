@@ -27,10 +27,11 @@ from damex.inference.export import (
     difference,
     start_session,
 )
+from damex.inference.media import Inputs
 from damex.inference.onnx_graph import DetectorGraph, check_steps, resized, to_onnx
 from damex.inference.predictor import labels_by_group
 from damex.inference.specialist import extract
-from damex.inference.stored import Inputs, StoredDetector
+from damex.inference.stored import DetectorCheckpoint
 from tests.test_inference.conftest import BEST, PIPELINE
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ LOAD, RESIZE, _, PACK = PIPELINE
 
 def graph_of(checkpoint, *, dataset="park", size=None, pipeline=None):
     """A graph of a specialist, as the command makes it."""
-    stored = StoredDetector.read(str(checkpoint))
+    stored = DetectorCheckpoint.read(str(checkpoint))
     if size is not None:
         stored = stored.resized(size)
     specialist = extract(stored, dataset)
@@ -167,7 +168,7 @@ KINDS = {
 
 def mixture_graph(checkpoint):
     """The graph of a whole mixture, and the detector that it was made of."""
-    stored = StoredDetector.read(str(checkpoint))
+    stored = DetectorCheckpoint.read(str(checkpoint))
     labels = labels_by_group(stored.space)
     detector, votes = voted_detector(stored.build(), labels, stored.path)
     return DetectorGraph(detector, stored.pipeline, votes).eval(), stored.build()

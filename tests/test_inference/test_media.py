@@ -10,7 +10,8 @@ from PIL import Image, ImageFile
 
 from damex.errors import DataError
 from damex.inference import media
-from damex.inference.media import fault_of, find_images, frames_of, names_of
+from damex.inference.media import frames_of, problem_of
+from damex.inference.predict import find_images, names_of
 
 
 def test_files_folders_and_patterns_are_images_once(photos):
@@ -113,33 +114,33 @@ def test_a_folder_named_by_a_number_is_a_folder(tmp_path, monkeypatch):
     assert [path.name for path in find_images(["0"])] == ["a.png"]
 
 
-def test_a_file_that_was_cut_off_has_a_fault(photos):
+def test_a_file_that_was_cut_off_has_a_problem(photos):
     path = photos / "b.jpg"
-    assert fault_of(path) is None
+    assert problem_of(path) is None
     path.write_bytes(path.read_bytes()[:-200])
-    assert "cannot be decoded to its end" in fault_of(path)
+    assert "cannot be decoded to its end" in problem_of(path)
     path.unlink()
-    assert fault_of(path) == "does not exist"
+    assert problem_of(path) == "does not exist"
 
 
 def test_a_file_that_would_fill_the_memory_is_not_opened(photos, monkeypatch):
     bomb = photos / "bomb"
     Image.new("1", (500, 200)).save(bomb, "PNG")
-    assert fault_of(bomb) is None
+    assert problem_of(bomb) is None
     monkeypatch.setattr(
         Image, "MAX_IMAGE_PIXELS", 40_000
     )  # an error from twice as many
-    assert fault_of(photos / "a.png") is None
+    assert problem_of(photos / "a.png") is None
     assert bomb in find_images([str(photos)])
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
-    assert "too large (Image size (100000 pixels)" in fault_of(bomb)
+    assert "too large (Image size (100000 pixels)" in problem_of(bomb)
     assert Image.MAX_IMAGE_PIXELS == 40_000
 
 
 def test_what_pillow_does_not_know_is_left_to_others(photos):
     path = photos / "text.png"
     path.write_text("not an image")
-    assert fault_of(path) is None
+    assert problem_of(path) is None
 
 
 def test_videos_are_found_where_they_are_wanted(photos, clip):

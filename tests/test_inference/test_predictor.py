@@ -1,20 +1,19 @@
 """Predictor: what it takes from a checkpoint, and whose classes it looks for."""
 
 import dataclasses
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from mmengine.logging import MMLogger
 from PIL import Image
 
 from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import to_8_bits
 from damex.errors import ConfigError, DataError
-from damex.inference import Predictor, stored
+from damex.inference import Predictor, media
 from damex.inference.media import frames_of
 from damex.models.insertion import moe_blocks
 from tests.test_inference.conftest import BEST, SPACE
@@ -100,6 +99,21 @@ def test_a_named_dataset_chooses_classes_and_experts(save, photos):
     assert set(sky.names) == {"kite"}
 
 
+def test_threads_share_a_predictor(predictor, photos):
+    """With the routes and the classes of their own images."""
+    images, names = sorted(photos.rglob("*.*")), ("park", "sky", "auto", "all")
+    alone = [everything(predictor, images, dataset=name) for name in names]
+    with ThreadPoolExecutor(len(names)) as pool:
+        jobs = [
+            pool.submit(everything, predictor, images, dataset=name, batch_size=1)
+            for name in names * 3
+        ]
+    for job, expected in zip(jobs, alone * 3, strict=True):
+        for one, same in zip(job.result(), expected, strict=True):
+            assert_same(one, same)
+            assert one.probabilities == pytest.approx(same.probabilities, abs=1e-5)
+
+
 def test_a_name_is_forgotten_after_the_call(predictor, photos):
     before = everything(predictor, photos / "a.png")
     everything(predictor, photos / "a.png", dataset="sky")
@@ -156,11 +170,11 @@ def test_images_of_pillow_and_of_16_bits_are_seen_as_files_are(predictor, photos
 
 def test_depth_is_said_once(photos, monkeypatch):
     said = []
-    monkeypatch.setattr(stored, "print_log", lambda text, **_: said.append(text))
+    monkeypatch.setattr(media, "print_log", lambda text, **_: said.append(text))
     for name in ("a.tif", "b.tif"):
         values = np.arange(96 * 64, dtype=np.uint16).reshape(64, 96)
         Image.fromarray(values).save(photos / name)
-    inputs = stored.Inputs([dict(type="LoadImageFromFile")])
+    inputs = media.Inputs([dict(type="LoadImageFromFile")])
     for name in ("a.png", "a.tif", "b.tif"):
         [*inputs.each(photos / name)]
     (text,) = said
@@ -172,11 +186,11 @@ def test_broken_images_are_left_out_or_raise(predictor, photos):
     (photos / "text.png").write_text("not an image")
     cut = photos / "b.jpg"
     cut.write_bytes(cut.read_bytes()[:-200])
-    faults = []
+    problems = []
     paths = [photos / name for name in ("text.png", "a.png", "b.jpg", "none.png")]
-    seen = [*predictor.stream(paths, "auto", 0.3, 2, skip=faults.append)]
+    seen = [*predictor.stream(paths, "auto", 0.3, 2, skip=problems.append)]
     assert [one.path for one in seen] == [photos / "a.png"]
-    said = [str(fault) for fault in faults]
+    said = [str(problem) for problem in problems]
     assert "text.png is not an image that can be read" in said[0]
     assert "b.jpg cannot be decoded to its end" in said[1]
     assert "none.png does not exist" in said[2]
@@ -235,16 +249,6 @@ def test_what_cannot_be_looked_at_is_named(predictor, photos, images, options, t
         images = images.format(folder=photos)
     with pytest.raises(ValueError, match=text):  # DataError is one
         predictor(images, **options)
-
-
-def test_the_host_program_keeps_its_log_and_its_warnings(save, photos):
-    path = save()
-    logger = MMLogger.get_current_instance()
-    before = [(handler.level, [*handler.filters]) for handler in logger.handlers]
-    filters = [*warnings.filters]
-    Predictor(path, device="cpu")(photos / "a.png")
-    assert [(one.level, one.filters) for one in logger.handlers] == before
-    assert warnings.filters == filters
 
 
 def test_classes_are_of_the_dataset_whose_experts_were_used(

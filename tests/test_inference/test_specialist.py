@@ -13,7 +13,7 @@ from mmdet.models.detectors import DINO
 from damex.errors import ConfigError
 from damex.inference import Predictor
 from damex.inference.specialist import extract
-from damex.inference.stored import StoredDetector
+from damex.inference.stored import DetectorCheckpoint
 from tests.test_inference.conftest import BEST, SPACE
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ MOES = {
 def compare(checkpoint, folder, images, *, dataset):
     """Largest differences of scores and boxes to the mixture that is told."""
     out = folder / f"{dataset}.pth"
-    config = extract(StoredDetector.read(str(checkpoint)), dataset).write(out)
+    config = extract(DetectorCheckpoint.read(str(checkpoint)), dataset).write(out)
     detector = init_detector(str(config), str(out), device="cpu")
     assert type(detector) is DINO
     predictor = Predictor(checkpoint, device="cpu")
@@ -128,7 +128,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("changes", "words"), REFUSALS.values(), ids=REFUSALS)
 def test_what_has_no_dense_equal_is_refused(save, changes, words):
     moe = changes if "channels" in changes else {**BEST, **changes}
-    stored = StoredDetector.read(str(save(moe=moe)))
+    stored = DetectorCheckpoint.read(str(save(moe=moe)))
     with pytest.raises(ConfigError, match=words) as caught:
         extract(stored, "park")
     assert "\n" not in str(caught.value)
@@ -136,7 +136,9 @@ def test_what_has_no_dense_equal_is_refused(save, changes, words):
 
 def test_what_changes_scores_by_dataset_is_refused(save):
     coverage = dict(label_coverage=SPACE.coverage())
-    stored = StoredDetector.read(str(save(label_prior=dict(source="head"), **coverage)))
+    stored = DetectorCheckpoint.read(
+        str(save(label_prior=dict(source="head"), **coverage))
+    )
     with pytest.raises(ConfigError, match="has label_prior, which"):
         extract(stored, "park")
 
