@@ -1,6 +1,6 @@
 # What each part of the recipe brings: one change to it per arm.
 #   damex headroom configs/worlds/worlds-8_conflicting.py \
-#       --rungs dense_lr2 --experts damex_best configs/_base_/interventions.py
+#       --baselines dense_lr2 --experts damex_best configs/_base_/interventions.py
 _base_ = ["./moe/damex_best.py"]
 by_token = dict(teacher_forcing=False, image_vote=False)
 whole_ffns = dict(experts=dict(type="FFNExperts"), shared_expert=None)

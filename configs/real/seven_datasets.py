@@ -1,7 +1,7 @@
 # Seven small real datasets in one detector: the template configs/own_datasets.py, and
 # the words that two of them share. data/README.md says where they come from.
 #   damex headroom configs/real/seven_datasets.py --seeds 1 2 3 \
-#       --rungs dense_lr2 partitioned single --experts damex damex_best
+#       --baselines dense_lr2 partitioned single --experts damex damex_best
 _base_ = ["../own_datasets.py"]
 words = dict(
     # A bicycle is one class, seen from a car or from a drone; so is a car. Each

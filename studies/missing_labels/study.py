@@ -34,9 +34,9 @@ from damex.engine.cli import build_runner
 from damex.engine.hooks import bare_model
 from damex.evaluation import ImageResult, coco_scores
 from damex.toydata import generate_toy_mixture
-from damex.toydata.domains import world_specs
 from studies.harness import Session
 from studies.report import Row, StudyResult, at_least, checked, differences, unjudged
+from studies.worlds import world_specs
 
 __all__ = ["found_share", "run"]
 

@@ -43,7 +43,6 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
     assert summary["datasets"] == {}  # nothing was evaluated
     dense, damex = rows = json.loads((out / "comparison.json").read_text())
     assert [(row["name"], row["seeds"]) for row in rows] == [("dense", 1), ("damex", 1)]
-    assert (out / "comparison.png").stat().st_size > 0
     assert dense["routing_accuracy"] is None
     assert 0 <= damex["routing_accuracy"][0] <= 1
     assert dense["seconds_per_iteration"] > 0

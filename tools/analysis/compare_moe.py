@@ -41,14 +41,14 @@ from damex.config_files import (
 from damex.engine.optim import length_key, set_length
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
-from damex.headroom.report import cell, dot_plot
+from damex.headroom.command import cell
 from damex.headroom.runs import (
     Run,
     check_finished,
     check_seeds,
     finish,
     fit_to_job,
-    training,
+    training_run,
     write_config,
 )
 from damex.headroom.verdict import Spread, paired_difference, spread
@@ -117,7 +117,8 @@ def compare_moe(
     configs = {name: write_config(cfg, folder / name) for name, cfg in complete.items()}
     # Seed by seed, so that an interrupted comparison covers all mixtures.
     scored = [
-        {name: training(path, seed) for name, path in configs.items()} for seed in seeds
+        {name: training_run(path, seed) for name, path in configs.items()}
+        for seed in seeds
     ]
     failed = finish(_in_order(scored), console, jobs=jobs)
     # Round by round, one at a time: background load affects all mixtures alike.
@@ -297,9 +298,7 @@ def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> No
     text = json.dumps(rows, indent=2) + "\n"
     (folder / "comparison.json").write_text(text, encoding="utf-8")
     console.print(table, soft_wrap=True, highlight=False)
-    dots = {row["name"]: row["ap50_seeds"] for row in rows}
-    dot_plot(dots, score="mean AP50").savefig(folder / "comparison.png", dpi=150)
-    console.print(f"written: {folder / 'comparison.md'}, comparison.json and .png")
+    console.print(f"written: {folder / 'comparison.md'} and comparison.json")
 
 
 if __name__ == "__main__":
