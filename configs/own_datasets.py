@@ -22,7 +22,7 @@ mixture = [
         # format="voc",  # if it is not detected
         # val_share=0.2,  # if there is no validation split; default: 0.1
         # classes=["chip", "fuse"],  # use only these classes
-        # rename=dict(chip="microcontroller"),  # class name in this dataset -> in the mixture
+        # rename=dict(chip="microcontroller"),  # name here -> name in the mixture
         # group="indoor",  # datasets of a group share an expert
     ),
     # Explicit COCO files, relative to data_root:

@@ -10,7 +10,7 @@ _base_ = [
     "_base_/runtime.py",
 ]
 work_dir = "work_dirs/quickstart"
-# Pads to a square with black pixels, which are not masked. Use in all pipelines or none.
+# Pads to a square with black pixels, which are not masked; in all pipelines or none.
 letterbox = dict(type="Pad", size=(_base_.image_size, _base_.image_size))
 train_pipeline = [*_base_.train_pipeline]
 train_pipeline.insert(-1, letterbox)

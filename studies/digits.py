@@ -15,8 +15,6 @@ from torchvision.datasets import mnist
 from damex.errors import DataError
 from damex.toydata.domains import load_digits
 
-__all__ = ["DIGIT_SIDE", "DigitImages", "DigitSource", "mnist_digits", "uci_digits"]
-
 DIGIT_SIDE = 8  # pixels of UCI's digits, height and width
 
 

@@ -14,22 +14,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = [
-    "NO_CLAIM",
-    "Row",
-    "StudyResult",
-    "at_least",
-    "at_most",
-    "below",
-    "checked",
-    "differences",
-    "draw_seeds",
-    "markdown_report",
-    "near",
-    "unjudged",
-    "write_report",
-]
-
 PACKAGES = ("damex", "torch", "numpy")
 NO_CLAIM = "The quick run makes no claim about what training shows."
 SIGNS: Mapping[bool | None, str] = {True: "yes", False: "**no**", None: "-"}
@@ -100,17 +84,7 @@ def checked(
     published: str = "-",
     digits: int = 2,
 ) -> Row:
-    """A row whose criterion has to hold for each value.
-
-    Args:
-        name: See `Row`, like the rest.
-        values: See there.
-        criterion: In words.
-        test: The same for one value.
-        settings: See there.
-        published: See there.
-        digits: See there.
-    """
+    """A row whose criterion has to hold for each value."""
     holds = all(test(value) for value in values)
     return Row(name, published, values, criterion, holds, settings, digits)
 

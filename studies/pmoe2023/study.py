@@ -33,18 +33,12 @@ from studies.pmoe2023.rows import learned_rows
 from studies.pmoe2023.training import BATCH_SIZE, Job, Outcome, run_job, run_wide
 from studies.report import NO_CLAIM, StudyResult, draw_seeds, unjudged
 
-__all__ = ["NUM_TRAIN", "run"]
-
 MNIST_FOLDER = Path("data/mnist")
 NUM_TRAIN = 1100  # of UCI's 1,797 digits; no test picture is seen in training
 
 
 def run(session: Session) -> StudyResult:
-    """Runs the study.
-
-    Args:
-        session: Full or quick.
-    """
+    """Run the study."""
     plan = QUICK if session.quick else FULL
     source = uci_digits(NUM_TRAIN, seed=0)
     if MNIST_FOLDER.is_dir() and not session.quick:
@@ -112,11 +106,7 @@ STYLES = {
 
 
 def _draw(results: Results) -> Figure:
-    """Draws all experiments; bars show one sample standard deviation over seeds.
-
-    Args:
-        results: Measurements.
-    """
+    """Draw all experiments; bars show one sample standard deviation over seeds."""
     figure = Figure(figsize=(13, 15), layout="constrained")
     axes = figure.subplots(3, 3).flatten()
     _samples(axes[0], results)
