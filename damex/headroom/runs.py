@@ -219,7 +219,8 @@ def run_all(
     runs: Sequence[Run], *, jobs: int, threads: int
 ) -> Iterator[tuple[Run, int]]:
     """Start runs in order, `jobs` at a time; yield each with its exit status."""
-    waiting, active = list(runs), []
+    waiting = list(runs)
+    active: list[tuple[Run, subprocess.Popen[bytes]]] = []
     with _sigterm_unwinds():
         try:
             while waiting or active:

@@ -143,33 +143,6 @@ def test_a_job_on_a_gpu_is_another_training_than_one_on_the_cpu(
         write_config(cfg, tmp_path / "dense")
 
 
-@pytest.mark.parametrize("scaling", [None, dict(base_batch_size=2)])
-def test_a_learning_rate_that_fits_stays(config, monkeypatch, scaling):
-    monkeypatch.setattr(utils, "DEVICE", "cuda")
-    cfg = read_config(str(config))
-    cfg.auto_scale_lr = scaling
-    assert fit_to_job(cfg, amp=False) == ""
-    assert cfg.auto_scale_lr == scaling
-
-
-@pytest.mark.slow
-def test_a_training_has_the_learning_rate_of_its_batch(
-    tmp_path, config, monkeypatch, run_python
-):
-    with config.open("a") as file:
-        file.write("param_scheduler = []\n")
-        file.write("default_hooks = dict(logger=dict(interval=1))\n")
-    cfg = read_config(str(config))
-    monkeypatch.setattr(utils, "DEVICE", "cuda")
-    fit_to_job(cfg, amp=False)
-    path = write_config(cfg, tmp_path / "dense")
-    done = run_python("-m", "damex", "train", path, "--work-dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    (scalars,) = (tmp_path / "run").rglob("scalars.json")
-    first = json.loads(scalars.read_text().splitlines()[0])
-    assert first["lr"] == pytest.approx(0.0012 * 2 / 8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_training_outlives_the_command(number):
