@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,10 @@ class Row:
         return f"{mean} ± {self.spread:.{self.digits}f}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return dict(
-            name=self.name,
-            published=self.published,
-            mean=self.mean,
-            spread=self.spread,
-            values=[float(value) for value in self.values],
-            seeds=len(self.values),
-            settings=self.settings,
-            criterion=self.criterion,
-            holds=self.holds,
-        )
+        """Plain values for JSON."""
+        values = [float(value) for value in self.values]
+        more = dict(values=values, mean=self.mean, spread=self.spread)
+        return {**asdict(self), **more}
 
 
 def checked(

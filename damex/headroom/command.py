@@ -33,7 +33,6 @@ from damex.headroom.baselines import (
 from damex.headroom.runs import (
     Run,
     check_finished,
-    check_seeds,
     finish,
     fit_to_job,
     training_run,
@@ -66,16 +65,20 @@ def headroom(
     amp: bool,
 ) -> None:
     """Train the baselines, write the table, and print the verdict."""
-    check_seeds(seeds)
-    names = list(dict.fromkeys(baselines))
+    seeds, names = list(dict.fromkeys(seeds)), list(dict.fromkeys(baselines))
     console, folder = Console(markup=False, emoji=False), Path(work_dir)
     cfg = config_of(config, cfg_options)
     _check_checkpoints(cfg, names)
     joint = read_joint(cfg)
     scored = experts_of(joint, experts)
     trained = _joined(baselines_of(joint, ["dense", *names]), scored)
-    notes = {one.name: fit_to_job(one.config, amp=amp) for one in trained}
-    _print_cost(trained, notes, names, len(seeds), console)
+    for one in trained:
+        note = fit_to_job(one.config, amp=amp)
+        cost = f"{one.name}: {len(seeds)} x {one.images:,} images"
+        console.print(f"{cost}, {note}" if note else cost, highlight=False)
+    images = len(seeds) * sum(one.images for one in trained)
+    total = f"together {len(seeds) * len(trained)} trainings, {images:,} images"
+    console.print(total, highlight=False)
     configs = {one.name: write_config(one.config, folder / one.name) for one in trained}
     # Seed by seed, so that an interrupted command covers all baselines.
     runs = {
@@ -146,28 +149,6 @@ def _check_checkpoints(cfg: Config, names: Sequence[str]) -> None:
             "default_hooks.checkpoint is None, and oracle evaluates checkpoints; set "
             "dict(type='CheckpointHook'), or remove oracle from --baselines."
         )
-
-
-def _print_cost(
-    trained: Sequence[Training],
-    notes: Mapping[str, str],
-    names: Sequence[str],
-    seeds: int,
-    console: Console,
-) -> None:
-    """Print how much will be trained, with the note of each training."""
-    lines = [
-        f"{one.name}: {seeds} x {one.images:,} images"
-        + (f", {notes[one.name]}" if notes[one.name] else "")
-        for one in trained
-    ]
-    images = seeds * sum(one.images for one in trained)
-    lines.append(f"together {seeds * len(trained)} trainings, {images:,} images")
-    if "oracle" in names:
-        lines.append(f"oracle: {seeds} evaluations of {RECIPE}")
-    if trained[0].config.get("load_from") is not None:
-        lines.append("load_from: parameters without weights in it start at random")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def report(

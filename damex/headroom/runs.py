@@ -26,12 +26,6 @@ from damex.engine.cli import use_amp
 from damex.errors import ConfigError
 
 
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Raise ConfigError if a seed is named twice."""
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds must be different numbers, got {seeds}.")
-
-
 def check_finished(failed: Sequence[Run]) -> None:
     """Raise ConfigError with the failed runs, if any, after results are written."""
     if failed:

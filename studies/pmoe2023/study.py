@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from studies.digits import DigitSource, mnist_digits, uci_digits
+from studies.digits import DigitSource, uci_digits
 from studies.harness import Session
 from studies.pmoe2023.data import Task
 from studies.pmoe2023.exact import exact_rows
@@ -33,7 +32,6 @@ from studies.pmoe2023.rows import learned_rows
 from studies.pmoe2023.training import BATCH_SIZE, Job, Outcome, run_job, run_wide
 from studies.report import NO_CLAIM, StudyResult, draw_seeds, unjudged
 
-MNIST_FOLDER = Path("data/mnist")
 NUM_TRAIN = 1100  # of UCI's 1,797 digits; no test picture is seen in training
 
 
@@ -41,8 +39,6 @@ def run(session: Session) -> StudyResult:
     """Run the study."""
     plan = QUICK if session.quick else FULL
     source = uci_digits(NUM_TRAIN, seed=0)
-    if MNIST_FOLDER.is_dir() and not session.quick:
-        source = mnist_digits(MNIST_FOLDER)
     seeds = session.seed_range(plan.seeds)
     results = _measure(plan, source, seeds, session)
     learned = list(learned_rows(results))

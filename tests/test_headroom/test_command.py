@@ -61,7 +61,6 @@ def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
     common = (config, "--work-dir", folder, "--seeds", "3", "--baselines", "oracle")
     first = run_python("-m", "damex", "headroom", *common)
     assert first.returncode == 0, first.stderr + first.stdout
-    assert "oracle: 1 evaluations of damex_best" in first.stdout
     found = json.loads((folder / "headroom.json").read_text())
     assert list(found["rows"]) == ["dense", "oracle"]
     oracle = json.loads((folder / "oracle/seed3/test_summary.json").read_text())
@@ -98,7 +97,6 @@ def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
     [
         (["missing.py"], "there is no config file 'missing.py'"),
         (["quickstart", "--baselines", "wider"], '"wider" for --baselines'),
-        (["quickstart", "--seeds", "1", "1"], "--seeds must be different numbers"),
         (["quickstart", "--jobs", "0"], '"0" for --jobs'),
         (["quickstart", "--cfg-options", "modl.a=1"], "did you mean 'model'"),
     ],

@@ -45,7 +45,6 @@ from damex.headroom.command import cell
 from damex.headroom.runs import (
     Run,
     check_finished,
-    check_seeds,
     finish,
     fit_to_job,
     training_run,
@@ -104,7 +103,7 @@ def compare_moe(
         timed_rounds: Short runs of each mixture that measure time and memory.
         timed_samples: Samples in a timed run.
     """
-    check_seeds(seeds)
+    seeds = tuple(dict.fromkeys(seeds))
     console, folder = Console(markup=False, emoji=False), Path(work_dir)
     mixtures, base = _mixtures(moe), read_config(config)
     options = parse_options(cfg_options)
