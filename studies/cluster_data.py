@@ -192,7 +192,7 @@ class PatchSumRouter(nn.Module):
         self.linear = LinearRouter(patch_dims, num_experts, init_std=init_std)
 
     def reset_parameters(self) -> None:
-        """Draw theta anew."""
+        """Draw new values of theta."""
         self.linear.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:

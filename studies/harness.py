@@ -22,7 +22,7 @@ from rich.markdown import Markdown
 from damex.commandline.run import PositiveInt, program
 from studies.report import markdown_report, write_report
 
-# Each is a folder beside this file whose study.py has a function run(session).
+# Each is a folder in studies/ whose study.py has a function run(session).
 Study = Literal[
     "chen2022",
     "pmoe2023",

@@ -1,4 +1,4 @@
-"""What a study ends with: rows beside published values, and its files."""
+"""The report of a study: measured and published values, as JSON, Markdown and PNG."""
 
 from __future__ import annotations
 

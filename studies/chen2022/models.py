@@ -108,7 +108,7 @@ class PatchwiseExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all experts anew."""
+        """Draw new weights of all experts."""
         for parameter in self.parameters():
             if self.init == "normal":
                 nn.init.normal_(parameter, std=self.init_scale)

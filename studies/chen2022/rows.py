@@ -1,4 +1,4 @@
-"""Measured values beside those of the paper's tables, with the criterion of each claim.
+"""Measured and published values of the tables, with the criterion of each claim.
 
 Published are the mean and deviation of ten runs, or the value of a single run.
 

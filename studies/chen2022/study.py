@@ -147,7 +147,7 @@ def theory_rows(draws: int) -> list[Row]:
 
 
 def remark(rows: Sequence[Row]) -> str:
-    """Where experts divide the clusters as the paper says."""
+    """Settings in which experts divide the clusters as in the paper."""
     firm = [row.settings for row in rows if row.name == ENTROPY_GAP and row.holds]
     if not firm:
         return ""
@@ -166,7 +166,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "step of experts": EXPERT_LR,
         "learning rate of the router": ROUTER_LR,
         "entropy": "of training data with noise (official_code) or of test data "
-        "without noise (paper), unless the row says otherwise",
+        "without noise (paper), unless stated in the row",
     }
 
 

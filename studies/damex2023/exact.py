@@ -1,4 +1,4 @@
-"""What has to hold exactly, whatever is trained.
+"""Identities that hold for any weights.
 
 Axes: B images, N tokens per image, T = B*N tokens, D features, E experts.
 """
@@ -126,9 +126,9 @@ def metadata_gap(*, seed: int) -> float:
         damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval(),
         _tokens(2, seed=seed),
     )
-    told, _ = layer(tokens_BND, group_ids_B=torch.tensor([5, 2]))
-    untold, _ = layer(tokens_BND)
-    return (told - untold).abs().max().item()
+    given, _ = layer(tokens_BND, group_ids_B=torch.tensor([5, 2]))
+    hidden, _ = layer(tokens_BND)
+    return (given - hidden).abs().max().item()
 
 
 @torch.no_grad()

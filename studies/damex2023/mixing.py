@@ -157,7 +157,7 @@ class Mixing:
 
     Attributes:
         dims: D.
-        num_experts: E, whatever the number of data sets.
+        num_experts: E, for any number of data sets.
         hidden_dims: Filters of each expert.
         clusters: Clusters of each data set.
         num_samples: Training samples of the whole mixture, and as many test samples.
@@ -257,7 +257,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: ClusterMoE, samples: ClusterSamples, mixing: Mixing) -> Outcome:
-    """Test a model; data sets are told to metrics only."""
+    """Test a model; the data sets are given to the metrics only."""
     score_B, record = model(samples.patches_BPD, datasets_of(samples, mixing))
     right_B = (score_B > 0) == (samples.labels_B > 0)
     counts_GE = dispatch_counts(record)

@@ -165,7 +165,7 @@ def _cases(plan: Plan) -> list[Case]:
 
 
 def measure_faults(plan: Plan, seed: int) -> Faults:
-    """Show the released code's faults, each beside the mended way."""
+    """Measure the faults of the released code and their corrections."""
     generator = torch.Generator().manual_seed(TEST_SEED + seed)
     mixing = plan.mixing
     many = max(plan.datasets)

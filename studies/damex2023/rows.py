@@ -159,7 +159,7 @@ def _label(case: Case, *, usual: bool) -> str:
 
 
 def fault_rows(faults: Sequence[Faults]) -> list[Row]:
-    """The released code's faults, each beside the mended way."""
+    """Faults of the released code, each compared with its correction."""
     return [*_target_rows(faults), *_capacity_rows(faults), *_label_rows(faults)]
 
 

@@ -45,7 +45,7 @@ def run(session: Session) -> StudyResult:
         rows=rows,
         figure=_figure(outcomes, faults),
         settings={
-            "experts": f"{mixing.num_experts} unless the row says otherwise",
+            "experts": f"{mixing.num_experts} unless stated in the row",
             "cubic filters of all experts": mixing.num_experts * mixing.hidden_dims,
             "clusters per data set": mixing.clusters,
             "training samples": mixing.num_samples,

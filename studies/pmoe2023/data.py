@@ -39,7 +39,7 @@ class PatchSamples:
 
 @dataclass(frozen=True)
 class Task:
-    """What has to be told apart; see `draw_samples`.
+    """A classification task; see `draw_samples`.
 
     Attributes:
         classes: The digit of each class.

@@ -1,4 +1,4 @@
-"""What has to hold exactly, whatever is trained: patches, eq. 6 and table 1.
+"""Identities that hold for any weights: patches, eq. 6 and table 1.
 
 Axes: B samples, N patches of a sample, D pixels of a patch, E experts.
 """

@@ -76,7 +76,7 @@ class FilterExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw filters and second layer anew."""
+        """Draw new filters and a new second layer."""
         nn.init.normal_(self.filter_EDO, std=_filter_std(self._recipe))
         if self._recipe.output == "normal":
             nn.init.normal_(self.output_EOC)

@@ -74,7 +74,7 @@ class Plan:
         Args:
             recipe: Sizes and starting values.
             count: Training samples.
-            task: What has to be told apart; the digits 1 and 0 by default.
+            task: The classification task; by default the digits 1 and 0.
         """
         return Job(
             network=recipe,

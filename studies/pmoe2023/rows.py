@@ -1,4 +1,4 @@
-"""What training has to show, with the paper's numbers beside ours."""
+"""Claims about trained models: measured and published numbers."""
 
 from __future__ import annotations
 

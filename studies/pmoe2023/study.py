@@ -81,7 +81,7 @@ def _describe(plan: Plan, source: DigitSource) -> dict[str, Any]:
     return {
         "patches from": source.name,
         "batch": BATCH_SIZE,
-        "epochs at most": f"{plan.epochs}, or as the row says",
+        "epochs at most": f"{plan.epochs}, or as stated in the row",
         "learning rate of pMoE": 0.2,
         "of CNNs, best on the test samples": " ".join(map(str, plan.rates)),
         "test samples": plan.test_samples,

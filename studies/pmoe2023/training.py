@@ -43,7 +43,7 @@ class Job:
         num_samples: Training samples.
         epochs: At most; fewer when an epoch makes no training error.
         lr: Learning rate.
-        task: What has to be told apart.
+        task: The classification task.
         test_samples: Number of test samples.
         router_epochs: Of a router that is trained on its own.
     """
@@ -218,7 +218,7 @@ def largest_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
 
 
 def taken_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
-    """How often one expert takes the patch at all, with whatever gating value.
+    """How often one expert takes the patch, at any gating value.
 
     Returns:
         As `largest_hits`.

@@ -91,7 +91,7 @@ def interval(values: Sequence[float], *, level: float = 0.95) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class Claim:
-    """What the theory says of the slope of one quantity, and what counts as that.
+    """The theory's claim about the slope of one quantity, and its criterion.
 
     Attributes:
         quantity: Name as in `simulate`.

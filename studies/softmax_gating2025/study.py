@@ -143,7 +143,7 @@ def _facts(plans: Mapping[str, Plan]) -> dict[str, str]:
     starts = " or ".join(map(str, sorted({plan.starts for plan in plans.values()})))
     repetitions = sorted({plan.repetitions for plan in plans.values()})
     return dict(
-        n=f"{plan.sizes[0]} to {plan.sizes[-1]} unless the row says otherwise",
+        n=f"{plan.sizes[0]} to {plan.sizes[-1]} unless stated in the row",
         repetitions=" or ".join(map(str, repetitions)) + " per n and seed",
         inputs=f"{plan.points} equally likely points in [-2, 2]",
         box=f"[-{BOUND:g}, {BOUND:g}]",
@@ -154,7 +154,7 @@ def _facts(plans: Mapping[str, Plan]) -> dict[str, str]:
 def _rate_rows(
     case: Case, sizes: Sequence[int], found: Found, *, where: str | None = None
 ) -> list[Row]:
-    """Slopes of one case beside the theory.
+    """Slopes of one case compared with the theory.
 
     Args:
         case: The case.

@@ -102,8 +102,8 @@ def test_a_learning_rate_that_may_win_nothing_is_not_said_to_win():
     faster = plus(0.03, -0.03, 0.02)
     verdict = decide(dict(dense=DENSE, dense_lr2=faster, single=DENSE))
     assert verdict.reference == "dense_lr2"
-    said = "gives +0.007 [-0.073, +0.087] over dense, which is within the noise."
-    assert str(verdict).endswith(said)
+    ending = "gives +0.007 [-0.073, +0.087] over dense, which is within the noise."
+    assert str(verdict).endswith(ending)
 
 
 def test_a_learning_rate_that_is_too_high_does_not_lower_the_bar():

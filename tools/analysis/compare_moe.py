@@ -89,7 +89,7 @@ def compare_moe(
     timed_rounds: NonNegativeInt = 3,
     timed_samples: PositiveInt = 320,
 ) -> None:
-    """Train, measure and write the table; ConfigError if a run failed.
+    """Train, measure and write the table.
 
     Args:
         config: A file, or the name of a config of damex.
@@ -107,9 +107,7 @@ def compare_moe(
     console, folder = Console(markup=False, emoji=False), Path(work_dir)
     mixtures, base = _mixtures(moe), read_config(config)
     options = parse_options(cfg_options)
-    complete = {
-        name: _config_with(file, base, options) for name, file in mixtures.items()
-    }
+    complete = {name: _config_with(m, base, options) for name, m in mixtures.items()}
     for name, cfg in complete.items():
         if note := fit_to_job(cfg, amp=amp):
             console.print(f"{name}: {note}", highlight=False)
@@ -120,14 +118,11 @@ def compare_moe(
         for seed in seeds
     ]
     failed = finish(_in_order(scored), console, jobs=jobs)
+    short = {name: _short(cfg, timed_samples) for name, cfg in complete.items()}
     # Round by round, one at a time: background load affects all mixtures alike.
     timed = [
         {
-            name: Run(
-                str(path),
-                path.parent / f"timed{number}",
-                _short(complete[name], timed_samples),
-            )
+            name: Run(str(path), path.parent / f"timed{number}", short[name])
             for name, path in configs.items()
         }
         for number in range(timed_rounds)
@@ -137,8 +132,7 @@ def compare_moe(
         comparison_row(name, _summaries(scored, name), _summaries(timed, name))
         for name in mixtures
     ]
-    rows = with_differences(rows)
-    _write(folder, rows, console)
+    _write(folder, with_differences(rows), console)
     check_finished(failed)
 
 
