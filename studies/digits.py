@@ -1,4 +1,4 @@
-"""Pictures of handwritten digits: UCI's, or MNIST if its files are there.
+"""Pictures of UCI's handwritten digits.
 
 Axes: S pictures, H and W their height and width.
 """
@@ -6,16 +6,11 @@ Axes: S pictures, H and W their height and width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.datasets import mnist
 
-from damex.errors import DataError
 from damex.toydata.domains import load_digits
-
-__all__ = ["DIGIT_SIDE", "DigitImages", "DigitSource", "mnist_digits", "uci_digits"]
 
 DIGIT_SIDE = 8  # pixels of UCI's digits, height and width
 
@@ -43,12 +38,12 @@ class DigitImages:
 
 @dataclass(frozen=True, eq=False)
 class DigitSource:
-    """Where pictures come from.
+    """Pictures for training and testing.
 
     Attributes:
         name: For the report.
-        train: Pictures to learn from.
-        test: Others, to be tested on.
+        train: Training pictures.
+        test: Test pictures.
     """
 
     name: str
@@ -60,8 +55,8 @@ def uci_digits(num_train: int, *, seed: int) -> DigitSource:
     """Divide UCI's 1,797 digits at random.
 
     Args:
-        num_train: Pictures to learn from; the others are for tests.
-        seed: Of the order. The digits come by writer; both parts get all writers.
+        num_train: Number of training pictures; the others are for testing.
+        seed: Of the order. The file is ordered by writer; both parts get all writers.
     """
     images, labels = load_digits()
     images_SHW = torch.tensor(images, dtype=torch.float32) / 16
@@ -73,33 +68,3 @@ def uci_digits(num_train: int, *, seed: int) -> DigitSource:
         digits[order_S[:num_train]],
         digits[order_S[num_train:]],
     )
-
-
-def mnist_digits(folder: Path) -> DigitSource:
-    """MNIST from its four idx files, unpacked.
-
-    Args:
-        folder: Where `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the two
-            `t10k-` files lie.
-
-    Raises:
-        DataError: If a file is missing or cannot be read.
-    """
-    train, test = (
-        DigitImages(
-            _read(folder / f"{part}-images-idx3-ubyte").unsqueeze(1).float() / 255,
-            _read(folder / f"{part}-labels-idx1-ubyte").long(),
-        )
-        for part in ("train", "t10k")
-    )
-    return DigitSource("MNIST, 28x28", train, test)
-
-
-def _read(path: Path) -> Tensor:
-    try:
-        return mnist.read_sn3_pascalvincent_tensor(str(path))
-    except (OSError, AssertionError, KeyError, ValueError) as error:
-        raise DataError(
-            f"MNIST: {path} is missing or no idx file ({error}); put the four unpacked "
-            "files there, or rename the folder to run on UCI's digits."
-        ) from error

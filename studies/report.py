@@ -1,4 +1,4 @@
-"""What a study ends with: rows beside published values, and its files."""
+"""The report of a study: measured and published values, as JSON, Markdown and PNG."""
 
 from __future__ import annotations
 
@@ -6,29 +6,13 @@ import json
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-__all__ = [
-    "NO_CLAIM",
-    "Row",
-    "StudyResult",
-    "at_least",
-    "at_most",
-    "below",
-    "checked",
-    "differences",
-    "draw_seeds",
-    "markdown_report",
-    "near",
-    "unjudged",
-    "write_report",
-]
 
 PACKAGES = ("damex", "torch", "numpy")
 NO_CLAIM = "The quick run makes no claim about what training shows."
@@ -76,18 +60,10 @@ class Row:
         return f"{mean} ± {self.spread:.{self.digits}f}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return dict(
-            name=self.name,
-            published=self.published,
-            mean=self.mean,
-            spread=self.spread,
-            values=[float(value) for value in self.values],
-            seeds=len(self.values),
-            settings=self.settings,
-            criterion=self.criterion,
-            holds=self.holds,
-        )
+        """Plain values for JSON."""
+        values = [float(value) for value in self.values]
+        more = dict(values=values, mean=self.mean, spread=self.spread)
+        return {**asdict(self), **more}
 
 
 def checked(
@@ -100,17 +76,7 @@ def checked(
     published: str = "-",
     digits: int = 2,
 ) -> Row:
-    """A row whose criterion has to hold for each value.
-
-    Args:
-        name: See `Row`, like the rest.
-        values: See there.
-        criterion: In words.
-        test: The same for one value.
-        settings: See there.
-        published: See there.
-        digits: See there.
-    """
+    """A row whose criterion has to hold for each value."""
     holds = all(test(value) for value in values)
     return Row(name, published, values, criterion, holds, settings, digits)
 

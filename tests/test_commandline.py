@@ -115,7 +115,7 @@ def test_a_wrong_command_line_ends_in_one_line(line, words, capsys):
         ),
         ("predict a.pth b.png --draw c d.png", dict(images=("b.png", "d.png"))),
         ("export a.pth --out=b.onnx --image-size 3 4", dict(image_size=(3, 4))),
-        ("headroom a.py --rungs --seeds 0 1", dict(rungs=(), seeds=(0, 1))),
+        ("headroom a.py --baselines --seeds 0 1", dict(baselines=(), seeds=(0, 1))),
     ],
 )
 def test_options_reach_the_command(monkeypatch, line, expected):

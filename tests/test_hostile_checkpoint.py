@@ -21,10 +21,8 @@ from mmengine.config import Config
 import damex
 from damex.__main__ import main
 from damex.commandline.commands import app
-from damex.commandline.run import run_command
 from damex.engine.cli import build_runner
 from damex.growth.prune import NOT_KEPT
-from damex.headroom import ablations
 from damex.inference.trust import read_literals
 from tests.test_engine.conftest import write_config_to  # noqa: F401
 
@@ -206,11 +204,6 @@ CONFIGURED = {
     ],
     "test": ["test DATA/config.py PTH --work-dir work"],
 }
-# Those that ``damex headroom`` starts as processes.
-ABLATIONS = {
-    "oracle": ["oracle DATA/config.py PTH --work-dir work"],
-    "ablate_ffns": ["ablate_ffns DATA/dense.py PTH --work-dir work"],
-}
 
 
 def lines_of(*tables):
@@ -220,8 +213,7 @@ def lines_of(*tables):
 def run(line, trained, checkpoint):
     """Run a command line in the current folder; returns its status."""
     line = line.replace("DATA", str(trained.parent)).replace("PTH", checkpoint)
-    words = line.split()
-    return run_command(ablations.app, words) if words[0] in ABLATIONS else main(words)
+    return main(line.split())
 
 
 def test_every_command_that_reads_a_checkpoint_is_in_a_table():
@@ -231,7 +223,6 @@ def test_every_command_that_reads_a_checkpoint_is_in_a_table():
         if taken.keys() & {"checkpoint", "resume"}:
             reading.add(name)
     assert reading == {*READING, *WRITING, *CONFIGURED}
-    assert {name for name in ablations.app if name[0] != "-"} == {*ABLATIONS}
 
 
 def broken_files(bait):
@@ -245,7 +236,7 @@ def broken_files(bait):
         yield "text.pth", "is not a checkpoint of torch, or is cut off"
 
 
-@pytest.mark.parametrize("line", lines_of(READING, WRITING, CONFIGURED, ABLATIONS))
+@pytest.mark.parametrize("line", lines_of(READING, WRITING, CONFIGURED))
 def test_every_command_refuses_a_broken_checkpoint_in_a_line(
     bait, trained, line, capsys
 ):
@@ -288,7 +279,7 @@ def test_the_rest_of_a_config_is_not_used(bait, trained, line):
         assert Config.fromfile(left).model
 
 
-@pytest.mark.parametrize("line", lines_of(CONFIGURED, ABLATIONS))
+@pytest.mark.parametrize("line", lines_of(CONFIGURED))
 def test_the_config_of_the_user_is_the_one_that_runs(bait, trained, line):
     name = "dense" if "dense" in line else "config"
     changes = [*AROUND.values()] + ([] if name == "dense" else [*IN_DETECTOR.values()])

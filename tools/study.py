@@ -9,7 +9,7 @@ from damex.commandline.run import run_command
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # studies/ is not installed
 
-from studies.harness import study
+from studies.harness import app
 
 if __name__ == "__main__":
-    sys.exit(run_command(study))
+    sys.exit(run_command(app))

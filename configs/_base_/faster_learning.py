@@ -1,9 +1,9 @@
-# Settings with which the template's detector learns more in the same time, as arms of
-# `damex headroom`: twice the learning rate, twice the weight of the classification
-# loss, and three times the denoising queries. These cost a quarter more time
-# per iteration: their arms get fewer iterations. Results: docs/research/results.md.
+# Settings that train the template's detector faster, as arms of `damex headroom`: twice
+# the learning rate, twice the classification loss weight, three times the denoising
+# queries. The queries increase the time per iteration by a quarter, so their arms train
+# for fewer iterations. Results: docs/research/results.md.
 #   damex headroom configs/real/seven_datasets.py --cfg-options max_epochs=2 \
-#       --seeds 1 2 3 --rungs dense_lr2 --experts configs/_base_/faster_learning.py
+#       --seeds 1 2 3 --baselines dense_lr2 --experts configs/_base_/faster_learning.py
 _base_ = ["./moe/damex_best.py"]
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
 model = dict(bbox_head=dict(loss_cls=dict(loss_weight=2.0)))

@@ -1,16 +1,16 @@
-# What each part of the recipe brings: one change to it per arm.
+# Ablations of damex_best: each arm changes one component.
 #   damex headroom configs/worlds/worlds-8_conflicting.py \
-#       --rungs dense_lr2 --experts damex_best configs/_base_/interventions.py
+#       --baselines dense_lr2 --experts damex_best configs/_base_/interventions.py
 _base_ = ["./moe/damex_best.py"]
 by_token = dict(teacher_forcing=False, image_vote=False)
 whole_ffns = dict(experts=dict(type="FFNExperts"), shared_expert=None)
 ema = [dict(type="EMAHook", momentum=0.005)]
 arms = dict(
-    # Who chooses the expert.
+    # Selection of the expert.
     by_token=dict(moe=by_token),
     forced_without_vote=dict(moe=dict(image_vote=False)),
     vote_without_forcing=dict(moe=dict(teacher_forcing=False)),
-    # Where experts stand.
+    # Placement of the experts.
     decoder_only=dict(moe=dict(layers=dict(encoder=None))),
     encoder_only=dict(moe=dict(layers=dict(decoder=None))),
     last_of_encoder=dict(moe=dict(layers=dict(encoder=[1]))),
@@ -34,9 +34,9 @@ arms = dict(
         moe=whole_ffns,
         custom_hooks=[dict(type="ExpertMeanDecayHook", decay=1.0)],
     ),
-    # What else knows the dataset.
+    # Other uses of the dataset.
     label_prior=dict(model=dict(label_prior=dict(source="router"))),
-    # Without experts: what rivals do, and what helps everybody.
+    # Without experts: alternatives, and general improvements.
     dense_conditioned=dict(moe=None, model=dict(dataset_conditioning=dict(film=True))),
     dense_label_prior=dict(moe=None, model=dict(label_prior=dict(source="head"))),
     dense_averaged=dict(moe=None, custom_hooks=ema),

@@ -1,8 +1,8 @@
-# DAMEX-DINO on COCO + VOC with a ResNet-50: 80 classes, two experts.
-# Needs: data/coco and data/VOCdevkit (data/README.md), the torchvision ResNet-50.
+# DAMEX-DINO with a ResNet-50 on COCO + VOC: 80 classes, two experts.
+# Requires: data/coco and data/VOCdevkit (data/README.md), torchvision's ResNet-50.
 #   tools/dist_train.sh configs/damex_dino/damex-dino-4scale_r50_8xb2-12e_coco-voc.py 8
-# Not trained to the end by us yet: no result is claimed. Its forward, backward and
-# prediction are tested.
+# Not yet trained to completion; no results are reported. Tests run a forward and
+# backward pass and inference.
 _base_ = [
     "../_base_/models/moe-dino-4scale_r50.py",
     "../_base_/moe/damex.py",

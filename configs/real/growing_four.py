@@ -1,4 +1,4 @@
-# The second step of growing: wind turbines join, as half of the samples.
+# Growing, step 2: wind turbines are added as half of the samples.
 _base_ = ["./growing_three.py"]
 mixture = [
     *_base_.mixture,

@@ -1,11 +1,11 @@
-# Seven small real datasets in one detector: the template configs/own_datasets.py, and
-# the words that two of them share. data/README.md says where they come from.
+# Seven small real datasets in one detector: the template configs/own_datasets.py with
+# class names shared by two of them. Sources: data/README.md.
 #   damex headroom configs/real/seven_datasets.py --seeds 1 2 3 \
-#       --rungs dense_lr2 partitioned single --experts damex damex_best
+#       --baselines dense_lr2 partitioned single --experts damex damex_best
 _base_ = ["../own_datasets.py"]
 words = dict(
-    # A bicycle is one class, seen from a car or from a drone; so is a car. Each
-    # dataset misses labels of the other's classes.
+    # Bicycles and cars are one class each, seen from a car or from a drone. Neither
+    # dataset annotates all classes of the other.
     road_scenes=dict(bike="bicycle", motobike="motorcycle", vehicle="car"),
     thermal_uav=dict(Bicycle="bicycle", Car="car", Person="person"),
 )

@@ -1,4 +1,4 @@
-# The toy mixture and four real datasets, at the size of the quick start.
+# The toy mixture and four real datasets, at the image size of the quick start.
 _base_ = ["../quickstart.py"]
 names = ["aquarium", "bpmn_sketches", "microcontrollers", "wind_turbines"]
 mixture = [

@@ -1,6 +1,6 @@
-# The positive control: eight worlds that use the same words for different objects, and
-# narrow FFNs (their width turned out not to matter). See docs/research/results.md.
-#   python -m damex.toydata --worlds 8 --val 40 --out data/worlds
+# The positive control: eight worlds use the same class names for different objects. The
+# FFNs are narrow (their width does not matter). See docs/research/results.md.
+#   python -m studies.worlds --val 40 --out data/worlds
 _base_ = [
     "../_base_/models/moe-dino-mini_efficientnet-lite0.py",
     "../_base_/moe/dense.py",
@@ -22,7 +22,7 @@ mixture = [
 narrow = dict(layer_cfg=dict(ffn_cfg=dict(feedforward_channels=16)))
 model = dict(
     num_queries=40,
-    backbone=dict(frozen_stages=4),  # all of it: only the names are left to learn
+    backbone=dict(frozen_stages=4),  # the whole backbone
     encoder=narrow,
     decoder=narrow,
     dn_cfg=dict(group_cfg=dict(num_dn_queries=40)),
@@ -30,5 +30,5 @@ model = dict(
 # Two epochs of 2,400 samples in batches of 8: 600 iterations.
 max_epochs = 2
 train_dataloader = dict(sampler=dict(samples_per_epoch=2400))
-# Where twice the learning rate no longer helps the dense detector (seed 0).
+# The LR whose doubling does not improve the dense detector (seed 0).
 optim_wrapper = dict(optimizer=dict(lr=0.004))

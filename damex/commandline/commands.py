@@ -25,7 +25,7 @@ from damex.zero_config import models_help
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
-# Optional rungs of the headroom ladder.
+# What `damex headroom` trains besides the dense detector.
 Baseline = Literal[
     "dense_lr2",
     "partitioned",
@@ -33,9 +33,8 @@ Baseline = Literal[
     "wide_encoder",
     "single",
     "oracle",
-    "zeroed",
 ]
-RUNGS: tuple[Baseline, ...] = get_args(Baseline)
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 LocalRank = Annotated[int, Parameter(name=("--local-rank", "--local_rank"), show=False)]
 NewCheckpoint = Annotated[str, parameter("FILE.pth")]
 
@@ -319,7 +318,7 @@ def doctor(*, quiet: bool = False) -> None:
 @command(
     app,
     "damex.headroom.command",
-    "damex headroom my_mixture.py --seeds 0 1 2 --rungs single",
+    "damex headroom my_mixture.py --seeds 0 1 2 --baselines single",
     "damex headroom my_mixture.py --experts damex_best",
 )
 def headroom(
@@ -327,7 +326,9 @@ def headroom(
     /,
     *,
     cfg_options: CfgOptions = (),
-    rungs: Annotated[tuple[Baseline, ...], Parameter(consume_multiple=True)] = RUNGS,
+    baselines: Annotated[
+        tuple[Baseline, ...], Parameter(consume_multiple=True)
+    ] = BASELINES,
     experts: Annotated[tuple[str, ...], parameter("MOE...")] = (),
     seeds: Seeds = (0, 1, 2),
     work_dir: str = "work_dirs/headroom",
@@ -337,7 +338,7 @@ def headroom(
     """Train dense baselines of a config, to see how much experts could gain.
 
     Args:
-        rungs: Baselines to train besides dense; none if no name follows.
+        baselines: What to train besides dense; none if no name follows.
         experts: Mixtures of experts to train and compare: names of files in
             configs/_base_/moe, or paths of config files that set moe.
         work_dir: Folder for the runs and the report.

@@ -82,9 +82,7 @@ CfgOptions = Annotated[
 Seeds = Annotated[tuple[int, ...], Parameter(help="Random seeds, one training each.")]
 Jobs = Annotated[
     PositiveInt,
-    Parameter(
-        help="Trainings to run at a time; they share the cores and take turns on GPUs."
-    ),
+    Parameter(help="Trainings to run at a time; they share the cores and the GPU."),
 ]
 
 

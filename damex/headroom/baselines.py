@@ -1,4 +1,4 @@
-"""The rungs of the headroom ladder: complete configs with the same number of images."""
+"""The baselines of ``damex headroom``: complete configs that read as many images."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class JointTraining:
 
 
 @dataclass(frozen=True)
-class Baseline:
+class Training:
     """One kind of training; `name` is its folder, `images` the number read by a run."""
 
     name: str
@@ -74,50 +74,50 @@ def read_joint(cfg: Config) -> JointTraining:
     return JointTraining(dense, sampler.total, shares)
 
 
-def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Baseline]:
-    """Return the trainings behind rung names.
+def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Training]:
+    """Return the trainings behind names of baselines.
 
     Args:
         joint: The joint training.
-        names: Keys of :data:`BASELINES`, ``single`` (one per dataset) or ``oracle``
+        names: Keys of :data:`CHANGES`, ``single`` (one per dataset) or ``oracle``
             (the recipe, evaluated with oracle routing).
 
     Raises:
-        ConfigError: If the config cannot be changed as a rung needs.
+        ConfigError: If the config cannot be changed as a baseline needs.
     """
-    rungs = []
+    trainings = []
     for name in names:
         if name == "single":
-            rungs += _singles(joint)
+            trainings += _singles(joint)
         elif name == "oracle":
-            rungs += experts_of(joint, [RECIPE])
+            trainings += experts_of(joint, [RECIPE])
         else:
-            rungs.append(_changed(joint, name, BASELINES[name]))
-    return rungs
+            trainings.append(_changed(joint, name, CHANGES[name]))
+    return trainings
 
 
-def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Baseline]:
-    """Return the trainings with experts that are scored against the ladder's verdict.
+def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Training]:
+    """Return the trainings with experts that are compared with the baselines.
 
     Args:
         joint: The joint training.
         files: Names of files in ``configs/_base_/moe``, or paths. The settings of a
-            file override the config, and the rung is named by the stem. A file with
-            ``arms=dict(NAME=dict(...), ...)`` makes one rung per arm: its settings,
-            overridden by the arm's.
+            file override the config, and the training is named by the stem. A file
+            with ``arms=dict(NAME=dict(...), ...)`` makes one training per arm: its
+            settings, overridden by the arm's.
 
     Raises:
-        ConfigError: If a file is missing, or takes the name of another rung.
+        ConfigError: If a file is missing, or takes the name of another training.
     """
-    found: dict[str, Baseline] = {}
+    found: dict[str, Training] = {}
     for file in files:
         base = read_part(file, MOE)
         arms = base.pop("arms", None) or {Path(base.filename).stem: {}}
         for name, arm in arms.items():
-            if name in {*BASELINES, "oracle", *found}:
+            if name in {*CHANGES, "oracle", *found}:
                 raise ConfigError(
-                    f"--experts names {file!r}, but another rung has the name {name!r} "
-                    "and its folder; leave it out, or rename it."
+                    f"--experts names {file!r}, but another training has the name "
+                    f"{name!r} and its folder; omit it, or rename it."
                 )
             part = copy.deepcopy(base)
             part.merge_from_dict(arm)
@@ -125,15 +125,15 @@ def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Baseline]:
     return list(found.values())
 
 
-def _changed(joint: JointTraining, name: str, change: Change | None) -> Baseline:
+def _changed(joint: JointTraining, name: str, change: Change | None) -> Training:
     cfg = copy.deepcopy(joint.config)
     if change is not None:
         change(cfg)
-    return Baseline(name, cfg, _images(cfg, joint.samples_per_epoch))
+    return Training(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
 def single_name(dataset: str) -> str:
-    """Return the name of the rung trained on one dataset alone."""
+    """Return the name of the baseline trained on one dataset alone."""
     return f"single_{dataset}"
 
 
@@ -146,8 +146,8 @@ def _multiply(cfg: Config, *, path: str, factor: float) -> None:
     value = inner.get(key)
     if not isinstance(value, (int, float)):
         raise ConfigError(
-            f"a rung multiplies {path} by {factor:g}, and it is {value!r} in the "
-            "config; set a number, or leave the rung out with --rungs."
+            f"a baseline multiplies {path} by {factor:g}, and it is {value!r} in the "
+            "config; set a number, or omit the baseline with --baselines."
         )
     inner[key] = value * factor
 
@@ -160,16 +160,16 @@ def _mix(cfg: Config, *, part: Config) -> None:
 
 
 def _partition(cfg: Config) -> None:
-    """Give each dataset class logits of its own, trained on its images alone.
+    """Give each dataset separate class logits, trained on its images alone.
 
     At inference a linear head guesses the dataset where it is not given.
     """
     detector = MODELS.get(cfg["model"]["type"])
     if not getattr(detector, "chooses_queries_by_class", False):
         raise ConfigError(
-            "the rung partitioned needs model.type='MoEDINO', which can ignore classes "
-            f"that a dataset does not annotate; it is {cfg['model']['type']!r}. Leave "
-            "the rung out with --rungs."
+            "the baseline partitioned needs model.type='MoEDINO', which can ignore "
+            "classes that a dataset does not annotate; it is "
+            f"{cfg['model']['type']!r}. Omit the baseline with --baselines."
         )
     labels = read_label_space(cfg.get("label_space") or "union")
     _forget_labels(cfg)
@@ -183,7 +183,7 @@ def _partition(cfg: Config) -> None:
 
 
 FFN_WIDTH = "model.{}.layer_cfg.ffn_cfg.feedforward_channels"
-BASELINES: dict[str, Change | None] = {
+CHANGES: dict[str, Change | None] = {
     "dense": None,
     "dense_lr2": partial(_multiply, path="optim_wrapper.optimizer.lr", factor=2.0),
     "partitioned": _partition,
@@ -192,14 +192,14 @@ BASELINES: dict[str, Change | None] = {
 }
 
 
-def _singles(joint: JointTraining) -> list[Baseline]:
+def _singles(joint: JointTraining) -> list[Training]:
     """Dense detectors of single datasets, with the images they have in the mixture."""
     if len(joint.shares) < 2:
         raise ConfigError(
-            f"the mixture has one dataset, {next(iter(joint.shares))!r}, and the rung "
-            "single would be dense once more; leave it out with --rungs."
+            f"the mixture has one dataset, {next(iter(joint.shares))!r}, for which "
+            "single equals dense; remove single from --baselines."
         )
-    rungs = []
+    trainings = []
     for dataset, share in joint.shares.items():
         samples = max(1, round(share * joint.samples_per_epoch))
         cfg = copy.deepcopy(joint.config)
@@ -210,8 +210,8 @@ def _singles(joint: JointTraining) -> list[Baseline]:
             for key in {"max_iters", "val_interval", "val_begin"} & {*train}:
                 train[key] = _scaled(train[key], share)
         cfg["param_scheduler"] = _scaled_spans(cfg.get("param_scheduler"), share)
-        rungs.append(Baseline(single_name(dataset), cfg, _images(cfg, samples)))
-    return rungs
+        trainings.append(Training(single_name(dataset), cfg, _images(cfg, samples)))
+    return trainings
 
 
 def _reduce_data(cfg: Config, dataset: str) -> None:
@@ -280,23 +280,23 @@ def _check(cfg: Config) -> None:
     train, sampler = cfg["train_cfg"], cfg["train_dataloader"].get("sampler") or {}
     evaluators = cfg["val_evaluator"]
     evaluators = [evaluators] if isinstance(evaluators, Mapping) else evaluators
-    fault = None
+    problem = None
     if "max_epochs" not in train and "max_iters" not in train:
-        fault = "train_cfg sets neither max_epochs nor max_iters."
+        problem = "train_cfg sets neither max_epochs nor max_iters."
     elif all(one.get("type") != "MixtureMetric" for one in evaluators):
-        fault = "val_evaluator has no dict(type='MixtureMetric'): it scores datasets."
+        problem = "val_evaluator has no dict(type='MixtureMetric'): it scores datasets."
     elif sampler.get("type") != "MixtureSampler":
-        fault = (
+        problem = (
             "train_dataloader.sampler must be dict(type='MixtureSampler'), which knows "
             "the share of each dataset."
         )
     elif "experts" in (cfg.get("optim_wrapper") or {}):
-        fault = (
+        problem = (
             "optim_wrapper.experts is for detectors with experts, and these are dense; "
-            "leave it and optim_wrapper.constructor out."
+            "remove it and optim_wrapper.constructor."
         )
-    if fault is not None:
-        raise ConfigError(fault)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def _sampler(cfg: Config) -> MixtureSampler:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,18 +20,10 @@ import torch
 from mmengine.config import Config
 from mmengine.device import get_device
 from rich.console import Console
-from torch import cuda
 
 from damex.config_files import read_config
 from damex.engine.cli import use_amp
-from damex.engine.resumption import latest_checkpoint
 from damex.errors import ConfigError
-
-
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Raise ConfigError if a seed is named twice."""
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds must be different numbers, got {seeds}.")
 
 
 def check_finished(failed: Sequence[Run]) -> None:
@@ -80,11 +71,10 @@ class Run:
         config: Config file.
         folder: Work directory of the run.
         options: ``key=value`` overrides of the config.
-        is_scored: Whether it needs an evaluation to count as finished, and can be
-            resumed; other runs are timed.
-        command: Its name.
+        is_scored: Whether a training needs an evaluation to count as finished, and can
+            be resumed; others are timed.
+        command: ``train`` or ``test``.
         inputs: Its arguments after the config.
-        module: The module that is run with the command.
     """
 
     config: str
@@ -93,7 +83,6 @@ class Run:
     is_scored: bool = False
     command: str = "train"
     inputs: tuple[str, ...] = ()
-    module: str = "damex"
 
     @property
     def log(self) -> Path:
@@ -110,7 +99,8 @@ class Run:
             ConfigError: If the folder holds a run with other settings, or something
                 else.
         """
-        path = self.folder / "summary.json"
+        prefix = "test_" if self.command == "test" else ""
+        path = self.folder / f"{prefix}summary.json"
         if not path.is_file():
             return None
         try:
@@ -131,46 +121,30 @@ class Run:
             )
         return None if self.is_scored and not summary["datasets"] else summary
 
-    def start(self, *, threads: int, gpu: str | None = None) -> subprocess.Popen[bytes]:
-        """Start the command, on a GPU as named in ``CUDA_VISIBLE_DEVICES``.
-
-        A training resumes from its last checkpoint.
-        """
+    def start(self, *, threads: int) -> subprocess.Popen[bytes]:
+        """Start the command; a training resumes from its last checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         resumes = self.is_scored and (self.folder / "last_checkpoint").is_file()
         options = ["--cfg-options", *self.options] if self.options else []
         command = [
-            *[sys.executable, "-m", self.module, self.command, self.config],
+            *[sys.executable, "-m", "damex", self.command, self.config],
             *[*self.inputs, *["--resume"] * resumes],
             *["--work-dir", str(self.folder), *options],
         ]
         env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if gpu is not None:
-            env["CUDA_VISIBLE_DEVICES"] = gpu
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=env
             )
 
-    def evaluation(self, name: str, ablation: str) -> Run:
-        """Return another evaluation of a finished training, in a folder below it."""
-        checkpoint = str(latest_checkpoint(self.folder))
-        return Run(
-            self.config,
-            self.folder / name,
-            module="damex.headroom.ablations",
-            command=ablation,
-            inputs=(checkpoint,),
-        )
-
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """Return the last non-empty line of the log, for instance its error."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
 
 
-def training(config: Path, seed: int) -> Run:
+def training_run(config: Path, seed: int) -> Run:
     """Return the run of a written config with a seed, in the folder of the config."""
     folder, options = config.parent / f"seed{seed}", (f"randomness.seed={seed}",)
     return Run(str(config), folder, options, is_scored=True)
@@ -198,13 +172,6 @@ def fit_to_job(cfg: Config, *, amp: bool) -> str:
     return f"learning rate x {batch / base:g} (batches of {batch}, not {base})"
 
 
-def gpus_of(visible: str | None, count: int) -> tuple[str, ...]:
-    """Return the names of the `count` GPUs in use, given ``CUDA_VISIBLE_DEVICES``."""
-    names = map(str, range(count)) if visible is None else visible.split(",")
-    # CUDA ignores all names after an invalid one.
-    return tuple(name.strip() for name in islice(names, count))
-
-
 def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     """Run the unfinished ones, `jobs` at a time, with progress; return failed runs.
 
@@ -215,21 +182,19 @@ def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     if not open_runs:
         return []
     threads = max(1, torch.get_num_threads() // jobs)  # respects OMP_NUM_THREADS
-    gpus = gpus_of(os.environ.get("CUDA_VISIBLE_DEVICES"), cuda.device_count())
     started = time.monotonic()
     console.print(
         f"{len(runs)} runs, {len(runs) - len(open_runs)} finished before; "
         f"{jobs} at a time, {threads} thread{'s' * (threads > 1)} each"
-        + (f"; GPUs: {', '.join(gpus[:jobs])}" if gpus else "")
     )
     failed = []
-    ended = run_all(open_runs, jobs=jobs, threads=threads, gpus=gpus)
+    ended = run_all(open_runs, jobs=jobs, threads=threads)
     for done, (run, status) in enumerate(ended, 1):
         left = (time.monotonic() - started) / done * (len(open_runs) - done)
         summary = run.summary() if status == 0 else None
         if summary is None:
             failed.append(run)
-            result = f"FAILED ({run.last_words()})"
+            result = f"FAILED ({run.last_line()})"
         else:
             score = summary.get("mean_ap50")
             result = "timed" if score is None else f"mean AP50 {score:.3f}"
@@ -245,29 +210,26 @@ POLL_SECONDS = 0.5
 
 
 def run_all(
-    runs: Sequence[Run], *, jobs: int, threads: int, gpus: Sequence[str] = ()
+    runs: Sequence[Run], *, jobs: int, threads: int
 ) -> Iterator[tuple[Run, int]]:
-    """Start runs in order, `jobs` at a time; yield each with its exit status.
-
-    Each job has a slot, and slots take the GPUs in turn.
-    """
+    """Start runs in order, `jobs` at a time; yield each with its exit status."""
     waiting = list(runs)
-    active: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
+    active: list[tuple[Run, subprocess.Popen[bytes]]] = []
     with _sigterm_unwinds():
         try:
             while waiting or active:
-                for slot in sorted({*range(jobs)} - {*active})[: len(waiting)]:
-                    run, gpu = waiting.pop(0), gpus[slot % len(gpus)] if gpus else None
-                    active[slot] = run, run.start(threads=threads, gpu=gpu)
+                while waiting and len(active) < jobs:
+                    run = waiting.pop(0)
+                    active.append((run, run.start(threads=threads)))
                 time.sleep(POLL_SECONDS)
-                for slot, (run, process) in list(active.items()):
-                    if process.poll() is not None:
-                        del active[slot]
-                        yield run, process.returncode
+                ended = [pair for pair in active if pair[1].poll() is not None]
+                for pair in ended:
+                    active.remove(pair)
+                    yield pair[0], pair[1].returncode
         finally:
-            for _, process in active.values():
+            for _, process in active:
                 process.terminate()
-            for _, process in active.values():
+            for _, process in active:
                 process.wait()
 
 

@@ -1,4 +1,4 @@
-"""The verdict of a headroom ladder, and the paired differences that it rests on."""
+"""The verdict of ``damex headroom``, and the paired differences that it rests on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from scipy.stats import t as student_t
 Scores = Sequence[float | None]  # one per seed, None if a run has not finished
 CONFIDENCE = 0.95
 
-# The conclusion from each rung above the dense detector.
+# The conclusion from each baseline above the dense detector.
 CAUSES = MappingProxyType(
     {
         "wide_decoder": "capacity: wider FFNs in the decoder help",
         "wide_encoder": "capacity: wider FFNs in the encoder help",
-        "single": "interference: datasets do better with detectors of their own",
+        "single": "interference: datasets do better with separate detectors",
         "oracle": "routing: experts that know the dataset help",
     }
 )
@@ -114,9 +114,9 @@ class Verdict:
             uncorrected interval above 0.
         is_guess: Whether there is a single seed, and so no interval.
         reference: The better one of ``dense`` and ``dense_lr2``.
-        above: Rungs above it.
-        open: Rungs that more seeds might show to be above it.
-        differences: Mean AP of each rung minus that of the reference.
+        above: Baselines above it.
+        open: Baselines that more seeds might show to be above it.
+        differences: Mean AP of each baseline minus that of the reference.
         learning_speed: Gain of twice the learning rate alone; None if not measured.
     """
 
@@ -168,15 +168,15 @@ def best_dense(mean_ap: Mapping[str, Scores]) -> tuple[str, Difference | None]:
     return "dense_lr2" if speed is not None and speed.mean > 0.0 else "dense", speed
 
 
-def judge(mean_ap: Mapping[str, Scores]) -> Verdict | None:
-    """Judge whether a rung that experts can draw on is above the dense detector.
+def decide(mean_ap: Mapping[str, Scores]) -> Verdict | None:
+    """Decide whether a baseline that experts can draw on is above the dense detector.
 
     Above: the lower end of the 95% interval of the paired difference in mean AP is
-    above 0, with Holm's correction over all measured rungs (Scand. J. Statist. 1979);
+    above 0, with Holm's correction over all measured ones (Scand. J. Statist. 1979);
     for a single seed, the difference is above :data:`MIN_GAIN`. See `best_dense`.
 
     Args:
-        mean_ap: Mean AP of each rung, one number per seed, None if missing.
+        mean_ap: Mean AP of each baseline, one number per seed, None if missing.
 
     Returns:
         The verdict; None without a reference, or with controls only.

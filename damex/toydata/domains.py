@@ -1,28 +1,16 @@
-"""The five datasets of the toy mixture, and worlds.
-
-Worlds are datasets that differ in background and in the names of objects: eight kinds
-of objects, each with its own shape and colour, appear in every world in equal numbers.
-With ``agreeing`` names a kind has the same name everywhere; with ``conflicting`` names
-world m calls kind k by word (k + m) mod 8, so that a name follows from neither the
-object nor the background alone. They isolate one reason why experts should win:
-conflicting labels. A single FFN has to learn the words of all worlds, an expert those
-of one (docs/research/results.md).
-"""
+"""The five datasets of the toy mixture."""
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from damex.errors import ConfigError
 from damex.toydata import drawing
 from damex.toydata.drawing import Canvas, draw_random
 
@@ -37,12 +25,6 @@ DIGITS = (
     *("zero", "one", "two", "three", "four"),
     *("five", "six", "seven", "eight", "nine"),
 )
-# Names, kinds of objects and words of worlds.
-WORLDS = ("ruby", "amber", "olive", "mint", "teal", "azure", "indigo", "plum")
-KINDS = ("circle", "ring", "square", "triangle", "star", "cross", "leaf", "kite")
-WORDS = ("blick", "dax", "fep", "gorp", "mip", "toma", "wug", "zot")
-Names = Literal["conflicting", "agreeing"]
-
 _MUTED: Look = dict(saturation=(0.3, 0.9), value=(0.45, 0.95))
 # Name, shape and look: both datasets draw the same three, under different names.
 TOYS: Sequence[tuple[str, str, Look]] = (
@@ -67,7 +49,6 @@ class DatasetSpec:
         classes: Class names in the order of their category ids, which start at 1.
         build_renderer: Maps a split to a function that draws an image from (height,
             width) and a random generator.
-        variant: Distinguishes datasets of the same name and size.
     """
 
     name: str
@@ -75,7 +56,6 @@ class DatasetSpec:
     num_train: int
     num_val: int
     build_renderer: Callable[[str], Renderer]
-    variant: str = ""
 
     def num_images(self, split: str) -> int:
         """Return the number of images of a split, 'train' or 'val'."""
@@ -274,7 +254,8 @@ def _arcade(size_hw: Size, rng: np.random.Generator) -> Canvas:
     return _scatter_toys(Canvas(screen), rng, ICONS)
 
 
-def _in_both_splits(renderer: Renderer) -> Callable[[str], Renderer]:
+def in_both_splits(renderer: Renderer) -> Callable[[str], Renderer]:
+    """Draw the images of both splits alike."""
     return lambda split: renderer
 
 
@@ -283,64 +264,9 @@ _STICKERS = ("leaf", "circle", "car", "kite")
 _NUMBERS = tuple(DIGITS[number] for number in (3, 0, 8, 1, 9, 5, 2, 7, 4, 6))
 _TOYS, _ICONS = ("crate", "roof", "ball", "car"), ("ship", "coin", "chip", "star")
 DATASETS = (
-    DatasetSpec("shapes", _SHAPES, 900, 60, _in_both_splits(_shapes)),
+    DatasetSpec("shapes", _SHAPES, 900, 60, in_both_splits(_shapes)),
     DatasetSpec("digits", _NUMBERS, 500, 60, _digits_renderer),
     DatasetSpec("photos", _STICKERS, 250, 60, _photos_renderer),
-    DatasetSpec("playroom", _TOYS, 120, 60, _in_both_splits(_playroom)),
-    DatasetSpec("arcade", _ICONS, 60, 60, _in_both_splits(_arcade)),
+    DatasetSpec("playroom", _TOYS, 120, 60, in_both_splits(_playroom)),
+    DatasetSpec("arcade", _ICONS, 60, 60, in_both_splits(_arcade)),
 )
-
-
-# ---- worlds ----
-
-
-def world_specs(
-    count: int,
-    *,
-    names: Names = "conflicting",
-    num_train: int = 300,
-    num_val: int = 60,
-) -> tuple[DatasetSpec, ...]:
-    """Describe the first `count` worlds (1 to 8), for `generate_toy_mixture`."""
-    if not 1 <= count <= len(WORLDS):
-        raise ConfigError(f"worlds: count must be 1 to {len(WORLDS)}, got {count}")
-    if names not in get_args(Names):
-        raise ConfigError(f"worlds: names must be of {get_args(Names)}, got {names!r}")
-    if (least := min(num_train, num_val)) < 1:
-        raise ConfigError(f"worlds: images of a split must be 1 or more, got {least}")
-    step = int(names == "conflicting")
-    worlds = [partial(_draw_world, world=m, shift=m * step) for m in range(count)]
-    return tuple(
-        DatasetSpec(name, WORDS, num_train, num_val, _in_both_splits(world), names)
-        for name, world in zip(WORLDS, worlds, strict=False)
-    )
-
-
-def _draw_world(
-    size_hw: Size, rng: np.random.Generator, *, world: int, shift: int
-) -> Canvas:
-    """Draw the background, a few sticks, and two to six objects."""
-    canvas = Canvas(_ground(size_hw, rng, world=world))
-    for _ in range(rng.integers(0, 3)):
-        stick = draw_random("stick", rng, saturation=(0.0, 0.2), size=(26, 44))
-        canvas.scatter(stick, rng, name=None)
-    for _ in range(rng.integers(2, 7)):
-        kind = int(rng.integers(len(KINDS)))
-        color = colorsys.hsv_to_rgb(
-            kind / len(KINDS) + 1 / 16, rng.uniform(0.8, 1.0), rng.uniform(0.8, 1.0)
-        )
-        sprite = draw_random(KINDS[kind], rng, color=color, size=(28, 48))
-        canvas.scatter(sprite, rng, name=WORDS[(kind + shift) % len(WORDS)])
-    canvas.pixels += drawing.grain(size_hw, rng, sigma=0.02)
-    return canvas
-
-
-def _ground(size_hw: Size, rng: np.random.Generator, *, world: int) -> np.ndarray:
-    """A hue, and stripes of some direction and width, by which any part is known."""
-    hue, value = world / len(WORLDS), rng.uniform(0.45, 0.65)
-    color = colorsys.hsv_to_rgb(hue, rng.uniform(0.35, 0.6), value)
-    angle, period = np.pi * (world % 4) / 4, (5.0, 12.0)[world // 4]
-    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
-    along = columns * np.cos(angle) + rows * np.sin(angle)
-    stripes = np.sign(np.sin(2 * np.pi * (along / period + rng.uniform())))
-    return drawing.flat(size_hw, color) * (1 + 0.25 * stripes[:, :, None])

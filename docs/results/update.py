@@ -1,18 +1,10 @@
-"""Collect results of ``damex headroom``, and write the tables of the pages from JSON.
+"""Write the tables of the pages from the scores per seed in the JSON files here.
 
-    python docs/results/update.py WORK_DIR OUT.json   # scores per seed of a ladder
     python docs/results/update.py                     # tables and figures of the pages
+    python docs/results/update.py WORK_DIR OUT.json   # scores of ``damex headroom``
 
-A page marks a table by ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is one of
-``COMPUTED``, or an entry of ``tables.json``. A cell of that file is text, or a formula
-over the scores per seed in ``experts.json``:
-
-    =MIXTURE ARM                  mean AP and its deviation
-    =MIXTURE ARM - BASE           paired difference in mean AP, with its 95% interval
-    =MIXTURE ARM seeds 1 2 3      of these seeds alone; also after a difference
-    =MIXTURE verdict              of ``damex headroom``
-
-Scores that were not kept per seed (AP50, pooled AP, arms of the parts) are text.
+A page marks a table by ``<!-- table NAME -->`` and ``<!-- end -->``; ``TABLES`` has a
+function for each NAME. Scores that were not kept per seed have a mean and a deviation.
 """
 
 from __future__ import annotations
@@ -21,22 +13,23 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from damex.engine.summary import markdown
-from damex.headroom.report import cell, dot_plot
-from damex.headroom.verdict import judge, paired_difference, spread
+from damex.headroom.command import cell
+from damex.headroom.verdict import Spread, decide, paired_difference, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FORMULA = re.compile(r"=(\S+) (\S+)(?: - (\S+))?(?: seeds ([\d ]+))?")
 VERDICTS = {"yes": "can help", "no": "not shown to help", "undecided": "undecided"}
-ARMS = {
+SEVEN = {
     "dense": "joint detector",
     "single": "a detector per dataset, as many images",
     "dense_lr2": "joint, twice the learning rate",
@@ -63,118 +56,110 @@ BACKBONE = {
     "damex_best": "`damex_best`, no adapters",
     "dataset_adapters_told_and_damex_best": "`damex_best` and adapters of each dataset",
 }
-WORLDS = ("dense", "dense_lr2", "damex_best")  # rows of a figure
+
+Arms = Mapping[str, Mapping[str, Any]]
 
 
-def collect(folder: Path) -> dict[str, Any]:
-    """Scores of every arm, one per seed, from the runs of ``damex headroom``.
-
-    Returns:
-        ``seeds``, ``iterations`` and ``arms``, with ``mean_ap``, ``mean_ap50``,
-        ``pooled_ap`` and ``datasets`` per seed, and, where known, the median of
-        ``seconds_per_iteration`` and ``parameters``.
-    """
-    report = json.loads((folder / "headroom.json").read_text("utf-8"))
-    arms = {}
-    for name, row in report["rungs"].items():
-        runs = sorted(folder.glob(f"{name}/seed*/summary.json"))
-        if name == "single":
-            runs = sorted(folder.glob("single_*/seed*/summary.json"))
-        summaries = [json.loads(path.read_text("utf-8")) for path in runs]
-        arms[name] = dict(
-            mean_ap=row["mean_ap"],
-            mean_ap50=row["mean_ap50"],
-            pooled_ap=row["pooled_ap"],
-            datasets={key: one["ap"] for key, one in row["datasets"].items()},
-            seconds_per_iteration=_seconds(summaries),
-            parameters=_parameters(folder, name),
-        )
-    first = json.loads(next(folder.glob("dense/seed*/summary.json")).read_text("utf-8"))
-    return dict(seeds=report["seeds"], iterations=first["iterations"], arms=arms)
+def arms_of(file: str, experiment: str | None = None) -> Arms:
+    """Scores per seed by arm, of a file or of an experiment in it."""
+    content = json.loads((HERE / file).read_text("utf-8"))
+    return (content if experiment is None else content[experiment])["arms"]
 
 
-def _seconds(summaries: Iterable[Mapping[str, Any]]) -> float | None:
-    """Median over runs of the seconds of an iteration."""
-    found = [
-        one["train_seconds"] / one["trained_iterations"]
-        for one in summaries
-        if one.get("trained_iterations")
-    ]
-    return round(statistics.median(found), 3) if found else None
+experts = partial(arms_of, "experts.json")
 
 
-def _parameters(folder: Path, name: str) -> int:
-    """Parameters of the trained detector, or of all detectors of single datasets."""
-    from mmdet.registry import MODELS
-    from mmengine.config import Config
-    from mmengine.registry import init_default_scope
-
-    from damex.engine.config import resolve_config
-
-    init_default_scope("mmdet")
-    pattern = "single_*/config.py" if name == "single" else f"{name}/config.py"
-    total = 0
-    for path in sorted(folder.glob(pattern)):
-        detector = MODELS.build(resolve_config(Config.fromfile(path))["model"])
-        total += sum(one.numel() for one in detector.parameters())
-    return total
+def mean(arm: Mapping[str, Any], score: str = "mean_ap") -> str:
+    """Mean and deviation, with the number of seeds if some are missing."""
+    if score not in arm:
+        value = arm.get(f"{score}_mean")
+        return "" if value is None else str(Spread(value, arm[f"{score}_deviation"]))
+    known = sum(one is not None for one in arm[score])
+    seeds = "1 seed" if known == 1 else f"{known} seeds"
+    return cell(spread(arm[score])) + f" ({seeds})" * (known < len(arm[score]))
 
 
-def _arms(
-    shown: Mapping[str, str], file: str = "seven_datasets.json"
-) -> dict[str, dict[str, Any]]:
-    """Scores on the seven datasets of the shown arms that were run."""
-    found = json.loads((HERE / file).read_text("utf-8"))["arms"]
-    return {arm: found[arm] for arm in shown if arm in found}
+def gain(arms: Arms, name: str, base: str) -> str:
+    """Paired difference in mean AP, with its 95% interval; ``-`` for the base."""
+    if name == base:
+        return "-"
+    return cell(paired_difference(arms[name]["mean_ap"], arms[base]["mean_ap"]))
 
 
-def seven_datasets(
-    shown: Mapping[str, str] = ARMS,
-    file: str = "seven_datasets.json",
-    bases: Sequence[tuple[str, str]] = (("dense", "joint"),),
-) -> str:
+def of_seeds(arms: Arms, *places: int) -> Arms:
+    """The scores of some seeds, named by their places in the lists."""
+    return {
+        name: dict(mean_ap=[arm["mean_ap"][place] for place in places])
+        for name, arm in arms.items()
+        if "mean_ap" in arm
+    }
+
+
+# ---- the tables ----
+
+
+def front() -> str:
+    """Dense rivals and experts, a mixture per row, for the README."""
+    rows = {
+        "eight synthetic datasets, names conflict, 600 iterations, five seeds": experts(
+            "worlds-8_conflicting"
+        ),
+        "the same, names agree, three seeds": experts("worlds-8_agreeing"),
+        "seven small real datasets, 600 iterations, three seeds": arms_of(
+            "seven_datasets.json"
+        ),
+    }
+    columns = ("dense", "dense_lr2", "partitioned", "damex_best")
+    lines = []
+    for mixture, arms in rows.items():
+        scores = [mean(arms[name]) if name in arms else "-" for name in columns]
+        better = max(columns[:2], key=lambda name: spread(arms[name]["mean_ap"]).mean)
+        lines.append([mixture, *scores, gain(arms, "damex_best", better)])
+    header = ["mixture", "dense", "dense, learning rate x 2", "a head per dataset"]
+    last = ["experts", "experts minus the better dense [95%]"]
+    return markdown([*header, *last], lines)
+
+
+def real(file: str, shown: Mapping[str, str], bases: Mapping[str, str]) -> str:
     """Arms on the seven datasets: means, differences to `bases`, time and size."""
-    arms = _arms(shown, file)
-    minus = [f"minus {name} [95%]" for _, name in bases]
+    arms = arms_of(file)
+    minus = [f"minus {base} [95%]" for base in bases.values()]
     header = ["", "mean AP", "mean AP50", *minus, "pooled AP"]
     lines = []
-    for name, arm in arms.items():
-        pairs = [
-            None
-            if name == base
-            else paired_difference(arm["mean_ap"], arms[base]["mean_ap"])
-            for base, _ in bases
-        ]
-        scores = [_scores(arm["mean_ap"]), spread(arm["mean_ap50"])]
-        seconds = arm.get("seconds_per_iteration")
-        more = [seconds and f"{seconds:.2f}", _millions(arm.get("parameters"))]
-        columns = [*scores, *pairs, spread(arm["pooled_ap"]), *more]
-        lines.append([shown[name], *map(cell, columns)])
+    for name in filter(arms.__contains__, shown):
+        arm = arms[name]
+        seconds, count = arm.get("seconds_per_iteration"), arm.get("parameters")
+        lines.append(
+            [
+                *(shown[name], mean(arm), cell(spread(arm["mean_ap50"]))),
+                *(gain(arms, name, base) for base in bases),
+                cell(spread(arm["pooled_ap"])),
+                "-" if seconds is None else f"{seconds:.2f}",
+                "-" if count is None else f"{count / 1e6:.2f} M",
+            ]
+        )
     return markdown([*header, "s / iteration", "parameters"], lines)
 
 
-def seven_datasets_by_dataset(
-    shown: Mapping[str, str] = ARMS, file: str = "seven_datasets.json"
-) -> str:
+def real_by_dataset(file: str, shown: Mapping[str, str]) -> str:
     """AP of each of the seven datasets."""
-    arms = _arms(shown, file)
-    names = list(next(iter(arms.values()))["datasets"])
+    arms = arms_of(file)
+    names = list(arms["dense"]["datasets"])
     lines = [
-        [shown[name], *(cell(spread(arm["datasets"][d])) for d in names)]
-        for name, arm in arms.items()
+        [shown[name], *(cell(spread(arms[name]["datasets"][d])) for d in names)]
+        for name in filter(arms.__contains__, shown)
     ]
     return markdown(["AP", *(name.replace("_", " ") for name in names)], lines)
 
 
 def experts_twice() -> str:
     """`damex_best` and dense with the template's settings, measured twice."""
-    first, second = _arms(FASTER), _arms(BACKBONE, "backbone.json")
+    first, second = arms_of("seven_datasets.json"), arms_of("backbone.json")
     dense = [first["dense_class2"]["mean_ap"], second["dense"]["mean_ap"]]
     best = [first["damex_best_class2"]["mean_ap"], second["damex_best"]["mean_ap"]]
-    later = "[later runs](#adapters-in-the-backbone)"
     rows = {
         "the runs above": (dense[0], best[0]),
-        later: (dense[1], best[1]),
+        "[later runs](#adapters-in-the-backbone)": (dense[1], best[1]),
         "all six pairs": ([*dense[0], *dense[1]], [*best[0], *best[1]]),
     }
     lines = [
@@ -184,136 +169,184 @@ def experts_twice() -> str:
     return markdown(["mean AP", "dense", "`damex_best`", "difference [95%]"], lines)
 
 
-def front() -> str:
-    """The four dense rivals and experts, a mixture per row, for the README."""
-    columns_of_page, rows = _kept("front")
-    arms = _arms(ARMS)
-    columns = ("dense", "dense_lr2", "partitioned", "damex_best")
-    means = {name: arms[name]["mean_ap"] for name in columns if name in arms}
-    best = max(("dense", "dense_lr2"), key=lambda one: _mean(means.get(one)))
-    pair = paired_difference(means["damex_best"], means[best])
-    cells = [_scores(means[name]) if name in means else "-" for name in columns]
-    row = ["seven small real datasets, 600 iterations, three seeds", *cells, cell(pair)]
-    return markdown(columns_of_page, [*rows, row])
-
-
-def _scores(scores: Sequence[float | None]) -> str:
-    """Mean and deviation, with the number of seeds if some are missing."""
-    known = sum(one is not None for one in scores)
-    seeds = "1 seed" if known == 1 else f"{known} seeds"
-    return cell(spread(scores)) + f" ({seeds})" * (known < len(scores))
-
-
-def _mean(scores: Sequence[float | None] | None) -> float:
-    known = [one for one in scores or () if one is not None]
-    return statistics.fmean(known) if known else -1.0
-
-
-def _millions(count: int | None) -> str | None:
-    return None if count is None else f"{count / 1e6:.2f} M"
-
-
 def lost_ap() -> str:
     """Where the template's detector loses AP, mean over the seeds."""
     rows = json.loads((HERE / "lost_ap.json").read_text("utf-8"))
-    columns = list(rows["mean"])
+    digits = {key: 1 if "side" in key else 3 for key in rows["mean"]}
     lines = [
         [
             name.replace("_", " "),
-            *(
-                f"{statistics.fmean(row[key]):.{1 if 'side' in key else 3}f}"
-                for key in columns
-            ),
+            *(f"{statistics.fmean(row[key]):.{digits[key]}f}" for key in digits),
         ]
         for name, row in rows.items()
     ]
-    return markdown(["", *columns], lines)
+    return markdown(["", *digits], lines)
 
 
-COMPUTED: dict[str, Callable[[], str]] = {
-    "backbone": partial(
-        seven_datasets,
-        BACKBONE,
-        "backbone.json",
-        [("dense", "joint"), ("shared_adapters", "shared adapters")],
-    ),
-    "backbone-by-dataset": partial(
-        seven_datasets_by_dataset, BACKBONE, "backbone.json"
-    ),
-    "experts-twice": experts_twice,
+def worlds() -> str:
+    """All arms on the eight worlds with conflicting names."""
+    arms = experts("worlds-8_conflicting")
+    names = ("dense", "dense_lr2", "wide_decoder", "wide_encoder", "single")
+    lines = [
+        [
+            *(
+                f"`{name}`",
+                mean(arms[name], "mean_ap50"),
+                cell(spread(arms[name]["mean_ap"])),
+            ),
+            *(gain(arms, name, "dense_lr2"), mean(arms[name], "pooled_ap")),
+        ]
+        for name in (*names, "oracle", "damex_best")
+    ]
+    minus = "minus `dense_lr2`, mean AP [95%]"
+    return markdown(["arm", "mean AP50", "mean AP", minus, "pooled AP"], lines)
+
+
+def worlds_conditions() -> str:
+    """Dense and experts on variants of the worlds, and the verdict."""
+    rows = {
+        "names conflict (five seeds)": "worlds-8_conflicting",
+        "names agree": "worlds-8_agreeing",
+        "two worlds instead of eight": "worlds-2_conflicting",
+        "FFNs of 256 hidden units": "worlds-8_conflicting_wide",
+        "a tenth of the training images": "worlds-8_few_images",
+    }
+    lines = []
+    for row, experiment in rows.items():
+        arms = experts(experiment)
+        scores = {
+            name: arm["mean_ap"] for name, arm in arms.items() if "mean_ap" in arm
+        }
+        verdict = decide(scores)
+        words = "-" if verdict is None else VERDICTS[verdict.answer]
+        lines.append([row, *pair_of(arms), words])
+    return markdown(["eight worlds, 600 iterations", *PAIR, "verdict"], lines)
+
+
+PAIR = ("`dense`", "`damex_best`", "`damex_best` minus `dense` [95%]")
+
+
+def pair_of(arms: Arms) -> list[str]:
+    """The cells of ``PAIR``."""
+    names = ("dense", "damex_best")
+    return [*(mean(arms[name]) for name in names), gain(arms, "damex_best", "dense")]
+
+
+def worlds_length() -> str:
+    """Dense and experts by the length of training."""
+    rows = {
+        ("600", "1 to 5"): "worlds-8_conflicting",
+        ("1,200", "1 to 3"): "worlds-8_conflicting_1200_iterations",
+        ("2,400", "1"): "worlds-8_conflicting_2400_iterations",
+    }
+    lines = [[*row, *pair_of(experts(name))] for row, name in rows.items()]
+    return markdown(["iterations", "seeds", *PAIR], lines)
+
+
+def toy() -> str:
+    """Dense and experts on the quick start; seed 0 was added afterwards."""
+    arms = experts("toy_quick_start")
+    columns = [pair_of(of_seeds(arms, 1, 2, 3)), pair_of(of_seeds(arms, 0))]
+    names = ("`dense`", "`damex_best`", "difference, paired [95%]")
+    lines = zip(names, *columns, strict=True)
+    return markdown(["", "mean AP, seeds 1 to 3", "seed 0"], list(map(list, lines)))
+
+
+JOINT = {"dense": "joint"}
+TABLES = {
     "front": front,
-    "faster-template": partial(seven_datasets, FASTER),
-    "faster-template-by-dataset": partial(seven_datasets_by_dataset, FASTER),
+    "seven-datasets": partial(real, "seven_datasets.json", SEVEN, JOINT),
+    "seven-datasets-by-dataset": partial(real_by_dataset, "seven_datasets.json", SEVEN),
+    "faster-template": partial(real, "seven_datasets.json", FASTER, JOINT),
+    "faster-template-by-dataset": partial(
+        real_by_dataset, "seven_datasets.json", FASTER
+    ),
+    "backbone": partial(
+        *(real, "backbone.json", BACKBONE),
+        {**JOINT, "shared_adapters": "shared adapters"},
+    ),
+    "backbone-by-dataset": partial(real_by_dataset, "backbone.json", BACKBONE),
+    "experts-twice": experts_twice,
     "lost-ap": lost_ap,
-    "seven-datasets": seven_datasets,
-    "seven-datasets-by-dataset": seven_datasets_by_dataset,
+    "worlds": worlds,
+    "worlds-conditions": worlds_conditions,
+    "worlds-length": worlds_length,
+    "toy": toy,
 }
-
-
-def table(name: str) -> str:
-    """The Markdown of a table."""
-    if name in COMPUTED:
-        return COMPUTED[name]()
-    return markdown(*_kept(name))
-
-
-@cache
-def _experts() -> dict[str, Any]:
-    return json.loads((HERE / "experts.json").read_text("utf-8"))
-
-
-def _kept(name: str) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of an entry of ``tables.json``, with its formulas computed."""
-    kept = json.loads((HERE / "tables.json").read_text("utf-8"))[name]
-    return kept["columns"], [[*map(computed, row)] for row in kept["rows"]]
-
-
-def computed(text: str) -> str:
-    """The value of a formula; other text is unchanged."""
-    if not text.startswith("="):
-        return text
-    found = FORMULA.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text!r} is not a formula; see the top of this file.")
-    mixture, arm, base, numbers = found.groups()
-    experiment = _experts()[mixture]
-    scores = {name: one["mean_ap"] for name, one in experiment["arms"].items()}
-    if arm == "verdict":
-        verdict = judge(scores)
-        return cell(verdict and VERDICTS[verdict.answer])
-    if numbers:
-        places = [experiment["seeds"].index(int(seed)) for seed in numbers.split()]
-        scores = {name: [of[i] for i in places] for name, of in scores.items()}
-    if base:
-        return cell(paired_difference(scores[arm], scores[base]))
-    return cell(spread(scores[arm]))
 
 
 def with_tables(text: str) -> str:
     """A page with the tables that it marks."""
-    return TABLE.sub(lambda m: f"{m[1]}\n{table(m[2]).strip()}\n\n{m[3]}", text)
+    return TABLE.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]().strip()}\n\n{m[3]}", text)
+
+
+# ---- figures, and the scores of new runs ----
+
+
+def dot_plot(rows: Mapping[str, Sequence[float | None]]) -> Figure:
+    """Mean AP: a dot per seed, a bar at the mean, a band of the first row's spread."""
+    known = {row: [one for one in of if one is not None] for row, of in rows.items()}
+    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(known)), layout="constrained")
+    axes = figure.subplots()
+    for place, values in enumerate(known.values()):
+        axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
+        axes.plot(statistics.fmean(values), place, "|", color="black", markersize=14)
+    first = next(iter(known.values()))
+    center, reach = statistics.fmean(first), statistics.stdev(first)
+    axes.axvline(center, color="#b2603a", linewidth=1)
+    axes.axvspan(center - reach, center + reach, color="#b2603a", alpha=0.15)
+    axes.set_yticks(range(len(known)), list(known))
+    axes.set_ylim(len(known) - 0.5, -0.5)  # the first row at the top
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("mean AP")
+    note = "dots: seeds; bars: their mean; band: mean and deviation of the first row"
+    figure.supxlabel(note, fontsize="small")
+    return figure
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Scores of every arm, one per seed, and the median seconds of an iteration."""
+    report = json.loads((folder / "headroom.json").read_text("utf-8"))
+    arms = {}
+    for name, row in report["rows"].items():
+        pattern = "single_*" if name == "single" else name
+        seconds = [
+            run["train_seconds"] / run["trained_iterations"]
+            for path in folder.glob(f"{pattern}/seed*/summary.json")
+            if (run := json.loads(path.read_text("utf-8"))).get("trained_iterations")
+        ]
+        arms[name] = {key: row[key] for key in ("mean_ap", "mean_ap50", "pooled_ap")}
+        arms[name]["datasets"] = {
+            key: one["ap"] for key, one in row["datasets"].items()
+        }
+        if seconds:
+            arms[name]["seconds_per_iteration"] = round(statistics.median(seconds), 3)
+    return dict(seeds=report["seeds"], arms=arms)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Collect runs if they are named; else write pages and figures."""
     if arguments:
         folder, out = map(Path, arguments)
-        text = json.dumps(collect(folder), indent=1) + "\n"
-        out.write_text(text, encoding="utf-8")
+        out.write_text(json.dumps(collect(folder), indent=1) + "\n", encoding="utf-8")
         return
     for page in PAGES:
         text = page.read_text("utf-8")
         if (new := with_tables(text)) != text:
             page.write_text(new, encoding="utf-8")
-    seven, worlds = _arms(ARMS), _experts()["worlds-8_conflicting"]["arms"]
+    seven, conflicting = arms_of("seven_datasets.json"), experts("worlds-8_conflicting")
     figures = {
-        "seven-datasets": {ARMS[name]: one for name, one in seven.items()},
-        "headroom-worlds": {name: worlds[name] for name in WORLDS},
+        "seven-datasets": {
+            SEVEN[name].replace("`", ""): seven[name]["mean_ap"]
+            for name in filter(seven.__contains__, SEVEN)
+        },
+        "headroom-worlds": {
+            name: conflicting[name]["mean_ap"]
+            for name in ("dense", "dense_lr2", "damex_best")
+        },
     }
-    for name, arms in figures.items():
-        dots = {arm.replace("`", ""): one["mean_ap"] for arm, one in arms.items()}
-        figure = dot_plot(dots, score="mean AP")
-        figure.savefig(ROOT / f"docs/images/{name}.png", dpi=120)
+    for name, rows in figures.items():
+        dot_plot(rows).savefig(ROOT / f"docs/images/{name}.png", dpi=120)
 
 
 if __name__ == "__main__":

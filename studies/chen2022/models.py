@@ -34,33 +34,12 @@ from studies.cluster_data import (
     draw_task,
 )
 
-__all__ = [
-    "ACTIVATIONS",
-    "NUM_CLUSTERS",
-    "OFFICIAL",
-    "PAPER",
-    "PAPER_X10",
-    "PATCH_DIMS",
-    "PatchwiseExperts",
-    "Recipe",
-    "build_mixture",
-    "class_margin",
-    "draw_setting",
-    "draw_train_and_test",
-    "mixture_loss",
-]
-
 NUM_CLUSTERS = 4
 PATCH_DIMS = 50
 
 
 def draw_setting(setting: str, generator: torch.Generator) -> ClusterTask:
-    """Draws the directions of a task.
-
-    Args:
-        setting: Key of `SETTINGS`.
-        generator: Of the directions.
-    """
+    """Draw the directions of a task."""
     return draw_task(
         SETTINGS[setting], generator, num_clusters=NUM_CLUSTERS, dims=PATCH_DIMS
     )
@@ -69,13 +48,7 @@ def draw_setting(setting: str, generator: torch.Generator) -> ClusterTask:
 def draw_train_and_test(
     setting: str, num: int, seed: int
 ) -> tuple[ClusterSamples, ClusterSamples]:
-    """Training and test data of equal size, new for each seed.
-
-    Args:
-        setting: Key of `SETTINGS`.
-        num: Samples of each.
-        seed: Of directions and samples.
-    """
+    """Training and test data of equal size, new for each seed."""
     generator = torch.Generator().manual_seed(seed)
     task = draw_setting(setting, generator)
     return task.draw(num, generator), task.draw(num, generator)
@@ -104,9 +77,9 @@ class PatchwiseExperts(nn.Module):
         num_outputs: C.
         activation: sigma, one of `ACTIVATIONS`.
         bias: Whether filters have a bias; the paper has none, its code has.
-        init: 'normal' for N(0, init_scale^2), or 'uniform' for init_scale times what
-            `nn.Conv1d` draws, U(+-1/sqrt(D)).
-        init_scale: See there.
+        init: 'normal' for N(0, init_scale^2), or 'uniform' for init_scale times
+            U(+-1/sqrt(D)), the distribution of `nn.Conv1d`.
+        init_scale: Scale of `init`.
     """
 
     def __init__(
@@ -135,7 +108,7 @@ class PatchwiseExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all experts anew."""
+        """Draw new weights of all experts."""
         for parameter in self.parameters():
             if self.init == "normal":
                 nn.init.normal_(parameter, std=self.init_scale)
@@ -144,7 +117,7 @@ class PatchwiseExperts(nn.Module):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, tokens_RX: Tensor, counts_E: Tensor) -> Tensor:
-        """Applies each expert to its run of samples.
+        """Apply each expert to its run of samples.
 
         Args:
             tokens_RX: Flattened patches (X = P*D), sorted by expert.
@@ -182,7 +155,7 @@ class PatchwiseExperts(nn.Module):
 
     @property
     def _part(self) -> int:
-        """Filters of one output."""
+        """Filter of one output."""
         return self.weight_EDF.shape[2] // self.num_outputs
 
 
@@ -220,12 +193,7 @@ class RawLogitGate(Gate):
     """Top-1 of the released code: the noisy logit itself weighs the route."""
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Adds U[0, 1), whether in training or not, and takes the largest.
-
-        Args:
-            logits_VE: Clean router logits.
-            packing: Not read.
-        """
+        """Add U[0, 1), whether in training or not, and takes the largest."""
         noisy_VE = logits_VE + torch.rand_like(logits_VE)
         routes = TopKGate(1)(noisy_VE, packing)
         weight_R = noisy_VE[routes.token_index_R, routes.expert_index_R]

@@ -1,4 +1,4 @@
-"""Measured values beside those of the paper's tables, with the criterion of each claim.
+"""Measured and published values of the tables, with the criterion of each claim.
 
 Published are the mean and deviation of ten runs, or the value of a single run.
 
@@ -16,19 +16,6 @@ from torch import Tensor
 from studies.chen2022.models import NUM_EXPERTS, OFFICIAL
 from studies.chen2022.training import Case, Outcome, Plan, Single
 from studies.report import Row, unjudged
-
-__all__ = [
-    "BOUND",
-    "DISPATCH",
-    "ENTROPY_GAP",
-    "SINGLES",
-    "TOLERANCE",
-    "mixture_rows",
-    "purity",
-    "reason_rows",
-    "single_rows",
-    "unevenness",
-]
 
 Moment = tuple[float, float]
 
@@ -102,11 +89,7 @@ Found = Mapping[Case, Sequence[Outcome]]
 
 
 def mixture_rows(found: Found) -> list[Row]:
-    """Tables 1, 3 and 9, and 4 to 6 in numbers.
-
-    Args:
-        found: Outcomes of all mixtures.
-    """
+    """Tables 1, 3 and 9, and 4 to 6 in numbers."""
     rows = []
     for case, outcomes in found.items():
         if case.balance:
@@ -154,11 +137,7 @@ def single_rows(
 
 
 def reason_rows(found: Found) -> list[Row]:
-    """What other data, other starts and more steps do; nothing is claimed.
-
-    Args:
-        found: Outcomes of these mixtures.
-    """
+    """What other data, other starts and more steps do; nothing is claimed."""
     return [
         row
         for case, outcomes in found.items()
@@ -167,20 +146,12 @@ def reason_rows(found: Found) -> list[Row]:
 
 
 def purity(counts_KE: Tensor) -> float:
-    """Share of samples that belong to the main cluster of their expert, per cent.
-
-    Args:
-        counts_KE: Dispatch.
-    """
+    """Share of samples that belong to the main cluster of their expert, per cent."""
     return 100.0 * (counts_KE.amax(0).sum() / counts_KE.sum()).item()
 
 
 def unevenness(counts_KE: Tensor) -> float:
-    """Largest difference of an expert's load from the mean load, per cent of it.
-
-    Args:
-        counts_KE: Dispatch.
-    """
+    """Largest difference of an expert's load from the mean load, per cent of it."""
     load_E = counts_KE.sum(0).double()
     return 100.0 * ((load_E - load_E.mean()).abs().max() / load_E.mean()).item()
 
@@ -224,13 +195,13 @@ def _gap_rows(found: Found, cubic: Case) -> list[Row]:
     pairs = list(zip(found[linear], found[cubic], strict=True))
     gaps = [low.entropy - high.entropy for low, high in pairs]
     ahead = [high.accuracy - low.accuracy for low, high in pairs]
-    said_linear, said_cubic = (
+    paper_linear, paper_cubic = (
         MIXTURES[cubic.setting, activation] for activation in ("identity", "cubic")
     )
     rows = [
         Row(
             ENTROPY_GAP,
-            f"{said_linear[1][0] - said_cubic[1][0]:.3f}",
+            f"{paper_linear[1][0] - paper_cubic[1][0]:.3f}",
             gaps,
             ">= 0.75 in every seed",
             min(gaps) >= 0.75,
@@ -238,7 +209,7 @@ def _gap_rows(found: Found, cubic: Case) -> list[Row]:
         ),
         Row(
             "accuracy of cubic minus linear, points",
-            f"{said_cubic[0][0] - said_linear[0][0]:.2f}",
+            f"{paper_cubic[0][0] - paper_linear[0][0]:.2f}",
             ahead,
             "mean > 0",
             fmean(ahead) > 0.0,
@@ -256,7 +227,7 @@ def _dispatch_rows(
 ) -> list[Row]:
     pure = [purity(outcome.last_KE) for outcome in cubic]
     mixed = [purity(outcome.last_KE) for outcome in linear]
-    said = {name: purity(torch.tensor(counts)) for name, counts in DISPATCH.items()}
+    table = {name: purity(torch.tensor(counts)) for name, counts in DISPATCH.items()}
     count = int(cubic[0].first_KE.sum())
     # Five deviations of a binomial share 1/E, in per cent of the mean load.
     limit = 500.0 * ((NUM_EXPERTS - 1) / count) ** 0.5
@@ -274,7 +245,7 @@ def _dispatch_rows(
         ),
         Row(
             f"cubic mixture, {name}",
-            f"{said['Table 4']:.1f} (Table 4), {said['Table 5']:.1f} (Table 5)",
+            f"{table['Table 4']:.1f} (Table 4), {table['Table 5']:.1f} (Table 5)",
             pure,
             "every seed above every linear one",
             min(pure) > max(mixed),
@@ -283,7 +254,7 @@ def _dispatch_rows(
         ),
         Row(
             f"linear mixture, {name}",
-            f"{said['Table 6']:.1f} (Table 6)",
+            f"{table['Table 6']:.1f} (Table 6)",
             mixed,
             settings=where,
             digits=1,

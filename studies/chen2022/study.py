@@ -43,16 +43,8 @@ from studies.chen2022.training import (
     train_single,
 )
 from studies.cluster_data import NUM_PATCHES, ClusterSamples, ClusterTask
-from studies.harness import Session, seeded, track
+from studies.harness import Session, seeded
 from studies.report import NO_CLAIM, Row, StudyResult, unjudged
-
-__all__ = [
-    "additive_margin",
-    "entropy_band",
-    "remark",
-    "run",
-    "theory_rows",
-]
 
 TITLE = (
     "Chen et al. 2022, Towards understanding the mixture-of-experts layer in deep "
@@ -65,10 +57,7 @@ LEMMA_PAIRS = 5
 
 
 def run(session: Session) -> StudyResult:
-    """Runs the study on damex's layer, gate, losses, optimiser and metrics.
-
-    Args:
-        session: How much to run.
+    """Run the study on damex's layer, gate, losses, optimiser and metrics.
 
     Returns:
         Rows for Tables 1, 3 to 9, Theorem 4.1 and Lemma 5.1. A quick run makes no
@@ -81,7 +70,7 @@ def run(session: Session) -> StudyResult:
     )
     accuracies = {
         single: train_single(single, plan.num, steps=plan.single_steps)
-        for single in track(plan.singles, "train single models", session.console)
+        for single in session.track(plan.singles, "train single models")
     }
     trained = [
         *mixture_rows(found),
@@ -108,11 +97,7 @@ def _train(
 
 
 def theory_rows(draws: int) -> list[Row]:
-    """Theorem 4.1 is sharp, and Lemma 5.1 holds for the gate.
-
-    Args:
-        draws: Draws of noise for each estimate.
-    """
+    """Theorem 4.1 is sharp, and Lemma 5.1 holds for the gate."""
     with seeded(0):
         generator = torch.Generator().manual_seed(0)
         task = draw_setting("verify", generator)
@@ -162,16 +147,12 @@ def theory_rows(draws: int) -> list[Row]:
 
 
 def remark(rows: Sequence[Row]) -> str:
-    """Where experts divide the clusters as the paper says.
-
-    Args:
-        rows: Of the study.
-    """
+    """Settings in which experts divide the clusters as in the paper."""
     firm = [row.settings for row in rows if row.name == ENTROPY_GAP and row.holds]
     if not firm:
         return ""
-    said = "Cubic experts separate the clusters and linear ones do not"
-    return f"{said}: {'; '.join(firm)}."
+    finding = "Cubic experts separate the clusters and linear ones do not"
+    return f"{finding}: {'; '.join(firm)}."
 
 
 def _settings(plan: Plan) -> dict[str, object]:
@@ -185,7 +166,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "step of experts": EXPERT_LR,
         "learning rate of the router": ROUTER_LR,
         "entropy": "of training data with noise (official_code) or of test data "
-        "without noise (paper), unless the row says otherwise",
+        "without noise (paper), unless stated in the row",
     }
 
 
@@ -235,12 +216,6 @@ def smoothness(
 ) -> list[float]:
     """Change of the routing over the bound of Lemma 5.1, for random pairs (h, h').
 
-    Args:
-        num_experts: E.
-        distance: |h - h'|_inf.
-        pairs: Number of pairs.
-        draws: Draws of noise for each.
-
     Returns:
         |p - p'|_inf / (E^2 |h - h'|_inf) of each pair; at most 1.
     """
@@ -261,11 +236,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def _figure(found: Mapping[Case, Sequence[Outcome]]) -> Figure:
-    """Entropy over training in each form, and where clusters went.
-
-    Args:
-        found: Outcomes of all mixtures.
-    """
+    """Entropy over training in each form, and where clusters went."""
     figure = Figure(figsize=(10.5, 7.2), layout="constrained")
     axes = figure.subplots(2, 2)
     plain = {case: outcomes for case, outcomes in found.items() if not case.balance}

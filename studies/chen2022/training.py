@@ -40,19 +40,6 @@ from studies.chen2022.models import (
 from studies.cluster_data import ClusterSamples
 from studies.harness import Session, seeded
 
-__all__ = [
-    "CURVE_STRIDE",
-    "Case",
-    "Outcome",
-    "Plan",
-    "Single",
-    "accuracy",
-    "make_plan",
-    "sum_norm_step",
-    "train_mixture",
-    "train_single",
-]
-
 SEEDS = 5
 PAPER_SEEDS = 10  # runs behind each mean of Tables 1 and 3
 DATA_SEEDS = range(4)
@@ -127,11 +114,7 @@ class Plan:
 
 
 def make_plan(session: Session) -> Plan:
-    """The full plan, or a quick one with smaller data.
-
-    Args:
-        session: How much to run.
-    """
+    """The full plan, or a quick one with smaller data."""
     if session.quick:
         return _quick_plan(session.seed_range(1))
     both = ("identity", "cubic")

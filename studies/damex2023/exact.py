@@ -1,4 +1,4 @@
-"""What has to hold exactly, whatever is trained.
+"""Identities that hold for any weights.
 
 Axes: B images, N tokens per image, T = B*N tokens, D features, E experts.
 """
@@ -17,18 +17,12 @@ from damex.moe import ExpertCapacity, dropped_counts
 from studies.damex2023.mixing import ROUTER_STD, damex_layer
 from studies.report import Row, at_most, below, checked
 
-__all__ = ["drops_of_a_good_router", "exact_rows", "loss_gap", "metadata_gap"]
-
 DIMS, NUM_EXPERTS, NUM_TOKENS = 16, 8, 900
 LARGEST_OF_EIGHT = 1.4236  # expected largest of eight standard normal values
 
 
 def exact_rows(seeds: Sequence[int]) -> list[Row]:
-    """What has to hold exactly.
-
-    Args:
-        seeds: Of weights and tokens.
-    """
+    """What has to hold exactly."""
     capacity = ExpertCapacity(factor=1.25)
     rows = [
         checked(
@@ -116,9 +110,6 @@ def loss_gap(*, seed: int) -> float:
 
     The expected value is the mean of the two images' own cross-entropies, computed
     with the tokens query by query.
-
-    Args:
-        seed: Of weights and tokens.
     """
     layer, tokens_BND = damex_layer(DIMS, NUM_EXPERTS, seed=seed), _tokens(2, seed=seed)
     _, record = layer(tokens_BND, group_ids_B=torch.tensor([3, 1]))
@@ -130,18 +121,14 @@ def loss_gap(*, seed: int) -> float:
 
 @torch.no_grad()
 def metadata_gap(*, seed: int) -> float:
-    """Largest difference between outputs with and without data set ids in a test.
-
-    Args:
-        seed: Of weights and tokens.
-    """
+    """Largest difference between outputs with and without data set ids in a test."""
     layer, tokens_BND = (
         damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval(),
         _tokens(2, seed=seed),
     )
-    told, _ = layer(tokens_BND, group_ids_B=torch.tensor([5, 2]))
-    untold, _ = layer(tokens_BND)
-    return (told - untold).abs().max().item()
+    given, _ = layer(tokens_BND, group_ids_B=torch.tensor([5, 2]))
+    hidden, _ = layer(tokens_BND)
+    return (given - hidden).abs().max().item()
 
 
 @torch.no_grad()
@@ -151,9 +138,6 @@ def first_gate_weights(*, seed: int) -> FirstWeights:
     A logit is normal with the standard deviation `ROUTER_STD` |x|, and the largest of
     eight lies 1.4236 deviations above their mean; to first order that is what the
     weight of a top-1 route times E is above 1.
-
-    Args:
-        seed: Of weights and tokens.
     """
     layer = damex_layer(DIMS, NUM_EXPERTS, seed=seed).eval()
     tokens_BND = _tokens(2, seed=seed)

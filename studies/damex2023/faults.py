@@ -27,14 +27,6 @@ from studies.cluster_data import ClusterTask
 from studies.damex2023.mixing import damex_layer
 from studies.harness import seeded
 
-__all__ = [
-    "Routing",
-    "capacity_curve",
-    "draw_images",
-    "label_accuracy",
-    "targets_accuracy",
-]
-
 QUERIES = 900
 LR = 0.01
 
@@ -89,7 +81,7 @@ def targets_accuracy(
     num_tokens: int,
     seed: int,
 ) -> Routing:
-    """Trains a router with two images of two data sets per device.
+    """Train a router with two images of two data sets per device.
 
     The released code flattens logits query by query and targets image by image.
 
@@ -134,7 +126,7 @@ def capacity_curve(
     every: int,
     seed: int,
 ) -> list[tuple[float, float]]:
-    """Watches what is dropped while a router learns from one image per device.
+    """Watch what is dropped while a router learns from one image per device.
 
     Args:
         task: Its groups of clusters are the data sets, each with an expert.
@@ -176,7 +168,7 @@ def label_accuracy(
     seed: int,
     num_tokens: int = 512,
 ) -> float:
-    """Classifies tokens of two data sets that number the same classes differently.
+    """Classify tokens of two data sets that number the same classes differently.
 
     A token is the centre of its class and noise. The second data set calls class c what
     the first calls c + 1.

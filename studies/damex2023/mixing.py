@@ -39,20 +39,6 @@ from studies.cluster_data import (
 )
 from studies.harness import seeded
 
-__all__ = [
-    "ROUTER_STD",
-    "ClusterMoE",
-    "Method",
-    "Mixing",
-    "Outcome",
-    "damex_layer",
-    "dataset_experts",
-    "datasets_of",
-    "draw_mixture",
-    "evaluate",
-    "train",
-]
-
 Method = Literal["vanilla", "damex"]
 ROUTER_STD = 0.005  # DAMEX's
 
@@ -80,13 +66,6 @@ class ClusterMoE(nn.Module):
     Both methods have the same parts and parameters. DAMEX adds its loss, the vanilla
     mixture importance and load balance at 0.05 each, as configs/_base_/moe/vanilla.py.
     (DAMEX's baseline has the smooth load loss in place of the load balance.)
-
-    Args:
-        method: 'vanilla' or 'damex'.
-        dims: D.
-        num_datasets: Data sets that are mixed.
-        num_experts: E.
-        hidden_dims: Filters of each expert.
     """
 
     def __init__(
@@ -178,7 +157,7 @@ class Mixing:
 
     Attributes:
         dims: D.
-        num_experts: E, whatever the number of data sets.
+        num_experts: E, for any number of data sets.
         hidden_dims: Filters of each expert.
         clusters: Clusters of each data set.
         num_samples: Training samples of the whole mixture, and as many test samples.
@@ -246,13 +225,7 @@ def datasets_of(samples: ClusterSamples, mixing: Mixing) -> Tensor:
 def train(
     task: ClusterTask, mixing: Mixing, method: Method, *, seed: int
 ) -> ClusterMoE:
-    """Trains one mixture of experts on one mixture of data sets.
-
-    Args:
-        task: The data sets.
-        mixing: Sizes.
-        method: Which losses.
-        seed: Of samples, weights and gate noise.
+    """Train one mixture of experts on one mixture of data sets.
 
     Returns:
         The model in evaluation.
@@ -284,13 +257,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: ClusterMoE, samples: ClusterSamples, mixing: Mixing) -> Outcome:
-    """Tests a model; data sets are told to metrics only.
-
-    Args:
-        model: In evaluation.
-        samples: To test with.
-        mixing: Sizes.
-    """
+    """Test a model; the data sets are given to the metrics only."""
     score_B, record = model(samples.patches_BPD, datasets_of(samples, mixing))
     right_B = (score_B > 0) == (samples.labels_B > 0)
     counts_GE = dispatch_counts(record)

@@ -25,18 +25,6 @@ from studies.damex2023.mixing import (
 )
 from studies.harness import Session
 
-__all__ = [
-    "ALONE",
-    "METHODS",
-    "Case",
-    "Faults",
-    "Plan",
-    "cases_with_more_experts",
-    "growing_cases",
-    "measure_faults",
-    "measure_mixing",
-]
-
 NUM_CLASSES = 8  # of the classifier, one cluster each
 TEST_SEED = 1000  # added to the seed of a run
 METHODS: tuple[Method, ...] = ("vanilla", "damex")
@@ -47,7 +35,7 @@ class Case:
     """One line of the table.
 
     Attributes:
-        shared: See `draw_mixture`.
+        shared: Whether disturbances come from all data sets, as in `draw_mixture`.
         num_datasets: G.
         method: 'vanilla' or 'damex'.
         num_experts: E.
@@ -66,13 +54,7 @@ ALONE = Case(shared=False, num_datasets=1, method="damex", num_experts=1)
 
 
 def growing_cases(cases: Iterable[Case], method: Method, *, shared: bool) -> list[Case]:
-    """Those with more and more data sets and all else the same, in this order.
-
-    Args:
-        cases: All.
-        method: 'vanilla' or 'damex'.
-        shared: See `draw_mixture`.
-    """
+    """Those with more and more data sets and all else the same, in this order."""
     mixed = [case for case in cases if case != ALONE]
     fewest = min(case.num_experts for case in mixed)
     wanted = (shared, method, fewest, 1)
@@ -85,12 +67,7 @@ def growing_cases(cases: Iterable[Case], method: Method, *, shared: bool) -> lis
 
 
 def cases_with_more_experts(cases: Iterable[Case], method: Method) -> list[Case]:
-    """Those of the largest mixture with more experts than the other mixtures have.
-
-    Args:
-        cases: All.
-        method: 'vanilla' or 'damex'.
-    """
+    """Those of the largest mixture with more experts than the other mixtures have."""
     mixed = [case for case in cases if case != ALONE]
     fewest = min(case.num_experts for case in mixed)
     found = [c for c in mixed if c.method == method and c.num_experts > fewest]
@@ -143,12 +120,7 @@ class Faults:
 
 
 def measure_mixing(plan: Plan, session: Session) -> dict[Case, list[Outcome]]:
-    """Trains and tests both methods on all mixtures, and one expert on one data set.
-
-    Args:
-        plan: How much.
-        session: Runs it.
-    """
+    """Train and tests both methods on all mixtures, and one expert on one data set."""
 
     def measure(case: Case, seed: int) -> Outcome:
         mixing = _sizes(plan.mixing, case)
@@ -193,12 +165,7 @@ def _cases(plan: Plan) -> list[Case]:
 
 
 def measure_faults(plan: Plan, seed: int) -> Faults:
-    """Shows the released code's faults, each beside the mended way.
-
-    Args:
-        plan: How much.
-        seed: Of everything.
-    """
+    """Measure the faults of the released code and their corrections."""
     generator = torch.Generator().manual_seed(TEST_SEED + seed)
     mixing = plan.mixing
     many = max(plan.datasets)

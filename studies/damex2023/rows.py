@@ -19,19 +19,13 @@ from studies.damex2023.plan import (
 )
 from studies.report import Row, at_least, at_most, checked, differences, near
 
-__all__ = ["fault_rows", "mixing_rows", "remark"]
-
 Outcomes = Mapping[Case, Sequence[Outcome]]
 ONE_EXPERT, TOLERANCE = 87.5, 0.8  # per cent, as in the study of chen2022
 UNIFORM = 0.75  # of the largest entropy: the table is called near-uniform above it
 
 
 def mixing_rows(outcomes: Outcomes) -> list[Row]:
-    """Lemma 1 and the dispatch tables, then what tells the reason.
-
-    Args:
-        outcomes: By case.
-    """
+    """Lemma 1 and the dispatch tables, then what tells the reason."""
     kinds = sorted({case.shared for case in outcomes})
     usual = [
         case
@@ -165,11 +159,7 @@ def _label(case: Case, *, usual: bool) -> str:
 
 
 def fault_rows(faults: Sequence[Faults]) -> list[Row]:
-    """The released code's faults, each beside the mended way.
-
-    Args:
-        faults: One entry per seed.
-    """
+    """Faults of the released code, each compared with its correction."""
     return [*_target_rows(faults), *_capacity_rows(faults), *_label_rows(faults)]
 
 
@@ -219,7 +209,7 @@ def _capacity_rows(faults: Sequence[Faults]) -> list[Row]:
     limited, free = (
         [fault.curves[limit][-1][1] for fault in faults] for limit in (True, False)
     )
-    said = "84.3 (by its arithmetic)"
+    published = "84.3 (by its arithmetic)"
     return [
         checked(
             name,
@@ -227,7 +217,7 @@ def _capacity_rows(faults: Sequence[Faults]) -> list[Row]:
             ">= 80",
             at_least(80.0),
             "capacity 1.25, trained router",
-            published=said,
+            published=published,
             digits=1,
         ),
         checked(name, free, "0", at_most(0.0), "dropless, trained router", digits=1),
@@ -253,12 +243,7 @@ def _label_rows(faults: Sequence[Faults]) -> list[Row]:
 
 
 def remark(outcomes: Outcomes, faults: Sequence[Faults]) -> str:
-    """Whether DAMEX gains, and what the faults cost.
-
-    Args:
-        outcomes: By case.
-        faults: One entry per seed.
-    """
+    """Whether DAMEX gains, and what the faults cost."""
     parts = []
     for shared in sorted({case.shared for case in outcomes}):
         damex = growing_cases(outcomes, "damex", shared=shared)[-1]

@@ -22,23 +22,17 @@ from studies.damex2023.plan import (
     measure_mixing,
 )
 from studies.damex2023.rows import fault_rows, mixing_rows, remark
-from studies.harness import Session, track
+from studies.harness import Session
 from studies.report import StudyResult, draw_seeds
-
-__all__ = ["run"]
 
 SEEDS = 5
 
 
 def run(session: Session) -> StudyResult:
-    """Runs the study.
-
-    Args:
-        session: How much.
-    """
+    """Run the study."""
     plan = _plan(session)
     outcomes = measure_mixing(plan, session)
-    seeds = track(plan.seeds, "released faults", session.console)
+    seeds = session.track(plan.seeds, "released faults")
     faults = [measure_faults(plan, seed) for seed in seeds]
     rows = [
         *mixing_rows(outcomes),
@@ -51,7 +45,7 @@ def run(session: Session) -> StudyResult:
         rows=rows,
         figure=_figure(outcomes, faults),
         settings={
-            "experts": f"{mixing.num_experts} unless the row says otherwise",
+            "experts": f"{mixing.num_experts} unless stated in the row",
             "cubic filters of all experts": mixing.num_experts * mixing.hidden_dims,
             "clusters per data set": mixing.clusters,
             "training samples": mixing.num_samples,
@@ -93,12 +87,7 @@ NAMES: Mapping[Method, str] = {"vanilla": "vanilla MoE", "damex": "DAMEX"}
 def _figure(
     outcomes: Mapping[Case, Sequence[Outcome]], faults: Sequence[Faults]
 ) -> Figure:
-    """Accuracy by number of data sets, who goes where, and what a capacity drops.
-
-    Args:
-        outcomes: Of the mixtures.
-        faults: Of the released code.
-    """
+    """Accuracy by number of data sets, who goes where, and what a capacity drops."""
     figure = Figure(figsize=(16.5, 6.4), layout="constrained")
     axes = figure.subplots(2, 4)
     for row, shared in enumerate((False, True)):

@@ -27,21 +27,6 @@ from studies.deepmoe2019.network import (
 from studies.digits import DIGIT_SIDE, DigitSource
 from studies.harness import Session
 
-__all__ = [
-    "EMBEDDING_WIDTHS",
-    "WEAK_EMBEDDING_WIDTHS",
-    "Case",
-    "Measured",
-    "Plan",
-    "conv_flops",
-    "counted_flops",
-    "embedding_flops",
-    "flops_by_hand",
-    "measure_all",
-    "open_gate_gap",
-    "score",
-]
-
 WIDE: Stages = ((32, 32), (32,))
 HALF: Stages = ((16, 16), (16,))
 # Somewhat more operations than WIDE has left at a lambda of 1e-3.
@@ -121,12 +106,7 @@ class Measured:
 
 
 def measure_all(plan: Plan, session: Session) -> dict[Case, list[Measured]]:
-    """Trains and tests every network for every seed.
-
-    Args:
-        plan: How much.
-        session: Runs it.
-    """
+    """Train and tests every network for every seed."""
     designs = _designs(plan)
 
     def measure(case: Case, seed: int) -> Measured:
@@ -227,12 +207,7 @@ class Scores:
 
 @torch.no_grad()
 def score(network: DigitNet, digits: DigitSource) -> Scores:
-    """Tests a network, all channels computed and closed ones multiplied by zero.
-
-    Args:
-        network: In evaluation.
-        digits: The data.
-    """
+    """Test a network, all channels computed and closed ones multiplied by zero."""
     images_B1HW, labels_B = digits.test.images_S1HW, digits.test.labels_S
     _skip(network, skip=False)
     logits_BE, gates = network(images_B1HW)
@@ -271,11 +246,7 @@ def distinct_patterns(gates: Sequence[Tensor]) -> int:
 
 @torch.no_grad()
 def counted_flops(network: DigitNet, images_B1HW: Tensor) -> tuple[float, float]:
-    """Runs with closed channels skipped and counts what is executed.
-
-    Args:
-        network: In evaluation.
-        images_B1HW: To count with.
+    """Run with closed channels skipped and counts what is executed.
 
     Returns:
         flops: Floating-point operations of one image on average, a multiply-add being
@@ -293,12 +264,7 @@ def counted_flops(network: DigitNet, images_B1HW: Tensor) -> tuple[float, float]
 
 @torch.no_grad()
 def open_gate_gap(network: DigitNet, images_B1HW: Tensor) -> float:
-    """Largest difference of a logit between gates of 1 and no gates.
-
-    Args:
-        network: In evaluation.
-        images_B1HW: To compare with.
-    """
+    """Largest difference of a logit between gates of 1 and no gates."""
     ones = {
         name: torch.ones(len(images_B1HW), layer.conv.out_channels)
         for name, layer in network.named_layers()
@@ -310,12 +276,7 @@ def open_gate_gap(network: DigitNet, images_B1HW: Tensor) -> float:
 
 @torch.no_grad()
 def flops_by_hand(network: DigitNet, images_B1HW: Tensor) -> float:
-    """What `counted_flops` should count, by arithmetic.
-
-    Args:
-        network: In evaluation.
-        images_B1HW: To count with.
-    """
+    """What `counted_flops` should count, by arithmetic."""
     gates: Mapping[str, Tensor] = {}
     if network.gating is not None:
         gates = network.gating(images_B1HW).layers
@@ -329,7 +290,7 @@ def flops_by_hand(network: DigitNet, images_B1HW: Tensor) -> float:
 def conv_flops(
     network: DigitNet, gates: Mapping[str, Tensor], *, num_images: int
 ) -> float:
-    """Counts the convolutions by hand: 2 * 9 * H * W * open inputs * open outputs.
+    """Count the convolutions by hand: 2 * 9 * H * W * open inputs * open outputs.
 
     Args:
         network: Says widths and poolings.
@@ -353,10 +314,7 @@ def conv_flops(
 
 
 def embedding_flops(network: DigitNet) -> float:
-    """Counts the gating path by hand: convolutions of stride 2, and linear layers.
-
-    Args:
-        network: With or without a gating path.
+    """Count the gating path by hand: convolutions of stride 2, and linear layers.
 
     Returns:
         flops: Of one image; 0 without a gating path.

@@ -24,20 +24,6 @@ from damex.moe import (
 from studies.digits import DigitImages, DigitSource, uci_digits
 from studies.harness import seeded
 
-__all__ = [
-    "NUM_CLASSES",
-    "STRATEGIES",
-    "VGG",
-    "DigitNet",
-    "Recipe",
-    "Stages",
-    "build_network",
-    "conv_parameters",
-    "draw_digits",
-    "shrink",
-    "train",
-]
-
 NUM_CLASSES = 10
 NUM_TRAIN = 1200  # of 1797; the other 597 are the test images
 # Widths of the convolutions, one tuple per stage; a max pooling between stages.
@@ -81,7 +67,7 @@ class DigitNet(nn.Module):
     """3x3 convolutions with batch norm, a mean over the image, one linear layer.
 
     Args:
-        stages: See `Stages`.
+        stages: Widths of the convolutions in each stage.
         embedding_widths: Of the gating path, which opens and closes the channels of
             every convolution; None for the plain network.
     """
@@ -114,21 +100,18 @@ class DigitNet(nn.Module):
                 yield name, layer
 
     def forward(self, images_B1HW: Tensor) -> tuple[Tensor, ChannelGates | None]:
-        """Classifies a batch.
-
-        Args:
-            images_B1HW: Images.
+        """Classify a batch.
 
         Returns:
             logits_BE: Of the classes.
-            gates: What the gating path said; None for the plain network.
+            gates: Output of the gating path; None for the plain network.
         """
         gates = None if self.gating is None else self.gating(images_B1HW)
         layers = {} if gates is None else gates.layers
         return self.classify(images_B1HW, layers), gates
 
     def classify(self, images_B1HW: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
-        """Classifies with given gates.
+        """Classify with given gates.
 
         Args:
             images_B1HW: Images.
@@ -151,19 +134,19 @@ class DigitNet(nn.Module):
 def build_network(
     stages: Stages, *, embedding_widths: Sequence[int] | None, seed: int
 ) -> DigitNet:
-    """Draws a network from a seed of its own.
+    """Draw the weights of a network.
 
     Args:
-        stages: See `Stages`.
-        embedding_widths: See `DigitNet`.
-        seed: Of the weights; the caller's random state stays as it is.
+        stages: Widths of the convolutions in each stage.
+        embedding_widths: Of the gating path; None for the plain network.
+        seed: Of the weights; the global random state is not changed.
     """
     with seeded(seed):
         return DigitNet(stages, embedding_widths=embedding_widths)
 
 
 def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> DigitSource:
-    """Divides UCI's digits at random.
+    """Divide UCI's digits at random.
 
     Args:
         seed: Of the division; the test images are the same for any `num_train`.
@@ -262,23 +245,13 @@ STRATEGIES: Mapping[str, Stages] = {
 
 
 def conv_parameters(stages: Stages, *, in_channels: int = 3) -> int:
-    """Counts the weights of 3x3 convolutions, without biases.
-
-    Args:
-        stages: Widths.
-        in_channels: Channels of the image.
-    """
+    """Count the weights of 3x3 convolutions, without biases."""
     widths = [in_channels, *(width for stage in stages for width in stage)]
     return sum(9 * before * after for before, after in pairwise(widths))
 
 
 def shrink(stages: Stages, divisor: int) -> Stages:
-    """Divides all widths.
-
-    Args:
-        stages: Widths.
-        divisor: By how much; results are rounded.
-    """
+    """Divide all widths."""
     shrunk: list[Sequence[int]] = [
         tuple(max(round(width / divisor), 1) for width in stage) for stage in stages
     ]

@@ -10,17 +10,6 @@ from studies.deepmoe2019.measures import Case, Measured
 from studies.deepmoe2019.network import STRATEGIES, VGG, conv_parameters
 from studies.report import Row, at_least, at_most, below, checked, differences
 
-__all__ = [
-    "CHOSEN",
-    "PLAIN",
-    "Found",
-    "accuracy_of",
-    "active_of",
-    "all_rows",
-    "left_of",
-    "patterns_of",
-]
-
 Found = Mapping[Case, Sequence[Measured]]
 Value = Callable[[Measured], float]
 PLAIN: Case = ("plain", "32")
@@ -52,11 +41,7 @@ def left_of(one: Measured) -> float:
 
 
 def all_rows(found: Found) -> list[Row]:
-    """The whole table.
-
-    Args:
-        found: By case.
-    """
+    """The whole table."""
     return [
         *_sweep_rows(found),
         *_claim_rows(found),

@@ -32,17 +32,11 @@ from studies.deepmoe2019.rows import (
 from studies.harness import Session
 from studies.report import StudyResult
 
-__all__ = ["run"]
-
 SEEDS = 5
 
 
 def run(session: Session) -> StudyResult:
-    """Runs the study.
-
-    Args:
-        session: How much.
-    """
+    """Run the study."""
     plan = _plan(session)
     found = measure_all(plan, session)
     num_images = len(draw_digits(seed=0).test)
@@ -118,12 +112,7 @@ BLUE, ORANGE = "#2a6f97", "#b2603a"
 
 
 def _figure(found: Found, *, num_images: int) -> Figure:
-    """Error by active channels, gate patterns by lambda, error by operations.
-
-    Args:
-        found: By case.
-        num_images: Test images.
-    """
+    """Error by active channels, gate patterns by lambda, error by operations."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     axes = figure.subplots(1, 3)
     sweep = {

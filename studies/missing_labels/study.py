@@ -34,11 +34,9 @@ from damex.engine.cli import build_runner
 from damex.engine.hooks import bare_model
 from damex.evaluation import ImageResult, coco_scores
 from damex.toydata import generate_toy_mixture
-from damex.toydata.domains import world_specs
 from studies.harness import Session
 from studies.report import Row, StudyResult, at_least, checked, differences, unjudged
-
-__all__ = ["found_share", "run"]
+from studies.worlds import world_specs
 
 CONFIG = "worlds/worlds-2_missing-labels"
 WORK_DIR = Path("work_dirs/missing_labels")
@@ -65,11 +63,7 @@ class Measured:
 
 
 def run(session: Session) -> StudyResult:
-    """Runs the study.
-
-    Args:
-        session: How much.
-    """
+    """Run the study."""
     cfg = _config(session)
     full, partly, word = _datasets_of(cfg)
     seeds = session.seed_range(1 if session.quick else SEEDS)
@@ -176,10 +170,6 @@ def _detect(
 
 def found_share(images: Sequence[ImageResult], label: int) -> float:
     """Share of the objects of a class that one of the best detections is right about.
-
-    Args:
-        images: Detections and ground truth.
-        label: The class.
 
     Returns:
         In [0, 1]: IoU 0.5 or more with a detection of the class that is among the

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from studies.digits import DigitImages, DigitSource
 
-__all__ = ["GRID", "NUM_PATCHES", "PatchSamples", "Task", "draw_samples"]
-
 GRID = 4  # patches down and across
 NUM_PATCHES = GRID * GRID
 TEST_SEED = 10_000  # far from the seeds of training samples
@@ -41,7 +39,7 @@ class PatchSamples:
 
 @dataclass(frozen=True)
 class Task:
-    """What has to be told apart; see `draw_samples`.
+    """A classification task; see `draw_samples`.
 
     Attributes:
         classes: The digit of each class.
@@ -53,23 +51,11 @@ class Task:
     spurious: float | None = None
 
     def train(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
-        """Training samples of one seed.
-
-        Args:
-            source: Pictures.
-            count: Number of samples.
-            seed: Equal seeds give equal samples.
-        """
+        """Training samples of one seed."""
         return self._draw(source.train, count, seed, self.spurious)
 
     def test(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
-        """Test samples of one seed; see `train`.
-
-        Args:
-            source: Pictures.
-            count: Number of samples.
-            seed: Equal seeds give equal samples.
-        """
+        """Test samples of one seed; see `train`."""
         chance = None if self.spurious is None else 0.5
         return self._draw(source.test, count, TEST_SEED + seed, chance)
 
@@ -89,7 +75,7 @@ def draw_samples(
     classes: Sequence[int] = (1, 0),
     spurious: float | None = None,
 ) -> PatchSamples:
-    """Draws samples, as many of each class, give or take one.
+    """Draw samples, as many of each class, give or take one.
 
     Args:
         digits: Pictures to choose patches from.

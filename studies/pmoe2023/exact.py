@@ -1,4 +1,4 @@
-"""What has to hold exactly, whatever is trained: patches, eq. 6 and table 1.
+"""Identities that hold for any weights: patches, eq. 6 and table 1.
 
 Axes: B samples, N patches of a sample, D pixels of a patch, E experts.
 """
@@ -26,18 +26,11 @@ from studies.pmoe2023.plan import CNN, JOINT, SEPARATE
 from studies.pmoe2023.training import BATCH_SIZE, train_router
 from studies.report import Row, below, checked, near
 
-__all__ = ["cnn_compute", "exact_rows", "pmoe_compute"]
-
 LR, EPOCHS, NUM_SAMPLES = 0.2, 100, 300
 
 
 def exact_rows(source: DigitSource, seeds: Sequence[int]) -> list[Row]:
-    """The choice of patches, the router's closed form, compute and parameters.
-
-    Args:
-        source: Pictures.
-        seeds: Of samples and networks.
-    """
+    """The choice of patches, the router's closed form, compute and parameters."""
     wrong, off = zip(*(selection_errors(source, seed) for seed in seeds), strict=True)
     far = [closed_form_error(source, seed) for seed in seeds]
     selection = "experts that took another number of patches than l"
@@ -91,11 +84,7 @@ def _compute_rows(where: str, recipe: Recipe, embed_dims: int) -> Iterator[Row]:
 
 @torch.no_grad()
 def selection_errors(source: DigitSource, seed: int) -> tuple[int, float]:
-    """Looks at what each expert of joint pMoE takes from each sample.
-
-    Args:
-        source: Pictures.
-        seed: Of samples and router.
+    """Look at what each expert of joint pMoE takes from each sample.
 
     Returns:
         How many experts took another number than l from a sample, and how far the sum
@@ -121,10 +110,6 @@ def closed_form_error(source: DigitSource, seed: int) -> float:
 
     The gradient of eq. 6 is constant: T steps with learning rate eta move w1 by
     eta * T * mean_i(y_i sum_j x_ij), and w2 by the opposite.
-
-    Args:
-        source: Pictures.
-        seed: Of samples and router.
     """
     samples = Task().train(source, NUM_SAMPLES, seed)
     with seeded(seed):
@@ -157,11 +142,7 @@ class StepCompute:
 
 
 def pmoe_compute(recipe: Recipe, *, embed_dims: int) -> tuple[StepCompute, StepCompute]:
-    """Counts router and experts of pMoE.
-
-    Args:
-        recipe: Sizes.
-        embed_dims: Pixels of a patch.
+    """Count router and experts of pMoE.
 
     Returns:
         Of the router, and of the experts.
@@ -176,12 +157,7 @@ def pmoe_compute(recipe: Recipe, *, embed_dims: int) -> tuple[StepCompute, StepC
 
 
 def cnn_compute(num_filters: int, *, embed_dims: int) -> StepCompute:
-    """Counts the CNN.
-
-    Args:
-        num_filters: m.
-        embed_dims: Pixels of a patch.
-    """
+    """Count the CNN."""
     model = PatchCNN(num_filters, embed_dims=embed_dims)
     patches_1ND = torch.rand(1, NUM_PATCHES, embed_dims)
     return _count(lambda: model(patches_1ND), embed_dims)

@@ -26,16 +26,6 @@ from damex.moe import (
 )
 from studies.pmoe2023.data import GRID, PatchSamples
 
-__all__ = [
-    "FilterExperts",
-    "PatchCNN",
-    "PatchMoE",
-    "Recipe",
-    "WideResNet",
-    "as_images",
-    "last_layer_parameters",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -65,13 +55,7 @@ class Recipe:
 
 
 class FilterExperts(nn.Module):
-    """Experts of eq. 1: filters that learn, ReLU, and a second layer that does not.
-
-    Args:
-        recipe: Sizes and starting values.
-        embed_dims: D.
-        num_scores: C.
-    """
+    """Experts of eq. 1: filters that learn, ReLU, and a second layer that does not."""
 
     output_EOC: Tensor
     _zero_EO: Tensor
@@ -92,7 +76,7 @@ class FilterExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws filters and second layer anew."""
+        """Draw new filters and a new second layer."""
         nn.init.normal_(self.filter_EDO, std=_filter_std(self._recipe))
         if self._recipe.output == "normal":
             nn.init.normal_(self.output_EOC)
@@ -100,11 +84,7 @@ class FilterExperts(nn.Module):
             self.output_EOC[0], self.output_EOC[1] = 1.0, -1.0
 
     def forward(self, patches_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Scores each patch with the expert that took it.
-
-        Args:
-            patches_RD: Patches, sorted by expert.
-            counts_E: Patches of each expert.
+        """Score each patch with the expert that took it.
 
         Returns:
             scores_RC: sum over r of a_rs * ReLU(<w_rs, x>).
@@ -116,13 +96,7 @@ class FilterExperts(nn.Module):
 
 
 class PatchMoE(nn.Module):
-    """f_M of eq. 1; for more than two classes that of appendix M.
-
-    Args:
-        recipe: Sizes and starting values.
-        embed_dims: D.
-        num_classes: G.
-    """
+    """f_M of eq. 1; for more than two classes that of appendix M."""
 
     def __init__(
         self, recipe: Recipe, *, embed_dims: int, num_classes: int = 2
@@ -149,10 +123,7 @@ class PatchMoE(nn.Module):
         return cast(LinearRouter, self.moe.router).weight_ED
 
     def forward(self, patches_BND: Tensor) -> Tensor:
-        """Classifies samples.
-
-        Args:
-            patches_BND: Patches of each sample.
+        """Classify samples.
 
         Returns:
             logits_BG: Softmax turns them into probabilities.
@@ -160,11 +131,7 @@ class PatchMoE(nn.Module):
         return self.forward_with_record(patches_BND)[0]
 
     def forward_with_record(self, patches_BND: Tensor) -> tuple[Tensor, RoutingRecord]:
-        """As `forward`, with what was routed.
-
-        Args:
-            patches_BND: Patches of each sample.
-        """
+        """As `forward`, with what was routed."""
         scores_BNC, record = self.moe(patches_BND)
         taken = self.recipe.pool == "taken"
         count = self.recipe.num_tokens if taken else patches_BND.shape[1]
@@ -199,11 +166,7 @@ class PatchCNN(nn.Module):
         self.register_buffer("output_OC", output_OC)
 
     def forward(self, patches_BND: Tensor) -> Tensor:
-        """Classifies samples; see `PatchMoE.forward`.
-
-        Args:
-            patches_BND: Patches of each sample.
-        """
+        """Classify samples; see `PatchMoE.forward`."""
         hidden_BNO = self.filters(patches_BND).relu()
         return _logits(hidden_BNO.mean(1) @ self.output_OC)
 
@@ -255,10 +218,7 @@ class WideResNet(nn.Module):
         self.head = nn.Linear(third, num_classes)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Classifies images.
-
-        Args:
-            images_BCHW: One channel.
+        """Classify images.
 
         Returns:
             logits_BG.
@@ -314,9 +274,6 @@ class _PatchBlock(nn.Module):
 def as_images(samples: PatchSamples) -> PatchSamples:
     """The same samples with their patches put together.
 
-    Args:
-        samples: Of square patches.
-
     Returns:
         Samples whose `patches_BND` are images (B, 1, H, W).
     """
@@ -327,11 +284,7 @@ def as_images(samples: PatchSamples) -> PatchSamples:
 
 
 def last_layer_parameters(model: WideResNet) -> tuple[int, int]:
-    """Parameters of the last convolution, or of its experts, and of their router.
-
-    Args:
-        model: With or without experts.
-    """
+    """Parameters of the last convolution, or of its experts, and of their router."""
     third = model.third
     if isinstance(third, _PatchBlock):
         moe = third.conv2

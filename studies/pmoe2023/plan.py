@@ -10,23 +10,6 @@ from studies.pmoe2023.data import Task
 from studies.pmoe2023.models import Recipe
 from studies.pmoe2023.training import Filters, Job, Outcome
 
-__all__ = [
-    "CNN",
-    "CNN_4",
-    "FULL",
-    "GOAL",
-    "JOINT",
-    "JOINT_CODE",
-    "MULTI",
-    "MULTI_SEPARATE",
-    "QUICK",
-    "SEPARATE",
-    "SEPARATE_CODE",
-    "SPURIOUS",
-    "Plan",
-    "Results",
-]
-
 GOAL = 95.0  # test accuracy, in percent, that the paper counts samples for
 # Section 5.1: about as many parameters in each.
 SEPARATE = Recipe(num_experts=2, num_filters=40, num_tokens=2, joint=False)
@@ -91,7 +74,7 @@ class Plan:
         Args:
             recipe: Sizes and starting values.
             count: Training samples.
-            task: What has to be told apart; the digits 1 and 0 by default.
+            task: The classification task; by default the digits 1 and 0.
         """
         return Job(
             network=recipe,
@@ -130,22 +113,11 @@ class Plan:
         ]
 
     def with_tokens(self, recipe: Recipe, num_tokens: int, count: int) -> Job:
-        """A pMoE with another l.
-
-        Args:
-            recipe: Its other sizes.
-            num_tokens: l.
-            count: Training samples.
-        """
+        """A pMoE with another l."""
         return self.pmoe(replace(recipe, num_tokens=num_tokens), count)
 
     def with_experts(self, num_experts: int, count: int) -> Job:
-        """A joint pMoE with another k and as many filters in all.
-
-        Args:
-            num_experts: k.
-            count: Training samples.
-        """
+        """A joint pMoE with another k and as many filters in all."""
         return self.pmoe(replace(JOINT, num_experts=num_experts), count)
 
     def jobs(self) -> Iterator[Job]:
@@ -224,19 +196,11 @@ class Results:
     wide: Mapping[tuple[bool, int], Sequence[float]]
 
     def accuracies(self, job: Job) -> list[float]:
-        """Test accuracies of a job by seed, in percent.
-
-        Args:
-            job: One that was run.
-        """
+        """Test accuracies of a job by seed, in percent."""
         return [outcome.accuracy for outcome in self.outcomes[job]]
 
     def mean(self, job: Job) -> float:
-        """Mean test accuracy of a job, in percent.
-
-        Args:
-            job: One that was run.
-        """
+        """Mean test accuracy of a job, in percent."""
         return fmean(self.accuracies(job))
 
     def best_cnn(
@@ -250,12 +214,6 @@ class Results:
         """The learning rate with which a CNN did best on the test samples.
 
         Choosing in hindsight favours the CNN: no pMoE gets a choice.
-
-        Args:
-            filters: Its size.
-            count: Training samples.
-            task: As in `Plan.pmoe`.
-            epochs: As in `Plan.cnn`.
         """
         return max(self.plan.cnn(filters, count, task, epochs=epochs), key=self.mean)
 

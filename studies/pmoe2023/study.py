@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from studies.digits import DigitSource, mnist_digits, uci_digits
+from studies.digits import DigitSource, uci_digits
 from studies.harness import Session
 from studies.pmoe2023.data import Task
 from studies.pmoe2023.exact import exact_rows
@@ -33,22 +32,13 @@ from studies.pmoe2023.rows import learned_rows
 from studies.pmoe2023.training import BATCH_SIZE, Job, Outcome, run_job, run_wide
 from studies.report import NO_CLAIM, StudyResult, draw_seeds, unjudged
 
-__all__ = ["NUM_TRAIN", "run"]
-
-MNIST_FOLDER = Path("data/mnist")
 NUM_TRAIN = 1100  # of UCI's 1,797 digits; no test picture is seen in training
 
 
 def run(session: Session) -> StudyResult:
-    """Runs the study.
-
-    Args:
-        session: Full or quick.
-    """
+    """Run the study."""
     plan = QUICK if session.quick else FULL
     source = uci_digits(NUM_TRAIN, seed=0)
-    if MNIST_FOLDER.is_dir() and not session.quick:
-        source = mnist_digits(MNIST_FOLDER)
     seeds = session.seed_range(plan.seeds)
     results = _measure(plan, source, seeds, session)
     learned = list(learned_rows(results))
@@ -91,7 +81,7 @@ def _describe(plan: Plan, source: DigitSource) -> dict[str, Any]:
     return {
         "patches from": source.name,
         "batch": BATCH_SIZE,
-        "epochs at most": f"{plan.epochs}, or as the row says",
+        "epochs at most": f"{plan.epochs}, or as stated in the row",
         "learning rate of pMoE": 0.2,
         "of CNNs, best on the test samples": " ".join(map(str, plan.rates)),
         "test samples": plan.test_samples,
@@ -112,11 +102,7 @@ STYLES = {
 
 
 def _draw(results: Results) -> Figure:
-    """Draws all experiments; bars show one sample standard deviation over seeds.
-
-    Args:
-        results: Measurements.
-    """
+    """Draw all experiments; bars show one sample standard deviation over seeds."""
     figure = Figure(figsize=(13, 15), layout="constrained")
     axes = figure.subplots(3, 3).flatten()
     _samples(axes[0], results)

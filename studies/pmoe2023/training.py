@@ -21,22 +21,6 @@ from studies.harness import seeded
 from studies.pmoe2023.data import PatchSamples, Task
 from studies.pmoe2023.models import PatchCNN, PatchMoE, Recipe, WideResNet, as_images
 
-__all__ = [
-    "BATCH_SIZE",
-    "TOP",
-    "Filters",
-    "Job",
-    "Outcome",
-    "accuracy",
-    "fit",
-    "largest_hits",
-    "run_job",
-    "run_wide",
-    "taken_hits",
-    "top_hits",
-    "train_router",
-]
-
 TOP = (1, 2, 4, 6)  # of how many patches figure 8 asks whether the right one is there
 WIDE_LR = 0.1  # as in the paper
 BATCH_SIZE = 20  # as in the paper's released code
@@ -59,7 +43,7 @@ class Job:
         num_samples: Training samples.
         epochs: At most; fewer when an epoch makes no training error.
         lr: Learning rate.
-        task: What has to be told apart.
+        task: The classification task.
         test_samples: Number of test samples.
         router_epochs: Of a router that is trained on its own.
     """
@@ -98,13 +82,7 @@ class Outcome:
 
 
 def run_job(job: Job, source: DigitSource, seed: int) -> Outcome:
-    """Trains and tests a two-layer network.
-
-    Args:
-        job: What is trained.
-        source: Pictures.
-        seed: Of samples, starting values and orders.
-    """
+    """Train and tests a two-layer network."""
     train = job.task.train(source, job.num_samples, seed)
     test = job.task.test(source, job.test_samples, seed)
     with seeded(seed):
@@ -188,14 +166,6 @@ def fit(
 ) -> int:
     """Plain SGD on the logistic loss until an epoch makes no training error.
 
-    Args:
-        model: Patches -> logits.
-        samples: Training samples.
-        lr: Learning rate.
-        epochs: Passes over the samples at most.
-        seed: Of the order of samples.
-        batch_size: Samples of a step.
-
     Returns:
         Epochs that were needed.
     """
@@ -218,12 +188,7 @@ def fit(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, samples: PatchSamples) -> float:
-    """Share of samples that are classified right, in percent.
-
-    Args:
-        model: Patches -> logits.
-        samples: Test samples.
-    """
+    """Share of samples that are classified right, in percent."""
     model.eval()
     hits = model(samples.patches_BND).argmax(1) == samples.labels_B
     model.train()
@@ -246,10 +211,6 @@ def top_hits(model: PatchMoE, samples: PatchSamples, num_tokens: int) -> float:
 def largest_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
     """Figure 9: how often the patch has the largest gating value of one expert.
 
-    Args:
-        model: Any pMoE.
-        samples: Test samples.
-
     Returns:
         For each class the percentage of its samples, for its best expert.
     """
@@ -257,11 +218,7 @@ def largest_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
 
 
 def taken_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
-    """How often one expert takes the patch at all, with whatever gating value.
-
-    Args:
-        model: Any pMoE.
-        samples: Test samples.
+    """How often one expert takes the patch, at any gating value.
 
     Returns:
         As `largest_hits`.
@@ -302,7 +259,7 @@ def run_wide(
     epochs: int,
     test_samples: int,
 ) -> float:
-    """Trains and tests WRN-pMoE, or WRN.
+    """Train and tests WRN-pMoE, or WRN.
 
     Args:
         experts: Whether the last convolution is a pMoE layer.

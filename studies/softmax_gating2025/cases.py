@@ -17,17 +17,6 @@ from torch import Tensor
 from studies.softmax_gating2025.measures import Truth
 from studies.softmax_gating2025.regression import Gating
 
-__all__ = [
-    "CASES",
-    "TRUTH",
-    "WORST",
-    "Case",
-    "Claim",
-    "interval",
-    "median_curve",
-    "slope",
-]
-
 TRUTH = Truth((2.0, 0.0), (0.3, 0.0), (2.0, -1.5), (0.5, -0.5))
 # sigmoid(z) = (1 + tanh(z / 2)) / 2: the same function, halved.
 SIGMOID_TRUTH = replace(TRUTH, expert_slope=(4.0, -3.0), expert_bias=(1.0, -1.0))
@@ -92,12 +81,7 @@ def slope(sizes: Sequence[int], errors: np.ndarray) -> float:
 
 
 def interval(values: Sequence[float], *, level: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the mean from Student's t; infinite for one value.
-
-    Args:
-        values: One per seed.
-        level: Its level.
-    """
+    """Confidence interval of the mean from Student's t; infinite for one value."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return -float("inf"), float("inf")
@@ -107,7 +91,7 @@ def interval(values: Sequence[float], *, level: float = 0.95) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class Claim:
-    """What the theory says of the slope of one quantity, and what counts as that.
+    """The theory's claim about the slope of one quantity, and its criterion.
 
     Attributes:
         quantity: Name as in `simulate`.
@@ -127,11 +111,7 @@ class Claim:
     slower_than: float | None = None
 
     def judge(self, slopes: Sequence[float]) -> tuple[str, bool | None]:
-        """The criterion, with the interval of the slope, and whether it holds.
-
-        Args:
-            slopes: One per seed.
-        """
+        """The criterion, with the interval of the slope, and whether it holds."""
         low, high = interval(slopes)
         found = f"95 % interval {low:.2f} to {high:.2f}" if len(slopes) > 1 else ""
         mean = float(np.mean(slopes))
@@ -154,7 +134,7 @@ class Case:
 
     Attributes:
         name: For the report.
-        gating: See `Family`.
+        gating: Form of the gate, as in `Family`.
         activation: Of the experts.
         truth: The true mixture.
         atom_of: Ways to write the truth with as many experts as are fitted; each is

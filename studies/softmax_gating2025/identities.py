@@ -19,15 +19,6 @@ from studies.softmax_gating2025.measures import Truth, align, voronoi_loss
 from studies.softmax_gating2025.regression import Family, Gating
 from studies.softmax_gating2025.simulation import support
 
-__all__ = [
-    "group_residual",
-    "identity_rows",
-    "linear_residual",
-    "merge",
-    "rescaling",
-    "temperature_residual",
-]
-
 POINTS = 21
 ROUNDING = 1e-12
 APART = 1.0  # how far the halves of a split expert are from it
@@ -125,10 +116,6 @@ def temperature_residual(gating: Gating, *, seed: int) -> float:
 
 def rescaling(gating: Gating, *, factor: float) -> tuple[float, float]:
     """Slopes, biases and temperature of the gate all multiplied.
-
-    Args:
-        gating: One with a temperature.
-        factor: By what.
 
     Returns:
         The largest change of the function, and D3,1 between the two measures.

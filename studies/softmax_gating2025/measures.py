@@ -15,17 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = [
-    "Hierarchy",
-    "Measure",
-    "Truth",
-    "align",
-    "cell_errors",
-    "hierarchical_loss",
-    "voronoi_cells",
-    "voronoi_loss",
-]
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -57,10 +46,6 @@ class Measure:
 def voronoi_cells(measure: Measure, truth: Measure) -> Tensor:
     """Cells of the true atoms (eq. 5): to each fitted atom the nearest true one.
 
-    Args:
-        measure: The fitted ones.
-        truth: One measure (S = 1).
-
     Returns:
         cell_SKJ: One-hot, float64.
     """
@@ -70,7 +55,7 @@ def voronoi_cells(measure: Measure, truth: Measure) -> Tensor:
 
 
 def align(measure: Measure, truth: Measure, *, slopes: bool = True) -> Measure:
-    """Fixes what no data can tell: adding a constant to all slopes or all biases.
+    """Fix what no data can tell: adding a constant to all slopes or all biases.
 
     The paper pins the truth (assumption A.3: the last slope and bias are zero). A
     fitted measure is moved so that the cell of that atom has the mass and, in the mean,
@@ -147,12 +132,7 @@ class CellErrors:
 
 
 def cell_errors(measure: Measure, truth: Measure) -> CellErrors:
-    """How far atoms are from the centres of their cells.
-
-    Args:
-        measure: The fitted ones, aligned.
-        truth: One measure (S = 1).
-    """
+    """How far atoms are from the centres of their cells."""
     cell_SKJ = voronoi_cells(measure, truth)
     size_SJ = cell_SKJ.sum(1)
     distance_SK = torch.linalg.vector_norm(
@@ -190,12 +170,6 @@ def hierarchical_loss(
 
     The number of groups is known in the paper, and fitted groups stand in the order of
     the true ones: fits start near the truth.
-
-    Args:
-        measure: The fitted ones, second levels aligned.
-        truth: One hierarchy (S = 1).
-        order: See `voronoi_loss`.
-        linear: See `voronoi_loss`.
 
     Returns:
         loss_S: Zero if and only if the measures are equal.
@@ -302,11 +276,7 @@ class Truth:
         )
 
     def measure(self, *, temperature: bool = False) -> Measure:
-        """As one measure.
-
-        Args:
-            temperature: Whether tau is a parameter.
-        """
+        """As one measure."""
         return Measure(
             _row(self.gate_bias) / self.temperature,
             _row(self.gate_slope).unsqueeze(2),

@@ -29,8 +29,6 @@ from damex.moe import (
 )
 from studies.softmax_gating2025.measures import Hierarchy, Measure, Truth
 
-__all__ = ["Family", "Gating"]
-
 Gating = Literal["softmax", "linear_temperature", "tanh_temperature", "hierarchical"]
 
 
@@ -42,12 +40,7 @@ class TemperatureGate(DenseSoftmaxGate):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Weighs all experts.
-
-        Args:
-            logits_VE: Clean router logits.
-            packing: Not read.
-        """
+        """Weigh all experts."""
         return super().forward(logits_VE / self.log_scale.exp(), packing)
 
 
@@ -193,7 +186,7 @@ class Family:
         return [group[-1] for group in groups for _ in group]
 
     def _free(self) -> dict[str, Tensor]:
-        """Masks of the estimated elements."""
+        """Mask of the estimated elements."""
         E, D = self.num_experts, self._expert_input + 1
         moves_E = torch.ones(E, dtype=torch.bool)
         moves_E[self._reference()] = False
@@ -279,9 +272,6 @@ class Regression:
 
     def position(self, name: str) -> int:
         """Where the first free element of a parameter is in theta_P.
-
-        Args:
-            name: Name of the parameter.
 
         Raises:
             ValueError: If nothing of it is free.

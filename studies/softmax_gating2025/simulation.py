@@ -25,15 +25,6 @@ from studies.softmax_gating2025.measures import (
 )
 from studies.softmax_gating2025.regression import Family
 
-__all__ = [
-    "Plan",
-    "family_of",
-    "fit_from_starts",
-    "levenberg_marquardt",
-    "simulate",
-    "support",
-]
-
 BOUND = 8.0  # the compact box of assumption A.1
 SPREAD = 0.3  # standard deviation of starts around the truth
 
@@ -84,11 +75,6 @@ def simulate(case: Case, plan: Plan, *, seed: int) -> dict[str, Tensor]:
     by a constant. So the fit is the least-squares fit of eq. 3 at a cost that does not
     depend on n.
 
-    Args:
-        case: What is fitted.
-        plan: How much.
-        seed: Of samples and starts.
-
     Returns:
         For each quantity its values (sizes, repetitions); see `errors_at`.
     """
@@ -125,11 +111,6 @@ def simulate(case: Case, plan: Plan, *, seed: int) -> dict[str, Tensor]:
 
 def errors_at(case: Case, family: Family, theta_SP: Tensor) -> Mapping[str, Tensor]:
     """Distances of parameters from the truth.
-
-    Args:
-        case: What is fitted.
-        family: Its mixtures.
-        theta_SP: Fitted parameters.
 
     Returns:
         'loss', 'exact' and 'over' (see `CellErrors`); with a temperature also 'tau',
@@ -235,7 +216,7 @@ def fit_from_starts(
     """The best of several descents for each problem.
 
     Args:
-        model: See `Model`.
+        model: Values and Jacobian of the fitted functions.
         target_SN: What is to be fitted.
         scale_SN: Factor of each residual.
         starts_SAP: Where to start.
@@ -271,7 +252,7 @@ def levenberg_marquardt(
     step. Problems that came to rest are left out of later steps.
 
     Args:
-        model: See `Model`.
+        model: Values and Jacobian of the fitted functions.
         target_SN: What is to be fitted.
         scale_SN: Factor of each residual; for noise of standard deviation s and n
             observations at a point, sqrt(n) / s makes the cost a chi-square.

@@ -28,16 +28,6 @@ from studies.softmax_gating2025.cases import (
 from studies.softmax_gating2025.identities import identity_rows
 from studies.softmax_gating2025.simulation import BOUND, SPREAD, Plan, simulate
 
-__all__ = [
-    "QUICK_CASES",
-    "STUCK",
-    "plan_of",
-    "remark",
-    "run",
-    "start_rows",
-    "stuck_row",
-]
-
 # For each seed: quantity -> (sizes, repetitions).
 Found = Sequence[Mapping[str, Tensor]]
 Curves = dict[str, tuple[Sequence[int], Found]]  # with the sample sizes of each case
@@ -70,7 +60,7 @@ STUCK = ("linear, over", "linear, over, copies start apart")
 
 
 def run(session: Session) -> StudyResult:
-    """Fits all cases and compares the slopes with the theorems.
+    """Fit all cases and compares the slopes with the theorems.
 
     Args:
         session: The quick run has a few cases with a known number of experts.
@@ -153,7 +143,7 @@ def _facts(plans: Mapping[str, Plan]) -> dict[str, str]:
     starts = " or ".join(map(str, sorted({plan.starts for plan in plans.values()})))
     repetitions = sorted({plan.repetitions for plan in plans.values()})
     return dict(
-        n=f"{plan.sizes[0]} to {plan.sizes[-1]} unless the row says otherwise",
+        n=f"{plan.sizes[0]} to {plan.sizes[-1]} unless stated in the row",
         repetitions=" or ".join(map(str, repetitions)) + " per n and seed",
         inputs=f"{plan.points} equally likely points in [-2, 2]",
         box=f"[-{BOUND:g}, {BOUND:g}]",
@@ -164,7 +154,7 @@ def _facts(plans: Mapping[str, Plan]) -> dict[str, str]:
 def _rate_rows(
     case: Case, sizes: Sequence[int], found: Found, *, where: str | None = None
 ) -> list[Row]:
-    """Slopes of one case beside the theory.
+    """Slopes of one case compared with the theory.
 
     Args:
         case: The case.
@@ -244,13 +234,7 @@ def start_rows(
 
 
 def stuck_row(name: str, sizes: Sequence[int], found: Found) -> Row:
-    """Linear experts: the error of the merged cell where that of the function is small.
-
-    Args:
-        name: Of the case.
-        sizes: Sample sizes, 31,623 among them.
-        found: Errors of each seed.
-    """
+    """Error of the merged cell of linear experts at a small error of the function."""
     place = list(sizes).index(STUCK_SIZE)
     values = [float(median_curve(one["over"])[place]) for one in found]
     return Row(
@@ -264,11 +248,7 @@ def stuck_row(name: str, sizes: Sequence[int], found: Found) -> Row:
 
 
 def remark(rows: Sequence[Row]) -> str:
-    """What a fixed truth shows where the theorems bound the worst one.
-
-    Args:
-        rows: All rows of the study.
-    """
+    """What a fixed truth shows where the theorems bound the worst one."""
     fixed = ", ".join(
         f"{row.mean:.2f} ({row.settings}: {row.name.rpartition(', ')[2]})"
         for row in rows

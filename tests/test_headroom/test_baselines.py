@@ -1,4 +1,4 @@
-"""Every rung is a config that builds what it says, on the images that it promises."""
+"""Every baseline builds the detector of its name, on as many images."""
 
 import pytest
 from mmdet.registry import DATA_SAMPLERS, DATASETS, MODELS
@@ -24,7 +24,7 @@ def joint(config):
 
 
 def configs(joint, *names):
-    return {rung.name: rung.config for rung in baselines_of(joint, names)}
+    return {one.name: one.config for one in baselines_of(joint, names)}
 
 
 def build(cfg):
@@ -52,14 +52,14 @@ def widths(detector, component):
     ("name", "encoder", "decoder"),
     [("dense", 256, 256), ("wide_decoder", 256, 1024), ("wide_encoder", 1024, 256)],
 )
-def test_rungs_have_dense_ffns_of_their_width(joint, name, encoder, decoder):
+def test_baselines_have_dense_ffns_of_their_width(joint, name, encoder, decoder):
     detector = build(configs(joint(), name)[name])
     assert widths(detector, "encoder") == [encoder] * 2
     assert widths(detector, "decoder") == [decoder] * 3
     assert detector.resolved_moe() == {}
 
 
-def test_rungs_do_not_change_each_other_or_the_config(config):
+def test_baselines_do_not_change_each_other_or_the_config(config):
     cfg = read_config(str(config))
     before = cfg.to_dict()
     joint = read_joint(cfg)
@@ -71,10 +71,10 @@ def test_rungs_do_not_change_each_other_or_the_config(config):
 
 
 def test_twice_the_learning_rate_reaches_groups_with_a_factor(joint):
-    rung = configs(joint(), "dense_lr2")["dense_lr2"]
-    wrapper = rung.optim_wrapper
+    baseline = configs(joint(), "dense_lr2")["dense_lr2"]
+    wrapper = baseline.optim_wrapper
     wrapper["paramwise_cfg"] = dict(custom_keys=dict(backbone=dict(lr_mult=0.1)))
-    groups = build_optim_wrapper(build(rung), wrapper).param_groups
+    groups = build_optim_wrapper(build(baseline), wrapper).param_groups
     assert {round(group["lr"], 6) for group in groups} == {0.0024, 0.00024}
 
 
@@ -91,10 +91,10 @@ def test_single_runs_read_what_the_joint_run_reads_of_each_dataset(joint):
     dense, *singles = baselines_of(weighted, ["dense", "single"])
     whole = drawn(dense.config, epochs=4)
     assert dense.images == sum(whole.values()) == 40
-    assert [rung.name for rung in singles] == ["single_street", "single_park"]
-    for rung, name in zip(singles, weighted.shares, strict=True):
-        own = drawn(rung.config, epochs=4)
-        assert own == {name: rung.images}
+    assert [one.name for one in singles] == ["single_street", "single_park"]
+    for one, name in zip(singles, weighted.shares, strict=True):
+        own = drawn(one.config, epochs=4)
+        assert own == {name: one.images}
         assert abs(own[name] - whole[name]) <= 4 * 0.5  # half a sample per epoch
 
 
@@ -103,20 +103,20 @@ def test_single_runs_know_their_own_classes_alone(config, joint):
     found = joint(**{"model.ignore_unannotated_classes": True})
     assert found.shares == pytest.approx(dict(street=5 / 8, park=3 / 8))
     dense, *singles = baselines_of(found, ["dense", "single"])
-    assert (dense.images, *(rung.images for rung in singles)) == (8, 5, 3)
+    assert (dense.images, *(one.images for one in singles)) == (8, 5, 3)
     assert dense.config.model.ignore_unannotated_classes
     classes = [["car", "person", "bus"], ["person", "dog", "car"]]
     written = read_joint(resolve_config(read_config(str(config))))
     again = baselines_of(written, ["single"])
-    for rung, other, names in zip(singles, again, classes, strict=True):
-        assert "ignore_unannotated_classes" not in rung.config.model
-        resolved = resolve_config(rung.config)
+    for one, other, names in zip(singles, again, classes, strict=True):
+        assert "ignore_unannotated_classes" not in one.config.model
+        resolved = resolve_config(one.config)
         for loader in ("train_dataloader", "val_dataloader", "test_dataloader"):
             data = DATASETS.build(resolved[loader]["dataset"])
             assert list(data.metainfo["classes"]) == names
-        assert build(rung.config).bbox_head.num_classes == 3
+        assert build(one.config).bbox_head.num_classes == 3
         assert build(other.config).bbox_head.num_classes == 3
-        assert drawn(other.config) == drawn(rung.config)
+        assert drawn(other.config) == drawn(one.config)
 
 
 def test_training_by_iterations_is_shortened_with_its_schedule(joint):
@@ -184,9 +184,11 @@ def test_what_cannot_be_measured_is_refused_before_it_starts(config, change, mes
         ("dense_lr2", {"optim_wrapper.optimizer.lr": None}, "multiplies optim_wrapper"),
     ],
 )
-def test_a_rung_says_what_it_would_have_changed(joint, name, change, message):
+def test_a_baseline_names_the_setting_that_it_cannot_change(
+    joint, name, change, message
+):
     found = joint(**change)
-    with pytest.raises(ConfigError, match=f"{message}.*--rungs"):
+    with pytest.raises(ConfigError, match=f"{message}.*--baselines"):
         baselines_of(found, [name])
 
 
@@ -201,14 +203,14 @@ def test_partitioned_has_classes_of_each_dataset_that_learn_from_it_alone(
         found = joint(label_space=labels)
     elif by == "written config":
         found = read_joint(resolve_config(read_config(str(config))))
-    rung = configs(found, "partitioned")["partitioned"]
-    loader = resolve_config(rung)["val_dataloader"]
+    baseline = configs(found, "partitioned")["partitioned"]
+    loader = resolve_config(baseline)["val_dataloader"]
     car = "vehicle" if by == "label file" else "car"
     assert list(DATASETS.build(loader["dataset"]).metainfo["classes"]) == [
         *[f"street/{name}" for name in (car, "person", "bus")],
         *[f"park/{name}" for name in ("person", "dog", car)],
     ]
-    detector = build(rung)
+    detector = build(baseline)
     assert detector.bbox_head.num_classes == 6
     awareness = detector.awareness
     own, foreign = [True] * 3, [False] * 3
@@ -219,7 +221,7 @@ def test_partitioned_has_classes_of_each_dataset_that_learn_from_it_alone(
 
 def test_partitioned_needs_a_detector_that_ignores_classes(joint):
     found = joint(**{"model.type": "MoEDeformableDETR"})
-    with pytest.raises(ConfigError, match=r"needs model.type='MoEDINO'.*--rungs"):
+    with pytest.raises(ConfigError, match=r"needs model.type='MoEDINO'.*--baselines"):
         baselines_of(found, ["partitioned"])
 
 
@@ -230,11 +232,11 @@ def test_one_dataset_has_no_single(joint, two_datasets):
 
 
 def test_the_oracle_is_a_training_of_the_recipe(joint):
-    (rung,) = baselines_of(joint(), ["oracle"])
+    (one,) = baselines_of(joint(), ["oracle"])
     (recipe,) = experts_of(joint(), ["damex_best"])
-    assert (rung.name, rung.config.to_dict()) == (recipe.name, recipe.config.to_dict())
-    assert rung.config.moe == moe_of_file("damex_best")
-    assert rung.images == 8
+    assert (one.name, one.config.to_dict()) == (recipe.name, recipe.config.to_dict())
+    assert one.config.moe == moe_of_file("damex_best")
+    assert one.images == 8
 
 
 def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
@@ -251,8 +253,8 @@ def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
     plain = joint()
     (dense,) = baselines_of(plain, ["dense"])
     found = experts_of(plain, ["vanilla", str(own), str(parts)])
-    assert {rung.images for rung in found} == {dense.images}
-    named = {rung.name: rung.config for rung in found}
+    assert {one.images for one in found} == {dense.images}
+    named = {one.name: one.config for one in found}
     assert list(named) == ["vanilla", "mine", "five", "dense_faster"]
     assert build(named["mine"]).awareness.conditioning is not None
     assert named["mine"].model.num_queries == plain.config.model.num_queries
@@ -263,16 +265,18 @@ def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
     assert named["five"].optim_wrapper == plain.config.optim_wrapper
 
 
-def test_experts_may_not_take_the_folder_of_a_rung(joint, tmp_path):
+def test_experts_may_not_take_the_folder_of_a_baseline(joint, tmp_path):
     own = tmp_path / "wide_decoder.py"
     own.write_text("moe = dict(layers=dict(decoder=[1]))")
-    with pytest.raises(ConfigError, match="another rung has the name 'wide_decoder'"):
+    with pytest.raises(
+        ConfigError, match="another training has the name 'wide_decoder'"
+    ):
         experts_of(joint(), [str(own)])
 
 
 def test_every_intervention_of_the_worlds_can_be_built(joint):
-    rungs = experts_of(joint(), [str(CONFIGS / "_base_" / "interventions.py")])
-    with_experts = {r.name: len(list(moe_blocks(build(r.config)))) for r in rungs}
+    trainings = experts_of(joint(), [str(CONFIGS / "_base_" / "interventions.py")])
+    with_experts = {r.name: len(list(moe_blocks(build(r.config)))) for r in trainings}
     assert with_experts["decoder_only"] < with_experts["by_token"]
     dense = {name for name, blocks in with_experts.items() if blocks == 0}
     assert dense == {"dense_conditioned", "dense_label_prior", "dense_averaged"}

@@ -1,54 +1,54 @@
-"""The command: on trainings of a few iterations, and its mistakes."""
+"""The command: on trainings of a few iterations, its report, and its mistakes."""
 
 import json
 
 import pytest
+from rich.console import Console
 
 from damex.commandline.commands import app
 from damex.errors import ConfigError
+from damex.headroom.command import (
+    _write,
+    report,
+    score_row,
+    single_row,
+    table_of,
+    with_differences,
+)
 
 
 @pytest.mark.slow
-def test_a_ladder_is_trained_measured_and_goes_on_where_it_was(
-    tmp_path, config, run_python
-):
-    folder = tmp_path / "ladder"
+def test_baselines_are_trained_compared_and_resumed(tmp_path, config, run_python):
+    folder = tmp_path / "headroom"
     common = (config, "--work-dir", folder, "--seeds", "3")
-    first = run_python("-m", "damex", "headroom", *common, "--rungs", "zeroed")
+    first = run_python("-m", "damex", "headroom", *common, "--baselines")
     assert first.returncode == 0, first.stderr + first.stdout
     assert "together 1 trainings, 8 images" in first.stdout
-    assert "zeroed: 1 x 8 evaluations" in first.stdout
     assert "No verdict" in first.stdout
-    kept = [*(folder / "dense").rglob("summary.json")]
-    assert len(kept) == 2
-    before = [path.stat().st_mtime_ns for path in kept]
+    (kept,) = (folder / "dense").rglob("summary.json")
+    before = kept.stat().st_mtime_ns
 
-    more = ("--rungs", "zeroed", "single", "dense_lr2", "--jobs", "2")
+    more = ("--baselines", "single", "dense_lr2", "--jobs", "2")
     second = run_python("-m", "damex", "headroom", *common, *more)
     assert second.returncode == 0, second.stderr + second.stdout
     assert "4 runs, 1 finished before; 2 at a time" in second.stdout
-    assert [path.stat().st_mtime_ns for path in kept] == before
+    assert kept.stat().st_mtime_ns == before
     assert "(a guess from a single seed)" in second.stdout
 
     found = json.loads((folder / "headroom.json").read_text())
-    assert list(found["rungs"]) == ["dense", "dense_lr2", "single"]
+    assert list(found["rows"]) == ["dense", "dense_lr2", "single"]
     assert found["seeds"] == [3]
-    dense, single = found["rungs"]["dense"], found["rungs"]["single"]
+    dense, single = found["rows"]["dense"], found["rows"]["single"]
     assert {*dense["datasets"]} == {*single["datasets"]} == {"street", "park"}
     assert single["minus_dense"]["mean"] == pytest.approx(
         single["mean_ap"][0] - dense["mean_ap"][0]
     )
-    # The checkpoint was loaded, and is whole again after every zeroing.
-    assert found["zeroed"]["none"]["mean_ap"] == dense["mean_ap"]
     assert found["verdict"]["reference"] in ("dense", "dense_lr2")
-    assert (folder / "headroom.png").stat().st_size > 0
     absent = "Not included: partitioned, wide_decoder, wide_encoder, oracle.\n"
     assert absent in (folder / "headroom.md").read_text()
 
-    options = ("--cfg-options", "train_cfg.max_epochs=2")
-    other = run_python(
-        "-m", "damex", "headroom", *common, "--rungs", "zeroed", *options
-    )
+    options = ("--baselines", "--cfg-options", "train_cfg.max_epochs=2")
+    other = run_python("-m", "damex", "headroom", *common, *options)
     assert other.returncode == 2
     assert "runs of a config that differs in train_cfg;" in other.stderr
 
@@ -57,52 +57,46 @@ def test_a_ladder_is_trained_measured_and_goes_on_where_it_was(
 def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
     tmp_path, config, run_python
 ):
-    folder = tmp_path / "ladder"
-    common = (config, "--work-dir", folder, "--seeds", "3", "--rungs", "oracle")
+    folder = tmp_path / "headroom"
+    common = (config, "--work-dir", folder, "--seeds", "3", "--baselines", "oracle")
     first = run_python("-m", "damex", "headroom", *common)
     assert first.returncode == 0, first.stderr + first.stdout
-    assert "oracle: 1 evaluations of damex_best" in first.stdout
     found = json.loads((folder / "headroom.json").read_text())
-    assert list(found["rungs"]) == ["dense", "oracle"]
-    told = json.loads((folder / "damex_best/seed3/oracle/summary.json").read_text())
-    assert told["routing_accuracy"]["mean"] == 1.0
-    assert found["rungs"]["oracle"]["mean_ap"] == [told["mean_ap"]]
+    assert list(found["rows"]) == ["dense", "oracle"]
+    oracle = json.loads((folder / "oracle/seed3/test_summary.json").read_text())
+    assert oracle["routing_accuracy"]["mean"] == 1.0
+    assert found["rows"]["oracle"]["mean_ap"] == [oracle["mean_ap"]]
 
     second = run_python("-m", "damex", "headroom", *common, "--experts", "damex_best")
     assert second.returncode == 0, second.stderr + second.stdout
     assert "finished before" not in second.stdout  # nothing is left to run
     scored = json.loads((folder / "headroom.json").read_text())
-    assert list(scored["rungs"]) == ["dense", "oracle", "damex_best"]
-    own = json.loads((folder / "damex_best/seed3/summary.json").read_text())
-    assert scored["rungs"]["damex_best"]["mean_ap"] == [own["mean_ap"]]
+    assert list(scored["rows"]) == ["dense", "oracle", "damex_best"]
+    recipe = json.loads((folder / "damex_best/seed3/summary.json").read_text())
+    assert scored["rows"]["damex_best"]["mean_ap"] == [recipe["mean_ap"]]
 
 
-@pytest.mark.parametrize("rung", ["oracle", "zeroed"])
-def test_what_is_evaluated_once_more_needs_checkpoints(tmp_path, config, rung):
+def test_the_oracle_needs_checkpoints(tmp_path, config):
     with config.open("a") as file:
         file.write("default_hooks = dict(checkpoint=None)\n")
-    command = [str(config), "--work-dir", str(tmp_path), "--rungs", "single", rung]
-    with pytest.raises(ConfigError, match=f"is None, and {rung} evaluate checkpoints"):
+    command = [str(config), "--work-dir", str(tmp_path), "--baselines", "oracle"]
+    with pytest.raises(ConfigError, match="is None, and oracle evaluates checkpoints"):
         app(["headroom", *command])
 
 
 def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
-    own = tmp_path / "damex_best.py"
-    own.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
-    common = [str(config), "--work-dir", str(tmp_path / "ladder")]
+    recipe = tmp_path / "damex_best.py"
+    recipe.write_text("moe = dict(layers=dict(decoder=[1]), num_experts=3)")
+    common = [str(config), "--work-dir", str(tmp_path / "headroom")]
     with pytest.raises(ConfigError, match="'damex_best' that is not the one of damex"):
-        app(["headroom", *common, "--rungs", "oracle", "--experts", str(own)])
+        app(["headroom", *common, "--baselines", "oracle", "--experts", str(recipe)])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.py"], "there is no config file 'missing.py'"),
-        (
-            ["quickstart", "--rungs", "wider"],
-            '"wider" for --rungs.*See damex',
-        ),
-        (["quickstart", "--seeds", "1", "1"], "--seeds must be different numbers"),
+        (["quickstart", "--baselines", "wider"], '"wider" for --baselines'),
         (["quickstart", "--jobs", "0"], '"0" for --jobs'),
         (["quickstart", "--cfg-options", "modl.a=1"], "did you mean 'model'"),
     ],
@@ -110,3 +104,121 @@ def test_another_recipe_of_the_same_name_is_refused(tmp_path, config):
 def test_mistakes_on_the_command_line_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         app(["headroom", *arguments])
+
+
+# ---- the report, from summaries made by hand ----
+
+
+def summary(pooled=0.1, **ap):
+    return dict(
+        mean_ap50=2 * sum(ap.values()) / len(ap),
+        mean_ap=sum(ap.values()) / len(ap),
+        pooled_ap=pooled,
+        datasets={name: dict(ap=v, ap50=2 * v) for name, v in ap.items()},
+    )
+
+
+@pytest.fixture
+def rows():
+    dense = score_row([summary(a=0.25, b=0.5), summary(a=0.125, b=0.25)])
+    single = single_row(
+        {
+            "a": score_row([summary(a=0.5), None]),
+            "b": score_row([summary(b=0.25), summary(b=0.375)]),
+        }
+    )
+    return with_differences(dict(dense=dense, single=single))
+
+
+def test_a_row_has_a_number_per_seed(rows):
+    assert rows["dense"]["mean_ap"] == [0.375, 0.1875]
+    assert rows["dense"]["mean_ap50"] == [0.75, 0.375]
+    assert rows["dense"]["pooled_ap"] == [0.1, 0.1]
+    assert rows["dense"]["datasets"]["a"] == dict(ap=[0.25, 0.125], ap50=[0.5, 0.25])
+    assert rows["dense"]["minus_dense"] is None
+
+
+def test_single_is_the_mean_over_the_detectors_of_one_dataset_each(rows):
+    single = rows["single"]
+    assert single["mean_ap"] == [0.375, None]  # a is missing in the second seed
+    assert single["pooled_ap"] == [None, None]
+    assert single["datasets"]["a"]["ap"] == [0.5, None]
+    assert single["datasets"]["b"]["ap"] == [0.25, 0.375]
+    assert single["minus_dense"] == dict(mean=0.0, ci95=None)
+
+
+def test_the_table_has_a_column_per_dataset(rows):
+    rows |= with_differences(dict(wide_decoder=score_row([None, None])))
+    lines = table_of(rows).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[0][:4] == ["training", "mean AP50", "mean AP", "minus dense [95%]"]
+    assert cells[0][4:] == ["pooled AP", "a AP", "b AP"]
+    assert cells[2][2:5] == ["0.281 ± 0.133", "-", "0.100 ± 0.000"]
+    assert cells[3][2:] == ["0.375", "+0.000", "-", "0.500", "0.312 ± 0.088"]
+    assert cells[4][1:] == ["-"] * 6  # without a run there are no numbers
+
+
+def test_the_report_joins_the_singles_and_can_be_json():
+    found = report(
+        {
+            "dense": [summary(a=0.25, b=0.25), summary(a=0.25, b=0.375)],
+            "single_a": [summary(a=0.5), summary(a=0.5)],
+            "single_b": [summary(b=0.5), summary(b=0.625)],
+        },
+        datasets=["a", "b"],
+        seeds=[4, 5],
+    )
+    found = json.loads(json.dumps(found))
+    assert list(found["rows"]) == ["dense", "single"]
+    assert found["rows"]["single"]["minus_dense"] == dict(mean=0.25, ci95=[0.25, 0.25])
+    verdict = found["verdict"]
+    assert (verdict["answer"], verdict["above"]) == ("yes", ["single"])
+    assert verdict["differences"]["single"]["mean"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("scores", "helps"), [((0.5, 0.625), True), ((0.5, 0.25), False)]
+)
+def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
+    found = report(
+        {
+            "dense": [summary(a=0.125), summary(a=0.25)],
+            "dense_lr2": [summary(a=0.25), summary(a=0.375)],
+            "wide_decoder": [summary(a=0.25), summary(a=0.375)],
+            "mine": [summary(a=score) for score in scores],
+            "failed": [None, None],
+        },
+        datasets=["a"],
+        seeds=[0, 1],
+        experts=["mine", "failed"],
+    )
+    assert list(found["experts"]) == ["mine"]
+    one = json.loads(json.dumps(found["experts"]["mine"]))
+    # Seed by seed: 0.5 - 0.25 and the other one - 0.375.
+    assert one["minus_best_dense"]["mean"] == (0.25 + scores[1] - 0.375) / 2
+    assert one["helps"] is helps
+    assert found["verdict"]["answer"] == "no"  # the experts are no part of the verdict
+
+
+def test_without_a_verdict_experts_are_still_compared_and_gaps_are_named(tmp_path):
+    found = report(
+        {
+            "dense": [summary(a=0.125), summary(a=0.25)],
+            "dense_lr2": [summary(a=0.25), None],
+            "partitioned": [None, None],
+            "mine": [summary(a=0.5), summary(a=0.5)],
+        },
+        datasets=["a"],
+        seeds=[4, 7],
+        experts=["mine"],
+    )
+    _write(tmp_path, found, Console(quiet=True))
+    paragraphs = (tmp_path / "headroom.md").read_text().split("\n\n")
+    assert paragraphs[1:] == [
+        "Not included: wide_decoder, wide_encoder, single, oracle.",
+        "Missing: seed 7 of dense_lr2, seed 4 of partitioned, seed 7 of partitioned. "
+        "Differences are over common seeds.",
+        "No verdict: it needs a seed of dense and of one of wide_decoder, "
+        "wide_encoder, single, oracle.",
+        "mine helps: +0.250 over dense_lr2 in mean AP.\n",
+    ]

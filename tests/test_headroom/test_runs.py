@@ -1,4 +1,4 @@
-"""Processes side by side: what is kept, what is handed over, what is cleaned up."""
+"""Runs in subprocesses: skipped, resumed, started and stopped."""
 
 import json
 import os
@@ -16,9 +16,8 @@ from damex.errors import ConfigError
 from damex.headroom.runs import (
     Run,
     fit_to_job,
-    gpus_of,
     run_all,
-    training,
+    training_run,
     write_config,
 )
 
@@ -39,17 +38,13 @@ def test_a_run_without_its_evaluation_or_with_a_truncated_summary_has_not_finish
             Run("config.py", tmp_path).summary()
 
 
-@pytest.mark.parametrize(
-    "program", ["damex", "/x/__main__.py", "/x/damex/headroom/ablations.py"]
-)
-def test_a_run_of_other_inputs_is_refused(tmp_path, program):
-    command = f"{program} ablate_ffns config.py one.pth --work-dir {tmp_path}"
+def test_an_evaluation_of_another_checkpoint_is_refused(tmp_path):
+    command = f"/x/damex/__main__.py test config.py one.pth --work-dir {tmp_path}"
     summary = dict(datasets={"a": {}}, command=command)
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    ablation = dict(command="ablate_ffns", module="damex.headroom.ablations")
-    same = Run("config.py", tmp_path, inputs=("one.pth",), **ablation)
+    (tmp_path / "test_summary.json").write_text(json.dumps(summary))
+    same = Run("config.py", tmp_path, command="test", inputs=("one.pth",))
     assert same.summary() == summary
-    other = Run("config.py", tmp_path, inputs=("two.pth",), **ablation)
+    other = Run("config.py", tmp_path, command="test", inputs=("two.pth",))
     with pytest.raises(ConfigError, match="belongs to a run with other settings"):
         other.summary()
 
@@ -87,7 +82,7 @@ def started(monkeypatch):
 
 
 def test_a_training_resumes_and_a_timed_run_does_not(tmp_path, started):
-    run = training(tmp_path / "config.py", seed=4)
+    run = training_run(tmp_path / "config.py", seed=4)
     run.start(threads=1)
     (run.folder / "last_checkpoint").touch()
     run.start(threads=1)
@@ -107,7 +102,7 @@ class Sleeper:
 
     seconds: float
 
-    def start(self, *, threads, gpu):
+    def start(self, *, threads):
         code = f"import time; time.sleep({self.seconds}); raise SystemExit({threads})"
         return subprocess.Popen([sys.executable, "-c", code])
 
@@ -126,61 +121,6 @@ def test_ends_come_in_their_order_with_their_status():
     before = signal.getsignal(signal.SIGTERM)
     assert list(run_all([slow, fast], jobs=1, threads=7)) == [(slow, 7), (fast, 7)]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.fixture
-def announcer(tmp_path, monkeypatch):
-    """Real runs of a module that sleeps, and prints which GPUs it may use."""
-    code = """if True:
-        import os, sys, time
-
-        print(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))
-        time.sleep(float(sys.argv[2]))
-    """
-    (tmp_path / "announcer.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def runs(*seconds):
-        return [
-            Run(str(each), tmp_path / f"run{number}", module="announcer")
-            for number, each in enumerate(seconds)
-        ]
-
-    return runs
-
-
-def test_each_job_has_a_gpu_and_leaves_it_to_the_next(announcer, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    runs = announcer(3, 0, 0, 0)
-    ended = [run for run, _ in run_all(runs, jobs=2, threads=1, gpus=["GPU-a", "1"])]
-    assert ended == [*runs[1:], runs[0]]  # the slow one keeps its GPU
-    assert [run.last_words() for run in runs] == ["'GPU-a'", *["'1'"] * 3]
-    runs = announcer(0.1, 0.1, 0.1)
-    list(run_all(runs, jobs=3, threads=1, gpus=["0", "1"]))
-    assert [run.last_words() for run in runs] == ["'0'", "'1'", "'0'"]
-
-
-@pytest.mark.parametrize("visible", ["", "3"])
-def test_without_a_gpu_the_choice_of_the_caller_stays(announcer, monkeypatch, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    (run,) = runs = announcer(0)
-    list(run_all(runs, jobs=1, threads=1))
-    assert run.last_words() == repr(visible)
-
-
-@pytest.mark.parametrize(
-    ("visible", "count", "expected"),
-    [
-        (None, 2, ("0", "1")),
-        (None, 0, ()),
-        ("", 0, ()),
-        ("3, 1", 2, ("3", "1")),
-        ("GPU-8932f937,GPU-45ab12cd", 2, ("GPU-8932f937", "GPU-45ab12cd")),
-        ("2,-1,0", 1, ("2",)),  # CUDA stops at an invalid one
-    ],
-)
-def test_jobs_take_the_gpus_that_the_caller_may_use(visible, count, expected):
-    assert gpus_of(visible, count) == expected
 
 
 def test_a_job_on_a_gpu_is_another_training_than_one_on_the_cpu(
@@ -203,33 +143,6 @@ def test_a_job_on_a_gpu_is_another_training_than_one_on_the_cpu(
         write_config(cfg, tmp_path / "dense")
 
 
-@pytest.mark.parametrize("scaling", [None, dict(base_batch_size=2)])
-def test_a_learning_rate_that_fits_stays(config, monkeypatch, scaling):
-    monkeypatch.setattr(utils, "DEVICE", "cuda")
-    cfg = read_config(str(config))
-    cfg.auto_scale_lr = scaling
-    assert fit_to_job(cfg, amp=False) == ""
-    assert cfg.auto_scale_lr == scaling
-
-
-@pytest.mark.slow
-def test_a_training_has_the_learning_rate_of_its_batch(
-    tmp_path, config, monkeypatch, run_python
-):
-    with config.open("a") as file:
-        file.write("param_scheduler = []\n")
-        file.write("default_hooks = dict(logger=dict(interval=1))\n")
-    cfg = read_config(str(config))
-    monkeypatch.setattr(utils, "DEVICE", "cuda")
-    fit_to_job(cfg, amp=False)
-    path = write_config(cfg, tmp_path / "dense")
-    done = run_python("-m", "damex", "train", path, "--work-dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    (scalars,) = (tmp_path / "run").rglob("scalars.json")
-    first = json.loads(scalars.read_text().splitlines()[0])
-    assert first["lr"] == pytest.approx(0.0012 * 2 / 8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_training_outlives_the_command(number):
@@ -241,7 +154,7 @@ def test_no_training_outlives_the_command(number):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         class Announced:
-            def start(self, *, threads, gpu):
+            def start(self, *, threads):
                 process = subprocess.Popen(["sleep", "60"])
                 print(process.pid, flush=True)
                 return process

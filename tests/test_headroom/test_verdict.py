@@ -1,4 +1,4 @@
-"""Paired differences by hand, and the rule on ladders made by hand."""
+"""Paired differences by hand, and the rule on scores made by hand."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from damex.headroom.verdict import (
     Difference,
     Spread,
-    judge,
+    decide,
     paired_difference,
     spread,
 )
@@ -20,7 +20,7 @@ def plus(*gains, base=DENSE):
 
 
 def test_nothing_above_dense_means_no():
-    verdict = judge(
+    verdict = decide(
         dict(
             dense=DENSE,
             wide_decoder=plus(0.01, -0.01, 0.0),
@@ -36,7 +36,7 @@ def test_nothing_above_dense_means_no():
 
 
 @pytest.mark.parametrize(
-    ("rung", "cause"),
+    ("baseline", "cause"),
     [
         ("wide_decoder", "capacity"),
         ("wide_encoder", "capacity"),
@@ -44,16 +44,18 @@ def test_nothing_above_dense_means_no():
         ("oracle", "routing"),
     ],
 )
-def test_a_rung_whose_interval_is_above_0_means_yes_and_names_the_cause(rung, cause):
-    verdict = judge({"dense": DENSE, rung: plus(0.03, 0.031, 0.029)})
-    assert (verdict.answer, verdict.above) == ("yes", (rung,))
+def test_a_baseline_whose_interval_is_above_0_means_yes_and_names_the_cause(
+    baseline, cause
+):
+    verdict = decide({"dense": DENSE, baseline: plus(0.03, 0.031, 0.029)})
+    assert (verdict.answer, verdict.above) == ("yes", (baseline,))
     assert not verdict.is_guess
     assert "Experts can help: above dense in mean AP by" in str(verdict)
     assert cause in str(verdict)
 
 
 def test_a_large_difference_with_a_larger_interval_is_undecided():
-    verdict = judge(dict(dense=DENSE, single=plus(0.0, 0.05, 0.1)))
+    verdict = decide(dict(dense=DENSE, single=plus(0.0, 0.05, 0.1)))
     assert (verdict.answer, verdict.above, verdict.open) == (
         "undecided",
         (),
@@ -68,7 +70,7 @@ SURE, NOTHING = plus(0.03, 0.0301, 0.0299), plus(0.002, -0.01, 0.005)
 
 
 @pytest.mark.parametrize(
-    ("rungs", "above", "answer"),
+    ("baselines", "above", "answer"),
     [
         (dict(oracle=LUCKY), ("oracle",), "yes"),
         (dict(oracle=LUCKY, single=NOTHING), (), "undecided"),
@@ -78,17 +80,17 @@ SURE, NOTHING = plus(0.03, 0.0301, 0.0299), plus(0.002, -0.01, 0.005)
         (dict(oracle=NOTHING, single=NOTHING), (), "no"),
     ],
 )
-def test_a_lucky_rung_of_several_is_not_enough(rungs, above, answer):
-    verdict = judge(dict(dense=DENSE, **rungs))
+def test_a_lucky_baseline_of_several_is_not_enough(baselines, above, answer):
+    verdict = decide(dict(dense=DENSE, **baselines))
     assert (verdict.above, verdict.answer) == (above, answer)
-    correction = f"(family-wise level 5%: Holm, {len(rungs)} comparisons)"
-    assert (correction in str(verdict)) == (len(rungs) > 1)
+    correction = f"(family-wise level 5%: Holm, {len(baselines)} comparisons)"
+    assert (correction in str(verdict)) == (len(baselines) > 1)
 
 
 def test_what_a_higher_learning_rate_wins_too_is_no_headroom():
     faster, wide = plus(0.03, 0.03, 0.03), plus(0.03, 0.031, 0.029)
-    alone = judge(dict(dense=DENSE, wide_encoder=wide))
-    controlled = judge(dict(dense=DENSE, dense_lr2=faster, wide_encoder=wide))
+    alone = decide(dict(dense=DENSE, wide_encoder=wide))
+    controlled = decide(dict(dense=DENSE, dense_lr2=faster, wide_encoder=wide))
     assert alone.answer == "yes"
     assert controlled.answer == "no"
     assert controlled.reference == "dense_lr2"
@@ -98,22 +100,22 @@ def test_what_a_higher_learning_rate_wins_too_is_no_headroom():
 
 def test_a_learning_rate_that_may_win_nothing_is_not_said_to_win():
     faster = plus(0.03, -0.03, 0.02)
-    verdict = judge(dict(dense=DENSE, dense_lr2=faster, single=DENSE))
+    verdict = decide(dict(dense=DENSE, dense_lr2=faster, single=DENSE))
     assert verdict.reference == "dense_lr2"
-    said = "gives +0.007 [-0.073, +0.087] over dense, which is within the noise."
-    assert str(verdict).endswith(said)
+    ending = "gives +0.007 [-0.073, +0.087] over dense, which is within the noise."
+    assert str(verdict).endswith(ending)
 
 
 def test_a_learning_rate_that_is_too_high_does_not_lower_the_bar():
     slower = plus(-0.1, -0.1, -0.1)
-    verdict = judge(dict(dense=DENSE, dense_lr2=slower, single=plus(-0.01, 0.0, 0.0)))
+    verdict = decide(dict(dense=DENSE, dense_lr2=slower, single=plus(-0.01, 0.0, 0.0)))
     assert (verdict.answer, verdict.reference) == ("no", "dense")
     assert "learning rate" not in str(verdict)
 
 
 @pytest.mark.parametrize(("gain", "answer"), [(0.019, "no"), (0.021, "yes")])
 def test_one_seed_needs_0_02_and_is_called_a_guess(gain, answer):
-    verdict = judge(dict(dense=[0.4], wide_decoder=[0.4 + gain]))
+    verdict = decide(dict(dense=[0.4], wide_decoder=[0.4 + gain]))
     assert (verdict.answer, verdict.is_guess) == (answer, True)
     assert "(a guess from a single seed)" in str(verdict)
 
@@ -127,7 +129,7 @@ def test_one_seed_needs_0_02_and_is_called_a_guess(gain, answer):
     ],
 )
 def test_controls_alone_or_a_missing_dense_detector_have_no_verdict(rows):
-    assert judge(rows) is None
+    assert decide(rows) is None
 
 
 def test_spread_is_mean_and_sample_deviation():

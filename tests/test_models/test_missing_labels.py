@@ -16,7 +16,7 @@ from mmengine.dataset import pseudo_collate
 from damex.datasets.mixture import MixtureDataset
 from damex.models.dataset_awareness import DatasetAwareness
 from damex.toydata import generate_toy_mixture
-from damex.toydata.domains import WORDS, world_specs
+from studies.worlds import WORDS, world_specs
 
 A = WORDS[0]
 OTHERS = list(WORDS[1:4])

@@ -11,13 +11,9 @@ from studies.chen2022.models import (
     PatchwiseExperts,
     build_mixture,
     class_margin,
-    draw_train_and_test,
     mixture_loss,
 )
-from studies.chen2022.rows import DISPATCH, ENTROPY_GAP, purity, unevenness
-from studies.chen2022.study import (
-    entropy_band,
-)
+from studies.chen2022.rows import ENTROPY_GAP, unevenness
 from studies.chen2022.training import Case
 from studies.report import NO_CLAIM
 
@@ -172,40 +168,6 @@ def test_the_code_tests_with_noise_and_the_paper_without(recipe):
     assert outcome.noisy_entropy == pytest.approx(math.log(4), abs=0.08)
 
 
-def test_the_dispatch_without_noise_is_that_of_the_clean_logits():
-    torch.manual_seed(0)
-    train, _ = draw_train_and_test("1", 400, seed=0)
-    layer = build_mixture(PAPER, "cubic")
-    with torch.no_grad():
-        layer.router.linear.weight_ED.normal_(std=0.1)
-    tokens = train.patches_BPD.flatten(1).unsqueeze(1)
-    _, record = layer(tokens, group_ids_B=train.clusters_B)
-    counts = training._clean_counts(record)
-    best = record.logits_VE.argmax(1)
-    assert counts.sum(0).tolist() == torch.bincount(best, minlength=8).tolist()
-    noisy = torch.bincount(record.assignment.expert_index_R, minlength=8)
-    assert not torch.equal(counts.sum(0), noisy)
-
-
-def test_published_dispatch_gives_published_purity():
-    pure = {name: purity(torch.tensor(cells)) for name, cells in DISPATCH.items()}
-    assert pure["Table 4"] == 100.0
-    # off the main cluster: 4 of expert 7, 8 + 4 + 4 of experts 1, 3 and 7; expert 2
-    # and 4 have 4 and 6 of their own: 20 of 16000
-    assert pure["Table 5"] == pytest.approx(100 - 100 * 20 / 16000, abs=0.01)
-    # 136 + 1107 + 1976 + 1891 + 27 + 87 + 4 + 296 = 5524 of 16000
-    assert pure["Table 6"] == pytest.approx(100 * 5524 / 16000)
-    # loads 4 and 2: one off the mean of 3
-    assert unevenness(torch.tensor([[3, 1], [1, 1]])) == pytest.approx(100 / 3)
-
-
-def test_a_curve_that_ended_early_stays_where_it_was():
-    low, mean, high = entropy_band([[1.0, 0.0], [1.0, 0.5, 0.25]])
-    assert low.tolist() == [1.0, 0.0, 0.0]
-    assert mean.tolist() == [1.0, 0.25, 0.125]
-    assert high.tolist() == [1.0, 0.5, 0.25]
-
-
 @pytest.mark.parametrize(
     ("enough", "worse", "stops"),
     # Any loss that is no new best is enough or worse, and then no loss is either.
@@ -220,15 +182,6 @@ def test_only_the_code_stops_early(monkeypatch, enough, worse, stops):
     assert (paper, code < 20) == (20, stops)
 
 
-@pytest.mark.parametrize(("data_seed", "shared"), [(7, True), (None, False)])
-def test_one_set_of_data_is_for_all_seeds_or_each_has_its_own(data_seed, shared):
-    case = Case(replace(OFFICIAL, steps=1), "2", "cubic", data_seed=data_seed)
-    one, other = (training.train_mixture(case, 400, seed) for seed in range(2))
-    # How many samples each cluster has tells the data, wherever they were sent.
-    assert torch.equal(one.first_KE.sum(1), other.first_KE.sum(1)) == shared
-    assert not torch.equal(one.first_KE, other.first_KE)
-
-
 @pytest.mark.parametrize("form", ["official_code", "paper, inputs x10"])
 def test_cubic_experts_find_the_clusters_and_linear_ones_do_not(mean, form):
     cubic = mean("cubic mixture, dispatch entropy, nats", form)
@@ -238,21 +191,6 @@ def test_cubic_experts_find_the_clusters_and_linear_ones_do_not(mean, form):
     assert linear > 0.5
     assert mean(ENTROPY_GAP, form) == pytest.approx(linear - cubic)
     assert mean("cubic mixture, accuracy, %", form) > 95.0
-
-
-def test_linear_experts_are_worse_in_the_form_of_the_code(mean):
-    accuracy = mean("linear mixture, accuracy, %", "official_code")
-    assert 85.0 < accuracy < 98.0
-    mixed = "linear mixture, samples of their expert's main cluster, %"
-    pure = "cubic mixture, samples of their expert's main cluster, %"
-    assert mean(mixed, "official_code") < 70.0
-    assert mean(pure, "official_code") > 90.0
-
-
-def test_the_first_step_sends_samples_everywhere(mean):
-    name = "load of an expert off the mean in the first step, %"
-    # five deviations of a binomial(2000, 1/8) are 74 of 250
-    assert 0.0 < mean(name, "official_code") < 29.6
 
 
 def test_no_single_model_passes_the_bound(mean):

@@ -3,9 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from damex.errors import DataError
-from studies.cluster_data import SETTINGS, Strengths, draw_task
-from studies.digits import mnist_digits, uci_digits
+from studies.cluster_data import Strengths, draw_task
+from studies.digits import uci_digits
 
 pytestmark = pytest.mark.studies
 
@@ -88,15 +87,6 @@ def test_a_noise_patch_has_the_length_asked_for(generator):
     assert rest_BPD.square().sum((1, 2)).mean().item() == pytest.approx(3.36, rel=0.03)
 
 
-def test_settings_of_theorem_4_1_have_one_law_for_label_and_disturbance():
-    one_law = {name for name, law in SETTINGS.items() if law.alpha == law.gamma}
-    assert one_law == {"3", "4", "verify"}
-    # 2 and 4 are 1 and 3 with twice the noise.
-    for name, noisy in (("1", "2"), ("3", "4")):
-        assert SETTINGS[name].noise_std == 1.0
-        assert SETTINGS[noisy] == replace(SETTINGS[name], noise_std=2.0)
-
-
 @pytest.mark.parametrize(
     ("clusters", "dims", "groups", "message"),
     [(4, 7, 1, "8 orthogonal"), (6, 16, 4, "4 groups"), (4, 16, 4, "two or more")],
@@ -123,34 +113,3 @@ def test_each_picture_is_in_one_part_and_keeps_its_digit():
     assert right.double().mean() > 0.95
     # About 80 of each in the second part: no part is one writer's.
     assert second.labels_S.bincount().min() > 50
-
-
-def test_the_seed_alone_decides():
-    parts = [uci_digits(1000, seed=seed).train.labels_S for seed in (0, 0, 1)]
-    assert torch.equal(parts[0], parts[1])
-    assert not torch.equal(parts[0], parts[2])
-
-
-def write_idx(path, magic, shape, values):
-    header = b"".join(n.to_bytes(4, "big") for n in (magic, *shape))
-    path.write_bytes(header + bytes(values))
-
-
-def test_mnist_files(tmp_path):
-    for name in ("train", "t10k"):
-        images = tmp_path / f"{name}-images-idx3-ubyte"
-        write_idx(images, 2051, (2, 1, 3), [0, 51, 255, 1, 2, 3])
-        labels = tmp_path / f"{name}-labels-idx1-ubyte"
-        write_idx(labels, 2049, (2,), [7, 4])
-    source = mnist_digits(tmp_path)
-    for split in (source.train, source.test):
-        assert split.images_S1HW.shape == (2, 1, 1, 3)
-        pixels = split.images_S1HW[0].flatten()
-        torch.testing.assert_close(pixels, torch.tensor([0.0, 0.2, 1.0]))
-        assert split.labels_S.tolist() == [7, 4]
-    labels.write_bytes(labels.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte is .* no idx file"):
-        mnist_digits(tmp_path)
-    labels.unlink()
-    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte is missing"):
-        mnist_digits(tmp_path)

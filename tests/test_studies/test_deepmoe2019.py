@@ -6,7 +6,6 @@ import torch
 from studies.deepmoe2019.measures import (
     conv_flops,
     counted_flops,
-    distinct_patterns,
     embedding_flops,
     flops_by_hand,
     score,
@@ -36,16 +35,6 @@ def digits():
 def network():
     # A seed with different open channels for different images.
     return build_network(STAGES, embedding_widths=(2, 3), seed=3).eval()
-
-
-def test_fewer_training_images_leave_the_test_images_as_they_are(digits):
-    everything = draw_digits(seed=0)
-    assert everything.train.images_S1HW.shape == (1200, 1, 8, 8)
-    assert everything.test.images_S1HW.shape == (597, 1, 8, 8)
-    assert torch.equal(everything.test.labels_S, digits.test.labels_S)
-    assert torch.equal(everything.train.labels_S[:128], digits.train.labels_S)
-    first = everything.train.images_S1HW[:128]
-    assert torch.equal(first, digits.train.images_S1HW)
 
 
 def test_operations_by_hand_and_by_the_counter(network, digits):
@@ -187,27 +176,3 @@ def test_what_holds_exactly_holds_in_the_quick_study(result):
     assert all(row.holds for row in exact)
     # Gated networks: 3 lambdas, mu 0, a weak embedding, 2 of VGG; and 4 plain ones.
     assert [len(row.values) for row in exact] == [7, 11, 7, 11]
-
-
-def test_the_quick_study_saves_what_it_says(rows):
-    left = [
-        rows[
-            "operations left by skipping, %", f"lambda {value}, gating path included"
-        ].mean
-        for value in ("0", "0.001", "0.1")
-    ]
-    assert left == sorted(left, reverse=True)
-    assert left[0] < 100.0
-    # All of what is left at the end is the gating path (1.54 %) and the classifier.
-    assert left[2] == pytest.approx(1.58, abs=0.2)
-
-
-def test_patterns_are_sets_of_open_channels():
-    first = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.0, 0.5], [0.0, 0.0, 9.0]])
-    second = torch.tensor([[0.25, 0.0], [4.0, 0.0], [4.0, 0.0]])
-    # Images 0 and 1 open the same channels by other amounts; image 2 opens fewer.
-    assert distinct_patterns([first, second]) == 2
-    # Two layers make a pattern together: here the second tells images 0 and 1 apart.
-    other = torch.tensor([[0.25, 1.0], [4.0, 0.0], [4.0, 0.0]])
-    assert distinct_patterns([first, other]) == 3
-    assert distinct_patterns([second]) == 1

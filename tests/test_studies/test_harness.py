@@ -1,14 +1,11 @@
-import io
 import json
 from importlib.metadata import version
 
 import pytest
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from damex.errors import ConfigError
-from studies.harness import Session, seeded, study, track
+from studies.harness import Session, seeded
 from studies.report import (
     Row,
     StudyResult,
@@ -20,37 +17,11 @@ from studies.report import (
 pytestmark = pytest.mark.studies
 
 
-def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end():
-    ticks = iter(range(0, 1000, 10))  # every item takes ten seconds
-    screen = io.StringIO()
-    console = Console(file=screen)
-    items = track(range(5), "train", console, clock=lambda: next(ticks))
-    assert list(items) == [0, 1, 2, 3, 4]
-    assert screen.getvalue().splitlines() == [
-        "  train: 2/5, 30 s left",
-        "  train: 4/5, 10 s left",
-        "  train: 5/5, 0 s left",
-    ]
-
-
-def test_a_terminal_gets_a_bar():
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=80)
-    assert list(track([7, 8], "fit", console)) == [7, 8]
-    assert "fit" in screen.getvalue()
-    assert "100%" in screen.getvalue()
-
-
 def test_outcomes_are_gathered_by_case_in_the_order_of_the_jobs():
     jobs = [(case, seed) for seed in (3, 4) for case in "ba"]
     found = Session().run(jobs, lambda case, seed: f"{case}{seed}", "measure")
     assert found == {"b": ["b3", "b4"], "a": ["a3", "a4"]}
     assert list(found) == ["b", "a"]
-
-
-def test_the_seeds_are_the_study_s_own_unless_asked_for():
-    assert Session().seed_range(5) == range(5)
-    assert Session(seeds=2).seed_range(5) == range(2)
 
 
 def test_a_seed_decides_what_is_drawn_inside_and_nothing_outside():
@@ -66,12 +37,6 @@ def test_a_seed_decides_what_is_drawn_inside_and_nothing_outside():
     assert torch.equal(torch.cat([first, torch.rand(1)]), plain)
 
 
-@pytest.mark.parametrize("seeds", ["0", "-1"])
-def test_a_number_of_seeds_below_one_is_refused(seeds):
-    with pytest.raises(ConfigError, match="--seeds must be 1 or more"):
-        study(["chen2022", "--seeds", seeds])
-
-
 RUN = dict(command="`study`", date="2020-01-01", minutes=1.5)
 
 
@@ -83,15 +48,6 @@ def result():
         Row("bound", "<= 87.5", [90.0], "<= 88.3", holds=False, digits=1),
     ]
     return StudyResult("A paper", rows, Figure(), dict(width=8), "It is so.")
-
-
-def test_rows_know_mean_and_sample_deviation(result):
-    first, second, third = result.rows
-    # Deviations -1 and 1 from 99: sqrt(2 / (2 - 1)).
-    assert (first.mean, first.spread) == (99.0, pytest.approx(2**0.5))
-    assert first.measured() == "99.00 ± 1.41"
-    assert second.measured() == "0.250"
-    assert result.failures() == [third]
 
 
 def test_the_report_shows_published_beside_ours_and_what_fails(result):

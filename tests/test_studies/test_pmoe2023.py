@@ -4,20 +4,16 @@ import math
 import pytest
 import torch
 
-from damex.moe.patches import split_patches
 from studies.digits import DigitImages, uci_digits
 from studies.pmoe2023.data import PatchSamples, draw_samples
 from studies.pmoe2023.models import (
     PatchCNN,
     PatchMoE,
     Recipe,
-    as_images,
 )
-from studies.pmoe2023.plan import CNN, FULL, MULTI, SPURIOUS, Results
-from studies.pmoe2023.rows import learned_rows
+from studies.pmoe2023.plan import MULTI, SPURIOUS
 from studies.pmoe2023.study import NUM_TRAIN
 from studies.pmoe2023.training import (
-    Outcome,
     accuracy,
     fit,
     largest_hits,
@@ -191,45 +187,6 @@ def test_hits():
     assert taken_hits(model, samples) == largest_hits(model, samples)
 
 
-def test_images_are_patches_put_together():
-    samples = draw_samples(DIGITS.test, 5, seed=0)
-    images = as_images(samples).patches_BND
-    assert images.shape == (5, 1, 32, 32)
-    again = split_patches(images, (8, 8)).flatten(2)
-    assert torch.equal(again, samples.patches_BND)
-
-
-def faked_results(pmoe, cnn):
-    """As if every pMoE and every CNN always had the same accuracy."""
-    outcomes = {}
-    for job in FULL.jobs():
-        value = cnn if isinstance(job.network, type(CNN)) else pmoe
-        top, largest = dict.fromkeys((1, 2, 4, 6), pmoe), (pmoe, pmoe)
-        outcomes[job] = [Outcome(value, 100.0, 1, top, largest, largest)] * 2
-    # l and k have to matter, too
-    for job in outcomes if pmoe > cnn else ():
-        network = job.network
-        shape = (getattr(network, "num_experts", 0), getattr(network, "num_tokens", 0))
-        if shape in {(8, 1), (8, 16), (2, 8), (20, 6)} and job.task.spurious is None:
-            outcomes[job] = [Outcome(pmoe - 1, 100.0, 1)] * 2
-    wide = {(e, n): [pmoe if e else cnn] * 2 for e in (0, 1) for n in FULL.wide_samples}
-    return Results(FULL, outcomes, wide)
-
-
-def test_criteria_hold_where_pmoe_leads_and_only_there():
-    claims = [row for row in learned_rows(faked_results(97.0, 90.0)) if row.criterion]
-    assert [row.name for row in claims if not row.holds] == []
-    worse = [row for row in learned_rows(faked_results(80.0, 80.0)) if row.criterion]
-    assert len(worse) == len(claims) > 20
-    assert [row.name for row in worse if row.holds] == []
-
-
-def test_a_lead_below_five_points_is_not_enough():
-    rows = list(learned_rows(faked_results(97.0, 93.0)))
-    failed = {row.name for row in rows if row.holds is False}
-    assert failed == {"separate pMoE minus CNN-40", "joint pMoE minus CNN-40"}
-
-
 def test_the_quick_run_finds_the_exact_things_exact(result):
     exact = [row for row in result.rows if row.criterion]
     assert len(exact) == 8
@@ -246,10 +203,3 @@ def test_the_quick_run_learns_as_it_should(mean):
     assert mean("joint pMoE, accuracy, %", "N = 300") > 96
     assert mean("joint router: largest gate for o2, %", "N = 300") > 90
     assert mean("joint pMoE: l = 6 minus l = 1, points", "N = 100") > 5
-
-
-def test_the_figure_has_all_panels(result):
-    titles = [axes.get_title() for axes in result.figure.axes if axes.get_title()]
-    assert len(titles) == 9
-    labelled = [axes for axes in result.figure.axes if axes.get_title()]
-    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in labelled)

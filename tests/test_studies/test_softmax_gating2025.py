@@ -5,12 +5,9 @@ import pytest
 import torch
 from scipy.optimize import least_squares
 
-from studies.harness import Session
 from studies.softmax_gating2025 import identities
-from studies.softmax_gating2025 import study as softmax_gating2025
 from studies.softmax_gating2025.cases import (
     CASES,
-    Claim,
     interval,
     median_curve,
     slope,
@@ -24,10 +21,6 @@ from studies.softmax_gating2025.simulation import (
 )
 from studies.softmax_gating2025.study import (
     QUICK_CASES,
-    plan_of,
-    run,
-    start_rows,
-    stuck_row,
 )
 
 pytestmark = pytest.mark.studies
@@ -47,33 +40,6 @@ def test_slopes_tell_the_routers_apart(mean):
         assert mean(f"exponent of n, {what}", tanh) < -0.4
     for name in QUICK_CASES:
         assert -0.55 < mean("exponent of n, function", name) < -0.45
-
-
-def test_a_full_run_goes_on_to_late_samples_where_there_are_too_many_experts(
-    monkeypatch,
-):
-    names = ("tanh, exact", "tanh, over", *softmax_gating2025.STUCK)
-    tiny = Plan((1_000, 31_623), repetitions=2, starts=1, steps=3, points=21)
-    changes = dict(
-        CASES={name: CASES[name] for name in names},
-        EXACT=tiny,
-        OVER=tiny,
-        LATE_SIZES=(10**7, 10**8, 10**9),
-        LATE_STEPS=3,
-    )
-    for name, value in changes.items():
-        monkeypatch.setattr(softmax_gating2025, name, value)
-    result = run(Session(seeds=1))
-    late = {row.settings for row in result.rows if "1e+07 to 1e+09" in row.settings}
-    assert late == {"tanh, over, n = 1e+07 to 1e+09"}
-    curves = [panel.lines[0].get_xdata() for panel in result.figure.axes]
-    early = [1_000, 31_623]
-    assert [list(curve) for curve in curves] == [
-        early,
-        [*early, 10**7, 10**8, 10**9],
-        early,
-        early,
-    ]
 
 
 def test_rescaling_and_merging_by_hand():
@@ -113,39 +79,6 @@ def test_fits_repeat_and_seeds_differ():
     first, again = (simulate(case, plan, seed=0) for _ in range(2))
     assert torch.equal(first["loss"], again["loss"])
     assert not torch.equal(first["loss"], simulate(case, plan, seed=1)["loss"])
-
-
-def test_every_case_has_claims_on_what_is_measured():
-    plan = Plan((1_000,), repetitions=1, starts=1, steps=2, points=21)
-    for name, case in CASES.items():
-        found = simulate(case, plan, seed=0)
-        assert case.claims
-        assert {claim.quantity for claim in case.claims} <= set(found)
-        assert plan_of(case).steps == (600 if ", over" in name else 300)
-
-
-def test_far_starts_are_judged_against_near_ones():
-    def errors(over, cost):
-        return dict(over=torch.tensor([[over]]), cost=torch.tensor([[cost]]))
-
-    near = {"a": [errors(0.2, 30.0)], "b": [errors(0.2, 30.0)]}
-    far = {"a": [errors(0.2, 30.0)], "b": [errors(0.6, 30.5)]}
-    rows = start_rows(near, far, ("a", "b"), num_starts=2)
-    assert [row.values[0] for row in rows] == pytest.approx([1.0, 0.0, 3.0, 0.5])
-    assert [row.holds for row in rows] == [True, None, True, True]
-    swapped = start_rows(
-        {"b": near["a"], "a": near["b"]}, far | {"a": far["b"]}, "ab", num_starts=2
-    )
-    assert swapped[0].holds is False
-
-
-def test_a_merged_cell_is_judged_in_every_seed_at_one_sample_size():
-    sizes = (1_000, 31_623, 100_000)
-    seeds = [dict(over=torch.tensor([[9.0], [far], [9.0]])) for far in (0.5, 0.31)]
-    assert stuck_row("a", sizes, seeds).values == pytest.approx([0.5, 0.31])
-    assert stuck_row("a", sizes, seeds).holds is True
-    seeds.append(dict(over=torch.tensor([[9.0], [0.29], [9.0]])))
-    assert stuck_row("a", sizes, seeds).holds is False
 
 
 def line(theta_SP):
@@ -225,16 +158,3 @@ def test_slopes_and_intervals_by_hand():
     nan = float("nan")
     errors = torch.tensor([[1.0, nan, 3.0, 7.0], [nan, nan, nan, nan]])
     assert median_curve(errors).tolist() == pytest.approx([3.0, nan], nan_ok=True)
-
-
-def test_claims_are_judged_by_the_mean():
-    half = Claim("loss", "D1", "n^-1/2", -0.6, -0.4)
-    assert half.judge([-0.7, -0.4])[1] is True
-    assert half.judge([-0.7, -0.6])[1] is False
-    assert half.judge([-0.3])[1] is False
-    never = Claim("tau", "tau", "slower", slower_than=-0.15)
-    assert never.judge([-0.1, 0.0])[1] is True
-    assert never.judge([-0.2])[1] is False
-    text, holds = Claim("tau", "tau", "reported").judge([-0.1, 0.1])
-    assert holds is None
-    assert text == "95 % interval -1.27 to 1.27"

@@ -69,16 +69,6 @@ def test_losses_by_hand(fitted, options, expected):
     assert voronoi_loss(fitted, true, **options).item() == pytest.approx(expected)
 
 
-def test_the_loss_is_blind_to_order():
-    order = [2, 0, 1]
-    shuffled = Measure(
-        FITTED.log_weight_SK[:, order],
-        FITTED.gate_SKA[:, order],
-        FITTED.expert_SKQ[:, order],
-    )
-    torch.testing.assert_close(voronoi_loss(shuffled, TRUE), voronoi_loss(FITTED, TRUE))
-
-
 def test_cell_errors_by_hand():
     errors = cell_errors(FITTED, TRUE)
     # first cell: sqrt((1 * 0.01 + 0.5 * 0.29) / 1.5); second: 0.3
@@ -98,15 +88,6 @@ def test_translations_of_the_softmax_are_taken_back():
     kept = align(shifted, TRUE, slopes=False)
     assert kept.gate_SKA[0, :, 0].tolist() == pytest.approx([2.5, 2.2, -0.6])
     torch.testing.assert_close(kept.log_weight_SK, found.log_weight_SK)
-
-
-def test_a_split_reference_is_aligned_by_its_mean():
-    split = measure(
-        [2.0, 0.75, 0.25], [3.0, 0.2, -0.6], [[1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]]
-    )
-    # 0.75 * 0.2 - 0.25 * 0.6 = 0: nothing moves, whatever atom the fit had pinned
-    moved = Measure(split.log_weight_SK, split.gate_SKA + 0.6, split.expert_SKQ)
-    torch.testing.assert_close(align(moved, TRUE).gate_SKA, split.gate_SKA)
 
 
 def test_hierarchical_losses_by_hand():

@@ -2,10 +2,6 @@
 
 from importlib.util import find_spec
 
-import pytest
-import torch
-
-from damex.errors import ConfigError
 from tools.analysis import attention
 
 
@@ -31,9 +27,3 @@ def test_report_has_a_row_for_every_way_and_dtype(tmp_path, monkeypatch):
             assert float(forward.removesuffix(" ms")) > 0
             assert float(both.removesuffix(" ms")) > 0
         assert memory == "-"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_an_error():
-    with pytest.raises(ConfigError, match="torch finds no GPU"):
-        attention.attention(device="cuda")

@@ -1,8 +1,5 @@
 """The benchmark: baselines that do the same work, and a report."""
 
-import re
-import subprocess
-
 import pytest
 import torch
 
@@ -98,30 +95,8 @@ def test_the_report_has_a_row_for_each_case(monkeypatch, tmp_path, capsys):
     assert str(out) in capsys.readouterr().out
 
 
-def test_the_commit_is_that_of_a_checkout_alone(monkeypatch, tmp_path):
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (["init"], [*identity, "commit", "--allow-empty", "-m", "first"]):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
-    unknown = f"of damex {benchmark.damex.__version__}"
-    inside = tmp_path / "site-packages" / "damex" / "__init__.py"
-    monkeypatch.setattr(benchmark.damex, "__file__", str(inside))
-    assert benchmark._commit() == unknown
-    monkeypatch.setattr(
-        benchmark.damex, "__file__", str(tmp_path / "damex/__init__.py")
-    )
-    assert re.fullmatch("[0-9a-f]{7,}", benchmark._commit())
-    monkeypatch.setenv("PATH", "")  # git is not installed
-    assert benchmark._commit() == unknown
-
-
 def test_work_of_several_threads_is_divided_by_their_number(monkeypatch):
     clock = iter([2.0, 8.0])
     monkeypatch.setattr(benchmark.time, "process_time", lambda: next(clock))
     monkeypatch.setattr(benchmark.torch, "get_num_threads", lambda: 4)
     assert benchmark._time(lambda: None, "cpu") == (8.0 - 2.0) / 4
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said():
-    with pytest.raises(ConfigError, match="finds no GPU"):
-        benchmark.app(["--device", "cuda"])

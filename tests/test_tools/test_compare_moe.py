@@ -43,7 +43,6 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
     assert summary["datasets"] == {}  # nothing was evaluated
     dense, damex = rows = json.loads((out / "comparison.json").read_text())
     assert [(row["name"], row["seeds"]) for row in rows] == [("dense", 1), ("damex", 1)]
-    assert (out / "comparison.png").stat().st_size > 0
     assert dense["routing_accuracy"] is None
     assert 0 <= damex["routing_accuracy"][0] <= 1
     assert dense["seconds_per_iteration"] > 0
@@ -53,20 +52,15 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "there is no config file 'missing.py'"),
         (["--moe", "damx"], "no config file 'damx'.*did you mean 'damex'"),
         (["--moe", "damex", "configs/_base_/moe/damex.py"], "names 'damex' twice"),
-        (["--seeds", "1", "1"], r"--seeds must be different numbers"),
         (["--cfg-options", "moe=damex"], "moe=damex: name the mixtures with --moe"),
-        (["--jobs", "0"], '"0" for --jobs'),
-        (["--timed-rounds", "-1"], '"-1" for --timed-rounds'),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = [] if arguments[0].endswith(".py") else ["configs/quickstart.py"]
     with pytest.raises(ConfigError, match=message):
-        app([*config, *arguments])
+        app(["configs/quickstart.py", *arguments])
 
 
 def run_nothing(monkeypatch):

@@ -11,7 +11,6 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
-from damex.errors import ConfigError
 from tools.analysis.complexity import app, count_complexity
 
 ROOT = Path(__file__).parents[2]
@@ -168,15 +167,6 @@ def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
     assert active - dense == pytest.approx(0, abs=0.003)
 
 
-def test_options_of_training_and_evaluation_change_no_count(capsys):
-    count = ["quickstart", "--classes", "3", "--shape", "64", "64"]
-    app(count)
-    expected = capsys.readouterr().out
-    options = ("upcycling.share=0.5", "oracle=True", "expert_parallel=4")
-    app([*count, "--cfg-options", *(f"moe.{option}" for option in options)])
-    assert capsys.readouterr().out == expected
-
-
 def test_options_about_datasets_are_counted_without_them(capsys):
     options = ["--cfg-options", "model.dataset_conditioning.film=True"]
     size = ["--classes", "3", "--groups", "4", "--shape", "64", "64"]
@@ -193,21 +183,3 @@ def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):
     total = capsys.readouterr().out.splitlines()[-2]
     parameters, _, dense = [float(cell) for cell in total.split("│")[2:5]]
     assert parameters == dense == pytest.approx(41.6, abs=0.1)  # DETR's 41 M
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.py"], "there is no config file 'missing.py'"),
-        ([str(CONFIG), "--classes", "0"], '"0" for --classes'),
-        ([str(CONFIG), "--groups", "3"], "--groups is for a count .* needs --classes"),
-        (
-            [str(CONFIG), "--classes", "3", "--groups", "0"],
-            '"0" for --groups',
-        ),
-        ([str(CONFIG), "--shape", "0", "9"], '"0" for --shape'),
-    ],
-)
-def test_mistakes_on_the_command_line_are_named(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        app(arguments)

@@ -9,10 +9,8 @@ Axes: B images, N tokens per image, V real tokens of the batch, D channels, E ex
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -365,7 +363,6 @@ def _head(device: str, dtype: str, threads: int, rounds: int) -> str:
         "hardware": _hardware(device),
         "threads": threads,
         "rounds": rounds,
-        "commit": _commit(),
         "torch": torch.__version__,
         "damex": damex.__version__,
         "transformers": version("transformers") if HAS_TRANSFORMERS else absent,
@@ -386,16 +383,6 @@ def _hardware(device: str) -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    folder = Path(damex.__file__).parents[1] / ".git"  # not that of another repository
-    command = ["git", f"--git-dir={folder}", "rev-parse", "--short", "HEAD"]
-    with contextlib.suppress(OSError):  # git is not installed
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
-    return f"of damex {damex.__version__}"
 
 
 if __name__ == "__main__":

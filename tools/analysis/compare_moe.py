@@ -41,14 +41,13 @@ from damex.config_files import (
 from damex.engine.optim import length_key, set_length
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
-from damex.headroom.report import cell, dot_plot
+from damex.headroom.command import cell
 from damex.headroom.runs import (
     Run,
     check_finished,
-    check_seeds,
     finish,
     fit_to_job,
-    training,
+    training_run,
     write_config,
 )
 from damex.headroom.verdict import Spread, paired_difference, spread
@@ -90,7 +89,7 @@ def compare_moe(
     timed_rounds: NonNegativeInt = 3,
     timed_samples: PositiveInt = 320,
 ) -> None:
-    """Train, measure and write the table; ConfigError if a run failed.
+    """Train, measure and write the table.
 
     Args:
         config: A file, or the name of a config of damex.
@@ -104,30 +103,26 @@ def compare_moe(
         timed_rounds: Short runs of each mixture that measure time and memory.
         timed_samples: Samples in a timed run.
     """
-    check_seeds(seeds)
+    seeds = tuple(dict.fromkeys(seeds))
     console, folder = Console(markup=False, emoji=False), Path(work_dir)
     mixtures, base = _mixtures(moe), read_config(config)
     options = parse_options(cfg_options)
-    complete = {
-        name: _config_with(file, base, options) for name, file in mixtures.items()
-    }
+    complete = {name: _config_with(m, base, options) for name, m in mixtures.items()}
     for name, cfg in complete.items():
         if note := fit_to_job(cfg, amp=amp):
             console.print(f"{name}: {note}", highlight=False)
     configs = {name: write_config(cfg, folder / name) for name, cfg in complete.items()}
     # Seed by seed, so that an interrupted comparison covers all mixtures.
     scored = [
-        {name: training(path, seed) for name, path in configs.items()} for seed in seeds
+        {name: training_run(path, seed) for name, path in configs.items()}
+        for seed in seeds
     ]
     failed = finish(_in_order(scored), console, jobs=jobs)
+    short = {name: _short(cfg, timed_samples) for name, cfg in complete.items()}
     # Round by round, one at a time: background load affects all mixtures alike.
     timed = [
         {
-            name: Run(
-                str(path),
-                path.parent / f"timed{number}",
-                _short(complete[name], timed_samples),
-            )
+            name: Run(str(path), path.parent / f"timed{number}", short[name])
             for name, path in configs.items()
         }
         for number in range(timed_rounds)
@@ -137,8 +132,7 @@ def compare_moe(
         comparison_row(name, _summaries(scored, name), _summaries(timed, name))
         for name in mixtures
     ]
-    rows = with_differences(rows)
-    _write(folder, rows, console)
+    _write(folder, with_differences(rows), console)
     check_finished(failed)
 
 
@@ -297,9 +291,7 @@ def _write(folder: Path, rows: Sequence[dict[str, Any]], console: Console) -> No
     text = json.dumps(rows, indent=2) + "\n"
     (folder / "comparison.json").write_text(text, encoding="utf-8")
     console.print(table, soft_wrap=True, highlight=False)
-    dots = {row["name"]: row["ap50_seeds"] for row in rows}
-    dot_plot(dots, score="mean AP50").savefig(folder / "comparison.png", dpi=150)
-    console.print(f"written: {folder / 'comparison.md'}, comparison.json and .png")
+    console.print(f"written: {folder / 'comparison.md'} and comparison.json")
 
 
 if __name__ == "__main__":

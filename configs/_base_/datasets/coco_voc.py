@@ -1,5 +1,5 @@
-# COCO 2017 and Pascal VOC 2007+2012 at DETR's scales; see data/README.md for the files.
-# The twenty VOC classes merge into COCO's by name; six are spelled otherwise there.
+# COCO 2017 and Pascal VOC 2007+2012; data/README.md lists the files.
+# The 20 VOC classes are merged into COCO's by name; six are renamed.
 mixture = [
     dict(
         name="coco",

@@ -1,6 +1,6 @@
-# DETR's multi-scale training and single-scale testing, for any `mixture`.
+# DETR's multi-scale training and single-scale test pipelines, for any `mixture`.
 _base_ = ["./mixture.py"]
-image_size = (1333, 800)  # longest and shortest side at most, in evaluation
+image_size = (1333, 800)  # maximum of the longer and the shorter side in evaluation
 short_sides = [480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800]
 scales = [(side, 1333) for side in short_sides]
 train_pipeline = [

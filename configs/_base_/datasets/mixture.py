@@ -1,4 +1,4 @@
-# Loaders and metric for any `mixture`; a config adds the pipelines.
+# Dataloaders and evaluators for any `mixture`; configs add the pipelines.
 train_dataloader = dict(
     batch_size=2,
     num_workers=2,

@@ -1,4 +1,4 @@
-# The toy mixture at its own size; made by: python -m damex.toydata
+# The toy mixture at its original size. Generate it with: python -m damex.toydata
 _base_ = ["./mixture.py"]
 mixture = [
     dict(
@@ -7,12 +7,12 @@ mixture = [
         train="train.json",
         val="val.json",
         img="images/",
-        weight=1.0,  # 60 images are seen as often as 900
+        weight=1.0,  # all datasets are sampled equally often
     )
     for name in ("shapes", "digits", "photos", "playroom", "arcade")
 ]
 
-image_size = 128  # longest side in pixels, in training, evaluation and prediction
+image_size = 128  # longer side in pixels, in training, evaluation and inference
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True),

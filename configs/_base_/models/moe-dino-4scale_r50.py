@@ -1,4 +1,4 @@
-# DINO with four feature scales on a ResNet-50, as in mmdet's dino-4scale_r50.
+# DINO with four feature scales and a ResNet-50, as dino-4scale_r50 in MMDetection.
 model = dict(
     type="MoEDINO",
     num_queries=900,
@@ -51,7 +51,7 @@ model = dict(
     positional_encoding=dict(num_feats=128, normalize=True, offset=0.0, temperature=20),
     bbox_head=dict(
         type="DINOHead",
-        num_classes=None,  # follows from the mixture
+        num_classes=None,  # set from the mixture
         sync_cls_avg_factor=True,
         loss_cls=dict(
             type="FocalLoss", use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=1.0

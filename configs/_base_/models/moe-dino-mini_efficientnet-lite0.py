@@ -1,5 +1,5 @@
-# Half as wide as moe-dino-tiny_efficientnet-lite0, for images of 128 pixels: 64
-# channels and 50 queries.
+# moe-dino-tiny_efficientnet-lite0 at half the width, for images of 128 pixels: 64
+# channels, 50 queries.
 _base_ = ["./moe-dino-tiny_efficientnet-lite0.py"]
 width = 64
 attention = dict(embed_dims=width, num_heads=4)

@@ -1,6 +1,6 @@
-# A DINO for a CPU, on ImageNet weights that come by pip: EfficientNet-Lite0 at strides
-# 8, 16 and 32, 128 channels, 2 + 3 layers, 100 queries. The stages up to stride 8 are
-# frozen.
+# A small DINO for CPUs with ImageNet weights from a pip package: EfficientNet-Lite0 at
+# strides 8, 16 and 32, 128 channels, 2 encoder and 3 decoder layers, 100 queries. The
+# stages up to stride 8 are frozen.
 _base_ = ["./moe-dino-4scale_r50.py"]
 model = dict(
     num_queries=100,
@@ -13,7 +13,7 @@ model = dict(
         type="TimmBackbone",
         name="tf_efficientnet_lite0",
         out_indices=(2, 3, 4),
-        pretrained=True,  # pip install -e '.[pretrained]', or downloaded once
+        pretrained=True,  # from `pip install -e '.[pretrained]'`, else downloaded
         frozen_stages=2,
         norm_eval=True,
         channels_last=True,

@@ -1,5 +1,5 @@
-# A DINO small enough for a CPU: half-width ResNet-18, 64 channels, 2 + 3 layers, 50
-# queries. Trained from scratch, so its batch norms learn.
+# A small DINO for CPUs: ResNet-18 of half the width, 64 channels, 2 encoder and 3
+# decoder layers, 50 queries. Trained from scratch, so batch norm is not frozen.
 _base_ = ["./moe-dino-4scale_r50.py"]
 model = dict(
     num_queries=50,

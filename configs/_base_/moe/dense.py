@@ -1,2 +1,2 @@
-# No experts: the plain joint model that every mixture of experts has to beat.
+# No experts: the dense baseline trained jointly on all datasets.
 moe = None

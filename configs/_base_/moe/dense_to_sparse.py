@@ -1,9 +1,9 @@
-# Dense to sparse: all experts learn from all tokens at first; the temperature of the
-# softmax then falls with training progress, and experts of small weight are dropped.
+# Dense to sparse: all experts are first trained on all tokens. The softmax temperature
+# then decreases during training, and experts with small weights are dropped.
 # Papers: Nie et al., "EvoMoE", 2021, arXiv 2112.14397; Nguyen, Ho, Rinaldo 2025, arXiv
-# 2503.03213, eq. 12 and 17 (with a non-linear router, as here).
-# Cost: FFN parameters of the chosen layers x number of experts; compute that of all
-# experts at the start and near that of one at the end.
+# 2503.03213, eq. 12 and 17 (also with a non-linear router).
+# Cost: FFN parameters of the selected layers x number of experts; compute of all
+# experts at the start, of about one at the end.
 moe = dict(
     layers=dict(decoder="even"),
     num_experts=None,  # the number of dataset groups
@@ -15,6 +15,6 @@ moe = dict(
         threshold=0.01,
     ),
     experts=dict(type="FFNExperts"),
-    # Acts once weights are dropped: until then each expert has the same load.
+    # No effect until weights are dropped: before, all experts have equal load.
     losses=[dict(type="LoadBalanceLoss", weight=0.01)],
 )

@@ -1,11 +1,11 @@
-# pMoE: in every image each expert takes the encoder tokens it scores highest, so the
-# load is balanced without a loss; tokens that no expert takes skip the FFN.
+# pMoE: in each image, every expert selects the encoder tokens with its highest scores,
+# so load is balanced without a loss. Tokens that no expert selects skip the FFN.
 # Paper: Chowdhury et al., "Patch-level Routing in Mixture-of-Experts is Provably
 # Sample-efficient for Convolutional Neural Networks", ICML 2023, arXiv 2306.04073.
-# The paper's weights sum to one per expert, below a pooled sum. Here they scale what is
-# added to each token, so their mean is one (mean_one).
-# Cost: FFN parameters of the chosen layers x 8; compute of the FFN as dense (8 experts
-# on an eighth of the tokens each) plus a linear router.
+# In the paper the weights of an expert sum to 1 before pooling. Here they scale the
+# residual of each token, so they are normalized to a mean of 1 (mean_one).
+# Cost: FFN parameters of the selected layers x 8; compute of a dense FFN (8 experts,
+# each on an eighth of the tokens) and a linear router.
 moe = dict(
     layers=dict(encoder="even"),
     num_experts=8,

@@ -1,10 +1,11 @@
-# pMoE with a router that is trained first: for a tenth of the training only the routers
-# learn, to part the patches of the dataset groups; then they are frozen.
+# pMoE with separately trained routers: for the first tenth of the training, only the
+# routers are trained, to separate the patches of the dataset groups; then they are
+# frozen.
 # Paper: Chowdhury et al., "Patch-level Routing in Mixture-of-Experts is Provably
 # Sample-efficient for Convolutional Neural Networks", ICML 2023, arXiv 2306.04073,
 # eq. 6.
-# Cost: as pmoe_conv.py; the steps of the first tenth have no backward pass to speak of.
-# Several processes: MixtureRunner sets the find_unused_parameters=True that this needs.
+# Cost: as pmoe_conv.py; the first tenth needs almost no backward pass.
+# Distributed training: MixtureRunner sets find_unused_parameters=True, as required.
 moe = dict(
     layers=dict(backbone=[2, 3]),
     num_experts=8,

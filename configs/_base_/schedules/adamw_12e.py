@@ -1,5 +1,5 @@
-# DINO's 12 epochs for a batch of 16 (8 GPUs x 2 images).
-# max_epochs=24 on the command line (or train_cfg.max_epochs=24) moves the schedule too.
+# DINO's 12-epoch schedule for a total batch size of 16 (8 GPUs x 2 images).
+# Setting max_epochs=24 (or train_cfg.max_epochs=24) also scales the LR schedule.
 train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=12, val_interval=1)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
@@ -9,7 +9,7 @@ optim_wrapper = dict(
     clip_grad=dict(max_norm=0.1, norm_type=2),
     paramwise_cfg=dict(custom_keys={"backbone": dict(lr_mult=0.1)}),
 )
-# After 11 of 12 epochs; a milestone below 1 is a share of the training.
+# After 11 of 12 epochs; milestones below 1 are fractions of the training.
 param_scheduler = [
     dict(type="MultiStepLR", by_epoch=False, milestones=[11 / 12], gamma=0.1)
 ]

@@ -1,4 +1,4 @@
-# adamw_tiny.py for a pretrained backbone, which moves at a tenth of the learning rate.
+# adamw_tiny.py for a pretrained backbone, with a tenth of the LR for the backbone.
 _base_ = ["./adamw_tiny.py"]
 optim_wrapper = dict(
     optimizer=dict(lr=0.0008),

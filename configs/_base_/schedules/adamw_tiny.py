@@ -1,10 +1,10 @@
-# Four epochs from scratch. With 2,600 samples each and batch 8 that is 1,300
-# iterations, six to nine minutes on two cores.
-# max_epochs=7 on the command line (or train_cfg.max_epochs=7) moves the schedule too.
+# Four epochs from scratch: with 2,600 samples per epoch and batch size 8, 1,300
+# iterations (six to nine minutes on two cores).
+# Setting max_epochs=7 (or train_cfg.max_epochs=7) also scales the LR schedule.
 train_cfg = dict(
     type="EpochBasedTrainLoop",
     max_epochs=4,
-    val_interval=1000,  # and always after the last epoch
+    val_interval=1000,  # the last epoch is always evaluated
 )
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
@@ -15,7 +15,7 @@ optim_wrapper = dict(
 )
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.05, by_epoch=False, begin=0, end=50),
-    # Without an end: that of the training.
+    # Without `end`: until the end of the training.
     dict(type="CosineAnnealingLR", eta_min_ratio=0.02, by_epoch=False),
 ]
 auto_scale_lr = dict(base_batch_size=8, enable=False)

@@ -1,8 +1,8 @@
-# Two cycles of warm-up and decay, the second one for experts that begin half-way
-# through the training, with moe.upcycling=dict(share=0.5).
+# Two cycles of warm-up and decay. The second is for experts that are created half-way
+# through training by moe.upcycling=dict(share=0.5).
 # Paper: Komatsuzaki et al., "Sparse Upcycling: Training Mixture-of-Experts from Dense
 # Checkpoints", ICLR 2023, arXiv 2212.05055.
-# Numbers below 1 are shares of the training.
+# Numbers below 1 are fractions of the training.
 _base_ = ["./adamw_tiny.py"]
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.05, by_epoch=False, begin=0, end=50),
