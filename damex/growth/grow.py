@@ -30,11 +30,11 @@ from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
 from damex.inference.stored import StoredDetector, forget_processes
 from damex.inference.trust import forget_pretrained
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.blocks import MoEBlock
 from damex.models.build import moe_difference, resolved_moe
 from damex.models.config import read_moe
-from damex.models.initialization import own_random_stream
 from damex.models.insertion import moe_blocks
+from damex.models.starts import fork_rng
 from damex.moe import TopKGate
 
 AUTO, NONE = "auto", "none"
@@ -146,7 +146,7 @@ def remapped_state(
     remap_rows(state, detector, **names)
     for path, block in detector.named_modules():
         # Masks of experts that belong to no dataset have a row per dataset group.
-        if isinstance(block, (MoEFFN, MoEPatchConv)) and not has_groups(block):
+        if isinstance(block, MoEBlock) and not has_groups(block):
             key, mask_GE = f"{path}.moe.{GROUP_EXPERTS}", block.moe.group_experts_GE
             state.pop(key, None)
             if mask_GE is not None:
@@ -210,7 +210,7 @@ def build_initialized(model: Mapping[str, Any]) -> Any:
     forget_processes(model)
     for _ in forget_pretrained(model):  # the checkpoint has the weights
         pass
-    with own_random_stream(seed=0):
+    with fork_rng(seed=0):
         detector = MODELS.build(ConfigDict(model))
         detector.init_weights()
     return detector

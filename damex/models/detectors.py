@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN
+from damex.models.blocks import MoEFFN, ffns_in_place
 from damex.models.build import resolved_moe
 from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
@@ -30,7 +30,6 @@ from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import restrict_to_predicted_group
 from damex.models.expert_parallel import missing_passes
-from damex.models.initialization import copy_draws, ffns_in_place, own_random_stream
 from damex.models.insertion import (
     InsertionReport,
     counts_foreground,
@@ -50,6 +49,7 @@ from damex.models.queries import (
     valid_ratio_of,
 )
 from damex.models.sites import check_widths
+from damex.models.starts import copy_draws, fork_rng
 from damex.models.timm_backbone import check_neck
 from damex.moe import RoutingTally, gathered_experts
 
@@ -115,7 +115,7 @@ class RoutedDetector(_Detector):
             dataset_head=dataset_head,
             dataset_conditioning=dataset_conditioning,
         )
-        with own_random_stream():
+        with fork_rng():
             if self._moe is not None:
                 self._insert(self._moe, num_groups)
             self.awareness = build_awareness(self, options, label_coverage)
@@ -192,7 +192,7 @@ class RoutedDetector(_Detector):
         with gathered_experts([self]):
             with ffns_in_place(self) as places:
                 super().init_weights()
-            with own_random_stream():
+            with fork_rng():
                 for block, ffn in places:
                     block.reset_parameters()
                     copy_draws(block, ffn)

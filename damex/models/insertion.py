@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,19 @@ from mmdet.models.detectors import DeformableDETR
 from torch import nn
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, MoEPatchConv, activation_of
+from damex.models.blocks import MoEBlock, MoEFFN, MoEPatchConv, activation_of
 from damex.models.build import build_layer, module_class
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
 from damex.models.expert_parallel import shard_experts
 from damex.models.sites import chosen_layers, conv_sites
-from damex.models.upcycling import DensePhase, SplitStart, gate_notes, load_closing_norm
+from damex.models.starts import (
+    DensePhase,
+    SplitStart,
+    load_closing_norm,
+    shared_hidden_dims,
+    split_hidden_dims,
+)
 from damex.moe import (
     DenseSoftmaxGate,
     ExpertChoiceGate,
@@ -26,8 +32,6 @@ from damex.moe import (
     MoELayer,
     PatchConvExperts,
     TopKGate,
-    shared_hidden_dims,
-    split_hidden_dims,
 )
 
 
@@ -78,12 +82,12 @@ def insert_moe(
     return InsertionReport(rows, tuple(notes), layout)
 
 
-def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
+def moe_blocks(detector: nn.Module) -> list[MoEBlock]:
     """Return the MoE blocks of a detector in the order of computation."""
-    return [m for m in detector.modules() if isinstance(m, (MoEFFN, MoEPatchConv))]
+    return [m for m in detector.modules() if isinstance(m, MoEBlock)]
 
 
-def counts_foreground(blocks: Sequence[MoEFFN | MoEPatchConv]) -> bool:
+def counts_foreground(blocks: Sequence[MoEBlock]) -> bool:
     """Whether any routing loss of the blocks is about foreground tokens."""
     losses = [loss for block in blocks for loss in block.moe.losses]
     return any(loss.tokens == "foreground" for loss in losses)
@@ -214,7 +218,7 @@ def _insert_patch_convs(
         yield _row(block, conv, f"convolution {widths} {side}x{side}")
 
 
-def _row(block: MoEFFN | MoEPatchConv, dense: nn.Module, description: str) -> str:
+def _row(block: MoEBlock, dense: nn.Module, description: str) -> str:
     before, after = (
         sum(p.numel() for p in module.parameters()) for module in (dense, block)
     )
@@ -224,7 +228,7 @@ def _row(block: MoEFFN | MoEPatchConv, dense: nn.Module, description: str) -> st
     )
 
 
-def _check_blocks(detector: nn.Module, blocks: Sequence[MoEFFN | MoEPatchConv]) -> None:
+def _check_blocks(detector: nn.Module, blocks: Sequence[MoEBlock]) -> None:
     """Reject gates and losses that do not suit the detector's queries."""
     for block in blocks:
         # DINO's attention mask hides denoising queries, made of the ground truth, but
@@ -313,3 +317,50 @@ def _notes(moe: MoELayer) -> Iterator[str]:
             "datasets decide the load, which LoadBalanceLoss cannot change: it only "
             "pushes routers away from large datasets; remove it."
         )
+
+
+def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
+    """Return a warning if a dense checkpoint would lose much of its FFNs, or None."""
+    blocks: list[Any] = [
+        module
+        for name, module in model.named_modules()
+        if f"{name}.layers.0.0.weight" in state and hasattr(module, "moe")
+    ]
+    notes = gate_notes([block for block in blocks if block.dense_phase is None])
+    others = []
+    for block in blocks:
+        field, bank = "experts", block.moe.experts
+        if block.moe.shared_expert is not None and block.split is None:
+            field, bank = "shared_expert", block.moe.shared_expert.expert
+        old, new = block.dense_activation, getattr(bank, "activation", None)
+        if None not in (old, new) and old != new:
+            others.append((old, field, new))
+    if others:
+        old, field, new = others[0]
+        notes.append(
+            f"the FFNs of {len(others)} layers were trained with {old} and become "
+            f"experts with {new}, whose output differs; "
+            f"moe.{field}.activation={old!r} keeps what they learned."
+        )
+    return " ".join(notes) or None
+
+
+def gate_notes(blocks: Sequence[Any]) -> list[str]:
+    """Return a warning, or none, if copies of an FFN together output less than it.
+
+    They do if a softmax over all experts weights them.
+    """
+    weights = [
+        f"1/{moe.num_experts}"
+        for moe in (block.moe for block in blocks)
+        if moe.shared_expert is None and moe.num_experts > 1
+        if isinstance(moe.gate, TopKGate) and not moe.gate.renormalize
+        if moe.gate.weight_scale == 1.0
+    ]
+    if not weights:
+        return []
+    return [
+        f"the FFNs of {len(weights)} layers become experts with gate weights near "
+        f"{weights[0]}, which scale the output of these layers down as much; "
+        "moe.gate.renormalize=True starts equal to the dense detector."
+    ]

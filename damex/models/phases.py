@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from damex.errors import ConfigError, did_you_mean
 from damex.models.blocks import MoEFFN
 from damex.models.config import UpcyclingConfig, WarmupConfig
-from damex.models.upcycling import DENSE_EXPERT, DensePhase
+from damex.models.starts import DENSE_EXPERT, DensePhase
 from damex.moe import FFNExperts, MoELayer, copy_expert_to_all
 
 

@@ -74,10 +74,3 @@ from damex.moe.routing import (
     restrict,
 )
 from damex.moe.shards import ExpertShards
-from damex.moe.split import (
-    load_dense_split,
-    load_shared_split,
-    repeat_router_rows,
-    shared_hidden_dims,
-    split_hidden_dims,
-)

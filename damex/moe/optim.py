@@ -98,7 +98,7 @@ def decay_to_mean(parameter: Tensor, share: float, *, parts: int = 1) -> None:
     """Move every expert in place by a share in [0, 1] of its distance to the mean.
 
     The first axis counts experts. If they are cut from copies of an FFN into `parts`
-    (see `damex.moe.split`), the mean is over copies, for each part separately.
+    (fine-grained experts), the mean is over copies, for each part separately.
     """
     copies = parameter.unflatten(0, (-1, parts))
     copies.lerp_(copies.mean(0, keepdim=True).expand_as(copies), share)

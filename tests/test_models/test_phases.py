@@ -12,7 +12,7 @@ from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
-from damex.models.upcycling import DensePhase
+from damex.models.starts import DensePhase
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
 
 SWITCH, MAX_ITERS = 3, 8

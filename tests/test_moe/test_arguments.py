@@ -38,19 +38,14 @@ from damex.moe import (
     expert_groups,
     expert_parameters,
     gate_l1,
-    load_dense_split,
     presence_loss,
-    repeat_router_rows,
     route_patches,
-    shared_hidden_dims,
-    split_hidden_dims,
 )
 from damex.moe.grouped import grouped_linear
 from tests.test_moe.layers import D, make_layer
 
 CONV = dict(num_experts=3, in_channels=4, out_channels=6, patch_size=2)
 NONE = dict(group_experts=None)
-DENSE = (torch.zeros(6, 2), torch.zeros(6), torch.zeros(2, 6), torch.zeros(2))
 INDEX, ONES = torch.tensor([0, 4]), torch.ones(2)
 PAIR = Assignment.from_pairs(
     INDEX[:1], INDEX[:1], ONES[:1], num_tokens=1, num_experts=2
@@ -62,10 +57,6 @@ pairs = partial(Assignment.from_pairs, num_tokens=4, num_experts=3)
 def one_parameter_in_two_optimizers():
     weight = nn.Parameter(torch.zeros(2, 2))
     ChainedOptimizer(torch.optim.SGD([weight]), NormalizedGD([weight]))
-
-
-def split(*sizes, slope_1=None, **options):
-    load_dense_split(FFNExperts(*sizes, **options), *DENSE, parts=2, slope_1=slope_1)
 
 
 def separate(pairs, num_groups=2):
@@ -97,13 +88,6 @@ CASES = [
     (lambda: PatchConvExperts(**CONV, kernel_size=2), "odd positive integer, got 2"),
     (lambda: PatchConvExperts(**CONV | dict(patch_size=0)), "patch_size must .* got 0"),
     (lambda: PatchConvExperts(**CONV, border="reflect"), "border 'reflect'.*'zeros'"),
-    (lambda: split_hidden_dims(4, parts=5), r"parts must lie in \[1, H=4\], got 5"),
-    (lambda: shared_hidden_dims(4, parts=2, shared=2), r"shared .*\[0, parts=2\).*2"),
-    (lambda: split(4, 2, 6), "in 2 parts needs .* H=3, got D=2 and H=6"),
-    (lambda: split(5, 2, 3), "got 5 experts and 2 parts"),
-    (lambda: split(4, 2, 3, activation="prelu"), "'prelu' need a slope_1"),
-    (lambda: split(4, 2, 3, slope_1=torch.ones(1)), "'relu' have no slope_1"),
-    (lambda: repeat_router_rows(LinearRouter(2, 3), parts=2), "3 experts and 2 parts"),
     (lambda: LinearRouter(0, 4), "embed_dims must be at least 1, got 0"),
     (lambda: LinearRouter(4, 4, init_std=-0.1), "init_std must be >= 0, got -0.1"),
     (lambda: MLPRouter(4, 2, activation="elu"), "unknown activation 'elu'"),

@@ -154,7 +154,7 @@ class TopKGate(Gate):
     (DAMEX, Switch, V-MoE), so the router learns from the task loss. With `renormalize`
     the K weights of a token sum to 1; for k=1 the router then learns from the routing
     losses alone. With `renormalize` and `weight_scale=k` each weight is 1 if the chosen
-    logits tie, as experts cut from one FFN need it (see `damex.moe.split`). Ties go to
+    logits tie, as experts cut from one FFN need it. Ties go to
     the lowest expert id, on every device.
 
     Args:

@@ -19,8 +19,8 @@ from mmdet.registry import MODELS
 from torch import Tensor, nn
 
 from damex.models.detectors import MoEDINO
-from damex.models.initialization import own_random_stream
 from damex.models.queries import ids_of
+from damex.models.starts import fork_rng
 
 
 class Adapter(nn.Module):
@@ -76,7 +76,7 @@ class AdaptedDINO(MoEDINO):
         self.adapters = nn.ModuleList()
         self._ids_B: Tensor | None = None
         net = cast(Any, self.backbone).net
-        with own_random_stream():
+        with fork_rng():
             for stage in options["stages"]:
                 for block in net.blocks[stage]:
                     channels = last_convolution(block).out_channels
