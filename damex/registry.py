@@ -12,7 +12,7 @@ from damex import engine, evaluation, moe  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
 from damex.engine import console, optim, runner, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data
-from damex.models import detectors  # noqa: F401
+from damex.models import channels, detectors, patch_convs, phases  # noqa: F401
 
 for part in (
     moe.LinearRouter,

@@ -19,7 +19,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from damex.errors import ConfigError
 from damex.models.blocks import MoEBlock, MoEFFN
 from damex.models.starts import Start, closing_norm
-from damex.moe import ChainedOptimizer, NormalizedGD
 
 # Group options that torch or a scheduler adds.
 LATE_OPTIONS = {"initial_lr", "foreach", "fused", "maximize", "capturable"}
@@ -153,16 +152,18 @@ def check_resumable(
 
 def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
     """State keys of each parameter, in the order of the optimiser."""
-    if isinstance(optimizer, ChainedOptimizer):
-        return _needed_keys(optimizer.first) + _needed_keys(optimizer.second)
     rows: list[tuple[str, ...]] = []
+    for part in (parts := getattr(optimizer, "optimizers", ())):
+        rows += _needed_keys(part)
+    if parts:
+        return rows
     for group in optimizer.param_groups:
         if isinstance(optimizer, (Adam, AdamW)):
             keys: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
             keys += ("max_exp_avg_sq",) if group["amsgrad"] else ()
         elif isinstance(optimizer, SGD):
             keys = ("momentum_buffer",) if group["momentum"] else ()
-        elif isinstance(optimizer, NormalizedGD):
+        elif not getattr(optimizer, "keeps_state", True):
             keys = ()
         else:
             raise ConfigError(

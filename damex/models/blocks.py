@@ -16,23 +16,18 @@ from torch.utils.checkpoint import checkpoint
 from damex.models.context import RoutingContext
 from damex.models.starts import (
     DENSE_EXPERT,
-    ROUTED,
     DensePhase,
     SplitStart,
     Start,
     ffn_starts,
     fork_rng,
     load_starts,
-    output_channels,
     phase_starts,
 )
 from damex.moe import (
     FFNExperts,
     MoELayer,
     Packing,
-    PatchConvExperts,
-    real_patches,
-    route_patches,
 )
 
 
@@ -217,49 +212,3 @@ def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
     finally:
         for layer, (block, _) in zip(layers, places, strict=True):
             layer.ffn = block
-
-
-class MoEPatchConv(MoEBlock):
-    """A convolution whose output channels are split among experts.
-
-    Patches without an expert are zero here and keep the block's identity path. From a
-    dense convolution each expert starts as its slice of the output channels.
-    """
-
-    def __init__(
-        self,
-        moe: MoELayer,
-        *,
-        name: str,
-        context: RoutingContext,
-        with_cp: bool = False,
-    ) -> None:
-        super().__init__(moe, name=name, context=context, with_cp=with_cp)
-
-    def starts(self, state: Mapping[str, Any], prefix: str) -> dict[str, Start]:
-        """Return the start from the kernel of a dense convolution."""
-        key, kernel = f"{prefix}weight", state.get(f"{prefix}weight")
-        own = cast(PatchConvExperts, self.moe.experts).weight_EOCKK
-        if kernel is None or kernel.shape != own.flatten(0, 1).shape:
-            return {}  # the loader reports the keys that do not fit
-        return {f"{ROUTED}weight_EOCKK": Start(key, output_channels)}
-
-    def forward(self, map_BCHW: Tensor) -> Tensor:
-        """Convolve the chosen patches; height and width stay the same."""
-        size = (map_BCHW.shape[2], map_BCHW.shape[3])
-        ratio_B2 = self.context.valid_ratio_B2
-        packing = None
-        if ratio_B2 is not None:
-            experts = cast(PatchConvExperts, self.moe.experts)
-            mask_BN = real_patches(ratio_B2, size, experts.patch_size)
-            packing = Packing.of_mask(mask_BN)
-        route = partial(
-            route_patches,
-            self.moe,
-            packing=packing,
-            group_ids_B=self.context.group_ids_B,
-            earlier_votes_BG=self.context.votes_BG,
-        )
-        out_BFHW, record = self._run(route, map_BCHW)
-        self.context.add(self.name, record)
-        return out_BFHW

@@ -22,22 +22,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, ffns_in_place
+from damex.models.blocks import ffns_in_place
 from damex.models.build import resolved_moe
-from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import restrict_to_predicted_group
 from damex.models.expert_parallel import missing_passes
 from damex.models.insertion import (
-    InsertionReport,
+    EXTENSIONS,
     counts_foreground,
     insert_moe,
     moe_blocks,
 )
 from damex.models.outputs import add_dataset_instances, attach_routing, routing_losses
-from damex.models.phases import InRunUpcycling, RouterWarmup
 from damex.models.queries import (
     batches_of_one_shape,
     check_cells,
@@ -105,10 +103,10 @@ class RoutedDetector(_Detector):
         self.routing = RoutingContext()
         self.counts_tokens = False
         self.tally: RoutingTally | None = None
-        self.channel_gating: ChannelGating | None = None
+        self.channel_gating: Any = None
         self._moe = None if moe is None else read_moe(moe)
-        self._warmup: RouterWarmup | None = None
-        self.upcycling: InRunUpcycling | None = None
+        self._warmup: Any = None
+        self.upcycling: Any = None
         options = dict(
             ignore_unannotated_classes=ignore_unannotated_classes,
             label_prior=label_prior,
@@ -123,20 +121,20 @@ class RoutedDetector(_Detector):
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
         """Insert experts or gates, and log the report."""
-        report: InsertionReport | ChannelReport
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
+        report: Any
         if moe.channels is not None:
+            insert_channels = EXTENSIONS["channels"]
             self.channel_gating, report = insert_channels(
                 self, moe.layers, moe.channels, **where
             )
         else:
-            report = insert_moe(self, moe, **where)
-            blocks = moe_blocks(self)
+            report, blocks = insert_moe(self, moe, **where), moe_blocks(self)
             if moe.router_warmup is not None:
-                self._warmup = RouterWarmup(moe.router_warmup, blocks[0].moe)
+                warm_up = EXTENSIONS["router_warmup"]
+                self._warmup = warm_up(moe.router_warmup, blocks[0].moe)
             if moe.upcycling is not None:
-                ffns = [block for block in blocks if isinstance(block, MoEFFN)]
-                self.upcycling = InRunUpcycling(moe.upcycling, ffns)
+                self.upcycling = EXTENSIONS["upcycling"](moe.upcycling, blocks)
         print_log(str(report), logger="current", level=logging.INFO)
         for note in report.notes:
             print_log(note, logger="current", level=logging.WARNING)

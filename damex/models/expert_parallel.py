@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEBlock, MoEPatchConv
+from damex.models.blocks import MoEBlock, MoEFFN
 from damex.models.config import MoEConfig
 from damex.moe import ExpertShards, sharded_layers
 
@@ -45,7 +45,7 @@ def shard_experts(config: MoEConfig, blocks: Sequence[MoEBlock]) -> str:
                 f"{name} {reason}, or leave one of them out."
             )
     num_experts = blocks[0].moe.num_experts
-    if any(isinstance(block, MoEPatchConv) for block in blocks):
+    if not all(isinstance(block, MoEFFN) for block in blocks):
         raise ConfigError(
             f"moe.expert_parallel={size}: PatchConvExperts are small slices of one "
             "convolution, whose patches are larger than the answers; exchanging them "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from mmdet.models.detectors import DeformableDETR
 from torch import nn
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEBlock, MoEFFN, MoEPatchConv, activation_of
+from damex.models.blocks import MoEBlock, MoEFFN, activation_of
 from damex.models.build import build_layer, module_class
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
 from damex.models.expert_parallel import shard_experts
-from damex.models.sites import chosen_layers, conv_sites
+from damex.models.sites import chosen_layers
 from damex.models.starts import (
     DensePhase,
     SplitStart,
@@ -26,13 +26,16 @@ from damex.models.starts import (
     split_hidden_dims,
 )
 from damex.moe import (
-    DenseSoftmaxGate,
-    ExpertChoiceGate,
     LoadBalanceLoss,
     MoELayer,
-    PatchConvExperts,
     TopKGate,
 )
+
+# The modules of source papers register what only they need: functions that insert other
+# experts than FFNs, and builders of what a field of `moe` asks for.
+Inserter = Callable[..., Iterator[str]]
+INSERTERS: dict[type, Inserter] = {}
+EXTENSIONS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,15 @@ def insert_moe(
 ) -> InsertionReport:
     """Replace the FFNs of chosen transformer layers by MoE blocks.
 
-    Patch-convolution experts replace convolutions of a ResNet instead. ``num_groups``
-    is None outside of a mixture.
+    Experts in ``INSERTERS`` replace other modules. ``num_groups`` is None outside of a
+    mixture.
 
     Raises:
         ConfigError: If a layer does not exist or has no FFN, a module cannot be built
             or needs groups that outnumber the experts, denoising queries would compete
             with others, or experts cannot be sharded as configured.
     """
-    insert = _insert_patch_convs if _uses_patches(config) else _insert_ffns
+    insert = _inserter(config)
     rows = tuple(insert(detector, config, context=context, num_groups=num_groups))
     blocks = moe_blocks(detector)
     _check_blocks(detector, blocks)
@@ -93,30 +96,19 @@ def counts_foreground(blocks: Sequence[MoEBlock]) -> bool:
     return any(loss.tokens == "foreground" for loss in losses)
 
 
-def _uses_patches(config: MoEConfig) -> bool:
-    """Whether the experts convolve patches, and so belong in the backbone."""
-    module, chosen = module_class(config.experts), config.layers.chosen
-    kind = config.experts["type"]
-    if not (inspect.isclass(module) and issubclass(module, PatchConvExperts)):
-        if "backbone" in chosen:
-            raise ConfigError(
-                "moe.layers.backbone needs experts that convolve patches; set "
-                "moe.experts=dict(type='PatchConvExperts', patch_size=2), got the type "
-                f"{kind!r}."
-            )
-        return False
-    if list(chosen) != ["backbone"]:
+def _inserter(config: MoEConfig) -> Inserter:
+    """Return the function that inserts the configured experts, by default as FFNs."""
+    module = module_class(config.experts)
+    for kind, inserter in INSERTERS.items():
+        if inspect.isclass(module) and issubclass(module, kind):
+            return inserter
+    if config.layers.backbone is not None:
         raise ConfigError(
-            f"moe.experts has the type {kind!r}, which replaces convolutions; set "
-            f"moe.layers=dict(backbone=[3]) or 'last', got {chosen}."
+            "moe.layers.backbone needs experts that convolve patches; set "
+            "moe.experts=dict(type='PatchConvExperts', patch_size=2), got the type "
+            f"{config.experts['type']!r}."
         )
-    for name in ("shared_expert", "upcycling"):
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                f"moe.{name} is for FFNs and cannot be combined with {kind!r}, whose "
-                "experts are parts of a convolution; leave it out."
-            )
-    return True
+    return _insert_ffns
 
 
 def _insert_ffns(
@@ -144,7 +136,7 @@ def _insert_ffns(
                 dense_phase=None if config.upcycling is None else DensePhase(),
             )
             width = dense.embed_dims
-            yield _row(
+            yield report_row(
                 block, dense, f"FFN {width}-{dense.feedforward_channels}-{width}"
             )
 
@@ -196,29 +188,8 @@ def _take_closing_norm(layer: nn.Module, name: str) -> nn.Module:
     return norm
 
 
-def _insert_patch_convs(
-    detector: nn.Module,
-    config: MoEConfig,
-    *,
-    context: RoutingContext,
-    num_groups: int | None,
-) -> Iterator[str]:
-    """Replace the selected convolutions; yield a line of the report for each."""
-    for name, residual in conv_sites(detector, config.layers.backbone):
-        conv = residual.conv2
-        channels = dict(in_channels=conv.in_channels, out_channels=conv.out_channels)
-        side = conv.kernel_size[0]
-        moe = build_layer(
-            config, dict(**channels, kernel_size=side), num_groups=num_groups
-        )
-        residual.conv2 = block = MoEPatchConv(
-            moe, name=name, context=context, with_cp=config.with_cp
-        )
-        widths = f"{conv.in_channels}-{conv.out_channels}"
-        yield _row(block, conv, f"convolution {widths} {side}x{side}")
-
-
-def _row(block: MoEBlock, dense: nn.Module, description: str) -> str:
+def report_row(block: MoEBlock, dense: nn.Module, description: str) -> str:
+    """A line of the report: the block, the module before it, numbers of parameters."""
     before, after = (
         sum(p.numel() for p in module.parameters()) for module in (dense, block)
     )
@@ -236,7 +207,7 @@ def _check_blocks(detector: nn.Module, blocks: Sequence[MoEBlock]) -> None:
         if (
             getattr(detector, "dn_query_generator", None) is not None
             and block.name.startswith("decoder.")
-            and isinstance(block.moe.gate, ExpertChoiceGate)
+            and block.moe.gate.compares_tokens
         ):
             raise ConfigError(
                 f"moe.gate is {type(block.moe.gate).__name__} and moe.layers chooses "
@@ -247,21 +218,14 @@ def _check_blocks(detector: nn.Module, blocks: Sequence[MoEBlock]) -> None:
             )
     if not counts_foreground(blocks):
         return
-    is_patches = any(isinstance(block, MoEPatchConv) for block in blocks)
-    if is_patches or not isinstance(detector, DeformableDETR):
-        place = "the backbone" if is_patches else type(detector).__name__
+    has_queries = all(isinstance(block, MoEFFN) for block in blocks)
+    if not has_queries or not isinstance(detector, DeformableDETR):
+        place = type(detector).__name__ if has_queries else "the backbone"
         raise ConfigError(
             "moe.losses: tokens='foreground' needs queries with reference points, "
             f"which {place} does not have; set tokens='all', or use layers of the "
             "encoder or decoder of MoEDINO, MoEDDQDETR or MoEDeformableDETR."
         )
-
-
-def _has_constant_weights(gate: Any) -> bool:
-    """Whether no gradient of the detector's losses reaches the router."""
-    if isinstance(gate, TopKGate):
-        return gate.renormalize and gate.k == 1
-    return isinstance(gate, ExpertChoiceGate) and gate.weights == "one"
 
 
 def _notes(moe: MoELayer) -> Iterator[str]:
@@ -276,7 +240,7 @@ def _notes(moe: MoELayer) -> Iterator[str]:
                 f"groups, too, against what moe.losses teaches; set k={fewest}, or "
                 f"num_experts={k * len(moe.group_experts_GE)} or more."
             )
-    if _has_constant_weights(moe.gate) and not any(x.weight for x in moe.losses):
+    if moe.gate.has_constant_weights and not any(x.weight for x in moe.losses):
         yield (
             f"moe.gate: the weights of this {type(moe.gate).__name__} are always 1, "
             "and moe.losses is empty: nothing teaches the router, whose choice stays "
@@ -286,10 +250,7 @@ def _notes(moe: MoELayer) -> Iterator[str]:
         )
     balance = [loss for loss in moe.losses if isinstance(loss, LoadBalanceLoss)]
     for loss in balance:
-        # On a subset of tokens the load of expert choice is uneven.
-        if isinstance(moe.gate, DenseSoftmaxGate) or (
-            isinstance(moe.gate, ExpertChoiceGate) and loss.tokens == "all"
-        ):
+        if moe.gate.has_even_load(loss.tokens):
             yield (
                 "moe.losses: LoadBalanceLoss cannot teach anything here, as "
                 f"{type(moe.gate).__name__} gives each expert the same load: the loss "

@@ -69,11 +69,6 @@ def copies_of_one(source: Any, own: Tensor, kind: str) -> Tensor:
     return source[DENSE_EXPERT].expand_as(source).clone()
 
 
-def output_channels(source: Any, own: Tensor, kind: str) -> Tensor:
-    """Divide the output channels of a dense convolution among the experts."""
-    return source.reshape(own.shape)
-
-
 def tied_rows(parts: int, source: Any, own: Tensor, kind: str) -> Tensor:
     """Copy the router row of the first part of each copy to all its parts."""
     return own[::parts].repeat_interleave(parts, dim=0)

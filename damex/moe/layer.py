@@ -130,7 +130,7 @@ class MoELayer(nn.Module):
         """Keep the experts of this process; all processes exchange tokens in `forward`.
 
         They must call it equally often, with any number of tokens, and DDP must not
-        reduce expert gradients, see `damex.moe.expert_gradients`.
+        reduce expert gradients, see `damex.moe.ExpertGradients`.
         """
         shards.shard(cast(nn.Module, self.experts))
         self.shards = shards

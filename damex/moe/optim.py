@@ -24,6 +24,8 @@ class NormalizedGD(Optimizer):
     bank: the first axis of their tensors counts experts, else ValueError.
     """
 
+    keeps_state = False
+
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.001
     ) -> None:
@@ -132,6 +134,7 @@ class ChainedOptimizer(Optimizer):
         self.defaults = dict(first.defaults)
         self.first = first
         self.second = second
+        self.optimizers = (first, second)
         self.state.update(first.state)
         self.state.update(second.state)
         self._share()

@@ -6,8 +6,9 @@ from mmcv.cnn.bricks.transformer import FFN
 from torch import nn
 
 from damex.engine.optimizer_state import moment_starts
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
+from damex.models.patch_convs import MoEPatchConv
 from damex.models.starts import DensePhase, SplitStart
 from damex.moe import (
     FFNExperts,

@@ -154,6 +154,10 @@ class DenseSoftmaxGate(Gate):
     Smooth in the router's weights and without unused experts, at E times the compute.
     """
 
+    def has_even_load(self, tokens: str) -> bool:
+        """True: every token reaches all experts."""
+        return True
+
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Route each token to all experts, with weights that sum to 1."""
         return _all_routes(torch.softmax(logits_VE, dim=-1))

@@ -47,6 +47,8 @@ class ExpertChoiceGate(Gate):
             expect.
     """
 
+    compares_tokens = True
+
     def __init__(
         self,
         *,
@@ -81,6 +83,15 @@ class ExpertChoiceGate(Gate):
     def has_fixed_routes(self) -> bool:
         """False: a token may have any number of experts."""
         return False
+
+    @property
+    def has_constant_weights(self) -> bool:
+        """True for weights='one'."""
+        return self.weights == "one"
+
+    def has_even_load(self, tokens: str) -> bool:
+        """True for all tokens; a subset of them may be uneven."""
+        return tokens == "all"
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Choose l routes for each expert and image."""

@@ -207,6 +207,11 @@ class TopKGate(Gate):
         """False only if a capacity may drop some of the k routes of a token."""
         return self.capacity is None or self.k == 1
 
+    @property
+    def has_constant_weights(self) -> bool:
+        """True for the one weight of a token, renormalized."""
+        return self.renormalize and self.k == 1
+
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
         """Reject k above the size of a group, and a bias with teacher forcing."""
         if self.k > smallest:
