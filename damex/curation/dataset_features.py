@@ -140,7 +140,7 @@ def color_features(pixels: Sequence[np.ndarray]) -> np.ndarray:
 
 def can_use_backbone() -> bool:
     """Whether the backbone's pretrained weights are installed."""
-    from damex.models.pretrained import packaged_weights
+    from damex.models.timm_backbone import packaged_weights
 
     return packaged_weights(BACKBONE) is not None
 

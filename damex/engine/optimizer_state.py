@@ -135,18 +135,19 @@ def check_resumable(
     sizes = [[len(group["params"]) for group in one] for one in (groups, saved)]
     pairs = zip(groups, saved, strict=False)
     missing = set().union(*(group.keys() - old.keys() for group, old in pairs))
-    fault = ""
+    problem = ""
     if missing := missing - LATE_OPTIONS:
-        fault = f"another kind, whose options lack {', '.join(sorted(missing))}"
+        problem = f"another kind, whose options lack {', '.join(sorted(missing))}"
     elif sizes[0] != sizes[1]:
-        fault = (
+        problem = (
             f"{sum(sizes[1])} parameters in {len(saved)} groups, not {sum(sizes[0])} "
             f"in {len(groups)}"
         )
-    if fault:
+    if problem:
         raise ConfigError(
             f"--resume: optim_wrapper.optimizer is {kind}, and {path} was trained with "
-            f"{fault}; set the optim_wrapper (paramwise_cfg) of that training, {start}"
+            f"{problem}; set the optim_wrapper (paramwise_cfg) of that training, "
+            f"{start}"
         )
 
 

@@ -30,7 +30,7 @@ from damex.inference.stored import (
     as_several,
     detect,
 )
-from damex.models.dataset_classifier import classifies_datasets, given_dataset
+from damex.models.dataset_classifier import classifies_datasets, condition_on_dataset
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Predictor:
         """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
             with (
-                given_dataset(self._detector, choice.labels)
+                condition_on_dataset(self._detector, choice.labels)
                 if choice.dataset is not None and choice.labels is not None
                 else nullcontext()
             ):

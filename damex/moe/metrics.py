@@ -128,8 +128,8 @@ def _group_ids(record: RoutingRecord) -> Tensor:
     return record.group_ids_V
 
 
-# In nats; with less room, entropies are too close to each other to compare.
-NO_ROOM = 0.1
+# In nats; below it, entropies are too close to each other to compare.
+MIN_ENTROPY_RANGE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +195,7 @@ class LayerTally:
         share_E = self.share_E
         least = share_E.sum().clamp_min(1).log()
         room = entropy(self.expected_E) - least
-        if share_E.sum() == 0 or room < NO_ROOM:
+        if share_E.sum() == 0 or room < MIN_ENTROPY_RANGE:
             return None
         return float((entropy(share_E) - least) / room)
 
