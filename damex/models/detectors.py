@@ -124,15 +124,14 @@ class RoutedDetector(_Detector):
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
         report: Any
         if moe.channels is not None:
-            insert_channels = EXTENSIONS["channels"]
-            self.channel_gating, report = insert_channels(
+            insert = EXTENSIONS["channels"]
+            self.channel_gating, report = insert(
                 self, moe.layers, moe.channels, **where
             )
         else:
             report, blocks = insert_moe(self, moe, **where), moe_blocks(self)
-            if moe.router_warmup is not None:
-                warm_up = EXTENSIONS["router_warmup"]
-                self._warmup = warm_up(moe.router_warmup, blocks[0].moe)
+            if (warmup := moe.router_warmup) is not None:
+                self._warmup = EXTENSIONS["router_warmup"](warmup, blocks[0].moe)
             if moe.upcycling is not None:
                 self.upcycling = EXTENSIONS["upcycling"](moe.upcycling, blocks)
         print_log(str(report), logger="current", level=logging.INFO)
@@ -151,10 +150,10 @@ class RoutedDetector(_Detector):
     def begin_step(
         self, *, iteration: int, max_iters: int, optimizer: Optimizer | None = None
     ) -> None:
-        """Begin a training step; a hook of the trainer calls this before each.
+        """Begin a training step, counted from 0; a hook calls this before each.
 
         Gate schedules start with the experts, after a dense phase. Moments of the
-        optimizer are copied when an FFN becomes experts. Iterations count from 0.
+        optimizer are copied when an FFN becomes experts.
 
         Raises:
             ConfigError: If the training is shorter than the router warm-up or dense

@@ -111,6 +111,7 @@ class FFNCut:
             return self._expand(source, kind == "second")
         found = self._expand(source.to(own), False)
         if self.name == "b2_ED":
+            # Dynamic-DINO: b2 / k, so that sum_j E_j(x) = FFN(x) over k parts.
             return found / self.parts
         over = len(self.units) % self.parts
         if over and self.name in ("w1_EDH", "b1_EH"):

@@ -93,6 +93,7 @@ class ShallowEmbedding(nn.Module):
             mean_BC = sum_BC / (x_BCHW.shape[2] * x_BCHW.shape[3])
         else:
             mean_BC = sum_BC / mask_BHW.sum(dim=(1, 2))[:, None]
+        # Released code of DeepMoE: e(x) are the class logits themselves.
         return full_precision_linear(mean_BC, self.fc.weight, self.fc.bias)
 
 
@@ -140,6 +141,7 @@ class ChannelGate(nn.Module):
 
     def forward(self, logits_BE: Tensor) -> Tensor:
         """Return the gates (B, C) of a batch, float32; 0 closes a channel."""
+        # DeepMoE: g(x) = ReLU(W_g e(x)), without bias.
         return functional.relu(full_precision_linear(logits_BE, self.weight_CE, None))
 
 
@@ -210,6 +212,7 @@ def gate_l1(gates: Sequence[Tensor]) -> Tensor:
     """
     if len(gates) == 0:
         raise ValueError("gate_l1: needs the gates of one or more layers, got none")
+    # DeepMoE: sum_l ||g^l(x)||_1, times lambda in the loss.
     return torch.stack([_wide(gates_BC).sum(dim=1) for gates_BC in gates]).sum(0).mean()
 
 
@@ -230,6 +233,7 @@ def presence_loss(logits_BE: Tensor, present_BE: Tensor) -> Tensor:
     present_BE = present_BE.to(logits_BE.dtype)
     count_B = present_BE.sum(dim=1)
     target_BE = present_BE / count_B.clamp(min=1.0)[:, None]
+    # DeepMoE: cross-entropy of the embedding's logits, times mu in the loss.
     losses_B = -(target_BE * functional.log_softmax(logits_BE, dim=1)).sum(dim=1)
     return losses_B.sum() / (count_B > 0).sum().clamp(min=1)
 
@@ -280,6 +284,7 @@ def gated_conv2d(
         if norm is not None:
             y_BCHW = norm(y_BCHW)
         if gates_BC is not None:
+            # DeepMoE: y_c = g_c(x) * conv_c(x), after the norm and before the ReLU.
             y_BCHW = y_BCHW * gates_BC.to(y_BCHW.dtype)[:, :, None, None]
     return y_BCHW if activation is None else activation(y_BCHW)
 
@@ -352,6 +357,7 @@ def gated_ffn(
     """
     if not skip_closed:
         hidden_BNH = first(tokens_BND)
+        # The same rule before the activation of an FFN.
         hidden_BNH = hidden_BNH * gates_BH.to(hidden_BNH.dtype)[:, None, :]
         return second(activation(hidden_BNH))
     outputs = []

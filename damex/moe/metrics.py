@@ -58,6 +58,7 @@ def dispatch_entropy(counts_GE: Tensor) -> Tensor:
     counts_GE = counts_GE.double()
     counts_E = counts_GE.sum(0)
     # xlogy(0, 0) is 0, so empty cells and experts are not a special case.
+    # Chen et al. 2022, eq. 6.1: n_km / n_m.
     share_GE = counts_GE / counts_E.clamp_min(1)
     return -torch.xlogy(counts_GE, share_GE).sum() / counts_E.sum().clamp_min(1)
 
@@ -173,6 +174,7 @@ class LayerTally:
     @property
     def share_E(self) -> Tensor:
         """Share of the tokens that chose each expert, float64; sums to K."""
+        # Chen et al. 2022, eq. 5.1: Load_m = sum_i P(m_i = m), as a share.
         return self.counts_GE.sum(0).double() / self.tokens_G.sum().clamp_min(1)
 
     @property

@@ -112,9 +112,11 @@ def _move(bank: list[nn.Parameter], *, lr: float) -> None:
         return
     # float64, as squares of small float32 gradients vanish and lr / norm may overflow.
     grads = [grad.double().reshape(grad.shape[0], -1) for _, grad in pairs]
+    # Chen et al. 2022, eq. 3.4: ||g_m||_F over all tensors of expert m.
     norms_PE = torch.stack([torch.linalg.vector_norm(grad, dim=1) for grad in grads])
     norm_E = norms_PE.square().sum(0).sqrt()
     for (parameter, _), grad in zip(pairs, grads, strict=True):
+        # Chen et al. 2022, eq. 3.4: W_m <- W_m - lr * g_m / ||g_m||_F.
         step = torch.where(norm_E == 0, 0.0, lr / norm_E).unsqueeze(1) * grad
         parameter.sub_(step.view_as(parameter).to(parameter.dtype))
 

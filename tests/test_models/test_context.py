@@ -22,7 +22,7 @@ NOISY = dict(
         dict(type="LoadBalanceLoss", weight=0.1),
     ],
 )
-SIZES = dict(sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+SIZES = dict(sizes=[(64, 96), (64, 32)], boxes=[1, 3])
 
 
 @pytest.fixture
