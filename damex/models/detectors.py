@@ -124,10 +124,8 @@ class RoutedDetector(_Detector):
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
         report: Any
         if moe.channels is not None:
-            insert = EXTENSIONS["channels"]
-            self.channel_gating, report = insert(
-                self, moe.layers, moe.channels, **where
-            )
+            gated = EXTENSIONS["channels"](self, moe.layers, moe.channels, **where)
+            self.channel_gating, report = gated
         else:
             report, blocks = insert_moe(self, moe, **where), moe_blocks(self)
             if (warmup := moe.router_warmup) is not None:
