@@ -305,22 +305,20 @@ class SeparateRouterLoss(RoutingLoss):
         return -(gain_P / count_P).mean()
 
     def _check_pairs(self, num_groups: int | None) -> None:
-        if self.pairs is None:
-            return
-        if not isinstance(self.pairs, (list, tuple)) or not self.pairs:
+        pairs, groups = self.pairs, range(num_groups or sys.maxsize)
+        is_valid = pairs is None or (
+            isinstance(pairs, (list, tuple))
+            and len(pairs) > 0
+            and all(isinstance(pair, (list, tuple)) for pair in pairs)
+            and all(len(pair) == len({*pair}) == 2 for pair in pairs)
+            and all(group in groups for pair in pairs for group in pair)
+        )
+        if not is_valid:
             raise ValueError(
-                "SeparateRouterLoss: pairs must be a list of pairs such as [(0, 1)], "
-                f"not empty, or None for all, got {self.pairs!r}"
+                "SeparateRouterLoss: pairs must be None for all, or a list such as "
+                f"[(0, 1)], not empty, of two different groups in [0, "
+                f"{num_groups or 'G'}), got {pairs!r}"
             )
-        end = num_groups or sys.maxsize
-        for pair in self.pairs:
-            is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
-            inside = is_pair and all(type(n) is int and 0 <= n < end for n in pair)
-            if not inside or pair[0] == pair[1]:
-                raise ValueError(
-                    "SeparateRouterLoss: pairs must name two different groups in [0, "
-                    f"{num_groups or 'G'}), got {pair!r}"
-                )
 
 
 def _squared_cv(values_E: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ MISTAKES = [
     (dict(losses=[dict(type="LoadBalanceLos")]), "did you mean 'LoadBalanceLoss'"),
     (
         dict(losses=[SEPARATE], **WARMED_UP),
-        r"SeparateRouterLoss: .*\[0, 2\), got \(0",
+        r"SeparateRouterLoss: .*\[0, 2\), got \[\(0",
     ),
     (
         dict(gate=CHOICE, losses=[dict(type="LoadLoss")], layers=dict(encoder=[0])),

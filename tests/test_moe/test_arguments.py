@@ -109,7 +109,7 @@ CASES = [
         "same number of experts",
     ),
     (lambda: separate(None, 1), "needs two or more, got 1"),
-    (lambda: separate([(0, 2)]), r"different groups in \[0, 2\), got \(0, 2\)"),
+    (lambda: separate([(0, 2)]), r"different groups in \[0, 2\), got \[\(0, 2"),
     (lambda: separate([]), r"not empty, .*got \[\]"),
     (lambda: optimize((2, 2), (3, 2)), r"group 0 .* got shapes \[\(2, 2\), \(3, 2\)"),
     (lambda: expert_parameters(nn.Linear(2, 2)), "no MoELayer"),
