@@ -8,36 +8,60 @@ from __future__ import annotations
 from mmdet.registry import MODELS
 
 # engine first: it imports mmdet silently
-from damex import engine, evaluation, moe  # noqa: F401
+from damex import engine, evaluation  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
 from damex.datasets.formats import conversion  # noqa: F401 - readers of root=
 from damex.engine import console, optim, runner, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data
-from damex.models import detectors  # noqa: F401
+from damex.models import channels, detectors, patch_convs, phases  # noqa: F401
+from damex.moe import (
+    AffineExperts,
+    BiasBalancer,
+    CosineRouter,
+    DatasetRoutingLoss,
+    DenseSoftmaxGate,
+    DenseToSparseGate,
+    ExpertCapacity,
+    ExpertChoiceGate,
+    FFNExperts,
+    HierarchicalRouter,
+    ImportanceLoss,
+    LinearRouter,
+    LoadBalanceLoss,
+    LoadLoss,
+    LowRankExperts,
+    MLPRouter,
+    PatchConvExperts,
+    RouterZLoss,
+    SeparateRouterLoss,
+    ShallowEmbedding,
+    SharedExpert,
+    TopKGate,
+)
 
 for part in (
-    moe.LinearRouter,
-    moe.MLPRouter,
-    moe.CosineRouter,
-    moe.HierarchicalRouter,
-    moe.TopKGate,
-    moe.DenseSoftmaxGate,
-    moe.DenseToSparseGate,
-    moe.ExpertChoiceGate,
-    moe.BiasBalancer,
-    moe.ExpertCapacity,
-    moe.FFNExperts,
-    moe.LowRankExperts,
-    moe.AffineExperts,
-    moe.PatchConvExperts,
-    moe.SharedExpert,
-    moe.ShallowEmbedding,
-    moe.DatasetRoutingLoss,
-    moe.LoadBalanceLoss,
-    moe.ImportanceLoss,
-    moe.LoadLoss,
-    moe.RouterZLoss,
-    moe.SeparateRouterLoss,
+    LinearRouter,
+    MLPRouter,
+    CosineRouter,
+    HierarchicalRouter,
+    TopKGate,
+    DenseSoftmaxGate,
+    DenseToSparseGate,
+    ExpertChoiceGate,
+    BiasBalancer,
+    ExpertCapacity,
+    FFNExperts,
+    LowRankExperts,
+    AffineExperts,
+    PatchConvExperts,
+    SharedExpert,
+    ShallowEmbedding,
+    DatasetRoutingLoss,
+    LoadBalanceLoss,
+    ImportanceLoss,
+    LoadLoss,
+    RouterZLoss,
+    SeparateRouterLoss,
 ):
     MODELS.register_module(module=part)
 

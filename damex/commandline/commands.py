@@ -231,7 +231,7 @@ def experts(
 
 @command(
     app,
-    "damex.growth.commands",
+    "damex.growth.grow",
     "damex grow epoch_12.pth configs/with_cells.py --out grown.pth",
     "damex grow epoch_12.pth with_cells.py --out grown.pth --like boards",
 )
@@ -260,7 +260,7 @@ def grow(
 
 @command(
     app,
-    "damex.growth.commands",
+    "damex.growth.prune",
     "damex prune epoch_12.pth --drop cells --out smaller.pth",
 )
 def prune(
@@ -281,7 +281,7 @@ def prune(
 
 @command(
     app,
-    "damex.growth.commands",
+    "damex.growth.prune",
     "damex merge epoch_12.pth --datasets ships boats --out smaller.pth",
 )
 def merge(

@@ -2,16 +2,14 @@
 
 Optimizers keep tensors of a parameter's shape, such as Adam's two moments. Where
 experts start as a dense FFN they follow its weights (Komatsuzaki et al. 2023, arXiv
-2212.05055, appendix B.6: vision models start better with them).
-
-Axes: D model width, H hidden width of the FFN, h of a part of it, P parts, E experts.
+2212.05055, appendix B.6: vision models start better with them), see
+`damex.models.starts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from mmengine.optim import OptimWrapper, OptimWrapperDict
@@ -19,23 +17,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, MoEPatchConv
-from damex.models.upcycling import (
-    DENSE_EXPERT,
-    ROUTED,
-    SHARED,
-    closing_norm,
-    dense_keys,
-    expert_tensors,
-    is_unfinished,
-)
-from damex.moe import ChainedOptimizer, NormalizedGD
+from damex.models.blocks import MoEBlock, MoEFFN
+from damex.models.starts import Start, closing_norm
 
 # Group options that torch or a scheduler adds.
 LATE_OPTIONS = {"initial_lr", "foreach", "fused", "maximize", "capturable"}
 LATE_OPTIONS |= {"differentiable", "decoupled_weight_decay"}
 NAMES = "optimizer_names"  # in a checkpoint's meta
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+MOMENTS = {"exp_avg_sq": "second", "max_exp_avg_sq": "second"}
 
 
 def optimizer_of(optim_wrapper: Any) -> Optimizer | None:
@@ -83,19 +72,19 @@ def load_moments(
     """
     needed = _needed_keys(optimizer)
     stored = _stored_state(checkpoint, path)
-    origins = moment_origins(model, checkpoint["state_dict"])
+    starts = moment_starts(model, checkpoint["state_dict"])
     parameters = dict(model.named_parameters())
     state, bare = {}, []
     names = parameter_names(model, optimizer)
     for index, (name, keys) in enumerate(zip(names, needed, strict=True)):
-        origin = origins[name]
-        found = stored.get(origin.source)
+        source, convert = starts[name]
+        found = stored.get(source or name)
         if keys and found and name not in without:
             _check_keys(found, keys, path)
             converted = {
                 key: value.clone()
                 if value.dim() == 0  # a step counter
-                else origin.convert(value, key in SECOND_MOMENTS).clone()
+                else convert(value, parameters[name], MOMENTS.get(key, "first")).clone()
                 for key, value in ((key, torch.as_tensor(found[key])) for key in keys)
             }
             shape = parameters[name].shape
@@ -146,33 +135,36 @@ def check_resumable(
     sizes = [[len(group["params"]) for group in one] for one in (groups, saved)]
     pairs = zip(groups, saved, strict=False)
     missing = set().union(*(group.keys() - old.keys() for group, old in pairs))
-    fault = ""
+    problem = ""
     if missing := missing - LATE_OPTIONS:
-        fault = f"another kind, whose options lack {', '.join(sorted(missing))}"
+        problem = f"another kind, whose options lack {', '.join(sorted(missing))}"
     elif sizes[0] != sizes[1]:
-        fault = (
+        problem = (
             f"{sum(sizes[1])} parameters in {len(saved)} groups, not {sum(sizes[0])} "
             f"in {len(groups)}"
         )
-    if fault:
+    if problem:
         raise ConfigError(
             f"--resume: optim_wrapper.optimizer is {kind}, and {path} was trained with "
-            f"{fault}; set the optim_wrapper (paramwise_cfg) of that training, {start}"
+            f"{problem}; set the optim_wrapper (paramwise_cfg) of that training, "
+            f"{start}"
         )
 
 
 def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
     """State keys of each parameter, in the order of the optimiser."""
-    if isinstance(optimizer, ChainedOptimizer):
-        return _needed_keys(optimizer.first) + _needed_keys(optimizer.second)
     rows: list[tuple[str, ...]] = []
+    for part in (parts := getattr(optimizer, "optimizers", ())):
+        rows += _needed_keys(part)
+    if parts:
+        return rows
     for group in optimizer.param_groups:
         if isinstance(optimizer, (Adam, AdamW)):
             keys: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
             keys += ("max_exp_avg_sq",) if group["amsgrad"] else ()
         elif isinstance(optimizer, SGD):
             keys = ("momentum_buffer",) if group["momentum"] else ()
-        elif isinstance(optimizer, NormalizedGD):
+        elif not getattr(optimizer, "keeps_state", True):
             keys = ()
         else:
             raise ConfigError(
@@ -208,106 +200,22 @@ def _check_keys(found: Mapping[str, Any], keys: tuple[str, ...], path: str) -> N
         )
 
 
-class Origin(NamedTuple):
-    """Where a parameter's moments come from: the name of the earlier parameter.
+def moment_starts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Start]:
+    """Find where the moments of every parameter of a detector come from, by name.
 
-    ``convert`` maps its moment to that of this parameter; the flag is True for a moment
-    of squared gradients.
-    """
-
-    source: str
-    convert: Callable[[Tensor, bool], Tensor] = lambda moment, is_second: moment
-
-
-def moment_origins(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Origin]:
-    """Find the origin of every parameter of a detector, by name.
-
-    Most are a parameter of the same name, which need not exist in ``state``, the state
+    Most from a parameter of the same name, which need not exist in ``state``, the state
     dict of the earlier detector.
     """
-    found = {name: Origin(name) for name, _ in model.named_parameters()}
+    found = {name: Start(name) for name, _ in model.named_parameters()}
     for name, module in model.named_modules():
-        if isinstance(module, MoEFFN):
-            found |= _expert_origins(module, f"{name}.", state)
-            if module.norm is not None:
-                parent = name.rpartition(".")[0]
-                closing = closing_norm(model.get_submodule(parent), f"{parent}.")
-                for own, _ in module.norm.named_parameters():
-                    if closing + own in state:
-                        found[f"{name}.norm.{own}"] = Origin(closing + own)
-        elif isinstance(module, MoEPatchConv) and f"{name}.weight" in state:
-            sliced = f"{name}.moe.experts.weight_EOCKK"
-            shape = model.get_parameter(sliced).shape
-            found[sliced] = Origin(f"{name}.weight", partial(_slices, shape=shape))
+        if isinstance(module, MoEBlock):
+            for own, start in module.starts(state, f"{name}.").items():
+                if start.source is not None and f"{name}.{own}" in found:
+                    found[f"{name}.{own}"] = start
+        if isinstance(module, MoEFFN) and module.norm is not None:
+            parent = name.rpartition(".")[0]
+            closing = closing_norm(model.get_submodule(parent), f"{parent}.")
+            for own, _ in module.norm.named_parameters():
+                if closing + own in state:
+                    found[f"{name}.norm.{own}"] = Start(closing + own)
     return found
-
-
-def _expert_origins(
-    block: MoEFFN, prefix: str, state: Mapping[str, Tensor]
-) -> dict[str, Origin]:
-    own = dict(block.named_parameters())
-    if is_unfinished(block, state, prefix):
-        names = [prefix + name for name in own if name.startswith(ROUTED)]
-        return {name: Origin(name, _copies_of_one) for name in names}
-    tensors = expert_tensors(block, state, prefix) or {}
-    return {
-        f"{prefix}{bank}{name}": Origin(
-            key, partial(_of_experts, block=block, bank=bank, name=name)
-        )
-        for name, key in dense_keys(block.state_dict(), prefix).items()
-        for bank in (ROUTED, SHARED)
-        # Missing: no shared expert, no such FFN tensor, or an untrained bias.
-        if bank + name in tensors and bank + name in own
-    }
-
-
-def _of_experts(
-    moment: Tensor, is_second: bool, *, block: MoEFFN, bank: str, name: str
-) -> Tensor:
-    """Expand a moment of an FFN's tensor to all experts of a bank."""
-    shared, copies, parts = block.moe.shared_expert, 1, 1
-    units = slice(None)  # the hidden units of the bank
-    is_muted = False  # whether the tensor starts at zero
-    if bank == ROUTED:
-        zeros = getattr(block.moe.experts, "output_names", ())
-        if block.split is not None:
-            parts = block.split.parts
-            zeros = ("b2_ED",)  # the shared expert holds all of it
-        copies = block.moe.num_experts // parts
-        is_muted = shared is not None and name in zeros
-    if block.split is not None and shared is not None:
-        width = shared.expert.hidden_dims
-        units = slice(width) if bank == SHARED else slice(width, None)
-    if name in ("b2_ED", "slope_E1"):  # parts see the gradient of the whole
-        parts_P = moment.expand(parts, -1)
-    else:
-        moment_H = moment.t() if name == "w2_EHD" else moment
-        parts_P = _in_parts(moment_H[units], parts, is_second)
-        parts_P = parts_P.transpose(1, 2) if name == "w1_EDH" else parts_P
-    moment_E = parts_P.repeat(copies, *[1] * (parts_P.dim() - 1))
-    # Tensors that start at zero have no direction yet, but will see gradients as large
-    # as the FFN's: without its second moment Adam's first steps would be too long.
-    return torch.zeros_like(moment_E) if is_muted and not is_second else moment_E
-
-
-def _in_parts(moment_H: Tensor, parts: int, is_second: bool) -> Tensor:
-    """Split along the hidden axis, (P, h, ...); padding copies second moments only."""
-    cuts = moment_H.tensor_split(parts)
-    width = len(cuts[0])
-    filled = [
-        cut
-        if len(cut) == width
-        else torch.cat([cut, cut[-1:] if is_second else torch.zeros_like(cut[-1:])])
-        for cut in cuts
-    ]
-    return torch.stack(filled)
-
-
-def _copies_of_one(moment_E: Tensor, is_second: bool) -> Tensor:
-    return moment_E[DENSE_EXPERT].expand_as(moment_E).clone()
-
-
-def _slices(moment: Tensor, is_second: bool, *, shape: Any) -> Tensor:
-    """Slice the moment of a kernel; one of another size is left for the caller."""
-    fits = moment.shape == (shape[0] * shape[1], *shape[2:])
-    return moment.reshape(shape) if fits else moment

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.blocks import MoEBlock
 from damex.models.queries import selects_by_first_class
 
 CLASSIFIERS = ("fc_cls", "cls_branches", "aux_cls_branches")
@@ -168,7 +168,7 @@ def check_declared(detector: Any) -> None:
 
 def has_groups(module: Any) -> bool:
     """Whether a module is a MoE block in which datasets are taught their experts."""
-    if not isinstance(module, (MoEFFN, MoEPatchConv)):
+    if not isinstance(module, MoEBlock):
         return False
     is_taught = any(loss.needs_groups for loss in module.moe.losses)
     return is_taught or module.moe.group_choice.teacher_forcing

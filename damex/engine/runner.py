@@ -51,8 +51,7 @@ from damex.engine.rows import remap_checkpoint
 from damex.engine.summary import RunSummaryHook, versions
 from damex.errors import ConfigError, DataError, did_you_mean
 from damex.models.detectors import RoutedDetector
-from damex.models.insertion import moe_blocks
-from damex.models.upcycling import upcycling_note
+from damex.models.insertion import moe_blocks, upcycling_note
 
 DDP = "MMDistributedDataParallel"
 HOOKS_OF_DAMEX = (

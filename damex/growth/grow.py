@@ -1,10 +1,12 @@
-"""Grow: initialize a training on the datasets of a checkpoint plus new ones."""
+"""``damex grow``: start a training on the datasets of a checkpoint plus new ones."""
 
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from mmdet.registry import DATASETS, MODELS
@@ -12,10 +14,12 @@ from mmengine.config import Config, ConfigDict
 from mmengine.registry import init_default_scope
 from torch import Tensor
 
-from damex.config_files import mixture_datasets
+from damex.commandline.options import option_of
+from damex.config_files import config_of, mixture_datasets
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
 from damex.engine.config import label_space_of, resolve_config
+from damex.engine.console import filter_console
 from damex.engine.freezing import freeze_all_but
 from damex.engine.rows import (
     GROUP_EXPERTS,
@@ -26,15 +30,20 @@ from damex.engine.rows import (
     row_keys,
 )
 from damex.engine.runner import check_detector
-from damex.errors import ConfigError
+from damex.errors import ConfigError, printable
 from damex.inference.predictor import Predictor
-from damex.inference.stored import DetectorCheckpoint, forget_processes
+from damex.inference.stored import (
+    DetectorCheckpoint,
+    check_target,
+    forget_processes,
+    write_checkpoint,
+)
 from damex.inference.trust import forget_pretrained
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.blocks import MoEBlock
 from damex.models.build import moe_difference, resolved_moe
 from damex.models.config import read_moe
-from damex.models.initialization import own_random_stream
 from damex.models.insertion import moe_blocks
+from damex.models.starts import fork_rng
 from damex.moe import TopKGate
 
 AUTO, NONE = "auto", "none"
@@ -52,7 +61,7 @@ class Grown:
         sources: For each new dataset group the old one whose experts it copies.
         similarity: Mean probability of each old group, per compared new group.
         notes: Warnings about settings that work but are probably unintended.
-        alone_fault: Why ``train_only`` cannot train the new datasets; empty if it can.
+        alone_problem: Why ``train_only`` cannot train the new datasets, if so.
     """
 
     config: Config
@@ -63,7 +72,7 @@ class Grown:
     sources: Mapping[str, str] = field(default_factory=dict)
     similarity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    alone_fault: str = ""
+    alone_problem: str = ""
 
     @property
     def new_datasets(self) -> tuple[str, ...]:
@@ -127,7 +136,7 @@ def add_datasets(
                     state[name][row] = state[name][copied]
     moe, notes = detector.resolved_moe(), tuple(_notes(stored, detector))
     grown = Grown(cfg, space, state, stored.space, moe, sources, similarity, notes)
-    return replace(grown, alone_fault=_alone_fault(detector, grown))
+    return replace(grown, alone_problem=_alone_problem(detector, grown))
 
 
 def remapped_state(
@@ -146,7 +155,7 @@ def remapped_state(
     remap_rows(state, detector, **names)
     for path, block in detector.named_modules():
         # Masks of experts that belong to no dataset have a row per dataset group.
-        if isinstance(block, (MoEFFN, MoEPatchConv)) and not has_groups(block):
+        if isinstance(block, MoEBlock) and not has_groups(block):
             key, mask_GE = f"{path}.moe.{GROUP_EXPERTS}", block.moe.group_experts_GE
             state.pop(key, None)
             if mask_GE is not None:
@@ -155,7 +164,7 @@ def remapped_state(
     return state
 
 
-def _alone_fault(detector: Any, grown: Grown) -> str:
+def _alone_problem(detector: Any, grown: Grown) -> str:
     """Why ``train_only`` would reject the new datasets; freezes the parameters."""
     moe = grown.config["model"].get("moe") or {}
     if moe.get("expert_parallel", 1) > 1:
@@ -210,7 +219,7 @@ def build_initialized(model: Mapping[str, Any]) -> Any:
     forget_processes(model)
     for _ in forget_pretrained(model):  # the checkpoint has the weights
         pass
-    with own_random_stream(seed=0):
+    with fork_rng(seed=0):
         detector = MODELS.build(ConfigDict(model))
         detector.init_weights()
     return detector
@@ -304,8 +313,7 @@ def _notes(stored: DetectorCheckpoint, detector: Any) -> Iterator[str]:
     """Warn if the detector works differently than in the checkpoint."""
     then = stored.model.get("moe")
     saved = {} if then is None else resolved_moe(read_moe(then))
-    difference = moe_difference(saved, detector.resolved_moe())
-    if difference:
+    if difference := moe_difference(saved, detector.resolved_moe()):
         yield f"the experts of the checkpoint differ: {difference}."
     yield from mixing_notes(detector)
 
@@ -328,3 +336,67 @@ def mixing_notes(detector: Any) -> Iterator[str]:
     for reason, is_so in reasons.items():
         if is_so:
             yield f"{reason}, so that detections of the others change, too."
+
+
+def grow(
+    checkpoint: str,
+    config: str,
+    *,
+    cfg_options: Sequence[str],
+    out: str,
+    like: str,
+    images: int,
+    trust: bool,
+) -> None:
+    """Write a checkpoint from which to start a training with new datasets."""
+    filter_console()
+    check_target(Path(out), with_config=False)
+    cfg = config_of(config, cfg_options)  # first: it registers classes of the user
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
+    grown = add_datasets(stored, cfg, like=like, images=images)
+    write_checkpoint(
+        Path(out),
+        grown.state,
+        config=grown.config.pretty_text,
+        with_config=False,
+        dataset_meta=grown.space.to_metainfo(),
+        moe=dict(grown.moe),
+    )
+    lines = [*_lines(grown, out), *_next_steps(grown, out, config, cfg_options)]
+    print(printable("\n".join(lines)))
+
+
+def _lines(grown: Grown, out: str) -> Iterator[str]:
+    """Report lines about the datasets, classes and experts of the new checkpoint."""
+    yield f"written: {out}"
+    yield (
+        f"datasets: {', '.join(grown.old.dataset_names)} as they were; new: "
+        f"{', '.join(grown.new_datasets)}"
+    )
+    yield (
+        f"classes: {grown.old.num_classes} as they were; new: "
+        f"{', '.join(grown.new_classes) or 'none'}"
+    )
+    for group, source in grown.sources.items():
+        row = grown.similarity.get(group, {})
+        best = sorted(row.items(), key=lambda item: -item[1])[:3]
+        words = ", ".join(f"{name} {share:.2f}" for name, share in best)
+        seen = f" (its images look like {words})" if words else ""
+        yield f"experts of {group}: start as those of {source}{seen}"
+    yield from (f"note: {note}" for note in grown.notes)
+
+
+def _next_steps(
+    grown: Grown, out: str, config: str, options: Sequence[str]
+) -> Iterator[str]:
+    """Training commands for the whole detector and for the new parts alone."""
+    words = ["damex", "train", config, "--cfg-options", *options]
+    words.append(option_of("load_from", out))
+    yield "to train all of it:"
+    yield f"  {shlex.join(words)}"
+    if grown.alone_problem:
+        yield f"the new parts cannot be trained alone: {grown.alone_problem}"
+    else:
+        words.append(option_of("train_only", [*grown.new_datasets]))
+        yield "to train the new parts alone, without a change to other datasets:"
+        yield f"  {shlex.join(words)}"

@@ -1,4 +1,4 @@
-"""Prune: a detector with fewer datasets or fewer experts.
+"""``damex prune`` and ``damex merge``: a detector with fewer datasets or experts.
 
 A dropped dataset takes its classes and experts with it; merged dataset groups share the
 mean of their experts.
@@ -9,18 +9,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from mmengine.device import get_device
 from torch import Tensor
 
 from damex.config_files import LOADERS, PlainConfig, mixture_datasets
 from damex.datasets.label_space import LabelFile, LabelSpace
+from damex.engine.console import filter_console
 from damex.engine.rows import RowNames, has_groups, row_keys
+from damex.engine.summary import markdown
 from damex.errors import ConfigError
 from damex.growth.grow import build_initialized, mixing_notes, remapped_state
 from damex.inference.specialist import clamp_max_per_img
-from damex.inference.stored import DetectorCheckpoint
+from damex.inference.stored import (
+    DetectorCheckpoint,
+    check_target,
+    millions,
+    write_checkpoint,
+)
 from damex.inference.trust import check_parts, without_unread
 from damex.models.insertion import moe_blocks
 
@@ -114,27 +123,34 @@ def _averaged(stored: DetectorCheckpoint, groups: Sequence[str]) -> dict[str, Te
                 f"counterparts in each other: per layer {own} of its own, and {shared} "
                 "shared with other groups."
             )
-        state[key] = state[key].clone()
-        state[key][places[0]] = _mean_rows(stored.state, key, places)
+        if key.endswith(UP):  # both factors are one map
+            continue
+        means = {key: torch.stack([state[key][rows] for rows in places])}
+        if key.endswith(DOWN):
+            other = key.removesuffix(DOWN) + UP
+            factors = _mean_maps(state[key], state[other], places)
+            means = dict(zip((key, other), factors, strict=True))
+        else:  # counts of tokens are integers
+            means[key] = means[key].double().mean(0).to(means[key])
+        for name, mean in means.items():
+            state[name] = state[name].clone()
+            state[name][places[0]] = mean
     return state
 
 
-def _mean_rows(
-    state: Mapping[str, Tensor], key: str, places: Sequence[Sequence[int]]
-) -> Tensor:
-    """Mean of a tensor's rows over groups. N experts of a group, D width, L rank."""
-    if not key.endswith((DOWN, UP)):
-        rows = torch.stack([state[key][rows] for rows in places])
-        return rows.double().mean(0).to(rows)  # counts of tokens are integers
-    start = key.removesuffix(DOWN).removesuffix(UP)
-    maps = [state[start + DOWN][rows] @ state[start + UP][rows] for rows in places]
-    rank = state[start + DOWN].shape[-1]
-    mean_NDD = torch.stack(maps).mean(0)
+def _mean_maps(
+    down_NDL: Tensor, up_NLD: Tensor, places: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
+    """Factors of the groups' mean low-rank maps, truncated to the rank L by SVD.
+
+    N experts of a group, D width.
+    """
+    rank = down_NDL.shape[-1]
+    mean_NDD = torch.stack([down_NDL[rows] @ up_NLD[rows] for rows in places]).mean(0)
     left_NDD, values_ND, right_NDD = torch.linalg.svd(mean_NDD)
     roots_NL = values_ND[:, :rank].sqrt()
-    if key.endswith(DOWN):
-        return left_NDD[:, :, :rank] * roots_NL[:, None]
-    return roots_NL[..., None] * right_NDD[:, :rank]
+    left_NDL, right_NLD = left_NDD[:, :, :rank], right_NDD[:, :rank]
+    return left_NDL * roots_NL[:, None], roots_NL[..., None] * right_NLD
 
 
 def _limited(stored: DetectorCheckpoint, space: LabelSpace) -> Pruned:
@@ -256,3 +272,78 @@ def _entries(entries: Any, space: LabelSpace) -> list[Any]:
         else dict(entry, group=groups[entry["name"]])
         for entry in kept
     ]
+
+
+def prune(checkpoint: str, *, drop: Sequence[str], out: str, trust: bool) -> None:
+    """Write a checkpoint and config without some datasets."""
+    filter_console()
+    check_target(Path(out))
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
+    pruned = drop_datasets(stored, drop)
+    gone = [name for name in stored.space.classes if name not in pruned.space.classes]
+    _write(
+        pruned,
+        stored,
+        Path(out),
+        f"datasets: {', '.join(pruned.space.dataset_names)}; classes: "
+        f"{pruned.space.num_classes}; gone: {', '.join(gone) or 'none'}",
+    )
+
+
+def merge(
+    checkpoint: str, *, datasets: Sequence[str], out: str, no_test: bool, trust: bool
+) -> None:
+    """Write a checkpoint in which datasets share experts; print the change in AP."""
+    filter_console()
+    check_target(Path(out))
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
+    merged = merge_groups(stored, datasets)
+    groups = ", ".join(merged.space.group_names)
+    _write(merged, stored, Path(out), f"groups of datasets with experts: {groups}")
+    if not no_test:
+        before = _scores(stored, "before")
+        after = _scores(DetectorCheckpoint.read(out, trust=trust), "after")
+        print(_cost(before, after))
+
+
+def _write(pruned: Pruned, stored: DetectorCheckpoint, out: Path, about: str) -> None:
+    """Write a checkpoint and its config, and print a summary."""
+    write_checkpoint(
+        out,
+        pruned.state,
+        config=pruned.config.pretty_text,
+        dataset_meta=pruned.space.to_metainfo(),
+        moe=dict(pruned.moe),
+    )
+    print(
+        f"written: {out} and {out.with_suffix('.py')}\n{about}\n"
+        f"{millions(pruned.state)} million parameters of {millions(stored.state)}"
+        + "".join(f"\nnote: {note}" for note in pruned.notes),
+        flush=True,
+    )
+
+
+def _scores(stored: DetectorCheckpoint, label: str) -> dict[str, float | None]:
+    """Test AP per dataset, mean and pooled."""
+    loader = stored.checked("test_dataloader")
+    mixtures = mixture_datasets((loader or {}).get("dataset"))
+    if not mixtures or not mixtures[0].get("datasets"):
+        raise ConfigError(
+            f"the config in {stored.path} has no test_dataloader with a mixture to "
+            "evaluate on; use --no-test."
+        )
+    detector = stored.build(get_device())
+    summary = stored.evaluate(detector, loader or {}, label=label)
+    rows = {name: row["ap"] for name, row in summary["datasets"].items()}
+    return rows | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
+
+
+def _cost(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Table of AP before and after."""
+    rows = []
+    for name, old in before.items():
+        values = [old, after[name]]
+        cells = ["-" if value is None else f"{value:.3f}" for value in values]
+        change = "-" if None in values else f"{values[1] - values[0]:+.3f}"
+        rows.append((name, *cells, change))
+    return markdown(("AP", "before", "after", "change"), rows)

@@ -22,7 +22,7 @@ from damex.models.blocks import MoEFFN
 from damex.models.dataset_classifier import classifies_datasets, router_posterior
 from damex.models.detectors import RoutedDetector, mmdet_class
 from damex.models.insertion import moe_blocks
-from damex.models.upcycling import DENSE_EXPERT
+from damex.models.starts import DENSE_EXPERT
 from damex.moe import (
     AffineExperts,
     FFNExperts,

@@ -31,7 +31,7 @@ from damex.inference.media import (
     is_video,
 )
 from damex.inference.stored import DetectorCheckpoint
-from damex.models.dataset_classifier import classifies_datasets, given_dataset
+from damex.models.dataset_classifier import classifies_datasets, condition_on_dataset
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Predictor:
                 self._lock,
                 nullcontext()
                 if labels is None
-                else given_dataset(self._detector, labels),
+                else condition_on_dataset(self._detector, labels),
             ):
                 samples = detect(self._detector, batch)
             for sample, one in zip(samples, batch, strict=True):

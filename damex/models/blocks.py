@@ -1,8 +1,9 @@
-"""MoEFFN: a drop-in replacement of mmcv's ``FFN`` by a mixture of experts."""
+"""Drop-in replacements of mmdet's blocks by mixtures of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -13,34 +14,65 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.models.context import RoutingContext
-from damex.models.upcycling import (
+from damex.models.starts import (
     DENSE_EXPERT,
     DensePhase,
     SplitStart,
-    slice_channels,
-    upcycle,
+    Start,
+    ffn_starts,
+    fork_rng,
+    load_starts,
+    phase_starts,
 )
 from damex.moe import (
     FFNExperts,
     MoELayer,
     Packing,
-    PatchConvExperts,
-    real_patches,
-    route_patches,
 )
 
 
-class MoEFFN(nn.Module):
-    """Residual MoE block that is called like mmcv's ``FFN``.
-
-    It also loads the weights of an ``FFN``; see :mod:`damex.models.upcycling`.
+class MoEBlock(nn.Module):
+    """Base class of blocks; they also load the weights of the module they replace.
 
     Args:
         name: Name in records and reports, for instance ``decoder.0``.
-        dense: The replaced FFN; its layer scale and drop path are kept under mmcv's
-            names.
         with_cp: Recompute the experts in the backward pass. The step is closed by then,
             so the contents of the context are passed as arguments.
+    """
+
+    dense_phase: DensePhase | None
+
+    def __init__(
+        self, moe: MoELayer, *, name: str, context: RoutingContext, with_cp: bool
+    ) -> None:
+        super().__init__()
+        self.with_cp = with_cp
+        self.moe = moe
+        self.name = name
+        self.context = context
+        self.dense_phase = None
+        self.register_load_state_dict_pre_hook(load_starts)
+
+    def starts(self, state: Mapping[str, Any], prefix: str) -> dict[str, Start]:
+        """Return how tensors start from those of another form in a state dict.
+
+        By name; ``prefix`` is that of the block's keys.
+        """
+        raise NotImplementedError
+
+    def _run(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+        """Run a part of the block, recomputed in the backward pass with ``with_cp``."""
+        if self.with_cp and self.training:
+            return checkpoint(function, x, use_reentrant=False)
+        return function(x)
+
+
+class MoEFFN(MoEBlock):
+    """Residual MoE block that is called like mmcv's ``FFN``.
+
+    Args:
+        dense: The replaced FFN; its layer scale and drop path are kept under mmcv's
+            names.
         norm: Norm before router and experts, not on the residual.
         drop_path: Probability, in training, of dropping a token's expert output; the
             rest is scaled by 1 / (1 - drop_path). Drawn per token, as in the released
@@ -63,11 +95,7 @@ class MoEFFN(nn.Module):
         split: SplitStart | None = None,
         dense_phase: DensePhase | None = None,
     ) -> None:
-        super().__init__()
-        self.with_cp = with_cp
-        self.moe = moe
-        self.name = name
-        self.context = context
+        super().__init__(moe, name=name, context=context, with_cp=with_cp)
         self.norm = norm
         self.gamma2 = nn.Identity() if dense is None else dense.gamma2
         self.dropout_layer = nn.Identity() if dense is None else dense.dropout_layer
@@ -78,8 +106,11 @@ class MoEFFN(nn.Module):
         self.split = split
         self.dense_phase = dense_phase
         if split is not None:
-            split.draw(moe)
-        self.register_load_state_dict_pre_hook(upcycle)
+            split.draw(self)
+
+    def starts(self, state: Mapping[str, Any], prefix: str) -> dict[str, Start]:
+        """Return the starts from an FFN, or from experts with a dense phase."""
+        return ffn_starts(self, state, prefix) or phase_starts(self, state, prefix)
 
     @property
     def is_dense(self) -> bool:
@@ -90,7 +121,7 @@ class MoEFFN(nn.Module):
         """Re-initialize router and experts; norm and layer scale are kept."""
         self.moe.reset_parameters()
         if self.split is not None:
-            self.split.draw(self.moe)
+            self.split.draw(self)
 
     def forward(self, query_BND: Tensor, identity_BND: Tensor | None = None) -> Tensor:
         """Add the experts' output to ``identity_BND``, by default the query.
@@ -124,7 +155,7 @@ class MoEFFN(nn.Module):
             foreground_BN=foreground_BN,
             earlier_votes_BG=self.context.votes_BG,
         )
-        output_BND, record = _run(self, moe, tokens_BND)
+        output_BND, record = self._run(moe, tokens_BND)
         if not is_auxiliary:
             self.context.add(self.name, record)
         return self._drop_tokens(output_BND, record.packing)
@@ -134,7 +165,7 @@ class MoEFFN(nn.Module):
         run = partial(
             cast(FFNExperts, self.moe.experts).forward_expert, expert=DENSE_EXPERT
         )
-        output_BND = _run(self, run, tokens_BND)
+        output_BND = self._run(run, tokens_BND)
         return self._drop_tokens(output_BND, Packing(*tokens_BND.shape[:2]))
 
     def _drop_tokens(self, output_BND: Tensor, packing: Packing) -> Tensor:
@@ -155,54 +186,29 @@ def _biases(dense: FFN) -> list[Tensor]:
     return [linear.bias.detach().clone() for linear in linears]
 
 
-def _run(
-    block: MoEFFN | MoEPatchConv, function: Callable[[Tensor], Any], x: Tensor
-) -> Any:
-    """Run a part of a block, recomputed in the backward pass with ``with_cp``."""
-    if block.with_cp and block.training:
-        return checkpoint(function, x, use_reentrant=False)
-    return function(x)
+@contextmanager
+def ffns_in_place(detector: nn.Module) -> Iterator[list[tuple[MoEFFN, FFN]]]:
+    """Temporarily replace the MoE blocks by new FFNs; yield each block with its FFN.
 
-
-class MoEPatchConv(nn.Module):
-    """A convolution whose output channels are split among experts.
-
-    Patches without an expert are zero here and keep the block's identity path. Also
-    loads the weights of the dense convolution: each expert starts as its slice of the
-    output channels. ``name`` and ``with_cp`` are as for :class:`MoEFFN`.
+    Weights drawn meanwhile are drawn as for a dense detector, so that two trainings
+    with one seed, with and without experts, differ by the experts alone. This makes
+    their difference less noisy, as initial weights matter much in short trainings.
     """
-
-    def __init__(
-        self,
-        moe: MoELayer,
-        *,
-        name: str,
-        context: RoutingContext,
-        with_cp: bool = False,
-    ) -> None:
-        super().__init__()
-        self.with_cp = with_cp
-        self.moe = moe
-        self.name = name
-        self.context = context
-        self.register_load_state_dict_pre_hook(slice_channels)
-
-    def forward(self, map_BCHW: Tensor) -> Tensor:
-        """Convolve the chosen patches; height and width stay the same."""
-        size = (map_BCHW.shape[2], map_BCHW.shape[3])
-        ratio_B2 = self.context.valid_ratio_B2
-        packing = None
-        if ratio_B2 is not None:
-            experts = cast(PatchConvExperts, self.moe.experts)
-            mask_BN = real_patches(ratio_B2, size, experts.patch_size)
-            packing = Packing.of_mask(mask_BN)
-        route = partial(
-            route_patches,
-            self.moe,
-            packing=packing,
-            group_ids_B=self.context.group_ids_B,
-            earlier_votes_BG=self.context.votes_BG,
-        )
-        out_BFHW, record = _run(self, route, map_BCHW)
-        self.context.add(self.name, record)
-        return out_BFHW
+    layers: list[Any] = [
+        m for m in detector.modules() if isinstance(getattr(m, "ffn", None), MoEFFN)
+    ]
+    places = []
+    with fork_rng(), torch.no_grad():
+        for layer in layers:
+            ffn = FFN(**layer.ffn_cfg).to(next(layer.ffn.parameters()).device)
+            linears = (ffn.layers[0][0], ffn.layers[1])
+            for linear, bias in zip(linears, layer.ffn.dense_biases, strict=True):
+                linear.bias.copy_(bias)
+            places.append((layer.ffn, ffn))
+    try:
+        for layer, (_, ffn) in zip(layers, places, strict=True):
+            layer.ffn = ffn
+        yield places
+    finally:
+        for layer, (block, _) in zip(layers, places, strict=True):
+            layer.ffn = block

@@ -15,14 +15,18 @@ from damex.errors import ConfigError, did_you_mean
 from damex.models.config import FineGrained, MoEConfig, is_dict
 from damex.moe import (
     FFNExperts,
+    Gate,
     GroupChoice,
     LinearRouter,
     MoELayer,
+    RoutingLoss,
     SeparateRouterLoss,
     SharedExpert,
     TopKGate,
     expert_groups,
 )
+
+ROOMS = ("damex.moe.", "damex.papers.")  # with the classes of a layer
 
 
 def build_layer(
@@ -216,16 +220,9 @@ def build_module(
     }
     kind, module = config.get("type"), module_class(config)
     if module is None:
-        packages = {"router": "damex.moe.routers", "gate": "damex.moe.gates"}
-        packages["losses"] = "damex.moe.losses"
-        known = sorted(
-            name
-            for name, other in MODELS.module_dict.items()
-            if other.__module__.startswith(packages.get(field, "damex.moe."))
-        )
         raise ConfigError(
             f"moe.{field} has the unknown type {str(kind)!r}; "
-            f"{did_you_mean(str(kind), known)}"
+            f"{did_you_mean(str(kind), _known_types(field))}"
         )
     named = parameters_of(module)
     unknown = [] if _takes_all(named) else [name for name in own if name not in named]
@@ -240,6 +237,18 @@ def build_module(
         return MODELS.build({"type": kind, **values, **wanted, **own})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"moe.{field} = {dict(config)}: {error}") from error
+
+
+def _known_types(field: str) -> list[str]:
+    """Return the names of the registered classes for a field of ``moe``."""
+    bases: dict[str, type] = {"gate": Gate, "losses": RoutingLoss}
+    base, suffix = bases.get(field), "Router" if field == "router" else ""
+    return sorted(
+        name
+        for name, other in MODELS.module_dict.items()
+        if name.endswith(suffix) and inspect.isclass(other)
+        if (issubclass(other, base) if base else other.__module__.startswith(ROOMS))
+    )
 
 
 def module_class(module: Mapping[str, Any]) -> Any:

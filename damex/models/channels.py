@@ -15,19 +15,19 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
 from mmengine.model import BaseModule
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from damex.errors import ConfigError
 from damex.models.build import build_module
 from damex.models.config import ChannelConfig, LayersConfig
 from damex.models.context import RoutingContext
+from damex.models.insertion import EXTENSIONS
 from damex.models.queries import image_mask_of
 from damex.models.sites import chosen_layers, chosen_stages
 from damex.moe import (
     ChannelGates,
     GatingPath,
     active_share,
-    check_activation,
-    check_gateable,
     gate_l1,
     gated_conv2d,
     gated_ffn,
@@ -49,10 +49,7 @@ class GatedFFNBlock(nn.Module):
         self, ffn: FFN, *, name: str, context: RoutingContext, skip_closed: bool = True
     ) -> None:
         super().__init__()
-        try:
-            check_activation(ffn.layers[0][1])
-        except ValueError as error:
-            raise ConfigError(f"moe.layers: {name}: {error}") from error
+        _check_activation(ffn.layers[0][1], f"moe.layers: {name}")
         # Under mmcv's names, for checkpoints.
         self.layers = ffn.layers
         self.dropout_layer = ffn.dropout_layer
@@ -179,12 +176,38 @@ def _check(block: Any, name: str) -> None:
         )
     for number, is_gated in enumerate(GATED_CONVS[type(block)], start=1):
         conv, norm = getattr(block, f"conv{number}"), getattr(block, f"norm{number}")
-        try:
-            check_gateable(conv, norm, block.relu if is_gated else None)
-        except ValueError as error:
-            raise ConfigError(
-                f"moe.layers.backbone: {name}.conv{number}: {error}"
-            ) from error
+        where = f"moe.layers.backbone: {name}.conv{number}"
+        check_gateable(conv, norm, where)
+        if is_gated:
+            _check_activation(block.relu, where)
+
+
+def check_gateable(conv: nn.Module, norm: nn.Module, where: str) -> None:
+    """Raise ConfigError for layers whose closed channels cannot be skipped."""
+    if (
+        not isinstance(conv, nn.Conv2d)
+        or conv.groups != 1
+        or conv.padding_mode != "zeros"
+        or isinstance(conv.padding, str)
+    ):
+        raise ConfigError(
+            f"{where}: gated channels need a Conv2d with groups=1 and zero padding "
+            f"given in numbers, got {conv}."
+        )
+    per_channel = isinstance(norm, _BatchNorm) and norm.running_mean is not None
+    if not per_channel and not isinstance(norm, nn.Identity):
+        raise ConfigError(
+            f"{where}: gated channels need a batch norm with running statistics, as "
+            f"other norms mix the channels of an image, got {norm}."
+        )
+
+
+def _check_activation(activation: nn.Module, where: str) -> None:
+    if activation(torch.zeros(1)).item() != 0.0:
+        raise ConfigError(
+            f"{where}: a closed channel must stay zero after the activation, but "
+            f"{activation} of 0 is not 0."
+        )
 
 
 def _kind(block_type: type) -> str:
@@ -325,3 +348,6 @@ def _build_embedding(
             "out, or set aux_weight=0."
         )
     return embedding
+
+
+EXTENSIONS["channels"] = insert_channels

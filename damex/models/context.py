@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from damex.errors import ConfigError
 from damex.models.queries import GroundTruth
-from damex.moe import ChannelGates, Packing, RoutingRecord
+from damex.moe import Packing, RoutingRecord
 
 
 class RoutingContext:
@@ -30,6 +30,7 @@ class RoutingContext:
         ground_truth: Boxes of the batch; None unless a loss needs the foreground.
         valid_ratio_B2: (height, width) of each image as a share of the padded input;
             None if no image is padded.
+        gates: Gates of all layers, if channels are gated (`damex.moe.ChannelGates`).
         packing: Which tokens are real, shared by all layers; None if all are.
         foreground_BN: True for tokens on an object; None if no loss needs it.
         num_auxiliary: Number of tokens at the end of each image for an auxiliary loss.
@@ -45,7 +46,7 @@ class RoutingContext:
         self.group_ids_B: Tensor | None = None
         self.ground_truth: GroundTruth | None = None
         self.valid_ratio_B2: Tensor | None = None
-        self.gates: ChannelGates | None = None
+        self.gates: Any = None
         self.packing: Packing | None = None
         self.foreground_BN: Tensor | None = None
         self.num_auxiliary = 0
@@ -58,7 +59,7 @@ class RoutingContext:
         *,
         ground_truth: GroundTruth | None = None,
         valid_ratio_B2: Tensor | None = None,
-        gates: ChannelGates | None = None,
+        gates: Any = None,
     ) -> Iterator[None]:
         """Open one forward pass; the arguments are the attributes.
 

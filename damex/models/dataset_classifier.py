@@ -225,13 +225,13 @@ def restrict_to_predicted_group(samples: Sequence[Any], detector: Any) -> None:
 
 
 @contextmanager
-def given_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
+def condition_on_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
     """Restrict a detector in evaluation to a given dataset's classes and experts.
 
     Classes other than ``labels`` are masked wherever class scores are computed, in the
     selection of queries, too; a background after them is kept. If the gates support it,
     the samples' ``group_id`` chooses the experts instead of the router; the value
-    yielded is whether they do.
+    yielded is whether they do. Other forward passes have to wait meanwhile.
     """
     head = detector.bbox_head
     modules = [*getattr(head, "cls_branches", ()), head]

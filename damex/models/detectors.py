@@ -22,23 +22,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN
+from damex.models.blocks import ffns_in_place
 from damex.models.build import resolved_moe
-from damex.models.channels import ChannelGating, ChannelReport, insert_channels
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import restrict_to_predicted_group
 from damex.models.expert_parallel import missing_passes
-from damex.models.initialization import copy_draws, ffns_in_place, own_random_stream
 from damex.models.insertion import (
-    InsertionReport,
+    EXTENSIONS,
     counts_foreground,
     insert_moe,
     moe_blocks,
 )
 from damex.models.outputs import add_dataset_instances, attach_routing, routing_losses
-from damex.models.phases import InRunUpcycling, RouterWarmup
 from damex.models.queries import (
     batches_of_one_shape,
     check_cells,
@@ -50,6 +47,7 @@ from damex.models.queries import (
     valid_ratio_of,
 )
 from damex.models.sites import check_widths
+from damex.models.starts import copy_draws, fork_rng
 from damex.models.timm_backbone import check_neck
 from damex.moe import RoutingTally, gathered_experts
 
@@ -105,17 +103,17 @@ class RoutedDetector(_Detector):
         self.routing = RoutingContext()
         self.counts_tokens = False
         self.tally: RoutingTally | None = None
-        self.channel_gating: ChannelGating | None = None
+        self.channel_gating: Any = None
         self._moe = None if moe is None else read_moe(moe)
-        self._warmup: RouterWarmup | None = None
-        self.upcycling: InRunUpcycling | None = None
+        self._warmup: Any = None
+        self.upcycling: Any = None
         options = dict(
             ignore_unannotated_classes=ignore_unannotated_classes,
             label_prior=label_prior,
             dataset_head=dataset_head,
             dataset_conditioning=dataset_conditioning,
         )
-        with own_random_stream():
+        with fork_rng():
             if self._moe is not None:
                 self._insert(self._moe, num_groups)
             self.awareness = build_awareness(self, options, label_coverage)
@@ -123,20 +121,17 @@ class RoutedDetector(_Detector):
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
         """Insert experts or gates, and log the report."""
-        report: InsertionReport | ChannelReport
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
+        report: Any
         if moe.channels is not None:
-            self.channel_gating, report = insert_channels(
-                self, moe.layers, moe.channels, **where
-            )
+            gated = EXTENSIONS["channels"](self, moe.layers, moe.channels, **where)
+            self.channel_gating, report = gated
         else:
-            report = insert_moe(self, moe, **where)
-            blocks = moe_blocks(self)
-            if moe.router_warmup is not None:
-                self._warmup = RouterWarmup(moe.router_warmup, blocks[0].moe)
+            report, blocks = insert_moe(self, moe, **where), moe_blocks(self)
+            if (warmup := moe.router_warmup) is not None:
+                self._warmup = EXTENSIONS["router_warmup"](warmup, blocks[0].moe)
             if moe.upcycling is not None:
-                ffns = [block for block in blocks if isinstance(block, MoEFFN)]
-                self.upcycling = InRunUpcycling(moe.upcycling, ffns)
+                self.upcycling = EXTENSIONS["upcycling"](moe.upcycling, blocks)
         print_log(str(report), logger="current", level=logging.INFO)
         for note in report.notes:
             print_log(note, logger="current", level=logging.WARNING)
@@ -153,10 +148,10 @@ class RoutedDetector(_Detector):
     def begin_step(
         self, *, iteration: int, max_iters: int, optimizer: Optimizer | None = None
     ) -> None:
-        """Begin a training step; a hook of the trainer calls this before each.
+        """Begin a training step, counted from 0; a hook calls this before each.
 
         Gate schedules start with the experts, after a dense phase. Moments of the
-        optimizer are copied when an FFN becomes experts. Iterations count from 0.
+        optimizer are copied when an FFN becomes experts.
 
         Raises:
             ConfigError: If the training is shorter than the router warm-up or dense
@@ -192,7 +187,7 @@ class RoutedDetector(_Detector):
         with gathered_experts([self]):
             with ffns_in_place(self) as places:
                 super().init_weights()
-            with own_random_stream():
+            with fork_rng():
                 for block, ffn in places:
                     block.reset_parameters()
                     copy_draws(block, ffn)

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.models.blocks import MoEBlock, MoEFFN
 from damex.models.config import MoEConfig
 from damex.moe import ExpertShards, sharded_layers
 
@@ -27,7 +27,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def shard_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) -> str:
+def shard_experts(config: MoEConfig, blocks: Sequence[MoEBlock]) -> str:
     """Keep only this process's experts, as ``moe.expert_parallel`` asks.
 
     All processes call this together, after each has drawn all experts, so that they
@@ -45,7 +45,7 @@ def shard_experts(config: MoEConfig, blocks: Sequence[MoEFFN | MoEPatchConv]) ->
                 f"{name} {reason}, or leave one of them out."
             )
     num_experts = blocks[0].moe.num_experts
-    if any(isinstance(block, MoEPatchConv) for block in blocks):
+    if not all(isinstance(block, MoEFFN) for block in blocks):
         raise ConfigError(
             f"moe.expert_parallel={size}: PatchConvExperts are small slices of one "
             "convolution, whose patches are larger than the answers; exchanging them "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +12,30 @@ from mmdet.models.detectors import DeformableDETR
 from torch import nn
 
 from damex.errors import ConfigError
-from damex.models.blocks import MoEFFN, MoEPatchConv, activation_of
+from damex.models.blocks import MoEBlock, MoEFFN, activation_of
 from damex.models.build import build_layer, module_class
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
 from damex.models.expert_parallel import shard_experts
-from damex.models.sites import chosen_layers, conv_sites
-from damex.models.upcycling import DensePhase, SplitStart, gate_notes, load_closing_norm
-from damex.moe import (
-    DenseSoftmaxGate,
-    ExpertChoiceGate,
-    LoadBalanceLoss,
-    MoELayer,
-    PatchConvExperts,
-    TopKGate,
+from damex.models.sites import chosen_layers
+from damex.models.starts import (
+    DensePhase,
+    SplitStart,
+    load_closing_norm,
     shared_hidden_dims,
     split_hidden_dims,
 )
+from damex.moe import (
+    LoadBalanceLoss,
+    MoELayer,
+    TopKGate,
+)
+
+# The modules of source papers register what only they need: functions that insert other
+# experts than FFNs, and builders of what a field of `moe` asks for.
+Inserter = Callable[..., Iterator[str]]
+INSERTERS: dict[type, Inserter] = {}
+EXTENSIONS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -59,15 +66,15 @@ def insert_moe(
 ) -> InsertionReport:
     """Replace the FFNs of chosen transformer layers by MoE blocks.
 
-    Patch-convolution experts replace convolutions of a ResNet instead. ``num_groups``
-    is None outside of a mixture.
+    Experts in ``INSERTERS`` replace other modules. ``num_groups`` is None outside of a
+    mixture.
 
     Raises:
         ConfigError: If a layer does not exist or has no FFN, a module cannot be built
             or needs groups that outnumber the experts, denoising queries would compete
             with others, or experts cannot be sharded as configured.
     """
-    insert = _insert_patch_convs if _uses_patches(config) else _insert_ffns
+    insert = _inserter(config)
     rows = tuple(insert(detector, config, context=context, num_groups=num_groups))
     blocks = moe_blocks(detector)
     _check_blocks(detector, blocks)
@@ -78,41 +85,30 @@ def insert_moe(
     return InsertionReport(rows, tuple(notes), layout)
 
 
-def moe_blocks(detector: nn.Module) -> list[MoEFFN | MoEPatchConv]:
+def moe_blocks(detector: nn.Module) -> list[MoEBlock]:
     """Return the MoE blocks of a detector in the order of computation."""
-    return [m for m in detector.modules() if isinstance(m, (MoEFFN, MoEPatchConv))]
+    return [m for m in detector.modules() if isinstance(m, MoEBlock)]
 
 
-def counts_foreground(blocks: Sequence[MoEFFN | MoEPatchConv]) -> bool:
+def counts_foreground(blocks: Sequence[MoEBlock]) -> bool:
     """Whether any routing loss of the blocks is about foreground tokens."""
     losses = [loss for block in blocks for loss in block.moe.losses]
     return any(loss.tokens == "foreground" for loss in losses)
 
 
-def _uses_patches(config: MoEConfig) -> bool:
-    """Whether the experts convolve patches, and so belong in the backbone."""
-    module, chosen = module_class(config.experts), config.layers.chosen
-    kind = config.experts["type"]
-    if not (inspect.isclass(module) and issubclass(module, PatchConvExperts)):
-        if "backbone" in chosen:
-            raise ConfigError(
-                "moe.layers.backbone needs experts that convolve patches; set "
-                "moe.experts=dict(type='PatchConvExperts', patch_size=2), got the type "
-                f"{kind!r}."
-            )
-        return False
-    if list(chosen) != ["backbone"]:
+def _inserter(config: MoEConfig) -> Inserter:
+    """Return the function that inserts the configured experts, by default as FFNs."""
+    module = module_class(config.experts)
+    for kind, inserter in INSERTERS.items():
+        if inspect.isclass(module) and issubclass(module, kind):
+            return inserter
+    if config.layers.backbone is not None:
         raise ConfigError(
-            f"moe.experts has the type {kind!r}, which replaces convolutions; set "
-            f"moe.layers=dict(backbone=[3]) or 'last', got {chosen}."
+            "moe.layers.backbone needs experts that convolve patches; set "
+            "moe.experts=dict(type='PatchConvExperts', patch_size=2), got the type "
+            f"{config.experts['type']!r}."
         )
-    for name in ("shared_expert", "upcycling"):
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                f"moe.{name} is for FFNs and cannot be combined with {kind!r}, whose "
-                "experts are parts of a convolution; leave it out."
-            )
-    return True
+    return _insert_ffns
 
 
 def _insert_ffns(
@@ -140,7 +136,7 @@ def _insert_ffns(
                 dense_phase=None if config.upcycling is None else DensePhase(),
             )
             width = dense.embed_dims
-            yield _row(
+            yield report_row(
                 block, dense, f"FFN {width}-{dense.feedforward_channels}-{width}"
             )
 
@@ -192,29 +188,8 @@ def _take_closing_norm(layer: nn.Module, name: str) -> nn.Module:
     return norm
 
 
-def _insert_patch_convs(
-    detector: nn.Module,
-    config: MoEConfig,
-    *,
-    context: RoutingContext,
-    num_groups: int | None,
-) -> Iterator[str]:
-    """Replace the selected convolutions; yield a line of the report for each."""
-    for name, residual in conv_sites(detector, config.layers.backbone):
-        conv = residual.conv2
-        channels = dict(in_channels=conv.in_channels, out_channels=conv.out_channels)
-        side = conv.kernel_size[0]
-        moe = build_layer(
-            config, dict(**channels, kernel_size=side), num_groups=num_groups
-        )
-        residual.conv2 = block = MoEPatchConv(
-            moe, name=name, context=context, with_cp=config.with_cp
-        )
-        widths = f"{conv.in_channels}-{conv.out_channels}"
-        yield _row(block, conv, f"convolution {widths} {side}x{side}")
-
-
-def _row(block: MoEFFN | MoEPatchConv, dense: nn.Module, description: str) -> str:
+def report_row(block: MoEBlock, dense: nn.Module, description: str) -> str:
+    """A line of the report: the block, the module before it, numbers of parameters."""
     before, after = (
         sum(p.numel() for p in module.parameters()) for module in (dense, block)
     )
@@ -224,7 +199,7 @@ def _row(block: MoEFFN | MoEPatchConv, dense: nn.Module, description: str) -> st
     )
 
 
-def _check_blocks(detector: nn.Module, blocks: Sequence[MoEFFN | MoEPatchConv]) -> None:
+def _check_blocks(detector: nn.Module, blocks: Sequence[MoEBlock]) -> None:
     """Reject gates and losses that do not suit the detector's queries."""
     for block in blocks:
         # DINO's attention mask hides denoising queries, made of the ground truth, but
@@ -232,7 +207,7 @@ def _check_blocks(detector: nn.Module, blocks: Sequence[MoEFFN | MoEPatchConv]) 
         if (
             getattr(detector, "dn_query_generator", None) is not None
             and block.name.startswith("decoder.")
-            and isinstance(block.moe.gate, ExpertChoiceGate)
+            and block.moe.gate.compares_tokens
         ):
             raise ConfigError(
                 f"moe.gate is {type(block.moe.gate).__name__} and moe.layers chooses "
@@ -243,21 +218,14 @@ def _check_blocks(detector: nn.Module, blocks: Sequence[MoEFFN | MoEPatchConv]) 
             )
     if not counts_foreground(blocks):
         return
-    is_patches = any(isinstance(block, MoEPatchConv) for block in blocks)
-    if is_patches or not isinstance(detector, DeformableDETR):
-        place = "the backbone" if is_patches else type(detector).__name__
+    has_queries = all(isinstance(block, MoEFFN) for block in blocks)
+    if not has_queries or not isinstance(detector, DeformableDETR):
+        place = type(detector).__name__ if has_queries else "the backbone"
         raise ConfigError(
             "moe.losses: tokens='foreground' needs queries with reference points, "
             f"which {place} does not have; set tokens='all', or use layers of the "
             "encoder or decoder of MoEDINO, MoEDDQDETR or MoEDeformableDETR."
         )
-
-
-def _has_constant_weights(gate: Any) -> bool:
-    """Whether no gradient of the detector's losses reaches the router."""
-    if isinstance(gate, TopKGate):
-        return gate.renormalize and gate.k == 1
-    return isinstance(gate, ExpertChoiceGate) and gate.weights == "one"
 
 
 def _notes(moe: MoELayer) -> Iterator[str]:
@@ -272,7 +240,7 @@ def _notes(moe: MoELayer) -> Iterator[str]:
                 f"groups, too, against what moe.losses teaches; set k={fewest}, or "
                 f"num_experts={k * len(moe.group_experts_GE)} or more."
             )
-    if _has_constant_weights(moe.gate) and not any(x.weight for x in moe.losses):
+    if moe.gate.has_constant_weights and not any(x.weight for x in moe.losses):
         yield (
             f"moe.gate: the weights of this {type(moe.gate).__name__} are always 1, "
             "and moe.losses is empty: nothing teaches the router, whose choice stays "
@@ -282,10 +250,7 @@ def _notes(moe: MoELayer) -> Iterator[str]:
         )
     balance = [loss for loss in moe.losses if isinstance(loss, LoadBalanceLoss)]
     for loss in balance:
-        # On a subset of tokens the load of expert choice is uneven.
-        if isinstance(moe.gate, DenseSoftmaxGate) or (
-            isinstance(moe.gate, ExpertChoiceGate) and loss.tokens == "all"
-        ):
+        if moe.gate.has_even_load(loss.tokens):
             yield (
                 "moe.losses: LoadBalanceLoss cannot teach anything here, as "
                 f"{type(moe.gate).__name__} gives each expert the same load: the loss "
@@ -313,3 +278,50 @@ def _notes(moe: MoELayer) -> Iterator[str]:
             "datasets decide the load, which LoadBalanceLoss cannot change: it only "
             "pushes routers away from large datasets; remove it."
         )
+
+
+def upcycling_note(model: nn.Module, state: Mapping[str, Any]) -> str | None:
+    """Return a warning if a dense checkpoint would lose much of its FFNs, or None."""
+    blocks: list[Any] = [
+        module
+        for name, module in model.named_modules()
+        if f"{name}.layers.0.0.weight" in state and hasattr(module, "moe")
+    ]
+    notes = gate_notes([block for block in blocks if block.dense_phase is None])
+    others = []
+    for block in blocks:
+        field, bank = "experts", block.moe.experts
+        if block.moe.shared_expert is not None and block.split is None:
+            field, bank = "shared_expert", block.moe.shared_expert.expert
+        old, new = block.dense_activation, getattr(bank, "activation", None)
+        if None not in (old, new) and old != new:
+            others.append((old, field, new))
+    if others:
+        old, field, new = others[0]
+        notes.append(
+            f"the FFNs of {len(others)} layers were trained with {old} and become "
+            f"experts with {new}, whose output differs; "
+            f"moe.{field}.activation={old!r} keeps what they learned."
+        )
+    return " ".join(notes) or None
+
+
+def gate_notes(blocks: Sequence[Any]) -> list[str]:
+    """Return a warning, or none, if copies of an FFN together output less than it.
+
+    They do if a softmax over all experts weights them.
+    """
+    weights = [
+        f"1/{moe.num_experts}"
+        for moe in (block.moe for block in blocks)
+        if moe.shared_expert is None and moe.num_experts > 1
+        if isinstance(moe.gate, TopKGate) and not moe.gate.renormalize
+        if moe.gate.weight_scale == 1.0
+    ]
+    if not weights:
+        return []
+    return [
+        f"the FFNs of {len(weights)} layers become experts with gate weights near "
+        f"{weights[0]}, which scale the output of these layers down as much; "
+        "moe.gate.renormalize=True starts equal to the dense detector."
+    ]

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from damex.errors import ConfigError, did_you_mean
 from damex.models.blocks import MoEFFN
 from damex.models.config import UpcyclingConfig, WarmupConfig
-from damex.models.upcycling import DENSE_EXPERT, DensePhase
+from damex.models.insertion import EXTENSIONS
+from damex.models.starts import DENSE_EXPERT, DensePhase
 from damex.moe import FFNExperts, MoELayer, copy_expert_to_all
 
 
@@ -172,3 +173,7 @@ def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
     return [item.detach() for item in value]
+
+
+EXTENSIONS["router_warmup"] = RouterWarmup
+EXTENSIONS["upcycling"] = InRunUpcycling

@@ -95,37 +95,3 @@ def layer_numbers(chosen: Any, count: int, component: str) -> Sequence[int]:
                 f"has {count} {unit}s: 0 to {count - 1}."
             )
     return numbers
-
-
-def conv_sites(detector: Any, chosen: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and block of the selected ``conv2``, the last 3x3 of a stage.
-
-    Raises:
-        ConfigError: If the backbone is not a ResNet, a stage does not exist, or its
-            last block cannot take experts.
-    """
-    for stage, layer in chosen_stages(detector, chosen):
-        backbone, blocks = detector.backbone, getattr(detector.backbone, layer)
-        block, where = blocks[-1], f"moe.layers.backbone: stage {stage}"
-        if stage < backbone.frozen_stages:
-            raise ConfigError(
-                f"{where} is frozen by model.backbone.frozen_stages="
-                f"{backbone.frozen_stages}; choose a later stage, or set "
-                f"frozen_stages={stage} or less."
-            )
-        if block.with_cp:
-            raise ConfigError(
-                f"{where} is recomputed by model.backbone.with_cp, which would run its "
-                "experts a second time without their inputs; set with_cp=False there "
-                "and moe.with_cp=True."
-            )
-        conv = block.conv2
-        is_plain = type(conv) is nn.Conv2d
-        sizes = (*conv.stride, *conv.dilation, conv.groups) if is_plain else ()
-        if sizes != (1, 1, 1, 1, 1):
-            raise ConfigError(
-                f"{where}: experts can replace a plain convolution of stride 1 only, "
-                f"but its last block has {conv if is_plain else type(conv).__name__} "
-                "(listed twice?)."
-            )
-        yield f"backbone.{layer}.{len(blocks) - 1}.conv2", block

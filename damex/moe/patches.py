@@ -192,6 +192,7 @@ def route_patches(
             "route_patches: the layer needs PatchConvExperts, got "
             f"{type(experts).__name__}"
         )
+    # pMoE, section 5.2: the last convolution's map in n patches.
     patches_BNCPQ = split_patches(map_BCHW, experts.patch_size)
     record = moe.route(
         patches_BNCPQ.flatten(2),
@@ -213,6 +214,7 @@ def _side_by_side(
     out_RD: Tensor, assignment: Assignment, experts: PatchConvExperts
 ) -> Tensor:
     """Concatenate the weighted outputs of experts as channels of their patches."""
+    # pMoE, eq. 1: the gating value G_js multiplies the output of expert s for patch j.
     weighted_RD = (out_RD * assignment.weight_R.unsqueeze(1)).to(out_RD.dtype)
     slot_R = assignment.token_index_R * experts.num_experts + assignment.expert_index_R
     # One slot per patch and slice of channels.

@@ -81,6 +81,7 @@ class LinearRouter(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Score every expert for every token."""
+        # Chen et al. 2022, section 3.2: h = Theta' x; pMoE, section 3.1: g = <w_s, x>.
         return full_precision_linear(tokens, self.weight_ED, self.bias_E)
 
 
@@ -141,6 +142,7 @@ class MLPRouter(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Score every expert for every token."""
+        # Nguyen et al. 2025, eq. 17: a router pi(x, b1) + b0 that is not linear in x.
         hidden = full_precision_linear(tokens, self.w1_HD, self.b1_H)
         hidden = ACTIVATIONS[self.activation](hidden)
         return full_precision_linear(hidden, self.w2_EH, self.b2_E)
@@ -281,6 +283,8 @@ class HierarchicalRouter(nn.Module):
         inner = full_precision_linear(tokens, self.weight_ED, self.bias_E)
         inner = functional.pad(inner, (0, 1), value=-torch.inf)
         inner = inner.index_select(-1, self.slot_GS.flatten())
+        # Nguyen et al. 2025, eq. 20: softmax_i2 within group i1.
         inner = torch.log_softmax(inner.unflatten(-1, self.slot_GS.shape), dim=-1)
+        # Eq. 20: times softmax_i1 over groups, as a sum of logarithms.
         both = torch.log_softmax(group, dim=-1).unsqueeze(-1) + inner
         return both.flatten(-2).index_select(-1, self.place_E)

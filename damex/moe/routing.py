@@ -178,6 +178,7 @@ class Assignment:
         routes are sorted by token and summed along an axis of length K. Otherwise rows
         are added in the order of the routes, on a GPU after a sort.
         """
+        # Chen et al. 2022, section 3.2: F(x) = sum over m in T_x of pi_m(x) f_m(x).
         weighted_RD = expert_out_RD * self.weight_R.unsqueeze(1)
         if self.routes_per_token is None:
             zeros_VD = weighted_RD.new_zeros(self.num_tokens, weighted_RD.shape[1])

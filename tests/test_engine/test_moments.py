@@ -5,10 +5,11 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 from torch import nn
 
-from damex.engine.optimizer_state import moment_origins
-from damex.models.blocks import MoEFFN, MoEPatchConv
+from damex.engine.optimizer_state import moment_starts
+from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
-from damex.models.upcycling import DensePhase, SplitStart
+from damex.models.patch_convs import MoEPatchConv
+from damex.models.starts import DensePhase, SplitStart
 from damex.moe import (
     FFNExperts,
     LinearRouter,
@@ -46,10 +47,11 @@ def make_model(*, num_experts=2, hidden_dims=3, experts=None, shared=None, **kwa
 
 def convert(model, moments=MOMENTS, *, state=None, is_second=False):
     state = DENSE.state_dict() if state is None else state
+    kind = "second" if is_second else "first"
     return {
-        name: origin.convert(moments[origin.source], is_second)
-        for name, origin in moment_origins(model, state).items()
-        if origin.source in moments
+        name: start.convert(moments[start.source], model.get_parameter(name), kind)
+        for name, start in moment_starts(model, state).items()
+        if start.source in moments
     }
 
 
@@ -179,9 +181,9 @@ def test_the_norm_that_moves_takes_its_moments_along(build):
         build(moe=None),
         build(moe=dict(layers=dict(decoder=[0]), block=dict(norm="pre"))),
     )
-    origins = moment_origins(pre, dense.state_dict())
+    origins = moment_starts(pre, dense.state_dict())
     path = "decoder.layers.0"
     assert origins[f"{path}.ffn.norm.weight"].source == f"{path}.norms.2.weight"
     assert origins[f"{path}.norms.1.weight"].source == f"{path}.norms.1.weight"
-    again = moment_origins(pre, pre.state_dict())
+    again = moment_starts(pre, pre.state_dict())
     assert again[f"{path}.ffn.norm.weight"].source == f"{path}.ffn.norm.weight"

@@ -221,7 +221,7 @@ def test_the_config_may_spread_experts_over_processes(save, make_config, mixture
     cfg = Config.fromfile(make_config(mixture, name="grown", extra=spread))
     grown = add_datasets(stored, cfg, like="park")
     assert grown.config.model.moe.expert_parallel == 3
-    assert "moe.expert_parallel" in grown.alone_fault
+    assert "moe.expert_parallel" in grown.alone_problem
     assert all(len(v) == 3 for k, v in grown.state.items() if k.endswith("up_ELD"))
 
 

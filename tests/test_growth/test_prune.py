@@ -11,9 +11,8 @@ from damex.__main__ import main
 from damex.engine.cli import build_runner
 from damex.engine.config import label_space_of, resolve_config
 from damex.errors import ConfigError
-from damex.growth.commands import _cost
 from damex.growth.grow import add_datasets
-from damex.growth.prune import drop_datasets, merge_groups
+from damex.growth.prune import _cost, drop_datasets, merge_groups
 from damex.inference import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from tests.test_growth.test_grow import assert_same, detections

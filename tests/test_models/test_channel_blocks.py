@@ -8,7 +8,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.errors import ConfigError
-from damex.models.channels import GatedFFNBlock, GatedResidualBlock
+from damex.models.channels import (
+    GatedFFNBlock,
+    GatedResidualBlock,
+    check_gateable,
+)
 from damex.models.context import RoutingContext
 from damex.moe import ChannelGates
 
@@ -156,3 +160,22 @@ def test_residual_that_cannot_be_gated_is_refused(options, message):
     block = resnet(50, **options).layer2[0]
     with pytest.raises(ConfigError, match=message):
         GatedResidualBlock(block, name="b", context=RoutingContext())
+
+
+@pytest.mark.parametrize(
+    ("conv", "norm", "message"),
+    [
+        (nn.Conv2d(4, 4, 3, groups=2), nn.Identity(), "groups=1"),
+        (nn.Conv2d(4, 4, 3, padding="same"), nn.Identity(), "in numbers"),
+        (nn.ConvTranspose2d(4, 4, 3), nn.Identity(), "need a Conv2d"),
+        (nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), "mix the channels"),
+        (
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4, track_running_stats=False),
+            "running statistics",
+        ),
+    ],
+)
+def test_what_cannot_be_skipped_is_refused(conv, norm, message):
+    with pytest.raises(ConfigError, match=f"b.conv1: .*{message}"):
+        check_gateable(conv, norm, "b.conv1")

@@ -31,7 +31,7 @@ def changed(**channels):
 
 @pytest.fixture
 def batch(make_batch):
-    return make_batch([0, 2], sizes=[(64, 64), (64, 40)], boxes=[1, 3])
+    return make_batch([0, 2], sizes=[(64, 96), (64, 40)], boxes=[1, 3])
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_skipping_predicts_the_same_and_computes_less(build, batch, run_predict)
 
 def test_gates_do_not_change_with_padding(build, make_batch, gates_of, run_predict):
     detector = build(moe=CHANNELS)
-    sizes = [(64, 64), (64, 40)]
+    sizes = [(64, 96), (64, 72)]  # one batch, both ways
     run_predict(detector, make_batch([0, 0], sizes=sizes))
     tight = gates_of().logits_BE
     detector.data_preprocessor.pad_size_divisor = 128

@@ -17,26 +17,12 @@ MISTAKES = [
     (dict(gate=dict(type="TopKGat")), "moe.gate .*'TopKGat'; did you mean 'TopKGate'"),
     (dict(gate=dict(kk=2)), "moe.gate.kk = 2 is not an argument.*did you mean 'k'"),
     (dict(gate=dict(k=5)), "moe.gate.k is 5, but there are 4 .*set k to 4 or less"),
-    (dict(gate=dict(k=0)), "moe.gate = .*k must be at least 1, got 0"),
-    (dict(gate=dict(k="two")), "moe.gate = .*k must be an integer, got 'two'"),
-    (dict(gate=dict(noise="gumbel")), "moe.gate = .*noise 'gumbel'.*'gaussian', 'unif"),
     (dict(gate=CHOICE), "moe.gate is .* decoder.0, .*set moe.layers=dict.encoder='ev"),
     (dict(gate=dict(capacity=dict(factor=1.2))), "gate.capacity.*'None'.*ExpertCapac"),
-    (
-        dict(gate=dict(capacity=dict(type="ExpertCapacity", factor=-1.0))),
-        "moe.gate.capacity = .*factor must be above 0, got -1.0",
-    ),
     (dict(gate=dict(type="DenseToSparseGate", end_k=9)), "end_k is 9, .*4 or less"),
     (dict(router=dict(type="LinearRoutr")), "moe.router .*'LinearRouter'"),
-    (
-        dict(router=dict(type="HierarchicalRouter", num_groups=9)),
-        "moe.router = .*1 <= num_groups <= num_experts, got 9",
-    ),
-    (dict(experts=dict(init_std=0.0)), "moe.experts = .*be above 0, got 0.0"),
-    (dict(experts=dict(activation="elu")), "moe.experts = .*'elu'.*'gelu'"),
     (dict(experts=dict(num_experts=2)), "router scores 4 .*there are 2.*both the same"),
     (dict(experts=dict(type="AffineExperts")), "'AffineExperts', .*set moe.shared_exp"),
-    (dict(experts=dict(type="LowRankExperts")), "'LowRankExperts'.*moe.shared_expert="),
     (
         dict(losses=["LoadBalanceLoss"]),
         "moe.losses must be .*a dict with a type.*got",
@@ -45,13 +31,10 @@ MISTAKES = [
         dict(losses=dict(type="RouterZLoss")),
         "moe.losses must be a list of dicts.*got",
     ),
-    (dict(losses=[dict(weight=1.0)]), "moe.losses.*unknown type 'None'.*LoadBalanceL"),
     (dict(losses=[dict(type="LoadBalanceLos")]), "did you mean 'LoadBalanceLoss'"),
-    (dict(losses=[dict(type="LoadBalanceLoss", weight=-1.0)]), "weight .*>= 0, got -1"),
-    (dict(losses=[dict(type="DatasetRoutingLoss", tokens="fg")]), "tokens 'fg'.*'all'"),
     (
         dict(losses=[SEPARATE], **WARMED_UP),
-        r"SeparateRouterLoss: .*\[0, 2\), got \(0",
+        r"SeparateRouterLoss: .*\[0, 2\), got \[\(0",
     ),
     (
         dict(gate=CHOICE, losses=[dict(type="LoadLoss")], layers=dict(encoder=[0])),
@@ -59,8 +42,6 @@ MISTAKES = [
     ),
     # fields
     (dict(num_experts=0), "moe.num_experts must be an integer of 1 or more, got 0"),
-    (dict(num_experts="four"), "moe.num_experts must be an integer .*, got 'four'"),
-    (dict(num_experts=True), "moe.num_experts must be an integer .*, got True"),
     (
         dict(num_experts=1, losses=[dict(type="DatasetRoutingLoss")]),
         "the mixture has 2 dataset groups but moe.num_experts is 1; set .*2 or more",
@@ -72,7 +53,6 @@ MISTAKES = [
     ),
     (dict(block=dict(norm="none")), r"moe.block.norm .*\('post', 'pre'\), got 'none'"),
     (dict(block="pre"), "moe.block must be a dict such as .*norm=.*, got 'pre'"),
-    (dict(block=dict(droppath=0.1)), "'droppath'; did you mean 'drop_path'"),
     *[
         (dict(block=dict(drop_path=value)), rf"drop_path .*in \[0, 1\), got {value!r}")
         for value in (1.0, "0.2", True)
@@ -80,7 +60,6 @@ MISTAKES = [
     # layers
     (dict(layers=[0, 2]), r"moe.layers .*dict\(decoder=\[0, 2, 4\]\), got \[0, 2\]"),
     (dict(layers=dict(decodr=[0])), "moe.layers .*'decodr'; did you mean 'decoder'"),
-    (dict(layers=dict(decoder=[0], neck=[1])), "unknown key 'neck'.*encoder, decoder"),
     (dict(layers=dict(decoder=[])), r"moe.layers = {'decoder': \[\]} .*decoder=\[0, 2"),
     (dict(layers=dict(decoder="odd")), "layers.decoder .*'all' or 'even', got 'odd'"),
     (dict(layers=dict(decoder=0)), "moe.layers.decoder .*list of layer numbers.*got 0"),
@@ -89,7 +68,6 @@ MISTAKES = [
         dict(layers=dict(decoder=[True])),
         "moe.layers.decoder names layer True.*0 to 2",
     ),
-    (dict(layers=dict(encoder=[-1])), "moe.layers.encoder names layer -1, .*0 to 1"),
     (dict(layers=dict(decoder=[0, 0])), "moe.layers.decoder: layer 0 .*listed twice"),
 ]
 

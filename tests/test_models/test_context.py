@@ -22,7 +22,7 @@ NOISY = dict(
         dict(type="LoadBalanceLoss", weight=0.1),
     ],
 )
-SIZES = dict(sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+SIZES = dict(sizes=[(64, 96), (64, 32)], boxes=[1, 3])
 
 
 @pytest.fixture
@@ -189,10 +189,3 @@ def test_a_failed_step_leaves_nothing_and_steps_do_not_nest():
     assert (context.group_ids_B, context.records) == (None, {})
     with context.step():
         assert context.records == {}
-
-
-def test_layers_of_a_copied_model_share_the_copied_context():
-    context = RoutingContext()
-    first, second = copy.deepcopy([context, context])
-    assert first is second
-    assert first is not context

@@ -50,9 +50,9 @@ def test_padding_and_filler_queries_are_never_routed(
     build, make_batch, records, run_loss
 ):
     detector = build(moe=ENCODER_AND_DECODER)
-    run_loss(detector, make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[1, 3]))
-    # 64 x 64 at strides 8, 16, 32: 64 + 16 + 4 = 84 features; half of them at 64 x 32.
-    assert tokens_per_image(records["encoder.0"]) == [84, 42]
+    run_loss(detector, make_batch([0, 1], sizes=[(64, 96), (64, 32)], boxes=[1, 3]))
+    # 64 x 96 at strides 8, 16, 32: 96 + 24 + 6 = 126 features; a third at 64 x 32.
+    assert tokens_per_image(records["encoder.0"]) == [126, 42]
     # 50 denoising queries / 3 boxes = 16 groups, positive and negative: 96 queries in
     # blocks of 3, of which the first image fills 32; then 50 matching queries.
     decoder = records["decoder.0"]

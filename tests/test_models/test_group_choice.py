@@ -147,13 +147,7 @@ def test_options_change_no_parameter_key_or_random_number(
     [
         (dict(), None, "moe.teacher_forcing needs dataset groups, and there is no"),
         (dict(gate=dict(type="TopKGate", k=3)), 3, "k=3 and a group has 2; set k=2"),
-        (
-            dict(gate=dict(type="ExpertChoiceGate", share=0.5)),
-            3,
-            "ExpertChoiceGate does not keep a token",
-        ),
         (dict(losses=(), num_experts=2), 3, "has 3 dataset groups but moe.num_experts"),
-        (dict(teacher_forcing="yes"), 3, "teacher_forcing must be True or False"),
     ],
 )
 def test_errors_are_one_line(build, changes, num_groups, message):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from damex.models.initialization import ffns_in_place, own_random_stream
+from damex.models.blocks import ffns_in_place
 from damex.models.insertion import moe_blocks
+from damex.models.starts import fork_rng
 
 CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
 DENSE = dict(moe=None, num_groups=2)
@@ -39,9 +40,9 @@ def test_no_generator_is_left_changed(seed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
     generators = torch.default_generator, gpu
     states = [generator.get_state() for generator in generators]
-    with own_random_stream(seed):
+    with fork_rng(seed):
         first = [torch.rand(3, generator=generator) for generator in generators]
-    with own_random_stream(seed):
+    with fork_rng(seed):
         again = [torch.rand(3, generator=generator) for generator in generators]
     assert all(map(torch.equal, first, again))
     assert all(map(torch.equal, states, [one.get_state() for one in generators]))

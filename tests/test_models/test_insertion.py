@@ -173,7 +173,6 @@ def test_the_report_names_every_layer(build, moe, rows):
     [
         (dict(layers=dict(backbone=[])), r"chooses no layer.*dict\(backbone=\[3\]\)"),
         (dict(layers=dict(decoder=[0])), "replaces convolutions; set moe.layers"),
-        (dict(layers=dict(backbone=[3], decoder=[0])), "replaces convolutions; set"),
         (dict(experts=None), "convolve patches; .*got the type 'FFNExperts'"),
         (dict(shared_expert=dict(type="SharedExpert")), "moe.shared_expert is for FF"),
         (dict(num_experts=5), "moe.experts = .*5 experts and 256 channels"),

@@ -49,7 +49,7 @@ def test_trains_and_predicts(
     moe = moe_of(path)
     detector = build_mmdet(detector_name, moe=moe)
     assert moe == moe_of(path)  # building does not change a config
-    batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+    batch = make_batch([0, 1], sizes=[(64, 96), (64, 32)], boxes=[1, 3])
     blocks = moe_blocks(detector)
     assert blocks
     trained = set()
@@ -77,7 +77,7 @@ def test_gated_channels_train_and_predict(
     path, detector_name, build_mmdet, make_batch, run_loss, run_predict, total
 ):
     detector = build_mmdet(detector_name, moe=moe_of(path))
-    batch = make_batch([0, 1], sizes=[(64, 64), (64, 32)], boxes=[1, 3])
+    batch = make_batch([0, 1], sizes=[(64, 96), (64, 32)], boxes=[1, 3])
     losses = run_loss(detector, batch)
     total(losses).backward()
     assert 0 < losses["moe_active_channels"] < 1
@@ -99,7 +99,7 @@ def test_bf16_autocast_routes_as_float32(
     if "backbone" not in moe["layers"]:
         moe = {**moe, "layers": dict(encoder=[0])}
     detector = build(moe=moe)
-    batch = make_batch([0, 2], sizes=[(64, 64), (64, 32)])
+    batch = make_batch([0, 2], sizes=[(64, 96), (64, 32)])
     run_loss(detector, batch, iteration=9)
     full = {name: record.logits_VE for name, record in records.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -12,7 +12,7 @@ from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
-from damex.models.upcycling import DensePhase
+from damex.models.starts import DensePhase
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
 
 SWITCH, MAX_ITERS = 3, 8
@@ -252,13 +252,9 @@ def test_a_phase_as_long_as_the_training_is_rejected_before_the_first_step(
 FINE = dict(fine_grained=dict(parts=2, copies=2), num_experts=None)
 MISTAKES = [
     (WARMED_UP, dict(router_warmup=None), "no minimum .* set moe.router_warmup=dict"),
-    (WARMED_UP, dict(router_warmup=0.1), r"such as dict\(share=0.1\) .*got 0.1"),
     (WARMED_UP, dict(router_warmup=dict()), "share=None and iters=None"),
-    (WARMED_UP, dict(router_warmup=dict(epochs=1)), "'epochs'; it has: share, it"),
     (WARMED_UP, dict(router_warmup=dict(iters=0)), "iters must be an int.*got 0"),
-    (WARMED_UP, dict(router_warmup=dict(iters=2.5)), "got 2.5"),
     (WARMED_UP, dict(router_warmup=dict(share=1.0)), "between 0 and 1, .*got 1.0"),
-    (WARMED_UP, dict(router_warmup=dict(share=True)), "got True"),
     (
         WARMED_UP,
         dict(router_warmup=dict(iters=1, loss="load_balanc")),

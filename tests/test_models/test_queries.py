@@ -13,8 +13,10 @@ from damex.models.queries import (
     encoder_foreground,
     ground_truth_of,
     ids_of,
+    image_mask_of,
     query_foreground,
     real_query_mask,
+    valid_ratio_of,
 )
 
 
@@ -28,7 +30,7 @@ def test_mask_follows_mmdets_generator():
     )
     samples = []
     for count in (2, 0, 4):
-        sample = DetDataSample(metainfo=dict(img_shape=(32, 32)))
+        sample = DetDataSample(metainfo=dict(img_shape=(32, 48)))
         sample.gt_instances = InstanceData(
             bboxes=torch.tensor([[4.0, 4.0, 20.0, 20.0]]).repeat(count, 1),
             labels=torch.zeros(count, dtype=torch.long),
@@ -74,30 +76,31 @@ def sample(boxes, *, image, batch):
 
 @pytest.fixture
 def truth():
-    """A batch of 64 x 64 (height x width): one full image, one 32 high and 64 wide."""
+    """A batch of 64 x 128 (height x width): one full image, and one 32 high."""
     return ground_truth_of(
         [
-            sample([[0.0, 16.0, 32.0, 32.0]], image=(64, 64), batch=(64, 64)),
-            sample([[40.0, 0.0, 64.0, 32.0]], image=(32, 64), batch=(64, 64)),
+            sample([[0.0, 16.0, 64.0, 32.0]], image=(64, 128), batch=(64, 128)),
+            sample([[88.0, 0.0, 128.0, 32.0]], image=(32, 128), batch=(64, 128)),
         ]
     )
 
 
 def test_feature_cells_by_their_centres(truth):
-    masks = encoder_foreground(truth, torch.tensor([[4, 4], [1, 2]]))
-    # Centres in pixels: 8, 24, 40, 56; coarse level: y = 32, x = 16 and 48.
-    first = [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    # x of 40 lies on the left edge, which counts; rows 2 and 3 are padding
-    second = [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
-    assert masks[:, :16].int().view(2, 4, 4).tolist() == [first, second]
+    masks = encoder_foreground(truth, torch.tensor([[4, 8], [1, 2]]))
+    # Centres in pixels: 8, 24, ... 120; coarse level: y = 32, x = 32 and 96.
+    none = [0] * 8
+    first = [none, [1, 1, 1, 1, 0, 0, 0, 0], none, none]
+    # x of 88 lies on the left edge, which counts; rows 2 and 3 are padding
+    second = [[0, 0, 0, 0, 0, 1, 1, 1]] * 2 + [none, none]
+    assert masks[:, :32].int().view(2, 4, 8).tolist() == [first, second]
     # y = 32 is the lower edge of both boxes, which does not count
-    assert masks[:, 16:].int().tolist() == [[0, 0], [0, 0]]
+    assert masks[:, 32:].int().tolist() == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_queries_by_the_centre_of_their_reference(truth, size):
     # The same share of the image is another pixel in the second, which is half as high.
-    points = torch.tensor([[0.25, 0.3], [0.7, 0.9], [0.5, 0.3], [0.625, 0.0]])
+    points = torch.tensor([[0.25, 0.3], [0.7, 0.9], [0.5, 0.3], [0.6875, 0.0]])
     references = torch.cat([points, torch.full((4, 2), 0.9)], dim=1)[:, :size]
     masks = query_foreground(truth, references.expand(2, 4, size))
     assert masks.int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 1]]
@@ -106,11 +109,11 @@ def test_queries_by_the_centre_of_their_reference(truth, size):
 def test_a_detector_counts_its_foreground_tokens(build, make_batch, records, run_loss):
     """Two images of different size: what is counted, and the loss of that."""
     detector = build(moe=MOE)
-    batch = make_batch([2, 0], sizes=[(64, 64), (32, 64)], boxes=[1, 1])
+    batch = make_batch([2, 0], sizes=[(64, 96), (32, 96)], boxes=[1, 1])
     batch["data_samples"][0].gt_instances.bboxes = torch.tensor([[0.0, 0, 16, 24]])
     batch["data_samples"][1].gt_instances.bboxes = torch.tensor([[32.0, 0, 64, 32]])
     losses = run_loss(detector, batch)
-    # 64 x 64 at strides 8, 16, 32. First: 2 x 3 cells; centres 8 and (8, 24): the
+    # 64 x 96 at strides 8, 16, 32. First: 2 x 3 cells; centres 8 and (8, 24): the
     # second is on the edge, so 1; none at stride 32 (centre 16 on the edge).
     # Second: 4 x 4, 2 x 2 and 1 cell; the padded half is not counted.
     encoder = records["encoder.0"]
@@ -252,6 +255,20 @@ def test_ddq_with_one_expert_is_the_dense_detector(build_mmdet, make_batch, run_
     assert any("_aux_loss" in key for key in expected)
     for key, value in expected.items():
         torch.testing.assert_close(losses[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_share_of_height_and_of_width_that_is_image():
+    samples = [
+        sample([], image=size, batch=(96, 160)) for size in ((96, 160), (48, 40))
+    ]
+    for one in samples:
+        one.metainfo = dict(img_shape=one.img_shape)
+    images = torch.zeros(2, 3, 96, 160)
+    assert valid_ratio_of(images, samples).tolist() == [[1.0, 1.0], [0.5, 0.25]]
+    mask_BHW = image_mask_of(images, samples)
+    assert mask_BHW[1].nonzero().max(0).values.tolist() == [47, 39]
+    assert mask_BHW.sum((1, 2)).tolist() == [96 * 160, 48 * 40]
+    assert valid_ratio_of(images, samples[:1]) is None
 
 
 def test_ids_are_minus_one_where_unknown(make_batch):

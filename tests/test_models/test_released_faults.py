@@ -25,7 +25,7 @@ def test_two_images_of_two_datasets_give_the_loss_of_each_image_on_its_own(
         block.register_forward_pre_hook(
             lambda block, inputs: seen.update({block: inputs[0].detach()})
         )
-    batch = make_batch([2, 0], sizes=[(64, 64), (64, 32)], boxes=[2, 2])
+    batch = make_batch([2, 0], sizes=[(64, 96), (64, 32)], boxes=[2, 2])
     loss = run_loss(detector, batch)["loss_moe_dataset_routing"]
     layers, mixed_up = [], []
     for block, tokens_BND in seen.items():

@@ -16,7 +16,6 @@ CHANNELS = dict(channels=dict(embedding=dict(type="ShallowEmbedding", widths=(8,
     ("chosen", "message"),
     [
         ([4], "backbone names stage 4, but .* 4 stages: 0 to 3"),
-        ([-1], "backbone names stage -1"),
         ("first", "backbone must be .*'all', 'even' or 'last', got 'first'"),
         ({"all": 1}, "backbone must be a list of stage numbers"),
     ],

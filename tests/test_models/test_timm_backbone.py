@@ -26,12 +26,7 @@ SWIN = dict(
         (CONVNEXT, [32, 48, 64], [8, 16, 32]),
         (SWIN, [16, 32, 64], [8, 16, 32]),
         (dict(name="test_resnet", out_indices=(2, 4)), [48, 96], [8, 32]),
-        # The configs of earlier versions set cache_mib.
-        (
-            dict(name="test_efficientnet", out_indices=(1, 2), cache_mib=9),
-            [24, 32],
-            [4, 8],
-        ),
+        (dict(name="test_efficientnet", out_indices=(1, 2)), [24, 32], [4, 8]),
         (dict(name="test_vit", out_indices=(1, 3)), [64, 64], [16, 16]),
     ],
     ids=lambda value: value.get("name") if isinstance(value, dict) else "",
@@ -159,6 +154,7 @@ def test_frozen_norms(convert):
         (dict(name="test_resnet", out_indices=(2, 1)), ("(2, 1)", "rising order")),
         (dict(name="test_resnet", out_indices=(-1,)), ("(-1,)", "from 0 up")),
         (dict(name="test_resnet", depth=3), ("'depth'", "_delete_=True")),
+        (dict(name="test_resnet", cache_mib=9), ("'cache_mib'",)),
         (dict(name="test_resnet", frozen_stages=5), ("frozen_stages", "0 to 4", "5")),
         (dict(name="test_resnet", frozen_stages=4), ("frozen_stages=4", "lower it")),
     ],

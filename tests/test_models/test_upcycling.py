@@ -8,8 +8,7 @@ from mmengine.config import Config
 
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
-from damex.models.insertion import moe_blocks
-from damex.models.upcycling import upcycling_note
+from damex.models.insertion import moe_blocks, upcycling_note
 from damex.moe import (
     AffineExperts,
     DenseSoftmaxGate,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -11,22 +10,17 @@ from torch import nn
 from torch.nn import functional
 
 from damex.moe import (
-    AffineExperts,
     Assignment,
     BiasBalancer,
     ChainedOptimizer,
-    ChannelGate,
     CosineRouter,
     DenseToSparseGate,
-    ExpertCapacity,
     ExpertChoiceGate,
     FFNExperts,
     GatingPath,
-    HierarchicalRouter,
     LinearRouter,
     LoadLoss,
     LowRankExperts,
-    MLPRouter,
     NormalizedGD,
     Packing,
     PatchConvExperts,
@@ -38,19 +32,14 @@ from damex.moe import (
     expert_groups,
     expert_parameters,
     gate_l1,
-    load_dense_split,
     presence_loss,
-    repeat_router_rows,
     route_patches,
-    shared_hidden_dims,
-    split_hidden_dims,
 )
 from damex.moe.grouped import grouped_linear
 from tests.test_moe.layers import D, make_layer
 
 CONV = dict(num_experts=3, in_channels=4, out_channels=6, patch_size=2)
 NONE = dict(group_experts=None)
-DENSE = (torch.zeros(6, 2), torch.zeros(6), torch.zeros(2, 6), torch.zeros(2))
 INDEX, ONES = torch.tensor([0, 4]), torch.ones(2)
 PAIR = Assignment.from_pairs(
     INDEX[:1], INDEX[:1], ONES[:1], num_tokens=1, num_experts=2
@@ -62,10 +51,6 @@ pairs = partial(Assignment.from_pairs, num_tokens=4, num_experts=3)
 def one_parameter_in_two_optimizers():
     weight = nn.Parameter(torch.zeros(2, 2))
     ChainedOptimizer(torch.optim.SGD([weight]), NormalizedGD([weight]))
-
-
-def split(*sizes, slope_1=None, **options):
-    load_dense_split(FFNExperts(*sizes, **options), *DENSE, parts=2, slope_1=slope_1)
 
 
 def separate(pairs, num_groups=2):
@@ -86,53 +71,21 @@ def multiply(width=8, **options):
 CASES = [
     (lambda: FFNExperts(0, 4, 8), "num_experts must be at least 1, got 0"),
     (lambda: FFNExperts(2, 4, 8, activation="swish"), "activation 'swish'.*'silu'"),
-    (lambda: FFNExperts(2, 4, 8, dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
     (lambda: FFNExperts(2, 4, 8, backend="cutlass"), "unknown backend 'cutlass'"),
-    (lambda: FFNExperts(2, 4, 8, init_std=-0.1), "init_std must be above 0, got -0.1"),
-    (lambda: LowRankExperts(0, 8, 4), "num_experts must be at least 1, got 0"),
     (lambda: LowRankExperts(3, 8, 9), "rank must be at most embed_dims=8, .*got 9"),
-    (lambda: LowRankExperts(3, 8, 4, backend="cutlass"), "unknown backend 'cutlass'"),
-    (lambda: AffineExperts(3, 0), "embed_dims must be at least 1, got 0"),
     (lambda: PatchConvExperts(**CONV | dict(num_experts=4)), "4 experts and 6 cha"),
     (lambda: PatchConvExperts(**CONV, kernel_size=2), "odd positive integer, got 2"),
     (lambda: PatchConvExperts(**CONV | dict(patch_size=0)), "patch_size must .* got 0"),
-    (lambda: PatchConvExperts(**CONV, border="reflect"), "border 'reflect'.*'zeros'"),
-    (lambda: split_hidden_dims(4, parts=5), r"parts must lie in \[1, H=4\], got 5"),
-    (lambda: shared_hidden_dims(4, parts=2, shared=2), r"shared .*\[0, parts=2\).*2"),
-    (lambda: split(4, 2, 6), "in 2 parts needs .* H=3, got D=2 and H=6"),
-    (lambda: split(5, 2, 3), "got 5 experts and 2 parts"),
-    (lambda: split(4, 2, 3, activation="prelu"), "'prelu' need a slope_1"),
-    (lambda: split(4, 2, 3, slope_1=torch.ones(1)), "'relu' have no slope_1"),
-    (lambda: repeat_router_rows(LinearRouter(2, 3), parts=2), "3 experts and 2 parts"),
-    (lambda: LinearRouter(0, 4), "embed_dims must be at least 1, got 0"),
-    (lambda: LinearRouter(4, 4, init_std=-0.1), "init_std must be >= 0, got -0.1"),
-    (lambda: MLPRouter(4, 2, activation="elu"), "unknown activation 'elu'"),
-    (lambda: MLPRouter(4, 2, init_std=-1.0), "init_std must be >= 0, got -1.0"),
-    (lambda: CosineRouter(4, 2, proj_dims=0), "proj_dims must be at least 1, got 0"),
     (lambda: CosineRouter(4, 2, init_temperature=0.001), "got 0.01 and 0.001"),
-    (lambda: HierarchicalRouter(0, 4, num_groups=2), "embed_dims must be .* got 0"),
     (lambda: expert_groups(3, 2), "got 3 groups and 2 experts"),
-    (lambda: TopKGate(0), "k must be at least 1, got 0"),
     (lambda: TopKGate(3)(torch.zeros(1, 2)), "k=3 experts .* only 2 experts"),
-    (lambda: TopKGate(1, noise="gumbel"), "unknown noise 'gumbel'"),
-    (lambda: TopKGate(noise="uniform", noise_scale=-1.0), "noise_scale must .*-1.0"),
-    (lambda: TopKGate(weight_scale=0.0), "weight_scale must be above 0, got 0.0"),
     (lambda: TopKGate(noise_scale=1.0), "no effect without noise"),
-    (lambda: ExpertCapacity(factor=math.nan), "factor must be above 0, got nan"),
-    (lambda: BiasBalancer(0), "num_experts must be at least 1, got 0"),
-    (lambda: BiasBalancer(2, rate=0.0), "rate must be above 0, got 0.0"),
     (lambda: BiasBalancer(2)(torch.zeros(1, 3)), "for 2 experts, .* router scores 3"),
-    (lambda: DenseToSparseGate(end_temperature=0.0), "end_temperature must .* got 0.0"),
-    (lambda: DenseToSparseGate(threshold=1.0), r"threshold must be in \[0, 1\), got 1"),
     (lambda: DenseToSparseGate(end_k=0), "end_k must be .* 1 or more.* 0"),
-    (lambda: DenseToSparseGate().begin_step(1.5), r"progress must be .* got 1.5"),
     (lambda: DenseToSparseGate(end_k=3).limit(2), "end_k=3 experts .* only 2 experts"),
     (lambda: ExpertChoiceGate(num_tokens=2, share=0.5), "one of .* got 2 and 0.5"),
-    (lambda: ExpertChoiceGate(num_tokens=0), "num_tokens must be at least 1, got 0"),
-    (lambda: ExpertChoiceGate(share=1.5), r"share must be in \(0, 1\], got 1.5"),
     (lambda: ExpertChoiceGate(share=1, weights="one", mean_one=True), "mean_one out"),
     (lambda: topk(torch.zeros(3, 1), torch.ones(2, 1)), r"\(3, 1\) and \(2, 1\)"),
-    (lambda: topk(torch.zeros(3, 0), torch.ones(3, 0)), "K must be at least 1"),
     (lambda: pairs(INDEX, 0 * INDEX, ONES), r"token_index .*\[0, 4\).* from 0 to 4"),
     (lambda: pairs(0 * INDEX, INDEX, ONES), r"expert_index must lie in \[0, 3\)"),
     (lambda: pairs(INDEX, INDEX, ONES[:1]), r"of one length, got shapes .*\(1,\)"),
@@ -151,20 +104,16 @@ CASES = [
     ),
     (lambda: make_layer(losses=[RouterZLoss()] * 2), "two losses share a name"),
     (lambda: make_layer(losses=[RouterZLoss(weight=-1)]), "'router_z': weight must"),
-    (lambda: LoadLoss(noise_std=0.0), "noise_std must be above 0, got 0.0"),
     (
         lambda: LoadLoss()(RoutingRecord(torch.zeros(1, 2), Packing(1, 1), PAIR)),
         "same number of experts",
     ),
     (lambda: separate(None, 1), "needs two or more, got 1"),
-    (lambda: separate([(0, 2)]), r"different groups in \[0, 2\), got \(0, 2\)"),
+    (lambda: separate([(0, 2)]), r"different groups in \[0, 2\), got \[\(0, 2"),
     (lambda: separate([]), r"not empty, .*got \[\]"),
-    (lambda: optimize((2, 2), lr=-1.0), "lr must be >= 0, got -1.0"),
     (lambda: optimize((2, 2), (3, 2)), r"group 0 .* got shapes \[\(2, 2\), \(3, 2\)"),
     (lambda: expert_parameters(nn.Linear(2, 2)), "no MoELayer"),
     (one_parameter_in_two_optimizers, "more than one parameter group"),
-    (lambda: multiply(backend="fast"), "unknown backend 'fast'.*'split'"),
-    (lambda: ShallowEmbedding(0), "needs positive embed_dims"),
     (lambda: ShallowEmbedding(2, widths=()), "one or more positive widths"),
     (
         lambda: ShallowEmbedding(2)(
@@ -172,7 +121,6 @@ CASES = [
         ),
         r"bool of shape \(1, 8, 8\), got torch.bool",
     ),
-    (lambda: ChannelGate(2, 3, init="zeros"), "unknown init 'zeros'; .*'uniform'"),
     (lambda: GatingPath(ShallowEmbedding(3), {}), "one or more layers"),
     (lambda: gate_l1([]), "one or more layers"),
     (

@@ -5,6 +5,8 @@ Axes: V real tokens, E experts.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from damex.moe.routing import Assignment, GroupChoice, Packing
@@ -19,10 +21,22 @@ class Gate(nn.Module):
     by the trainer before and after every forward pass in training.
     """
 
+    compares_tokens: ClassVar[bool] = False
+    """Whether the experts of a token depend on the other tokens of its image."""
+
     @property
     def has_fixed_routes(self) -> bool:
         """Whether all routed tokens get the same number of experts."""
         return True
+
+    @property
+    def has_constant_weights(self) -> bool:
+        """Whether weights are always 1, so that the output teaches no router."""
+        return False
+
+    def has_even_load(self, tokens: str) -> bool:
+        """Whether experts always get equally many of 'all' or 'foreground' tokens."""
+        return False
 
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
         """Reject a restriction to one group's experts; called when a layer is built.

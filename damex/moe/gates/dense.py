@@ -76,6 +76,7 @@ class DenseToSparseGate(Gate):
     def temperature(self) -> Tensor:
         """The tau of the current progress, a scalar."""
         start, end = self.start_temperature, self.end_temperature
+        # Section 3.1 of Nguyen et al.: uniform as tau -> inf, one-hot as tau -> 0.
         return start * (end / start) ** self.progress
 
     def limit(self, num_experts: int) -> Tensor:
@@ -127,6 +128,7 @@ class DenseToSparseGate(Gate):
                 "before each forward in training"
             )
         num_tokens, num_experts = logits_VE.shape
+        # Nguyen et al. 2025, eq. 12: softmax_i((b1_i' x + b0_i) / tau).
         weights_VE = torch.softmax(logits_VE / self.temperature, dim=-1)
         if self.has_fixed_routes:
             return _all_routes(weights_VE)
@@ -154,8 +156,13 @@ class DenseSoftmaxGate(Gate):
     Smooth in the router's weights and without unused experts, at E times the compute.
     """
 
+    def has_even_load(self, tokens: str) -> bool:
+        """True: every token reaches all experts."""
+        return True
+
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Route each token to all experts, with weights that sum to 1."""
+        # Nguyen et al. 2025, eq. 2: softmax_i(b1_i' x + b0_i).
         return _all_routes(torch.softmax(logits_VE, dim=-1))
 
 

@@ -47,6 +47,8 @@ class ExpertChoiceGate(Gate):
             expect.
     """
 
+    compares_tokens = True
+
     def __init__(
         self,
         *,
@@ -82,6 +84,15 @@ class ExpertChoiceGate(Gate):
         """False: a token may have any number of experts."""
         return False
 
+    @property
+    def has_constant_weights(self) -> bool:
+        """True for weights='one'."""
+        return self.weights == "one"
+
+    def has_even_load(self, tokens: str) -> bool:
+        """True for all tokens; a subset of them may be uneven."""
+        return tokens == "all"
+
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Choose l routes for each expert and image."""
         num_tokens, num_experts = logits_VE.shape
@@ -94,6 +105,7 @@ class ExpertChoiceGate(Gate):
         row_BN = packing.unpack(row_V, fill=-1)
         real_B = (row_BN >= 0).sum(1)
         order_BEN = torch.sort(scores_BEN, dim=-1, descending=True, stable=True)[1]
+        # pMoE, section 3.1: J_s has the l patches of largest g_js = <w_s, x_j>.
         pick_BEL = order_BEN[..., : self._most(packing.num_tokens)]
         rank_L = torch.arange(pick_BEL.shape[-1], device=logits_VE.device)
         quota_B = self._quota(real_B)
@@ -121,11 +133,14 @@ class ExpertChoiceGate(Gate):
     def _weigh(self, scores_BEN: Tensor, pick_BEL: Tensor, taken_BEL: Tensor) -> Tensor:
         """Return the weights of the picks; those of picks not taken are meaningless."""
         if self.weights == "all":
+            # Released code for wide residual networks: softmax over all n, then J_s.
             return torch.softmax(scores_BEN, dim=-1).gather(-1, pick_BEL)
         picked_BEL = scores_BEN.gather(-1, pick_BEL)
         if self.weights == "one":
+            # pMoE, eq. 3: G_js = 1.
             return torch.ones_like(picked_BEL)
         lowest = torch.finfo(picked_BEL.dtype).min
+        # pMoE, eq. 4: G_js = exp(g_js) / sum over i in J_s of exp(g_is).
         return picked_BEL.masked_fill(~taken_BEL, lowest).softmax(-1)
 
     def _most(self, num_tokens: int) -> int:

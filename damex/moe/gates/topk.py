@@ -39,6 +39,7 @@ class ExpertCapacity:
 
     def capacity(self, num_tokens: int, num_experts: int, *, k: int) -> int:
         """Return the largest number of routes of each expert."""
+        # 900 tokens, 8 experts and a factor of 1.25 give 141, as in released DAMEX.
         return k * int(self.factor * -(-num_tokens // num_experts))
 
     def apply(
@@ -139,6 +140,7 @@ class BiasBalancer(nn.Module):
         if not self._is_reduced:
             self.all_reduce()
         load_E = self.counts_E.double()
+        # Wang et al. 2024, Algorithm 1: b_e <- b_e + rate * sign(mean - load_e).
         self.bias_E.add_(torch.sign(load_E.mean() - load_E).float(), alpha=self.rate)
         self.counts_E.zero_()
         self._is_reduced = False
@@ -154,7 +156,7 @@ class TopKGate(Gate):
     (DAMEX, Switch, V-MoE), so the router learns from the task loss. With `renormalize`
     the K weights of a token sum to 1; for k=1 the router then learns from the routing
     losses alone. With `renormalize` and `weight_scale=k` each weight is 1 if the chosen
-    logits tie, as experts cut from one FFN need it (see `damex.moe.split`). Ties go to
+    logits tie, as experts cut from one FFN need it. Ties go to
     the lowest expert id, on every device.
 
     Args:
@@ -207,6 +209,11 @@ class TopKGate(Gate):
         """False only if a capacity may drop some of the k routes of a token."""
         return self.capacity is None or self.k == 1
 
+    @property
+    def has_constant_weights(self) -> bool:
+        """True for the one weight of a token, renormalized."""
+        return self.renormalize and self.k == 1
+
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
         """Reject k above the size of a group, and a bias with teacher forcing."""
         if self.k > smallest:
@@ -248,6 +255,7 @@ class TopKGate(Gate):
                 f"TopKGate: k={self.k} experts per token asked for, but there are only "
                 f"{num_experts} experts; lower k or raise num_experts"
             )
+        # Chen et al. 2022, section 3.3: argmax_m (h_m + r_m), with r anew in each step.
         noisy_VE = self._add_noise(logits_VE)
         # A stable sort, as torch.topk may break ties differently on each device.
         rank_by_VE = noisy_VE if self.balance is None else self.balance(noisy_VE)
@@ -278,14 +286,17 @@ class TopKGate(Gate):
             # Equal to dividing the K probabilities by their sum, but cannot be 0/0.
             weights_VK = torch.softmax(scores_VE.gather(1, ids_VK), dim=-1)
         else:
+            # Chen et al. 2022, section 3.2: pi_m = exp h_m / sum_n exp h_n.
             weights_VK = torch.softmax(scores_VE, dim=-1).gather(1, ids_VK)
         return weights_VK * self.weight_scale
 
     def _add_noise(self, logits_VE: Tensor) -> Tensor:
         if self.noise is None or not self.training:
             return logits_VE
+        # Released code of DAMEX: N(0, 1) / E.
         draw, default = torch.randn_like, 1.0 / logits_VE.shape[-1]
         if self.noise == "uniform":
+            # Chen et al. 2022, Algorithm 1, line 4: Unif[0, 1].
             draw, default = torch.rand_like, 1.0
         scale = default if self.noise_scale is None else self.noise_scale
         return logits_VE + draw(logits_VE) * scale
