@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from damex.commandline.options import option_of
 from damex.errors import ConfigError
+from damex.options import option_of
 from damex.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import damex
 from damex.__main__ import main
 from damex.commandline.commands import app
 from damex.commandline.run import run_command
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.growth.prune import NOT_KEPT
 from damex.headroom import ablations
 from damex.inference.literal_config import read_literals

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mmengine.config import Config
 
-from damex.commandline.options import parse_options
 from damex.config_files import (
     config_of,
     find_config,
@@ -31,6 +30,7 @@ from damex.datasets.mmdet_configs import (
 )
 from damex.datasets.spec import SPLITS, CocoSource, DatasetSpec
 from damex.errors import ConfigError, DataError
+from damex.options import parse_options
 from damex.zero_config import folder_name
 
 

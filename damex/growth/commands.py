@@ -9,7 +9,6 @@ from typing import Any
 
 from mmengine.device import get_device
 
-from damex.commandline.options import option_of
 from damex.config_files import config_of, mixture_datasets
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
@@ -22,6 +21,7 @@ from damex.inference.stored import (
     millions,
     write_checkpoint,
 )
+from damex.options import option_of
 
 
 def grow(

@@ -28,7 +28,7 @@ from damex.engine.rows import (
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
-from damex.inference.stored import StoredDetector, forget_processes
+from damex.inference.stored import StoredDetector, disable_expert_parallel
 from damex.inference.trust import forget_pretrained
 from damex.models.blocks import MoEFFN, MoEPatchConv
 from damex.models.build import moe_difference, resolved_moe
@@ -207,7 +207,7 @@ def build_initialized(model: Mapping[str, Any]) -> Any:
     """
     init_default_scope("mmdet")
     model = copy.deepcopy(dict(model))
-    forget_processes(model)
+    disable_expert_parallel(model)
     for _ in forget_pretrained(model):  # the checkpoint has the weights
         pass
     with own_random_stream(seed=0):

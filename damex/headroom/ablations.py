@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import nn
 
 from damex.commandline.run import CfgOptions, ConfigName, program, run_command
-from damex.engine.cli import build_runner, load_config
+from damex.engine.config import build_runner, load_config
 from damex.engine.hooks import bare_model
 from damex.engine.summary import score_table, scores_of, summarise
 from damex.errors import ConfigError

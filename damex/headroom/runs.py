@@ -23,8 +23,8 @@ from mmengine.device import get_device
 from rich.console import Console
 from torch import cuda
 
+from damex.commandline.train import use_amp
 from damex.config_files import read_config
-from damex.engine.cli import use_amp
 from damex.engine.resumption import latest_checkpoint
 from damex.errors import ConfigError
 

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.commandline.run import Bar
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write, check_file, write_json
@@ -28,6 +27,7 @@ from damex.inference.media import (
     open_video,
 )
 from damex.inference.predictor import Prediction, Predictor
+from damex.progress import Bar
 
 Add = Callable[[Prediction, str], Any]
 Found = Sequence[tuple[Prediction, str]]  # with image names

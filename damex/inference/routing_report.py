@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.commandline.run import Bar
 from damex.drawing import Color, palette
 from damex.engine.console import filter_console
 from damex.engine.hooks import LEAST_EVENNESS, routing_faults
@@ -33,6 +32,7 @@ from damex.inference.routing_recorder import Example, Recorded, Recorder, Row
 from damex.inference.stored import StoredDetector, millions
 from damex.models.insertion import moe_blocks
 from damex.moe import LayerTally, entropy, mutual_information
+from damex.progress import Bar
 
 CHART_WIDTH, CHART_HEIGHT = 320, 140
 OPACITY = 0.45  # of experts over an image

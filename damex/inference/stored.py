@@ -24,7 +24,6 @@ from PIL import Image
 from torch import Tensor
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.commandline.run import Bar
 from damex.config_files import import_modules
 from damex.datasets.coco_records import read_coco
 from damex.datasets.geometry import set_image_size
@@ -40,6 +39,7 @@ from damex.inference.literal_config import read_literals
 from damex.inference.media import fault_of, frames_of, is_video
 from damex.inference.trust import check_parts, forget_pretrained
 from damex.models.detectors import RoutedDetector
+from damex.progress import Bar
 
 Picture = str | os.PathLike | np.ndarray | Image.Image
 # Pipeline steps that need annotations.
@@ -98,7 +98,7 @@ class StoredDetector:
         model = config.get("model")
         if not isinstance(model, dict):
             raise DataError(f"the config in {path} has no model.")
-        forget_processes(model)
+        disable_expert_parallel(model)
         pipeline = _test_pipeline(config, path)
         forgotten: tuple[str, ...] = ()
         if trust:
@@ -382,7 +382,7 @@ def _names_of(space: LabelSpace) -> Iterator[str]:
         yield from classes
 
 
-def forget_processes(model: Mapping[str, Any]) -> None:
+def disable_expert_parallel(model: Mapping[str, Any]) -> None:
     """Set a model config, in place, to hold all experts in one process."""
     if isinstance(model.get("moe"), dict):
         model["moe"].pop("expert_parallel", None)
