@@ -26,8 +26,8 @@ from logging import WARNING, StreamHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from damex.commandline.options import option_of
 from damex.errors import ConfigError
+from damex.options import option_of
 from damex.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import numpy as np
 from mmengine.config import Config, ConfigDict
 from mmengine.utils import import_modules_from_strings
 
-from damex.commandline.options import parse_options
 from damex.errors import ConfigError, did_you_mean
+from damex.options import parse_options
 
 # The shipped configs: a folder in a wheel, a link in a checkout.
 CONFIGS = (Path(__file__).parent / ".mim" / "configs").resolve()

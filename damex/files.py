@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader
 from PIL import Image
 
 from damex.errors import ConfigError, DataError
@@ -157,6 +156,8 @@ def fill(package: str, **values: Any) -> str:
 
     Text is escaped. The values include a ``title``.
     """
+    from jinja2 import ChoiceLoader, Environment, PackageLoader
+
     loaders = [PackageLoader(package, ""), PackageLoader("damex", "")]
     environment = Environment(loader=ChoiceLoader(loaders), autoescape=True)
     return environment.get_template("page.html").render(**values)

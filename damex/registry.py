@@ -9,6 +9,7 @@ from mmdet.registry import MODELS
 
 # engine first: it imports mmdet silently
 from damex import engine, evaluation  # noqa: F401
+from damex.curation import hook  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
 from damex.datasets.formats import conversion  # noqa: F401 - readers of root=
 from damex.engine import console, optim, runner, summary  # noqa: F401

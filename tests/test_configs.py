@@ -13,8 +13,7 @@ from mmengine.config import Config
 from mmengine.structures import InstanceData
 from PIL import Image
 
-from damex.engine.cli import build_runner
-from damex.engine.config import resolve_config
+from damex.engine.config import build_runner, resolve_config
 from tests.conftest import MMDET_CONFIGS, shipped_configs
 
 CONFIGS = Path(__file__).parents[1] / "configs"

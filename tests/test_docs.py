@@ -26,12 +26,12 @@ from mmengine.registry import Registry
 
 import damex.registry  # noqa: F401  (registers the classes)
 from damex.commandline.commands import app as damex_app
-from damex.commandline.options import parse_options
 from damex.config_files import KEYS, MOE, config_of, read_part
 from damex.datasets import label_space, spec
 from damex.errors import ConfigError
 from damex.models import config as moe_fields
 from damex.models import dataset_awareness
+from damex.options import parse_options
 from damex.toydata.__main__ import app as toydata_app
 from studies.worlds import app as worlds_app
 from tests.conftest import shipped_configs

@@ -21,7 +21,7 @@ from mmengine.config import Config
 import damex
 from damex.__main__ import main
 from damex.commandline.commands import app
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.growth.prune import NOT_KEPT
 from damex.inference.trust import read_literals
 from tests.test_engine.conftest import write_config_to  # noqa: F401

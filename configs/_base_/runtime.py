@@ -1,4 +1,4 @@
-# What every damex config shares: registration, runner, hooks, the screen.
+# Defaults shared by all configs: registry, runner, hooks, logging.
 custom_imports = dict(imports=["damex.registry"], allow_failed_imports=False)
 default_scope = "mmdet"
 runner_type = "MixtureRunner"
@@ -7,7 +7,7 @@ default_hooks = dict(
     timer=dict(type="IterTimerHook"),
     logger=dict(type="LoggerHook", interval=50),
     param_scheduler=dict(type="ParamSchedulerHook"),
-    # Two checkpoints, and for a moment three: an old one goes after a new one is there.
+    # Keeps two checkpoints; an old one is deleted after the new one is written.
     checkpoint=dict(
         type="CheckpointHook",
         interval=1,
@@ -17,6 +17,7 @@ default_hooks = dict(
     ),
     sampler_seed=dict(type="DistSamplerSeedHook"),
     visualization=dict(type="MixtureVisualizationHook"),
+    data_check=dict(type="DataCheckHook"),
 )
 randomness = dict(seed=0)
 

@@ -23,8 +23,8 @@ from damex.commandline.run import (
 )
 from damex.zero_config import models_help
 
+# As `damex.engine.config.LAUNCHERS`, which takes seconds to import.
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
-LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 # What `damex headroom` trains besides the dense detector.
 Baseline = Literal[
     "dense_lr2",
@@ -50,7 +50,7 @@ app = program(
 
 @command(
     app,
-    "damex.engine.cli",
+    "damex.commandline.train",
     "damex train quickstart",
     "damex train --data fish=data/fish data/boards --epochs 12",
     "damex train configs/my_mixture.py --cfg-options max_epochs=12 moe=dense",
@@ -96,7 +96,7 @@ def train(
 
 @command(
     app,
-    "damex.engine.cli",
+    "damex.commandline.train",
     "damex test quickstart work_dirs/quickstart/epoch_3.pth",
     "damex test configs/my_mixture.py epoch_4.pth --show-dir painted",
 )

@@ -1,4 +1,4 @@
-"""Command line programs: options, errors in one line, exit status, progress bar."""
+"""Command line programs: options, errors in one line, exit status."""
 
 from __future__ import annotations
 
@@ -6,38 +6,28 @@ import functools
 import inspect
 import os
 import re
-import reprlib
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import FrameType
 from typing import Annotated, Any, cast
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 from cyclopts.validators import Number
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from damex import __version__
 from damex.datasets.entries import read_folders_once
-from damex.errors import ConfigError, DataError, did_you_mean, printable
+from damex.errors import ConfigError, DataError, printable
 
 # Errors of libraries about invalid arguments.
-REFUSALS = (
+ERRORS_OF_ARGUMENTS = (
     *(ValueError, TypeError, LookupError, AssertionError, AttributeError),
     *(ArithmeticError, NotImplementedError),
 )
 LIBRARIES = frozenset({"torch", "mmengine", "mmcv", "mmdet", "timm", "damex"})
-PLAIN = (bool, int, float, str, tuple)
+BUILDERS = "mmengine.registry.build_functions"
 
 
 def parameter(placeholder: str, **settings: Any) -> Parameter:
@@ -185,7 +175,7 @@ def run_command(
         return 130
     except Exception as error:
         is_of_user = isinstance(error, (ConfigError, DataError))
-        message = str(error) if is_of_user else fault_of_config(error)
+        message = str(error) if is_of_user else problem_of_config(error)
         if message is None:
             raise
         rank = os.environ.get("RANK", "0")
@@ -209,87 +199,28 @@ def _is_output_closed() -> bool:
     return is_closed
 
 
-def fault_of_config(error: Exception) -> str | None:
-    """Explain an error of another library that a config caused, else return None.
+def problem_of_config(error: Exception) -> str | None:
+    """Return the last line of an error that a config caused, else None.
 
-    Covered are an unknown ``type``, a class that rejects its config, and a missing
-    optional package; not, for instance, errors in a user's class.
+    These are missing optional packages, and errors of libraries while mmengine builds
+    something; errors in damex or in a user's class keep their traceback.
     """
-    if type(error) is ImportError and "pip install" in str(error):
-        return " ".join(str(error).split())
-    # Without mmengine imported, nothing was built yet.
-    builders = sys.modules.get("mmengine.registry.build_functions")
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files = [] if builders is None else [builders.__file__]
-    places = [i for i, one in enumerate(frames) if one.f_code.co_filename in files]
-    if not places:
+    text = " ".join(str(error.args[0] if error.args else error).split())
+    if type(error) is ImportError and "pip install" in text:
+        return text
+    codes = [
+        (str(frame.f_globals.get("__name__")), frame.f_code)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    places = [i for i, (module, _) in enumerate(codes) if module == BUILDERS]
+    if not places or not isinstance(error, ERRORS_OF_ARGUMENTS):
         return None
-    values, inside = frames[places[-1]].f_locals, frames[places[-1] + 1 :]
-    kind = values.get("obj_type", values.get("scheduler_type"))
-    built = values.get("obj_cls", values.get("scheduler_cls"))
-    if built is not None:
-        return _fault_of_class(error, kind, built, values["args"], inside)
-    registry = values["registry"]
-    if isinstance(error, KeyError) and not inside and kind is not None:
-        known = {*registry.module_dict, *getattr(registry.parent, "module_dict", ())}
-        return (
-            f"type={kind!r} is unknown, no {registry.name} of this name is registered; "
-            f"{did_you_mean(str(kind), sorted(known))}"
-        )
-    if not inside and "args" not in values:
-        given = reprlib.repr(values["cfg"])
-        return f"a {registry.name} must be dict(type=..., ...), got {given}."
-    return None
-
-
-def _fault_of_class(
-    error: Exception, kind: Any, built: Any, args: Mapping, inside: Sequence[FrameType]
-) -> str | None:
-    """Explain why a class rejects its config; `inside` are the frames below it."""
-    classes = inspect.getmro(built) if inspect.isclass(built) else ()
-    called = {built.__qualname__, *(f"{one.__qualname__}.__init__" for one in classes)}
-    said = str(error) if isinstance(error, TypeError) else ""
-    found = re.match(r"(\S+)\(\) got an unexpected keyword .* '(\w+)'", said)
-    if found is not None and found[1] in called and found[2] in args:
-        known = {key for one in classes for key in inspect.signature(one).parameters}
-        return (
-            f"dict(type={kind!r}, ...) has the unknown key {found[2]!r}; "
-            f"{did_you_mean(found[2], sorted(known - {'args', 'kwargs'}))}"
-        )
-    if not inside:
-        return f"dict(type={kind!r}, ...): {said}" if said else None
-    packages = [str(one.f_globals.get("__name__")).partition(".")[0] for one in inside]
-    # Bugs in damex or in a user's class keep their traceback.
-    if packages[-1] == "damex" or not {*packages} <= LIBRARIES:
+    inside = codes[places[-1] + 1 :]  # below the class that could not be built
+    packages = [module.partition(".")[0] for module, _ in inside]
+    if not {*packages} <= LIBRARIES or packages[-1:] == ["damex"]:
         return None
-    if not isinstance(error, REFUSALS):
-        return None
-    given = [f"{key}={v!r}" for key, v in args.items() if isinstance(v, PLAIN)]
-    call = f"dict({', '.join([f'type={kind!r}', *given, '...'])})"
-    part = type(inside[-1].f_locals.get("self")).__name__
-    where = "" if part in ("NoneType", built.__name__) else f" in its {part}"
-    reason = " ".join(str(error).split())
-    return f"{call} cannot be built: {type(error).__name__}{where}: {reason}"
-
-
-class Bar(Progress):
-    """Progress bar on a terminal; silent in a file or pipe, and outside of ``with``."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        super().__init__(
-            *(*columns, TimeRemainingColumn()),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self.add_task("", total=None)
-
-    def begin(self, what: str, total: int | None) -> None:
-        """Start a task of `total` steps."""
-        self.reset(self._task, description=what, total=total)
-
-    def step(self) -> None:
-        """Complete a step."""
-        self.advance(self._task)
+    text = f"{type(error).__name__}: {text}"
+    if inside:
+        built = getattr(inside[0][1], "co_qualname", inside[0][0])  # from Python 3.11
+        text = f"{built.removesuffix('.__init__')} cannot be built: {text}"
+    return f"{text} (see the config)"

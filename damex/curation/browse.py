@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from damex.commandline.run import Bar
 from damex.curation.samples import SplitView, Tiles, contact_sheet, draw_tile, view_of
 from damex.curation.sources import expectations, mixture_config_of, sources_of
 from damex.datasets.findings import Finding
 from damex.datasets.spec import SPLITS, parse_mixture
 from damex.drawing import Color, palette
 from damex.files import atomic_write, css_color, data_uri, fill, make_folder, write_text
+from damex.progress import Bar
 
 # COCO's limits of small, medium and large: the side of a square in pixels.
 SMALL, LARGE = 32, 96

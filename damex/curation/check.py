@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 
-from damex.commandline.run import Bar
 from damex.curation.classes import ClassCounts, check_classes, count_boxes
 from damex.curation.images import check_existence, find_leaks, probe_images, same_files
 from damex.curation.sources import (
@@ -34,6 +33,7 @@ from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, Source, parse_mixture
 from damex.errors import ConfigError, DataError, printable
 from damex.files import check_file, write_json
+from damex.progress import Bar
 
 # Seed of the order of images, as time may not suffice for all.
 SEED = 0

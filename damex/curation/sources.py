@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from mmengine.config import Config
 
-from damex.commandline.options import parse_options
 from damex.config_files import (
     config_of,
     find_config,
@@ -32,6 +31,7 @@ from damex.datasets.mmdet_configs import (
 )
 from damex.datasets.spec import SPLITS, DatasetSpec, Source, coco_paths
 from damex.errors import ConfigError, DataError
+from damex.options import parse_options
 from damex.zero_config import folder_name
 
 

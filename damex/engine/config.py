@@ -1,29 +1,34 @@
-"""Checks of a config before anything is built, and values that follow from it."""
+"""From a config to a runner: options, checks, and values that follow from others."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner
 
-from damex.commandline.commands import LAUNCHERS
 from damex.config_files import (
     KEYS,
     LOADERS,
     PlainConfig,
+    merge_options,
     mixture_datasets,
     mixtures_of,
     moe_of_file,
+    read_config,
+    work_dir_of,
 )
 from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.optim import check_optimizer_type
-from damex.errors import ConfigError
+from damex.errors import ConfigError, did_you_mean
 from damex.models.config import (
     COUNT,
     FLAG,
@@ -35,6 +40,8 @@ from damex.models.config import (
     one_of,
 )
 from damex.models.dataset_awareness import DatasetAwarenessConfig
+from damex.models.detectors import RoutedDetector
+from damex.options import parse_options
 
 # Detector options that depend on which dataset annotates which class.
 DATASET_OPTIONS = tuple(vars(DatasetAwarenessConfig()))
@@ -45,6 +52,7 @@ LENGTH = Rule(
     lambda v: type(v) in (int, float) and v >= 1 and float(v).is_integer(),
 )
 POSITIVE = Rule("a number above 0", lambda v: type(v) in (int, float) and v > 0.0)
+LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 # Settings by name; "*" is any dataloader. None (the default) is allowed unless the name
@@ -101,6 +109,35 @@ TOGETHER = (
 # Pipeline steps, and their options that are image sizes.
 STEPS = ("Resize", "Crop", "Pad")
 SIZES = ("scale", "scales", "size", "crop_size")
+
+
+def load_config(
+    config: str | Config,
+    *,
+    cfg_options: Sequence[str] = (),
+    work_dir: str | None = None,
+    launcher: str = "none",
+    local_rank: int = 0,  # mmengine reads it from the environment
+    resumes: bool = False,
+) -> Config:
+    """Read the config and apply the command line; ConfigError if unreadable."""
+    cfg = read_config(config) if isinstance(config, str) else config
+    cfg.work_dir = work_dir_of(cfg, resumes=resumes)
+    merge_options(cfg, parse_options([f"launcher={launcher}", *cfg_options]))
+    if work_dir is not None:
+        cfg.work_dir = work_dir
+    return cfg
+
+
+def build_runner(cfg: Config) -> Runner:
+    """Build the runner of the config, MixtureRunner by default.
+
+    mmengine's Runner would silently ignore the keys ``moe`` and ``mixture``.
+    """
+    import damex.registry  # noqa: F401
+
+    cfg.setdefault("runner_type", "MixtureRunner")
+    return RUNNERS.build(cfg)
 
 
 def check_settings(cfg: Mapping[str, Any]) -> None:
@@ -183,6 +220,25 @@ def check_answers(model: Mapping[str, Any]) -> None:
             f"image, but model.test_cfg.max_per_img={asked} asks for more; raise "
             f"num_queries, or set model.test_cfg.max_per_img={queries * classes}."
         )
+
+
+def check_detector(model: Any) -> None:
+    """Raise ConfigError for ``moe`` in another detector; drop ``moe=None`` there."""
+    kind = model.get("type")
+    kind = MODELS.get(kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
+        return
+    if model.pop("moe", None) is None:
+        return
+    routed = sorted(
+        name
+        for name, known in MODELS.module_dict.items()
+        if isinstance(known, type) and issubclass(known, RoutedDetector)
+    )
+    raise ConfigError(
+        f"moe is set, but model.type={kind.__name__!r} takes no experts; "
+        f"{did_you_mean(f'MoE{kind.__name__}', routed)} Or set moe=None."
+    )
 
 
 def misspelt_keys(cfg: Mapping[str, Any]) -> list[str]:

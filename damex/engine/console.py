@@ -7,7 +7,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +18,6 @@ from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, Runner
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-)
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
@@ -32,6 +25,7 @@ from damex.engine.hooks import bare_model
 from damex.errors import printable
 from damex.files import make_folder
 from damex.models.insertion import moe_blocks
+from damex.progress import Bar, Pace
 
 # The outputs of a detector shown in the progress line.
 MEASURES = MappingProxyType(
@@ -41,9 +35,6 @@ MEASURES = MappingProxyType(
         "moe_active_channels": "open channels {:.1%}",
     }
 )
-
-
-UNKNOWN = "unknown time"
 
 
 @HOOKS.register_module()
@@ -63,7 +54,7 @@ class ProgressHook(Hook):
         self._console = Console(
             file=sys.stdout, quiet=not is_main_process(), markup=False, emoji=False
         )
-        self._progress = Progress(console=self._console)
+        self._bar = Bar(self._console, stays=True)
         self._paces: dict[str, Pace] = {}
         self._last_line = 0.0
 
@@ -80,7 +71,7 @@ class ProgressHook(Hook):
             for key, words in MEASURES.items()
             if f"train/{key}" in scalars
         ]
-        self._advance(runner.iter + 1, "  ".join(status))
+        self._advance("  ".join(status))
 
     def before_val(self, runner: Runner) -> None:
         """Open a bar for the evaluation."""
@@ -95,7 +86,7 @@ class ProgressHook(Hook):
         self, runner: Runner, batch_idx: int, *_: Any, **__: Any
     ) -> None:
         """Advance the bar."""
-        self._advance(batch_idx + 1, "")
+        self._advance("")
 
     after_test_iter = after_val_iter
 
@@ -114,66 +105,27 @@ class ProgressHook(Hook):
     def _open(self, label: str, total: int, done: int) -> None:
         self.close()
         self._last_line = time.monotonic()
-        self._progress = Progress(
-            TextColumn("{task.description:>8}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]} left  {task.fields[status]}"),
-            console=self._console,
-        )
-        self._task = self._progress.add_task(
-            label, total=total, completed=done, left=UNKNOWN, status=""
-        )
-        self._pace = self._paces.setdefault(label, Pace(total))
-        self._pace.begin()
-        if self._console.is_terminal:
-            self._progress.start()
+        self._bar = Bar(self._console, stays=True)
+        pace = self._paces.setdefault(label, Pace(total))
+        self._bar.begin(label, total, done=done, pace=pace)
+        self._bar.start()
 
-    def _advance(self, done: int, status: str) -> None:
-        self._pace.step()
-        left = self._pace.left(int(self._progress.tasks[0].total or done) - done)
-        self._progress.update(self._task, completed=done, status=status, left=left)
-        task, now = self._progress.tasks[0], time.monotonic()
+    def _advance(self, status: str) -> None:
+        self._bar.step(status)
+        task, now = self._bar.tasks[0], time.monotonic()
         is_due = now - self._last_line >= self.every_seconds or task.finished
         if self._console.is_terminal or not is_due:
             return
         self._last_line = now
         self._console.print(
-            f"{task.description:>8} {done}/{task.total}  {left} left  {status}",
+            f"{task.description:>8} {task.completed}/{task.total}  "
+            f"{task.fields['left']} left  {status}",
             highlight=False,
         )
 
     def close(self) -> None:
         """Remove the bar from the screen."""
-        self._progress.stop()
-
-
-class Pace:
-    """Mean seconds per step of a training or evaluation, for the time left.
-
-    The weight of a step halves about every third of all steps: a few slow steps change
-    the time left by what they took, and not by what as slow a rest would take.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._decay = 1.0 - 2.0 / max(total, 4)
-        self._seconds = self._weight = 0.0
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock, at the beginning and after an interruption."""
-        self._since = time.monotonic()
-
-    def step(self) -> None:
-        """Count the time since the last step."""
-        now = time.monotonic()
-        self._seconds = self._decay * self._seconds + now - self._since
-        self._weight = self._decay * self._weight + 1.0
-        self._since = now
-
-    def left(self, steps: int) -> str:
-        """Return the time that more steps will take, as hours:minutes:seconds."""
-        return str(timedelta(seconds=round(steps * self._seconds / self._weight)))
+        self._bar.stop()
 
 
 def describe_run(runner: Runner) -> str:

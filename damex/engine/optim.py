@@ -220,15 +220,15 @@ def length_key(train_cfg: Mapping[str, Any]) -> str:
     return "max_iters" if by_iters else "max_epochs"
 
 
-def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
+def resolve_fractions(scheduler: Any, *, epochs: int, iters: int) -> Any:
     """Copy scheduler configs, with all points in time in epochs or iterations."""
     size = dict(epochs=epochs, iters=iters)
     if isinstance(scheduler, Sequence):
-        return [in_steps(one, **size) for one in scheduler]
+        return [resolve_fractions(one, **size) for one in scheduler]
     if not isinstance(scheduler, dict):
         return scheduler
     if "type" not in scheduler:  # one for each of several optimisers
-        return {name: in_steps(one, **size) for name, one in scheduler.items()}
+        return {name: resolve_fractions(one, **size) for name, one in scheduler.items()}
     length = epochs if scheduler.get("by_epoch", True) else iters
     found = dict(scheduler)
     for key in ("begin", "end"):
@@ -243,7 +243,7 @@ def in_steps(scheduler: Any, *, epochs: int, iters: int) -> Any:
     return found
 
 
-def spans(schedulers: Any) -> list[tuple[int, list[int]]]:
+def intervals(schedulers: Any) -> list[tuple[int, list[int]]]:
     """Return ends and milestones of built schedulers, over all optimisers."""
     if isinstance(schedulers, _ParamScheduler):
         return [(schedulers.end, sorted(getattr(schedulers, "milestones", ())))]
@@ -251,4 +251,4 @@ def spans(schedulers: Any) -> list[tuple[int, list[int]]]:
         schedulers = list(schedulers.values())
     if not isinstance(schedulers, (list, tuple)):
         return []
-    return [span for inner in schedulers for span in spans(inner)]
+    return [span for inner in schedulers for span in intervals(inner)]

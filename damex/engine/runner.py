@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import platform
+import sys
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
@@ -20,14 +23,15 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import CheckpointLoader, Runner
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from damex.compat import ensure_ops
-from damex.config_files import LOADERS, mixture_datasets
-from damex.curation.check import checked_while_loading, refusal
+from damex.config_files import LOADERS
 from damex.datasets.geometry import check_views
 from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
 from damex.engine.config import (
     check_answers,
+    check_detector,
     check_settings,
     label_space_of,
     misspelt_keys,
@@ -43,17 +47,30 @@ from damex.engine.hooks import (
     routed_detector,
 )
 from damex.engine.monitoring import PendingEvaluationHook, check_monitored
-from damex.engine.optim import in_steps, set_length, spans
-from damex.engine.optimizer_state import check_resumable, load_moments
-from damex.engine.orderly_runner import OrderlyRunner
-from damex.engine.resumption import AccumulationHook, DataProgressHook
+from damex.engine.optim import intervals, resolve_fractions, set_length
+from damex.engine.optimizer_state import check_resumable, load_moments, optimizer_of
+from damex.engine.resumption import (
+    AccumulationHook,
+    DataProgressHook,
+    latest_checkpoint,
+)
 from damex.engine.rows import remap_checkpoint
+from damex.engine.sharding import (
+    check_sharding,
+    exclude_from_ddp,
+    is_fully_sharded,
+    prepare_optimizer,
+    shard_fully,
+    whole_detector,
+    whole_experts,
+    wrapper_config,
+)
 from damex.engine.summary import RunSummaryHook, versions
-from damex.errors import ConfigError, DataError, did_you_mean
-from damex.models.detectors import RoutedDetector
+from damex.engine.work_dir import WorkDir, is_local, on_first, orderly_end
+from damex.errors import ConfigError
+from damex.files import atomic_write
 from damex.models.insertion import moe_blocks, upcycling_note
 
-DDP = "MMDistributedDataParallel"
 HOOKS_OF_DAMEX = (
     IterationSeedHook,
     TrainingStepHook,
@@ -67,7 +84,7 @@ HOOKS_OF_DAMEX = (
 
 
 @RUNNERS.register_module()
-class MixtureRunner(OrderlyRunner):
+class MixtureRunner(Runner):
     """Runner that completes the config, keeps the console readable and runs anywhere.
 
     It is the default of damex's tools; ``runner_type='MixtureRunner'`` in a config
@@ -76,11 +93,25 @@ class MixtureRunner(OrderlyRunner):
     ``max_iters``; always adds damex's hooks; limits the console to warnings
     (``console='full'`` shows all); requires a checkpoint to resume or evaluate to fit;
     and runs several processes without a GPU.
+
+    It locks its work directory. A full disk, Ctrl-C and non-finite losses end it in one
+    line, with the last checkpoint and the command to continue. Checkpoints and the
+    config are written atomically, and a failed start leaves no files behind.
     """
 
+    has_begun = False  # to train or to evaluate
+    is_running = False
+    evaluates = False
     _train_loop: Any
     _val_loop: Any
+    _load_from: Any
     _kept_rows: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __init__(self, model: Any, work_dir: str, **kwargs: Any) -> None:
+        self.folder = WorkDir(work_dir)
+        self.signals: list[int] = []  # received in this run
+        with orderly_end(self):
+            super().__init__(model, work_dir, **kwargs)
 
     @classmethod
     def from_cfg(cls, cfg: Config | ConfigDict) -> Runner:
@@ -114,7 +145,7 @@ class MixtureRunner(OrderlyRunner):
     def build_param_scheduler(self, scheduler: Any) -> Any:
         """Build schedulers; points in time below 1 are fractions of the training."""
         return super().build_param_scheduler(
-            in_steps(scheduler, epochs=self.max_epochs, iters=self.max_iters)
+            resolve_fractions(scheduler, epochs=self.max_epochs, iters=self.max_iters)
         )
 
     def setup_env(self, env_cfg: dict) -> None:
@@ -125,14 +156,24 @@ class MixtureRunner(OrderlyRunner):
             limit = timedelta(seconds=seconds)
             torch.distributed.init_process_group(backend="gloo", timeout=limit)
         super().setup_env(env_cfg)
+        self.folder.logs = self.folder.path / self.timestamp
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Log everything to the file, and only warnings to the screen."""
         logger = super().build_logger(*args, **kwargs)
+        for handler in logger.handlers:
+            if isinstance(handler, logging.FileHandler):
+                handler.handleError = self._log_failed  # type: ignore[method-assign]
         if self.cfg.get("console", "progress") == "progress":
             filter_console(logger)
         logger.info(ensure_ops().summary())
         return logger
+
+    def _log_failed(self, record: logging.LogRecord) -> None:
+        """Raise the error of a line that could not be written, during a run only."""
+        error = sys.exc_info()[1]
+        if self.is_running and isinstance(error, OSError):
+            raise error
 
     def _log_env(self, env_cfg: dict) -> None:
         """Log versions and settings, without mmengine's compiler queries."""
@@ -155,22 +196,77 @@ class MixtureRunner(OrderlyRunner):
         if datasets is not None:  # before DDP looks at requires_grad
             space = label_space_of(self.cfg)
             self._kept_rows = freeze_all_but(model, space, datasets)
-        wrapper = model_wrapper_cfg
-        if wrapper is None:
-            wrapper = dict(broadcast_buffers=False)
-        is_ours = self.distributed and wrapper.get("type", DDP) == DDP
-        if is_ours and not is_model_wrapper(model):
-            # Some parameters have no gradient in each stage.
-            in_stages = getattr(model, "trains_in_stages", False)
-            unused = in_stages or self.cfg.get("find_unused_parameters", False)
-            defaults: dict[str, Any] = dict(type=DDP, find_unused_parameters=unused)
-            if get_device() == "cpu":
-                defaults["device_ids"] = None
-            model_wrapper_cfg = {**defaults, **wrapper}
+        is_bare = not is_model_wrapper(model)
+        if self.distributed and is_bare:
+            model_wrapper_cfg = wrapper_config(model_wrapper_cfg, model, self.cfg)
+        if is_bare:
+            exclude_from_ddp(model, model_wrapper_cfg or {})
+        if is_fully_sharded(self):
+            return model.to(get_device())  # sharded once weights are loaded
         return super().wrap_model(model_wrapper_cfg, model)
 
+    def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
+        """Build the wrapper; it reduces the gradients of sharded experts."""
+        wrapper = super().build_optim_wrapper(optim_wrapper)
+        if wrapper is not optim_wrapper:
+            prepare_optimizer(bare_model(self), wrapper)
+        return wrapper
+
+    def build_visualizer(self, visualizer: Any = None) -> Any:
+        """Build a visualizer for this run; by its name, another would be reused."""
+        if isinstance(visualizer, dict):
+            visualizer = {**visualizer, "name": f"{self.log_dir}/{time.monotonic_ns()}"}
+        return super().build_visualizer(visualizer)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call hooks, unless the run was interrupted."""
+        self.check_interrupt()
+        super().call_hook(fn_name, **kwargs)
+
+    def check_interrupt(self) -> None:
+        """Raise KeyboardInterrupt after a signal to stop."""
+        if self.signals:
+            raise KeyboardInterrupt
+
+    def train(self) -> nn.Module:
+        """Train as configured.
+
+        Raises:
+            ConfigError: If another process trains in the work directory, the disk is
+                full, losses are not finite, or settings exclude each other.
+            DataError: If the data are unsound.
+            KeyboardInterrupt: On Ctrl-C and SIGTERM, with a line for the user.
+        """
+        with orderly_end(self):
+            if in_use := on_first(self.folder.lock):
+                raise ConfigError(in_use)
+            self.check_start()
+            check_sharding(self, "val_dataloader")
+            return super().train()
+
+    def val(self) -> dict:
+        """Evaluate on the validation data; see mmengine."""
+        self.evaluates = True
+        with orderly_end(self):
+            return super().val()
+
+    def test(self) -> dict:
+        """Evaluate on the test data; ConfigError if sharding does not allow it."""
+        self.evaluates = True
+        with orderly_end(self):
+            check_sharding(self, "test_dataloader")
+            return super().test()
+
     def check_start(self) -> None:
-        """Check settings and data; ConfigError or DataError if training is unsound."""
+        """Check settings, then let hooks check the data before it is loaded.
+
+        mmengine's earliest stage, ``before_run``, comes when all datasets are loaded;
+        ``before_loading`` comes first, in a training only.
+
+        Raises:
+            ConfigError: If settings exclude each other.
+            DataError: If a hook finds the data unsound.
+        """
         detector = routed_detector(self)
         check_monitored(self, has_experts=bool(moe_blocks(self.model)))
         gating = getattr(detector, "channel_gating", None)
@@ -193,49 +289,67 @@ class MixtureRunner(OrderlyRunner):
                 "experts with the FFNs from which they were copied; leave one of "
                 "them out."
             )
-        if self.cfg.get("data_check", "quick") == "off" or not self.cfg.get("mixture"):
-            return
-        inspection, check = checked_while_loading(self.cfg)
-        error = self._load_data(check)
-        # Only the first process reports faulty data.
-        fault = self.on_first(lambda: refusal(self.cfg, self.logger, inspection))
-        if fault is not None and self.rank == 0:
-            raise DataError(fault)
-        if fault is not None:
-            raise ConfigError("process 0 found errors in the data.")
-        if error is not None:
-            raise error
-
-    def _load_data(self, check: Callable) -> ConfigError | DataError | None:
-        """Build both loops, whose datasets call ``check`` on what they read, once."""
-        datasets = [
-            dataset
-            for loader in (self._train_dataloader, self._val_dataloader)
-            for dataset in mixture_datasets((loader or {}).get("dataset"))
-        ]
-        for dataset in datasets:
-            dataset["check"] = check
-        try:
-            self._train_loop = self.build_train_loop(self._train_loop)
-            if self._val_loop is not None:
-                self._val_loop = self.build_val_loop(self._val_loop)
-        except (ConfigError, DataError) as error:
-            return error
-        finally:
-            for dataset in datasets:  # it holds all that it has seen
-                del dataset["check"]
-        return None
+        self.call_hook("before_loading")
 
     def load_or_resume(self) -> None:
         """Load or resume as configured; warn if the schedule is not the config's."""
-        planned = spans(self.param_schedulers)
-        super().load_or_resume()
-        if spans(self.param_schedulers) != planned:
+        if self._resume and self._load_from is None and not self._has_loaded:
+            self._load_from = latest_checkpoint(self.work_dir)
+            if self._load_from is None:
+                raise ConfigError(
+                    f"--resume: {self.work_dir} holds no checkpoint of an earlier run "
+                    "(no file last_checkpoint). Start without --resume, or name the "
+                    "folder with --work-dir."
+                )
+        planned = intervals(self.param_schedulers)
+        if self._has_loaded or not (self._resume or self._load_from):
+            super().load_or_resume()
+        else:
+            with whole_experts(self):
+                super().load_or_resume()
+        if is_fully_sharded(self) and not isinstance(self.model, FSDPModule):
+            shard_fully(self.model, optimizer_of(self.optim_wrapper))
+        if self._resume and not self.evaluates:
+            self.folder.iterations[Path(self._load_from).name] = self.iter
+        self.has_begun = True
+        self.dump_config()
+        if intervals(self.param_schedulers) != planned:
             self.logger.warning(
                 "--resume: the learning rate continues on the checkpoint's schedule, "
                 "which has another length than the config's; for the config's, start a "
                 "new training from it with load_from=CHECKPOINT."
             )
+
+    def dump_config(self) -> None:
+        """Write the config once the run has begun; evaluation keeps a training's."""
+        written = self.written_config
+        is_kept = self.evaluates and written.exists()
+        if self.has_begun and self.rank == 0 and not is_kept:
+            with atomic_write(written) as part:
+                self.cfg.dump(part)
+
+    @property
+    def written_config(self) -> Path:
+        """The config in the work directory, from which a training can be resumed."""
+        return self.folder.path / Path(self.cfg.filename or f"{self.timestamp}.py").name
+
+    def save_checkpoint(
+        self, out_dir: str, filename: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save the whole atomically; called on every process, written by the first."""
+        with whole_detector(self):
+            if self.rank != 0 or not is_local(out_dir, *args[:1], **kwargs):
+                super().save_checkpoint(out_dir, filename, *args, **kwargs)
+                return
+            with atomic_write(Path(out_dir) / filename) as part:
+                super().save_checkpoint(str(part.parent), part.name, *args, **kwargs)
+        if kwargs.get("meta"):
+            self.folder.iterations[filename] = kwargs["meta"]["iter"]
+
+    def _init_model_weights(self) -> None:
+        """Draw whole experts, as mmengine broadcasts the first process's weights."""
+        with whole_experts(self):
+            super()._init_model_weights()
 
     def load_checkpoint(
         self,
@@ -294,22 +408,3 @@ class MixtureRunner(OrderlyRunner):
                 )
             )
         return checkpoint
-
-
-def check_detector(model: Any) -> None:
-    """Raise ConfigError for ``moe`` in another detector; drop ``moe=None`` there."""
-    kind = model.get("type")
-    kind = MODELS.get(kind) if isinstance(kind, str) else kind
-    if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
-        return
-    if model.pop("moe", None) is None:
-        return
-    routed = sorted(
-        name
-        for name, known in MODELS.module_dict.items()
-        if isinstance(known, type) and issubclass(known, RoutedDetector)
-    )
-    raise ConfigError(
-        f"moe is set, but model.type={kind.__name__!r} takes no experts; "
-        f"{did_you_mean(f'MoE{kind.__name__}', routed)} Or set moe=None."
-    )

@@ -1,4 +1,4 @@
-"""Runner for sharded detectors: experts over processes, or all parameters (FSDP2).
+"""Sharded detectors: experts over processes, or all parameters (FSDP2).
 
 With ``moe.expert_parallel`` experts are distributed over processes: DDP ignores them,
 and their gradients are summed and clipped over the processes.
@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, cast
 
 from mmengine.device import get_device
 from mmengine.hooks import EMAHook
-from mmengine.model import is_model_wrapper
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import Runner
@@ -37,119 +35,110 @@ from damex.models.blocks import MoEFFN
 from damex.models.sites import COMPONENTS
 from damex.moe import ExpertGradients, gathered_experts, sharded_layers, sharded_names
 
-FULLY_SHARDED = "FullySharded"
+DDP, FULLY_SHARDED = "MMDistributedDataParallel", "FullySharded"
 
 
-class ShardedRunner(Runner):
-    """mmengine's Runner, unchanged if no parameter is sharded."""
+def wrapper_config(
+    config: Mapping[str, Any] | None, model: nn.Module, cfg: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Complete the ``model_wrapper_cfg`` of several processes: damex's DDP by default.
 
-    def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
-        """Wrap the model; DDP neither copies nor averages sharded experts."""
-        names = [] if is_model_wrapper(model) else sharded_names(model)
-        if names:
-            _check_wrapper(model_wrapper_cfg or {})
-            # torch has no public alternative.
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-                model, names
+    Wrappers of other types are left as they are.
+    """
+    wrapper = dict(broadcast_buffers=False) if config is None else config
+    if wrapper.get("type", DDP) != DDP:
+        return config
+    # Some parameters have no gradient in each stage.
+    in_stages = getattr(model, "trains_in_stages", False)
+    unused = in_stages or cfg.get("find_unused_parameters", False)
+    defaults: dict[str, Any] = dict(type=DDP, find_unused_parameters=unused)
+    if get_device() == "cpu":
+        defaults["device_ids"] = None
+    return {**defaults, **wrapper}
+
+
+def exclude_from_ddp(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Let DDP neither copy nor average sharded experts; ConfigError without DDP."""
+    names = sharded_names(model)
+    if not names:
+        return
+    kind = config.get("type", DDP)
+    kind = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    if not (isinstance(kind, type) and issubclass(kind, DistributedDataParallel)):
+        raise ConfigError(
+            "moe.expert_parallel needs DDP for all other parameters, and "
+            f"model_wrapper_cfg.type is {config.get('type')!r}; leave "
+            "model_wrapper_cfg out, or set moe.expert_parallel=1."
+        )
+    # torch has no public alternative.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def is_fully_sharded(runner: Runner) -> bool:
+    """Whether FSDP shards, or is going to shard, the parameters."""
+    wrapper = runner.cfg.get("model_wrapper_cfg") or {}
+    return runner.distributed and wrapper.get("type") == FULLY_SHARDED
+
+
+def check_sharding(runner: Runner, loader: str) -> None:
+    """Reject settings that need whole parameters or let a process wait forever."""
+    model, sharding = bare_model(runner), "moe.expert_parallel"
+    hooks: tuple[type, ...] = (ExpertMeanDecayHook,)
+    layers = sharded_layers(model)
+    problems: dict[str, Any] = {}
+    if is_fully_sharded(runner):
+        sharding = f"model_wrapper_cfg.type={FULLY_SHARDED!r}"
+        hooks += (EMAHook,)
+        constructor = (runner.cfg.get("optim_wrapper") or {}).get("constructor")
+        in_stages = getattr(model, "trains_in_stages", False)
+        problems = {
+            "sync_bn": runner.cfg.get("sync_bn"),
+            "train_only": runner.cfg.get("train_only"),
+            "optim_wrapper.constructor": constructor,
+            "moe.upcycling or moe.router_warmup": in_stages,
+            "moe.expert_parallel": layers,
+        }
+    elif not layers:
+        return
+    sampler = (runner.cfg.get(loader) or {}).get("sampler") or {}
+    problems[f"{loader}.sampler.round_up=False"] = sampler.get("round_up") is False
+    problems |= {type(h).__name__: True for h in runner.hooks if isinstance(h, hooks)}
+    for name, is_set in problems.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} cannot be combined with {sharding}: a process has only a "
+                "part of the parameters, and all processes have to take part in "
+                "each batch; leave one of the two out."
             )
-        if self._is_fully_sharded:
-            return model.to(get_device())  # sharded once weights are loaded
-        return super().wrap_model(model_wrapper_cfg, model)
 
-    def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
-        """Build the wrapper; it reduces the gradients of sharded experts."""
-        wrapper = super().build_optim_wrapper(optim_wrapper)
-        if wrapper is optim_wrapper:
-            return wrapper
-        model, optimizer = bare_model(self), optimizer_of(wrapper)
-        if optimizer is not None:
-            parameter_names(model, optimizer)  # fails before the first step, if at all
-        if sharded_layers(model):
-            reduce_before_steps(wrapper, ExpertGradients(model))
-        return wrapper
 
-    def train(self) -> nn.Module:
-        """Train; ConfigError if a setting cannot be combined with sharding."""
-        self._check_sharding("val_dataloader")
-        return super().train()
+def whole_experts(runner: Runner, *, keep: bool = True) -> AbstractContextManager[None]:
+    """Gather sharded experts, their averages and their moments for a while."""
+    averages = [
+        hook.ema_model.module
+        for hook in runner.hooks
+        if isinstance(hook, EMAHook) and hasattr(hook, "ema_model")
+    ]
+    models = [bare_model(runner), *averages]
+    return gathered_experts(models, optimizer_of(runner.optim_wrapper), keep=keep)
 
-    def test(self) -> dict:
-        """Evaluate on the test data; ConfigError as for `train`."""
-        self._check_sharding("test_dataloader")
-        return super().test()
 
-    def load_or_resume(self) -> None:
-        """Load or resume as configured, with whole experts and moments."""
-        if self._has_loaded or not (self._resume or self._load_from):
-            super().load_or_resume()
-        else:
-            with self._whole_experts():
-                super().load_or_resume()
-        if self._is_fully_sharded and not isinstance(self.model, FSDPModule):
-            shard_fully(self.model, self._optimizer)
+def whole_detector(runner: Runner) -> AbstractContextManager[None]:
+    """Gather all that a process has a part of, to be saved by the first process."""
+    keep = runner.rank == 0
+    if isinstance(runner.model, FSDPModule):
+        optimizer = optimizer_of(runner.optim_wrapper)
+        return whole_parameters(bare_model(runner), optimizer, keep=keep)
+    return whole_experts(runner, keep=keep)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save the whole; called on every process, written by the first."""
-        keep, whole = self.rank == 0, self._whole_experts
-        if isinstance(self.model, FSDPModule):
-            whole = partial(whole_parameters, bare_model(self), self._optimizer)
-        with whole(keep=keep):
-            super().save_checkpoint(*args, **kwargs)
 
-    def _init_model_weights(self) -> None:
-        """Draw whole experts, as mmengine broadcasts the first process's weights."""
-        with self._whole_experts():
-            super()._init_model_weights()
-
-    def _check_sharding(self, loader: str) -> None:
-        """Reject settings that need whole parameters or let a process wait forever."""
-        model, sharding = bare_model(self), "moe.expert_parallel"
-        hooks: tuple[type, ...] = (ExpertMeanDecayHook,)
-        layers = sharded_layers(model)
-        faults: dict[str, Any] = {}
-        if self._is_fully_sharded:
-            sharding = f"model_wrapper_cfg.type={FULLY_SHARDED!r}"
-            hooks += (EMAHook,)
-            constructor = (self.cfg.get("optim_wrapper") or {}).get("constructor")
-            faults = {
-                "sync_bn": self.cfg.get("sync_bn"),
-                "train_only": self.cfg.get("train_only"),
-                "optim_wrapper.constructor": constructor,
-                "moe.upcycling or moe.router_warmup": getattr(
-                    model, "trains_in_stages", False
-                ),
-                "moe.expert_parallel": layers,
-            }
-        elif not layers:
-            return
-        sampler = (self.cfg.get(loader) or {}).get("sampler") or {}
-        faults[f"{loader}.sampler.round_up=False"] = sampler.get("round_up") is False
-        faults |= {type(h).__name__: True for h in self.hooks if isinstance(h, hooks)}
-        for name, is_set in faults.items():
-            if is_set:
-                raise ConfigError(
-                    f"{name} cannot be combined with {sharding}: a process has only a "
-                    "part of the parameters, and all processes have to take part in "
-                    "each batch; leave one of the two out."
-                )
-
-    def _whole_experts(self, *, keep: bool = True) -> AbstractContextManager[None]:
-        averages = [
-            hook.ema_model.module
-            for hook in self.hooks
-            if isinstance(hook, EMAHook) and hasattr(hook, "ema_model")
-        ]
-        models = [bare_model(self), *averages]
-        return gathered_experts(models, self._optimizer, keep=keep)
-
-    @property
-    def _is_fully_sharded(self) -> bool:
-        wrapper = self.cfg.get("model_wrapper_cfg") or {}
-        return self.distributed and wrapper.get("type") == FULLY_SHARDED
-
-    @property
-    def _optimizer(self) -> Optimizer | None:
-        return optimizer_of(self.optim_wrapper)
+def prepare_optimizer(model: nn.Module, wrapper: Any) -> None:
+    """Check an optimiser's parameters; reduce the gradients of sharded experts."""
+    optimizer = optimizer_of(wrapper)
+    if optimizer is not None:
+        parameter_names(model, optimizer)  # fails before the first step, if at all
+    if sharded_layers(model):
+        reduce_before_steps(wrapper, ExpertGradients(model))
 
 
 def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> None:
@@ -185,17 +174,6 @@ def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> No
         return clip(parameters, **kwargs)
 
     wrapper.clip_func = reduce_and_clip
-
-
-def _check_wrapper(config: Mapping[str, Any]) -> None:
-    kind = config.get("type", "MMDistributedDataParallel")
-    kind = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    if not (isinstance(kind, type) and issubclass(kind, DistributedDataParallel)):
-        raise ConfigError(
-            "moe.expert_parallel needs DDP for all other parameters, and "
-            f"model_wrapper_cfg.type is {config.get('type')!r}; leave "
-            "model_wrapper_cfg out, or set moe.expert_parallel=1."
-        )
 
 
 def shard_fully(model: nn.Module, optimizer: Optimizer | None = None) -> None:

@@ -14,7 +14,6 @@ from mmengine.config import Config, ConfigDict
 from mmengine.registry import init_default_scope
 from torch import Tensor
 
-from damex.commandline.options import option_of
 from damex.config_files import config_of, mixture_datasets
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
@@ -35,7 +34,7 @@ from damex.inference.predictor import Predictor
 from damex.inference.stored import (
     DetectorCheckpoint,
     check_target,
-    forget_processes,
+    disable_expert_parallel,
     write_checkpoint,
 )
 from damex.inference.trust import forget_pretrained
@@ -45,6 +44,7 @@ from damex.models.config import read_moe
 from damex.models.insertion import moe_blocks
 from damex.models.starts import fork_rng
 from damex.moe import TopKGate
+from damex.options import option_of
 
 AUTO, NONE = "auto", "none"
 
@@ -216,7 +216,7 @@ def build_initialized(model: Mapping[str, Any]) -> Any:
     """
     init_default_scope("mmdet")
     model = copy.deepcopy(dict(model))
-    forget_processes(model)
+    disable_expert_parallel(model)
     for _ in forget_pretrained(model):  # the checkpoint has the weights
         pass
     with fork_rng(seed=0):

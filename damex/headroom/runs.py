@@ -21,8 +21,8 @@ from mmengine.config import Config
 from mmengine.device import get_device
 from rich.console import Console
 
+from damex.commandline.train import use_amp
 from damex.config_files import read_config
-from damex.engine.cli import use_amp
 from damex.errors import ConfigError
 
 

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.commandline.run import Bar
 from damex.engine.console import filter_console
 from damex.engine.hooks import LEAST_EVENNESS, routing_faults
 from damex.engine.rows import has_groups
@@ -39,6 +38,7 @@ from damex.moe import (
     entropy,
     mutual_information,
 )
+from damex.progress import Bar
 
 COLUMNS = 4  # of panels in the picture
 MOST_NUMBERS = 16  # experts of a layer whose shares are written into the picture

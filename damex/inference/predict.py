@@ -19,7 +19,6 @@ from PIL import Image
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.commandline.run import Bar
 from damex.datasets.image_files import IMAGE_SUFFIXES, list_files
 from damex.drawing import Drawings
 from damex.engine.console import filter_console
@@ -27,6 +26,7 @@ from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write, check_file, make_folder, write_json
 from damex.inference.media import VIDEO_SUFFIXES, frame_count, is_video, open_video
 from damex.inference.predictor import Prediction, Predictor
+from damex.progress import Bar
 
 Found = Sequence[tuple[Prediction, str]]  # with image names
 COLUMNS = (

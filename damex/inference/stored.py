@@ -17,7 +17,6 @@ from mmengine.runner import CheckpointLoader, Runner
 from torch import Tensor
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.commandline.run import Bar
 from damex.config_files import import_modules
 from damex.datasets.coco_records import read_coco
 from damex.datasets.geometry import set_image_size
@@ -30,6 +29,7 @@ from damex.evaluation import MAX_DETS, MixtureMetric
 from damex.files import atomic_write, write_text
 from damex.inference.trust import check_parts, forget_pretrained, read_literals
 from damex.models.detectors import RoutedDetector
+from damex.progress import Bar
 
 # Pipeline steps that need annotations.
 ANNOTATION_STEPS = ("LoadAnnotations", "FilterAnnotations", "LoadEmptyAnnotations")
@@ -87,7 +87,7 @@ class DetectorCheckpoint:
         model = config.get("model")
         if not isinstance(model, dict):
             raise DataError(f"the config in {path} has no model.")
-        forget_processes(model)
+        disable_expert_parallel(model)
         pipeline = _test_pipeline(config, path)
         forgotten: tuple[str, ...] = ()
         if trust:
@@ -250,7 +250,7 @@ def _names_of(space: LabelSpace) -> Iterator[str]:
         yield from classes
 
 
-def forget_processes(model: Mapping[str, Any]) -> None:
+def disable_expert_parallel(model: Mapping[str, Any]) -> None:
     """Set a model config, in place, to hold all experts in one process."""
     if isinstance(model.get("moe"), dict):
         model["moe"].pop("expert_parallel", None)

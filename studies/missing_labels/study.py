@@ -30,7 +30,7 @@ from damex.config_files import read_config
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import parse_mixture
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.engine.hooks import bare_model
 from damex.evaluation import ImageResult, coco_scores
 from damex.toydata import generate_toy_mixture

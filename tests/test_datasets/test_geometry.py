@@ -19,7 +19,7 @@ from damex.datasets.geometry import (
     set_image_size,
     view_of,
 )
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.errors import ConfigError
 from damex.inference.media import Inputs
 from damex.inference.stored import ANNOTATION_STEPS

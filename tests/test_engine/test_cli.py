@@ -15,12 +15,12 @@ from mmengine.config import Config
 from mmengine.device import utils
 
 from damex.__main__ import main
-from damex.commandline.options import option_of, parse_options
+from damex.commandline import train as commands
 from damex.config_files import find_config, merge_options
-from damex.engine import cli
-from damex.engine.config import label_space_of, resolve_config
+from damex.engine.config import build_runner, label_space_of, resolve_config
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
+from damex.options import option_of, parse_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +114,7 @@ def test_a_missing_image_in_a_worker_is_one_line_too(
 
 
 def test_what_cannot_run_is_named(write_config, refuse, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "get_device", lambda: "cpu")
+    monkeypatch.setattr(commands, "get_device", lambda: "cpu")
     monkeypatch.chdir(tmp_path)
     config = write_config(extra="auto_scale_lr = None")
     refuse(["is missing in"], "test", config, tmp_path / "none.pth")
@@ -187,7 +187,7 @@ def test_a_dense_checkpoint_of_other_classes_starts_a_training(
     """One sentence says what goes by name; the FFNs become experts as ever."""
     checkpoint = untrained(write_config(extra="moe = None", name="dense"))
     two_datasets[0]["classes"] = ["car"]
-    runner = cli.build_runner(Config.fromfile(write_config(mixture=two_datasets)))
+    runner = build_runner(Config.fromfile(write_config(mixture=two_datasets)))
     log = io.StringIO()
     runner.logger.addHandler(logging.StreamHandler(log))
     runner.load_checkpoint(str(checkpoint))
@@ -360,7 +360,7 @@ def test_modules_that_cannot_be_imported(write_config, refuse, value, words):
 def test_a_config_that_names_no_runner_gets_experts_too(write_config, run, tmp_path):
     config = Config.fromfile(write_config())
     config.pop("runner_type")
-    runner = cli.build_runner(config)
+    runner = build_runner(config)
     assert len(moe_blocks(runner.model)) > 0
 
 

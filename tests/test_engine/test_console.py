@@ -12,11 +12,10 @@ from mmengine.logging import HistoryBuffer
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from rich.console import Console
 
+from damex import progress
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import DatasetSpec
-from damex.engine import console
 from damex.engine.console import (
-    Pace,
     ProgressHook,
     _describe_passes,
     filter_console,
@@ -109,8 +108,8 @@ def test_lines_come_now_and_then_and_at_the_end(hook):
 
 def test_two_slow_steps_change_the_time_left_by_what_they_took(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
-    pace = Pace(900)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    pace = progress.Pace(900)
     for _ in range(450):
         clock[0] += 0.5
         pace.step()
@@ -147,7 +146,7 @@ def test_a_terminal_gets_one_bar_that_is_drawn_again(monkeypatch):
         hook._open("train", 10, 0)
         for done in range(1, 11):
             train_iter(hook, done, loss=[float(done)], moe_routing_accuracy=[0.5])
-            hook._progress.refresh()
+            hook._bar.refresh()
         hook.close()
     said = _read_all(ours)
     assert "train" in said

@@ -7,12 +7,13 @@ import pytest
 from mmengine.config import Config
 from mmengine.runner import BaseLoop
 
+import damex.curation.check
 from damex.__main__ import main
 from damex.curation import sources
 from damex.curation.check import refusal
 from damex.datasets import coco, coco_records
-from damex.engine import runner
 from damex.engine.runner import MixtureRunner
+from damex.errors import DataError
 
 
 @pytest.fixture
@@ -107,11 +108,11 @@ def test_the_check_can_be_left_out(write_config, monkeypatch):
     def refuse(*_):
         return "no"
 
-    monkeypatch.setattr(runner, "refusal", refuse)
+    monkeypatch.setattr(damex.curation.check, "refusal", refuse)
     config = Config.fromfile(write_config(name="off", extra="data_check = 'off'"))
     MixtureRunner.from_cfg(config).check_start()
     config = Config.fromfile(write_config(name="quick"))
-    with pytest.raises(runner.DataError, match="no"):
+    with pytest.raises(DataError, match="no"):
         MixtureRunner.from_cfg(config).check_start()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from damex.config_files import merge_options
 from damex.datasets.label_space import LabelSpace
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.engine.freezing import FreezeRowsHook, freeze_all_but
 from damex.errors import ConfigError
 from tests.test_inference.conftest import SPACE

@@ -15,7 +15,7 @@ from mmengine.optim import (
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 from damex.config_files import merge_options
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.engine.optimizer_state import (
     check_resumable,
     load_moments,

@@ -11,7 +11,7 @@ from mmengine.hooks import Hook
 
 from damex.__main__ import main
 from damex.config_files import merge_options
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.errors import ConfigError
 
 pytestmark = pytest.mark.slow

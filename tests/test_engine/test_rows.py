@@ -8,8 +8,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from damex.config_files import merge_options
-from damex.engine.cli import build_runner
-from damex.engine.config import label_space_of
+from damex.engine.config import build_runner, label_space_of
 from damex.engine.freezing import freeze_all_but
 from damex.engine.rows import RowNames, remap_notes, remap_rows
 from damex.errors import ConfigError

@@ -13,10 +13,10 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch.utils.data import DataLoader
 
 from damex.config_files import merge_options, read_config
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.engine.console import ProgressHook
 from damex.engine.hooks import IterationSeedHook
-from damex.engine.optim import in_steps, set_length
+from damex.engine.optim import resolve_fractions, set_length
 from damex.engine.runner import check_detector
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError
@@ -151,10 +151,10 @@ def test_a_training_by_iterations_moves_its_schedule_too(make_runner):
 def test_points_in_time_below_1_are_shares_of_the_training():
     size = dict(epochs=12, iters=72)
     steps = dict(type="MultiStepLR", by_epoch=False, milestones=[11 / 12, 1000])
-    (found,) = in_steps([dict(steps, begin=0.3, end=0.95)], **size)
+    (found,) = resolve_fractions([dict(steps, begin=0.3, end=0.95)], **size)
     assert found == dict(steps, milestones=[66, 1000], begin=22, end=69)
     several = dict(detector=dict(type="LinearLR", begin=0.5, end=9))
-    assert in_steps(several, **size)["detector"]["begin"] == 6
+    assert resolve_fractions(several, **size)["detector"]["begin"] == 6
 
 
 def rates(runner):

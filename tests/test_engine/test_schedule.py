@@ -15,7 +15,7 @@ from damex.engine.hooks import (
     IterationSeedHook,
     TrainingStepHook,
 )
-from damex.engine.optim import spans
+from damex.engine.optim import intervals
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 
@@ -100,13 +100,13 @@ def test_a_dense_model_of_mmdet_is_left_alone():
 
 def test_the_spans_of_schedulers_in_every_form_that_mmengine_takes():
     config = dict(type="LinearLR", by_epoch=False, start_factor=0.1, end=7)
-    assert spans(None) == spans(config) == spans([config]) == []
-    assert spans(dict(detector=config, other=[config])) == []
+    assert intervals(None) == intervals(config) == intervals([config]) == []
+    assert intervals(dict(detector=config, other=[config])) == []
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     cosine = CosineAnnealingLR(optimizer, T_max=9, end=9)
     steps = MultiStepLR(optimizer, milestones=[5, 3], end=6)
-    assert spans(steps) == [(6, [3, 5])]
-    assert spans(dict(detector=[cosine, steps], other=[])) == [(9, []), (6, [3, 5])]
+    assert intervals(steps) == [(6, [3, 5])]
+    assert intervals(dict(detector=[cosine, steps], other=[])) == [(9, []), (6, [3, 5])]
 
 
 def draw(*, seed=3, rank=0, iteration=5):

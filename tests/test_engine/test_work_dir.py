@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 from mmengine.logging import MessageHub
 
-from damex.engine.orderly_runner import _is_local
 from damex.engine.resumption import CheckpointHook, latest_checkpoint
-from damex.engine.work_dir import WorkDir
+from damex.engine.work_dir import WorkDir, is_local
 from damex.errors import ConfigError, DataError
 
 HOLD = """
@@ -210,8 +209,8 @@ def test_a_lock_that_was_removed_in_between_locks_nobody_out(tmp_path, monkeypat
 
 
 def test_a_checkpoint_of_a_remote_store_is_not_looked_for_here(tmp_path):
-    assert _is_local(str(tmp_path))
-    assert _is_local(str(tmp_path), backend_args=dict(backend="local"))
+    assert is_local(str(tmp_path))
+    assert is_local(str(tmp_path), backend_args=dict(backend="local"))
     for remote in (dict(backend_args=dict(backend="http")), {}):
         folder = str(tmp_path) if remote else "http://host/folder"
-        assert not _is_local(folder, **remote)
+        assert not is_local(folder, **remote)

@@ -5,7 +5,7 @@ import torch
 from mmengine.config import Config
 
 from damex.config_files import merge_options
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.models.insertion import moe_blocks
 from tests.test_engine.conftest import write_config_to  # noqa: F401
 

@@ -14,7 +14,7 @@ from mmengine.config import Config
 from damex.__main__ import main
 from damex.commandline.commands import app
 from damex.config_files import config_of, merge_options
-from damex.engine.cli import build_runner
+from damex.engine.config import build_runner
 from damex.errors import ConfigError
 from damex.growth.grow import add_datasets, build_initialized
 from damex.inference import Predictor

@@ -8,8 +8,7 @@ import torch
 from mmengine.config import Config
 
 from damex.__main__ import main
-from damex.engine.cli import build_runner
-from damex.engine.config import label_space_of, resolve_config
+from damex.engine.config import build_runner, label_space_of, resolve_config
 from damex.errors import ConfigError
 from damex.growth.grow import add_datasets
 from damex.growth.prune import _cost, drop_datasets, merge_groups

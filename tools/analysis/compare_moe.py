@@ -19,7 +19,6 @@ from mmengine.config import Config
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.options import parse_options
 from damex.commandline.run import (
     CfgOptions,
     ConfigName,
@@ -51,6 +50,7 @@ from damex.headroom.runs import (
     write_config,
 )
 from damex.headroom.verdict import Spread, paired_difference, spread
+from damex.options import parse_options
 
 HEADER = (
     "mixture of experts",

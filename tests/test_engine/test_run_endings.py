@@ -1,9 +1,7 @@
 """Trainings that end early: one line, the last checkpoint, and nothing half written."""
 
-import collections
 import errno
 import logging
-import multiprocessing
 import os
 import re
 import shlex
@@ -20,10 +18,9 @@ from mmdet.registry import HOOKS
 from mmengine.fileio.backends import LocalBackend
 from mmengine.hooks import Hook
 
-import damex.engine.runner
+import damex.curation.check
 from damex.__main__ import main
 from damex.engine.hooks import check_losses
-from damex.engine.orderly_runner import _interruptible
 from damex.engine.work_dir import WorkDir
 
 SMALL = """
@@ -35,20 +32,14 @@ default_hooks = dict(checkpoint=dict(save_best=None))
 
 @HOOKS.register_module()
 class SignalAt(Hook):
-    """Sends a signal to this process in an iteration, while another one works."""
+    """Sends a signal to this process in an iteration."""
 
     def __init__(self, iteration, name):
         self.iteration, self.number = iteration, getattr(signal, name)
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         if runner.iter == self.iteration:
-            fork = multiprocessing.get_context("fork")
-            fork.Process(target=time.sleep, args=(600,), daemon=True).start()
-            try:
-                os.kill(os.getpid(), self.number)
-                time.sleep(1.0)
-            except KeyboardInterrupt as error:  # as mmengine does, writing a config
-                raise SyntaxError("failed to format") from error
+            os.kill(os.getpid(), self.number)
 
 
 @HOOKS.register_module()
@@ -131,11 +122,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 def test_an_interrupt_names_what_is_saved(name, write_config, tmp_path, last_line):
     hook = f"custom_hooks = [dict(type='SignalAt', iteration=8, name={name!r})]"
     config = write_config(extra=SMALL + hook)
-    before = {*multiprocessing.active_children()}  # of other tests
     status, line = last_line("train", config)
     assert status == 130
     assert line.startswith("interrupted after 8 of 18 iterations. The last checkpoint")
-    assert {*multiprocessing.active_children()} <= before
     written = tmp_path / "work" / "config.py"
     written.write_text(written.read_text().replace("iteration=8", "iteration=-1"))
     assert continues(line, tmp_path / "work", last_line, from_epoch=1)
@@ -151,7 +140,7 @@ def test_an_interrupted_start_leaves_nothing(
     def interrupt(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(damex.engine.runner, "refusal", interrupt)
+    monkeypatch.setattr(damex.curation.check, "refusal", interrupt)
     assert last_line("train", config) == (130, "interrupted before the training.")
     assert not (tmp_path / "work").exists()
 
@@ -266,23 +255,6 @@ def test_an_evaluation_leaves_the_config_of_the_training(
     options = ("--cfg-options", "test_dataloader.batch_size=3")
     assert last_line("test", config, checkpoint, *options)[0] == 0
     assert written.read_text() == before
-
-
-def test_ctrl_c_leaves_no_queue_of_the_data_workers_locked():
-    class Buffer(collections.deque):
-        def append(self, item):  # the lock of the queue is held
-            super().append(item)
-            if item == "index":
-                signal.raise_signal(signal.SIGINT)
-
-    queue = multiprocessing.Queue()
-    queue.cancel_join_thread()
-    queue._buffer = Buffer()
-    with _interruptible() as signals:
-        queue.put("index")  # not interrupted
-    assert signals == [signal.SIGINT]
-    assert queue._notempty.acquire(timeout=5)
-    queue._notempty.release()
 
 
 @HOOKS.register_module()

@@ -8,12 +8,9 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device, utils
-from mmengine.registry import RUNNERS
-from mmengine.runner import Runner
 from torch import cuda
 
-from damex.commandline.options import parse_options
-from damex.config_files import merge_options, read_config, work_dir_of
+from damex.engine.config import build_runner, load_config
 from damex.errors import ConfigError
 from damex.zero_config import config_of_folders, named_folders
 
@@ -58,6 +55,7 @@ def train(
     if resume is not None:
         cfg.resume = True
         cfg.load_from = resume[0] if resume else None
+    add_data_check(cfg)
     build_runner(cfg).train()
 
 
@@ -97,6 +95,14 @@ def test(
     runner.test()
 
 
+def add_data_check(cfg: Config) -> None:
+    """Add the data check to a config without it; ``data_check='off'`` leaves it out."""
+    default, custom = cfg.get("default_hooks") or {}, cfg.get("custom_hooks") or ()
+    known = [hook.get("type") for hook in (*default.values(), *custom) if hook]
+    if "DataCheckHook" not in known:
+        cfg.default_hooks = {**default, "data_check": dict(type="DataCheckHook")}
+
+
 def use_device(device: str | None) -> None:
     """Choose the device of mmengine, and the GPU; ConfigError if it is missing."""
     kind, _, index = (device or "").partition(":")
@@ -125,32 +131,3 @@ def use_amp(cfg: Config) -> None:
         cfg.optim_wrapper.setdefault("dtype", "bfloat16")
     is_half = cfg.optim_wrapper.get("dtype") != "bfloat16"
     cfg.optim_wrapper.setdefault("loss_scale", "dynamic" if is_half else 1.0)
-
-
-def load_config(
-    config: str | Config,
-    *,
-    cfg_options: Sequence[str] = (),
-    work_dir: str | None = None,
-    launcher: str = "none",
-    local_rank: int = 0,  # mmengine reads it from the environment
-    resumes: bool = False,
-) -> Config:
-    """Read the config and apply the command line; ConfigError if unreadable."""
-    cfg = read_config(config) if isinstance(config, str) else config
-    cfg.work_dir = work_dir_of(cfg, resumes=resumes)
-    merge_options(cfg, parse_options([f"launcher={launcher}", *cfg_options]))
-    if work_dir is not None:
-        cfg.work_dir = work_dir
-    return cfg
-
-
-def build_runner(cfg: Config) -> Runner:
-    """Build the runner of the config, MixtureRunner by default.
-
-    mmengine's Runner would silently ignore the keys ``moe`` and ``mixture``.
-    """
-    import damex.registry  # noqa: F401
-
-    cfg.setdefault("runner_type", "MixtureRunner")
-    return RUNNERS.build(cfg)
