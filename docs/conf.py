@@ -5,8 +5,7 @@ import operator
 import re
 
 import damex.registry  # mmdet must be importable before autodoc asks
-from damex.commandline.commands import app as program
-from damex.toydata.__main__ import app as toydata
+from damex.workbench.cli.commands import app as program
 
 project = "damex"
 author = "the damex authors"
@@ -39,21 +38,20 @@ suppress_warnings = [
 def commands() -> str:
     """Examples, arguments and options of all commands, in Markdown."""
     sections = []
-    for app in (program, toydata):
-        name = app.name[0]
-        parts = re.split(rf"(?m)^#+ (?={re.escape(name)})", app.generate_docs())
-        for part in parts[1:]:
-            title, _, text = part.partition("\n")
-            words = title.removeprefix(name).split()
-            command = functools.reduce(operator.getitem, words, app)
-            if command.default_command is None:
-                continue  # the program and its groups
-            lines = [line.strip() for line in command.help_epilogue.splitlines()[1:]]
-            examples = "\n".join(["```bash", *lines, "```\n\n"])
-            text = re.sub(r"(?s)```console.*?```\s+", "", text)  # usage, without names
-            text = text.replace("**Parameters**", "**Options**")
-            start = text.find("**")
-            sections.append(f"## {title}\n{text[:start]}{examples}{text[start:]}")
+    name = program.name[0]
+    parts = re.split(rf"(?m)^#+ (?={re.escape(name)})", program.generate_docs())
+    for part in parts[1:]:
+        title, _, text = part.partition("\n")
+        words = title.removeprefix(name).split()
+        command = functools.reduce(operator.getitem, words, program)
+        if command.default_command is None:
+            continue  # the program and its groups
+        lines = [line.strip() for line in command.help_epilogue.splitlines()[1:]]
+        examples = "\n".join(["```bash", *lines, "```\n\n"])
+        text = re.sub(r"(?s)```console.*?```\s+", "", text)  # usage, without names
+        text = text.replace("**Parameters**", "**Options**")
+        start = text.find("**")
+        sections.append(f"## {title}\n{text[:start]}{examples}{text[start:]}")
     return "\n".join(sections)
 
 

@@ -19,7 +19,7 @@ from rich import progress
 from rich.console import Console
 from rich.markdown import Markdown
 
-from damex.commandline.run import PositiveInt, program
+from damex.workbench.cli.run import PositiveInt, program
 from studies.report import markdown_report, write_report
 
 # Each is a folder in studies/ whose study.py has a function run(session).

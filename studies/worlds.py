@@ -21,11 +21,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from damex.commandline.run import program, run_command
 from damex.errors import ConfigError
-from damex.toydata import drawing, generate_toy_mixture
-from damex.toydata.domains import DatasetSpec, Size, in_both_splits
-from damex.toydata.drawing import Canvas, draw_random
+from damex.workbench.cli.run import program, run_command
+from damex.workbench.toydata import drawing, generate_toy_mixture
+from damex.workbench.toydata.domains import DatasetSpec, Size, in_both_splits
+from damex.workbench.toydata.drawing import Canvas, draw_random
 
 WORLDS = ("ruby", "amber", "olive", "mint", "teal", "azure", "indigo", "plum")
 KINDS = ("circle", "ring", "square", "triangle", "star", "cross", "leaf", "kite")

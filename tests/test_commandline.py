@@ -11,11 +11,11 @@ import pytest
 
 import damex
 import damex.__main__ as program
-from damex.commandline import data
-from damex.commandline import run as commands
-from damex.commandline.commands import app
-from damex.commandline.run import run_command
-from damex.datasets.formats.conversion import FORMATS
+from damex.workbench.cli import data
+from damex.workbench.cli import run as commands
+from damex.workbench.cli.commands import app
+from damex.workbench.cli.run import run_command
+from damex.workbench.formats.conversion import FORMATS
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -149,7 +149,7 @@ def test_the_quick_start_elsewhere_says_how_to_make_its_data(
     assert program.main(["train", "quickstart"]) == 2
     said = capsys.readouterr().err.strip()
     assert "data/toy/shapes/train.json: the annotation file does not exist" in said
-    assert said.endswith("here: python -m damex.toydata --out data/toy")
+    assert said.endswith("here: damex toydata --out data/toy")
 
 
 @pytest.mark.parametrize("words", [(), ("interrupted after 3 iterations.",)])
@@ -162,7 +162,7 @@ def test_an_interrupt_ends_in_one_line(words, capsys):
 
 
 def run_code(code, **streams):
-    line = f"import sys; from damex.commandline.run import run_command; {code}"
+    line = f"import sys; from damex.workbench.cli.run import run_command; {code}"
     command = [sys.executable, "-c", line]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **streams)
 

@@ -25,14 +25,13 @@ from mdit_py_plugins.anchors import anchors_plugin
 from mmengine.registry import Registry
 
 import damex.registry  # noqa: F401  (registers the classes)
-from damex.commandline.commands import app as damex_app
 from damex.config_files import KEYS, MOE, config_of, read_part
 from damex.datasets import label_space, spec
 from damex.errors import ConfigError
 from damex.models import config as moe_fields
 from damex.models import dataset_awareness
 from damex.options import parse_options
-from damex.toydata.__main__ import app as toydata_app
+from damex.workbench.cli.commands import app as damex_app
 from studies.worlds import app as worlds_app
 from tests.conftest import shipped_configs
 
@@ -62,7 +61,7 @@ REGISTERED = {
     for kind in one.module_dict.values()
 }
 
-MODULES = {"damex.toydata": toydata_app, "studies.worlds": worlds_app}
+MODULES = {"studies.worlds": worlds_app}
 
 every_page = pytest.mark.parametrize("page", PAGES)
 
@@ -402,7 +401,7 @@ def test_the_notebook_runs(tmp_path):
     cells = json.loads(notebook)["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert "FOLDERS" in code[0]
-    run(["-m", "damex.toydata", "--out", "toy"], tmp_path)
+    run(["-m", "damex", "toydata", "--out", "toy"], tmp_path)
     options = {"train_dataloader.sampler.samples_per_epoch": 16}
     code[0] = (
         "FOLDERS = dict(photos='toy/photos', arcade='toy/arcade')\n"

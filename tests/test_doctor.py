@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from damex.compat import OpsReport
-from damex.doctor import (
+from damex.workbench.doctor import (
     AGAIN,
     MODULES,
     Row,
@@ -27,7 +27,7 @@ MMDET, MMCV = "onedl-mmdetection", "onedl-mmcv"
 
 
 def run_doctor(
-    *blocked: str, module: str = "damex.doctor", options: Sequence[str] = ()
+    *blocked: str, module: str = "damex.workbench.doctor", options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Runs the doctor where the blocked packages cannot be imported."""
     code = f"""
@@ -77,7 +77,7 @@ def test_broken_torch_is_reported_once():
 
 @pytest.mark.parametrize(
     ("module", "missing"),
-    [("damex.doctor", "rich"), ("damex", "rich"), ("damex", "cyclopts")],
+    [("damex.workbench.doctor", "rich"), ("damex", "rich"), ("damex", "cyclopts")],
 )
 def test_without_its_own_packages_a_program_says_how_to_get_them(module, missing):
     result = run_doctor(missing, module=module, options=["doctor"])

@@ -20,10 +20,10 @@ from mmengine.config import Config
 
 import damex
 from damex.__main__ import main
-from damex.commandline.commands import app
 from damex.engine.config import build_runner
-from damex.growth.prune import NOT_KEPT
 from damex.inference.trust import read_literals
+from damex.workbench.cli.commands import app
+from damex.workbench.growth.prune import NOT_KEPT
 from tests.test_engine.conftest import write_config_to  # noqa: F401
 
 MODULE = "hostile_module"

@@ -10,12 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from damex import toydata
 from damex.__main__ import main
-from damex.commandline.run import run_command
-from damex.toydata import VERSION, generate_toy_mixture, render_image
-from damex.toydata.__main__ import app
-from damex.toydata.domains import (
+from damex.workbench import toydata
+from damex.workbench.toydata import VERSION, generate_toy_mixture, render_image
+from damex.workbench.toydata.domains import (
     DATASETS,
     ICONS,
     SPLITS,
@@ -23,7 +21,7 @@ from damex.toydata.domains import (
     source_columns,
     source_indices,
 )
-from damex.toydata.drawing import SHAPES, Box, Canvas, draw
+from damex.workbench.toydata.drawing import SHAPES, Box, Canvas, draw
 
 NAMES = ["shapes", "digits", "photos", "playroom", "arcade"]
 SMALL = tuple(
@@ -211,13 +209,13 @@ def test_a_second_call_leaves_every_file_alone(tmp_path, monkeypatch, capsys):
     out.mkdir()  # an empty folder is filled
     generate_toy_mixture(out, specs=SMALL)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.*")}
-    assert run_command(app, ["--out", str(out)]) == 0
+    assert main(["toydata", "--out", str(out)]) == 0
     assert "holds the toy mixture already; to make it" in capsys.readouterr().out
-    assert run_command(app, ["--out", str(out), "--seed", "1"]) == 2
+    assert main(["toydata", "--out", str(out), "--seed", "1"]) == 2
     assert "name a new folder with --out" in capsys.readouterr().err
     assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*.*")}
     (out / "arcade/val.json").unlink()  # incomplete
-    assert run_command(app, ["--out", str(out)]) == 2
+    assert main(["toydata", "--out", str(out)]) == 2
 
 
 @pytest.mark.parametrize(
@@ -231,6 +229,6 @@ def test_a_second_call_leaves_every_file_alone(tmp_path, monkeypatch, capsys):
 def test_the_command_refuses(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    assert run_command(app, words) == 2
+    assert main(["toydata", *words]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from damex.commandline.run import run_command
+from damex.workbench.cli.run import run_command
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # studies/ is not installed
 

@@ -167,9 +167,7 @@ def read_json(path: str | Path, location: Location) -> tuple[Any, list[Finding]]
     if not file.is_file():
         advice = f"Correct data_root or {location.split} in the mixture entry."
         if file.as_posix().startswith("data/toy/"):
-            advice = (
-                "Make the toy datasets here: python -m damex.toydata --out data/toy"
-            )
+            advice = "Make the toy datasets here: damex toydata --out data/toy"
         text = f"the annotation file does not exist (seen from {Path.cwd()}). {advice}"
         return None, [location.finding("file-missing", None, text)]
     try:

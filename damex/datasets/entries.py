@@ -1,6 +1,6 @@
 """Folders of datasets (``root=`` of an entry): their readers, and what these return.
 
-``damex.datasets.formats`` fills the table of readers; nothing here imports it.
+``damex.workbench.formats`` fills the table of readers; nothing here imports it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Options:
 
 
 # Name of a format -> the function that converts folders of it; None: that recognizes
-# the format. Filled by damex.datasets.formats.
+# the format. Filled by damex.workbench.formats.
 READERS: dict[str | None, Callable[[str, Options], Conversion]] = {}
 # What `read_folders_once` keeps; empty outside of it.
 _kept: list[dict[Any, Conversion]] = []

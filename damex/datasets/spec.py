@@ -77,7 +77,7 @@ class DatasetSpec:
 
     Args:
         name: Short unique name; it appears in tables, losses and checkpoints.
-        root: Folder in a format of ``damex.datasets.formats``; ``train``, ``val`` and
+        root: Folder in a format of ``damex.workbench.formats``; ``train``, ``val`` and
             ``test`` may override its splits: by a split, folder, list of images or
             annotation file in it, or several.
         format: Format of ``root``, if it cannot be recognized.

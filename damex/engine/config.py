@@ -134,8 +134,6 @@ def build_runner(cfg: Config) -> Runner:
 
     mmengine's Runner would silently ignore the keys ``moe`` and ``mixture``.
     """
-    import damex.registry  # noqa: F401
-
     cfg.setdefault("runner_type", "MixtureRunner")
     return RUNNERS.build(cfg)
 

@@ -197,7 +197,7 @@ class WarmupConfig(PhaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class UpcyclingConfig(PhaseConfig):
-    """The field ``moe.upcycling``; see :class:`damex.models.phases.InRunUpcycling`."""
+    """The field ``moe.upcycling``; see :class:`damex.papers.phases.InRunUpcycling`."""
 
     where = "moe.upcycling"
     missed = "the detector would never have experts"
@@ -209,7 +209,7 @@ class ChannelConfig:
 
     Attributes:
         embedding: Module config; ``embed_dims`` defaults to the number of targets.
-        gate_init: See :class:`damex.moe.GatingPath`.
+        gate_init: See :class:`damex.papers.channels.GatingPath`.
         l1_weight: Factor of the sparsity penalty.
         aux_weight: Factor of the loss on the embedding.
         aux_target: What the embedding predicts: 'classes' in the image, or 'datasets'.

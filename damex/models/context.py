@@ -30,7 +30,7 @@ class RoutingContext:
         ground_truth: Boxes of the batch; None unless a loss needs the foreground.
         valid_ratio_B2: (height, width) of each image as a share of the padded input;
             None if no image is padded.
-        gates: Gates of all layers, if channels are gated (`damex.moe.ChannelGates`).
+        gates: Gates of all layers, if channels are gated (see `damex.papers.channels`).
         packing: Which tokens are real, shared by all layers; None if all are.
         foreground_BN: True for tokens on an object; None if no loss needs it.
         num_auxiliary: Number of tokens at the end of each image for an auxiliary loss.

@@ -2,21 +2,8 @@
 
 # ruff: noqa: F401
 
-from damex.moe.channels import (
-    ChannelGate,
-    ChannelGates,
-    GatingPath,
-    ShallowEmbedding,
-    active_share,
-    gate_l1,
-    gated_conv2d,
-    gated_ffn,
-    presence_loss,
-)
 from damex.moe.experts import AffineExperts, FFNExperts, LowRankExperts, SharedExpert
 from damex.moe.gates import Gate
-from damex.moe.gates.dense import DenseSoftmaxGate, DenseToSparseGate
-from damex.moe.gates.expert_choice import ExpertChoiceGate
 from damex.moe.gates.topk import BiasBalancer, ExpertCapacity, TopKGate
 from damex.moe.grouped import grouped_linear
 from damex.moe.layer import MoELayer
@@ -48,7 +35,6 @@ from damex.moe.optim import (
     decay_to_mean,
     expert_parameters,
 )
-from damex.moe.patches import PatchConvExperts, real_patches, route_patches
 from damex.moe.routers import (
     CosineRouter,
     HierarchicalRouter,

@@ -21,8 +21,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from damex.engine.summary import markdown
-from damex.headroom.command import cell
-from damex.headroom.verdict import Spread, decide, paired_difference, spread
+from damex.workbench.headroom.command import cell
+from damex.workbench.headroom.verdict import Spread, decide, paired_difference, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import ChannelGate, active_share
+from damex.papers.channels import ChannelGate, active_share
 from studies.deepmoe2019.network import (
     STRATEGIES,
     VGG,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from damex.moe import (
+from damex.papers.channels import (
     ChannelGates,
     GatingPath,
     ShallowEmbedding,
@@ -51,7 +51,7 @@ class GatedConv2d(nn.Module):
         *,
         in_gates_BC: Tensor | None = None,
     ) -> Tensor:
-        """See `damex.moe.gated_conv2d`."""
+        """See `damex.papers.channels.gated_conv2d`."""
         return gated_conv2d(
             x_BCHW,
             gates_BC,

@@ -33,7 +33,7 @@ from damex.datasets.spec import parse_mixture
 from damex.engine.config import build_runner
 from damex.engine.hooks import bare_model
 from damex.evaluation import ImageResult, coco_scores
-from damex.toydata import generate_toy_mixture
+from damex.workbench.toydata import generate_toy_mixture
 from studies.harness import Session
 from studies.report import Row, StudyResult, at_least, checked, differences, unjudged
 from studies.worlds import world_specs

@@ -15,15 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe import (
-    ExpertChoiceGate,
-    LinearRouter,
-    MoELayer,
-    PatchConvExperts,
-    RoutingRecord,
-    grouped_linear,
-    route_patches,
-)
+from damex.moe import LinearRouter, MoELayer, RoutingRecord, grouped_linear
+from damex.papers.expert_choice import ExpertChoiceGate
+from damex.papers.patches import PatchConvExperts, route_patches
 from studies.pmoe2023.data import GRID, PatchSamples
 
 

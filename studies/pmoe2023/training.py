@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.moe import ExpertChoiceGate, MoELayer, SeparateRouterLoss
+from damex.moe import MoELayer, SeparateRouterLoss
+from damex.papers.expert_choice import ExpertChoiceGate
 from studies.digits import DigitSource
 from studies.harness import seeded
 from studies.pmoe2023.data import PatchSamples, Task

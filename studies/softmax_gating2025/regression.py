@@ -18,7 +18,6 @@ from torch.func import functional_call, jacfwd, vmap
 
 from damex.moe import (
     Assignment,
-    DenseSoftmaxGate,
     FFNExperts,
     HierarchicalRouter,
     LinearRouter,
@@ -27,6 +26,7 @@ from damex.moe import (
     Packing,
     expert_groups,
 )
+from damex.papers.dense_gates import DenseSoftmaxGate
 from studies.softmax_gating2025.measures import Hierarchy, Measure, Truth
 
 Gating = Literal["softmax", "linear_temperature", "tanh_temperature", "hierarchical"]

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from damex.datasets.entries import Options, Summary
-from damex.datasets.formats.conversion import convert_tree, open_root
+from damex.workbench.formats.conversion import convert_tree, open_root
 
 ORIENTATION = 0x0112
 

@@ -20,18 +20,18 @@ import numpy as np
 import pytest
 
 import damex.datasets
-from damex.commandline.data import data
-from damex.commandline.run import run_command
-from damex.curation.check import check_config
 from damex.datasets.coco_records import read_coco
 from damex.datasets.entries import Options, read_folders_once
-from damex.datasets.formats.conversion import convert_cached
-from damex.datasets.formats.records import content_share
-from damex.datasets.formats.tree import Tree
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError
+from damex.workbench.check.check import check_config
+from damex.workbench.cli.data import data
+from damex.workbench.cli.run import run_command
+from damex.workbench.formats.conversion import convert_cached
+from damex.workbench.formats.records import content_share
+from damex.workbench.formats.tree import Tree
 
 CLASSES = ("ant", "bee", "cow")
 SIZES = ((40, 20), (33, 57), (64, 64), (101, 37))
@@ -657,6 +657,8 @@ def test_the_core_imports_no_format():
             found = [name for name in names if name.startswith("damex.datasets.format")]
             assert not found, path
     code = "from damex.datasets import spec, mixture; import sys; "
-    code += "assert 'damex.datasets.formats' not in sys.modules; import damex.registry;"
+    code += (
+        "assert 'damex.workbench.formats' not in sys.modules; import damex.registry;"
+    )
     code += "from damex.datasets.entries import READERS; assert 'voc' in READERS"
     subprocess.run([sys.executable, "-c", code], check=True)

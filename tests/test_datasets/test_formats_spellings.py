@@ -7,8 +7,8 @@ import json
 import pytest
 
 from damex.datasets.coco import NamedCocoDataset
-from damex.datasets.formats.tree import Tree
 from damex.errors import ConfigError, DataError
+from damex.workbench.formats.tree import Tree
 from tests.test_datasets.test_formats_readers import (
     CAT,
     CAT_LINE,

@@ -11,7 +11,6 @@ from mmengine.dataset import Compose, pseudo_collate
 from PIL import Image
 
 from damex.config_files import config_of
-from damex.curation.sources import mixture_config_of
 from damex.datasets.geometry import (
     check_views,
     image_size_of,
@@ -24,6 +23,7 @@ from damex.errors import ConfigError
 from damex.inference.media import Inputs
 from damex.inference.stored import ANNOTATION_STEPS
 from damex.models.queries import batches_of_one_shape, image_mask_of
+from damex.workbench.check.sources import mixture_config_of
 from tests.conftest import MMDET_CONFIGS
 from tests.test_configs import COMPLETE
 

@@ -15,12 +15,12 @@ from mmengine.config import Config
 from mmengine.device import utils
 
 from damex.__main__ import main
-from damex.commandline import train as commands
 from damex.config_files import find_config, merge_options
 from damex.engine.config import build_runner, label_space_of, resolve_config
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.options import option_of, parse_options
+from damex.workbench.cli import train as commands
 
 ROOT = Path(__file__).parents[2]
 

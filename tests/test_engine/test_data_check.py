@@ -7,13 +7,13 @@ import pytest
 from mmengine.config import Config
 from mmengine.runner import BaseLoop
 
-import damex.curation.check
+import damex.workbench.check.check
 from damex.__main__ import main
-from damex.curation import sources
-from damex.curation.check import refusal
 from damex.datasets import coco, coco_records
 from damex.engine.runner import MixtureRunner
 from damex.errors import DataError
+from damex.workbench.check import sources
+from damex.workbench.check.check import refusal
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_the_check_can_be_left_out(write_config, monkeypatch):
     def refuse(*_):
         return "no"
 
-    monkeypatch.setattr(damex.curation.check, "refusal", refuse)
+    monkeypatch.setattr(damex.workbench.check.check, "refusal", refuse)
     config = Config.fromfile(write_config(name="off", extra="data_check = 'off'"))
     MixtureRunner.from_cfg(config).check_start()
     config = Config.fromfile(write_config(name="quick"))

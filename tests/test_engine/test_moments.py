@@ -8,17 +8,17 @@ from torch import nn
 from damex.engine.optimizer_state import moment_starts
 from damex.models.blocks import MoEFFN
 from damex.models.context import RoutingContext
-from damex.models.patch_convs import MoEPatchConv
 from damex.models.starts import DensePhase, SplitStart
 from damex.moe import (
     FFNExperts,
     LinearRouter,
     LowRankExperts,
     MoELayer,
-    PatchConvExperts,
     SharedExpert,
     TopKGate,
 )
+from damex.papers.patch_convs import MoEPatchConv
+from damex.papers.patches import PatchConvExperts
 
 # An FFN with D = 2 and H = 3 (one hidden unit less than 2 parts of 2 have).
 DENSE = nn.ModuleDict(dict(ffn=FFN(embed_dims=2, feedforward_channels=3)))

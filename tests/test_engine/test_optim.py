@@ -12,14 +12,8 @@ from torch import nn
 
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
-from damex.moe import (
-    ExpertChoiceGate,
-    FFNExperts,
-    LinearRouter,
-    MoELayer,
-    TopKGate,
-    expert_parameters,
-)
+from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate, expert_parameters
+from damex.papers.expert_choice import ExpertChoiceGate
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = "_base_/schedules/adamw_tiny_normalized_experts.py"

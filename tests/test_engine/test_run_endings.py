@@ -18,7 +18,7 @@ from mmdet.registry import HOOKS
 from mmengine.fileio.backends import LocalBackend
 from mmengine.hooks import Hook
 
-import damex.curation.check
+import damex.workbench.check.check
 from damex.__main__ import main
 from damex.engine.hooks import check_losses
 from damex.engine.work_dir import WorkDir
@@ -140,7 +140,7 @@ def test_an_interrupted_start_leaves_nothing(
     def interrupt(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(damex.curation.check, "refusal", interrupt)
+    monkeypatch.setattr(damex.workbench.check.check, "refusal", interrupt)
     assert last_line("train", config) == (130, "interrupted before the training.")
     assert not (tmp_path / "work").exists()
 

@@ -12,13 +12,13 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from damex.__main__ import main
-from damex.commandline.commands import app
 from damex.config_files import config_of, merge_options
 from damex.engine.config import build_runner
 from damex.errors import ConfigError
-from damex.growth.grow import add_datasets, build_initialized
 from damex.inference import Predictor
 from damex.inference.stored import DetectorCheckpoint
+from damex.workbench.cli.commands import app
+from damex.workbench.growth.grow import add_datasets, build_initialized
 
 
 def detections(checkpoint, folder, dataset):

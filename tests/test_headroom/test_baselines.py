@@ -7,8 +7,8 @@ from mmengine.optim import build_optim_wrapper
 from damex.config_files import CONFIGS, merge_options, moe_of_file, read_config
 from damex.engine.config import resolve_config
 from damex.errors import ConfigError
-from damex.headroom.baselines import baselines_of, experts_of, read_joint
 from damex.models.insertion import moe_blocks
+from damex.workbench.headroom.baselines import baselines_of, experts_of, read_joint
 
 
 @pytest.fixture

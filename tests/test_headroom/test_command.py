@@ -5,9 +5,9 @@ import json
 import pytest
 from rich.console import Console
 
-from damex.commandline.commands import app
 from damex.errors import ConfigError
-from damex.headroom.command import (
+from damex.workbench.cli.commands import app
+from damex.workbench.headroom.command import (
     _write,
     report,
     score_row,

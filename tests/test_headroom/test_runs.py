@@ -13,7 +13,7 @@ from mmengine.device import utils
 
 from damex.config_files import read_config
 from damex.errors import ConfigError
-from damex.headroom.runs import (
+from damex.workbench.headroom.runs import (
     Run,
     fit_to_job,
     run_all,
@@ -148,7 +148,7 @@ def test_a_job_on_a_gpu_is_another_training_than_one_on_the_cpu(
 def test_no_training_outlives_the_command(number):
     script = """if True:
         import signal, subprocess, sys
-        from damex.headroom.runs import run_all
+        from damex.workbench.headroom.runs import run_all
 
         # Where tests run in a shell's background, Ctrl-C is ignored from the start.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from damex.headroom.verdict import (
+from damex.workbench.headroom.verdict import (
     Difference,
     Spread,
     decide,

@@ -14,10 +14,10 @@ from mmengine.logging import MMLogger
 from PIL import Image
 
 import damex
-from damex.api import _finished
-from damex.curation.sources import mixture_config_of
 from damex.errors import ConfigError, DataError
-from damex.zero_config import MODELS, config_of_folders, named_folders
+from damex.workbench.api import _finished
+from damex.workbench.check.sources import mixture_config_of
+from damex.workbench.zero_config import MODELS, config_of_folders, named_folders
 
 
 def test_importing_damex_imports_nothing_heavy():

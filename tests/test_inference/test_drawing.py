@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from damex import drawing
-from damex.drawing import Drawings, draw_boxes
 from damex.errors import ConfigError
+from damex.inference import drawing
+from damex.inference.drawing import Drawings, draw_boxes
 from damex.inference.media import Inputs
 
 CLASSES = ("car", "dog")

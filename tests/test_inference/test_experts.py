@@ -11,16 +11,16 @@ from PIL import Image
 
 from damex.__main__ import main
 from damex.errors import DataError
-from damex.inference import experts as command
-from damex.inference.experts import (
+from damex.inference.media import Inputs, detect
+from damex.inference.stored import DetectorCheckpoint
+from damex.moe import LayerTally
+from damex.workbench import experts as command
+from damex.workbench.experts import (
     LayerUse,
     record_routes,
     rows_of_mixture,
     rows_of_words,
 )
-from damex.inference.media import Inputs, detect
-from damex.inference.stored import DetectorCheckpoint
-from damex.moe import LayerTally
 from tests.test_inference.conftest import BEST
 
 

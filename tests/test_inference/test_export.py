@@ -17,9 +17,13 @@ from PIL import Image
 import damex
 from damex.__main__ import main
 from damex.errors import ConfigError
-from damex.inference import Predictor, onnx_graph
-from damex.inference.dense_experts import voted_detector
-from damex.inference.export import (
+from damex.inference import Predictor
+from damex.inference.media import Inputs
+from damex.inference.predictor import labels_by_group
+from damex.inference.stored import DetectorCheckpoint
+from damex.workbench.export import onnx_graph
+from damex.workbench.export.dense_experts import voted_detector
+from damex.workbench.export.export import (
     Detections,
     compare,
     detections_of_graph,
@@ -27,11 +31,13 @@ from damex.inference.export import (
     difference,
     start_session,
 )
-from damex.inference.media import Inputs
-from damex.inference.onnx_graph import DetectorGraph, check_steps, resized, to_onnx
-from damex.inference.predictor import labels_by_group
-from damex.inference.specialist import extract
-from damex.inference.stored import DetectorCheckpoint
+from damex.workbench.export.onnx_graph import (
+    DetectorGraph,
+    check_steps,
+    resized,
+    to_onnx,
+)
+from damex.workbench.export.specialist import extract
 from tests.test_inference.conftest import BEST, PIPELINE
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from PIL import Image, ImageFile
 from damex.errors import DataError
 from damex.inference import media
 from damex.inference.media import frames_of, problem_of
-from damex.inference.predict import find_images, names_of
+from damex.workbench.cli.predict import find_images, names_of
 
 
 def test_files_folders_and_patterns_are_images_once(photos):

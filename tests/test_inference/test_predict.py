@@ -14,9 +14,9 @@ from PIL import Image
 
 from damex.__main__ import main
 from damex.errors import ConfigError
-from damex.inference import predict as command
-from damex.inference.predict import coco_document, write_csv
 from damex.inference.stored import write_checkpoint
+from damex.workbench.cli import predict as command
+from damex.workbench.cli.predict import coco_document, write_csv
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from mmdet.models.detectors import DINO
 
 from damex.errors import ConfigError
 from damex.inference import Predictor
-from damex.inference.specialist import extract
 from damex.inference.stored import DetectorCheckpoint
+from damex.workbench.export.specialist import extract
 from tests.test_inference.conftest import BEST, SPACE
 
 ROOT = Path(__file__).parents[2]

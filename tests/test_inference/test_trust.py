@@ -11,7 +11,6 @@ from mmengine.config import Config
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.config_files import PlainConfig
 from damex.errors import DataError, printable
-from damex.growth.prune import NOT_KEPT
 from damex.inference.stored import _test_pipeline
 from damex.inference.trust import (
     OF_TIMM,
@@ -23,6 +22,7 @@ from damex.inference.trust import (
     without_unread,
 )
 from damex.models.timm_backbone import TimmBackbone
+from damex.workbench.growth.prune import NOT_KEPT
 from tests.conftest import shipped_configs
 
 

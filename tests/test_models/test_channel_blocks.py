@@ -8,13 +8,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.errors import ConfigError
-from damex.models.channels import (
+from damex.models.context import RoutingContext
+from damex.papers.channel_gating import (
     GatedFFNBlock,
     GatedResidualBlock,
     check_gateable,
 )
-from damex.models.context import RoutingContext
-from damex.moe import ChannelGates
+from damex.papers.channels import ChannelGates
 
 PLUGIN = dict(type="ContextBlock", ratio=0.25)
 

@@ -9,9 +9,9 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from damex.errors import ConfigError
-from damex.models.channels import ChannelGating, insert_channels
 from damex.models.config import read_moe
 from damex.models.context import RoutingContext
+from damex.papers.channel_gating import ChannelGating, insert_channels
 
 CHANNELS = dict(
     layers=dict(backbone=[3], encoder=[0], decoder="even"),

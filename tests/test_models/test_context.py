@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from damex.errors import ConfigError
 from damex.models.context import RoutingContext, take_num_cp
-from damex.moe import ChannelGates
+from damex.papers.channels import ChannelGates
 from tests.conftest import shipped_configs
 
 MIXTURES = {path.stem: path for path in shipped_configs(folder="moe")}

@@ -14,7 +14,7 @@ import torch
 from mmengine.dataset import pseudo_collate
 
 from damex.datasets.mixture import MixtureDataset
-from damex.toydata import generate_toy_mixture
+from damex.workbench.toydata import generate_toy_mixture
 from studies.worlds import WORDS, world_specs
 
 A = WORDS[0]

@@ -11,8 +11,6 @@ from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks, upcycling_note
 from damex.moe import (
     AffineExperts,
-    DenseSoftmaxGate,
-    ExpertChoiceGate,
     FFNExperts,
     LinearRouter,
     LowRankExperts,
@@ -20,6 +18,8 @@ from damex.moe import (
     SharedExpert,
     TopKGate,
 )
+from damex.papers.dense_gates import DenseSoftmaxGate
+from damex.papers.expert_choice import ExpertChoiceGate
 
 CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
 

@@ -11,10 +11,7 @@ from damex.moe import (
     BiasBalancer,
     CosineRouter,
     DatasetRoutingLoss,
-    DenseSoftmaxGate,
-    DenseToSparseGate,
     ExpertCapacity,
-    ExpertChoiceGate,
     FFNExperts,
     HierarchicalRouter,
     ImportanceLoss,
@@ -27,6 +24,8 @@ from damex.moe import (
     SharedExpert,
     TopKGate,
 )
+from damex.papers.dense_gates import DenseSoftmaxGate, DenseToSparseGate
+from damex.papers.expert_choice import ExpertChoiceGate
 
 D, H, E = 8, 12, 4
 GROUP_EXPERTS = [[0], [1, 2], [3]]

@@ -14,28 +14,24 @@ from damex.moe import (
     BiasBalancer,
     ChainedOptimizer,
     CosineRouter,
-    DenseToSparseGate,
-    ExpertChoiceGate,
     FFNExperts,
-    GatingPath,
     LinearRouter,
     LoadLoss,
     LowRankExperts,
     NormalizedGD,
     Packing,
-    PatchConvExperts,
     RouterZLoss,
     RoutingRecord,
     SeparateRouterLoss,
-    ShallowEmbedding,
     TopKGate,
     expert_groups,
     expert_parameters,
-    gate_l1,
-    presence_loss,
-    route_patches,
 )
 from damex.moe.grouped import grouped_linear
+from damex.papers.channels import GatingPath, ShallowEmbedding, gate_l1, presence_loss
+from damex.papers.dense_gates import DenseToSparseGate
+from damex.papers.expert_choice import ExpertChoiceGate
+from damex.papers.patches import PatchConvExperts, route_patches
 from tests.test_moe.layers import D, make_layer
 
 CONV = dict(num_experts=3, in_channels=4, out_channels=6, patch_size=2)

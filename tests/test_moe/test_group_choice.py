@@ -10,10 +10,7 @@ import torch
 from damex.moe import (
     BiasBalancer,
     DatasetRoutingLoss,
-    DenseSoftmaxGate,
-    DenseToSparseGate,
     ExpertCapacity,
-    ExpertChoiceGate,
     GroupChoice,
     ImportanceLoss,
     LoadBalanceLoss,
@@ -22,6 +19,8 @@ from damex.moe import (
     TopKGate,
 )
 from damex.moe.routing import image_votes
+from damex.papers.dense_gates import DenseSoftmaxGate, DenseToSparseGate
+from damex.papers.expert_choice import ExpertChoiceGate
 from tests.test_moe.layers import ROUTERS, D, begun
 from tests.test_moe.layers import make_layer as any_layer
 

@@ -10,16 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from damex.moe import (
-    BiasBalancer,
-    DenseSoftmaxGate,
-    DenseToSparseGate,
-    ExpertCapacity,
-    ExpertChoiceGate,
-    LoadBalanceLoss,
-    Packing,
-    TopKGate,
-)
+from damex.moe import BiasBalancer, ExpertCapacity, LoadBalanceLoss, Packing, TopKGate
+from damex.papers.dense_gates import DenseSoftmaxGate, DenseToSparseGate
+from damex.papers.expert_choice import ExpertChoiceGate
 from tests.test_moe.layers import (
     CAPPED,
     GATES,

@@ -19,9 +19,8 @@ from damex.moe import (
     RoutingRecord,
     SeparateRouterLoss,
     TopKGate,
-    gate_l1,
-    presence_loss,
 )
+from damex.papers.channels import gate_l1, presence_loss
 
 LOG2, LOG3 = math.log(2.0), math.log(3.0)
 

@@ -10,9 +10,7 @@ import torch
 
 from damex.moe import (
     Assignment,
-    DenseSoftmaxGate,
     ExpertCapacity,
-    ExpertChoiceGate,
     LayerTally,
     Packing,
     RoutingRecord,
@@ -24,6 +22,8 @@ from damex.moe import (
     mutual_information,
     routing_hits,
 )
+from damex.papers.dense_gates import DenseSoftmaxGate
+from damex.papers.expert_choice import ExpertChoiceGate
 
 EYE = torch.eye(4).tolist()
 LOG2, LOG3 = math.log(2.0), math.log(3.0)

@@ -1,4 +1,4 @@
-"""Tests of damex.moe.patches."""
+"""Tests of damex.papers.patches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import (
-    ExpertChoiceGate,
-    LinearRouter,
-    MoELayer,
-    Packing,
+from damex.moe import LinearRouter, MoELayer, Packing, TopKGate
+from damex.papers.expert_choice import ExpertChoiceGate
+from damex.papers.patches import (
     PatchConvExperts,
-    TopKGate,
+    merge_patches,
+    patch_grid,
     real_patches,
     route_patches,
+    split_patches,
 )
-from damex.moe.patches import merge_patches, patch_grid, split_patches
 
 
 def test_a_halo_shows_the_neighbours_and_zeros_outside():

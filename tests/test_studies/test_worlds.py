@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from damex.commandline.run import run_command
+from damex.workbench.cli.run import run_command
 from studies.worlds import WORDS, WORLDS, app
 
 

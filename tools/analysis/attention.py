@@ -21,11 +21,11 @@ from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 import damex.models  # noqa: F401  (first: it keeps mmcv's import silent)
-from damex.commandline.run import program, run_command
 from damex.compat.kernels import deformable_attention, fused_attention
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
 from damex.progress import Bar
+from damex.workbench.cli.run import program, run_command
 
 HEADS, CHANNELS, POINTS = 8, 32, 4
 LEVELS = ((100, 167), (50, 84), (25, 42), (13, 21))  # 22,223 tokens

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import damex
 from damex import moe
-from damex.commandline.run import PositiveInt, program, run_command
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
 from damex.progress import Bar
+from damex.workbench.cli.run import PositiveInt, program, run_command
 
 WIDTH, HIDDEN = 256, 2048  # of DINO's FFNs
 TOLERANCE = 1e-4  # relative to the largest output of a loop over experts

@@ -19,16 +19,6 @@ from mmengine.config import Config
 from rich.console import Console
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.run import (
-    CfgOptions,
-    ConfigName,
-    Jobs,
-    NonNegativeInt,
-    PositiveInt,
-    Seeds,
-    program,
-    run_command,
-)
 from damex.config_files import (
     CONFIGS,
     MOE,
@@ -40,8 +30,19 @@ from damex.config_files import (
 from damex.engine.optim import length_key, set_length
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
-from damex.headroom.command import cell
-from damex.headroom.runs import (
+from damex.options import parse_options
+from damex.workbench.cli.run import (
+    CfgOptions,
+    ConfigName,
+    Jobs,
+    NonNegativeInt,
+    PositiveInt,
+    Seeds,
+    program,
+    run_command,
+)
+from damex.workbench.headroom.command import cell
+from damex.workbench.headroom.runs import (
     Run,
     check_finished,
     finish,
@@ -49,8 +50,7 @@ from damex.headroom.runs import (
     training_run,
     write_config,
 )
-from damex.headroom.verdict import Spread, paired_difference, spread
-from damex.options import parse_options
+from damex.workbench.headroom.verdict import Spread, paired_difference, spread
 
 HEADER = (
     "mixture of experts",

@@ -23,14 +23,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.run import (
-    CfgOptions,
-    ConfigName,
-    PositiveInt,
-    parameter,
-    program,
-    run_command,
-)
 from damex.config_files import config_of
 from damex.datasets.geometry import image_size_of, set_image_size
 from damex.engine.config import DATASET_OPTIONS, resolve_config
@@ -38,6 +30,14 @@ from damex.engine.console import filter_console
 from damex.engine.runner import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
+from damex.workbench.cli.run import (
+    CfgOptions,
+    ConfigName,
+    PositiveInt,
+    parameter,
+    program,
+    run_command,
+)
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,6 @@ from mmengine.structures import InstanceData
 from torch import Tensor, distributed, nn
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
-from damex.commandline.run import (
-    CfgOptions,
-    ConfigName,
-    PositiveInt,
-    program,
-    run_command,
-)
 from damex.config_files import config_of
 from damex.datasets.geometry import image_size_of
 from damex.engine.config import resolve_config
@@ -39,6 +32,13 @@ from damex.engine.optim import set_length
 from damex.engine.runner import check_detector
 from damex.models.detectors import RoutedDetector
 from damex.moe import MoELayer, sharded_layers, sharded_names
+from damex.workbench.cli.run import (
+    CfgOptions,
+    ConfigName,
+    PositiveInt,
+    program,
+    run_command,
+)
 
 # Rows and their gradients go to the experts and back.
 WAYS = 4

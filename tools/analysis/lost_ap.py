@@ -26,13 +26,13 @@ from mmengine.registry import METRICS
 from rich.console import Console
 from torchvision.ops import batched_nms
 
-from damex.commandline.run import CfgOptions, ConfigName, program, run_command
 from damex.datasets.geometry import image_size_of, set_image_size
 from damex.datasets.label_space import LabelSpace
 from damex.engine.config import build_runner, load_config
 from damex.engine.summary import markdown
 from damex.evaluation import ImageResult, MixtureMetric, coco_scores
 from damex.files import write_json
+from damex.workbench.cli.run import CfgOptions, ConfigName, program, run_command
 
 SMALL = 16.0  # pixels of the resized image: two cells of the finest features
 NMS_IOU = 0.7

@@ -1,4 +1,4 @@
-# The toy mixture at its original size. Generate it with: python -m damex.toydata
+# The toy mixture at its original size. Generate it with: damex toydata
 _base_ = ["./mixture.py"]
 mixture = [
     dict(

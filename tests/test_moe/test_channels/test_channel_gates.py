@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from damex.moe import (
+from damex.papers.channels import (
     ChannelGate,
     GatingPath,
     ShallowEmbedding,

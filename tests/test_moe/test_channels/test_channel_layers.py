@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from damex.moe import gated_conv2d, gated_ffn
+from damex.papers.channels import gated_conv2d, gated_ffn
 
 
 class GatedConv(nn.Module):

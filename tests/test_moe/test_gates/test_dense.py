@@ -1,4 +1,4 @@
-"""Tests of damex.moe.gates.dense."""
+"""Tests of damex.papers.dense_gates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from damex.moe import DenseToSparseGate
+from damex.papers.dense_gates import DenseToSparseGate
 
 LOG2 = math.log(2.0)
 

@@ -1,4 +1,4 @@
-"""Tests of damex.moe.gates.expert_choice."""
+"""Tests of damex.papers.expert_choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from damex.moe import ExpertChoiceGate, Packing
+from damex.moe import Packing
+from damex.papers.expert_choice import ExpertChoiceGate
 
 LOG2 = math.log(2.0)
 

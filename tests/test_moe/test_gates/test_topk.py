@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from damex.moe import BiasBalancer, DenseSoftmaxGate, TopKGate
+from damex.moe import BiasBalancer, TopKGate
+from damex.papers.dense_gates import DenseSoftmaxGate
 
 LOG3 = math.log(3.0)
 

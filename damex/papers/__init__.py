@@ -1,0 +1,1 @@
+"""What one source paper alone needs; the core imports none of it."""

@@ -1,0 +1,1 @@
+"""Commands and services around the core: nothing in the core imports them."""

@@ -1,0 +1,398 @@
+"""Train, predict, evaluate and export from Python: ``damex.train`` and ``damex.load``.
+
+::
+
+    import damex
+    run = damex.train({"fish": "data/fish", "boards": "data/boards"}, epochs=4)
+    detector = damex.load(run.checkpoint)
+    for prediction in detector.predict("photos/"):
+        print(prediction.path, prediction.names, prediction.scores)
+    print(detector.evaluate("data/fish"))
+    detector.export("fish.onnx", dataset="fish")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from logging import WARNING, StreamHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from damex.errors import ConfigError
+from damex.options import option_of
+from damex.workbench.zero_config import folder_name, named_folders, run_name
+
+if TYPE_CHECKING:
+    from damex.inference.media import Picture
+    from damex.inference.predictor import Prediction
+
+Data = str | os.PathLike | Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Average precision per dataset, in [0, 1].
+
+    Attributes:
+        mean_ap: Mean over datasets of COCO AP.
+        mean_ap50: Mean over datasets of AP at IoU 0.5.
+        pooled_ap: AP over all images and classes as one dataset; the dataset of an
+            image is not given.
+        datasets: ``ap``, ``ap50``, ``images`` and ``boxes`` of each dataset.
+        classes: AP of each class, by dataset; with ``classwise``.
+        confusion: Number of images of each dataset by the dataset group whose experts
+            most of their tokens went to; with ``classwise``.
+        summary: All scores, as in ``summary.json``.
+    """
+
+    mean_ap: float | None
+    mean_ap50: float | None
+    pooled_ap: float | None
+    datasets: Mapping[str, Mapping[str, Any]]
+    summary: Mapping[str, Any] = field(repr=False)
+    classes: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    confusion: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any]) -> Evaluation:
+        """Return the scores of a ``summary.json``."""
+        return cls(
+            mean_ap=summary.get("mean_ap"),
+            mean_ap50=summary.get("mean_ap50"),
+            pooled_ap=summary.get("pooled_ap"),
+            datasets=summary.get("datasets", {}),
+            summary=summary,
+            classes=summary.get("classes", {}),
+            confusion=summary.get("confusion", {}),
+        )
+
+    def __str__(self) -> str:
+        rows = [(name, row["ap"], row["ap50"]) for name, row in self.datasets.items()]
+        rows.append(("mean", self.mean_ap, self.mean_ap50))
+        width = max(len(name) for name, *_ in rows)
+        lines = [f"{'dataset':{width}}     AP   AP50"]
+        for name, *scores in rows:
+            shown = ("-" if score is None else f"{score:.3f}" for score in scores)
+            lines.append(f"{name:{width}} {' '.join(f'{one:>6}' for one in shown)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished training.
+
+    Attributes:
+        work_dir: Folder of the run.
+        config: The complete config; ``tools/train.py CONFIG`` repeats the training.
+        checkpoint: The checkpoint with the best mean AP, else the last one.
+        evaluation: Scores of the last evaluation.
+    """
+
+    work_dir: Path
+    config: Path
+    checkpoint: Path
+    evaluation: Evaluation
+
+    def __str__(self) -> str:
+        return f"{self.evaluation}\ncheckpoint: {self.checkpoint}"
+
+
+def train(
+    data: Data,
+    *,
+    model: str | None = None,
+    epochs: int | None = None,
+    work_dir: str | os.PathLike | None = None,
+    device: str | None = None,
+    amp: bool = False,
+    resume: bool = False,
+    options: Mapping[str, Any] | None = None,
+    verbose: bool = True,
+) -> TrainedRun:
+    """Train a detector on one or several datasets, in a process of its own.
+
+    The logging, warnings and random state of the calling program stay as they are.
+
+    Args:
+        data: Folder of each dataset by name; or folders, whose names are taken; or the
+            path or name of a config.
+        model: A detector that comes with damex (``damex train --help``); ``tiny`` by
+            default. Not with a config.
+        epochs: Length of the training; by default that of the config.
+        work_dir: Folder for logs and checkpoints; by default that of the config, else
+            one below ``work_dirs``.
+        device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU if available.
+        amp: Mixed precision, on a GPU.
+        resume: Continue from the last checkpoint of the work dir.
+        options: Settings of the config to change: ``{"moe.gate.k": 2}``. Values are
+            numbers, texts, True, False, None, and lists, tuples and dicts of them.
+        verbose: Print the output of the training.
+
+    Raises:
+        ConfigError: If the data or a setting cannot be used.
+        RuntimeError: If the training fails.
+    """
+    options = dict(options or {})
+    folder = work_dir or options.get("work_dir")
+    words = [sys.executable, "-m", "damex", "train"]
+    if isinstance(data, str | os.PathLike) and not Path(data).expanduser().is_dir():
+        config = os.fspath(data)
+        words.append(config)
+        default = _work_dir_of(config, resumes=resume)
+        folder = Path(folder or default)
+    else:
+        datasets = _data_words(data)
+        words += ["--data", *datasets]
+        folder = Path(folder or f"work_dirs/{run_name(named_folders(datasets))}")
+    words += ["--work-dir", str(folder)]
+    for name, value in (("model", model), ("epochs", epochs), ("device", device)):
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += ["--amp"] * amp + ["--resume"] * resume
+    if options:
+        words += ["--cfg-options", *(option_of(*row) for row in options.items())]
+    _run(words, verbose)
+    return _finished(folder)
+
+
+def _work_dir_of(config: str, *, resumes: bool) -> str:
+    """The folder that ``damex train CONFIG`` writes to."""
+    with warnings.catch_warnings():  # mmengine adds filters
+        from damex.config_files import find_config, read_part, work_dir_of
+
+        try:
+            find_config(config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{config} is neither a folder nor a config. Name folders that exist, "
+                f"as in damex.train({{'fish': 'data/fish'}}), or a config: {error}"
+            ) from error
+        return work_dir_of(read_part(config), resumes=resumes)
+
+
+def _data_words(data: Any) -> list[str]:
+    """Words of ``--data``."""
+    if not isinstance(data, Mapping):
+        several = [data] if isinstance(data, str | os.PathLike) else data
+        return [os.fspath(folder) for folder in several]
+    for name in data:
+        if not str(name) or {"=", "/"} & {*str(name)}:
+            raise ConfigError(
+                f"{name!r} cannot be the name of a dataset: it must not be empty or "
+                "have a '=' or '/'."
+            )
+    return [f"{name}={os.fspath(folder)}" for name, folder in data.items()]
+
+
+def _run(words: Sequence[str], verbose: bool) -> None:
+    """Run a command, printing its lines as they come; its errors are raised here."""
+    last: list[str] = []
+    # Set in notebooks, these make a bar of control codes out of every line.
+    forced = ("FORCE_COLOR", "TTY_COMPATIBLE")
+    with subprocess.Popen(
+        words,
+        env={key: value for key, value in os.environ.items() if key not in forced},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                last = [*last[-30:], line.rstrip()]
+                if verbose:
+                    print(line, end="", flush=True)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    if process.returncode == 0:
+        return
+    errors = [line for line in last if line.startswith("error: ")]
+    if process.returncode == 2 and errors:
+        raise ConfigError(errors[-1].removeprefix("error: "))
+    raise RuntimeError(
+        f"the training ended with status {process.returncode}; its last lines:\n"
+        + "\n".join(last)
+    )
+
+
+def _finished(folder: Path) -> TrainedRun:
+    """Files of a finished training, as its summary names them."""
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    config, checkpoint = folder / summary["config"], folder / summary["checkpoint"]
+    return TrainedRun(folder, config, checkpoint, Evaluation.of(summary))
+
+
+def load(
+    checkpoint: str | os.PathLike, *, device: str | None = None, trust: bool = False
+) -> Detector:
+    """Load a trained detector from a checkpoint alone; see `Detector`."""
+    return Detector(checkpoint, device=device, trust=trust)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show warnings alone of mmengine's log, for a while."""
+    from mmengine.logging import MMLogger
+
+    handlers = MMLogger.get_current_instance().handlers
+    screens = [one for one in handlers if type(one) is StreamHandler]
+    with ExitStack() as stack:
+        for one in screens:
+            stack.callback(one.setLevel, one.level)
+            one.setLevel(max(one.level, WARNING))
+        yield
+
+
+class Detector:
+    """A trained detector.
+
+    Untrusted checkpoints are safe: their content is read as data, and only what is in
+    an allow-list of damex is built from their config.
+
+    Args:
+        checkpoint: A .pth file of a training with damex.
+        device: ``cpu`` or ``cuda:0``; by default a GPU if available.
+        trust: Allow all classes and arguments in the config of the checkpoint, such as
+            classes of your own, and import its ``custom_imports``.
+
+    Attributes:
+        classes: Names of the classes of all datasets.
+        datasets: Class names by dataset.
+
+    Raises:
+        DataError: If the checkpoint cannot be read, or needs ``trust``.
+        ConfigError: If damex did not train it on a mixture, or the device is missing.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike,
+        *,
+        device: str | None = None,
+        trust: bool = False,
+    ) -> None:
+        from damex.inference import Predictor
+
+        self.checkpoint, self._trust = Path(checkpoint), trust
+        path = os.fspath(checkpoint)
+        with _quiet():
+            self._predictor = Predictor(path, device=device, trust=trust)
+        self.classes = self._predictor.classes
+        self.datasets = self._predictor.datasets
+
+    def predict(
+        self,
+        images: Picture | Iterable[Picture],
+        *,
+        dataset: str = "auto",
+        min_score: float = 0.3,
+        batch_size: int = 8,
+    ) -> Iterator[Prediction]:
+        """Detect objects, one image at a time.
+
+        Args:
+            images: Files, folders (with all below them) or patterns, PIL images, or
+                uint8 arrays (height, width, 3) in RGB; one or several. An iterator,
+                such as the frames of a camera, is read a batch at a time.
+            dataset: Whose classes to detect: ``auto`` (of the predicted dataset), the
+                name of a dataset, or ``all``.
+            min_score: Minimum score of detections.
+            batch_size: Images of one shape per forward pass.
+
+        Raises:
+            ConfigError: If the dataset is unknown, or there is no image.
+            DataError: If an image cannot be read.
+        """
+        from damex.inference.media import as_several
+        from damex.workbench.cli.predict import find_images
+
+        def found(one: Picture) -> Iterable[Picture]:
+            if isinstance(one, str | os.PathLike):
+                return find_images([os.fspath(one)], videos=True)
+            return [one]
+
+        several = as_several(images)
+        pictures: Iterable[Picture] = (one for word in several for one in found(word))
+        if isinstance(several, Sequence):  # report a missing file at once
+            pictures = [*pictures]
+        return self._predictor.stream(pictures, dataset, min_score, batch_size)
+
+    def evaluate(
+        self,
+        data: str | os.PathLike | None = None,
+        *,
+        dataset: str | None = None,
+        split: str = "val",
+        batch_size: int = 8,
+        classwise: bool = False,
+    ) -> Evaluation:
+        """Evaluate on the datasets of the training, or on a folder.
+
+        Args:
+            data: Folder of a dataset; by default all datasets of the training.
+            dataset: The dataset of the training that the folder belongs to: its classes
+                and experts are used. By default the one of the folder's name, or the
+                only one.
+            split: ``val``, ``test`` or ``train``.
+            batch_size: Images per forward pass.
+            classwise: Whether to score each class, and to count which dataset's images
+                went to the experts of which dataset.
+
+        Raises:
+            ConfigError: If it is not clear which dataset a folder belongs to.
+            DataError: If the data cannot be read.
+        """
+        entries = None
+        if data is not None:
+            folder = Path(data).expanduser()
+            if not folder.is_dir():
+                raise ConfigError(f"{data} is not the folder of a dataset.")
+            name = dataset or folder_name(folder)
+            if dataset is None and len(self.datasets) == 1:
+                name = next(iter(self.datasets))
+            if name not in self.datasets:
+                raise ConfigError(
+                    f"the detector knows no dataset {name!r}; set dataset= to one of "
+                    f"{', '.join(self.datasets)}."
+                )
+            entries = [dict(name=name, root=str(folder))]
+        with _quiet():
+            found = self._predictor.evaluate(
+                entries, split=split, batch_size=batch_size, classwise=classwise
+            )
+        return Evaluation.of(found)
+
+    def export(
+        self,
+        path: str | os.PathLike,
+        *,
+        dataset: str | None = None,
+        image_size: tuple[int, int] | None = None,
+    ) -> Path:
+        """Export to ONNX (.onnx), or the dense detector of one dataset to mmdet (.pth).
+
+        Args:
+            path: The new file; it must not exist.
+            dataset: For a detector of one dataset; the whole mixture by default.
+            image_size: Width and height to which the ONNX file resizes images; by
+                default those of the config.
+
+        Raises:
+            ConfigError: If the detector cannot be exported, or the file exists.
+        """
+        from damex.workbench.export.export import write_export
+
+        files, trust = (str(self.checkpoint), os.fspath(path)), self._trust
+        with _quiet():
+            write_export(*files, dataset=dataset, image_size=image_size, trust=trust)
+        return Path(path)

@@ -1,0 +1,242 @@
+"""The command ``damex data browse``: an overview page of a mixture."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader
+from PIL import Image
+
+from damex.datasets.findings import Finding
+from damex.datasets.spec import SPLITS, parse_mixture
+from damex.files import atomic_write, make_folder, write_text
+from damex.inference.drawing import Color, palette
+from damex.progress import Bar
+from damex.workbench.check.samples import (
+    SplitView,
+    Tiles,
+    contact_sheet,
+    draw_tile,
+    view_of,
+)
+from damex.workbench.check.sources import expectations, mixture_config_of, sources_of
+
+# COCO's limits of small, medium and large: the side of a square in pixels.
+SMALL, LARGE = 32, 96
+# Sides of boxes from 1 to 2048 px, two bins for each doubling.
+EDGES = 2.0 ** np.arange(0, 11.5, 0.5)
+CHART_WIDTH, CHART_HEIGHT = 320, 110
+TICKS = (4, 16, SMALL, LARGE, 256, 1024)
+# Image sizes are binned to limit the circles of a chart.
+SIZE_STEP = 32
+SIZE_CHART = 150
+
+
+def browse(
+    config: str,
+    *,
+    cfg_options: Sequence[str],
+    out: str | None,
+    samples: int,
+    seed: int,
+) -> None:
+    """Write a page about the datasets of a config, and contact sheets of the splits."""
+    cfg = mixture_config_of(config, cfg_options)
+    folder = Path(out or Path("work_dirs") / Path(config).stem / "browse")
+    make_folder(folder)
+    with Bar() as progress:
+        views, notes = _read(cfg, progress, num_samples=samples, seed=seed)
+        colors = palette(dict.fromkeys(name for view in views for name in view.counts))
+        tiles: dict[str, list[tuple[str, Any]]] = {}
+        for view in views:
+            progress.begin(f"draw {view.title}", len(view.samples))
+            tiles[view.title] = []
+            for sample in view.samples:
+                tiles[view.title].append((sample.name, draw_tile(sample, colors)))
+                progress.step()
+    for view in views:
+        name = re.sub(r"\W+", "_", f"{view.dataset}_{view.split}")
+        with atomic_write(folder / f"{name}.png") as part:
+            contact_sheet(view.title, tiles[view.title]).save(part)
+    page = render(f"Data of {Path(config).stem}", views, tiles, colors, notes)
+    write_text(folder / "index.html", page)
+    print(f"{folder / 'index.html'}: {len(views)} splits, with a contact sheet each.")
+
+
+def _read(
+    cfg: Mapping[str, Any], progress: Bar, *, num_samples: int, seed: int
+) -> tuple[list[SplitView], list[str]]:
+    """Views of all splits, and sentences about those that cannot be read."""
+    views: dict[str, SplitView] = {}
+    notes: list[str] = []
+    for spec in parse_mixture(cfg["mixture"]):
+        for source in sources_of(spec, SPLITS):
+            if isinstance(source, Finding):
+                notes.append(source.message)
+                continue
+            file, split = source.location.file, source.location.split
+            progress.begin(f"read {file}", None)
+            expected = expectations(cfg, spec, split)
+            rng = random.Random(seed)
+            view = view_of(source, expected, spec.rename, num_samples, rng)
+            if view is None:
+                notes.append(f"{file} cannot be read; run check.")
+            elif views.setdefault(view.title, view) is not view:
+                notes.append(f"{file} is another file of this split.")
+    return [*views.values()], notes
+
+
+def render(
+    title: str,
+    views: Sequence[SplitView],
+    tiles: Mapping[str, Tiles],
+    colors: Mapping[str, Color],
+    notes: Sequence[str],
+) -> str:
+    """Render the page.
+
+    Args:
+        title: Page title.
+        views: The splits; those of a dataset are consecutive.
+        tiles: Title of a view -> its samples.
+        colors: Color of each class.
+        notes: What could not be shown.
+    """
+    of_dataset: dict[str, list[SplitView]] = {}
+    for view in views:
+        of_dataset.setdefault(view.dataset, []).append(view)
+    octaves = np.log2(EDGES[-1])
+    ticks = [(float(np.log2(tick) / octaves * CHART_WIDTH), tick) for tick in TICKS]
+    environment = Environment(
+        loader=PackageLoader("damex.workbench.check", ""), autoescape=True
+    )
+    return environment.get_template("page.html").render(
+        title=title,
+        notes=notes,
+        datasets=[
+            dict(name=name, splits=_splits(own, tiles, colors))
+            for name, own in of_dataset.items()
+        ],
+        classes=_class_rows(of_dataset, colors),
+        num_images=sum(len(view.size_M2) for view in views),
+        num_boxes=sum(sum(view.counts.values()) for view in views),
+        chart=dict(width=CHART_WIDTH, height=CHART_HEIGHT, ticks=ticks),
+        size_chart=SIZE_CHART,
+    )
+
+
+def _splits(
+    views: Sequence[SplitView],
+    tiles: Mapping[str, Tiles],
+    colors: Mapping[str, Color],
+) -> list[dict[str, Any]]:
+    """Contents of the splits of one dataset, whose charts have the same scale."""
+    histograms = [_histogram(view) for view in views]
+    top = max(map(max, histograms))
+    largest = max(float(view.size_M2.max(initial=1)) for view in views)
+    found = []
+    for view, histogram in zip(views, histograms, strict=True):
+        num_boxes = sum(view.counts.values())
+        rows = sorted(view.counts.items(), key=lambda item: -item[1])
+        found.append(
+            dict(
+                name=view.split,
+                file=view.file,
+                num_images=len(view.size_M2),
+                num_boxes=num_boxes,
+                per_image=num_boxes / max(len(view.size_M2), 1),
+                shares=size_shares(view.side_B),
+                curve=_curve(histogram, top),
+                sizes=_circles(view.size_M2, largest),
+                size_words=_size_words(view.size_M2),
+                legend=[(name, _css_color(colors[name]), n) for name, n in rows],
+                tiles=[dict(name=n, uri=_data_uri(t)) for n, t in tiles[view.title]],
+            )
+        )
+    return found
+
+
+def size_shares(side_B: np.ndarray) -> list[float]:
+    """Shares of small, medium and large boxes; zeros without any box."""
+    counts, _ = np.histogram(side_B, (0, SMALL, LARGE, math.inf))
+    return (counts / max(len(side_B), 1)).tolist()
+
+
+def _class_rows(
+    of_dataset: Mapping[str, Sequence[SplitView]], colors: Mapping[str, Color]
+) -> list[dict[str, Any]]:
+    """A row for each class with its counts per dataset; common classes first."""
+    total: Counter[str] = Counter()
+    for views in of_dataset.values():
+        for view in views:
+            total.update(view.counts)
+    rows = []
+    for name in sorted(total, key=lambda name: (-total[name], name)):
+        cells = [
+            [(view.split, view.counts.get(name, 0)) for view in views]
+            if any(name in view.counts for view in views)
+            else None
+            for views in of_dataset.values()
+        ]
+        color = _css_color(colors[name])
+        rows.append(dict(name=name, color=color, cells=cells, total=total[name]))
+    return rows
+
+
+def _histogram(view: SplitView) -> list[float]:
+    """Share of the boxes in each bin of sides."""
+    sides_B = np.clip(view.side_B, EDGES[0], EDGES[-1] - 1e-6)
+    counts, _ = np.histogram(sides_B, EDGES)
+    return (counts / max(len(sides_B), 1)).tolist()
+
+
+def _curve(shares: Sequence[float], top: float) -> str:
+    """Points of an SVG polyline."""
+    step = CHART_WIDTH / len(shares)
+    height = (CHART_HEIGHT - 20) / (top or 1.0)
+    return " ".join(
+        f"{(i + 0.5) * step:.1f},{CHART_HEIGHT - 16 - share * height:.1f}"
+        for i, share in enumerate(shares)
+    )
+
+
+def _circles(size_M2: np.ndarray, largest: float) -> list[tuple[float, float, float]]:
+    """Center and radius for each image size; the area is the share of images."""
+    steps_M2 = np.round(size_M2 / SIZE_STEP) * SIZE_STEP
+    sizes, counts = np.unique(steps_M2, axis=0, return_counts=True)
+    scale = (SIZE_CHART - 20) / max(largest, 1.0)
+    return [
+        (w * scale, SIZE_CHART - h * scale, 2 + 8 * (count / len(size_M2)) ** 0.5)
+        for (w, h), count in zip(sizes.tolist(), counts.tolist(), strict=True)
+    ]
+
+
+def _size_words(size_M2: np.ndarray) -> str:
+    if len(size_M2) == 0:
+        return "no image sizes"
+    sizes, counts = np.unique(size_M2, axis=0, return_counts=True)
+    width, height = sizes[counts.argmax()]
+    words = f"{counts.max() / counts.sum():.0%} are {width:g} x {height:g}"
+    low, high = size_M2.min(axis=0), size_M2.max(axis=0)
+    if len(sizes) > 1:
+        words += f"; {low[0]:g} to {high[0]:g} wide, {low[1]:g} to {high[1]:g} high"
+    return words
+
+
+def _css_color(color: Color) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*color)
+
+
+def _data_uri(picture: Image.Image) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=80, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

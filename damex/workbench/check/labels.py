@@ -1,0 +1,219 @@
+"""``damex data labels``: classes of a mixture that are merged, or could be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from damex.datasets.coco_records import parse_records, read_coco
+from damex.datasets.label_space import LabelFile, LabelSpace
+from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.errors import ConfigError, printable
+from damex.files import write_text
+from damex.workbench.check.classes import similar_names
+from damex.workbench.check.sources import mixture_config_of
+
+FEW = 10  # minimum number of boxes to compare sizes and shapes
+FACTOR = 3.0  # ratio of medians that suggests different things
+
+
+@dataclass(frozen=True)
+class ClassCount:
+    """Boxes of one class of one dataset.
+
+    Args:
+        own: The dataset's name of the class.
+        target: The class of the mixture; None if left out.
+        boxes: Number of boxes; None if the dataset is not a COCO file.
+        scales: Of each box: square root of its share of the image.
+        shapes: Of each box: width over height.
+    """
+
+    own: str
+    target: str | None
+    boxes: int | None = None
+    supercategory: str = ""
+    scales: Sequence[float] | np.ndarray = ()
+    shapes: Sequence[float] | np.ndarray = ()
+
+
+Counts = Mapping[str, Sequence[ClassCount]]  # per dataset
+# Per class of the mixture: datasets, and their classes.
+Rows = Mapping[str, Sequence[tuple[str, ClassCount]]]
+
+
+def labels(config: str, *, cfg_options: Sequence[str], out: str | None) -> None:
+    """Print the merge table of a config, and write an initial label file."""
+    cfg = mixture_config_of(config, cfg_options)
+    specs = parse_mixture(cfg["mixture"])
+    rules = cfg.get("label_space") or "union"
+    if out is not None and Path(out).suffix != ".json":
+        raise ConfigError(f"--out must end in .json, got {out!r}.")
+    if out is not None and Path(out).exists():
+        raise ConfigError(f"--out: {out} exists; remove it, or choose another name.")
+    counts = {
+        spec.name: count_classes(spec, mapping)
+        for spec, mapping in zip(
+            specs, LabelSpace.from_specs(specs, mode=rules).dataset_classes, strict=True
+        )
+    }
+    print(printable("\n".join(report(counts))))
+    if out is not None:
+        file = starting_file(specs, counts)
+        write_text(out, file.to_text())
+        renaming = ", ".join(spec.name for spec in specs if spec.rename)
+        also = f", and remove rename from the entries of {renaming}" if renaming else ""
+        print(
+            f"\nwritten: {out}. Edit it, and set label_space = "
+            f"{out!r} at the top level of the config{also}."
+        )
+
+
+def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCount]:
+    """Count the training boxes by class; ``mapping`` is class name -> mixture class."""
+    source = spec.coco_source("train") or spec.coco_source("val")
+    if source is None:
+        return [ClassCount(own, mapping.get(own)) for own in spec.own_classes]
+    document = read_coco(source.annotations, spec.name)
+    above = {
+        str(category["name"]): str(category.get("supercategory") or "")
+        for category in document["categories"]
+    }
+    records, _ = parse_records(document, source.location, above)
+    assert records is not None  # read_coco has checked it
+    with np.errstate(all="ignore"):  # sides of 0, and sizes that are unknown
+        side_N2 = records.box_N4[:, 2:]
+        scale_N = np.sqrt((side_N2 / records.size_N2).prod(axis=1))
+        shape_N = side_N2[:, 0] / side_N2[:, 1]
+        is_valid_N = (side_N2 > 0).all(axis=1) & np.isfinite(scale_N) & (scale_N > 0)
+    found = []
+    for number, name in enumerate(records.categories.values()):
+        is_own_N = records.class_N == number
+        boxes_B = is_own_N & is_valid_N
+        target = mapping.get(name)
+        measures = scale_N[boxes_B], shape_N[boxes_B]
+        found.append(
+            ClassCount(name, target, int(is_own_N.sum()), above[name], *measures)
+        )
+    return found
+
+
+def report(counts: Counts) -> list[str]:
+    """The merge table, near-miss names, and names that may mean different things."""
+    rows = by_target(counts)
+    shared = sum(len({dataset for dataset, _ in row}) > 1 for row in rows.values())
+    width = max(len(name) for name in rows)
+    lines = [
+        f"{len(rows)} classes of {len(counts)} datasets; {shared} in more than one",
+        f"{'class':{width}}  dataset: own word, boxes",
+    ]
+    for name, row in rows.items():
+        cells = "; ".join(f"{dataset}: {_cell(count, name)}" for dataset, count in row)
+        lines.append(f"{name:{width}}  {cells}")
+    left_out = [
+        f"{dataset}: {_cell(count, '')}"
+        for dataset, found in counts.items()
+        for count in found
+        if count.target is None
+    ]
+    sections = {
+        "near-miss names (one class, or two?)": near_misses(rows, counts),
+        "merged by name, but perhaps different things": sorted(conflicts(rows)),
+        "left out": left_out,
+        "not annotated by all datasets": partly_annotated(rows, len(counts)),
+    }
+    for title, found in sections.items():
+        lines += ["", f"{title}:", *(f"  {line}" for line in found or ["none"])]
+    return lines
+
+
+def by_target(counts: Counts) -> Rows:
+    """Per class of the mixture: datasets and counts; most datasets first."""
+    rows: dict[str, list[tuple[str, ClassCount]]] = {}
+    for dataset, found in counts.items():
+        for count in found:
+            if count.target is not None:
+                rows.setdefault(count.target, []).append((dataset, count))
+    return dict(sorted(rows.items(), key=lambda row: -len({d for d, _ in row[1]})))
+
+
+def _cell(count: ClassCount, target: str) -> str:
+    own = "" if count.own == target else f"{count.own!r}, "
+    return own + ("not counted" if count.boxes is None else f"{count.boxes:,}")
+
+
+def near_misses(rows: Rows, datasets: Collection[str]) -> list[str]:
+    """Pairs of classes of the mixture with nearly the same name.
+
+    Names with a dataset before a slash were kept apart on purpose.
+    """
+    names = [name for name in rows if name.split("/")[0] not in datasets]
+    lines = []
+    for first, second, why in similar_names(names):
+        a, b = ({dataset for dataset, _ in rows[name]} for name in (first, second))
+        if a == b and len(a) == 1:  # two names in one dataset are two things
+            continue
+        where = f"{', '.join(sorted(a))} and {', '.join(sorted(b))}"
+        lines.append(f"{first!r} and {second!r} ({why}), of {where}")
+    return lines
+
+
+def conflicts(rows: Rows) -> Iterator[str]:
+    """Classes of equal name in several datasets that may mean different things.
+
+    A hint from supercategories, and median size and shape of boxes.
+    """
+    for name, row in rows.items():
+        for (first, a), (second, b) in combinations(row, 2):
+            if first == second or a.own.casefold() != b.own.casefold():
+                continue  # merged on purpose
+            reasons = list(_differences(a, b))
+            if reasons:
+                yield f"{name!r} of {first} and {second}: {'; '.join(reasons)}"
+
+
+def _differences(a: ClassCount, b: ClassCount) -> Iterator[str]:
+    ours, theirs = (
+        "" if one.supercategory in ("none", one.own) else one.supercategory
+        for one in (a, b)
+    )
+    if ours and theirs and ours.casefold() != theirs.casefold():
+        yield f"supercategories {ours!r} and {theirs!r}"
+    if min(len(a.scales), len(b.scales)) < FEW:
+        return
+    x, y = np.median(a.scales), np.median(b.scales)
+    if max(x, y) > FACTOR * min(x, y):
+        yield f"side of a typical box {x:.0%} and {y:.0%} of the image's"
+    x, y = np.median(a.shapes), np.median(b.shapes)
+    if max(x, y) > FACTOR * min(x, y):
+        yield f"width over height of a typical box {x:.2g} and {y:.2g}"
+
+
+def partly_annotated(rows: Rows, num_datasets: int) -> list[str]:
+    """Advice for classes that only some datasets annotate."""
+    sizes = (len({dataset for dataset, _ in row}) for row in rows.values())
+    some = sum(size < num_datasets for size in sizes)
+    text = (
+        f"{some} classes. Their objects in images of the other datasets are taught as "
+        "background: if there are any, set model.ignore_unannotated_classes=True."
+    )
+    return [text] if some else []
+
+
+def starting_file(specs: Sequence[DatasetSpec], counts: Counts) -> LabelFile:
+    """A label file that reproduces the current mapping of all used classes."""
+    return LabelFile(
+        {
+            spec.name: {
+                count.own: count.target
+                for count in counts[spec.name]
+                if count.own in spec.own_classes
+            }
+            for spec in specs
+        },
+        unlisted="error",
+    )

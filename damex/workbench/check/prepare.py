@@ -1,0 +1,205 @@
+"""``damex data prepare uodb`` and ``damex data convert``: write datasets as COCO files.
+
+Of UODB's eleven datasets (Wang et al. 2019, arXiv 1904.04402), nine are on its project
+page, in VOC layout with custom splits; COCO and VOC are from their websites. Sizes are
+approximate, licenses indicative: check the datasets' websites.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from damex.config_files import CONFIGS
+from damex.datasets.coco_records import read_coco
+from damex.datasets.entries import Options, problem_of_names
+from damex.datasets.spec import parse_mixture
+from damex.errors import ConfigError, did_you_mean, printable
+from damex.files import atomic_write, write_json
+from damex.workbench.formats.conversion import convert_tree, open_root
+
+SPLITS = ("train", "val")
+
+
+class Recipe(NamedTuple):
+    """One dataset of the benchmark, from ``configs/uodb/datasets.json``.
+
+    Args:
+        size: Number of images and disk space.
+        licence: In a few words.
+        source: Website that hosts it.
+        classes: Used classes, in lower case and separated by spaces; empty for all.
+        train: Lists of training images, below the folder of the dataset.
+        val: The same for evaluation.
+        folders: Folders that are needed in addition to the lists.
+    """
+
+    size: str
+    licence: str
+    source: str
+    classes: str
+    train: list[str]
+    val: list[str]
+    folders: list[str]
+
+    def missing(self, root: Path) -> list[str]:
+        """Missing files and folders in the folder of the dataset."""
+        needed = dict.fromkeys((*self.train, *self.val, *self.folders))
+        return [path for path in needed if not (root / path).exists()]
+
+
+def read_recipes() -> dict[str, Recipe]:
+    """The datasets of UODB by name."""
+    content = json.loads((CONFIGS / "uodb" / "datasets.json").read_text("utf-8"))
+    return {name: Recipe(**values) for name, values in content.items()}
+
+
+def prepare(benchmark: str, names: Sequence[str], *, root: str) -> int:
+    """Prepare the datasets of a benchmark; 0 if all are ready, 1 if not."""
+    recipes = read_recipes()
+    for name in names:
+        if name not in recipes:
+            raise ConfigError(
+                f"UODB has no dataset {name!r}; {did_you_mean(name, recipes)}"
+            )
+    ready = [_prepare(n, recipes[n], Path(root) / n) for n in names or recipes]
+    print(f"{sum(ready)} of {len(ready)} datasets are ready")
+    return 0 if all(ready) else 1
+
+
+def _prepare(name: str, recipe: Recipe, root: Path) -> bool:
+    """Convert one dataset, or print its missing files; returns whether it is ready."""
+    if all((root / f"{split}.json").is_file() for split in SPLITS):
+        print(f"{name}: ready; remove {root}/train.json to convert it again")
+        return True
+    if lacks := recipe.missing(root):
+        print(
+            f"{name}: {recipe.size}; licence: {recipe.licence}.\n"
+            f"  From {recipe.source}; unpack it into {root}/, which lacks"
+        )
+        print("\n".join(f"    {path}" for path in lacks))
+        return False
+    is_coco = name == "coco"
+    made = coco_documents(root) if is_coco else voc_documents(name, recipe, root)
+    for split, document in made.items():
+        kept = recipe.classes.split()
+        dropped = keep_classes(document, kept) if kept else 0
+        write_json(root / f"{split}.json", document)
+        other = f", {dropped} boxes of other classes left out" if dropped else ""
+        print(
+            f"{name}: {split}.json: {len(document['images'])} images, "
+            f"{len(document['annotations'])} boxes of {len(document['categories'])} "
+            f"classes{other}"
+        )
+    return True
+
+
+def voc_documents(name: str, recipe: Recipe, root: Path) -> dict[str, dict[str, Any]]:
+    """COCO documents of a dataset in VOC layout.
+
+    Raises:
+        DataError: If it cannot be read.
+    """
+    entry = dict(name=name, root=str(root), format="voc")
+    (spec,) = parse_mixture([dict(entry, train=recipe.train, val=recipe.val)])
+    sources = {split: spec.coco_source(split) for split in SPLITS}
+    return {
+        split: read_coco(source.annotations, name)
+        for split, source in sources.items()
+        if source is not None
+    }
+
+
+def coco_documents(root: Path) -> dict[str, dict[str, Any]]:
+    """COCO documents of the benchmark's two parts of val2014.
+
+    val2017 is its ``minival``; the other images are for training. ``root`` contains
+    ``annotations`` and ``val2014``.
+
+    Raises:
+        DataError: If a file cannot be read.
+    """
+    whole = read_coco(root / "annotations" / "instances_val2014.json", "coco")
+    held = read_coco(root / "annotations" / "instances_val2017.json", "coco")
+    minival = {image["id"] for image in held["images"]}
+    for image in whole["images"]:
+        image["file_name"] = f"val2014/{image['file_name']}"
+    for record in whole["annotations"]:
+        record.pop("segmentation", None)
+    train = {image["id"] for image in whole["images"]} - minival
+    return {
+        split: dict(
+            images=[one for one in whole["images"] if one["id"] in ids],
+            annotations=[one for one in whole["annotations"] if one["image_id"] in ids],
+            categories=whole["categories"],
+        )
+        for split, ids in dict(train=train, val=minival).items()
+    }
+
+
+def keep_classes(document: dict[str, Any], classes: Sequence[str]) -> int:
+    """Reduce a COCO document, in place, to ``classes`` (lower case) in that order.
+
+    Returns:
+        Number of removed boxes.
+    """
+    names = {c["id"]: str(c["name"]).lower() for c in document["categories"]}
+    number = {name: place for place, name in enumerate(classes, start=1)}
+    before = document["annotations"]
+    document["annotations"] = [
+        {**record, "category_id": number[names[record["category_id"]]]}
+        for record in before
+        if names.get(record["category_id"]) in number
+    ]
+    document["categories"] = [dict(id=i, name=name) for name, i in number.items()]
+    return len(before) - len(document["annotations"])
+
+
+def convert(
+    root: str,
+    *,
+    out: str,
+    format: str | None,  # noqa: A002
+    val_share: float | None,
+    classes: Sequence[str],
+    **splits: Sequence[str],
+) -> None:
+    """``damex data convert``: write COCO files into a folder, and print a summary."""
+    if val_share is not None and not 0.0 <= val_share < 1.0:
+        raise ConfigError(f"--val-share must be from 0 to below 1, got {val_share}.")
+    if (problem := problem_of_names(classes)) is not None:
+        raise ConfigError(f"--classes: {problem}.")
+    lists = dict(splits, classes=classes)
+    chosen = {key: tuple(words) for key, words in lists.items() if words}
+    options = Options(format=format, val_share=val_share, **chosen)
+    tree, folder = open_root(root), Path(out)
+    if folder.resolve().is_relative_to(tree.root):
+        raise ConfigError(
+            f"--out {out} lies inside of {root}, whose annotations it would then be; "
+            "choose a folder outside."
+        )
+    with tempfile.TemporaryDirectory() as draft:
+        conversion = convert_tree(tree, options, Path(draft))
+        files = sorted(Path(draft).iterdir())
+        for file in files:
+            if (folder / file.name).exists():
+                raise ConfigError(
+                    f"{folder / file.name} exists and is not overwritten; "
+                    "remove it, or choose another --out."
+                )
+        with ExitStack() as stack:  # all files or none
+            for file in files:
+                part = stack.enter_context(atomic_write(folder / file.name))
+                shutil.copyfile(file, part)
+    name = tree.root.name
+    print(printable(conversion.summary.text(name)))
+    named = ", ".join(f'{s}="{s}.json"' for s in conversion.summary.splits)
+    print(
+        f"\nfor a mixture:\n    dict(name={name!r}, "
+        f"data_root={str(folder.resolve())!r}, {named}, img={str(tree.root)!r}),"
+    )

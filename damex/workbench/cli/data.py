@@ -1,0 +1,144 @@
+"""``damex data``: options of its commands."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from damex.workbench.cli.run import (
+    CfgOptions,
+    ConfigOrFolder,
+    NonNegativeInt,
+    PositiveInt,
+    command,
+    parameter,
+    program,
+)
+
+# The names in `damex.workbench.check.prepare.FORMATS`, which takes seconds.
+Format = Literal[
+    "coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv", "kitti_detections"
+]
+data = program(
+    "data",
+    "Check, show and convert datasets before training.",
+    "damex data check configs/my_mixture.py",
+)
+
+
+@command(
+    data,
+    "damex.workbench.check.check",
+    "damex data check my_mixture.py --quick",
+    "damex data check data/fish",
+    "damex data check --coco train.json --images images/",
+)
+def check(
+    config: ConfigOrFolder | None = None,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    coco: str | None = None,
+    images: str | None = None,
+    json: str | None = None,
+    quick: bool = False,
+    examples: NonNegativeInt = 3,
+) -> None:
+    """Check the annotations and images of datasets.
+
+    Args:
+        coco: A COCO file to check instead of a config.
+        images: The image folder of --coco.
+        json: Write all findings to this file.
+        quick: Do not decode or compare images, as in the check before each training.
+        examples: Number of findings to print of each kind.
+    """
+
+
+@command(
+    data, "damex.workbench.check.browse", "damex data browse my_mixture.py --samples 24"
+)
+def browse(
+    config: ConfigOrFolder,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    out: str | None = None,
+    samples: PositiveInt = 12,
+    seed: int = 0,
+) -> None:
+    """Write an HTML page and contact sheets of the datasets of a config.
+
+    Args:
+        out: Output folder (default: work_dirs/CONFIG/browse).
+        samples: Number of images of each split.
+        seed: Random seed for choosing the images.
+    """
+
+
+@command(
+    data,
+    "damex.workbench.check.prepare",
+    "damex data convert data/fish --out data/fish-coco",
+)
+def convert(
+    root: str,
+    /,
+    *,
+    out: str,
+    format: Format | None = None,
+    val_share: float | None = None,
+    train: tuple[str, ...] = (),
+    val: tuple[str, ...] = (),
+    test: tuple[str, ...] = (),
+    classes: tuple[str, ...] = (),
+) -> None:
+    """Read a folder of images and annotations, and write COCO files.
+
+    Args:
+        root: The folder; nothing in it is changed.
+        out: Folder for the COCO files.
+        format: Format of the annotations (default: detected).
+        val_share: Share of the images for validation if the folder has no such split
+            (default: 0.1).
+        train: Training images: a split, folder, list of images or annotation file in
+            ROOT.
+        val: Validation images, named in the same way.
+        test: Test images, named in the same way.
+        classes: Class names, if no file lists them.
+    """
+
+
+@command(
+    data,
+    "damex.workbench.check.labels",
+    "damex data labels my_mixture.py --out labels.json",
+)
+def labels(
+    config: ConfigOrFolder,
+    /,
+    *,
+    cfg_options: CfgOptions = (),
+    out: Annotated[str | None, parameter("FILE.json")] = None,
+) -> None:
+    """Print which classes of the datasets are merged, and which may mean the same.
+
+    Args:
+        out: Write these classes to a label file that you can edit.
+    """
+
+
+@command(data, "damex.workbench.check.prepare", "damex data prepare uodb kitti voc")
+def prepare(
+    benchmark: Literal["uodb"],
+    names: tuple[str, ...] = (),
+    /,
+    *,
+    root: str = "data/uodb",
+) -> None:
+    """Write COCO files for the configs of a benchmark; nothing is downloaded.
+
+    Args:
+        benchmark: Name of the benchmark.
+        names: Datasets to convert (default: all); their own files are not changed.
+        root: Folder with a folder for each dataset.
+    """

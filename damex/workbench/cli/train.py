@@ -1,0 +1,134 @@
+"""``damex train`` and ``damex test``, with the arguments of mmdet's tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.device import get_device, utils
+from torch import cuda
+
+import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
+from damex.engine.config import build_runner, load_config
+from damex.errors import ConfigError
+from damex.workbench.zero_config import config_of_folders, named_folders
+
+
+def train(
+    config: str | None,
+    *,
+    data: Sequence[str],
+    model: str | None,
+    epochs: int | None,
+    device: str | None,
+    amp: bool,
+    auto_scale_lr: bool,
+    resume: Sequence[str] | None,
+    **run: Any,
+) -> None:
+    """Train as mmdet's ``tools/train.py`` does; options as in ``damex train``."""
+    if (config is None) == (not data):
+        raise ConfigError(
+            "train takes either a CONFIG or --data FOLDER..., as in damex train "
+            "quickstart. See damex train --help."
+        )
+    if config is not None and model is not None:
+        raise ConfigError("--model belongs to --data: a config sets its own model.")
+    use_device(device)
+    cfg = load_config(
+        config or config_of_folders(named_folders(data), model or "tiny"),
+        resumes=resume is not None,
+        **run,
+    )
+    if epochs is not None:
+        cfg.max_epochs = epochs
+    if amp:
+        use_amp(cfg)
+    if auto_scale_lr:
+        if "base_batch_size" not in (cfg.get("auto_scale_lr") or {}):
+            raise ConfigError(
+                "--auto-scale-lr needs auto_scale_lr=dict(base_batch_size=...) in the "
+                "config."
+            )
+        cfg.auto_scale_lr.enable = True
+    if resume is not None:
+        cfg.resume = True
+        cfg.load_from = resume[0] if resume else None
+    add_data_check(cfg)
+    build_runner(cfg).train()
+
+
+def test(
+    config: str,
+    checkpoint: str,
+    *,
+    device: str | None,
+    classwise: bool,
+    out: str | None,
+    show: bool,
+    show_dir: str | None,
+    wait_time: float,
+    **run: Any,
+) -> None:
+    """Evaluate as mmdet's ``tools/test.py`` does; options as in ``damex test``."""
+    if out and not out.endswith((".pkl", ".pickle")):
+        raise ConfigError(f"--out must end in .pkl or .pickle, got {out!r}.")
+    use_device(device)
+    cfg = load_config(config, **run)
+    cfg.load_from = checkpoint
+    if classwise:
+        evaluators = cfg.test_evaluator
+        for one in evaluators if isinstance(evaluators, list) else [evaluators]:
+            if one.get("type") == "MixtureMetric":
+                one["classwise"] = True
+    if show or show_dir:
+        from mmdet.engine.hooks.utils import trigger_visualization_hook
+
+        args = SimpleNamespace(show=show, show_dir=show_dir, wait_time=wait_time)
+        cfg = trigger_visualization_hook(cfg, args)
+    runner = build_runner(cfg)
+    if out:
+        from mmdet.evaluation import DumpDetResults
+
+        runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=out))
+    runner.test()
+
+
+def add_data_check(cfg: Config) -> None:
+    """Add the data check to a config without it; ``data_check='off'`` leaves it out."""
+    default, custom = cfg.get("default_hooks") or {}, cfg.get("custom_hooks") or ()
+    known = [hook.get("type") for hook in (*default.values(), *custom) if hook]
+    if "DataCheckHook" not in known:
+        cfg.default_hooks = {**default, "data_check": dict(type="DataCheckHook")}
+
+
+def use_device(device: str | None) -> None:
+    """Choose the device of mmengine, and the GPU; ConfigError if it is missing."""
+    kind, _, index = (device or "").partition(":")
+    if device is None:
+        return
+    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {device!r}.")
+    if kind == "cpu":
+        utils.DEVICE = "cpu"
+        return
+    if int(index or 0) >= cuda.device_count():
+        raise ConfigError(
+            f"--device {device}: {cuda.device_count()} GPUs are seen here; use cpu, or "
+            "another; damex doctor shows which torch is installed."
+        )
+    cuda.set_device(int(index or 0))
+
+
+def use_amp(cfg: Config) -> None:
+    """Train in mixed precision; ConfigError without a GPU."""
+    if get_device() == "cpu":
+        raise ConfigError("--amp needs a GPU, and none is seen here; leave it out.")
+    cfg.optim_wrapper.type = "AmpOptimWrapper"
+    # As wide as float32, so without loss scaling; emulated it would be slow.
+    if cuda.is_bf16_supported(including_emulation=False):
+        cfg.optim_wrapper.setdefault("dtype", "bfloat16")
+    is_half = cfg.optim_wrapper.get("dtype") != "bfloat16"
+    cfg.optim_wrapper.setdefault("loss_scale", "dynamic" if is_half else 1.0)

@@ -1,0 +1,1 @@
+"""Detectors for other programs: plain mmdet of one dataset, and ONNX."""

@@ -1,0 +1,333 @@
+"""A detector as an ONNX graph, from the pixels of an image file to boxes in its pixels.
+
+The graph resizes, normalizes and pads images of any size as `damex predict` does.
+
+Axes: B images, C classes, D model width, G dataset groups, H and W rows and columns of
+an image, K detections per image, L feature levels, Q queries, V tokens.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from mmdet.models.detectors import DINO, DeformableDETR
+from torch import Tensor, nn
+from torch.jit import TracerWarning
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from damex.errors import ConfigError
+from damex.workbench.export.dense_experts import ImageVotes
+
+OPSET = 17  # the first that has both GridSample (16) and LayerNormalization (17)
+INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
+PROBABILITIES = "datasets"  # fourth output, if the graph has experts
+PACKAGES = ("onnx", "onnxruntime")
+DETECTORS = (DINO, DeformableDETR)
+# Pipeline steps that a graph supports, in their order.
+STEPS = ("LoadImageFromFile", "Resize", "Pad", "PackDetInputs")
+
+
+def check_packages() -> None:
+    """Raise a ConfigError if a package that writes or runs ONNX is missing."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"a .onnx file needs {' and '.join(missing)}; pip install 'damex[onnx]'."
+        )
+
+
+def check_steps(pipeline: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ConfigError if a graph cannot follow a test pipeline."""
+    kinds = [step["type"] for step in pipeline]
+    if kinds != [kind for kind in STEPS if kind in kinds] or "Resize" not in kinds:
+        raise ConfigError(
+            f"the evaluation of the training applies {', '.join(kinds)} to images, "
+            f"which a .onnx file cannot; it can follow {', '.join(STEPS)}, in this "
+            "order, with or without Pad."
+        )
+    resize = next(step for step in pipeline if step["type"] == "Resize")
+    if "scale" not in resize:
+        raise ConfigError(
+            "a .onnx file resizes images to one size, which the evaluation of the "
+            "training does not: its Resize has no scale=(width, height)."
+        )
+
+
+class DetectorGraph(nn.Module):
+    """Exportable forward of an mmdet detector, without mmdet's data samples.
+
+    Args:
+        detector: In eval mode, on the CPU.
+        pipeline: Test pipeline that passes `check_steps`.
+        votes: Shared by its `VotedFFN`; None for a dense detector.
+
+    Raises:
+        ConfigError: If the detector cannot be expressed as a graph.
+    """
+
+    foreign_GC: Tensor
+
+    def __init__(
+        self,
+        detector: Any,
+        pipeline: Sequence[Mapping[str, Any]],
+        votes: ImageVotes | None = None,
+    ) -> None:
+        super().__init__()
+        if type(detector) not in DETECTORS:
+            names = " and ".join(kind.__name__ for kind in DETECTORS)
+            raise ConfigError(
+                f"the detector is a {type(detector).__name__}; as ONNX {names} can be "
+                "written. With --dataset NAME and --out FILE.pth it can be exported "
+                "for mmdet."
+            )
+        if not detector.bbox_head.loss_cls.use_sigmoid:
+            raise ConfigError(
+                "the detector's classes exclude each other (a softmax); as ONNX those "
+                "with a sigmoid can be written."
+            )
+        self.detector, self.pipeline, self.votes = detector, pipeline, votes
+        most = detector.num_queries
+        self.max_per_img: int = detector.test_cfg.get("max_per_img", most)
+        steps = {step["type"]: step for step in pipeline}
+        scale = steps["Resize"]["scale"]
+        self.scale = (scale, scale) if isinstance(scale, int) else tuple(scale)
+        # mmcv's Resize stretches images by default.
+        self.keep_ratio: bool = steps["Resize"].get("keep_ratio", False)
+        self.border: Mapping[str, Any] = steps.get("Pad", {})
+        groups = votes.labels if votes else []
+        foreign_GC = torch.ones(
+            len(groups), detector.bbox_head.num_classes, dtype=torch.bool
+        )
+        for foreign_C, labels in zip(foreign_GC, groups, strict=True):
+            foreign_C[labels] = False
+        self.register_buffer("foreign_GC", foreign_GC)
+        self.outputs = OUTPUTS if votes is None else (*OUTPUTS, PROBABILITIES)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Detect objects in images of one size, uint8 in RGB (B, H, W, 3).
+
+        Returns:
+            Boxes as x1, y1, x2, y2 in pixels (B, K, 4), scores (B, K) and labels (B,
+            K), best first. With experts, only classes of the predicted dataset group
+            are detected, and the group probabilities (B, G) follow.
+        """
+        file_2 = torch._shape_as_tensor(images)[1:3]  # stays variable in a trace
+        size_2 = self._new_size(file_2)
+        pixels_B3HW = resized(images, file_2, size_2)
+        image_2 = self._with_border(size_2)  # mmcv's Pad makes the border image
+        pixels_B3HW = _padded(pixels_B3HW, size_2, image_2, self.border.get("pad_val"))
+        file_2 = file_2 * (image_2 / size_2)
+        of = self.detector.data_preprocessor
+        if not of._channel_conversion:  # mmcv loads blue first
+            pixels_B3HW = pixels_B3HW.flip(1)
+        if of._enable_normalize:
+            pixels_B3HW = (pixels_B3HW - of.mean) / of.std
+        divisor = of.pad_size_divisor
+        padded_2 = (image_2 + divisor - 1) // divisor * divisor
+        pixels_B3HW = _padded(pixels_B3HW, image_2, padded_2, of.pad_value)
+        maps = self.detector.extract_feat(pixels_B3HW)
+        if self.votes is not None:
+            self.votes.begin()
+        logits_BQC, boxes_BQ4 = self._transform(maps, image_2, padded_2)
+        if self.votes is None:
+            return self._best(logits_BQC, boxes_BQ4, file_2)
+        probabilities_BG = self.votes.probabilities()
+        foreign_BC = self.foreign_GC[self.votes.elected()]
+        logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
+        return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
+
+    def _new_size(self, file_2: Tensor) -> Tensor:
+        """Height and width after mmcv's Resize."""
+        if not self.keep_ratio:
+            return torch.tensor(self.scale[::-1])
+        limits_2 = torch.tensor(sorted(self.scale), dtype=torch.double)
+        sides_2 = torch.stack([file_2.min(), file_2.max()]).double()
+        return (file_2.double() * (limits_2 / sides_2).min() + 0.5).long()
+
+    def _with_border(self, size_2: Tensor) -> Tensor:
+        """Height and width after mmcv's Pad."""
+        if self.border.get("pad_to_square"):
+            size_2 = size_2.max().expand(2)
+        divisor, size = self.border.get("size_divisor"), self.border.get("size")
+        if divisor is not None:
+            return (size_2 + divisor - 1) // divisor * divisor
+        if size is not None:
+            return torch.maximum(size_2, torch.tensor(size[::-1]))
+        return size_2
+
+    def _transform(
+        self, maps: Sequence[Tensor], size_2: Tensor, padded_2: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (B, Q, C) and relative boxes; replaces mmdet's ``pre_transformer``."""
+        detector = self.detector
+        shapes = [torch._shape_as_tensor(one)[2:] for one in maps]
+        masks = [_mask(shape_2, size_2, padded_2) for shape_2 in shapes]
+        positions = [
+            _tokens(detector.positional_encoding(mask_1HW)) + embedding_D
+            for mask_1HW, embedding_D in zip(masks, detector.level_embed, strict=True)
+        ]
+        mask_BV = torch.cat([mask_1HW.flatten(1) for mask_1HW in masks], 1)
+        mask_BV = mask_BV.expand(maps[0].shape[0], -1)
+        levels = dict(
+            spatial_shapes=torch.stack(shapes),
+            level_start_index=None,  # for GPUs
+            valid_ratios=torch.stack([*map(detector.get_valid_ratio, masks)], 1),
+        )
+        if self.votes is not None:
+            self.votes.real_BN1 = ~mask_BV[..., None]
+        encoded = detector.forward_encoder(
+            feat=torch.cat([*map(_tokens, maps)], 1),
+            feat_mask=mask_BV,
+            feat_pos=torch.cat(positions, 1),
+            **levels,
+        )
+        inputs, _ = detector.pre_decoder(**encoded)
+        if self.votes is not None:
+            self.votes.real_BN1 = None  # all queries are real
+        decoded = detector.forward_decoder(**inputs, memory_mask=mask_BV, **levels)
+        logits_LBQC, boxes_LBQ4 = detector.bbox_head(**decoded)
+        return logits_LBQC[-1], boxes_LBQ4[-1]
+
+    def _best(
+        self, logits_BQC: Tensor, boxes_BQ4: Tensor, file_2: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Top detections of each image, selected like mmdet's DETRHead."""
+        num_classes = logits_BQC.shape[-1]
+        scores_BK, places_BK = logits_BQC.sigmoid().flatten(1).topk(self.max_per_img)
+        queries_BK = places_BK // num_classes
+        chosen_BK4 = boxes_BQ4.gather(1, queries_BK[..., None].expand(-1, -1, 4))
+        center, size = chosen_BK4.split(2, -1)
+        corners_BK4 = torch.cat([center - size / 2, center + size / 2], -1)
+        boxes_BK4 = corners_BK4.clamp(0.0, 1.0) * file_2.flip(0).repeat(2)
+        return boxes_BK4, scores_BK, places_BK % num_classes
+
+
+def _padded(
+    pixels_B3HW: Tensor, old_2: Tensor, new_2: Tensor, value: Any = None
+) -> Tensor:
+    """Pad images at the bottom and right; ``value`` is a number, or {"img": number}."""
+    value = value.get("img", 0) if isinstance(value, Mapping) else value
+    below, right = (new_2 - old_2).unbind()
+    pad: Any = (0, right, 0, below)
+    return functional.pad(pixels_B3HW, pad, value=float(value or 0))
+
+
+def _tokens(map_BDHW: Tensor) -> Tensor:
+    """Flatten a feature map to tokens (B, V, D)."""
+    return map_BDHW.flatten(2).transpose(1, 2)
+
+
+def _mask(shape_2: Tensor, size_2: Tensor, padded_2: Tensor) -> Tensor:
+    """Padding mask of a feature map, (1, H, W), interpolated like mmdet's."""
+    below_H, right_W = (
+        (torch.arange(places) * (padded / places)).floor() >= size
+        for places, size, padded in zip(shape_2, size_2, padded_2, strict=True)
+    )
+    return (below_H[:, None] | right_W)[None]
+
+
+def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
+    """Resize uint8 images (B, H, W, 3) exactly as OpenCV: bilinear, 11-bit weights.
+
+    ``old_2`` and ``new_2`` are height and width. Returns integer values (B, 3, H, W).
+    """
+    steps_2 = old_2.double() / new_2.double()
+    (rows_2H, vertical_2H), ((left_W, right_W), horizontal_2W) = (
+        _neighbours(*side) for side in zip(old_2, new_2, steps_2, strict=True)
+    )
+    lines = images[:, rows_2H]  # the upper and the lower one of each new row
+    left, right = (
+        lines[:, :, :, side_W].permute(0, 4, 1, 2, 3).float()
+        for side_W in (left_W, right_W)
+    )
+    across = left * horizontal_2W[0] + right * horizontal_2W[1]  # (B, 3, 2, H, W)
+    across = (across * 2.0**-4).floor().double()
+    both = (across * (vertical_2H.double() * 2.0**-16)[..., None]).floor().sum(2)
+    return ((both + 2.0) * 2.0**-2).floor().float()
+
+
+def _neighbours(old: Tensor, new: Any, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Both source positions of each new one along a side, and their weights of 2048."""
+    place = ((torch.arange(new).double() + 0.5) * step - 0.5).float()
+    first = place.floor()
+    share = place - first
+    both_2N = torch.stack([first, first + 1]).long().clamp(min=0)
+    weights_2N = torch.stack([1 - share, share]) * 2048
+    return torch.minimum(both_2N, old - 1), weights_2N.round()
+
+
+def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
+    """Serialize a graph in eval mode to ONNX.
+
+    The metadata holds ``image_size`` (width, height), ``keep_ratio`` and ``about`` as
+    JSON.
+
+    Raises:
+        ConfigError: If ONNX lacks an operator of the detector.
+    """
+    import onnx
+
+    known = dict(image_size=graph.scale, keep_ratio=graph.keep_ratio)
+    model = onnx.load_from_string(_traced(graph))
+    for output in model.graph.output:  # the trace lacks the number of detections
+        if output.name in OUTPUTS:
+            output.type.tensor_type.shape.dim[1].dim_value = graph.max_per_img
+    onnx.helper.set_model_props(
+        model, {key: json.dumps(value) for key, value in {**known, **about}.items()}
+    )
+    onnx.checker.check_model(model)
+    return model.SerializeToString()
+
+
+class _Linspace(TorchFunctionMode):
+    """Export ``torch.linspace`` of one step, where torch divides 0 by 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.linspace:
+            return func(*args, **(kwargs or {}))
+        start, end, steps = args
+        step = (end - start) / (steps - 1).clamp(min=1)
+        return start + torch.arange(steps) * step
+
+
+def _traced(graph: DetectorGraph) -> bytes:
+    """Trace a graph; ``dynamo=True`` fails as mmdet iterates over tensors of sizes."""
+    file: Any = io.BytesIO()  # accepted by torch, but not declared
+    width, height = graph.scale
+    images = torch.zeros(2, height, width, 3, dtype=torch.uint8)
+    batch = {0: "batch"}
+    axes = {INPUT: {**batch, 1: "height", 2: "width"}}
+    with warnings.catch_warnings(), torch.no_grad(), _Linspace():
+        warnings.simplefilter("ignore", TracerWarning)  # feature map sizes
+        warnings.simplefilter("ignore", DeprecationWarning)  # of this exporter
+        warnings.filterwarnings("ignore", module="torch.onnx")
+        try:
+            torch.onnx.export(
+                graph,
+                (images,),
+                file,
+                input_names=(INPUT,),
+                output_names=graph.outputs,
+                dynamic_axes=axes | dict.fromkeys(graph.outputs, batch),
+                opset_version=OPSET,
+                dynamo=False,
+            )
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            if not isinstance(error, torch.onnx.errors.OnnxExporterError):
+                # Such as fewer tokens than queries.
+                reason += f" with {width} x {height} pixels; try a larger --image-size."
+            raise ConfigError(
+                f"the detector cannot be written as ONNX (opset {OPSET}): {reason}"
+            ) from error
+    return file.getvalue()

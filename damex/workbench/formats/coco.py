@@ -1,0 +1,191 @@
+"""COCO JSON, as laid out by the COCO dataset, Roboflow, CVAT and others.
+
+Boxes are read, polygons are not. Files are checked as in training (``coco_records``),
+but broken images and annotations are only left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from damex.datasets.coco_records import Records, parse_records, read_json
+from damex.datasets.coco_schema import LISTS, is_box, is_number
+from damex.datasets.entries import Options, Summary
+from damex.datasets.findings import Location, raise_first
+from damex.errors import DataError
+from damex.files import glance
+from damex.workbench.formats.records import Box, Contents, Format, Sample, is_set
+from damex.workbench.formats.tree import Tree, some, stem
+
+_MANY_FILES = 40
+
+
+def _files(tree: Tree) -> list[str]:
+    """JSON files of detections; only ``instances_*`` among COCO's other tasks."""
+    files = tree.with_suffix(".json")
+    if len(files) > _MANY_FILES:  # one per image: not COCO
+        files = [path for path in files if tree.split_of_file(path) or "coco" in path]
+    keys = [f'"{key}"'.encode() for key in LISTS]
+    texts = ((path, _in_utf8(tree.raw(path))) for path in files)
+    found = [path for path, text in texts if all(key in text for key in keys)]
+    instances = [path for path in found if stem(path).startswith("instances_")]
+    return instances or found
+
+
+def _in_utf8(raw: bytes) -> bytes:
+    return glance(raw).encode() if 0 in raw[:4] else raw  # UTF-16, which has zeros
+
+
+def _recognise(tree: Tree) -> str | None:
+    return some(_files(tree)) or None
+
+
+def _problem(tree: Tree) -> str | None:
+    """Why the first JSON file that is nearly COCO is not."""
+    for path in tree.with_suffix(".json")[:_MANY_FILES]:
+        try:
+            document = json.loads(tree.text(path))
+        except DataError as error:
+            return str(error).rstrip(".")
+        except json.JSONDecodeError as error:
+            return f"{path} is not a JSON file ({error})"
+        first = document[0] if isinstance(document, list) and document else None
+        if isinstance(first, dict) and "score" in first:
+            return f"{path} is a list of detections, not ground truth: {first!r:.80}"
+        known = document if isinstance(document, dict) else {}
+        lacks = [key for key in LISTS if key not in known]
+        if lacks and ("images" in known or "annotations" in known):
+            return f"{path} has no list {lacks[0]!r}"
+    return None
+
+
+def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
+    files = _files(tree)
+    contents = Contents([])
+    names: dict[str, bool] = {}  # and whether it is a class, not a heading
+    for path in files:
+        document, records = _load(tree, path, options, summary)
+        kept = records.categories.values()
+        for category in document["categories"]:
+            name = str(category["name"])
+            names[name] = names.get(name, False) or name in kept
+        samples = list(_samples(tree, path, records, summary))
+        contents.samples += samples
+        if (split := tree.split_of_table(path, files)) is not None:
+            contents.splits[split] = samples
+    for name in names:
+        if not names[name]:
+            what = f"category {name!r} left out: no box uses it, it heads others"
+            summary.note(what, files[0])
+    contents.classes = tuple(name for name in names if names[name])
+    return contents
+
+
+def _load(
+    tree: Tree, path: str, options: Options, summary: Summary
+) -> tuple[dict[str, Any], Records]:
+    """A document and its readable records; DataError if its categories are faulty."""
+    place = Location("", str(tree.root / path))
+    document, findings = read_json(tree.root / path, place)
+    raise_first(findings)
+    records, findings = parse_records(document, place, options.classes)
+    of_classes = ("category", "class")
+    raise_first(
+        finding
+        for finding in findings
+        if records is None or (finding.record or "").startswith(of_classes)
+    )
+    assert records is not None
+    known = {*map(id, [*records.images, *records.annotations])}
+    for key in ("images", "annotations"):
+        for record in [row for row in document[key] if id(row) not in known]:
+            what = f"records of {key!r} that are not objects with valid ids"
+            summary.drop(what, f"{path}: {record!r:.80}")
+    return document, records
+
+
+def _samples(
+    tree: Tree, path: str, records: Records, summary: Summary
+) -> Iterator[Sample]:
+    boxes: dict[Any, list[Box]] = {}
+    for record in records.annotations:
+        box = _box(record, records.categories, path, summary)
+        boxes.setdefault(record["image_id"], []).extend([box] if box else [])
+    find = tree.image_finder(path)
+    files: dict[Any, set[str]] = {}
+    for record in records.images:
+        files.setdefault(record["id"], set()).add(str(record.get("file_name") or ""))
+    listed = set()
+    for record, size in zip(records.images, records.size_M2, strict=True):
+        number, name = record["id"], str(record.get("file_name") or "")
+        place = f"{path}: image {number!r}"
+        if number in listed:
+            summary.drop("image records with the id of another", place)
+            continue
+        listed.add(number)
+        if len(files[number]) > 1:  # whose are the boxes?
+            place = f"{place}: {some(sorted(files[number]))}"
+            summary.drop("image ids of several files, all left out", place)
+            summary.drop("boxes of these ids", place, len(boxes.get(number, ())))
+            continue
+        if (image := find(name)) is None:
+            summary.drop("annotated images that are missing", f"{place}: {name}")
+            lost = len(boxes.get(number, ()))
+            summary.drop("boxes of images that are missing", place, lost)
+            continue
+        width, height = map(round, np.nan_to_num(size).tolist())
+        stated = (width, height) if width and height else None
+        yield Sample(image, path, boxes.get(number, []), stated)
+    for number, left in boxes.items():
+        if number not in listed:
+            what = "boxes of images that the file does not list"
+            hint = _hint(number, listed)
+            summary.drop(what, f"{path}: image_id {number!r}{hint}", len(left))
+
+
+def _box(
+    record: Mapping[str, Any], names: Mapping[Any, str], path: str, summary: Summary
+) -> Box | None:
+    place = f"annotation {record.get('id')!r}"
+    where, bbox = f"{path}: {place}", record.get("bbox")
+    if record["category_id"] not in names:
+        what = "boxes of an unknown category id"
+        hint = _hint(record["category_id"], names)
+        summary.drop(what, f"{where}: {record['category_id']!r}{hint}")
+        return None
+    if not is_box(bbox):
+        what = "annotations without a bbox of four numbers"
+        summary.drop(what, f"{where}: bbox is {bbox!r:.80}")
+        return None
+    if is_set(record.get("ignore"), "ignore", where, summary):
+        summary.drop("boxes marked 'ignore'", where)
+        return None
+    x, y, w, h = map(float, record["bbox"])
+    if crowd := is_set(record.get("iscrowd"), "iscrowd", where, summary):
+        summary.note("boxes marked iscrowd: kept as crowd", where)
+    area = record.get("area", 0)
+    stated = float(area) if is_number(area) and 0 < area < math.inf else None
+    corners = (x, y, x + w, y + h)
+    return Box(corners, names[record["category_id"]], place, crowd, stated)
+
+
+def _hint(key: Any, listed: Iterable[Any]) -> str:
+    """Why an id is not listed that looks as if it were."""
+    same = next((one for one in listed if str(one) == str(key)), None)
+    if same is None:
+        return ""
+    return f", but {same!r}: a number and a text are different ids, write both alike"
+
+
+COCO = Format(
+    name="coco",
+    looks_for="a .json with images, annotations and categories",
+    recognise=_recognise,
+    read=_read,
+    problem=_problem,
+)

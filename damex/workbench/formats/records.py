@@ -1,0 +1,273 @@
+"""Output of the readers: images with boxes as in their files, by split; drop counts.
+
+Splits come from the folder, the entry, or a hash of the images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from damex.datasets.coco_schema import flag_of
+from damex.datasets.entries import SPLITS, Options, Summary
+from damex.errors import ConfigError, did_you_mean
+from damex.workbench.formats.tree import Tree, some, stem
+
+DEFAULT_VAL_SHARE = 0.1
+_HASHED_BYTES = 1 << 16
+
+Corners = tuple[float, float, float, float]
+
+
+class Box(NamedTuple):
+    """One object as in an annotation file, unchecked.
+
+    Attributes:
+        corners: x1, y1, x2, y2 in pixels, or relative if the sample is ``normalised``.
+        place: Origin: a line number, or words such as ``object 2``.
+        crowd: Ignored in evaluation: COCO's iscrowd, VOC's difficult.
+        area: As stated, in square pixels; None for the area of the box.
+    """
+
+    corners: Corners
+    label: str
+    place: int | str
+    crowd: bool = False
+    area: float | None = None
+
+
+@dataclass
+class Sample:
+    """One image and its boxes; paths are relative to the root.
+
+    ``stated_size`` is (width, height); ``normalised`` boxes are relative to it.
+    """
+
+    image: str
+    source: str
+    boxes: list[Box] = field(default_factory=list)
+    stated_size: tuple[int, int] | None = None
+    normalised: bool = False
+
+
+@dataclass
+class Contents:
+    """Everything that a reader found.
+
+    Attributes:
+        splits: Samples by ``train``, ``val``, ``test`` or the name of another list;
+            they may overlap and be incomplete.
+        classes: Class names in the order of the format; None to sort those in use.
+    """
+
+    samples: list[Sample]
+    splits: dict[str, list[Sample]] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """A supported format.
+
+    Attributes:
+        looks_for: Required contents of the folder, for messages.
+        recognise: Returns the evidence in a folder; None if it is not of this format.
+        read: Returns the images, and counts drops.
+        problem: Explains why a folder that is nearly of the format is not recognized.
+        guessed: Whether it is recognized without ``format=``.
+    """
+
+    name: str
+    looks_for: str
+    recognise: Callable[[Tree], str | None]
+    read: Callable[[Tree, Options, Summary], Contents]
+    problem: Callable[[Tree], str | None] = lambda _: None
+    guessed: bool = True
+
+
+def is_set(value: Any, flag: str, place: str, summary: Summary) -> bool:
+    """The truth of a flag; one that is neither true nor false is noted, and false."""
+    found = flag_of(value)
+    if found is None:
+        what = f"{flag!r} is neither true nor false: taken as false"
+        summary.note(what, f"{place}: {value!r:.80}")
+    return bool(found)
+
+
+def enclosing_box(points: Sequence[float]) -> Corners:
+    """The upright box around points x1, y1, x2, y2, ...; NaN if one is."""
+    if any(map(math.isnan, points)):
+        return (math.nan,) * 4
+    return min(points[::2]), min(points[1::2]), max(points[::2]), max(points[1::2])
+
+
+def is_share(value: float) -> bool:
+    """Whether a coordinate can be relative to the image; boxes may reach beyond it."""
+    return -1 <= value <= 2 or math.isnan(value)
+
+
+def choose_splits(
+    tree: Tree, contents: Contents, options: Options, summary: Summary
+) -> dict[str, list[Sample]]:
+    """Samples by split: from the entry, else from the folder.
+
+    Without validation images, some of ``train`` are chosen by a hash of their content.
+
+    Raises:
+        ConfigError: If a named split is missing, or ``val_share`` contradicts.
+    """
+    found = contents.splits or {"train": contents.samples}
+    chosen: dict[str, list[Sample]] = {}
+    for split in SPLITS:
+        names = getattr(options, split)
+        if names is not None:
+            chosen[split] = _selected(tree, contents, names, split, summary)
+        elif found.get(split):
+            chosen[split] = found[split]
+    if "train" not in chosen and "trainval" in found:
+        chosen["train"] = found["trainval"]
+    # Evaluation images named by the entry are not trained on.
+    named = ("val", "test") if options.train is None else ()
+    held = {s.image for key in named if getattr(options, key) for s in chosen[key]}
+    if held:
+        chosen["train"] = [s for s in chosen.get("train", ()) if s.image not in held]
+    if not chosen.get("train"):
+        raise ConfigError(
+            f"{tree.root} has no images for train, only the lists "
+            f"{some([*found])}; name one with train='...'."
+        )
+    _count_unused(contents, chosen, summary)
+    if "val" in chosen and options.val_share is not None:
+        raise ConfigError(
+            f"{tree.root}: val_share={options.val_share} cannot be used, since there "
+            "is a val split already; leave it out."
+        )
+    if "val" not in chosen and options.val_share != 0.0:
+        share = DEFAULT_VAL_SHARE if options.val_share is None else options.val_share
+        chosen["train"], val = _by_content(tree, chosen["train"], share, summary)
+        chosen["val"] = val
+    return {split: chosen[split] for split in SPLITS if chosen.get(split)}
+
+
+def _count_unused(
+    contents: Contents, chosen: dict[str, list[Sample]], summary: Summary
+) -> None:
+    """Count images, and records of images annotated elsewhere, that are in no split."""
+    used = {id(sample) for samples in chosen.values() for sample in samples}
+    images = {sample.image for samples in chosen.values() for sample in samples}
+    for sample in contents.samples:
+        if sample.image not in images:
+            summary.drop("annotated images in no split that is used", sample.image)
+        elif id(sample) not in used:
+            what = "annotations of used images in a file that no split uses"
+            summary.drop(what, f"{sample.source}: {sample.image}")
+    train = {sample.image for sample in chosen["train"]}
+    for split in ("val", "test"):
+        for sample in chosen.get(split, ()):
+            if sample.image in train:
+                what = f"WARNING: images of {split} are images of train, too"
+                summary.note(what, sample.image)
+
+
+def _selected(
+    tree: Tree, contents: Contents, names: Iterable[str], split: str, summary: Summary
+) -> list[Sample]:
+    """Samples of a named list, an annotation file, a folder or a list of images."""
+    found: dict[int, Sample] = {}
+    for word in names:
+        name = word.replace("\\", "/").rstrip("/")
+        samples = contents.splits.get(name)
+        if samples is None:
+            samples = [s for s in contents.samples if s.source == name]
+        if not samples and name in tree.files and name.endswith(".txt"):
+            samples = _listed(tree, contents, name, summary)
+        if not samples:
+            folder = f"{name}/"
+            samples = [
+                sample
+                for sample in contents.samples
+                if sample.image.startswith(folder) or sample.source.startswith(folder)
+            ]
+        if not samples:
+            known = [*contents.splits, *filter(None, tree.folders)]
+            raise ConfigError(
+                f"{tree.root}: {split}={word!r} is not a split, folder, list of images "
+                f"or annotation file with images of it; {did_you_mean(word, known)}"
+            )
+        found.update((id(sample), sample) for sample in samples)
+    return list(found.values())
+
+
+def _listed(
+    tree: Tree, contents: Contents, path: str, summary: Summary
+) -> list[Sample]:
+    """Samples of a list of images, possibly without folder and suffix."""
+    images: dict[str, list[str]] = {}
+    for sample in contents.samples:
+        for key in {sample.image, stem(sample.image)}:
+            images.setdefault(key, []).append(sample.image)
+    found: set[str] = set()
+    for number, line in tree.numbered(path):
+        is_stem = "." not in line and "/" not in line
+        matches = images.get(tree.locate_image(line) or "", ())
+        matches = matches or (images.get(line, ()) if is_stem else ())
+        found.update(matches)
+        if not matches:
+            what = f"lines of the list {path} that match no annotated image"
+            summary.drop(what, f"{path}:{number}: {line}")
+    return [sample for sample in contents.samples if sample.image in found]
+
+
+def _by_content(
+    tree: Tree, samples: list[Sample], share: float, summary: Summary
+) -> tuple[list[Sample], list[Sample]]:
+    """Split by file hash, stable when images are added; at least one for validation."""
+    found = for_all(content_share, tree.root, samples)
+    shares = {k: 1.0 if isinstance(v, OSError) else v for k, v in found.items()}
+    distinct = sorted(set(shares.values()))
+    limit = share
+    if len(distinct) > 1 and distinct[0] >= share:
+        limit = distinct[1]
+        summary.note(
+            f"no image falls into the validation share of {share:g}: the nearest was "
+            f"taken; val_share={distinct[0] + 0.005:.2f} makes that lasting",
+            min(shares, key=lambda name: shares[name]),
+        )
+    elif distinct and distinct[-1] < share:
+        limit = distinct[-1]
+    val = [sample for sample in samples if shares[sample.image] < limit]
+    train = [sample for sample in samples if shares[sample.image] >= limit]
+    return train, val
+
+
+def content_share(path: Path) -> float:
+    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_HASHED_BYTES)
+        file.seek(max(size - _HASHED_BYTES, 0))
+        tail = file.read()
+    digest = hashlib.blake2b(head + tail + str(size).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") / 2**64
+
+
+def for_all(
+    function: Callable[[Path], Any], root: Path, samples: Iterable[Sample]
+) -> dict[str, Any]:
+    """Call a function for the image files in parallel; OSErrors become values."""
+
+    def call(name: str) -> Any:
+        try:
+            return function(root / name)
+        except OSError as error:
+            return error
+
+    names = list(dict.fromkeys(sample.image for sample in samples))
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(names, pool.map(call, names), strict=True))

@@ -1,0 +1,139 @@
+"""``damex data labels``: the merge table, near misses and conflicts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from damex.datasets.label_space import LabelFile, LabelSpace
+from damex.datasets.spec import parse_mixture
+from damex.workbench.cli.data import data
+from damex.workbench.cli.run import run_command
+
+
+@pytest.fixture
+def entries(make_coco_dataset, edit_json, tmp_path):
+    """Street and voc share person; voc says motorbike; zoo's jaguar is an animal."""
+
+    def make(name, *classes):
+        return make_coco_dataset(
+            tmp_path / name, classes=list(classes), num_images=12, boxes_per_image=3
+        )
+
+    street = make("street", "motorcycle", "jaguar", "person")
+    voc = make("voc", "motorbike", "person", "dummy")
+    zoo = make("zoo", "jaguar", "lion", "persons")
+
+    def shrink(document):
+        for record in document["annotations"]:
+            record["bbox"][2:] = [1, 1]
+
+    def name_animals(document):
+        for category in document["categories"]:
+            category["supercategory"] = "animal"
+
+    edit_json(voc["data_root"] + "train.json", shrink)
+    edit_json(zoo["data_root"] + "train.json", name_animals)
+    edit_json(
+        street["data_root"] + "train.json",
+        lambda d: d["categories"][1].update(supercategory="vehicle"),
+    )
+    return [street, voc, zoo]
+
+
+@pytest.fixture
+def run(entries, tmp_path, capsys):
+    """Run the command on the mixture; its status, lines and errors."""
+
+    def call(*arguments, extra="", mixture=entries):
+        config = tmp_path / "config.py"
+        config.write_text(f"mixture = {mixture!r}\n{extra}\n")
+        status = run_command(data, ["labels", str(config), *map(str, arguments)])
+        said = capsys.readouterr()
+        return status, said.out.splitlines(), said.err
+
+    return call
+
+
+def section(lines, title):
+    start = next(i for i, line in enumerate(lines) if line.startswith(title))
+    rows = lines[start + 1 :]
+    return rows[: rows.index("")] if "" in rows else rows
+
+
+def test_the_table_names_words_and_boxes(run):
+    status, lines, _ = run()
+    assert status == 0
+    assert lines[0] == "7 classes of 3 datasets; 2 in more than one"
+    assert lines[2].split() == ["jaguar", "street:", "12;", "zoo:", "12"]
+    assert lines[3].split() == ["person", "street:", "12;", "voc:", "12"]
+    assert "motorbike   voc: 12" in lines
+
+
+def test_near_misses_and_conflicts(run):
+    _, lines, _ = run()
+    assert section(lines, "near-miss") == [
+        "  'person' and 'persons' (plural), of street, voc and zoo",
+        "  'motorcycle' and 'motorbike' (synonym), of street and voc",
+    ]
+    jaguar, person = section(lines, "merged by name")
+    assert jaguar == (
+        "  'jaguar' of street and zoo: supercategories 'vehicle' and 'animal'"
+    )
+    assert person.startswith("  'person' of street and voc: side of a typical box ")
+    assert person.endswith("3% of the image's")  # 1 of 32 x 48 pixels
+
+
+def test_a_label_file_settles_them(run, tmp_path):
+    datasets = dict(
+        voc=dict(motorbike="motorcycle", person="voc/person", dummy=None),
+        zoo=dict(jaguar="zoo/jaguar", persons="person"),
+    )
+    path = tmp_path / "labels.json"
+    path.write_text(LabelFile(datasets).to_text())
+    status, lines, _ = run(extra=f"label_space = {str(path)!r}")
+    assert status == 0
+    assert "motorcycle  street: 12; voc: 'motorbike', 12" in lines
+    for title in ("near-miss", "merged by name"):
+        assert section(lines, title) == ["  none"]
+    assert section(lines, "left out") == ["  voc: 'dummy', 12"]
+
+
+def test_the_written_file_says_what_was_so(run, entries, tmp_path):
+    entries[0]["classes"] = ["person", "jaguar"]
+    entries[1]["rename"] = dict(motorbike="motorcycle")
+    path = tmp_path / "labels.json"
+    status, lines, _ = run("--out", path, mixture=entries)
+    assert status == 0
+    assert lines[-1].endswith("and remove rename from the entries of voc.")
+    union = LabelSpace.from_specs(parse_mixture(entries))
+    del entries[1]["rename"]
+    again = LabelSpace.from_specs(parse_mixture(entries), mode=str(path))
+    assert again == union
+    assert json.loads(path.read_text())["unlisted"] == "error"
+    status, _, said = run("--out", path)
+    assert status == 2
+    assert "exists; remove it" in said
+
+
+def test_an_mmdet_dataset_is_listed_without_counts(run, entries):
+    entries[1] = dict(name="voc", train=dict(type="VOCDataset", ann_file="x.txt"))
+    status, lines, _ = run(mixture=entries)
+    assert status == 0
+    assert "aeroplane    voc: not counted" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra", "message"),
+    [
+        (["--out", "labels.yaml"], "", "--out must end in .json"),
+        ([], "mixture = None", "sets no mixture="),
+        ([], "label_space = 'unoin'", "label_space must be one of"),
+        ([], "label_space = 'none.json'", "none.json cannot be read"),
+    ],
+)
+def test_what_cannot_work(run, arguments, extra, message):
+    status, _, said = run(*arguments, extra=extra)
+    assert status == 2
+    assert message in said

@@ -1,0 +1,125 @@
+"""The layers of the package, read from the syntax tree: who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# They put the layers together: registered classes, the command, the lazy API.
+ROOF = {"damex", "damex.__main__", "damex.registry"}
+# Upper bounds of files and lines.
+LIMITS = {"core": (78, 17_000), "workbench": (50, 10_000), "tests": (150, 27_000)}
+
+
+def layer_of(module):
+    """The layer of a module: roof, moe, core, papers, workbench, or another package."""
+    parts = module.split(".")
+    if module in ROOF or parts[0] != "damex":
+        return "roof" if module in ROOF else parts[0]
+    return parts[1] if parts[1] in {"moe", "papers", "workbench"} else "core"
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports_of(path):
+    """Each module that a file imports, in functions and by import_module, too."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+            if node.module == "damex":
+                yield from (f"damex.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Call) and is_dynamic(node.func):
+            for text in node.args[:1]:
+                if isinstance(text, ast.Constant):
+                    yield text.value
+
+
+def is_dynamic(function):
+    name = getattr(function, "id", getattr(function, "attr", None))
+    return name in {"import_module", "__import__"}
+
+
+ARROWS = sorted(
+    {
+        (module_of(path), name)
+        for path in (ROOT / "damex").rglob("*.py")
+        for name in imports_of(path)
+    }
+)
+MODULES = {module_of(path) for path in (ROOT / "damex").rglob("*.py")}
+
+
+@pytest.mark.parametrize("layer", ["moe", "core", "papers"])
+def test_the_workbench_stands_above(layer):
+    assert [
+        arrow
+        for arrow in ARROWS
+        if layer_of(arrow[0]) == layer and layer_of(arrow[1]) in {"workbench", "roof"}
+        and arrow[1] != "damex"
+    ] == []
+
+
+def test_the_idea_needs_torch_alone():
+    allowed = {"moe", "torch", *sys.stdlib_module_names}
+    assert [
+        arrow
+        for arrow in ARROWS
+        if layer_of(arrow[0]) == "moe"
+        and layer_of(arrow[1]) not in allowed
+        and arrow[1] != "damex.errors"
+    ] == []
+
+
+def test_no_file_imports_itself_by_others():
+    """Imports of the core have no circle; those within functions count, too."""
+    graph = {module: set() for module in MODULES - ROOF}
+    for source, target in ARROWS:
+        if source in graph and target in graph and source != target:
+            graph[source].add(target)
+    while leaves := [module for module, targets in graph.items() if not targets]:
+        for leaf in leaves:
+            del graph[leaf]
+        for targets in graph.values():
+            targets.difference_update(leaves)
+    assert sorted(graph) == []
+
+
+def test_the_registry_loads_no_tools():
+    """What mmdet loads itself, such as matplotlib, is no fault of damex."""
+    program = (
+        "import sys\n"
+        "from damex.compat import import_mmdet\n"
+        "import_mmdet()\n"
+        "import mmdet.models, mmdet.engine, mmdet.visualization\n"
+        "before = {*sys.modules}\n"
+        "import damex.registry\n"
+        "new = {name.partition('.')[0] for name in {*sys.modules} - before}\n"
+        "print(*sorted(new & {'cyclopts', 'jinja2', 'matplotlib', 'onnx', 'rich'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("layer", LIMITS)
+def test_layers_keep_their_size(layer):
+    files = [*(ROOT / ("tests" if layer == "tests" else "damex")).rglob("*.py")]
+    if layer == "core":
+        files = [one for one in files if "workbench" not in one.parts]
+        files = [one for one in files if "papers" not in one.parts]
+    elif layer == "workbench":
+        files = [one for one in files if "workbench" in one.parts]
+    lines = sum(len(one.read_text("utf-8").splitlines()) for one in files)
+    print(f"{layer}: {len(files)} files, {lines:,} lines")
+    assert len(files) <= LIMITS[layer][0]
+    assert lines <= LIMITS[layer][1]
