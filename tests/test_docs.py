@@ -344,21 +344,6 @@ def test_every_table_is_on_a_page():
     }
 
 
-def test_packages_import_in_one_direction():
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    order = next(line for line in text.splitlines() if line.startswith("growth ->"))
-    ranks = {
-        name: rank
-        for rank, names in enumerate(order.split(" -> "))
-        for name in names.split(", ")
-    }
-    for package, rank in ranks.items():
-        for path in (ROOT / "damex" / package).rglob("*.py"):
-            imported = {*re.findall(r"from damex\.(\w+)", path.read_text("utf-8"))}
-            others = (imported & {*ranks}) - {package}
-            assert all(ranks[other] > rank for other in others), path
-
-
 def run(words, folder):
     done = subprocess.run(
         [sys.executable, *words],
