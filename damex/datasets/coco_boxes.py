@@ -212,11 +212,11 @@ def _check_areas(records: Records, used_N: np.ndarray) -> Iterator[Finding]:
         (small_N, "width times height without a mask", "info"),
     ):
 
-        def text(position: int, limit: str = limit) -> str:
+        def message(position: int, limit: str = limit) -> str:
             return f"has the area {area_N[position]:g}, expected {limit}. Correct it."
 
         kind = "area-inconsistent"
-        yield from records.each_box(kind, mask_N & has_size_N, text, level)
+        yield from records.each_box(kind, mask_N & has_size_N, message, level)
 
 
 def _check_use(
