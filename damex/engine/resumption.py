@@ -48,8 +48,8 @@ def latest_checkpoint(folder: str | Path) -> str | None:
         return named
     known = [*Path(folder).glob("epoch_*.pth"), *Path(folder).glob("iter_*.pth")]
     newest = max(known, key=lambda path: path.stat().st_mtime, default="CHECKPOINT")
-    fault = f"names {named}, which is missing" if named else "is empty"
-    raise DataError(f"{marker} {fault}; resume with --resume {newest}.")
+    problem = f"names {named}, which is missing" if named else "is empty"
+    raise DataError(f"{marker} {problem}; resume with --resume {newest}.")
 
 
 @HOOKS.register_module()
