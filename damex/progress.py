@@ -41,11 +41,11 @@ class Bar(Progress):
         self.reset(self._task, total=total, completed=done, description=what)
         self.update(self._task, left=UNKNOWN, status="")
 
-    def step(self, status: str = "") -> None:
-        """Complete a step."""
+    def step(self, status: str = "", *, done: int | None = None) -> None:
+        """Complete a step; ``done`` is the number of completed ones if one counts."""
         self._pace.step()
         task = self.tasks[0]
-        done = int(task.completed) + 1
+        done = int(task.completed) + 1 if done is None else done
         left = (
             UNKNOWN if task.total is None else self._pace.left(int(task.total) - done)
         )

@@ -64,8 +64,8 @@ def load_from_local(path: str, map_location: Any = None) -> Any:
     if not file.is_file():
         names = sorted(one.name for one in file.glob("*.pth"))[-3:]
         known = f"in it: {', '.join(names)}" if names else "of a work directory"
-        fault = "is a folder" if file.is_dir() else f"is missing in {Path.cwd()}"
-        raise DataError(f"the checkpoint {path} {fault}; name a .pth file {known}.")
+        problem = "is a folder" if file.is_dir() else f"is missing in {Path.cwd()}"
+        raise DataError(f"the checkpoint {path} {problem}; name a .pth file {known}.")
     with file.open("rb") as content:
         is_pickle = content.read(1) == b"\x80"  # before torch 1.6
     if not is_pickle and not zipfile.is_zipfile(file):
@@ -218,15 +218,15 @@ def check_tensors(
         "are unknown": sorted(found - needed),
         "have another shape": [*_misfits(stored, model).values()],
     }
-    faults = [
+    problems = [
         f"{len(names)} tensors {what} (such as {names[0]})"
         for what, names in counts.items()
         if names
     ]
-    if faults:
+    if problems:
         raise ConfigError(
             f"the checkpoint {path} is of another detector than the config: "
-            f"{', '.join(faults)}. Use the config in the work directory of the "
+            f"{', '.join(problems)}. Use the config in the work directory of the "
             "checkpoint, with the same moe=..."
         )
 

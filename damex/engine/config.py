@@ -24,10 +24,10 @@ from damex.config_files import (
     read_config,
     work_dir_of,
 )
-from damex.datasets.geometry import set_image_size
+from damex.datasets.geometry import check_views, set_image_size
 from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
-from damex.engine.optim import check_optimizer_type
+from damex.engine.optim import check_optimizer_type, set_length
 from damex.errors import ConfigError, did_you_mean
 from damex.models.config import (
     COUNT,
@@ -136,6 +136,26 @@ def build_runner(cfg: Config) -> Runner:
     """
     cfg.setdefault("runner_type", "MixtureRunner")
     return RUNNERS.build(cfg)
+
+
+def complete_config(cfg: Config | ConfigDict) -> tuple[PlainConfig, list[str]]:
+    """Check a config and fill in what follows from it; with warnings for the log.
+
+    Raises:
+        ConfigError: If a setting is invalid, or contradicts another.
+        DataError: If an annotation file is missing or is not in COCO format.
+    """
+    check_settings(cfg)
+    notes = misspelt_keys(cfg)
+    cfg = resolve_config(cfg)
+    notes += check_views(cfg)
+    check_detector(cfg["model"])
+    check_answers(cfg["model"])
+    set_length(cfg)
+    for loader in LOADERS:
+        if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
+            cfg[loader]["persistent_workers"] = False  # torch rejects True
+    return cfg, notes
 
 
 def check_settings(cfg: Mapping[str, Any]) -> None:

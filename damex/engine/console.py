@@ -71,7 +71,7 @@ class ProgressHook(Hook):
             for key, words in MEASURES.items()
             if f"train/{key}" in scalars
         ]
-        self._advance("  ".join(status))
+        self._advance(runner.iter + 1, "  ".join(status))
 
     def before_val(self, runner: Runner) -> None:
         """Open a bar for the evaluation."""
@@ -86,7 +86,7 @@ class ProgressHook(Hook):
         self, runner: Runner, batch_idx: int, *_: Any, **__: Any
     ) -> None:
         """Advance the bar."""
-        self._advance("")
+        self._advance(batch_idx + 1, "")
 
     after_test_iter = after_val_iter
 
@@ -110,15 +110,15 @@ class ProgressHook(Hook):
         self._bar.begin(label, total, done=done, pace=pace)
         self._bar.start()
 
-    def _advance(self, status: str) -> None:
-        self._bar.step(status)
+    def _advance(self, done: int, status: str) -> None:
+        self._bar.step(status, done=done)
         task, now = self._bar.tasks[0], time.monotonic()
         is_due = now - self._last_line >= self.every_seconds or task.finished
         if self._console.is_terminal or not is_due:
             return
         self._last_line = now
         self._console.print(
-            f"{task.description:>8} {task.completed}/{task.total}  "
+            f"{task.description:>8} {done}/{task.total}  "
             f"{task.fields['left']} left  {status}",
             highlight=False,
         )

@@ -240,13 +240,13 @@ class RoutingAlarmHook(Hook):
             self._collect(runner, runner.iter + 1)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Warn of faults; an iteration-based training is judged at evaluations."""
+        """Warn of problems; an iteration-based training is judged at evaluations."""
         if self._iters < self.min_iters:
             return
         self._collect(runner, runner.iter)
-        faults = routing_faults(self._epoch, least_evenness=self.least_evenness)
-        if faults:
-            shown, more = faults[:MAX_SENTENCES], len(faults) - MAX_SENTENCES
+        problems = routing_problems(self._epoch, least_evenness=self.least_evenness)
+        if problems:
+            shown, more = problems[:MAX_SENTENCES], len(problems) - MAX_SENTENCES
             if more > 0:
                 shown.append(f"and {more} more layers")
             runner.logger.warning(
@@ -285,10 +285,10 @@ def routing_scalars(tallies: Mapping[str, LayerTally]) -> dict[str, float]:
     return found
 
 
-def routing_faults(
+def routing_problems(
     tallies: Mapping[str, LayerTally], *, least_evenness: float
 ) -> list[str]:
-    """Describe the layers with a faulty expert load, one part of a sentence each."""
+    """Describe the layers with a bad expert load, one part of a sentence each."""
     found = []
     for name, tally in tallies.items():
         share_E, evenness = tally.share_E, tally.evenness

@@ -48,8 +48,8 @@ def latest_checkpoint(folder: str | Path) -> str | None:
         return named
     known = [*Path(folder).glob("epoch_*.pth"), *Path(folder).glob("iter_*.pth")]
     newest = max(known, key=lambda path: path.stat().st_mtime, default="CHECKPOINT")
-    fault = f"names {named}, which is missing" if named else "is empty"
-    raise DataError(f"{marker} {fault}; resume with --resume {newest}.")
+    problem = f"names {named}, which is missing" if named else "is empty"
+    raise DataError(f"{marker} {problem}; resume with --resume {newest}.")
 
 
 @HOOKS.register_module()
@@ -318,7 +318,7 @@ class AccumulationHook(Hook):
         )
 
 
-def go_through(
+def fast_forward(
     schedulers: Sequence[_ParamScheduler], *, epochs: int, iters: int, length: int
 ) -> None:
     """Step schedulers, in place, as a training of `iters` steps does."""
@@ -340,7 +340,7 @@ def _reschedule(runner: Runner, checkpoint: dict, *, length: int) -> None:
     if not is_plain or any(hasattr(one, "need_val_args") for one in schedulers):
         return
     epochs, iters = (checkpoint["meta"][key] for key in ("epoch", "iter"))
-    go_through(schedulers, epochs=epochs, iters=iters, length=length)
+    fast_forward(schedulers, epochs=epochs, iters=iters, length=length)
     checkpoint.pop("param_schedulers", None)
     saved = checkpoint.get("optimizer", {})
     groups = [*saved.get("param_groups", ()), saved.get("base_param_settings")]

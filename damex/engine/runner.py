@@ -26,17 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from damex.compat import ensure_ops
-from damex.config_files import LOADERS
-from damex.datasets.geometry import check_views
 from damex.engine.checkpoint import check_finite, check_fit, replace_misfits
-from damex.engine.config import (
-    check_answers,
-    check_detector,
-    check_settings,
-    label_space_of,
-    misspelt_keys,
-    resolve_config,
-)
+from damex.engine.config import complete_config, label_space_of
 from damex.engine.console import ProgressHook, filter_console
 from damex.engine.freezing import FreezeRowsHook, freeze_all_but
 from damex.engine.hooks import (
@@ -47,7 +38,7 @@ from damex.engine.hooks import (
     routed_detector,
 )
 from damex.engine.monitoring import PendingEvaluationHook, check_monitored
-from damex.engine.optim import intervals, resolve_fractions, set_length
+from damex.engine.optim import intervals, resolve_fractions
 from damex.engine.optimizer_state import check_resumable, load_moments, optimizer_of
 from damex.engine.resumption import (
     AccumulationHook,
@@ -116,16 +107,7 @@ class MixtureRunner(Runner):
     @classmethod
     def from_cfg(cls, cfg: Config | ConfigDict) -> Runner:
         """Build a runner, with or without a mixture; ConfigError for a bad setting."""
-        check_settings(cfg)
-        notes = misspelt_keys(cfg)
-        cfg = resolve_config(cfg)
-        notes += check_views(cfg)
-        check_detector(cfg["model"])
-        check_answers(cfg["model"])
-        set_length(cfg)
-        for loader in LOADERS:
-            if cfg.get(loader) and cfg[loader].get("num_workers") == 0:
-                cfg[loader]["persistent_workers"] = False  # torch rejects True
+        cfg, notes = complete_config(cfg)
         runner = super().from_cfg(cfg)
         for note in notes:
             runner.logger.warning(note)
@@ -289,7 +271,9 @@ class MixtureRunner(Runner):
                 "experts with the FFNs from which they were copied; leave one of "
                 "them out."
             )
-        self.call_hook("before_loading")
+        for hook in self.hooks:
+            if hasattr(hook, "before_loading"):  # call_hook would hide where errors are
+                hook.before_loading(self)
 
     def load_or_resume(self) -> None:
         """Load or resume as configured; warn if the schedule is not the config's."""

@@ -201,7 +201,7 @@ def _interruptible(runner: MixtureRunner) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a data worker, which its loader ends
             if number == signal.SIGTERM:
-                os._exit(0)  # for another status torch raises an error anywhere
+                os._exit(128 + number)
             return
         runner.signals.append(number)
         for one in taken:
@@ -240,7 +240,8 @@ def _end_workers(runner: MixtureRunner) -> None:
         loop = getattr(runner, name, None)
         loader = loop.dataloader if isinstance(loop, BaseLoop) else None
         if getattr(loader, "_iterator", None) is not None:
-            loader._iterator._shutdown_workers()
+            with suppress(RuntimeError):  # torch's, if the signal ended one of them
+                loader._iterator._shutdown_workers()
 
 
 def _explain(runner: MixtureRunner, error: BaseException) -> str | None:

@@ -168,7 +168,7 @@ MOE = "moe"  # read by damex, which takes a text as a choice
 # Names of classes, of parameters and of folders: nothing in them is built.
 DATA = ("label_space", "rename", "img", "data_prefix", "metainfo", "custom_keys")
 _OF_TIMM = """
-    type name out_indices pretrained frozen_stages norm_eval channels_last cache_mib
+    type name out_indices pretrained frozen_stages norm_eval channels_last
     drop_rate drop_path_rate drop_block_rate attn_drop_rate proj_drop_rate
     patch_drop_rate in_chans img_size patch_size window_size output_stride
     act_layer norm_layer conv_bias ls_init_value layer_scale_init_value

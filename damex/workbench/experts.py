@@ -23,7 +23,7 @@ from rich.table import Table
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.engine.console import filter_console
-from damex.engine.hooks import LEAST_EVENNESS, routing_faults
+from damex.engine.hooks import LEAST_EVENNESS, routing_problems
 from damex.engine.rows import has_groups
 from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write
@@ -104,7 +104,7 @@ def experts(
     # Whose experts images should use is unknown if the user names them.
     unknown = {block.name for block in blocks if images and has_groups(block)}
     judged = {name: t for name, t in routes.served.items() if name not in unknown}
-    alarms = routing_faults(judged, least_evenness=LEAST_EVENNESS)
+    alarms = routing_problems(judged, least_evenness=LEAST_EVENNESS)
     uses = [LayerUse(name, tally) for name, tally in routes.served.items()]
     alone = {name: LayerUse(name, tally) for name, tally in routes.chosen.items()}
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -10,10 +10,13 @@ from mmengine.runner import BaseLoop
 import damex.workbench.check.check
 from damex.__main__ import main
 from damex.datasets import coco, coco_records
+from damex.engine.config import resolve_config
 from damex.engine.runner import MixtureRunner
 from damex.errors import DataError
 from damex.workbench.check import sources
 from damex.workbench.check.check import refusal
+from damex.workbench.check.hook import DataCheckHook
+from damex.workbench.cli.train import add_data_check
 
 
 @pytest.fixture
@@ -133,3 +136,35 @@ def test_each_annotation_file_is_parsed_once(write_config, two_datasets, monkeyp
     assert sorted(seen) == sorted(files)
     assert isinstance(started._train_loop, BaseLoop)
     assert "check" not in started._train_dataloader["dataset"]
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        dict(default_hooks={}),
+        dict(default_hooks=dict(logger=None), custom_hooks=[dict(type="EMAHook")]),
+        dict(default_hooks=dict(data_check=dict(type="DataCheckHook"))),
+        dict(custom_hooks=[dict(type="DataCheckHook")]),
+    ],
+)
+def test_the_command_adds_the_check_to_a_config_without_it(hooks):
+    """Such as one that an earlier version has written."""
+    cfg = Config(hooks)
+    add_data_check(cfg)
+    found = [*(cfg.get("default_hooks") or {}).values(), *cfg.get("custom_hooks", [])]
+    assert [hook.type for hook in found if hook].count("DataCheckHook") == 1
+
+
+def test_another_runner_is_checked_after_it_has_loaded(
+    write_config, two_datasets, logger
+):
+    """mmengine's runner knows no stage before that."""
+    hook, cfg = DataCheckHook(), resolve_config(Config.fromfile(write_config()))
+    runner = MixtureRunner.from_cfg(cfg)
+    hook.before_run(runner)  # an evaluation: the training is not built
+    runner._train_loop = runner.build_train_loop(runner._train_loop)
+    hook.before_run(runner)
+    image(two_datasets[0], "0.png").unlink()
+    hook.before_run(runner)  # once is enough
+    with pytest.raises(DataError, match=r"0\.png does not exist"):
+        DataCheckHook().before_run(runner)

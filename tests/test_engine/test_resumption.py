@@ -10,7 +10,7 @@ import pytest
 import torch
 from mmengine.optim import LinearLR, MultiStepLR
 
-from damex.engine.resumption import go_through
+from damex.engine.resumption import fast_forward
 
 sys.path.insert(0, str(Path(__file__).parent))
 import mid_epoch_training as trainings
@@ -151,6 +151,6 @@ def test_schedules_by_iteration_and_by_epoch_are_gone_through_together():
         MultiStepLR(optimizer, milestones=[1, 2], gamma=0.1, by_epoch=True),
     ]
     # The third epoch has had all its 3 steps, but is not over yet.
-    go_through(schedulers, epochs=2, iters=9, length=3)
+    fast_forward(schedulers, epochs=2, iters=9, length=3)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     assert [one._global_step for one in schedulers] == [9, 2]

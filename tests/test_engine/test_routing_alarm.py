@@ -10,7 +10,7 @@ from mmengine.optim import OptimWrapper
 
 from damex.engine.hooks import (
     RoutingAlarmHook,
-    routing_faults,
+    routing_problems,
     routing_scalars,
 )
 from damex.errors import ConfigError
@@ -115,18 +115,18 @@ def test_faults_by_hand():
     # 0.98 log 1/0.98 + 0.02 log 100 = 0.1119 of log 4 = 1.3863
     assert collapsed.evenness == pytest.approx(0.0807, abs=1e-4)
     layers = dict(a=collapsed, b=unused, c=even)
-    assert routing_faults(layers, least_evenness=0.2) == [
+    assert routing_problems(layers, least_evenness=0.2) == [
         "a sends 98.0% of the tokens to expert 0",
         "b sends no token to experts 2, 3",
     ]
-    assert routing_faults(layers, least_evenness=0.05) == [
+    assert routing_problems(layers, least_evenness=0.05) == [
         "a sends no token to expert 3",
         "b sends no token to experts 2, 3",
     ]
 
 
 def test_a_layer_that_saw_nothing_is_no_fault():
-    assert routing_faults(dict(a=tally([[0, 0]])), least_evenness=0.2) == []
+    assert routing_problems(dict(a=tally([[0, 0]])), least_evenness=0.2) == []
 
 
 def test_many_experts_have_no_curves_of_their_own():

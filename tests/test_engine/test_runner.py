@@ -13,11 +13,10 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch.utils.data import DataLoader
 
 from damex.config_files import merge_options, read_config
-from damex.engine.config import build_runner
+from damex.engine.config import build_runner, check_detector
 from damex.engine.console import ProgressHook
 from damex.engine.hooks import IterationSeedHook
 from damex.engine.optim import resolve_fractions, set_length
-from damex.engine.runner import check_detector
 from damex.engine.summary import RunSummaryHook
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks

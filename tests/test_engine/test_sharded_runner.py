@@ -10,14 +10,15 @@ import pytest
 import torch
 from mmengine.hooks import EMAHook
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
-from mmengine.runner import Runner
 from torch import distributed
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from damex.engine.hooks import ExpertMeanDecayHook
-from damex.engine.runner import MixtureRunner
-from damex.engine.sharding import reduce_before_steps
-from damex.engine.work_dir import WorkDir
+from damex.engine.sharding import (
+    check_sharding,
+    exclude_from_ddp,
+    reduce_before_steps,
+)
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertShards
@@ -234,33 +235,24 @@ def test_one_process_per_group_is_a_detector_without_shards(build):
 
 
 @pytest.fixture
-def spread_runner(build, group, monkeypatch, tmp_path):
-    """A runner whose detector has spread experts, and whose training does nothing."""
+def spread_runner(build, group):
+    """What the check needs of a runner whose detector has spread experts."""
     detector = build(moe={**DAMEX, "num_experts": 4})
     shards = ExpertShards.of_world(1)
     for block in moe_blocks(detector):
         block.moe.shard_experts(shards)
-    for name in ("train", "test"):
-        monkeypatch.setattr(Runner, name, lambda self: "done")
-    runner = object.__new__(MixtureRunner)
-    runner.model, runner.cfg, runner._hooks = detector, {"data_check": "off"}, []
-    runner._load_from, runner._resume, runner._distributed = None, False, True
-    runner.folder, runner._rank = WorkDir(tmp_path), 0
-    return runner
+    return SimpleNamespace(model=detector, cfg={}, hooks=[], distributed=True)
 
 
-@pytest.mark.parametrize("is_fully_sharded", [False, True])
-@pytest.mark.parametrize(("loop", "name"), [("train", "val"), ("test", "test")])
-def test_processes_must_evaluate_as_many_images(
-    spread_runner, loop, name, is_fully_sharded
-):
-    if is_fully_sharded:
+@pytest.mark.parametrize("fully", [False, True])
+@pytest.mark.parametrize("loader", ["val_dataloader", "test_dataloader"])
+def test_processes_must_evaluate_as_many_images(spread_runner, loader, fully):
+    if fully:
         runner_of_whole(spread_runner)
-    assert getattr(spread_runner, loop)() == "done"
-    loader = dict(sampler=dict(type="DefaultSampler", round_up=False))
-    spread_runner.cfg[f"{name}_dataloader"] = loader
-    with pytest.raises(ConfigError, match=f"{name}_dataloader.sampler.round_up=False"):
-        getattr(spread_runner, loop)()
+    check_sharding(spread_runner, loader)
+    spread_runner.cfg[loader] = dict(sampler=dict(round_up=False))
+    with pytest.raises(ConfigError, match=f"{loader}.sampler.round_up=False"):
+        check_sharding(spread_runner, loader)
 
 
 def runner_of_whole(runner):
@@ -270,9 +262,9 @@ def runner_of_whole(runner):
 
 
 def test_the_mean_of_all_experts_is_refused(spread_runner):
-    spread_runner._hooks.append(ExpertMeanDecayHook(decay=1.0))
+    spread_runner.hooks.append(ExpertMeanDecayHook(decay=1.0))
     with pytest.raises(ConfigError, match=r"ExpertMeanDecayHook .* moe.expert_parall"):
-        spread_runner.train()
+        check_sharding(spread_runner, "val_dataloader")
 
 
 @pytest.mark.parametrize(
@@ -292,24 +284,21 @@ def test_what_needs_whole_parameters_is_refused(
     runner_of_whole(spread_runner)
     spread_runner.model.trains_in_stages = in_stages
     spread_runner.cfg |= cfg
-    spread_runner._hooks += hooks
-    spread_runner._load_from = "x.pth"
+    spread_runner.hooks += hooks
     with pytest.raises(ConfigError, match=f"{words} cannot be .*'FullySharded'"):
-        spread_runner.train()
+        check_sharding(spread_runner, "val_dataloader")
 
 
 def test_fully_sharded_experts_are_not_spread(spread_runner):
     spread_runner.cfg["model_wrapper_cfg"] = dict(type="FullySharded")
     with pytest.raises(ConfigError, match="expert_parallel cannot be"):
-        spread_runner.train()
+        check_sharding(spread_runner, "val_dataloader")
 
 
 def test_other_wrappers_than_ddp_are_refused(spread_runner):
-    spread_runner._distributed = True
+    wrapper = dict(type="MMFullyShardedDataParallel")
     with pytest.raises(ConfigError, match=r"needs DDP .*'MMFullyShardedDataParallel'"):
-        spread_runner.wrap_model(
-            dict(type="MMFullyShardedDataParallel"), spread_runner.model
-        )
+        exclude_from_ddp(spread_runner.model, wrapper)
 
 
 class Calls:

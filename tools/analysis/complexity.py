@@ -27,7 +27,7 @@ from damex.config_files import config_of
 from damex.datasets.geometry import image_size_of, set_image_size
 from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.console import filter_console
-from damex.engine.runner import check_detector
+from damex.engine.config import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
 from damex.workbench.cli.run import (

@@ -29,7 +29,7 @@ from damex.datasets.geometry import image_size_of
 from damex.engine.config import resolve_config
 from damex.engine.console import filter_console
 from damex.engine.optim import set_length
-from damex.engine.runner import check_detector
+from damex.engine.config import check_detector
 from damex.models.detectors import RoutedDetector
 from damex.moe import MoELayer, sharded_layers, sharded_names
 from damex.workbench.cli.run import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import os
@@ -170,6 +171,8 @@ def run_command(
             raise
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as error:
+        # Another Ctrl-C while the process ends would print a traceback.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"\n{str(error) or 'interrupted'}\n")
         return 130

@@ -17,7 +17,7 @@ from torch import Tensor
 from damex.config_files import config_of, mixture_datasets
 from damex.datasets.label_space import LabelSpace
 from damex.engine.checkpoint import check_tensors
-from damex.engine.config import label_space_of, resolve_config
+from damex.engine.config import check_detector, label_space_of, resolve_config
 from damex.engine.console import filter_console
 from damex.engine.freezing import freeze_all_but
 from damex.engine.rows import (
@@ -28,7 +28,6 @@ from damex.engine.rows import (
     remap_rows,
     row_keys,
 )
-from damex.engine.runner import check_detector
 from damex.errors import ConfigError, printable
 from damex.inference.predictor import Predictor
 from damex.inference.stored import (
