@@ -39,8 +39,8 @@ DDP, FULLY_SHARDED = "MMDistributedDataParallel", "FullySharded"
 
 
 def wrapper_config(
-    config: Mapping[str, Any] | None, model: nn.Module, cfg: Mapping[str, Any]
-) -> Mapping[str, Any] | None:
+    config: dict[str, Any] | None, model: nn.Module, cfg: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Complete the ``model_wrapper_cfg`` of several processes: damex's DDP by default.
 
     Wrappers of other types are left as they are.

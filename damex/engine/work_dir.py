@@ -239,9 +239,10 @@ def _end_workers(runner: MixtureRunner) -> None:
     for name in ("_train_loop", "_val_loop", "_test_loop"):
         loop = getattr(runner, name, None)
         loader = loop.dataloader if isinstance(loop, BaseLoop) else None
-        if getattr(loader, "_iterator", None) is not None:
+        iterator: Any = getattr(loader, "_iterator", None)
+        if iterator is not None:
             with suppress(RuntimeError):  # torch's, if the signal ended one of them
-                loader._iterator._shutdown_workers()
+                iterator._shutdown_workers()
 
 
 def _explain(runner: MixtureRunner, error: BaseException) -> str | None:
