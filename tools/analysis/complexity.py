@@ -25,9 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
 from damex.config_files import config_of
 from damex.datasets.geometry import image_size_of, set_image_size
-from damex.engine.config import DATASET_OPTIONS, resolve_config
+from damex.engine.config import DATASET_OPTIONS, check_detector, resolve_config
 from damex.engine.console import filter_console
-from damex.engine.config import check_detector
 from damex.errors import ConfigError
 from damex.moe import Assignment, MoELayer
 from damex.workbench.cli.run import (

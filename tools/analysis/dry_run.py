@@ -26,10 +26,9 @@ from torch import Tensor, distributed, nn
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
 from damex.config_files import config_of
 from damex.datasets.geometry import image_size_of
-from damex.engine.config import resolve_config
+from damex.engine.config import check_detector, resolve_config
 from damex.engine.console import filter_console
 from damex.engine.optim import set_length
-from damex.engine.config import check_detector
 from damex.models.detectors import RoutedDetector
 from damex.moe import MoELayer, sharded_layers, sharded_names
 from damex.workbench.cli.run import (
