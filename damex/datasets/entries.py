@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,8 +145,8 @@ class Options:
 # Name of a format -> the function that converts folders of it; None: that recognizes
 # the format. Filled by damex.workbench.formats.
 READERS: dict[str | None, Callable[[str, Options], Conversion]] = {}
-# What `read_folders_once` keeps; empty outside of it.
-_kept: list[dict[Any, Conversion]] = []
+# What `read_folders_once` keeps; None outside of it.
+_KEPT: ContextVar[dict[Any, Conversion] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
@@ -155,14 +156,12 @@ def read_folders_once() -> Iterator[None]:
     Listing a folder takes minutes on a network. A start of a command is one block, so
     that the next start sees a folder as it then is.
     """
-    if _kept:  # in an outer block
-        yield
-        return
-    _kept.append({})
+    outer = _KEPT.get()
+    token = _KEPT.set({} if outer is None else outer)
     try:
         yield
     finally:
-        _kept.clear()
+        _KEPT.reset(token)
 
 
 def read_folder(entry: Mapping[str, Any]) -> Conversion:
@@ -176,7 +175,8 @@ def read_folder(entry: Mapping[str, Any]) -> Conversion:
     if (problem := problem_of_format(options.format)) is not None:
         raise ConfigError(f"dataset {entry['name']!r}: {problem}")
     root = str(entry["root"])
-    key, known = (str(Path(root).absolute()), options), _kept[0] if _kept else {}
+    kept = _KEPT.get()
+    key, known = (str(Path(root).absolute()), options), {} if kept is None else kept
     if key not in known:
         try:
             known[key] = READERS[options.format](root, options)
