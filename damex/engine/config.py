@@ -24,7 +24,7 @@ from damex.config_files import (
     read_config,
     work_dir_of,
 )
-from damex.datasets.geometry import check_views, set_image_size
+from damex.datasets.geometry import SIZES, STEPS, check_views, set_image_size
 from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.optim import check_optimizer_type, set_length
@@ -106,9 +106,6 @@ TOGETHER = (
     ("val_dataloader", "val_cfg", "val_evaluator"),
     ("test_dataloader", "test_cfg", "test_evaluator"),
 )
-# Pipeline steps, and their options that are image sizes.
-STEPS = ("Resize", "Crop", "Pad")
-SIZES = ("scale", "scales", "size", "crop_size")
 
 
 def load_config(

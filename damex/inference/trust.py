@@ -30,6 +30,8 @@ LOSSES = """
 INITIALIZERS = """
     Constant Xavier Normal TruncNormal Uniform Kaiming Caffe2Xavier Pretrained
 """
+# Packages of routers, gates, experts and losses.
+PARTS_OF_LAYERS = ("damex.moe.", "damex.papers.")
 # For each registry, slots (keys at which a type or a dict with a type stands) and the
 # types allowed there. Classes of damex are allowed in all slots of their registry.
 _TYPES = {
@@ -302,21 +304,21 @@ def _refused_text(text: str, key: str, owner: str | None, place: str) -> Refused
     is_allowed = (
         owner in (None, MOE)
         or key in TEXTS.get(owner or "", ())
-        or owner in _of_damex("MODELS", package="damex.moe")  # takes choices only
+        or owner in _of_damex("MODELS", PARTS_OF_LAYERS)  # take choices only
     )
     if not is_allowed or printable(text) != text or "://" in text:
         yield place, text, None
 
 
-def _of_damex(registry: str, package: str = "damex") -> Collection[str]:
+def _of_damex(
+    registry: str, packages: tuple[str, ...] = ("damex.",)
+) -> Collection[str]:
     """Names of the classes of damex in a registry of mmdet or mmengine."""
     found = getattr(mmdet.registry, registry, None)
     names: set[str] = set()
     while isinstance(found, Registry):
         known = found.module_dict.items()
-        names |= {
-            name for name, one in known if one.__module__.startswith(f"{package}.")
-        }
+        names |= {name for name, one in known if one.__module__.startswith(packages)}
         found = found.parent
     return names
 

@@ -9,11 +9,12 @@ import pytest
 from mmengine.config import Config
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.config_files import PlainConfig
+from damex.config_files import CONFIGS, PlainConfig, moe_of_file
 from damex.errors import DataError, printable
 from damex.inference.stored import _test_pipeline
 from damex.inference.trust import (
     OF_TIMM,
+    PARTS_OF_LAYERS,
     TEXTS,
     TYPES,
     check_parts,
@@ -118,6 +119,13 @@ def test_checkpoints_of_shipped_configs_need_no_trust(path):
     check_parts({k: v for k, v in written.items() if k not in left_out}, where="")
 
 
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS / "_base_/moe").glob("*.py")), ids=lambda path: path.stem
+)
+def test_checkpoints_of_all_variants_need_no_trust(path):
+    check_parts(dict(model=dict(DINO, moe=moe_of_file(path.stem))), where="")
+
+
 @pytest.mark.parametrize("slot", TYPES)
 def test_allowed_types_are_registered(slot):
     """mmengine imports a name that its registry lacks from the current folder."""
@@ -130,9 +138,9 @@ def test_allowed_types_are_registered(slot):
 
 
 def test_damex_takes_texts_of_moe_as_choices():
-    """No class of damex.moe has an argument that is a path."""
+    """No part of a layer has an argument that is a path."""
     for kind in mmdet.registry.MODELS.module_dict.values():
-        if kind.__module__.startswith("damex.moe."):
+        if kind.__module__.startswith(PARTS_OF_LAYERS):
             for one in inspect.signature(kind).parameters.values():
                 assert "Path" not in str(one.annotation)
     options = {*inspect.signature(TimmBackbone).parameters} - {"options"}
