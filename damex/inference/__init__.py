@@ -1,4 +1,4 @@
-"""Using a checkpoint: predictions, exports and reports.
+"""Using a checkpoint: a detector read as data, and its predictions.
 
 ::
 

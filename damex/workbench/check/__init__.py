@@ -1,1 +1,1 @@
-"""Preparing datasets: check, browse, convert, merge and plan."""
+"""The data before a training: check, browse, labels, convert and prepare."""

@@ -14,7 +14,7 @@ from damex.workbench.cli.run import (
     program,
 )
 
-# The names in `damex.workbench.check.prepare.FORMATS`, which takes seconds.
+# The names of `damex.workbench.formats.conversion.FORMATS`, which imports slowly.
 Format = Literal[
     "coco", "voc", "yolo", "kitti", "dota", "wider_face", "csv", "kitti_detections"
 ]
