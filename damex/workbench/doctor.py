@@ -117,7 +117,7 @@ def declared() -> list[Requirement]:
     try:
         about = metadata.metadata("damex")
     except metadata.PackageNotFoundError:
-        root = Path(__file__).resolve().parents[1]
+        root = Path(__file__).resolve().parents[2]
         project = (root / "pyproject.toml").read_text("utf-8")
         python = re.findall(r'^requires-python = "(.*)"$', project, re.MULTILINE)[0]
         text = (root / "requirements.txt").read_text("utf-8")
