@@ -140,7 +140,7 @@ SLOW = ("evaluation", "models.blocks", "engine.runner", "datasets.coco")
         "registry",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in (*SLOW, "headroom.command")
+            for name in (*SLOW, "workbench.headroom.command")
         ),
     ],
 )
