@@ -42,20 +42,6 @@ def test_no_help_imports_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_registering_all_classes_loads_no_command_line():
-    code = """
-import sys
-import damex.registry
-known = {name.partition(".")[0] for name in sys.modules}
-assert not known & {"cyclopts", "jinja2", "onnx", "onnxruntime"}
-assert not {name for name in sys.modules if name.startswith("damex.workbench.cli")}
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_checking_data_takes_neither_mmdet_nor_what_it_imports(two_datasets, tmp_path):
     config = tmp_path / "config.py"
     imports = dict(imports=["damex.registry"])
