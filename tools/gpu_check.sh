@@ -29,7 +29,7 @@ step() { # step NAME COMMAND...: its log is NAME.log; a failure is said, and the
   if "$@" > "$out/$name.log" 2>&1; then tail -n 3 "$out/$name.log"; else echo "FAILED; see $out/$name.log"; fi
 }
 
-[ -d data/toy ] || "$python" -m damex.toydata
+[ -d data/toy ] || "$python" -m damex toydata
 cat > "$out/detector.py" <<END
 _base_ = ["$PWD/configs/damex_dino/$config.py"]
 mixture = [
