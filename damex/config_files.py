@@ -148,12 +148,16 @@ def import_modules(cfg: Config) -> None:
         return
     try:
         import_modules_from_strings(**wanted)
-    except (ImportError, TypeError) as error:  # TypeError: not such a dict of texts
-        reason = " ".join(str(error.__context__ or error).split())
+    except TypeError as error:
         raise ConfigError(
             "custom_imports must be dict(imports=['my_module']), got "
-            f"{reprlib.repr(wanted)}: {reason}. Python looks for modules in the "
-            "installed packages and in the folders of PYTHONPATH: start with "
+            f"{reprlib.repr(wanted)}: {str(error).rstrip('.')}."
+        ) from error
+    except ImportError as error:
+        reason = " ".join(str(error.__context__ or error).split())
+        raise ConfigError(
+            f"custom_imports: {reason}. Python looks for modules in the installed "
+            "packages and in the folders of PYTHONPATH: start with "
             "PYTHONPATH=FOLDER_OF_THE_MODULE damex train ..."
         ) from error
 
