@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -98,8 +98,9 @@ def examine() -> list[Row]:
     note = "" if _version("damex") else "runs from source, not installed"
     rows = [check_fit(python, row, fix), Row("damex", __version__, note=note)]
     order = [*MODULES, *(need.name for need in needs)]
+    providers = metadata.packages_distributions()
     for need in sorted([*needs, OPENCV], key=lambda need: order.index(need.name)):
-        row = check_version(need)
+        row = check_version(need, providers)
         if need.name in MODULES and not row.problem:
             is_broken = any(one.problem for one in rows)
             row = replace(row, note=UNTRIED) if is_broken else check_import(row)
@@ -128,10 +129,10 @@ def declared() -> list[Requirement]:
     return [n for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
 
 
-def check_version(need: Requirement) -> Row:
-    """Check the version of a distribution, and what else provides its module."""
+def check_version(need: Requirement, providers: Mapping[str, list[str]]) -> Row:
+    """Check the version of a distribution, and which others provide its module."""
     module = MODULES.get(need.name, "").partition(".")[0]
-    names = [need.name, *metadata.packages_distributions().get(module, ())]
+    names = [need.name, *providers.get(module, ())]
     found = {key: _version(key) for key in map(canonicalize_name, names)}
     known = [key for key, version in found.items() if version]
     own = canonicalize_name(need.name)
