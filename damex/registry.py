@@ -1,6 +1,7 @@
 """Importing this module adds all classes of damex to mmdet's registries.
 
-``damex.moe`` does not depend on a registry, so its classes are registered here.
+``damex.moe`` and the torch-only modules of ``damex.papers`` do not depend on a
+registry, so their classes are registered here.
 """
 
 from __future__ import annotations
@@ -8,61 +9,46 @@ from __future__ import annotations
 from mmdet.registry import MODELS
 
 # engine first: it imports mmdet silently
-from damex import engine, evaluation  # noqa: F401
+from damex import engine, evaluation, moe  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
 from damex.engine import console, optim, runner, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data
 from damex.models import detectors  # noqa: F401
-from damex.moe import (
-    AffineExperts,
-    BiasBalancer,
-    CosineRouter,
-    DatasetRoutingLoss,
-    ExpertCapacity,
-    FFNExperts,
-    HierarchicalRouter,
-    ImportanceLoss,
-    LinearRouter,
-    LoadBalanceLoss,
-    LoadLoss,
-    LowRankExperts,
-    MLPRouter,
-    RouterZLoss,
-    SeparateRouterLoss,
-    SharedExpert,
-    TopKGate,
+from damex.papers import (  # noqa: F401
+    channel_gating,
+    channels,
+    dense_gates,
+    expert_choice,
+    patch_convs,
+    patches,
+    phases,
 )
-from damex.papers import channel_gating, patch_convs, phases  # noqa: F401
-from damex.papers.channels import ShallowEmbedding
-from damex.papers.dense_gates import DenseSoftmaxGate, DenseToSparseGate
-from damex.papers.expert_choice import ExpertChoiceGate
-from damex.papers.patches import PatchConvExperts
 from damex.workbench.check import hook  # noqa: F401
 from damex.workbench.formats import conversion  # noqa: F401 - readers of root=
 
 for part in (
-    LinearRouter,
-    MLPRouter,
-    CosineRouter,
-    HierarchicalRouter,
-    TopKGate,
-    DenseSoftmaxGate,
-    DenseToSparseGate,
-    ExpertChoiceGate,
-    BiasBalancer,
-    ExpertCapacity,
-    FFNExperts,
-    LowRankExperts,
-    AffineExperts,
-    PatchConvExperts,
-    SharedExpert,
-    ShallowEmbedding,
-    DatasetRoutingLoss,
-    LoadBalanceLoss,
-    ImportanceLoss,
-    LoadLoss,
-    RouterZLoss,
-    SeparateRouterLoss,
+    moe.LinearRouter,
+    moe.MLPRouter,
+    moe.CosineRouter,
+    moe.HierarchicalRouter,
+    moe.TopKGate,
+    moe.BiasBalancer,
+    moe.ExpertCapacity,
+    moe.FFNExperts,
+    moe.LowRankExperts,
+    moe.AffineExperts,
+    moe.SharedExpert,
+    moe.DatasetRoutingLoss,
+    moe.LoadBalanceLoss,
+    moe.ImportanceLoss,
+    moe.LoadLoss,
+    moe.RouterZLoss,
+    moe.SeparateRouterLoss,
+    dense_gates.DenseSoftmaxGate,
+    dense_gates.DenseToSparseGate,
+    expert_choice.ExpertChoiceGate,
+    patches.PatchConvExperts,
+    channels.ShallowEmbedding,
 ):
     MODELS.register_module(module=part)
 
