@@ -119,6 +119,16 @@ def test_single_runs_know_their_own_classes_alone(config, joint):
         assert drawn(other.config) == drawn(one.config)
 
 
+def test_full_singles_are_as_long_as_the_joint_training(joint):
+    found = joint()
+    dense, street, park = baselines_of(found, ["dense", "single_full"])
+    assert [street.name, park.name] == ["single_full_street", "single_full_park"]
+    assert dense.images == street.images == park.images
+    assert drawn(park.config) == {"park": dense.images}
+    assert park.config.param_scheduler == dense.config.param_scheduler
+    assert build(park.config).bbox_head.num_classes == 3
+
+
 def test_training_by_iterations_is_shortened_with_its_schedule(joint):
     found = joint(
         **{

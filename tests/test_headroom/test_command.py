@@ -164,12 +164,15 @@ def test_the_report_joins_the_singles_and_can_be_json():
             "dense": [summary(a=0.25, b=0.25), summary(a=0.25, b=0.375)],
             "single_a": [summary(a=0.5), summary(a=0.5)],
             "single_b": [summary(b=0.5), summary(b=0.625)],
+            "single_full_a": [summary(a=0.75), summary(a=0.875)],
+            "single_full_b": [summary(b=0.25), None],
         },
         datasets=["a", "b"],
         seeds=[4, 5],
     )
     found = json.loads(json.dumps(found))
-    assert list(found["rows"]) == ["dense", "single"]
+    assert list(found["rows"]) == ["dense", "single", "single_full"]
+    assert found["rows"]["single_full"]["mean_ap"] == [0.5, None]
     assert found["rows"]["single"]["minus_dense"] == dict(mean=0.25, ci95=[0.25, 0.25])
     verdict = found["verdict"]
     assert (verdict["answer"], verdict["above"]) == ("yes", ["single"])

@@ -27,7 +27,7 @@ from damex.workbench.zero_config import models_help
 # As `damex.engine.config.LAUNCHERS`, which takes seconds to import.
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 # What `damex headroom` trains besides the dense detector.
-Baseline = Literal[
+DefaultBaseline = Literal[
     "dense_lr2",
     "partitioned",
     "wide_decoder",
@@ -35,7 +35,9 @@ Baseline = Literal[
     "single",
     "oracle",
 ]
-BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+BASELINES: tuple[DefaultBaseline, ...] = get_args(DefaultBaseline)
+# As many times the compute as there are datasets.
+Baseline = Literal[DefaultBaseline, "single_full"]
 LocalRank = Annotated[int, Parameter(name=("--local-rank", "--local_rank"), show=False)]
 NewCheckpoint = Annotated[str, parameter("FILE.pth")]
 

@@ -25,6 +25,7 @@ from damex.engine.optim import set_length
 from damex.errors import ConfigError
 
 RECIPE = "damex_best"
+SINGLES = ("single", "single_full")  # baselines of one training per dataset
 
 Change = Callable[[Config], None]
 # Scheduler fields that count iterations if `by_epoch` is False.
@@ -79,7 +80,8 @@ def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Training]:
 
     Args:
         joint: The joint training.
-        names: Keys of :data:`CHANGES`, ``single`` (one per dataset) or ``oracle``
+        names: Keys of :data:`CHANGES`; ``single`` and ``single_full``, a detector per
+            dataset, together or each as long as the joint training; or ``oracle``
             (the recipe, evaluated with oracle routing).
 
     Raises:
@@ -87,8 +89,8 @@ def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Training]:
     """
     trainings = []
     for name in names:
-        if name == "single":
-            trainings += _singles(joint)
+        if name in SINGLES:
+            trainings += _singles(joint, name)
         elif name == "oracle":
             trainings += experts_of(joint, [RECIPE])
         else:
@@ -132,9 +134,9 @@ def _changed(joint: JointTraining, name: str, change: Change | None) -> Training
     return Training(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
-def single_name(dataset: str) -> str:
-    """Return the name of the baseline trained on one dataset alone."""
-    return f"single_{dataset}"
+def single_name(dataset: str, baseline: str = "single") -> str:
+    """Return the name of the training on one dataset alone of a baseline."""
+    return f"{baseline}_{dataset}"
 
 
 def _multiply(cfg: Config, *, path: str, factor: float) -> None:
@@ -192,15 +194,21 @@ CHANGES: dict[str, Change | None] = {
 }
 
 
-def _singles(joint: JointTraining) -> list[Training]:
-    """Dense detectors of single datasets, with the images they have in the mixture."""
+def _singles(joint: JointTraining, name: str) -> list[Training]:
+    """Dense detectors of single datasets.
+
+    Each reads the images that its dataset has in the mixture; with ``single_full``, as
+    many as the joint training reads of all.
+    """
     if len(joint.shares) < 2:
         raise ConfigError(
             f"the mixture has one dataset, {next(iter(joint.shares))!r}, for which "
-            "single equals dense; remove single from --baselines."
+            f"{name} equals dense; remove {name} from --baselines."
         )
     trainings = []
     for dataset, share in joint.shares.items():
+        if name == "single_full":
+            share = 1.0
         samples = max(1, round(share * joint.samples_per_epoch))
         cfg = copy.deepcopy(joint.config)
         _reduce_data(cfg, dataset)
@@ -210,7 +218,9 @@ def _singles(joint: JointTraining) -> list[Training]:
             for key in {"max_iters", "val_interval", "val_begin"} & {*train}:
                 train[key] = _scaled(train[key], share)
         cfg["param_scheduler"] = _scaled_spans(cfg.get("param_scheduler"), share)
-        trainings.append(Training(single_name(dataset), cfg, _images(cfg, samples)))
+        trainings.append(
+            Training(single_name(dataset, name), cfg, _images(cfg, samples))
+        )
     return trainings
 
 

@@ -24,6 +24,7 @@ from damex.errors import ConfigError
 from damex.workbench.cli.commands import BASELINES
 from damex.workbench.headroom.baselines import (
     RECIPE,
+    SINGLES,
     Training,
     baselines_of,
     experts_of,
@@ -175,9 +176,11 @@ def report(
     rows = {name: score_row(found) for name, found in summaries.items()}
     if RECIPE not in experts:  # trained for the oracle
         rows.pop(RECIPE, None)
-    singles = {n: rows.pop(single_name(n)) for n in datasets if single_name(n) in rows}
-    if singles:
-        rows["single"] = single_row(singles)
+    for baseline in SINGLES:
+        trainings = {n: single_name(n, baseline) for n in datasets}
+        found = {n: rows.pop(of) for n, of in trainings.items() if of in rows}
+        if found:
+            rows[baseline] = single_row(found)
     rows |= {name: rows.pop(name) for name in experts}  # below the baselines
     mean_ap = {name: row["mean_ap"] for name, row in rows.items()}
     verdict, (reference, _) = decide(mean_ap), best_dense(mean_ap)
