@@ -37,7 +37,6 @@ arms = dict(
     # Other uses of the dataset.
     label_prior=dict(model=dict(label_prior=dict(source="router"))),
     # Without experts: alternatives, and general improvements.
-    dense_conditioned=dict(moe=None, model=dict(dataset_conditioning=dict(film=True))),
     dense_label_prior=dict(moe=None, model=dict(label_prior=dict(source="head"))),
     dense_averaged=dict(moe=None, custom_hooks=ema),
     averaged=dict(custom_hooks=ema),

@@ -26,7 +26,6 @@ from damex.models.config import (
     read_config,
 )
 from damex.models.dataset_classifier import (
-    DatasetConditioning,
     DatasetHead,
     annotated_classes,
     class_log_prior,
@@ -61,13 +60,6 @@ class DatasetHeadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConditioningConfig:
-    """The field ``dataset_conditioning``; ``film`` also conditions the memory."""
-
-    film: Annotated[bool, FLAG] = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class DatasetAwarenessConfig:
     """Arguments of a detector about the datasets of images; all off by default.
 
@@ -75,9 +67,8 @@ class DatasetAwarenessConfig:
         ignore_unannotated_classes: Exclude classes that an image's dataset does not
             annotate from training on it, instead of treating them as negatives.
         label_prior: Adjust class scores at inference.
-        dataset_head: Dataset classifier; added automatically if another option needs
+        dataset_head: Dataset classifier; added automatically if ``label_prior`` needs
             it.
-        dataset_conditioning: Condition the decoder on the predicted dataset.
     """
 
     ignore_unannotated_classes: Annotated[bool, FLAG] = False
@@ -87,15 +78,11 @@ class DatasetAwarenessConfig:
     dataset_head: Annotated[
         DatasetHeadConfig | None, branch(DatasetHeadConfig, "dict(loss_weight=0.1)")
     ] = None
-    dataset_conditioning: Annotated[
-        ConditioningConfig | None, branch(ConditioningConfig, "dict(film=False)")
-    ] = None
 
     @property
     def head(self) -> DatasetHeadConfig | None:
-        """The classifier that is set, or that another option needs."""
-        prior, conditioning = self.label_prior, self.dataset_conditioning
-        if conditioning is None and (prior is None or prior.source != "head"):
+        """The classifier that is set, or that the prior needs."""
+        if self.label_prior is None or self.label_prior.source != "head":
             return self.dataset_head
         return self.dataset_head or DatasetHeadConfig()
 
@@ -127,12 +114,9 @@ class DatasetAwareness(nn.Module):
         for name, mask in zip(("annotated_SC", "annotated_GC"), masks, strict=True):
             # Derived from the config, so not in checkpoints.
             self.register_buffer(name, mask, persistent=False)
-        sizes = (embed_dims, len(self.annotated_GC))
-        self.head = None if config.head is None else DatasetHead(*sizes)
-        self.conditioning: DatasetConditioning | None = None
-        if config.dataset_conditioning is not None:
-            film = config.dataset_conditioning.film
-            self.conditioning = DatasetConditioning(*sizes, film=film)
+        self.head: DatasetHead | None = None
+        if config.head is not None:
+            self.head = DatasetHead(embed_dims, len(self.annotated_GC))
         self._clear()
 
     def _clear(self) -> None:
@@ -165,21 +149,18 @@ class DatasetAwareness(nn.Module):
             logits = logits + self._log_prior_BC.unsqueeze(1)
         return logits
 
-    def condition_memory(
+    def predict_datasets(
         self,
         memory_BND: Tensor,
         padding_BN: Tensor | None,
         records: Mapping[str, RoutingRecord],
-    ) -> Tensor:
-        """Predict the datasets; condition the memory if configured. True is padding."""
+    ) -> None:
+        """Predict the datasets and, at inference, set the prior. True is padding."""
         if self.head is not None:
             self._group_logits_BG = self.head(memory_BND, padding_BN)
         prior = self.config.label_prior
         if prior is not None and not self.training:
             self._log_prior_BC = self._log_prior(prior, records)
-        if self.conditioning is None:
-            return memory_BND
-        return self.conditioning.memory(memory_BND, self.posterior())
 
     def _log_prior(
         self, config: LabelPriorConfig, records: Mapping[str, RoutingRecord]
@@ -198,16 +179,10 @@ class DatasetAwareness(nn.Module):
     def posterior(self) -> Tensor:
         """Return the head's probabilities (B, G), detached: only its loss trains it.
 
-        Call it within a step, after :meth:`condition_memory`.
+        Call it within a step, after :meth:`predict_datasets`.
         """
         assert self._group_logits_BG is not None
         return self._group_logits_BG.detach().softmax(dim=1)
-
-    def condition_query(self, query_BND: Tensor) -> Tensor:
-        """Condition the content of all queries, denoising ones included."""
-        if self.conditioning is None:
-            return query_BND
-        return self.conditioning.query(query_BND, self.posterior())
 
     def losses(self, group_ids_B: Tensor) -> dict[str, Tensor]:
         """Compute ``loss_dataset``, weighted, and ``dataset_accuracy`` in [0, 1].
@@ -249,9 +224,9 @@ def build_awareness(
     supports = detector.chooses_queries_by_class and head.loss_cls.use_sigmoid
     if label_coverage is None or not supports:
         raise ConfigError(
-            "model: ignore_unannotated_classes, label_prior, dataset_head and "
-            "dataset_conditioning need a MoEDINO with a sigmoid loss, and a mixture to "
-            f"take the classes of each dataset from (here {type(detector).__name__} "
+            "model: ignore_unannotated_classes, label_prior and dataset_head need a "
+            "MoEDINO with a sigmoid loss, and a mixture to take the classes of each "
+            f"dataset from (here {type(detector).__name__} "
             f"{'without' if label_coverage is None else 'with'} a mixture); change "
             "model.type and the data, or leave these options out."
         )

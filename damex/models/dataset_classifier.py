@@ -1,7 +1,7 @@
-"""Dataset classifiers, and the effect of their answer on features and class scores.
+"""Dataset classifiers, and the effect of their answer on class scores.
 
-The modules are zero-initialized and draw no random numbers, so the other weights start
-the same with and without them.
+The head is zero-initialized and draws no random numbers, so the other weights start the
+same with and without it.
 
 Axes: B images, N tokens (padding included), V real tokens, D channels, C classes, S
 datasets, G dataset groups.
@@ -77,39 +77,6 @@ def router_posterior(record: RoutingRecord) -> Tensor:
     probs_VG = probs_VG / probs_VG.sum(dim=-1, keepdim=True)
     sums_BG = record.packing.unpack(probs_VG).sum(dim=1)
     return sums_BG / sums_BG.sum(dim=1, keepdim=True)
-
-
-class DatasetConditioning(nn.Module):
-    """Conditions the queries, and with ``film`` the memory, on predicted datasets.
-
-    One embedding per group, weighted by the posterior, is added to the content of all
-    queries; compare Detection Hub (Meng et al., CVPR 2023, arXiv 2206.03484). ``film``
-    scales and shifts the memory per channel (FiLM, Perez et al., AAAI 2018, arXiv
-    1709.07871). A baseline with the same information as dataset-aware experts.
-    """
-
-    def __init__(self, embed_dims: int, num_groups: int, *, film: bool) -> None:
-        super().__init__()
-        zeros_GD = torch.zeros(num_groups, embed_dims)
-        self.query_GD = nn.Parameter(zeros_GD.clone())
-        self.scale_GD = nn.Parameter(zeros_GD.clone()) if film else None
-        self.shift_GD = nn.Parameter(zeros_GD.clone()) if film else None
-
-    def query(self, query_BND: Tensor, posterior_BG: Tensor) -> Tensor:
-        """Add the posterior-weighted dataset embedding to the queries' content."""
-        return query_BND + _mixed(posterior_BG, self.query_GD)
-
-    def memory(self, memory_BND: Tensor, posterior_BG: Tensor) -> Tensor:
-        """Scale and shift the encoder's output; unchanged without ``film``."""
-        if self.scale_GD is None or self.shift_GD is None:
-            return memory_BND
-        scale_B1D = 1.0 + _mixed(posterior_BG, self.scale_GD)
-        return memory_BND * scale_B1D + _mixed(posterior_BG, self.shift_GD)
-
-
-def _mixed(posterior_BG: Tensor, rows_GD: Tensor) -> Tensor:
-    """Return the posterior-weighted mean of the groups' rows, (B, 1, D)."""
-    return (posterior_BG @ rows_GD).unsqueeze(1)
 
 
 def annotated_classes(

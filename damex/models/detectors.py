@@ -66,7 +66,7 @@ class RoutedDetector(_Detector):
     Args:
         moe: See :class:`damex.models.config.MoEConfig`; None keeps the detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
-        ignore_unannotated_classes, label_prior, dataset_head, dataset_conditioning: See
+        ignore_unannotated_classes, label_prior, dataset_head: See
             :class:`damex.models.dataset_awareness.DatasetAwarenessConfig`.
         label_coverage: Arguments of
             :func:`damex.models.dataset_classifier.annotated_classes`; filled in from
@@ -92,7 +92,6 @@ class RoutedDetector(_Detector):
         ignore_unannotated_classes: bool = False,
         label_prior: Mapping[str, Any] | None = None,
         dataset_head: Mapping[str, Any] | None = None,
-        dataset_conditioning: Mapping[str, Any] | None = None,
         label_coverage: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -111,7 +110,6 @@ class RoutedDetector(_Detector):
             ignore_unannotated_classes=ignore_unannotated_classes,
             label_prior=label_prior,
             dataset_head=dataset_head,
-            dataset_conditioning=dataset_conditioning,
         )
         with fork_rng():
             if self._moe is not None:
@@ -350,14 +348,12 @@ class MoEDINO(RoutedDetector, DINO):
         self, memory: Tensor, memory_mask: Tensor | None, **kwargs: Any
     ) -> tuple[dict, dict]:
         """Prepare the decoder's queries; denoising fillers are masked out."""
-        aware = self.awareness
-        if aware is not None:
-            memory = aware.condition_memory(memory, memory_mask, self.routing.records)
+        if self.awareness is not None:
+            records = self.routing.records
+            self.awareness.predict_datasets(memory, memory_mask, records)
         inputs, head_inputs = super().pre_decoder(memory, memory_mask, **kwargs)
         if self.training:
             inputs["query_mask"] = real_query_mask(inputs["query"])
-        if aware is not None:
-            inputs["query"] = aware.condition_query(inputs["query"])
         return inputs, head_inputs
 
 

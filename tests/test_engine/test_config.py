@@ -229,7 +229,6 @@ def test_faults_of_the_mixture_come_before_anything_is_built(two_datasets):
         dict(ignore_unannotated_classes=True),
         dict(label_prior=dict(source="head")),
         dict(dataset_head=dict()),
-        dict(dataset_conditioning=dict()),
     ],
     ids=lambda option: next(iter(option)),
 )

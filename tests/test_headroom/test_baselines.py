@@ -252,7 +252,7 @@ def test_the_oracle_is_a_training_of_the_recipe(joint):
 def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
     """All are trained on what the dense detector reads."""
     own, parts = tmp_path / "mine.py", tmp_path / "parts.py"
-    own.write_text("moe = None\nmodel = dict(dataset_conditioning=dict(film=True))")
+    own.write_text("moe = None\nmodel = dict(dataset_head=dict(loss_weight=0.5))")
     parts.write_text(
         "moe = dict(layers=dict(decoder=[1]), num_experts=3)\n"
         "arms = dict(\n"
@@ -266,7 +266,7 @@ def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
     assert {one.images for one in found} == {dense.images}
     named = {one.name: one.config for one in found}
     assert list(named) == ["vanilla", "mine", "five", "dense_faster"]
-    assert build(named["mine"]).awareness.conditioning is not None
+    assert build(named["mine"]).awareness.config.dataset_head.loss_weight == 0.5
     assert named["mine"].model.num_queries == plain.config.model.num_queries
     (block,) = moe_blocks(build(named["five"]))
     assert (block.name, block.moe.num_experts) == ("decoder.1", 5)
@@ -289,4 +289,4 @@ def test_every_intervention_of_the_worlds_can_be_built(joint):
     with_experts = {r.name: len(list(moe_blocks(build(r.config)))) for r in trainings}
     assert with_experts["decoder_only"] < with_experts["by_token"]
     dense = {name for name, blocks in with_experts.items() if blocks == 0}
-    assert dense == {"dense_conditioned", "dense_label_prior", "dense_averaged"}
+    assert dense == {"dense_label_prior", "dense_averaged"}

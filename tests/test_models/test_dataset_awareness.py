@@ -21,7 +21,6 @@ ENCODER = dict(
 EVERYTHING = dict(
     ignore_unannotated_classes=True,
     label_prior=dict(source="head"),
-    dataset_conditioning=dict(film=True),
 )
 
 
@@ -83,7 +82,6 @@ OFF = dict(
     ignore_unannotated_classes=False,
     label_prior=None,
     dataset_head=None,
-    dataset_conditioning=None,
 )
 HEAD = ["head.bias", "head.weight"]
 
@@ -96,7 +94,6 @@ HEAD = ["head.bias", "head.weight"]
         (dict(moe=ENCODER, label_prior=dict(source="router")), []),
         (dict(dataset_head=dict()), HEAD),
         (dict(label_prior=dict()), HEAD),
-        (dict(dataset_conditioning=dict()), ["conditioning.query_GD", *HEAD]),
     ],
 )
 def test_options_add_their_tensors_and_leave_the_others(
@@ -112,11 +109,11 @@ def test_options_add_their_tensors_and_leave_the_others(
     assert all(torch.equal(aware[key], plain[key]) for key in plain)
 
 
-def test_conditioning_starts_equal_to_the_plain_detector(
+def test_the_head_leaves_the_detector_as_it_is(
     build_aware, build, moe, annotated_batch, run_loss, run_predict
 ):
     plain = build(moe=moe)
-    aware = build_aware(moe=moe, dataset_conditioning=dict(film=True))
+    aware = build_aware(moe=moe, dataset_head=dict())
     batch = annotated_batch([0, 2], sizes=[(64, 64), (64, 40)], boxes=[1, 3])
     expected, losses = run_loss(plain, batch), run_loss(aware, batch)
     assert losses.pop("loss_dataset").item() == pytest.approx(0.1 * math.log(3))
@@ -283,23 +280,21 @@ def test_prediction_reads_no_dataset(build_aware, annotated_batch, run_predict):
     assert_equal(known, unknown)
 
 
-# --- the head and the conditioning ----------------------------------------------------
+# --- the head -------------------------------------------------------------------------
 
 
 def test_detection_losses_do_not_bend_the_posterior(
     build_aware, annotated_batch, run_loss, total
 ):
     detector = build_aware(
-        moe=None, dataset_conditioning=dict(film=True), dataset_head=dict(loss_weight=2)
+        moe=None, label_prior=dict(), dataset_head=dict(loss_weight=2)
     )
     losses = run_loss(detector, annotated_batch([0, 2]))
-    head, conditioning = detector.awareness.head, detector.awareness.conditioning
+    head = detector.awareness.head
     assert losses["loss_dataset"].item() == pytest.approx(2 * math.log(3))
     dataset = losses.pop("loss_dataset")
     total(losses).backward(retain_graph=True)
     assert head.weight.grad is None
-    for parameter in conditioning.parameters():
-        assert (parameter.grad != 0).any()
     dataset.backward()
     assert (head.weight.grad != 0).any()
 
@@ -310,34 +305,6 @@ def test_every_parameter_gets_a_gradient(
     detector = build_aware(moe=moe, **EVERYTHING)
     total(run_loss(detector, annotated_batch([0, 1]))).backward()
     assert [n for n, p in detector.named_parameters() if p.grad is None] == []
-
-
-def test_conditioning_reaches_the_detections(
-    build_aware, annotated_batch, run_predict, moe
-):
-    detector = build_aware(moe=moe, dataset_conditioning=dict())
-    batch = annotated_batch([0])
-    before = run_predict(detector, batch)[0].pred_instances.scores
-    with torch.no_grad():
-        detector.awareness.conditioning.query_GD[1].normal_()
-    set_posterior(detector, [1.0, 0.0, 0.0])
-    assert torch.equal(run_predict(detector, batch)[0].pred_instances.scores, before)
-    set_posterior(detector, [0.5, 0.5, 0.0])
-    after = run_predict(detector, batch)[0].pred_instances.scores
-    assert not torch.allclose(after, before, atol=1e-4)
-
-
-def test_conditioned_fillers_are_still_no_tokens(
-    build_aware, annotated_batch, run_loss, records
-):
-    detector = build_aware(dataset_conditioning=dict())
-    with torch.no_grad():
-        detector.awareness.conditioning.query_GD.fill_(1.0)
-    run_loss(detector, annotated_batch([0, 1], boxes=[1, 3]))
-    # 16 groups of denoising queries, positive and negative: 32 and 96; and 50 others.
-    packing = records["decoder.0"].packing
-    tokens = packing.spread(torch.arange(2)).bincount().tolist()
-    assert tokens == [32 + 50, 96 + 50]
 
 
 def test_nothing_is_left_over_after_a_step(

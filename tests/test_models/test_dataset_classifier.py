@@ -5,7 +5,6 @@ import torch
 from mmdet.models.losses import FocalLoss
 
 from damex.models.dataset_classifier import (
-    DatasetConditioning,
     DatasetHead,
     annotated_classes,
     class_log_prior,
@@ -44,27 +43,6 @@ def test_loss_leaves_unknown_images_out():
     loss.backward()
     assert loss.item() == accuracy.item() == 0.0
     assert (logits_BG.grad == 0).all()
-
-
-def test_conditioning_by_hand():
-    conditioning = DatasetConditioning(1, 2, film=True)
-    with torch.no_grad():
-        conditioning.query_GD.copy_(torch.tensor([[4.0], [8.0]]))
-        conditioning.scale_GD.copy_(torch.tensor([[1.0], [-1.0]]))
-        conditioning.shift_GD.copy_(torch.tensor([[10.0], [20.0]]))
-    posterior_BG = torch.tensor([[1.0, 0.0], [0.25, 0.75]])
-    values_BND = torch.tensor([[[2.0]], [[2.0]]])
-    assert conditioning.query(values_BND, posterior_BG).flatten().tolist() == [6, 9]
-    # 2 (1 + 1) + 10 and 2 (1 - 1/2) + 17.5
-    memory_BND = conditioning.memory(values_BND, posterior_BG)
-    assert memory_BND.flatten().tolist() == [14, 18.5]
-
-
-def test_without_film_the_memory_is_not_touched():
-    conditioning = DatasetConditioning(4, 3, film=False)
-    assert set(conditioning.state_dict()) == {"query_GD"}
-    memory_BND = torch.randn(1, 2, 4)
-    assert conditioning.memory(memory_BND, torch.ones(1, 3) / 3) is memory_BND
 
 
 def test_classes_of_datasets_and_groups():

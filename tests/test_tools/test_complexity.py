@@ -168,12 +168,12 @@ def test_the_command_counts_a_config_without_its_datasets(monkeypatch, capsys):
 
 
 def test_options_about_datasets_are_counted_without_them(capsys):
-    options = ["--cfg-options", "model.dataset_conditioning.film=True"]
-    size = ["--classes", "3", "--groups", "4", "--shape", "64", "64"]
+    options = ["--cfg-options", "model.dataset_head.loss_weight=1.0", "moe=dense"]
+    size = ["--classes", "3", "--groups", "40", "--shape", "64", "64"]
     app(["quickstart", *size, *options])
     (row,) = (r for r in capsys.readouterr().out.splitlines() if "awareness" in r)
-    # For each group the head has 64 weights and a bias, and the rest three rows.
-    assert float(row.split("│")[2]) == pytest.approx(4 * (4 * 64 + 1) / 1e6, abs=5e-4)
+    # For each group the head has 64 weights and a bias.
+    assert float(row.split("│")[2]) == pytest.approx(40 * (64 + 1) / 1e6, abs=5e-4)
 
 
 def test_a_detector_of_mmdet_is_its_own_dense_one(capsys, monkeypatch):

@@ -288,7 +288,9 @@ def voted_detector(
             image.
     """
     problems = {
-        "label_prior or dataset_conditioning": detector.awareness is not None,
+        "label_prior, dataset_head or ignore_unannotated_classes": (
+            detector.awareness is not None
+        ),
         "no experts, or none that were trained to predict the dataset": not moe_blocks(
             detector
         )

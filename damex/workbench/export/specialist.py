@@ -75,7 +75,6 @@ def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
     awareness = detector.awareness
     problems = {
         "label_prior": awareness is not None and awareness.config.label_prior,
-        "dataset_conditioning": awareness is not None and awareness.conditioning,
         "as_two_stage (queries selected by class 0)": selects_by_first_class(detector),
     }
     reject(detector, stored.path, problems, "which no dense detector of mmdet has")

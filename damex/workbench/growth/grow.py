@@ -327,9 +327,8 @@ def mixing_notes(detector: Any) -> Iterator[str]:
             or gate.capacity is not None
             for gate in gates
         ),
-        "label_prior or dataset_conditioning mix what is known of all datasets": (
-            awareness is not None
-            and (awareness.config.label_prior or awareness.conditioning) is not None
+        "label_prior mixes what is known of all datasets": (
+            awareness is not None and awareness.config.label_prior is not None
         ),
     }
     for reason, is_so in reasons.items():
