@@ -1,3 +1,3 @@
-"""The config and processes of the tests of headroom."""
+"""The config of the tests of headroom."""
 
-from tests.test_headroom.conftest import config, run_python  # noqa: F401
+from tests.test_headroom.conftest import config  # noqa: F401
