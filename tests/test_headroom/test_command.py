@@ -203,6 +203,45 @@ def test_experts_are_scored_against_the_better_dense_detector(scores, helps):
     assert found["verdict"]["answer"] == "no"  # the experts are no part of the verdict
 
 
+# Over dense_lr2 the gains are 0.25 and 1/64 to both sides, so their deviation is 1/64,
+# and the interval reaches 4.3027 / 64 / sqrt(3) = 0.0388 to both sides.
+PARTITIONED = [0.25 + 0.25 - 1 / 64, 0.25 + 0.25, 0.25 + 0.25 + 1 / 64]
+HEAD_FIRST = (
+    "A head per dataset is best: partitioned +0.250 [+0.211, +0.289] over dense_lr2 in "
+    "mean AP. "
+)
+
+
+@pytest.mark.parametrize(
+    ("others", "opening"),
+    [
+        (dict(), f"{HEAD_FIRST}No verdict: it needs a seed of dense"),
+        (dict(single_full_a=[0.25] * 3), f"{HEAD_FIRST}No verdict: it needs"),
+        (dict(wide_decoder=[0.25] * 3), f"{HEAD_FIRST}Experts are not shown to help:"),
+        (dict(oracle=[0.375] * 3), f"{HEAD_FIRST}Experts can help: above dense_lr2"),
+        # Another training is better, whatever its kind.
+        (dict(oracle=[0.625] * 3), "Experts can help: above dense_lr2"),
+        (dict(mine=[0.625] * 3), "No verdict: it needs a seed of dense"),
+        (dict(single_full_a=[0.625] * 3), "No verdict: it needs a seed of dense"),
+        # It has the highest mean, and its interval contains 0.
+        (dict(partitioned=[0.25, 0.5, 0.75]), "No verdict: it needs a seed of dense"),
+    ],
+)
+def test_a_head_per_dataset_that_is_best_comes_first(tmp_path, others, opening):
+    scores = dict(dense=[0.125] * 3, dense_lr2=[0.25] * 3, partitioned=PARTITIONED)
+    found = report(
+        {n: [summary(a=ap) for ap in of] for n, of in {**scores, **others}.items()},
+        datasets=["a"],
+        seeds=[0, 1, 2],
+        experts=["mine"] if "mine" in others else [],
+    )
+    _write(tmp_path, found, Console(quiet=True))
+    stored = json.loads((tmp_path / "headroom.json").read_text())
+    assert stored["verdict"]["text"].startswith(opening)
+    assert f"\n\n{opening}" in (tmp_path / "headroom.md").read_text()
+    assert stored["experts"]["partitioned"]["text"].startswith("partitioned ")
+
+
 def test_without_a_verdict_experts_are_still_compared_and_gaps_are_named(tmp_path):
     found = report(
         {

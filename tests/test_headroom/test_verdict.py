@@ -7,6 +7,7 @@ import pytest
 from damex.workbench.headroom.verdict import (
     Difference,
     Spread,
+    best_head,
     decide,
     paired_difference,
     spread,
@@ -130,6 +131,36 @@ def test_one_seed_needs_0_02_and_is_called_a_guess(gain, answer):
 )
 def test_controls_alone_or_a_missing_dense_detector_have_no_verdict(rows):
     assert decide(rows) is None
+
+
+def test_the_best_head_of_one_seed_is_called_a_guess():
+    text = best_head(dict(dense=[0.25], partitioned=[0.5]))
+    words = "A head per dataset is best (a guess from a single seed): partitioned"
+    assert text == f"{words} +0.250 over dense in mean AP. "
+    assert best_head(dict(dense=[0.25], partitioned=[0.265])) == ""
+
+
+@pytest.mark.parametrize(("of_single", "is_best"), [(0.375, True), (0.625, False)])
+def test_the_best_head_is_that_over_common_seeds(of_single, is_best):
+    rows = dict(
+        dense=[0.25, 0.25, 0.25],
+        partitioned=[0.5, None, 0.5],
+        single=[of_single, 0.875, None],
+        oracle=[None, 0.875, None],
+    )
+    assert (best_head(rows) != "") == is_best
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        dict(dense=[0.25]),
+        dict(partitioned=[0.5]),
+        dict(dense=[0.25, None], partitioned=[None, 0.5]),
+    ],
+)
+def test_without_a_pair_of_seeds_no_head_is_best(rows):
+    assert best_head(rows) == ""
 
 
 def test_spread_is_mean_and_sample_deviation():

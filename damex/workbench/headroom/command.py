@@ -43,6 +43,7 @@ from damex.workbench.headroom.verdict import (
     NO_VERDICT,
     Difference,
     best_dense,
+    best_head,
     decide,
     is_above,
     paired_difference,
@@ -170,8 +171,9 @@ def report(
     Returns:
         ``seeds``; ``missing``, pairs of a training and a seed; ``rows`` of scores with
         one number per seed and ``minus_dense``, the paired difference in mean AP;
-        ``verdict``, its ``answer`` None if there is none; ``experts``, the gain of
-        each, and of their rival ``partitioned``, over the better dense baseline.
+        ``verdict``, its ``answer`` None if there is none, its ``text`` headed by
+        :func:`best_head`; ``experts``, the gain of each, and of their rival
+        ``partitioned``, over the better dense baseline.
     """
     rows = {name: score_row(found) for name, found in summaries.items()}
     if RECIPE not in experts:  # trained for the oracle
@@ -190,7 +192,7 @@ def report(
         decided["differences"] = {
             name: one._asdict() for name, one in verdict.differences.items()
         }
-    rivals = [name for name in ("partitioned",) if name in rows]
+    decided["text"] = best_head(mean_ap) + decided["text"]
     runs = {n: zip(seeds, found, strict=True) for n, found in summaries.items()}
     return dict(
         seeds=list(seeds),
@@ -199,8 +201,8 @@ def report(
         verdict=decided,
         experts={
             name: outcome
-            for name in [*rivals, *experts]
-            if (outcome := _outcome(rows, name, reference))
+            for name in ("partitioned", *experts)
+            if name in rows and (outcome := _outcome(rows, name, reference))
         },
     )
 

@@ -29,6 +29,7 @@ NO_VERDICT = f"No verdict: it needs a seed of dense and of one of {', '.join(CAU
 # Threshold for one seed, without an interval: the noise of a seed is 0.01 to 0.02.
 # A larger difference whose interval contains 0 is open.
 MIN_GAIN = 0.02
+GUESS = " (a guess from a single seed)"
 
 OPENINGS = MappingProxyType(
     {
@@ -129,7 +130,7 @@ class Verdict:
     learning_speed: Difference | None
 
     def __str__(self) -> str:
-        guess = " (a guess from a single seed)" if self.is_guess else ""
+        guess = GUESS if self.is_guess else ""
         count = len(self.differences)
         level = f" (family-wise level 5%: Holm, {count} comparisons)"
         level = "" if self.is_guess or count == 1 else level
@@ -207,6 +208,23 @@ def decide(mean_ap: Mapping[str, Scores]) -> Verdict | None:
         differences=differences,
         learning_speed=speed,
     )
+
+
+def best_head(mean_ap: Mapping[str, Scores]) -> str:
+    """Return the sentence that a head per dataset is best; empty if it is not.
+
+    ``partitioned`` needs no router, so a reader should know of it before any expert. It
+    is best if it gains over the better dense baseline and no other training is above it
+    in the mean over common seeds.
+    """
+    own, (reference, _) = mean_ap.get("partitioned"), best_dense(mean_ap)
+    gain = paired_difference(own, mean_ap.get(reference))
+    leads = (paired_difference(own, other) for other in mean_ap.values())
+    if gain is None or not is_above(gain) or any(one and one.mean < 0 for one in leads):
+        return ""
+    guess = GUESS if gain.ci95 is None else ""
+    found = f"partitioned {gain} over {reference} in mean AP"
+    return f"A head per dataset is best{guess}: {found}. "
 
 
 def is_above(difference: Difference | None) -> bool:
