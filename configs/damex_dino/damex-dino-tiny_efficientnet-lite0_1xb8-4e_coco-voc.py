@@ -37,7 +37,7 @@ train_dataloader = dict(
 )
 val_dataloader = dict(batch_size=8, num_workers=1, dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
-# Twice the LR of adamw_pretrained.py and twice the classification loss weight of DINO:
-# better AP after a short training, see docs/research/results.md.
+# Twice the LR of adamw_pretrained.py and twice the classification loss weight of DINO,
+# for short trainings. Chosen before docs/results/padding.md, and not compared since.
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
 model = dict(bbox_head=dict(loss_cls=dict(loss_weight=2.0)))

@@ -1,4 +1,4 @@
-# Growing, step 1: three datasets, 450 iterations. See docs/research/results.md.
+# Growing, step 1: three datasets, 450 iterations. See docs/results/growing.md.
 _base_ = ["../own_datasets.py"]
 mixture = [
     dict(name=name, root=f"data/seven/{name}", weight=1.0)

@@ -1,6 +1,6 @@
 # Control of the padding experiment: the border of the square is masked, instead of
 # part of the image as in the template, and boxes are relative to the image. See
-# docs/research/results.md.
+# docs/results/padding.md.
 #   damex train configs/real/seven_masked.py --cfg-options moe=dense max_epochs=2
 _base_ = ["./seven_datasets.py"]
 train_pipeline = [s for s in _base_.train_pipeline if s["type"] != "Pad"]

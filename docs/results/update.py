@@ -1,10 +1,9 @@
-"""Write the tables of the pages from the scores per seed in the JSON files here.
+"""Write the tables and figures of the pages from the JSON files with scores.
 
-    python docs/results/update.py                     # tables and figures of the pages
-    python docs/results/update.py WORK_DIR OUT.json   # scores of ``damex headroom``
+    python docs/results/update.py
 
 A page marks a table by ``<!-- table NAME -->`` and ``<!-- end -->``; ``TABLES`` has a
-function for each NAME. Scores that were not kept per seed have a mean and a deviation.
+function for each NAME. ``collect.py`` writes the JSON files.
 """
 
 from __future__ import annotations
@@ -12,215 +11,249 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from scipy.stats import ttest_ind
 
 from damex.engine.summary import markdown
-from damex.workbench.headroom.command import cell
-from damex.workbench.headroom.verdict import Spread, decide, paired_difference, spread
+from damex.workbench.headroom.verdict import Spread, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-VERDICTS = {"yes": "can help", "no": "not shown to help", "undecided": "undecided"}
-SEVEN = {
-    "dense": "joint detector",
-    "single": "a detector per dataset, as many images",
-    "dense_lr2": "joint, twice the learning rate",
-    "partitioned": "a head per dataset, dataset given",
-    "partitioned_guessed": "a head per dataset, dataset guessed",
+ARMS = {
+    "dense": "one detector",
+    "single": "a detector per dataset, together as long",
+    "single_full": "a detector per dataset, each as long",
+    "partitioned": "one detector, a head per dataset",
     "damex": "`damex`: the paper's experts",
-    "damex_best": "`damex_best`: the default recipe",
+    "damex_best": "`damex_best`: the default experts",
 }
-FASTER = {
-    "dense": "the template before",
-    "dense_lr2": "twice the learning rate",
-    "dense_class2": "and twice the classification loss: the template now",
-    "dense_class2_dn150": "and 150 denoising queries, 480 iterations",
-    "damex_best_class2": "`damex_best` with the settings of the template now",
-}
-BACKBONE = {
-    "dense": "joint detector",
-    "dense_lr2": "joint, twice the learning rate",
-    "shared_adapters": "adapters shared by all datasets",
-    "dataset_adapters_told": "adapters of each dataset, dataset given",
-    "scale_and_shift_told": "... a scale and a shift alone",
-    "rank_32_told": "... of rank 32",
-    "all_stages_told": "... behind all blocks, also the frozen ones",
-    "damex_best": "`damex_best`, no adapters",
-    "dataset_adapters_told_and_damex_best": "`damex_best` and adapters of each dataset",
-}
+MARGIN = 0.01  # within it, an interval means "equal"
+FEWEST_SEEDS = 5
 
+Scores = Sequence[float]
 Arms = Mapping[str, Mapping[str, Any]]
 
 
-def arms_of(file: str, experiment: str | None = None) -> Arms:
-    """Scores per seed by arm, of a file or of an experiment in it."""
-    content = json.loads((HERE / file).read_text("utf-8"))
-    return (content if experiment is None else content[experiment])["arms"]
+# ---- scores, and what compares them ----
 
 
-experts = partial(arms_of, "experts.json")
+def stored(file: str) -> Any:
+    """The content of a JSON file beside this one."""
+    return json.loads((HERE / file).read_text("utf-8"))
+
+
+def arms_of(experiment: str) -> Arms:
+    """Scores by arm: of a file of runs, or of an experiment in ``experts.json``."""
+    path = HERE / f"{experiment}.json"
+    if not path.is_file():
+        return stored("experts.json")[experiment]["arms"]
+    arms: dict[str, dict[str, Any]] = {}
+    for run in stored(path.name)["runs"]:
+        arm = arms.setdefault(run["arm"], {"datasets": {}})
+        for key, score in run.items():
+            if isinstance(score, float):  # but not the seed, nor a gap
+                arm.setdefault(key, []).append(score)
+        for name, score in run["datasets"].items():
+            arm["datasets"].setdefault(name, []).append(score)
+    return arms
+
+
+def known(scores: Sequence[float | None]) -> list[float]:
+    """Scores without the gaps of runs that are missing."""
+    return [one for one in scores if one is not None]
 
 
 def mean(arm: Mapping[str, Any], score: str = "mean_ap") -> str:
-    """Mean and deviation, with the number of seeds if some are missing."""
+    """Mean and deviation, ``-`` without scores; older experiments kept only these."""
     if score not in arm:
         value = arm.get(f"{score}_mean")
-        return "" if value is None else str(Spread(value, arm[f"{score}_deviation"]))
-    known = sum(one is not None for one in arm[score])
-    seeds = "1 seed" if known == 1 else f"{known} seeds"
-    return cell(spread(arm[score])) + f" ({seeds})" * (known < len(arm[score]))
+        if value is None:
+            return "-"
+        return str(Spread(value, arm.get(f"{score}_deviation")))
+    return str(spread(arm[score]))
+
+
+def welch(of: Scores, base: Scores) -> tuple[str, float | None, str]:
+    """Difference of means with Welch's 95% interval; its p-value, and its place.
+
+    The place is ``equal`` if the interval lies within ±`MARGIN`, else ``open``; a test
+    over all arms may turn ``open`` into ``above`` or ``below``.
+    """
+    of, base = known(of), known(base)
+    gain = statistics.fmean(of) - statistics.fmean(base)
+    if min(len(of), len(base)) < 2:
+        return f"{gain:+.3f}", None, "-"
+    test = ttest_ind(of, base, equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    place = "equal" if low >= -MARGIN and high <= MARGIN else "open"
+    if min(len(of), len(base)) < FEWEST_SEEDS:
+        place = "few seeds"
+    return f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]", float(test.pvalue), place
 
 
 def gain(arms: Arms, name: str, base: str) -> str:
-    """Paired difference in mean AP, with its 95% interval; ``-`` for the base."""
-    if name == base:
+    """Difference in mean AP of two arms, ``-`` for the base or without scores."""
+    if name == base or name not in arms:
         return "-"
-    return cell(paired_difference(arms[name]["mean_ap"], arms[base]["mean_ap"]))
+    if "mean_ap" in arms[name]:
+        return welch(arms[name]["mean_ap"], arms[base]["mean_ap"])[0]
+    center = statistics.fmean(known(arms[base]["mean_ap"]))
+    return f"{arms[name]['mean_ap_mean'] - center:+.3f}"
 
 
-def of_seeds(arms: Arms, *places: int) -> Arms:
-    """The scores of some seeds, named by their places in the lists."""
-    return {
-        name: dict(mean_ap=[arm["mean_ap"][place] for place in places])
+def verdicts(arms: Arms, base: str) -> dict[str, str]:
+    """Place of each arm beside the base, with Holm's correction over the arms."""
+    tests = {
+        name: welch(arm["mean_ap"], arms[base]["mean_ap"])
         for name, arm in arms.items()
-        if "mean_ap" in arm
+        if name != base
     }
+    places = {name: place for name, (_, _, place) in tests.items()}
+    ranked = sorted(
+        (p, name) for name, (_, p, place) in tests.items() if place == "open" and p
+    )
+    for rank, (p, name) in enumerate(ranked):
+        if p * (len(tests) - rank) >= 0.05:
+            break
+        places[name] = "above" if tests[name][0].startswith("+") else "below"
+    return places
 
 
 # ---- the tables ----
 
 
-def front() -> str:
-    """Dense rivals and experts, a mixture per row, for the README."""
+def one_or_seven(file: str = "one_or_seven") -> str:
+    """One detector or a detector per dataset: AP and cost, for README."""
+    arms, cost = arms_of(file), stored("cost.json")["detectors"]
+    lines = []
+    for name in ("dense", "single", "single_full"):
+        if name not in arms:
+            continue
+        many = name != "dense"
+        number = cost["per_dataset"] if many else cost["joint"]
+        lines.append(
+            [
+                ARMS[name],
+                mean(arms[name]),
+                gain(arms, name, "dense"),
+                str(len(arms[name]["mean_ap"])),
+                f"{cost['images'][name]:,}",
+                f"{number['parameters'] / 1e6:.1f} M",
+                f"{number['megabytes']:.0f} MB",
+                f"{number['ms_known']:.0f} / {number['ms_unknown']:.0f}",
+            ]
+        )
+    header = ["", "mean AP", "minus one detector [95%]", "seeds", "images read"]
+    costs = ["parameters", "on disk", "ms per image, dataset given / not given"]
+    return markdown([*header, *costs], lines)
+
+
+def experts_in_short() -> str:
+    """Dense, a head per dataset and experts, a mixture per row, for README."""
     rows = {
-        "eight synthetic datasets, names conflict, 600 iterations, five seeds": experts(
+        "seven small real datasets, 600 iterations, 256 px": "one_or_seven",
+        "eight synthetic datasets, names conflict, 600 iterations, 128 px": (
             "worlds-8_conflicting"
         ),
-        "the same, names agree, three seeds": experts("worlds-8_agreeing"),
-        "seven small real datasets, 600 iterations, three seeds": arms_of(
-            "seven_datasets.json"
-        ),
+        "the same, names agree": "worlds-8_agreeing",
     }
-    columns = ("dense", "dense_lr2", "partitioned", "damex_best")
+    columns = ("dense", "partitioned", "damex", "damex_best")
     lines = []
-    for mixture, arms in rows.items():
-        scores = [mean(arms[name]) if name in arms else "-" for name in columns]
-        better = max(columns[:2], key=lambda name: spread(arms[name]["mean_ap"]).mean)
-        lines.append([mixture, *scores, gain(arms, "damex_best", better)])
-    header = ["mixture", "dense", "dense, learning rate x 2", "a head per dataset"]
-    last = ["experts", "experts minus the better dense [95%]"]
+    for mixture, experiment in rows.items():
+        arms = arms_of(experiment)
+        scores = [mean(arms.get(name, {})) for name in columns]
+        lines.append([mixture, *scores, gain(arms, "damex_best", "dense")])
+    header = ["mean AP", "dense", "a head per dataset", "the paper's `damex`"]
+    last = ["`damex_best`", "`damex_best` minus dense [95%]"]
     return markdown([*header, *last], lines)
 
 
-def real(file: str, shown: Mapping[str, str], bases: Mapping[str, str]) -> str:
-    """Arms on the seven datasets: means, differences to `bases`, time and size."""
+def real(file: str) -> str:
+    """All arms on the seven datasets, told the dataset of an image and not told."""
     arms = arms_of(file)
-    minus = [f"minus {base} [95%]" for base in bases.values()]
-    header = ["", "mean AP", "mean AP50", *minus, "pooled AP"]
-    lines = []
-    for name in filter(arms.__contains__, shown):
-        arm = arms[name]
-        seconds, count = arm.get("seconds_per_iteration"), arm.get("parameters")
-        lines.append(
-            [
-                *(shown[name], mean(arm), cell(spread(arm["mean_ap50"]))),
-                *(gain(arms, name, base) for base in bases),
-                cell(spread(arm["pooled_ap"])),
-                "-" if seconds is None else f"{seconds:.2f}",
-                "-" if count is None else f"{count / 1e6:.2f} M",
-            ]
-        )
-    return markdown([*header, "s / iteration", "parameters"], lines)
+    places = verdicts(arms, "dense")
+    lines = [
+        [
+            ARMS[name],
+            str(len(arms[name]["mean_ap"])),
+            mean(arms[name]),
+            gain(arms, name, "dense"),
+            places.get(name, "-"),
+            *(mean(arms[name], key) for key in ("mean_ap50", "not_told", "pooled_ap")),
+        ]
+        for name in filter(arms.__contains__, ARMS)
+    ]
+    header = ["", "seeds", "mean AP", "minus one detector [95%]", "place", "mean AP50"]
+    return markdown([*header, "mean AP, not told", "pooled AP"], lines)
 
 
-def real_by_dataset(file: str, shown: Mapping[str, str]) -> str:
+def real_by_dataset(file: str) -> str:
     """AP of each of the seven datasets."""
     arms = arms_of(file)
     names = list(arms["dense"]["datasets"])
     lines = [
-        [shown[name], *(cell(spread(arms[name]["datasets"][d])) for d in names)]
-        for name in filter(arms.__contains__, shown)
+        [ARMS[name], *(str(spread(arms[name]["datasets"][d])) for d in names)]
+        for name in filter(arms.__contains__, ARMS)
     ]
     return markdown(["AP", *(name.replace("_", " ") for name in names)], lines)
 
 
-def experts_twice() -> str:
-    """`damex_best` and dense with the template's settings, measured twice."""
-    first, second = arms_of("seven_datasets.json"), arms_of("backbone.json")
-    dense = [first["dense_class2"]["mean_ap"], second["dense"]["mean_ap"]]
-    best = [first["damex_best_class2"]["mean_ap"], second["damex_best"]["mean_ap"]]
-    rows = {
-        "the runs above": (dense[0], best[0]),
-        "[later runs](#adapters-in-the-backbone)": (dense[1], best[1]),
-        "all six pairs": ([*dense[0], *dense[1]], [*best[0], *best[1]]),
-    }
+def real_seeds(file: str) -> str:
+    """Mean AP of each seed, and where it was measured."""
+    content = stored(f"{file}.json")
+    seeds = sorted({run["seed"] for run in content["runs"]})
+    found = {(run["arm"], run["seed"]): run["mean_ap"] for run in content["runs"]}
     lines = [
-        [row, *map(cell, (spread(of), spread(to), paired_difference(to, of)))]
-        for row, (of, to) in rows.items()
+        [
+            ARMS[name],
+            *(f"{found[name, s]:.3f}" if (name, s) in found else "-" for s in seeds),
+        ]
+        for name in ARMS
+        if any((name, seed) in found for seed in seeds)
     ]
-    return markdown(["mean AP", "dense", "`damex_best`", "difference [95%]"], lines)
+    return markdown(["mean AP of seed", *map(str, seeds)], lines)
 
 
-def lost_ap() -> str:
-    """Where the template's detector loses AP, mean over the seeds."""
-    rows = json.loads((HERE / "lost_ap.json").read_text("utf-8"))
-    digits = {key: 1 if "side" in key else 3 for key in rows["mean"]}
+def validation_sets() -> str:
+    """What the seven validation sets can tell."""
     lines = [
         [
             name.replace("_", " "),
-            *(f"{statistics.fmean(row[key]):.{digits[key]}f}" for key in digits),
+            *map(str, (row["train_images"], row["val_images"], row["val_boxes"])),
+            f"{row['median_side']:.0f}",
+            f"{row['below_16']:.0%}",
+            str(row["like_train"]),
         ]
-        for name, row in rows.items()
+        for name, row in stored("cost.json")["datasets"].items()
     ]
-    return markdown(["", *digits], lines)
+    header = ["", "train images", "val images", "val boxes"]
+    sizes = ["median side, px of 256", "boxes below 16 px"]
+    last = "val images that look like a training image"
+    return markdown([*header, *sizes, last], lines)
 
 
 def worlds() -> str:
     """All arms on the eight worlds with conflicting names."""
-    arms = experts("worlds-8_conflicting")
-    names = ("dense", "dense_lr2", "wide_decoder", "wide_encoder", "single")
+    arms = arms_of("worlds-8_conflicting")
+    names = ("dense", "dense_lr2", "partitioned", "wide_decoder", "wide_encoder")
     lines = [
         [
-            *(
-                f"`{name}`",
-                mean(arms[name], "mean_ap50"),
-                cell(spread(arms[name]["mean_ap"])),
-            ),
-            *(gain(arms, name, "dense_lr2"), mean(arms[name], "pooled_ap")),
+            f"`{name}`",
+            mean(arms[name], "mean_ap50"),
+            mean(arms[name]),
+            *(gain(arms, name, base) for base in ("dense", "dense_lr2")),
         ]
-        for name in (*names, "oracle", "damex_best")
+        for name in (*names, "single", "oracle", "damex_best")
     ]
-    minus = "minus `dense_lr2`, mean AP [95%]"
-    return markdown(["arm", "mean AP50", "mean AP", minus, "pooled AP"], lines)
-
-
-def worlds_conditions() -> str:
-    """Dense and experts on variants of the worlds, and the verdict."""
-    rows = {
-        "names conflict (five seeds)": "worlds-8_conflicting",
-        "names agree": "worlds-8_agreeing",
-        "two worlds instead of eight": "worlds-2_conflicting",
-        "FFNs of 256 hidden units": "worlds-8_conflicting_wide",
-        "a tenth of the training images": "worlds-8_few_images",
-    }
-    lines = []
-    for row, experiment in rows.items():
-        arms = experts(experiment)
-        scores = {
-            name: arm["mean_ap"] for name, arm in arms.items() if "mean_ap" in arm
-        }
-        verdict = decide(scores)
-        words = "-" if verdict is None else VERDICTS[verdict.answer]
-        lines.append([row, *pair_of(arms), words])
-    return markdown(["eight worlds, 600 iterations", *PAIR, "verdict"], lines)
+    minus = ("minus `dense` [95%]", "minus `dense_lr2` [95%]")
+    return markdown(["arm", "mean AP50", "mean AP", *minus], lines)
 
 
 PAIR = ("`dense`", "`damex_best`", "`damex_best` minus `dense` [95%]")
@@ -232,46 +265,88 @@ def pair_of(arms: Arms) -> list[str]:
     return [*(mean(arms[name]) for name in names), gain(arms, "damex_best", "dense")]
 
 
+def worlds_conditions() -> str:
+    """Dense and experts on variants of the worlds."""
+    rows = {
+        "names conflict (five seeds)": "worlds-8_conflicting",
+        "names agree": "worlds-8_agreeing",
+        "two worlds instead of eight": "worlds-2_conflicting",
+        "FFNs of 256 hidden units": "worlds-8_conflicting_wide",
+        "a tenth of the training images": "worlds-8_few_images",
+    }
+    lines = [[row, *pair_of(arms_of(name))] for row, name in rows.items()]
+    return markdown(["eight worlds, 600 iterations", *PAIR], lines)
+
+
+LENGTHS = {
+    600: "worlds-8_conflicting",
+    1200: "worlds-8_conflicting_1200_iterations",
+    2400: "worlds-8_conflicting_2400_iterations",
+}
+
+
 def worlds_length() -> str:
     """Dense and experts by the length of training."""
-    rows = {
-        ("600", "1 to 5"): "worlds-8_conflicting",
-        ("1,200", "1 to 3"): "worlds-8_conflicting_1200_iterations",
-        ("2,400", "1"): "worlds-8_conflicting_2400_iterations",
-    }
-    lines = [[*row, *pair_of(experts(name))] for row, name in rows.items()]
+    lines = []
+    for length, name in LENGTHS.items():
+        arms = arms_of(name)
+        seeds = str(len(arms["dense"]["mean_ap"]))
+        lines.append([f"{length:,}", seeds, *pair_of(arms)])
     return markdown(["iterations", "seeds", *PAIR], lines)
 
 
-def toy() -> str:
-    """Dense and experts on the quick start; seed 0 was added afterwards."""
-    arms = experts("toy_quick_start")
-    columns = [pair_of(of_seeds(arms, 1, 2, 3)), pair_of(of_seeds(arms, 0))]
-    names = ("`dense`", "`damex_best`", "difference, paired [95%]")
-    lines = zip(names, *columns, strict=True)
-    return markdown(["", "mean AP, seeds 1 to 3", "seed 0"], list(map(list, lines)))
+def answer(experiment: str, name: str = "damex_best") -> list[str]:
+    """The cells of a question: scores, difference to dense with interval, seeds."""
+    arms = arms_of(experiment)
+    if name not in arms:
+        return [mean(arms["dense"]), "-", "not measured yet", ""]
+    pair = [arms[one].get("mean_ap") for one in ("dense", name)]
+    counts = [str(len(known(scores))) for scores in pair if scores]
+    scores = (mean(arms[one]) for one in ("dense", name))
+    return [*scores, gain(arms, name, "dense"), ", ".join(dict.fromkeys(counts))]
 
 
-JOINT = {"dense": "joint"}
-TABLES = {
-    "front": front,
-    "seven-datasets": partial(real, "seven_datasets.json", SEVEN, JOINT),
-    "seven-datasets-by-dataset": partial(real_by_dataset, "seven_datasets.json", SEVEN),
-    "faster-template": partial(real, "seven_datasets.json", FASTER, JOINT),
-    "faster-template-by-dataset": partial(
-        real_by_dataset, "seven_datasets.json", FASTER
-    ),
-    "backbone": partial(
-        *(real, "backbone.json", BACKBONE),
-        {**JOINT, "shared_adapters": "shared adapters"},
-    ),
-    "backbone-by-dataset": partial(real_by_dataset, "backbone.json", BACKBONE),
-    "experts-twice": experts_twice,
-    "lost-ap": lost_ap,
+def questions() -> str:
+    """The questions that users ask, each with a number, for the page of results."""
+    real, worlds = "../results/seven-datasets.md", "../results/worlds.md"
+    conditions = f"{worlds}#what-removes-the-gain"
+    seven, eight = "seven real datasets", "eight synthetic datasets"
+    rows = [
+        ("One detector or seven, equal compute?", seven, "single", real),
+        ("One or seven, each as long as the one?", seven, "single_full", real),
+        ("Experts on datasets that look nothing alike?", seven, "damex_best", real),
+        ("The paper's `damex`?", seven, "damex", real),
+        ("One name for different objects?", LENGTHS[600], "damex_best", worlds),
+        ("The same, a head per dataset?", LENGTHS[600], "partitioned", worlds),
+        ("The same, 2,400 iterations?", LENGTHS[2400], "damex_best", conditions),
+        ("Only two datasets?", "worlds-2_conflicting", "damex_best", conditions),
+        ("Names that agree?", "worlds-8_agreeing", "damex_best", conditions),
+    ]
+    lines = [
+        [
+            question,
+            data if data == seven else eight,
+            f"`{arm}`",
+            *answer("one_or_seven" if data == seven else data, arm),
+            f"[more]({page})",
+        ]
+        for question, data, arm, page in rows
+    ]
+    header = ["question", "data", "arm", "mean AP, `dense`", "the arm"]
+    return markdown([*header, "difference [95%]", "seeds", ""], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "one-or-seven": one_or_seven,
+    "experts": experts_in_short,
+    "questions": questions,
+    "seven-datasets": partial(real, "one_or_seven"),
+    "seven-datasets-by-dataset": partial(real_by_dataset, "one_or_seven"),
+    "seven-datasets-seeds": partial(real_seeds, "one_or_seven"),
+    "validation-sets": validation_sets,
     "worlds": worlds,
     "worlds-conditions": worlds_conditions,
     "worlds-length": worlds_length,
-    "toy": toy,
 }
 
 
@@ -280,74 +355,85 @@ def with_tables(text: str) -> str:
     return TABLE.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]().strip()}\n\n{m[3]}", text)
 
 
-# ---- figures, and the scores of new runs ----
+# ---- figures ----
 
 
-def dot_plot(rows: Mapping[str, Sequence[float | None]]) -> Figure:
-    """Mean AP: a dot per seed, a bar at the mean, a band of the first row's spread."""
-    known = {row: [one for one in of if one is not None] for row, of in rows.items()}
-    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(known)), layout="constrained")
+def scores_or_spread(arm: Mapping[str, Any]) -> Scores | Spread:
+    """Mean AP per seed; mean and deviation where only these were kept."""
+    if "mean_ap" in arm:
+        return known(arm["mean_ap"])
+    return Spread(arm["mean_ap_mean"], arm["mean_ap_deviation"])
+
+
+def dot_plot(rows: Mapping[str, Scores | Spread]) -> Figure:
+    """Mean AP: a dot per seed, a bar at the mean, a line at the first row's mean."""
+    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for place, values in enumerate(known.values()):
-        axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
-        axes.plot(statistics.fmean(values), place, "|", color="black", markersize=14)
-    first = next(iter(known.values()))
-    center, reach = statistics.fmean(first), statistics.stdev(first)
-    axes.axvline(center, color="#b2603a", linewidth=1)
-    axes.axvspan(center - reach, center + reach, color="#b2603a", alpha=0.15)
-    axes.set_yticks(range(len(known)), list(known))
-    axes.set_ylim(len(known) - 0.5, -0.5)  # the first row at the top
+    for place, values in enumerate(rows.values()):
+        if isinstance(values, Spread):
+            center = values.mean
+            axes.errorbar(center, place, xerr=values.deviation, color="#2a6f97")
+        else:
+            center = statistics.fmean(values)
+            axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
+        axes.plot(center, place, "|", color="black", markersize=14)
+        if place == 0:
+            axes.axvline(center, color="#b2603a", linewidth=1)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row at the top
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("mean AP")
-    note = "dots: seeds; bars: their mean; band: mean and deviation of the first row"
+    note = "dots: seeds (a line: their deviation); bars: mean; red: the first row"
     figure.supxlabel(note, fontsize="small")
     return figure
 
 
-def collect(folder: Path) -> dict[str, Any]:
-    """Scores of every arm, one per seed, and the median seconds of an iteration."""
-    report = json.loads((folder / "headroom.json").read_text("utf-8"))
-    arms = {}
-    for name, row in report["rows"].items():
-        pattern = "single_*" if name == "single" else name
-        seconds = [
-            run["train_seconds"] / run["trained_iterations"]
-            for path in folder.glob(f"{pattern}/seed*/summary.json")
-            if (run := json.loads(path.read_text("utf-8"))).get("trained_iterations")
-        ]
-        arms[name] = {key: row[key] for key in ("mean_ap", "mean_ap50", "pooled_ap")}
-        arms[name]["datasets"] = {
-            key: one["ap"] for key, one in row["datasets"].items()
-        }
-        if seconds:
-            arms[name]["seconds_per_iteration"] = round(statistics.median(seconds), 3)
-    return dict(seeds=report["seeds"], arms=arms)
+def length_plot() -> Figure:
+    """Mean AP of dense and experts by the length of training, a dot per seed."""
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name, color in (("dense", "#b2603a"), ("damex_best", "#2a6f97")):
+        scores = {n: arms_of(file)[name]["mean_ap"] for n, file in LENGTHS.items()}
+        for length, values in scores.items():
+            axes.plot([length] * len(values), values, "o", color=color, alpha=0.6)
+        means = list(map(statistics.fmean, scores.values()))
+        axes.plot(list(scores), means, "-", color=color, label=name)
+    axes.set_xticks(list(LENGTHS))
+    axes.set_xlabel("iterations of batch 8")
+    axes.set_ylabel("mean AP")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Collect runs if they are named; else write pages and figures."""
-    if arguments:
-        folder, out = map(Path, arguments)
-        out.write_text(json.dumps(collect(folder), indent=1) + "\n", encoding="utf-8")
-        return
+def draw() -> None:
+    """Write the figures of the pages."""
+    images = ROOT / "docs/images"
+    seven, conflicting = arms_of("one_or_seven"), arms_of("worlds-8_conflicting")
+    names = {name: ARMS[name].replace("`", "") for name in ARMS if name in seven}
+    rows = {text: known(seven[name]["mean_ap"]) for name, text in names.items()}
+    dot_plot(rows).savefig(images / "seven-datasets.png", dpi=120)
+    shown = (
+        "dense",
+        "dense_lr2",
+        "wide_decoder",
+        "single",
+        "partitioned",
+        "damex_best",
+    )
+    rows = {name: scores_or_spread(conflicting[name]) for name in shown}
+    dot_plot(rows).savefig(images / "headroom-worlds.png", dpi=120)
+    length_plot().savefig(images / "length-worlds.png", dpi=120)
+
+
+def main() -> None:
+    """Write pages and figures."""
     for page in PAGES:
         text = page.read_text("utf-8")
         if (new := with_tables(text)) != text:
             page.write_text(new, encoding="utf-8")
-    seven, conflicting = arms_of("seven_datasets.json"), experts("worlds-8_conflicting")
-    figures = {
-        "seven-datasets": {
-            SEVEN[name].replace("`", ""): seven[name]["mean_ap"]
-            for name in filter(seven.__contains__, SEVEN)
-        },
-        "headroom-worlds": {
-            name: conflicting[name]["mean_ap"]
-            for name in ("dense", "dense_lr2", "damex_best")
-        },
-    }
-    for name, rows in figures.items():
-        dot_plot(rows).savefig(ROOT / f"docs/images/{name}.png", dpi=120)
+    draw()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,0 +1,88 @@
+"""The scripts that collect scores of runs and write the tables of results."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).parents[2] / "docs/results"
+
+
+@pytest.fixture(scope="module")
+def update():
+    return runpy.run_path(str(RESULTS / "update.py"), run_name="imported")
+
+
+@pytest.fixture(scope="module")
+def collect():
+    return runpy.run_path(str(RESULTS / "collect.py"), run_name="imported")["collect"]
+
+
+def test_intervals_are_welchs(update):
+    """By hand: variances of 0.01, 4 degrees of freedom, t = 2.776."""
+    text, p_value, place = update["welch"]([0.1, 0.2, 0.3], [0.0, 0.1, 0.2])
+    assert text == "+0.100 [-0.127, +0.327]"
+    assert p_value == pytest.approx(0.288, abs=1e-3)
+    assert place == "few seeds"
+    # Unequal spreads: 2.03 degrees of freedom, not the 4 of Student's interval.
+    text, _, _ = update["welch"]([0.0, 0.2, 0.4], [0.1, 0.101, 0.102])
+    assert text == "+0.099 [-0.398, +0.596]"
+
+
+def test_equal_needs_an_interval_within_the_margin(update):
+    base = [0.100, 0.101, 0.102, 0.103, 0.104]
+    assert update["welch"]([one + 0.002 for one in base], base)[2] == "equal"
+    assert update["welch"]([one + 0.009 for one in base], base)[2] == "open"
+    wide = [0.06, 0.08, 0.10, 0.12, 0.14]
+    assert update["welch"](wide, base)[2] == "open"
+
+
+def test_places_are_corrected_for_the_number_of_arms(update):
+    dense = [0.10, 0.12, 0.14, 0.16, 0.18]
+
+    def places(*gains):
+        arms = {f"arm{i}": [s + gain for s in dense] for i, gain in enumerate(gains)}
+        arms["dense"] = dense
+        scores = {name: dict(mean_ap=one) for name, one in arms.items()}
+        return list(update["verdicts"](scores, "dense").values())
+
+    # p-values: 0.046 for a gain of 0.047, 0.0040 for one of 0.080.
+    assert places(0.047) == ["above"]
+    assert places(0.047, 0.0) == ["open", "open"]
+    assert places(0.047, -0.080) == ["above", "below"]
+
+
+def write(folder, name="summary.json", **scores):
+    folder.mkdir(parents=True, exist_ok=True)
+    mean = sum(scores.values()) / len(scores)
+    datasets = {name: dict(ap=score) for name, score in scores.items()}
+    found = dict(mean_ap=mean, mean_ap50=mean, pooled_ap=mean, datasets=datasets)
+    (folder / name).write_text(json.dumps(found), "utf-8")
+
+
+def test_collected_runs_stay_and_grow(collect, tmp_path):
+    runs, out = tmp_path / "runs", tmp_path / "out.json"
+
+    def stored():
+        collect(runs, out)
+        found = json.loads(out.read_text("utf-8"))["runs"]
+        return {(one["arm"], one["seed"]): one for one in found}
+
+    write(runs / "dense/seed1", a=0.25, b=0.75)
+    write(runs / "single_a/seed1", a=0.125)
+    write(runs / "single_full_a/seed1", a=0.5)
+    write(runs / "single_full_b/seed1", b=1.0)
+    first = stored()
+    assert {*first} == {("dense", 1), ("single_full", 1)}  # b of single is missing
+    assert first["single_full", 1]["mean_ap"] == 0.75
+    assert first["single_full", 1]["datasets"] == dict(a=0.5, b=1.0)
+    assert "torch" in first["dense", 1]["machine"]
+    assert "not_told" not in first["dense", 1]
+
+    write(runs / "dense/seed1", a=0.0, b=0.0)  # another run in the same folder
+    write(runs / "dense-not_told/seed1", "test_summary.json", a=0.125, b=0.375)
+    write(runs / "dense/seed2", a=0.5, b=0.5)
+    second = stored()
+    assert second["dense", 1] == {**first["dense", 1], "not_told": 0.25}
+    assert second["dense", 2]["mean_ap"] == 0.5
