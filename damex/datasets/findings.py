@@ -98,6 +98,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "duplicate-image": Rule("warning", "two files with the same content"),
         "near-duplicate-image": Rule("info", "two images that look the same"),
         "fixed-camera": Rule("info", "images that look alike but show other objects"),
+        "looks-alike": Rule("info", "two datasets whose images cannot be told apart"),
     }
 )
 

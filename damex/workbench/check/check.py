@@ -26,6 +26,7 @@ from damex.errors import ConfigError, DataError, printable
 from damex.files import check_file, write_json
 from damex.progress import Bar
 from damex.workbench.check.classes import ClassCounts, check_classes, count_boxes
+from damex.workbench.check.domains import check_looks
 from damex.workbench.check.images import (
     check_existence,
     find_leaks,
@@ -258,6 +259,13 @@ def check_config(
         location = Location("all datasets", "label space")
         inspection.findings.append(location.finding("unknown-class", None, problem))
     inspection.check_images(progress=progress, seconds=seconds)
+    if len(specs) > 1:
+        progress.begin("compare datasets", None)
+        groups = {spec.name: spec.group_name for spec in specs}
+        model = cfg.get("model") or {}  # a resolved config has its experts there
+        has_experts = cfg.get("moe") is not None or model.get("moe") is not None
+        looks = check_looks(inspection.images, groups, has_experts=has_experts)
+        inspection.findings += looks
     return inspection
 
 
@@ -310,7 +318,9 @@ def refusal(
     if kinds:
         logger.warning(f"data check: {kinds}; run damex data check CONFIG.")
     for finding in findings:
-        if finding.kind == "not-checked":
+        if finding.kind == "not-checked" or (
+            finding.kind == "looks-alike" and finding.level == "warning"
+        ):
             logger.warning(f"data check: {finding.message}")
     return None
 

@@ -13,6 +13,7 @@ from torch import cuda
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.engine.config import build_runner, load_config
 from damex.errors import ConfigError
+from damex.workbench.check.domains import share_experts
 from damex.workbench.zero_config import config_of_folders, named_folders
 
 
@@ -37,11 +38,15 @@ def train(
     if config is not None and model is not None:
         raise ConfigError("--model belongs to --data: a config sets its own model.")
     use_device(device)
-    cfg = load_config(
-        config or config_of_folders(named_folders(data), model or "tiny"),
-        resumes=resume is not None,
-        **run,
-    )
+    start: Any = config
+    if config is None:
+        start = config_of_folders(named_folders(data), model or "tiny")
+        for first, second, _ in share_experts(start.mixture):
+            print(
+                f"{first} and {second} look alike: they share experts, unless "
+                "--cfg-options mixture.N.group=NAME says otherwise."
+            )
+    cfg = load_config(start, resumes=resume is not None, **run)
     if epochs is not None:
         cfg.max_epochs = epochs
     if amp:
