@@ -25,6 +25,7 @@ from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import read_pixels
@@ -39,6 +40,9 @@ PACKAGES = (
 )
 PREFIX = "mixture/"
 IMAGES_PER_DATASET = 2  # in detections.png
+# Share of a dataset's tokens that reach its experts, below which a warning says so:
+# datasets that a router can tell apart have 0.9 and more.
+WELL_ROUTED = 0.75
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -96,6 +100,8 @@ class RunSummaryHook(Hook):
             self._console.print(score_table(self._scores))
             for table in class_tables(self._class_scores(runner)):
                 self._console.print(table)
+            for warning in routing_warnings(runner.model, self._scores):
+                runner.logger.warning(warning)
         for key, value in metrics.items():
             if not key.startswith(PREFIX):
                 self._console.print(f"{key}: {value}", highlight=False)
@@ -150,6 +156,8 @@ class RunSummaryHook(Hook):
 
     def _summary(self, runner: Runner) -> dict[str, Any]:
         summary = {**summarise(self._scores), **self._class_scores(runner)}
+        if warnings := routing_warnings(runner.model, self._scores):
+            summary["warnings"] = warnings
         if self._train_started is not None:
             summary["train_seconds"] = round(self._train_seconds, 1)
             summary["iterations"] = runner.iter
@@ -220,6 +228,29 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
     if shares:
         summary |= {key: shares, "max_load": mean.get("max_load")}
     return summary
+
+
+def routing_warnings(detector: nn.Module, scores: Mapping[str, float]) -> list[str]:
+    """Sentences about datasets whose tokens do not reach the experts of their group.
+
+    Empty unless a loss teaches the routers the groups: other experts belong to none.
+    """
+    taught = [
+        block.moe
+        for block in moe_blocks(detector)
+        if any(loss.needs_groups for loss in block.moe.losses)
+    ]
+    if not taught:
+        return []
+    shares = summarise(scores).get("routing_accuracy", {})
+    return [
+        f"{name}: {share:.0%} of its tokens reached the experts of its dataset group in "
+        "this evaluation. The other experts did not learn its labels. Do its images "
+        "look like those of another dataset? Then give both one group='NAME' in the "
+        "mixture, or train without experts (moe=None); else train longer."
+        for name, share in shares.items()
+        if name != "mean" and share is not None and share < WELL_ROUTED
+    ]
 
 
 def class_scores(scores: Mapping[str, float], space: LabelSpace) -> dict[str, Any]:

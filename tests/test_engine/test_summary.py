@@ -18,6 +18,7 @@ from damex.engine import summary
 from damex.engine.summary import (
     RunSummaryHook,
     draw_detections,
+    routing_warnings,
     score_table,
     summarise,
 )
@@ -65,6 +66,21 @@ def test_a_dense_detector_has_no_share():
     dense = {k: v for k, v in SCORES.items() if not k.endswith(routing)}
     shares = {"routing_accuracy", "max_load"}
     assert set(summarise(dense)) == set(summarise(SCORES)) - shares
+
+
+@pytest.mark.parametrize(
+    ("moe", "is_warned"),
+    [("damex_best", True), ("damex", True), ("vanilla", False), (None, False)],
+)
+def test_a_dataset_that_is_routed_to_others_is_named(build, moe, is_warned):
+    """Only where a loss teaches the routers the datasets."""
+    scores = {**SCORES, "fish/routing_accuracy": 0.25, "mean/routing_accuracy": 0.625}
+    detector = build(moe=moe)
+    found = routing_warnings(detector, scores)
+    assert [one.partition(" of its tokens")[0] for one in found] == (
+        ["fish: 25%"] if is_warned else []
+    )
+    assert routing_warnings(detector, SCORES) == []
 
 
 def test_table_shows_one_row_per_dataset_the_mean_and_the_pooled_scores():
