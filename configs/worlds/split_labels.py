@@ -3,8 +3,9 @@
 # other half.
 #   damex toydata
 #   python -m studies.split_labels data/toy/digits data/toy/shapes --out data/halves
-#   damex headroom configs/worlds/split_labels.py --seeds 1 2 3 --baselines partitioned \
-#       oracle --experts damex_best damex vanilla configs/_base_/split_labels.py
+#   damex headroom configs/worlds/split_labels.py --seeds 1 2 3 \
+#       --baselines partitioned oracle \
+#       --experts damex_best damex vanilla configs/_base_/split_labels.py
 _base_ = ["../quickstart.py"]
 work_dir = "work_dirs/split_labels"
 mixture = [

@@ -14,18 +14,23 @@ from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner
+from torch import nn
 
 from damex.datasets.mixture import mix_seed
 from damex.engine.optimizer_state import NAMES, optimizer_of, parameter_names
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
+from damex.models.insertion import moe_blocks
 from damex.moe import LayerTally, RoutingTally, add_tallies, decay_to_mean
 
 # Curves of more experts would crowd out all others.
 MAX_CURVES = 16
 MAX_SENTENCES = 6
 LEAST_EVENNESS = 0.2
+# Share of a dataset's tokens that reach its experts, below which a warning says so:
+# datasets that a router can tell apart have 0.9 and more.
+WELL_ROUTED = 0.75
 
 
 def bare_model(runner: Runner) -> Any:
@@ -300,6 +305,30 @@ def routing_problems(
         elif tally.unused and share_E.sum() > 0:
             found.append(f"{name} sends no token to {_experts(tally.unused)}")
     return found
+
+
+def routing_warnings(detector: nn.Module, scores: Mapping[str, float]) -> list[str]:
+    """Sentences about datasets whose tokens do not reach the experts of their group.
+
+    Empty unless a loss teaches the routers the groups: other experts belong to none.
+
+    Args:
+        detector: A detector with or without experts.
+        scores: ``<dataset>/routing_accuracy`` of an evaluation, among others.
+    """
+    losses = [loss for block in moe_blocks(detector) for loss in block.moe.losses]
+    if not any(loss.needs_groups for loss in losses):
+        return []
+    rows = (key.rpartition("/") for key in scores if key.endswith("/routing_accuracy"))
+    shares = {name: scores[f"{name}/{score}"] for name, _, score in rows}
+    return [
+        f"{name}: {share:.0%} of its tokens reached the experts of its dataset group; "
+        "other experts have not learned its labels. If its images look like those of "
+        "another dataset, give both one group='NAME' in the mixture, or train without "
+        "experts (moe=None); else train longer."
+        for name, share in shares.items()
+        if name != "mean" and share < WELL_ROUTED
+    ]
 
 
 def _experts(numbers: Any) -> str:

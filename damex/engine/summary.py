@@ -25,10 +25,10 @@ from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import read_pixels
+from damex.engine.hooks import routing_warnings
 from damex.engine.resumption import latest_checkpoint
 from damex.errors import DataError, printable
 from damex.files import atomic_write, write_json
@@ -40,9 +40,6 @@ PACKAGES = (
 )
 PREFIX = "mixture/"
 IMAGES_PER_DATASET = 2  # in detections.png
-# Share of a dataset's tokens that reach its experts, below which a warning says so:
-# datasets that a router can tell apart have 0.9 and more.
-WELL_ROUTED = 0.75
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -228,29 +225,6 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
     if shares:
         summary |= {key: shares, "max_load": mean.get("max_load")}
     return summary
-
-
-def routing_warnings(detector: nn.Module, scores: Mapping[str, float]) -> list[str]:
-    """Sentences about datasets whose tokens do not reach the experts of their group.
-
-    Empty unless a loss teaches the routers the groups: other experts belong to none.
-    """
-    taught = [
-        block.moe
-        for block in moe_blocks(detector)
-        if any(loss.needs_groups for loss in block.moe.losses)
-    ]
-    if not taught:
-        return []
-    shares = summarise(scores).get("routing_accuracy", {})
-    return [
-        f"{name}: {share:.0%} of its tokens reached the experts of its dataset group in "
-        "this evaluation. The other experts did not learn its labels. Do its images "
-        "look like those of another dataset? Then give both one group='NAME' in the "
-        "mixture, or train without experts (moe=None); else train longer."
-        for name, share in shares.items()
-        if name != "mean" and share is not None and share < WELL_ROUTED
-    ]
 
 
 def class_scores(scores: Mapping[str, float], space: LabelSpace) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
     datasets: list[str] = []
     for path in sorted(folder.glob("*/seed*")):
         arm, seed = path.parent.name, int(path.name.removeprefix("seed"))
-        found = summary(path)
-        if found is None or arm.startswith(SINGLES):
+        found = summary(path) or summary(path, "test_")  # oracle is a test
+        if found is None or arm.startswith(SINGLES) or arm.endswith("-not_told"):
             continue
         datasets = list(found["datasets"])
         record: dict[str, Any] = dict(arm=arm, seed=seed)

@@ -64,7 +64,7 @@ def test_an_image_is_left_out_exactly():
 def test_datasets_of_one_kind_look_alike(images):
     (pair,) = look_alikes(images)
     assert pair[:2] == ("a", "b")
-    assert 0.2 < pair.accuracy < 0.8
+    assert 0.2 < pair.accuracy < 0.75
 
 
 def test_too_few_images_and_unreadable_ones_decide_nothing(images, tmp_path):

@@ -15,10 +15,10 @@ from PIL import Image
 from rich.console import Console
 
 from damex.engine import summary
+from damex.engine.hooks import routing_warnings
 from damex.engine.summary import (
     RunSummaryHook,
     draw_detections,
-    routing_warnings,
     score_table,
     summarise,
 )

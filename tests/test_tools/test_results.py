@@ -86,3 +86,7 @@ def test_collected_runs_stay_and_grow(collect, tmp_path):
     second = stored()
     assert second["dense", 1] == {**first["dense", 1], "not_told": 0.25}
     assert second["dense", 2]["mean_ap"] == 0.5
+    assert {arm for arm, _ in second} == {"dense", "single_full"}
+
+    write(runs / "oracle/seed1", "test_summary.json", a=0.5, b=0.5)
+    assert stored()["oracle", 1]["mean_ap"] == 0.5

@@ -259,13 +259,14 @@ def check_config(
         location = Location("all datasets", "label space")
         inspection.findings.append(location.finding("unknown-class", None, problem))
     inspection.check_images(progress=progress, seconds=seconds)
-    if len(specs) > 1:
+    model = cfg.get("model") or {}  # a resolved config has its experts there
+    has_experts = cfg.get("moe") is not None or model.get("moe") is not None
+    if len(specs) > 1 and (has_experts or not quick):
         progress.begin("compare datasets", None)
         groups = {spec.name: spec.group_name for spec in specs}
-        model = cfg.get("model") or {}  # a resolved config has its experts there
-        has_experts = cfg.get("moe") is not None or model.get("moe") is not None
-        looks = check_looks(inspection.images, groups, has_experts=has_experts)
-        inspection.findings += looks
+        inspection.findings += check_looks(
+            inspection.images, groups, has_experts=has_experts
+        )
     return inspection
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import cuda
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.engine.config import build_runner, load_config
 from damex.errors import ConfigError
-from damex.workbench.check.domains import share_experts
+from damex.workbench.check.domains import Pair, share_experts
 from damex.workbench.zero_config import config_of_folders, named_folders
 
 
@@ -38,15 +39,13 @@ def train(
     if config is not None and model is not None:
         raise ConfigError("--model belongs to --data: a config sets its own model.")
     use_device(device)
-    start: Any = config
-    if config is None:
-        start = config_of_folders(named_folders(data), model or "tiny")
-        for first, second, _ in share_experts(start.mixture):
-            print(
-                f"{first} and {second} look alike: they share experts, unless "
-                "--cfg-options mixture.N.group=NAME says otherwise."
-            )
+    alike: list[Pair] = []
+    start = config or config_of_folders(named_folders(data), model or "tiny")
+    if isinstance(start, Config):
+        alike = share_experts(start.mixture)
     cfg = load_config(start, resumes=resume is not None, **run)
+    if cfg.get("moe") is not None:
+        _print_alike(alike)
     if epochs is not None:
         cfg.max_epochs = epochs
     if amp:
@@ -63,6 +62,15 @@ def train(
         cfg.load_from = resume[0] if resume else None
     add_data_check(cfg)
     build_runner(cfg).train()
+
+
+def _print_alike(pairs: Sequence[Pair]) -> None:
+    """Say which datasets share experts, on the first process."""
+    for first, second, _ in pairs if os.environ.get("RANK", "0") == "0" else ():
+        print(
+            f"{first} and {second} look alike: they share experts. To keep them apart: "
+            "--cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
+        )
 
 
 def test(
