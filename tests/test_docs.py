@@ -164,7 +164,10 @@ def program(words):
 
 @functools.cache
 def module(name):
-    return runpy.run_path(str(ROOT / name), run_name="imported")
+    """A script and what it imports from its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str((ROOT / name).parent))
+        return runpy.run_path(str(ROOT / name), run_name="imported")
 
 
 def commands(page):

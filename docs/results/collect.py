@@ -59,6 +59,8 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
         record |= {key: found[key] for key in ("mean_ap", "mean_ap50", "pooled_ap")}
         if again := summary(folder / f"{arm}-not_told" / path.name, "test_"):
             record["not_told"] = again["mean_ap"]
+        if shares := found.get("routing_accuracy"):
+            record["routing"] = shares
         record["datasets"] = {
             name: one["ap"] for name, one in found["datasets"].items()
         }

@@ -8,7 +8,6 @@ function for each NAME. ``collect.py`` writes the JSON files.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from scipy.stats import ttest_ind
+from scores import Arms, arms_of, gain, known, mean, moments, stored, verdicts
 
 from damex.engine.summary import markdown
 from damex.workbench.headroom.verdict import Spread, spread
@@ -34,96 +33,8 @@ ARMS = {
     "damex": "`damex`: the paper's experts",
     "damex_best": "`damex_best`: the default experts",
 }
-MARGIN = 0.01  # within it, an interval means "equal"
-FEWEST_SEEDS = 5
 
 Scores = Sequence[float]
-Arms = Mapping[str, Mapping[str, Any]]
-
-
-# ---- scores, and what compares them ----
-
-
-def stored(file: str) -> Any:
-    """The content of a JSON file beside this one."""
-    return json.loads((HERE / file).read_text("utf-8"))
-
-
-def arms_of(experiment: str) -> Arms:
-    """Scores by arm: of a file of runs, or of an experiment in ``experts.json``."""
-    path = HERE / f"{experiment}.json"
-    if not path.is_file():
-        return stored("experts.json")[experiment]["arms"]
-    arms: dict[str, dict[str, Any]] = {}
-    for run in stored(path.name)["runs"]:
-        arm = arms.setdefault(run["arm"], {"datasets": {}})
-        for key, score in run.items():
-            if isinstance(score, float):  # but not the seed, nor a gap
-                arm.setdefault(key, []).append(score)
-        for name, score in run["datasets"].items():
-            arm["datasets"].setdefault(name, []).append(score)
-    return arms
-
-
-def known(scores: Sequence[float | None]) -> list[float]:
-    """Scores without the gaps of runs that are missing."""
-    return [one for one in scores if one is not None]
-
-
-def mean(arm: Mapping[str, Any], score: str = "mean_ap") -> str:
-    """Mean and deviation, ``-`` without scores; older experiments kept only these."""
-    if score not in arm:
-        value = arm.get(f"{score}_mean")
-        if value is None:
-            return "-"
-        return str(Spread(value, arm.get(f"{score}_deviation")))
-    return str(spread(arm[score]))
-
-
-def welch(of: Scores, base: Scores) -> tuple[str, float | None, str]:
-    """Difference of means with Welch's 95% interval; its p-value, and its place.
-
-    The place is ``equal`` if the interval lies within ±`MARGIN`, else ``open``; a test
-    over all arms may turn ``open`` into ``above`` or ``below``.
-    """
-    of, base = known(of), known(base)
-    gain = statistics.fmean(of) - statistics.fmean(base)
-    if min(len(of), len(base)) < 2:
-        return f"{gain:+.3f}", None, "-"
-    test = ttest_ind(of, base, equal_var=False)
-    low, high = test.confidence_interval(0.95)
-    place = "equal" if low >= -MARGIN and high <= MARGIN else "open"
-    if min(len(of), len(base)) < FEWEST_SEEDS:
-        place = "few seeds"
-    return f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]", float(test.pvalue), place
-
-
-def gain(arms: Arms, name: str, base: str) -> str:
-    """Difference in mean AP of two arms, ``-`` for the base or without scores."""
-    if name == base or name not in arms:
-        return "-"
-    if "mean_ap" in arms[name]:
-        return welch(arms[name]["mean_ap"], arms[base]["mean_ap"])[0]
-    center = statistics.fmean(known(arms[base]["mean_ap"]))
-    return f"{arms[name]['mean_ap_mean'] - center:+.3f}"
-
-
-def verdicts(arms: Arms, base: str) -> dict[str, str]:
-    """Place of each arm beside the base, with Holm's correction over the arms."""
-    tests = {
-        name: welch(arm["mean_ap"], arms[base]["mean_ap"])
-        for name, arm in arms.items()
-        if name != base
-    }
-    places = {name: place for name, (_, _, place) in tests.items()}
-    ranked = sorted(
-        (p, name) for name, (_, p, place) in tests.items() if place == "open" and p
-    )
-    for rank, (p, name) in enumerate(ranked):
-        if p * (len(tests) - rank) >= 0.05:
-            break
-        places[name] = "above" if tests[name][0].startswith("+") else "below"
-    return places
 
 
 # ---- the tables ----
@@ -186,7 +97,8 @@ def real(file: str) -> str:
             mean(arms[name]),
             gain(arms, name, "dense"),
             places.get(name, "-"),
-            *(mean(arms[name], key) for key in ("mean_ap50", "not_told", "pooled_ap")),
+            *(mean(arms[name], key) for key in ("mean_ap50", "not_told")),
+            "-" if name == "partitioned" else mean(arms[name], "pooled_ap"),
         ]
         for name in filter(arms.__contains__, ARMS)
     ]
@@ -218,6 +130,12 @@ SPLIT = {
 }
 
 
+def by_seed(arms: Arms, name: str) -> str:
+    """Differences in mean AP to dense, a seed each."""
+    pairs = zip(arms[name]["mean_ap"], arms["dense"]["mean_ap"], strict=False)
+    return "-" if name == "dense" else ", ".join(f"{a - b:+.3f}" for a, b in pairs)
+
+
 def split_labels() -> str:
     """All arms on halves of datasets, and how often experts of the half answer."""
     arms, runs = arms_of("split_labels"), stored("split_labels.json")["runs"]
@@ -234,6 +152,7 @@ def split_labels() -> str:
                 SPLIT[name],
                 mean(arms[name]),
                 gain(arms, name, "dense"),
+                by_seed(arms, name),
                 *(
                     f"{statistics.fmean(arms[name]['datasets'][d]):.3f}"
                     for d in datasets
@@ -241,7 +160,8 @@ def split_labels() -> str:
                 f"{statistics.fmean(routed):.0%}" if routed else "-",
             ]
         )
-    header = ["", "mean AP", "minus `dense` [95%]", *datasets, "routed to its experts"]
+    header = ["", "mean AP", "minus `dense` [95%]", "by seed", *datasets]
+    header.append("routed to its experts")
     return markdown([one.replace("_", " ") for one in header], lines)
 
 
@@ -306,8 +226,8 @@ def answer(experiment: str, name: str = "damex_best") -> list[str]:
     arms = arms_of(experiment)
     if name not in arms:
         return [mean(arms["dense"]), "-", "not measured yet", ""]
-    pair = [arms[one].get("mean_ap") for one in ("dense", name)]
-    counts = [str(len(known(scores))) for scores in pair if scores]
+    seeds = moments(arms["dense"], seeds=0)[2]
+    counts = [str(seeds), str(moments(arms[name], seeds=seeds)[2])]
     scores = (mean(arms[one]) for one in ("dense", name))
     return [*scores, gain(arms, name, "dense"), ", ".join(dict.fromkeys(counts))]
 
@@ -331,7 +251,7 @@ def questions() -> str:
     lines = [
         [
             question,
-            data if data == seven else eight,
+            "two of the eight" if "-2_" in data else seven if data == seven else eight,
             f"`{arm}`",
             *answer("one_or_seven" if data == seven else data, arm),
             f"[more]({page})",

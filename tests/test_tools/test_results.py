@@ -10,8 +10,8 @@ RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 @pytest.fixture(scope="module")
-def update():
-    return runpy.run_path(str(RESULTS / "update.py"), run_name="imported")
+def scores():
+    return runpy.run_path(str(RESULTS / "scores.py"), run_name="imported")
 
 
 @pytest.fixture(scope="module")
@@ -19,33 +19,48 @@ def collect():
     return runpy.run_path(str(RESULTS / "collect.py"), run_name="imported")["collect"]
 
 
-def test_intervals_are_welchs(update):
+def arms(**scores):
+    return {name: dict(mean_ap=one) for name, one in scores.items()}
+
+
+def test_intervals_are_welchs(scores):
     """By hand: variances of 0.01, 4 degrees of freedom, t = 2.776."""
-    text, p_value, place = update["welch"]([0.1, 0.2, 0.3], [0.0, 0.1, 0.2])
+
+    def welch(of, base):
+        return scores["difference"](arms(of=of, base=base), "of", "base")
+
+    text, p_value, place = welch([0.1, 0.2, 0.3], [0.0, 0.1, 0.2])
     assert text == "+0.100 [-0.127, +0.327]"
     assert p_value == pytest.approx(0.288, abs=1e-3)
     assert place == "few seeds"
     # Unequal spreads: 2.03 degrees of freedom, not the 4 of Student's interval.
-    text, _, _ = update["welch"]([0.0, 0.2, 0.4], [0.1, 0.101, 0.102])
+    text, _, _ = welch([0.0, 0.2, 0.4], [0.1, 0.101, 0.102])
     assert text == "+0.099 [-0.398, +0.596]"
+    # Only mean and deviation were kept; one seed has no interval.
+    kept = dict(mean_ap_mean=0.2, mean_ap_deviation=0.1)
+    stored = {"of": kept, **arms(base=[0.0, 0.1, 0.2])}
+    assert scores["gain"](stored, "of", "base") == "+0.100 [-0.127, +0.327]"
+    assert welch([0.25], [0.0, 0.1, 0.2]) == ("+0.150", None, "-")
 
 
-def test_equal_needs_an_interval_within_the_margin(update):
+def test_equal_needs_an_interval_within_the_margin(scores):
     base = [0.100, 0.101, 0.102, 0.103, 0.104]
-    assert update["welch"]([one + 0.002 for one in base], base)[2] == "equal"
-    assert update["welch"]([one + 0.009 for one in base], base)[2] == "open"
-    wide = [0.06, 0.08, 0.10, 0.12, 0.14]
-    assert update["welch"](wide, base)[2] == "open"
+
+    def place(of):
+        return scores["difference"](arms(of=of, base=base), "of", "base")[2]
+
+    assert place([one + 0.002 for one in base]) == "equal"
+    assert place([one + 0.009 for one in base]) == "open"
+    assert place([0.06, 0.08, 0.10, 0.12, 0.14]) == "open"
+    assert place(base[:4]) == "few seeds"
 
 
-def test_places_are_corrected_for_the_number_of_arms(update):
+def test_places_are_corrected_for_the_number_of_arms(scores):
     dense = [0.10, 0.12, 0.14, 0.16, 0.18]
 
     def places(*gains):
-        arms = {f"arm{i}": [s + gain for s in dense] for i, gain in enumerate(gains)}
-        arms["dense"] = dense
-        scores = {name: dict(mean_ap=one) for name, one in arms.items()}
-        return list(update["verdicts"](scores, "dense").values())
+        rows = {f"arm{i}": [s + gain for s in dense] for i, gain in enumerate(gains)}
+        return [*scores["verdicts"](arms(dense=dense, **rows), "dense").values()]
 
     # p-values: 0.046 for a gain of 0.047, 0.0040 for one of 0.080.
     assert places(0.047) == ["above"]

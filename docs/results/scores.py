@@ -1,0 +1,116 @@
+"""Scores of the JSON files here by arm, and Welch's test of two arms."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import t as student_t
+
+from damex.workbench.headroom.verdict import Spread, spread
+
+HERE = Path(__file__).parent
+MARGIN = 0.01  # within it, an interval means "equal"
+FEWEST_SEEDS = 5
+
+Arms = Mapping[str, Mapping[str, Any]]
+
+
+def stored(file: str) -> Any:
+    """The content of a JSON file beside this one."""
+    return json.loads((HERE / file).read_text("utf-8"))
+
+
+def arms_of(experiment: str) -> Arms:
+    """Scores by arm: of a file of runs, or of an experiment in ``experts.json``."""
+    path = HERE / f"{experiment}.json"
+    if not path.is_file():
+        return stored("experts.json")[experiment]["arms"]
+    arms: dict[str, dict[str, Any]] = {}
+    for run in stored(path.name)["runs"]:
+        arm = arms.setdefault(run["arm"], {"datasets": {}})
+        for key, score in run.items():
+            if isinstance(score, float):  # but not the seed, nor a gap
+                arm.setdefault(key, []).append(score)
+        for name, score in run["datasets"].items():
+            arm["datasets"].setdefault(name, []).append(score)
+    return arms
+
+
+def known(scores: Sequence[float | None]) -> list[float]:
+    """Scores without the gaps of runs that are missing."""
+    return [one for one in scores if one is not None]
+
+
+def mean(arm: Mapping[str, Any], score: str = "mean_ap") -> str:
+    """Mean and deviation, ``-`` without scores; older experiments kept only these."""
+    if score not in arm:
+        value = arm.get(f"{score}_mean")
+        if value is None:
+            return "-"
+        return str(Spread(value, arm.get(f"{score}_deviation")))
+    return str(spread(arm[score]))
+
+
+def moments(arm: Mapping[str, Any], *, seeds: int) -> tuple[float, float, int]:
+    """Mean, deviation and number of seeds; `seeds` where only the first two are kept.
+
+    The deviation of a single seed is nan.
+    """
+    if "mean_ap" not in arm:
+        return arm["mean_ap_mean"], arm["mean_ap_deviation"], seeds
+    scores = known(arm["mean_ap"])
+    deviation = statistics.stdev(scores) if scores[1:] else math.nan
+    return statistics.fmean(scores), deviation, len(scores)
+
+
+def welch(
+    of: tuple[float, float, int], base: tuple[float, float, int]
+) -> tuple[str, float | None, str]:
+    """Difference of means with Welch's 95% interval; its p-value, and its place.
+
+    The place is ``few seeds``; or ``equal`` if the interval lies within ±`MARGIN`; else
+    ``open``, which a test over all arms may turn into ``above`` or ``below``.
+    """
+    gain = of[0] - base[0]
+    variances = [deviation**2 / count for _, deviation, count in (of, base)]
+    if math.isnan(sum(variances)):
+        return f"{gain:+.3f}", None, "-"
+    counts = [count for _, _, count in (of, base)]
+    terms = (v**2 / (n - 1) for v, n in zip(variances, counts, strict=True))
+    freedom, error = sum(variances) ** 2 / sum(terms), math.sqrt(sum(variances))
+    reach = float(student_t.isf(0.025, freedom)) * error
+    p_value = 2 * float(student_t.sf(abs(gain) / error, freedom))
+    low, high = gain - reach, gain + reach
+    place = "equal" if low >= -MARGIN and high <= MARGIN else "open"
+    place = "few seeds" if min(counts) < FEWEST_SEEDS else place
+    return f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]", p_value, place
+
+
+def gain(arms: Arms, name: str, base: str) -> str:
+    """Difference in mean AP of two arms, ``-`` for the base or without scores."""
+    return "-" if name == base or name not in arms else difference(arms, name, base)[0]
+
+
+def difference(arms: Arms, name: str, base: str) -> tuple[str, float | None, str]:
+    """Welch's test of two arms."""
+    reference = moments(arms[base], seeds=0)
+    return welch(moments(arms[name], seeds=reference[2]), reference)
+
+
+def verdicts(arms: Arms, base: str) -> dict[str, str]:
+    """Place of each arm beside the base, with Holm's correction over the arms."""
+    tests = {name: difference(arms, name, base) for name in arms if name != base}
+    places = {name: place for name, (_, _, place) in tests.items()}
+    ranked = sorted(
+        (p, name) for name, (_, p, place) in tests.items() if place == "open" and p
+    )
+    for rank, (p, name) in enumerate(ranked):
+        if p * (len(tests) - rank) >= 0.05:
+            break
+        places[name] = "above" if tests[name][0].startswith("+") else "below"
+    return places
