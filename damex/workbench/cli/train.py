@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +45,7 @@ def train(
         alike = share_experts(start.mixture)
     cfg = load_config(start, resumes=resume is not None, **run)
     if cfg.get("moe") is not None:
-        _print_alike(alike)
+        _print_shared(cfg.mixture, alike)
     if epochs is not None:
         cfg.max_epochs = epochs
     if amp:
@@ -64,13 +64,15 @@ def train(
     build_runner(cfg).train()
 
 
-def _print_alike(pairs: Sequence[Pair]) -> None:
-    """Say which datasets share experts, on the first process."""
+def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> None:
+    """Say which datasets share experts as they look alike, on the first process."""
+    groups = {entry["name"]: entry.get("group") for entry in mixture}
     for first, second, _ in pairs if os.environ.get("RANK", "0") == "0" else ():
-        print(
-            f"{first} and {second} look alike: they share experts. To keep them apart: "
-            "--cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
-        )
+        if groups[first] == groups[second]:  # --cfg-options may have separated them
+            print(
+                f"{first} and {second} look alike: they share experts. To keep them "
+                "apart: --cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
+            )
 
 
 def test(
