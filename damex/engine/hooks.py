@@ -322,10 +322,10 @@ def routing_warnings(detector: nn.Module, scores: Mapping[str, float]) -> list[s
     rows = (key.rpartition("/") for key in scores if key.endswith("/routing_accuracy"))
     shares = {name: scores[f"{name}/{score}"] for name, _, score in rows}
     return [
-        f"{name}: {share:.0%} of its tokens reached the experts of its dataset group; "
-        "other experts have not learned its labels. If its images look like those of "
-        "another dataset, give both one group='NAME' in the mixture, or train without "
-        "experts (moe=None); else train longer."
+        f"{name}: {share:.0%} of its tokens reached the experts of its dataset group, "
+        "the rest experts that have not learned its labels. If its images look like "
+        "those of another dataset, give both one group='NAME' in the mixture, or train "
+        "without experts (moe=None); else train longer."
         for name, share in shares.items()
         if name != "mean" and share < WELL_ROUTED
     ]

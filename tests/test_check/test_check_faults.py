@@ -710,7 +710,8 @@ def test_a_file_with_a_byte_order_mark_is_checked_and_loaded(dataset):
 
 def test_every_kind_has_its_fault():
     untested = {"not-checked", "similar-class-names", "left-out", "noted", "no-images"}
-    untested |= {"image-depth"}  # in test_pixels.py
+    # In test_pixels.py and test_domains.py.
+    untested |= {"image-depth", "looks-alike"}
     assert {kind for kind, *_ in FAULTS} == {*RULES} - untested
 
 

@@ -45,7 +45,7 @@ def train(
         alike = share_experts(start.mixture)
     cfg = load_config(start, resumes=resume is not None, **run)
     if cfg.get("moe") is not None:
-        _print_shared(cfg.mixture, alike)
+        _print_shared(cfg.get("mixture") or (), alike)
     if epochs is not None:
         cfg.max_epochs = epochs
     if amp:
@@ -68,7 +68,9 @@ def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -
     """Say which datasets share experts as they look alike, on the first process."""
     groups = {entry["name"]: entry.get("group") for entry in mixture}
     for first, second, _ in pairs if os.environ.get("RANK", "0") == "0" else ():
-        if groups[first] == groups[second]:  # --cfg-options may have separated them
+        if (
+            groups.get(first) == groups.get(second) is not None
+        ):  # --cfg-options may have separated them
             print(
                 f"{first} and {second} look alike: they share experts. To keep them "
                 "apart: --cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
