@@ -66,7 +66,7 @@ def test_the_default_is_not_below_dense_on_datasets_that_look_alike(halves, tmp_
             *[sys.executable, "-m", "damex", "train", "--data", *folders],
             *["--work-dir", str(tmp_path / name), "--cfg-options", *options],
             *["image_size=128", "max_epochs=1"],
-            "train_dataloader.sampler.samples_per_epoch=1600",
+            "train_dataloader.sampler.samples_per_epoch=960",
         ]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, capture_output=True, text=True, env=env)
