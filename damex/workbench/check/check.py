@@ -260,7 +260,10 @@ def check_config(
         inspection.findings.append(location.finding("unknown-class", None, problem))
     inspection.check_images(progress=progress, seconds=seconds)
     model = cfg.get("model") or {}  # a resolved config has its experts there
-    has_experts = cfg.get("moe") is not None or model.get("moe") is not None
+    has_experts = any(
+        part.get("moe") not in (None, "dense")  # a file of configs/_base_/moe by name
+        for part in (cfg, model)
+    )
     if len(specs) > 1 and (has_experts or not quick):
         progress.begin("compare datasets", None)
         groups = {spec.name: spec.group_name for spec in specs}

@@ -44,7 +44,7 @@ def train(
     if isinstance(start, Config):
         alike = share_experts(start.mixture)
     cfg = load_config(start, resumes=resume is not None, **run)
-    if cfg.get("moe") is not None:
+    if cfg.get("moe") not in (None, "dense"):  # a file of configs/_base_/moe by name
         _print_shared(cfg.get("mixture") or (), alike)
     if epochs is not None:
         cfg.max_epochs = epochs
