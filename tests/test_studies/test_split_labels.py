@@ -58,7 +58,10 @@ def test_halves_share_no_label_and_no_training_image(halves):
 
 @pytest.mark.slow
 def test_the_default_is_not_below_dense_on_datasets_that_look_alike(halves, tmp_path):
-    """With an expert per half, it has about half of the AP of dense."""
+    """And no image goes to experts that have not learned its labels.
+
+    An expert per half has 0.03 less after so few iterations, and a warning for a half.
+    """
     folders = [str(path) for path in halves(240, 40)]
     scores = {}
     for name, options in (("default", []), ("dense", ["moe=dense"])):
@@ -74,6 +77,7 @@ def test_the_default_is_not_below_dense_on_datasets_that_look_alike(halves, tmp_
         says_so = "ruby_a and ruby_b look alike: they share experts." in done.stdout
         assert says_so == (name == "default")
         summary = json.loads((tmp_path / name / "summary.json").read_text("utf-8"))
+        assert "warnings" not in summary
         scores[name] = summary["mean_ap"]
     assert scores["dense"] > 0.1
     assert scores["default"] > scores["dense"] - 0.05
