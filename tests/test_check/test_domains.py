@@ -8,6 +8,7 @@ from PIL import Image
 
 from damex.datasets.findings import Location
 from damex.datasets.image_files import ImageRecord
+from damex.workbench.check import domains
 from damex.workbench.check.domains import (
     FEWEST,
     RIDGE,
@@ -126,6 +127,29 @@ def test_entries_of_one_kind_get_one_group(images, tmp_path):
     assert share_experts(missing) == []  # the loader reports it
 
 
+def test_three_datasets_of_one_kind_get_one_name(images):
+    paths = dict(a=images["a"][:25], b=images["b"][:25], c=images["a"][25:])
+    paths["c"] = [*paths["c"], *images["b"][25:], *images["a"][:15]]
+    records = [
+        ImageRecord(Location(name, "train.json", split="train"), "", path, (60, 40))
+        for name, some in paths.items()
+        for path in some
+    ]
+    found = [*check_looks(records, {n: n for n in paths}, is_mixture=True)]
+    assert len(found) > 1
+    assert all("group='a+b+c'" in one.message for one in found)
+
+
+def test_a_file_that_breaks_the_reader_is_skipped(images, monkeypatch):
+    def look(path):
+        if path == images["a"][0]:
+            raise SyntaxError("broken PNG file")
+        return look_of(path)
+
+    monkeypatch.setattr(domains, "look_of", look)
+    assert len(domains.looks_of(images["a"])) == len(images["a"]) - 1
+
+
 @pytest.mark.parametrize(("experts", "level"), [(True, "warning"), (False, "info")])
 def test_the_check_names_datasets_that_look_alike(images, experts, level):
     records = [
@@ -134,12 +158,12 @@ def test_the_check_names_datasets_that_look_alike(images, experts, level):
         for path in paths
     ]
     alone = {name: name for name in images}
-    (found,) = check_looks(records, alone, has_experts=experts)
+    (found,) = check_looks(records, alone, is_mixture=experts)
     assert (found.kind, found.level, found.dataset) == ("looks-alike", level, "a")
     assert "group='a+b'" in found.message
     shared = {**alone, "b": "a"}
-    assert [*check_looks(records, shared, has_experts=experts)] == []
+    assert [*check_looks(records, shared, is_mixture=experts)] == []
     evaluated = [
         one._replace(location=Location("a", "val.json", split="val")) for one in records
     ]
-    assert [*check_looks(evaluated, alone, has_experts=experts)] == []
+    assert [*check_looks(evaluated, alone, is_mixture=experts)] == []

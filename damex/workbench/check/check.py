@@ -26,7 +26,7 @@ from damex.errors import ConfigError, DataError, printable
 from damex.files import check_file, write_json
 from damex.progress import Bar
 from damex.workbench.check.classes import ClassCounts, check_classes, count_boxes
-from damex.workbench.check.domains import check_looks
+from damex.workbench.check.domains import check_looks, has_experts
 from damex.workbench.check.images import (
     check_existence,
     find_leaks,
@@ -259,16 +259,12 @@ def check_config(
         location = Location("all datasets", "label space")
         inspection.findings.append(location.finding("unknown-class", None, problem))
     inspection.check_images(progress=progress, seconds=seconds)
-    model = cfg.get("model") or {}  # a resolved config has its experts there
-    has_experts = any(
-        part.get("moe") not in (None, "dense")  # a file of configs/_base_/moe by name
-        for part in (cfg, model)
-    )
-    if len(specs) > 1 and (has_experts or not quick):
+    is_mixture = has_experts(cfg)
+    if len(specs) > 1 and (is_mixture or not quick):
         progress.begin("compare datasets", None)
         groups = {spec.name: spec.group_name for spec in specs}
         inspection.findings += check_looks(
-            inspection.images, groups, has_experts=has_experts
+            inspection.images, groups, is_mixture=is_mixture
         )
     return inspection
 

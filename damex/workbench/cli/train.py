@@ -14,7 +14,7 @@ from torch import cuda
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.engine.config import build_runner, load_config
 from damex.errors import ConfigError
-from damex.workbench.check.domains import Pair, share_experts
+from damex.workbench.check.domains import Pair, has_experts, share_experts
 from damex.workbench.zero_config import config_of_folders, named_folders
 
 
@@ -44,7 +44,7 @@ def train(
     if isinstance(start, Config):
         alike = share_experts(start.mixture)
     cfg = load_config(start, resumes=resume is not None, **run)
-    if cfg.get("moe") not in (None, "dense"):  # a file of configs/_base_/moe by name
+    if has_experts(cfg):
         _print_shared(cfg.get("mixture") or (), alike)
     if epochs is not None:
         cfg.max_epochs = epochs
@@ -68,9 +68,9 @@ def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -
     """Say which datasets share experts as they look alike, on the first process."""
     groups = {entry["name"]: entry.get("group") for entry in mixture}
     for first, second, _ in pairs if os.environ.get("RANK", "0") == "0" else ():
-        if (
-            groups.get(first) == groups.get(second) is not None
-        ):  # --cfg-options may have separated them
+        shared = groups.get(first)
+        # --cfg-options may have separated them.
+        if shared is not None and shared == groups.get(second):
             print(
                 f"{first} and {second} look alike: they share experts. To keep them "
                 "apart: --cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
