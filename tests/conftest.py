@@ -335,10 +335,10 @@ def build_mmdet():
     def make(name, *, num_groups=2, moe=None, **changes):
         model = copy.deepcopy(_read(MMDET_CONFIGS / DETECTORS[name]).model)
         model.backbone.init_cfg = None  # the pretrained weights are a download
-        # mmdet's Conditional DETR encodes its queries' places in 256 channels always.
-        keep = {"MoEConditionalDETR": 256}
-        _narrow(model, embed_dims=keep.get(name, 32))
-        model.bbox_head.embed_dims = keep.get(name, 32)
+        # Some of mmdet's encode the places of queries in 256 channels always.
+        is_wide = name == "MoEConditionalDETR" or changes.get("as_two_stage", False)
+        _narrow(model, embed_dims=256 if is_wide else 32)
+        model.bbox_head.embed_dims = 256 if is_wide else 32
         model.backbone.update(depth=18, base_channels=8, stem_channels=8)
         widths = {2048: 64, 1024: 32, 512: 16}
         model.neck.in_channels = [widths[c] for c in model.neck.in_channels]
@@ -348,7 +348,8 @@ def build_mmdet():
             model.dn_cfg.group_cfg.num_dn_queries = 12
         for part in ("encoder", "decoder"):
             model[part].num_layers = 2
-            model[part].update(changes.get(part, {}))
+            model[part].update(changes.pop(part, {}))
+        model.update(changes)
         torch.manual_seed(0)
         detector = MODELS.build(model)
         detector.init_weights()

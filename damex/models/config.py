@@ -76,6 +76,10 @@ SHARE = Rule(
     "a number between 0 and 1, both left out",
     lambda v: isinstance(v, float) and 0.0 < v < 1.0,
 )
+FLAG_OR_SHARE = Rule(
+    "True, False or a number between 0 and 1, both left out",
+    lambda v: isinstance(v, bool) or SHARE.is_allowed(v),
+)
 LOSSES = Rule(
     "a list of dicts, each a dict with a type such as dict(type='LoadBalanceLoss')",
     are_dicts,

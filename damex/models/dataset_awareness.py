@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from damex.errors import ConfigError
 from damex.models.config import (
     BELOW_ONE,
-    FLAG,
+    FLAG_OR_SHARE,
     NON_NEGATIVE,
     branch,
     one_of,
@@ -33,6 +33,7 @@ from damex.models.dataset_classifier import (
     dataset_loss,
     ignore_unannotated,
     router_posterior,
+    unannotated_classes,
 )
 from damex.models.insertion import moe_blocks
 from damex.models.queries import ids_of
@@ -64,20 +65,28 @@ class DatasetAwarenessConfig:
     """Arguments of a detector about the datasets of images; all off by default.
 
     Attributes:
-        ignore_unannotated_classes: Exclude classes that an image's dataset does not
-            annotate from training on it, instead of treating them as negatives.
+        ignore_unannotated_classes: What is taught of classes that an image's dataset
+            does not annotate. False: no object is one. A probability: no object is
+            one, except where the detector finds it with more than that; in every
+            detector. True: nothing; they take no part in training on that image.
         label_prior: Adjust class scores at inference.
         dataset_head: Dataset classifier; added automatically if ``label_prior`` needs
             it.
     """
 
-    ignore_unannotated_classes: Annotated[bool, FLAG] = False
+    ignore_unannotated_classes: Annotated[bool | float, FLAG_OR_SHARE] = False
     label_prior: Annotated[
         LabelPriorConfig | None, branch(LabelPriorConfig, "dict(source='head')")
     ] = None
     dataset_head: Annotated[
         DatasetHeadConfig | None, branch(DatasetHeadConfig, "dict(loss_weight=0.1)")
     ] = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether class scores are changed, which only DINO supports."""
+        others = (self.label_prior, self.dataset_head)
+        return self.ignore_unannotated_classes is True or others != (None, None)
 
     @property
     def head(self) -> DatasetHeadConfig | None:
@@ -132,7 +141,10 @@ class DatasetAwareness(nn.Module):
         The last classifier of DINO's ``head`` selects the queries. The samples' dataset
         is read in training only.
         """
-        if self.training and self.config.ignore_unannotated_classes and samples:
+        if not self.config.changes_scores:
+            yield
+            return
+        if self.training and self.config.ignore_unannotated_classes is True and samples:
             device = self.annotated_SC.device
             self._dataset_ids_B = ids_of(samples, "dataset_id", device)
         with class_scores([head.cls_branches[-1], head], self.adjust):
@@ -140,6 +152,15 @@ class DatasetAwareness(nn.Module):
                 yield
             finally:
                 self._clear()
+
+    def ignored_if_found(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Arguments of :func:`damex.models.ignoring.ignoring` for a batch."""
+        above = self.config.ignore_unannotated_classes
+        if isinstance(above, bool):
+            return {}
+        ids_B = ids_of(samples, "dataset_id", self.annotated_SC.device)
+        unannotated_BC = unannotated_classes(ids_B, self.annotated_SC)
+        return dict(unannotated_BC=unannotated_BC, above=above)
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Adjust class scores (..., B, N, C) as set for this step."""
@@ -221,17 +242,20 @@ def build_awareness(
     if config == DatasetAwarenessConfig():
         return None
     head = detector.bbox_head
-    supports = detector.chooses_queries_by_class and head.loss_cls.use_sigmoid
+    supports = not config.changes_scores or (
+        detector.chooses_queries_by_class and head.loss_cls.use_sigmoid
+    )
     if label_coverage is None or not supports:
         raise ConfigError(
             "model: ignore_unannotated_classes, label_prior and dataset_head need a "
-            "MoEDINO with a sigmoid loss, and a mixture to take the classes of each "
-            f"dataset from (here {type(detector).__name__} "
+            "mixture to take the classes of each dataset from and, except for "
+            "ignore_unannotated_classes=0.15, a MoEDINO with a sigmoid loss (here "
+            f"{type(detector).__name__} "
             f"{'without' if label_coverage is None else 'with'} a mixture); change "
             "model.type and the data, or leave these options out."
         )
     prior = config.label_prior
-    if prior is None and config.ignore_unannotated_classes:
+    if prior is None and config.ignore_unannotated_classes is True:
         text = (
             "model.ignore_unannotated_classes leaves the scores of such classes "
             "untrained, and nothing keeps them from an image at inference; set "

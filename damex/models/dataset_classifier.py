@@ -18,13 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from damex.models.ignoring import IGNORED_LOGIT
 from damex.models.insertion import moe_blocks
 from damex.models.queries import selects_by_first_class
 from damex.moe import RoutingRecord
-
-# Its sigmoid, focal loss and gradient are 0 in every floating type. float16 can
-# represent it; minus infinity would turn 0 * inf into NaN.
-IGNORED_LOGIT = -1e4
 
 
 class DatasetHead(nn.Module):
@@ -104,9 +101,14 @@ def ignore_unannotated(
     loss of Yao et al. (2020, arXiv 2001.04621), applied to logits (..., B, queries, C).
     Nothing is removed from images of an unknown dataset, -1.
     """
-    unannotated_BC = ~annotated_SC[dataset_ids_B.clamp(min=0)]
-    unannotated_BC &= (dataset_ids_B >= 0).unsqueeze(1)
+    unannotated_BC = unannotated_classes(dataset_ids_B, annotated_SC)
     return logits.masked_fill(unannotated_BC.unsqueeze(1), IGNORED_LOGIT)
+
+
+def unannotated_classes(dataset_ids_B: Tensor, annotated_SC: Tensor) -> Tensor:
+    """Return which classes (B, C) an image's dataset, if known, does not annotate."""
+    unannotated_BC = ~annotated_SC[dataset_ids_B.clamp(min=0)]
+    return unannotated_BC & (dataset_ids_B >= 0).unsqueeze(1)
 
 
 def class_log_prior(

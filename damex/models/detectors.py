@@ -29,6 +29,7 @@ from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import restrict_to_predicted_group
 from damex.models.expert_parallel import missing_passes
+from damex.models.ignoring import ignoring
 from damex.models.insertion import (
     EXTENSIONS,
     counts_foreground,
@@ -89,7 +90,7 @@ class RoutedDetector(_Detector):
         *args: Any,
         moe: Mapping[str, Any] | None = None,
         num_groups: int | None = None,
-        ignore_unannotated_classes: bool = False,
+        ignore_unannotated_classes: bool | float = False,
         label_prior: Mapping[str, Any] | None = None,
         dataset_head: Mapping[str, Any] | None = None,
         label_coverage: Mapping[str, Any] | None = None,
@@ -199,7 +200,8 @@ class RoutedDetector(_Detector):
         with self._step(
             batch_inputs, batch_data_samples, group_ids_B=groups, ground_truth=truth
         ):
-            losses = super().loss(batch_inputs, batch_data_samples)
+            with self._ignoring(batch_data_samples):
+                losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.training and self.tally is not None:
                 self.tally.add(self.routing.records)
@@ -213,6 +215,12 @@ class RoutedDetector(_Detector):
             return losses
         self.end_step()
         return losses if self._warmup is None else self._warmup.choose_losses(losses)
+
+    def _ignoring(self, samples: list) -> AbstractContextManager[None]:
+        """Ignore classes of queries that may be right, though no object is labeled."""
+        awareness = self.awareness
+        known = {} if awareness is None else awareness.ignored_if_found(samples)
+        return ignoring(self, samples, **known)
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True

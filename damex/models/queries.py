@@ -126,13 +126,20 @@ def ground_truth_of(batch_data_samples: Sequence[Any]) -> GroundTruth:
     """Read the boxes of mmdet's data samples."""
     boxes, ratios = [], []
     for sample in batch_data_samples:
-        pixels = sample.gt_instances.bboxes
-        pixels = getattr(pixels, "tensor", pixels)  # mmdet's box types hold a tensor
+        boxes.append(relative_boxes(sample.gt_instances.bboxes, sample.img_shape))
         height, width = sample.img_shape[:2]
-        boxes.append(pixels / pixels.new_tensor([width, height, width, height]))
         batch_height, batch_width = sample.batch_input_shape
-        ratios.append(pixels.new_tensor([width / batch_width, height / batch_height]))
+        ratios.append(
+            boxes[-1].new_tensor([width / batch_width, height / batch_height])
+        )
     return GroundTruth(tuple(boxes), torch.stack(ratios))
+
+
+def relative_boxes(boxes_N4: Any, image_shape: Sequence[int]) -> Tensor:
+    """Divide x1 y1 x2 y2 in pixels, a tensor or mmdet's boxes, by the image's size."""
+    pixels_N4 = getattr(boxes_N4, "tensor", boxes_N4)  # mmdet's box types hold a tensor
+    height, width = image_shape[:2]
+    return pixels_N4 / pixels_N4.new_tensor([width, height, width, height])
 
 
 def encoder_foreground(truth: GroundTruth, spatial_shapes_L2: Tensor) -> Tensor:

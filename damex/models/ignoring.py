@@ -1,0 +1,194 @@
+"""Classes that a query is not punished for, as they may be right.
+
+A query that no object is matched to learns that it shows none of the classes. That is
+wrong where an object is in the image and is not labeled. Such classes are ignored:
+their scores get no loss, and so no gradient. All losses of a head follow the rule:
+those of the decoder layers, of the tokens that become queries, of the denoising
+queries and of DDQ's dense ones. Matched queries, matching and the selection of queries
+do not change.
+
+Axes: B images, Q queries (R of all images), K ignored boxes, C classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from mmdet.structures.bbox import bbox_cxcywh_to_xyxy, bbox_overlaps
+from torch import Tensor
+
+from damex.models.queries import relative_boxes, selects_by_first_class
+
+# Its sigmoid, focal loss and gradient are 0 in every floating type. float16 can
+# represent it; minus infinity would turn 0 * inf into NaN.
+IGNORED_LOGIT = -1e4
+# COCO's evaluation forgives a detection in a crowd: intersection over its own area.
+MIN_COVERED = 0.5
+
+
+class IgnoredBoxes(NamedTuple):
+    """Ignored boxes of an image: (K, 4) as x1 y1 x2 y2 relative to it, and labels."""
+
+    boxes_K4: Tensor
+    labels_K: Tensor
+
+
+def ignored_boxes_of(samples: Sequence[Any]) -> list[IgnoredBoxes]:
+    """Read the ``ignored_instances`` of mmdet's data samples: COCO's ``iscrowd``."""
+    found = []
+    for sample in samples:
+        ignored = sample.get("ignored_instances")
+        if ignored is None or "labels" not in ignored:
+            labels_K = sample.gt_instances.labels[:0]
+            found.append(IgnoredBoxes(labels_K.new_zeros(0, 4).float(), labels_K))
+        else:
+            boxes_K4 = relative_boxes(ignored.bboxes, sample.img_shape)
+            found.append(IgnoredBoxes(boxes_K4, ignored.labels))
+    return found
+
+
+class _Block(NamedTuple):
+    """The queries of one call of a classification loss.
+
+    ``boxes`` maps an image to its (Q, 4), x1 y1 x2 y2 relative to it. With
+    ``as_objects``, class 0 stands for all classes.
+    """
+
+    boxes: Mapping[int, Tensor]
+    as_objects: bool = False
+
+
+@contextmanager
+def ignoring(
+    detector: Any,
+    samples: Sequence[Any],
+    *,
+    unannotated_BC: Tensor | None = None,
+    above: float = 0.0,
+) -> Iterator[None]:
+    """Ignore classes of unmatched queries while a detector computes its losses.
+
+    A class is ignored if the query's box lies in an ignored box of that class (with
+    ``MIN_COVERED`` of its area), or if the image's dataset does not annotate the class
+    and its probability is more than ``above``.
+    """
+    ignored = ignored_boxes_of(samples)
+    if unannotated_BC is None and not any(len(one.labels_K) for one in ignored):
+        yield
+        return
+    head = detector.bbox_head
+    # The first stage of Deformable DETR has a loss after those of the layers.
+    layers = head.num_pred_layer - 1 if selects_by_first_class(detector) else None
+    rule = _Rule(ignored, unannotated_BC, above, head.num_classes)
+    count = itertools.count()
+
+    def see_matched(_: Any, boxes_BQ4: Sequence[Tensor], *__: Any) -> None:
+        rule.expect(boxes_BQ4, as_objects=next(count) == layers)
+
+    def see_denoising(_: Any, boxes_BQ4: Tensor, *__: Any, **___: Any) -> None:
+        rule.expect([*boxes_BQ4])
+
+    def see_dense(_: Any, boxes_BQ4: Tensor, *others: Any) -> None:
+        rule.expect_each(boxes_BQ4, others[-1])
+
+    dense = getattr(head, "aux_loss_for_dense", None)
+    with ExitStack() as stack:
+        _watch(stack, head, "get_targets", see_matched)
+        stack.enter_context(head.loss_cls.register_forward_pre_hook(rule))
+        if hasattr(head, "_loss_dn_single"):
+            _watch(stack, head, "_loss_dn_single", see_denoising)
+        if dense is not None:
+            _watch(stack, dense, "loss", see_dense)
+            stack.enter_context(dense.loss_cls.register_forward_pre_hook(rule))
+        yield
+
+
+def _watch(stack: ExitStack, owner: Any, name: str, see: Callable[..., None]) -> None:
+    """Show the arguments of a method to a function, until the stack is closed."""
+    method, own = getattr(owner, name), vars(owner).get(name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        see(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, call)
+    stack.callback(*((setattr, owner, name, own) if own else (delattr, owner, name)))
+
+
+class _Rule:
+    """Masks scores before a classification loss; told of the queries beforehand."""
+
+    def __init__(
+        self,
+        ignored: Sequence[IgnoredBoxes],
+        unannotated_BC: Tensor | None,
+        above: float,
+        num_classes: int,
+    ) -> None:
+        self._ignored, self._above, self._classes = ignored, above, num_classes
+        self._unannotated_BC = unannotated_BC
+        self._blocks: deque[_Block] = deque()
+
+    def expect(self, boxes_BQ4: Sequence[Tensor], *, as_objects: bool = False) -> None:
+        """Announce queries of all images: centre and size, relative."""
+        boxes = {
+            image: bbox_cxcywh_to_xyxy(boxes_Q4.detach())
+            for image, boxes_Q4 in enumerate(boxes_BQ4)
+        }
+        if any(map(len, boxes.values())):  # otherwise no loss is called
+            self._blocks.append(_Block(boxes, as_objects))
+
+    def expect_each(self, boxes_BQ4: Tensor, metas: Sequence[Any]) -> None:
+        """Announce queries image by image: corners in pixels."""
+        rows = zip(boxes_BQ4.detach(), metas, strict=True)
+        for image, (boxes_Q4, meta) in enumerate(rows):
+            relative_Q4 = relative_boxes(boxes_Q4, meta["img_shape"])
+            self._blocks.append(_Block({image: relative_Q4}))
+
+    def __call__(self, loss: Any, inputs: tuple) -> tuple:
+        """Return the inputs of a loss (scores, targets, weights) with masked scores."""
+        scores_RC, target, *others = inputs
+        block = self._blocks.popleft()
+        labels_R = target[0] if isinstance(target, tuple) else target
+        unmatched_R = labels_R >= self._classes
+        mask_RC = torch.zeros_like(scores_RC, dtype=torch.bool)
+        mask_RC[:, : self._classes] = self._in_ignored_boxes(block)
+        if self._unannotated_BC is not None:
+            mask_RC[:, : self._classes] |= self._found(loss, scores_RC, block)
+        mask_RC &= unmatched_R.unsqueeze(1)
+        ignored = 0.0 if getattr(loss, "activated", False) else IGNORED_LOGIT
+        return scores_RC.masked_fill(mask_RC, ignored), target, *others
+
+    def _in_ignored_boxes(self, block: _Block) -> Tensor:
+        """Whether a query lies in an ignored box of a class (R, C)."""
+        masks = []
+        for image, boxes_Q4 in block.boxes.items():
+            mask_QC = boxes_Q4.new_zeros(len(boxes_Q4), self._classes)
+            boxes_K4, labels_K = self._ignored[image]
+            if len(labels_K):
+                covered_QK = bbox_overlaps(boxes_Q4, boxes_K4, mode="iof")
+                lies_in_QK = (covered_QK > MIN_COVERED).to(mask_QC.dtype)
+                classes_K = torch.zeros_like(labels_K) if block.as_objects else labels_K
+                mask_QC.index_add_(1, classes_K, lies_in_QK)
+            masks.append(mask_QC > 0)
+        return torch.cat(masks)
+
+    def _found(self, loss: Any, scores_RC: Tensor, block: _Block) -> Tensor:
+        """Whether a query may show a class that is not annotated (R, C)."""
+        assert self._unannotated_BC is not None
+        rows = []
+        for image, boxes_Q4 in block.boxes.items():
+            row_C = self._unannotated_BC[image]
+            if block.as_objects:
+                row_C = torch.ones_like(row_C).cumsum(0).eq(1) & row_C.any()
+            rows.append(row_C.expand(len(boxes_Q4), -1))
+        probs_RC = scores_RC.detach()
+        if not getattr(loss, "activated", False):
+            sigmoid = getattr(loss, "use_sigmoid", False)
+            probs_RC = probs_RC.sigmoid() if sigmoid else probs_RC.softmax(-1)
+        return torch.cat(rows) & (probs_RC[:, : self._classes] > self._above)

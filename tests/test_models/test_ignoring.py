@@ -1,0 +1,191 @@
+"""Unmatched queries: classes that are ignored, in all losses of every detector."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmdet.models.losses import CrossEntropyLoss, FocalLoss
+from mmdet.structures import DetDataSample
+from mmengine.dataset import pseudo_collate
+from mmengine.structures import InstanceData
+from torch import nn
+
+from damex.datasets.mixture import MixtureDataset
+from damex.models.ignoring import ignored_boxes_of, ignoring
+
+# 40 pixels wide and 20 high.
+SHAPE = (20, 40)
+
+
+class Head(nn.Module):
+    """The part of a head that a loss passes: targets, then classification."""
+
+    num_classes = 3
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss_cls = loss
+
+    def get_targets(self, scores, boxes, truth, metas):
+        return None
+
+
+def sample_of(boxes=(), labels=()):
+    sample = DetDataSample(metainfo=dict(img_shape=SHAPE))
+    sample.gt_instances = InstanceData(
+        bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long)
+    )
+    sample.ignored_instances = InstanceData(
+        bboxes=torch.tensor(boxes, dtype=torch.float).view(-1, 4),
+        labels=torch.tensor(labels, dtype=torch.long),
+    )
+    return sample
+
+
+def taught(loss, samples, boxes, labels, scores, **options):
+    """Which scores (rows, classes) get a gradient in a loss of all images."""
+    head = Head(loss)
+    scores = torch.tensor(scores, dtype=torch.float, requires_grad=True)
+    with ignoring(SimpleNamespace(bbox_head=head), samples, **options):
+        head.get_targets(None, [torch.tensor(one) for one in boxes], None, None)
+        head.loss_cls(scores, torch.tensor(labels)).backward()
+    assert "get_targets" not in vars(head)
+    return (scores.grad != 0).int().tolist()
+
+
+def test_an_ignored_box_forgives_its_class_where_half_of_a_query_lies_in_it():
+    """Pixels 0 to 20 of 40 are ignored for class 1: half of the image's width."""
+    samples = [sample_of([[0, 0, 20, 20]], [1]), sample_of()]
+    # Centre and size; of the widths, 0.26 / 0.5 and 0.24 / 0.5 lie left of 0.5.
+    boxes = [
+        [[0.49, 0.5, 0.5, 0.5], [0.51, 0.5, 0.5, 0.5], [0.2, 0.5, 0.1, 0.1]],
+        [[0.2, 0.5, 0.1, 0.1]],
+    ]
+    found = taught(
+        FocalLoss(), samples, boxes, labels=[3, 3, 0, 3], scores=[[0.0] * 3] * 4
+    )
+    # The third is matched with class 0, and shows nothing else.
+    assert found == [[1, 0, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+
+
+def test_a_class_without_annotations_is_ignored_only_where_it_is_found():
+    """Classes 1 and 2 are not annotated in the first image, 0 not in the second."""
+    unannotated = torch.tensor([[False, True, True], [True, False, False]])
+    box = [0.5, 0.5, 0.2, 0.2]
+    found = taught(
+        FocalLoss(),
+        [sample_of(), sample_of()],
+        [[box, box], [box]],
+        labels=[3, 1, 3],
+        # Sigmoid(2) is 0.88, of -2 0.12.
+        scores=[[2.0, 2.0, -2.0], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]],
+        unannotated_BC=unannotated,
+        above=0.15,
+    )
+    assert found == [[1, 0, 1], [1, 1, 1], [0, 1, 1]]
+
+
+def test_a_softmax_ignores_a_class_and_keeps_the_background():
+    """exp(2) of 1 + 1 + 1 + exp(2) is a probability of 0.71."""
+    found = taught(
+        CrossEntropyLoss(),
+        [sample_of([[0, 0, 40, 20]], [0])],
+        [[[0.5, 0.5, 0.2, 0.2]]],
+        labels=[3],
+        scores=[[0.0, 2.0, 0.0, 0.0]],
+        unannotated_BC=torch.tensor([[False, True, True]]),
+        above=0.5,
+    )
+    assert found == [[0, 0, 1, 1]]
+
+
+@pytest.fixture
+def lessons(build_mmdet, make_batch, run_loss, total):
+    """``lessons(name)``: gradients and labels of the scores of every loss.
+
+    Class 0 is ignored all over the first image, class 1 all over the second.
+    """
+
+    def gather(name, **options):
+        detector = build_mmdet(name, **options)
+        head = detector.bbox_head
+        calls = []
+
+        def keep(module, inputs):
+            scores, target = inputs[:2]
+            scores.retain_grad()
+            labels = target[0] if isinstance(target, tuple) else target
+            calls.append((scores, labels))
+
+        dense = getattr(head, "aux_loss_for_dense", None)
+        for module in filter(None, (head, dense)):
+            module.loss_cls.register_forward_pre_hook(keep)
+        batch = make_batch([0, 1], sizes=[(64, 96), (64, 64)], boxes=[2, 3])
+        for label, sample in enumerate(batch["data_samples"]):
+            sample.gt_instances.labels[:] = 3
+            height, width = sample.img_shape
+            sample.ignored_instances = InstanceData(
+                bboxes=torch.tensor([[-width, -height, 2 * width, 2 * height]]).float(),
+                labels=torch.tensor([label]),
+            )
+        total(run_loss(detector, batch)).backward()
+        found = [(scores.grad, labels >= head.num_classes) for scores, labels in calls]
+        return [(grad[unmatched], grad[~unmatched]) for grad, unmatched in found]
+
+    return gather
+
+
+def test_every_loss_of_every_detector_ignores_the_classes_of_its_image(
+    detector_name, lessons
+):
+    found = lessons(detector_name)
+    assert len(found) >= 2
+    seen = set()
+    for unmatched, matched in found:
+        first, second = ((unmatched[:, label] == 0).tolist() for label in (0, 1))
+        of_rows = [*zip(first, second, strict=True)]
+        seen |= {*of_rows}
+        assert of_rows == sorted(of_rows, reverse=True)  # the images in their order
+        assert (unmatched[:, 2:] != 0).all()
+        assert (matched != 0).all()
+    assert seen == {(True, False), (False, True)}
+
+
+def test_the_first_stage_of_deformable_detr_ignores_objects_of_any_class(lessons):
+    """It calls every object class 0, whatever it is."""
+    *layers, (objects, _) = lessons(
+        "MoEDeformableDETR", as_two_stage=True, with_box_refine=True
+    )
+    assert len(layers) == 2
+    assert (objects[:, 0] == 0).all()
+    assert (objects[:, 1:] != 0).all()
+    for unmatched, _ in layers:
+        assert (unmatched[:, 0] != 0).any()
+
+
+def test_a_crowd_of_a_coco_file_reaches_the_loss(make_coco_dataset, tmp_path):
+    """As an ignored box, with the label of the mixture."""
+    entries = [
+        make_coco_dataset(tmp_path / name, classes=classes, num_images=1)
+        for name, classes in (("street", ["car", "bus"]), ("park", ["dog", "bus"]))
+    ]
+    file = tmp_path / "park" / "train.json"
+    document = json.loads(file.read_text())
+    document["annotations"][1]["iscrowd"] = 1  # of class bus
+    file.write_text(json.dumps(document))
+    pipeline = [
+        dict(type="LoadImageFromFile"),
+        dict(type="LoadAnnotations", with_bbox=True),
+        dict(type="Resize", scale=(96, 64)),  # twice as large
+        dict(type="PackDetInputs"),
+    ]
+    dataset = MixtureDataset(datasets=entries, pipeline=pipeline)
+    (sample,) = pseudo_collate([dataset[1]])["data_samples"]
+    assert sample.gt_instances.labels.tolist() == [2]
+    assert sample.ignored_instances.labels.tolist() == [1]
+    x, y, w, h = document["annotations"][1]["bbox"]
+    ((boxes, labels),) = ignored_boxes_of([sample])
+    expected = torch.tensor([[x / 48, y / 32, (x + w) / 48, (y + h) / 32]])
+    torch.testing.assert_close(boxes, expected)
+    assert labels.tolist() == [1]
